@@ -11,8 +11,8 @@ from pipectl.batch.launchers import (
     choose_mpi,
     find_mpiexec,
     knows_pmi,
-    mpiexec_command,
-    pmi_kinds,
+    launch_command,
+    list_pmis,
 )
 from pipectl.batch.local import LocalScheduler
 from pipectl.batch.pbs import PbsScheduler
@@ -57,8 +57,8 @@ __all__ = [
     "find_mpiexec",
     "get",
     "knows_pmi",
-    "mpiexec_command",
-    "pmi_kinds",
+    "launch_command",
+    "list_pmis",
     "render_script",
     "render_variables",
     "resolve",

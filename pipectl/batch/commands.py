@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
@@ -25,16 +26,23 @@ class BatchCommands(ABC):
         timeout_s: after which a command is given up.
     """
 
+    title: ClassVar[str]
+    """The batch system's name for people."""
     submit_command: ClassVar[tuple[str, ...]]
     """Its words before the script."""
+    id_pattern: ClassVar[re.Pattern[str]]
+    """Of a line with the job's id, which is its first group."""
+    list_command: ClassVar[str]
+    """Lists jobs with their tags."""
+    overrides: ClassVar[tuple[str, ...]]
+    """Beginnings of variables that change what the commands do, over the job script's own
+    directives, or come from a job around this one: the commands do not see them."""
+    kept: ClassVar[frozenset[str]] = frozenset()
+    """Those of them that the commands see all the same."""
     unsure: ClassVar[Sequence[str]]
     """Parts of messages, in small letters, after which the job may have been submitted."""
     advice: ClassVar[Sequence[tuple[str, str]]]
     """What to do, by parts of messages in small letters; the first that fits counts."""
-    id_pattern: ClassVar[re.Pattern[str]]
-    """Of a line with the job's id, which is its first group."""
-    look: ClassVar[str]
-    """A command that lists jobs with their tags."""
 
     def __init__(self, timeout_s: float = process.TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
@@ -44,14 +52,29 @@ class BatchCommands(ABC):
         """See :class:`~pipectl.batch.protocol.Scheduler`."""
 
     @abstractmethod
-    def _run(self, *argv: str) -> process.Completed:
-        """Run a command of the batch system."""
+    def _describe_tag(self, tag: str) -> str:
+        """How a job with a tag is recognised, in words."""
 
-    @abstractmethod
-    def _mark(self, tag: str) -> str:
-        """How a job with a tag is known, in words."""
+    def _run(self, *argv: str, **variables: str) -> process.Completed:
+        """Run a command of the batch system.
 
-    def _ask(self, *argv: str, harmless: Collection[int] = (0,)) -> process.Completed:
+        Args:
+            variables: of its environment, beside ours.
+        """
+        env = {
+            name: value
+            for name, value in os.environ.items()
+            if name in self.kept or not name.startswith(self.overrides)
+        }
+        cure = (
+            f"run this where the commands of {self.title} are installed, or set "
+            "launch.scheduler: local"
+        )
+        return process.run(argv, cure=cure, env={**env, **variables}, timeout_s=self._timeout_s)
+
+    def _ask(
+        self, *argv: str, harmless: Collection[int] = (0,), **variables: str
+    ) -> process.Completed:
         """Run a command that should not fail.
 
         Args:
@@ -60,7 +83,7 @@ class BatchCommands(ABC):
         Raises:
             SchedulerError: it fails.
         """
-        done = self._run(*argv)
+        done = self._run(*argv, **variables)
         if done.returncode not in harmless:
             command = " ".join(argv) if len(argv) == 2 else argv[0]  # the job, if it is one
             raise SchedulerError(f"{command}: {done.message}", cure="try again in a minute")
@@ -73,21 +96,33 @@ class BatchCommands(ABC):
 
         Raises:
             SchedulerError: the batch system refuses the job.
-            NoAnswerError: it gave no id, and no job is found.
+            NoAnswerError: it gave no id, and no job is found, which does not prove that none comes.
         """
         make_private_directory(request.run_directory / "logs")
+        job_id = None
         try:
             done = self._run(*self.submit_command, str(script))
         except process.NoAnswerError as error:
-            return self._recover(request.tag, error.message)
-        if done.returncode == 0:
-            # A banner of the site may come before the id.
-            lines = [line.strip() for line in reversed(done.stdout.splitlines())]
-            ids = [match[1] for match in map(self.id_pattern.fullmatch, lines) if match]
-            return ids[0] if ids else self._recover(request.tag, done.message)
-        if any(phrase in done.stderr.lower() for phrase in self.unsure):
-            return self._recover(request.tag, done.message)
-        raise self._refusal(script, done)
+            message = error.message
+        else:
+            message = done.message
+            if done.returncode == 0:  # a banner of the site may come before the id
+                lines = (line.strip() for line in reversed(done.stdout.splitlines()))
+                ids = (match[1] for match in map(self.id_pattern.fullmatch, lines) if match)
+                job_id = next(ids, None)
+            elif not any(phrase in done.stderr.lower() for phrase in self.unsure):
+                raise self._refusal(script, done)
+        try:
+            job_id = job_id or self.find(request.tag)
+        except SchedulerError as error:
+            message = f"{message}; {error.message}"
+        if job_id is None:
+            raise process.NoAnswerError(
+                f"{self.submit_command[0]} gave no job id, and no job "
+                f"{self._describe_tag(request.tag)} is listed: {message}",
+                cure=f"look with `{self.list_command}` before you submit again",
+            )
+        return job_id
 
     def _refusal(self, script: Path, done: process.Completed) -> SchedulerError:
         """What the command said of a script, and what to do."""
@@ -98,34 +133,13 @@ class BatchCommands(ABC):
             f"{self.submit_command[0]} refuses {script}:\n{done.message}", cure=cure
         )
 
-    def _recover(self, tag: str, message: str) -> str:
-        """The job that was made before the answer was lost.
 
-        Raises:
-            NoAnswerError: none is found, which does not prove that none comes.
-        """
-        try:
-            job_id = self.find(tag)
-        except SchedulerError as error:
-            job_id, message = None, f"{message}; {error.message}"
-        if job_id is None:
-            raise process.NoAnswerError(
-                f"{self.submit_command[0]} gave no job id, and no job {self._mark(tag)} is listed: "
-                f"{message}",
-                cure=f"look with `{self.look}` before you submit again",
-            )
-        return job_id
+def number_of(text: str) -> int:
+    """The number that a text begins with; 0 if it begins with none.
 
-
-def job_number(job_id: str) -> int:
-    """A number by which the latest job is the largest; ids of arrays begin with it, too."""
-    digits = re.match("[0-9]{1,18}", job_id)
-    return int(digits[0]) if digits else -1
-
-
-def digits(text: str) -> int:
-    """The number that a text begins with; 0 if it begins with none."""
-    match = re.match(r"\d{1,15}", text)
+    Ids of jobs and arrays begin with one, the largest with that of the latest.
+    """
+    match = re.match(r"[0-9]{1,18}", text)
     return int(match[0]) if match else 0
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,171 +20,147 @@ from pipectl.errors import InvalidInputError, SchedulerError
 from pipectl.units import did_you_mean
 
 AUTO = "auto"
-USUAL_PMI = "pmi2"
 _TIMEOUT_S = 20.0
-_PMI_KIND = re.compile(r"^(?:srun:)?\s*([A-Za-z]\w*)\s*$", flags=re.MULTILINE)
-_PMI_OF_LIBRARY = (
-    ("open mpi", ("pmix",)),
-    ("cray mpich", ("cray_shasta", "pmi2")),
-    ("mpich", ("pmi2",)),
-    ("mvapich", ("pmi2",)),
-    ("intel(r) mpi", ("pmi2",)),
-)
-"""Kinds of PMI by parts of what an MPI library says of itself; the first that fits counts."""
-_VERSIONS = {
-    "HYDRA build details": "hydra",
-    "(Open MPI)": "openmpi",
-    "(OpenRTE)": "openmpi",
-    "Intel(R) MPI Library": "intel",
-    "mpiexec version ": "cray",
-}
-"""Whose an mpiexec is, by parts of what ``mpiexec --version`` prints."""
-_SRUN_BINDING = {"none": (), "cores": ("--cpu-bind=cores",), "numa": ("--cpu-bind=ldoms",)}
 
 
-MPIEXECS = ("hydra", "openmpi", "intel", "cray")
-"""Names for ``launch.mpi`` with mpiexec: MPICH, Open MPI, Intel MPI, and PALS on Cray EX."""
-
-
-def mpiexec_options(
-    mpi: str, ranks: int, per_node: int | None, cores: int, bind: str
-) -> tuple[str, ...]:
-    """Options of mpiexec for a launch.
+class _Mpiexec(NamedTuple):
+    """The options of a kind of mpiexec.
 
     Args:
-        mpi: whose mpiexec it is; with ``auto`` only what all of them take.
-        per_node: ranks per node; None if all are on this machine.
-        cores: per rank.
-        bind: ``none``, ``cores`` (each rank to its own) or ``numa`` (each rank to a domain).
-
-    Raises:
-        InvalidInputError: ``mpi`` is not known, or is ``auto`` and ranks are to be bound.
+        versions: parts of what ``mpiexec --version`` prints, one of which is there.
+        place: ``{place}`` for ranks on the nodes of a job, and for ranks on this machine alone.
+        options: by ``launch.bind``.
     """
-    count = ("-n", str(ranks))
-    match mpi:
-        case "hydra":  # by default it binds nothing
-            place = () if per_node is None else ("-ppn", str(per_node))
-            binding = {"none": (), "cores": (f"core:{cores}",), "numa": ("numa",)}[bind]
-            return (*count, *place, *(("-bind-to",) if binding else ()), *binding)
-        case "openmpi":  # by default it binds each of two ranks to one core, more to a domain
-            where = "slot" if per_node is None else f"ppr:{per_node}:node"
-            if bind == "cores":
-                where += f":PE={cores}"
-            elif per_node is None:
-                where += ":OVERSUBSCRIBE"  # more ranks than cores are slow, not wrong
-            unit = "core" if bind == "cores" else bind
-            return (*count, "--map-by", where, "--rank-by", "slot", "--bind-to", unit)
-        case "intel":  # by default it divides the cores; global options have to come first
-            place = () if per_node is None else ("-ppn", str(per_node))
-            pins = {
-                "none": ("-genv", "I_MPI_PIN", "off"),
-                "cores": (
-                    *("-genv", "I_MPI_PIN_CELL", "core"),
-                    *("-genv", "I_MPI_PIN_DOMAIN", f"{cores}:compact"),
-                ),
-                "numa": ("-genv", "I_MPI_PIN_DOMAIN", "numa"),
-            }
-            return (*place, *pins[bind], *count)
-        case "cray":
-            place = () if per_node is None else ("--ppn", str(per_node))
-            unit = "depth" if bind == "cores" else bind
-            return (*count, *place, "--depth", str(cores), "--cpu-bind", unit)
-        case "auto" if bind == "none":
-            return count
-        case "auto":
-            raise InvalidInputError(
-                f"launch.bind: how to bind ranks to {bind} depends on the mpiexec that the job "
-                "finds, which is not known here",
-                cure=f"set launch.mpi to what it is: {', '.join(MPIEXECS)}",
-            )
-    raise InvalidInputError(
-        f"launch.mpi: no mpiexec of the kind {mpi!r}{did_you_mean(mpi, MPIEXECS)}",
-        cure=f"choose one of {', '.join((AUTO, *MPIEXECS))}, or set launch.launcher: srun",
-    )
+
+    versions: tuple[str, ...]
+    place: tuple[str, str]
+    options: Mapping[str, str]
 
 
-def launch_command(request: JobRequest, *, here: bool = False) -> tuple[str, ...]:
+_MPIEXECS = {
+    "hydra": _Mpiexec(  # by default it binds nothing
+        ("HYDRA build details",),
+        ("-ppn {per_node}", ""),
+        {
+            "none": "-n {ranks} {place}",
+            "cores": "-n {ranks} {place} -bind-to core:{cores}",
+            "numa": "-n {ranks} {place} -bind-to numa",
+        },
+    ),
+    # By default it binds each of two ranks to one core, more to a domain. More ranks than cores of
+    # this machine are slow, not wrong.
+    "openmpi": _Mpiexec(
+        ("(Open MPI)", "(OpenRTE)"),
+        ("ppr:{per_node}:node", "slot"),
+        {
+            "none": "-n {ranks} --map-by {place}{oversubscribe} --rank-by slot --bind-to none",
+            "cores": "-n {ranks} --map-by {place}:PE={cores} --rank-by slot --bind-to core",
+            "numa": "-n {ranks} --map-by {place}{oversubscribe} --rank-by slot --bind-to numa",
+        },
+    ),
+    "intel": _Mpiexec(  # by default it divides the cores; global options have to come first
+        ("Intel(R) MPI Library",),
+        ("-ppn {per_node}", ""),
+        {
+            "none": "{place} -genv I_MPI_PIN off -n {ranks}",
+            "cores": "{place} -genv I_MPI_PIN_CELL core "
+            "-genv I_MPI_PIN_DOMAIN {cores}:compact -n {ranks}",
+            "numa": "{place} -genv I_MPI_PIN_DOMAIN numa -n {ranks}",
+        },
+    ),
+    "cray": _Mpiexec(
+        ("mpiexec version ",),
+        ("--ppn {per_node}", ""),
+        {
+            "none": "-n {ranks} {place} --depth {cores} --cpu-bind none",
+            "cores": "-n {ranks} {place} --depth {cores} --cpu-bind depth",
+            "numa": "-n {ranks} {place} --depth {cores} --cpu-bind numa",
+        },
+    ),
+}
+MPIEXECS = tuple(_MPIEXECS)
+"""Names for ``launch.mpi`` with mpiexec: MPICH, Open MPI, Intel MPI, and PALS on Cray EX."""
+_SRUN_BINDING = {"none": (), "cores": ("--cpu-bind=cores",), "numa": ("--cpu-bind=ldoms",)}
+_PMIS = {"open mpi": ("pmix",), "cray mpich": ("cray_shasta", "pmi2")}
+"""Kinds of PMI that an MPI library speaks, the best first, by parts of its version."""
+_USUAL_PMI = "pmi2"
+"""Of MPICH and its relatives."""
+
+
+def launch_command(request: JobRequest, scheduler: str) -> tuple[str, ...]:
     """The command that starts all ranks, or the one process of a job without MPI.
 
+    Within an allocation, mpiexec finds the nodes by itself.
+
     Args:
-        here: see :func:`mpiexec_command`.
+        scheduler: name of the batch system.
 
     Returns:
         Nothing for an array, whose runs start their own ranks.
 
     Raises:
         InvalidInputError: ranks cannot be bound as the job wants it.
-        SchedulerError: there is no mpiexec.
+        SchedulerError: there is no mpiexec, or srun is to start ranks without Slurm.
     """
     if request.array is not None:
         return ()
+    launch, command = request.launch, request.in_container(request.command)
     if request.alone:
-        return request.in_container(request.command)
-    if request.launch.launcher == "srun":
-        return srun_command(request)
-    return mpiexec_command(request, here=here)
-
-
-def mpiexec_command(request: JobRequest, *, here: bool = False) -> tuple[str, ...]:
-    """The whole launch with mpiexec; inside an allocation it finds the nodes by itself.
-
-    Args:
-        here: whether all ranks are started on this machine, whatever nodes the job asks for.
-
-    Raises:
-        InvalidInputError: ranks cannot be bound as the job wants it.
-        SchedulerError: there is no mpiexec.
-    """
-    per_node = None if here else request.resources.tasks_per_node
-    options = mpiexec_options(
-        request.launch.mpi,
-        request.ranks,
-        per_node,
-        request.resources.cpus_per_task,
-        request.launch.bind,
-    )
-    return (
-        find_mpiexec(request),
-        *options,
-        *request.launch.args,
-        *request.in_container(request.command),
-    )
-
-
-def refuse_srun(request: JobRequest, jobs: str) -> None:
-    """Refuse to start ranks with srun where there is no Slurm.
-
-    Args:
-        jobs: what kind of jobs they are, in words.
-
-    Raises:
-        SchedulerError: the job is to be started with srun.
-    """
-    if request.launch.launcher == "srun" and not request.alone:
-        raise SchedulerError(
-            "launch.launcher: srun needs Slurm", cure=f"use mpiexec or auto for {jobs}"
-        )
-
-
-def srun_command(request: JobRequest) -> tuple[str, ...]:
-    """The whole launch with srun.
-
-    ``--cpus-per-task`` is repeated because Slurm 22.05 to 23.02 do not inherit it. A rank that dies
-    ends the step instead of leaving the others blocked.
-    """
+        return command
+    if launch.launcher != "srun":
+        options = _mpiexec_options(request, here=scheduler == "local")
+        return (find_mpiexec(request), *options, *launch.args, *command)
+    if scheduler != "slurm":
+        raise SchedulerError("launch.launcher: srun needs Slurm", cure="use mpiexec or auto")
+    # Slurm 22.05 to 23.02 do not inherit the cores. A rank that dies ends the step instead of
+    # leaving the others blocked.
     cores = (f"--cpus-per-task={request.resources.cpus_per_task}",)
     return (
         "srun",
         "--kill-on-bad-exit=1",
-        f"--mpi={USUAL_PMI if request.launch.mpi == AUTO else request.launch.mpi}",
+        f"--mpi={_USUAL_PMI if launch.mpi == AUTO else launch.mpi}",
         f"--ntasks={request.ranks}",
         f"--ntasks-per-node={request.resources.tasks_per_node}",
         *(() if "cpus-per-task" in request.slurm.options else cores),
         "--distribution=block",
         "--export=ALL",
-        *_SRUN_BINDING[request.launch.bind],
-        *request.launch.args,
-        *request.in_container(request.command),
+        *_SRUN_BINDING[launch.bind],
+        *launch.args,
+        *command,
+    )
+
+
+def _mpiexec_options(request: JobRequest, *, here: bool) -> list[str]:
+    """Options of mpiexec for the ranks of a job.
+
+    Args:
+        here: whether all ranks are started on this machine, whatever nodes the job asks for.
+    """
+    mpi, bind = request.launch.mpi, request.launch.bind
+    if mpi == AUTO and bind == "none":
+        return ["-n", str(request.ranks)]  # all kinds take it
+    if mpi == AUTO:
+        raise InvalidInputError(
+            f"launch.bind: how to bind ranks to {bind} depends on the mpiexec that the job finds, "
+            "which is not known here",
+            cure=f"set launch.mpi to what it is: {', '.join(MPIEXECS)}",
+        )
+    if mpi not in _MPIEXECS:
+        raise InvalidInputError(
+            f"launch.mpi: no mpiexec of the kind {mpi!r}{did_you_mean(mpi, MPIEXECS)}",
+            cure=f"choose one of {', '.join((AUTO, *MPIEXECS))}, or set launch.launcher: srun",
+        )
+    place = _MPIEXECS[mpi].place[here].format(per_node=request.resources.tasks_per_node)
+    return (
+        _MPIEXECS[mpi]
+        .options[bind]
+        .format(
+            place=place,
+            ranks=request.ranks,
+            cores=request.resources.cpus_per_task,
+            oversubscribe=":OVERSUBSCRIBE" if here else "",
+        )
+        .split()
     )
 
 
@@ -236,83 +212,80 @@ def choose_mpi(request: JobRequest) -> MpiChoice:
 
     What the job's modules, set-up lines and template bring is not there yet, and not guessed.
     """
+    mpi = request.launch.mpi
     if request.alone:
-        return MpiChoice(request.launch.mpi)
+        return MpiChoice(mpi)
     if request.launch.launcher == "srun":
         return _choose_pmi(request)
     try:
         mpiexec = find_mpiexec(request)
     except SchedulerError:
-        mpiexec = "mpiexec"
-    mpi = (None if mpiexec == "mpiexec" else mpi_of(mpiexec)) or request.launch.mpi
-    if request.launch.mpi in {AUTO, mpi}:
         return MpiChoice(mpi)
-    warning = f"launch.mpi is {request.launch.mpi}, but {mpiexec} is of the kind {mpi}"
-    return MpiChoice(request.launch.mpi, warning=warning)
+    kind = None if mpiexec == "mpiexec" else kind_of(mpiexec)
+    if kind is None or mpi in {AUTO, kind}:
+        return MpiChoice(kind or mpi)
+    return MpiChoice(mpi, warning=f"launch.mpi is {mpi}, but {mpiexec} is of the kind {kind}")
 
 
 def _choose_pmi(request: JobRequest) -> MpiChoice:
-    kinds = pmi_kinds(_output("srun", "--mpi=list") or "")
-    if request.launch.mpi != AUTO:
-        return MpiChoice(request.launch.mpi, warning=_warn_unknown(request.launch.mpi, kinds))
-    elsewhere = request.changes_path or request.environment.container
-    version = None if elsewhere else _output(request.python, "-m", "mpi4py", "--mpi-lib-version")
-    first_line = (version or "").strip().partition("\n")[0]
-    library = " ".join(first_line.partition(",")[0].split())
-    if not library:
-        mpi = USUAL_PMI if USUAL_PMI in kinds or "pmix" not in kinds else "pmix"
-        why = "which MPI the ranks will find is not known here; launch.mpi overrules it"
-        return MpiChoice(mpi, f"srun --mpi={mpi}: {why}")
-    suitable = next((pmi for name, pmi in _PMI_OF_LIBRARY if name in library.lower()), (USUAL_PMI,))
-    mpi = next((kind for kind in suitable if kind in kinds), suitable[0])
-    reason = f"srun --mpi={mpi}: the ranks have {library}"
-    return MpiChoice(mpi, reason, _warn_unknown(mpi, kinds))
+    """Choose the kind of PMI for ``srun --mpi``.
 
-
-def _warn_unknown(mpi: str, kinds: Sequence[str]) -> str:
-    if knows_pmi(kinds, mpi):
-        return ""
-    return (
+    Between the wrong two of launcher and MPI, every rank is the only one of its own job.
+    """
+    kinds = list_pmis()
+    mpi, reason = request.launch.mpi, ""
+    if mpi == AUTO:
+        elsewhere = request.changes_path or request.environment.container
+        command = (request.python, "-m", "mpi4py", "--mpi-lib-version")
+        version = "" if elsewhere else (_output(*command) or "").strip().partition("\n")[0]
+        library = " ".join(version.partition(",")[0].split())
+        if library:
+            names = (name for name in _PMIS if name in library.lower())
+            suitable = _PMIS.get(next(names, ""), (_USUAL_PMI,))
+            mpi = next((kind for kind in suitable if kind in kinds), suitable[0])
+            reason = f"srun --mpi={mpi}: the ranks have {library}"
+        else:
+            mpi = "pmix" if "pmix" in kinds and _USUAL_PMI not in kinds else _USUAL_PMI
+            why = "which MPI the ranks will find is not known here; launch.mpi overrules it"
+            reason = f"srun --mpi={mpi}: {why}"
+    warning = (
         f"srun here knows no --mpi={mpi}, but {', '.join(kinds)}; ranks may not find each other "
         "(launch.mpi)"
     )
+    return MpiChoice(mpi, reason, "" if knows_pmi(kinds, mpi) else warning)
 
 
-def pmi_kinds(text: str) -> tuple[str, ...]:
-    """Kinds of PMI that a Slurm has; empty if it does not say.
-
-    Between the wrong two of launcher and MPI, every rank is the only one of its own job. MPICH and
-    its relatives speak PMI-2, Open MPI speaks PMIx, and MPICH on Cray EX its own kind.
-
-    Args:
-        text: what ``srun --mpi=list`` prints; versions of one kind are there without it.
-    """
-    return tuple(dict.fromkeys(_PMI_KIND.findall(text)))
+def list_pmis() -> tuple[str, ...]:
+    """Kinds of PMI that ``srun --mpi=list`` names, without versions; empty if it names none."""
+    listed = _output("srun", "--mpi=list") or ""
+    names = re.findall(r"^(?:srun:)?\s*([A-Za-z]\w*)\s*$", listed, flags=re.MULTILINE)
+    return tuple(dict.fromkeys(names))
 
 
 def knows_pmi(kinds: Sequence[str], mpi: str) -> bool:
     """Whether a Slurm knows what ``srun --mpi`` is given: a kind, or a version of one.
 
     Args:
-        kinds: that Slurm has; with none, it does not say, and may know anything.
+        kinds: that Slurm has; if it names none, it may know anything.
     """
     return not kinds or mpi in kinds or mpi.startswith(tuple(f"{kind}_v" for kind in kinds))
 
 
-def mpi_of(mpiexec: str) -> str | None:
-    """Whose an mpiexec is, as it says itself; None if that is not known."""
-    version = _output(mpiexec, "--version", failing=True) or ""
-    return next((name for part, name in _VERSIONS.items() if part in version), None)
+def kind_of(mpiexec: str) -> str | None:
+    """The kind of an mpiexec, as it says itself; None if that is not known."""
+    version = _output(mpiexec, "--version", may_fail=True) or ""
+    kinds = _MPIEXECS.items()
+    return next((kind for kind, own in kinds if any(x in version for x in own.versions)), None)
 
 
-def _output(*argv: str, failing: bool = False) -> str | None:
+def _output(*argv: str, may_fail: bool = False) -> str | None:
     """What a command prints; None if it does not exist, takes too long or fails.
 
     Args:
-        failing: whether what a failing command prints counts.
+        may_fail: whether what a failing command prints counts.
     """
     try:
         done = process.run(argv, cure="", timeout_s=_TIMEOUT_S)
     except SchedulerError:
         return None
-    return f"{done.stdout}\n{done.stderr}" if failing or done.returncode == 0 else None
+    return f"{done.stdout}\n{done.stderr}" if may_fail or done.returncode == 0 else None

@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
+from typing import NamedTuple
+
+import psutil
 
 from pipectl.access import open_regular
 from pipectl.batch import process
-from pipectl.batch.launchers import launch_command, refuse_srun
 from pipectl.batch.protocol import JobRequest, JobState, JobStatus, Queue
 from pipectl.batch.script import render_script
 from pipectl.errors import SchedulerError
 from pipectl.files import make_private_directory
 
-_MARK = "# pipectl "
-_HEAD_BYTES = 2**12
-"""Of a script, with the mark."""
-_ID = re.compile(r"(\d+)\.(\d+)(\[\d+\])?@(.+)")
 
-
-@dataclass(frozen=True)
-class _Process:
+class _Process(NamedTuple):
     """A process for good: pid, start in ticks since boot, host; written ``pid.start@host``.
 
     ``pid.start[2]@host`` is a job that waits until this process starts it, and is another then.
@@ -39,7 +32,7 @@ class _Process:
 
     @classmethod
     def parse(cls, job_id: str) -> _Process:
-        match = _ID.fullmatch(job_id)
+        match = re.fullmatch(r"(\d+)\.(\d+)(\[\d+\])?@(.+)", job_id)
         if match is None:
             raise SchedulerError(
                 f"{job_id!r} is not the id of a local job", cure="restore the run's record.json"
@@ -69,27 +62,30 @@ class LocalScheduler:
 
     def render(self, request: JobRequest) -> str:
         """See :class:`~pipectl.batch.protocol.Scheduler`."""
-        refuse_srun(request, "local runs")
         if request.after:
             raise SchedulerError(
                 "local jobs wait for no others", cure="`pipectl submit --wait` one after the other"
             )
-        launch = launch_command(request, here=True)
-        return render_script("local.sh.j2", request, scheduler=self.name, launch=launch)
+        return render_script("local.sh.j2", request, self.name)
 
     def submit(self, script: Path, request: JobRequest) -> str:
         """Start the script in its own session; its output goes to ``logs/job.log``."""
-        return self.start(script, request.run_directory)
+        return self.start(script, request.run_directory, request.tag)
 
-    def start(self, script: Path, directory: Path) -> str:
-        """What ``submit`` does, in a run directory."""
-        logs = directory / "logs"
-        make_private_directory(logs)
-        pid = process.start_detached(
-            ["bash", str(script)], output=logs / "job.log", directory=directory
-        )
-        start = process.start_time(pid) or 0
-        return f"{pid}.{start}@{socket.gethostname()}"
+    def start(self, script: Path, directory: Path, *tag: str) -> str:
+        """What ``submit`` does, in a run directory; the process can be found by a tag."""
+        make_private_directory(directory / "logs")
+        try:
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+            with os.fdopen(open_regular(directory / "logs" / "job.log", flags), "ab") as log:
+                command = ("bash", str(script), *tag)
+                pid = process.start_detached(command, directory=directory, stdout=log.fileno())
+        except OSError as error:
+            raise SchedulerError(
+                f"the job script cannot be started: {error}",
+                cure="check the run directory and its disk",
+            ) from error
+        return f"{pid}.{process.start_time(pid) or 0}@{socket.gethostname()}"
 
     def query(
         self,
@@ -125,38 +121,22 @@ class LocalScheduler:
         return None
 
     def find(self, tag: str) -> str | None:
-        """The process of this machine that runs the script with this tag in its head."""
-        last = shlex.quote(tag)
-        mine = [
-            (start, pid)
-            for pid, words in process.commands()
-            if words[:1] == ["bash"] and len(words) == 2 and _bears(Path(words[1]), last)
-            if (start := process.start_time(pid)) is not None
+        """The process of ours on this machine that was given this tag; tags are no secrets."""
+        jobs = [
+            (start, found.pid)
+            for found in psutil.process_iter(["cmdline", "uids"])
+            if found.info["uids"] is not None and found.info["uids"].real == os.getuid()
+            if (words := found.info["cmdline"] or ())[:1] == ["bash"] and words[2:] == [tag]
+            if (start := process.start_time(found.pid)) is not None
         ]
-        if not mine:
+        if not jobs:
             return None
-        start, pid = min(mine)  # the others are its subshells
+        start, pid = min(jobs)  # the others are its subshells
         return f"{pid}.{start}@{socket.gethostname()}"
 
     def queues(self) -> tuple[Queue, ...]:
         """None: there is no queue."""
         return ()
-
-
-def _bears(script: Path, tag: str) -> bool:
-    """Whether a file is a job's script with this tag, as it is written there.
-
-    A process may have been given anything: only the begin of files is read.
-    """
-    try:
-        if not script.is_absolute():
-            return False
-        with os.fdopen(open_regular(script), "rb") as stream:
-            lines = stream.read(_HEAD_BYTES).decode("utf-8", "replace").split("\n")
-    except (OSError, ValueError):
-        return False
-    head = takewhile(lambda line: not line or line.startswith("#"), lines)
-    return any(line.startswith(_MARK) and line.endswith(f" {tag}") for line in head)
 
 
 def _status(job_id: str) -> JobStatus:

@@ -7,25 +7,20 @@ a job's environment holds quotes, and some releases print only the first of seve
 from __future__ import annotations
 
 import getpass
-import os
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
 from pipectl.batch import process
-from pipectl.batch.commands import QUEUES_TIMEOUT_S, BatchCommands, digits, job_number, parse_limit
-from pipectl.batch.launchers import launch_command, refuse_srun
+from pipectl.batch.commands import QUEUES_TIMEOUT_S, BatchCommands, number_of, parse_limit
 from pipectl.batch.protocol import JobRequest, JobState, JobStatus, Queue
-from pipectl.batch.script import refuse_dependency, render_script
+from pipectl.batch.script import render_script
 from pipectl.directives import QSUB, options_of
 from pipectl.errors import InvalidInputError, SchedulerError
 
-_CURE = "run this where the commands of PBS are installed, or set launch.scheduler: local"
 _UNKNOWN_ID, _FINISHED = 153, 35
 """Exit codes: of PBS's error, the rest by 256."""
-_OVERRIDES = ("PBS_DPREFIX", "PBS_JOBID", "PBS_ENVIRONMENT", "PBS_NODEFILE")
-"""Variables that change what the commands do, or come from a job around this one."""
 _NAME_LENGTH = 200
 
 
@@ -37,10 +32,12 @@ class PbsScheduler(BatchCommands):
     """
 
     name = "pbs"
+    title = "PBS"
     submit_command = ("qsub", "-C", "#PBS")
-    unsure = ("timed out", "communication failure", "end of file", "pbs_submit: unexpected")
     id_pattern = re.compile(r"([0-9]{1,18}(?:\[[0-9]*\])?(?:\.[A-Za-z0-9._-]+)?)")
-    look = "qstat -x -u $USER -w"
+    list_command = "qstat -x -u $USER -w"
+    overrides = ("PBS_DPREFIX", "PBS_JOBID", "PBS_ENVIRONMENT", "PBS_NODEFILE")
+    unsure = ("timed out", "communication failure", "end of file", "pbs_submit: unexpected")
     advice = (
         ("max_run_subjobs", "this PBS limits no arrays: leave sweep.at_once out"),
         ("usage:", "correct pbs.options"),
@@ -57,8 +54,6 @@ class PbsScheduler(BatchCommands):
 
     def render(self, request: JobRequest) -> str:
         """See :class:`~pipectl.batch.protocol.Scheduler`."""
-        refuse_srun(request, "jobs on PBS")
-        refuse_dependency(request, QSUB, "pbs.options", request.pbs.options)
         directory = str(request.run_directory)
         if ":" in directory:
             raise InvalidInputError(
@@ -71,30 +66,30 @@ class PbsScheduler(BatchCommands):
                 "sweep: PBS takes no array of a single job",
                 cure="give the sweep another point, or its value to the job itself",
             )
-        own = {
-            "hydra": ("HYDRA_LAUNCHER", "HYDRA_BOOTSTRAP"),
-            "openmpi": ("PRTE_MCA_plm",),
-        }  # beginnings of variables with which a job reaches other nodes in a way of its own
-        several = not request.alone and request.resources.nodes > 1
-        resources = options_of("l", request.pbs.options.get("l", False))
-        places = any(re.search(r"(?i)(^|,)place=", text or "") for _, text in resources)
+        resources = request.resources
+        asked = options_of("l", request.pbs.options.get("l", False))
+        has_place = any(re.search("(?i)(^|,)place=", text or "") for _, text in asked)
+        chunk = {  # what it counts is per chunk, and there is one per node
+            "ncpus": resources.tasks_per_node * resources.cpus_per_task,
+            "mpiprocs": resources.tasks_per_node,
+            "ompthreads": request.threads,
+            "ngpus": resources.gpus_per_node,
+            "mem": request.memory_per_node_mib and f"{request.memory_per_node_mib}mb",
+        }
+        select = [f"{name}={value}" for name, value in chunk.items() if value]
+        own = [request.pbs.select.lstrip(":")] if request.pbs.select else []
         return render_script(
             "pbs.sh.j2",
             request,
+            self.name,
             QSUB,
-            scheduler=self.name,
             job_name=_job_name(request),
-            select=_select(request),
-            scatter=request.resources.nodes > 1 and not places,
-            wait_s=request.resources.walltime - request.lead_time_s,
-            exports=[
-                mpi for mpi, names in own.items() if several and not request.has_variable(*names)
-            ],
-            launch=launch_command(request),
+            select=":".join([str(resources.nodes), *select, *own]),
+            has_place=has_place,
             array_index="PBS_ARRAY_INDEX",
         )
 
-    def _mark(self, tag: str) -> str:
+    def _describe_tag(self, tag: str) -> str:
         return f"whose name ends in {_suffix(tag)!r}"
 
     def query(
@@ -136,19 +131,13 @@ class PbsScheduler(BatchCommands):
         jobs = parse_blocks(self._run("qstat", "-x", "-f", *ids).stdout) if ids else {}
         suffix = _suffix(tag)
         matches = (job for job in jobs if jobs[job].get("Job_Name", "").endswith(suffix))
-        return max(matches, key=job_number, default=None)
+        return max(matches, key=number_of, default=None)
 
     def queues(self) -> tuple[Queue, ...]:
         """See :class:`~pipectl.batch.protocol.Scheduler`."""
         with process.patience(QUEUES_TIMEOUT_S):
             commands = (("qstat", "-Q", "-f"), ("qstat", "-B", "-f"), ("pbsnodes", "-a"))
             return parse_queues(*(self._ask(*command).stdout for command in commands))
-
-    def _run(self, *argv: str) -> process.Completed:
-        """Without variables that overrule directives, and in the language whose times are read."""
-        kept = {name: value for name, value in os.environ.items() if name not in _OVERRIDES}
-        env = {**kept, "LC_ALL": "C"}
-        return process.run(argv, cure=_CURE, env=env, timeout_s=self._timeout_s)
 
 
 def _job_name(request: JobRequest) -> str:
@@ -164,23 +153,6 @@ def _job_name(request: JobRequest) -> str:
 def _suffix(tag: str) -> str:
     """How the names of jobs with this tag end."""
     return f".{tag.split()[-1]}"
-
-
-def _select(request: JobRequest) -> str:
-    """One chunk per node; what it counts is per chunk."""
-    parts = [
-        str(request.resources.nodes),
-        f"ncpus={request.resources.tasks_per_node * request.resources.cpus_per_task}",
-        f"mpiprocs={request.resources.tasks_per_node}",
-        f"ompthreads={request.threads}",
-    ]
-    if request.resources.gpus_per_node:
-        parts.append(f"ngpus={request.resources.gpus_per_node}")
-    if request.memory_per_node_mib is not None:
-        parts.append(f"mem={request.memory_per_node_mib}mb")
-    if request.pbs.select:
-        parts.append(request.pbs.select.lstrip(":"))
-    return ":".join(parts)
 
 
 _LIVE = {
@@ -298,7 +270,7 @@ def parse_queues(queues: str, server: str, nodes: str) -> tuple[Queue, ...]:
 
     def smallest(resource: str) -> int:
         key = f"resources_available.{resource}"
-        return min((digits(host.get(key, "")) for host in hosts), default=0)
+        return min((number_of(host.get(key, "")) for host in hosts), default=0)
 
     found = [
         Queue(
@@ -306,7 +278,7 @@ def parse_queues(queues: str, server: str, nodes: str) -> tuple[Queue, ...]:
             default=name == default,
             open=fields.get("enabled") == "True" and fields.get("started") == "True",
             walltime_s=parse_limit(fields.get("resources_max.walltime", "")),
-            nodes=min(len(hosts), digits(fields.get("resources_max.nodect", "")) or len(hosts)),
+            nodes=min(len(hosts), number_of(fields.get("resources_max.nodect", "")) or len(hosts)),
             cores=smallest("ncpus"),
             memory_bytes=min(filter(None, map(_memory, hosts)), default=None),
             gpus=smallest("ngpus"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -14,12 +15,12 @@ from pathlib import Path
 
 import psutil
 
-from pipectl.access import open_regular
 from pipectl.errors import SchedulerError
 from pipectl.watch.rank import process_state
 
 TIMEOUT_S = 60.0
 _LAST_WORDS_S = 1.0
+_LOOK_S = 0.02
 _patience_s = ContextVar("patience_s", default=inf)
 
 
@@ -91,40 +92,32 @@ def run(
     return Completed(done.returncode, done.stdout.rstrip(), done.stderr.rstrip())
 
 
-def environment_without(*prefixes: str, kept: Collection[str] = ()) -> dict[str, str]:
-    """Our environment without the variables that begin so.
+def start_detached(
+    argv: Sequence[str],
+    *,
+    directory: Path,
+    stdin: int = subprocess.DEVNULL,
+    stdout: int = subprocess.DEVNULL,
+    stderr: int = subprocess.STDOUT,
+    env: Mapping[str, str] | None = None,
+) -> int:
+    """Start a program in a session of its own, so that it outlives us; its pid.
 
     Args:
-        kept: names of some that stay.
-    """
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name in kept or not name.startswith(prefixes)
-    }
-
-
-def start_detached(argv: Sequence[str], *, output: Path, directory: Path) -> int:
-    """Start a command in a session of its own, so that it outlives us; return its pid.
+        stdin, stdout, stderr: file descriptors.
 
     Raises:
-        SchedulerError: it cannot be started, or ``output`` cannot be written.
+        OSError: it cannot be started.
     """
-    try:
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-        with os.fdopen(open_regular(output, flags), "ab") as log:
-            process = subprocess.Popen(
-                list(argv),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                cwd=directory,
-                start_new_session=True,
-            )
-    except OSError as error:
-        raise SchedulerError(
-            f"{argv[0]}: cannot be started: {error}", cure="check the run directory and its disk"
-        ) from error
+    process = subprocess.Popen(
+        list(argv),
+        stdin=stdin,
+        stdout=stdout,
+        stderr=stderr,
+        cwd=directory,
+        env=env,
+        start_new_session=True,
+    )
     process.returncode = 0  # detached on purpose: no warning when the object goes
     return process.pid
 
@@ -137,38 +130,6 @@ def wait_for_any() -> int | None:
         return None
 
 
-def start_companion(
-    argv: Sequence[str],
-    *,
-    stdin: int,
-    env: Mapping[str, str],
-    stderr: int,
-) -> int | None:
-    """Start a small process beside this one, in a session of its own; its pid.
-
-    Args:
-        stdin: file descriptor that it reads from.
-        stderr: file descriptor that its words for the log go to.
-
-    Returns:
-        None where no process can be started.
-    """
-    try:
-        process = subprocess.Popen(
-            list(argv),
-            stdin=stdin,
-            stdout=subprocess.DEVNULL,
-            stderr=stderr,
-            env=env,
-            cwd="/",
-            start_new_session=True,
-        )
-    except OSError:
-        return None
-    process.returncode = 0  # it ends by itself: no warning when the object goes
-    return process.pid
-
-
 def start_time(pid: int) -> int | None:
     """When a process started, in clock ticks since boot; None when it is gone or a zombie.
 
@@ -176,14 +137,6 @@ def start_time(pid: int) -> int | None:
     """
     state = process_state(pid)
     return None if state is None else state.started
-
-
-def commands() -> Iterator[tuple[int, list[str]]]:
-    """Pid and command line of every process of ours; others' may say anything."""
-    for found in psutil.process_iter(["cmdline", "uids"]):
-        user = found.info["uids"]
-        if user is not None and user.real == os.getuid():
-            yield found.pid, found.info["cmdline"] or []
 
 
 def stop(pid: int, grace_s: float) -> None:
@@ -195,21 +148,22 @@ def stop(pid: int, grace_s: float) -> None:
     Raises:
         SchedulerError: the process belongs to somebody else.
     """
-    family = _family(pid)
     try:
+        leader = psutil.Process(pid)
+        family = [leader, *leader.children(recursive=True)]
         os.killpg(pid, signal.SIGTERM)
-    except ProcessLookupError:
-        pass
+    except (psutil.NoSuchProcess, ProcessLookupError):
+        return
     except PermissionError:
         raise SchedulerError(
             f"process {pid} belongs to somebody else", cure="cancel it as its owner"
         ) from None
-    _, alive = psutil.wait_procs(family, timeout=grace_s)
-    late = {child for member in alive for child in _family(member.pid)}
-    leader = {member for member in alive if member.pid == pid}
-    _kill({*alive, *late} - leader)
-    _, leader_alive = psutil.wait_procs(leader, timeout=_LAST_WORDS_S)
-    _kill(leader_alive)
+    alive = _wait(family, grace_s)
+    for member in [*alive]:
+        with suppress(psutil.NoSuchProcess):
+            alive += member.children(recursive=True)
+    _kill({*alive} - {leader})
+    _kill(_wait([leader], _LAST_WORDS_S))
 
 
 def _kill(members: Iterable[psutil.Process]) -> None:
@@ -218,13 +172,18 @@ def _kill(members: Iterable[psutil.Process]) -> None:
     for member in members:
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             member.kill()
-    psutil.wait_procs(members, timeout=_LAST_WORDS_S)
+    _wait(members, _LAST_WORDS_S)
 
 
-def _family(pid: int) -> list[psutil.Process]:
-    """A process and all its descendants; each is known by pid and start, so none is mistaken."""
-    try:
-        leader = psutil.Process(pid)
-        return [leader, *leader.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
+def _wait(members: Iterable[psutil.Process], limit_s: float) -> list[psutil.Process]:
+    """Wait for processes to end; those that have not.
+
+    A zombie has ended. In a container there may be nobody who removes those of others, which
+    psutil would wait for.
+    """
+    deadline = time.monotonic() + limit_s
+    while True:
+        alive = [each for each in members if each.is_running() and start_time(each.pid) is not None]
+        if not alive or time.monotonic() > deadline:
+            return alive
+        time.sleep(_LOOK_S)

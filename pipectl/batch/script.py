@@ -9,14 +9,15 @@ from __future__ import annotations
 import re
 import shlex
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipectl.batch import process
+from pipectl.batch.launchers import launch_command
 from pipectl.batch.protocol import JobRequest, Template
-from pipectl.directives import Syntax, Value, fault_of_line, find_dependency, options_of
+from pipectl.directives import Syntax, fault_of_line, find_dependency, options_of
 from pipectl.errors import InvalidInputError, PipectlError, Problem, SpecError
 from pipectl.units import did_you_mean, format_clock
 
@@ -35,23 +36,43 @@ _CURE = "docs/slurm.md shows a template"
 
 
 def render_script(
-    base: str, request: JobRequest, syntax: Syntax | None = None, **values: Any
+    base: str,
+    request: JobRequest,
+    scheduler: str,
+    syntax: Syntax | None = None,
+    **values: Any,
 ) -> str:
     """The whole job script.
 
     Args:
         base: name of a template of ours, or the text of another that extends ``job.sh.j2``.
+        scheduler: name of the batch system; the options of the user are in the section of that
+            name.
         syntax: None if the batch system reads no options in scripts.
-        values: further variables of ``base``; ``job`` is the request.
+        values: further variables of ``base``.
 
     Raises:
         InvalidInputError: a value cannot be written into a script, or the user's template is wrong.
+        SchedulerError: see :func:`pipectl.batch.launchers.launch_command`.
     """
-    for what, text in _texts(request):
-        refuse_controls(text, what)
+    _check_texts(request)
+    if syntax is not None and request.after:
+        name = find_dependency(syntax, getattr(request, scheduler).options)
+        if name is not None:
+            raise InvalidInputError(
+                f"{scheduler}.options.{name}: `pipectl submit --after` sets the job's dependency",
+                cure="remove it, or submit without --after",
+            )
     environment = _environment()
     ours = environment.from_string(base) if "{%" in base else environment.get_template(base)
-    context = {"job": request, "base": ours, "checkpointed": CHECKPOINTED, **values}
+    context = {
+        "job": request,
+        "base": ours,
+        "scheduler": scheduler,
+        "launch": launch_command(request, scheduler),
+        "checkpointed": CHECKPOINTED,
+        **values,
+    }
     script = ours.render(context)
     if request.template is None:
         return script
@@ -74,8 +95,7 @@ def render_variables(request: JobRequest) -> str:
     Raises:
         InvalidInputError: a name or value that bash cannot export.
     """
-    for what, text in _texts(request):
-        refuse_controls(text, what)
+    _check_texts(request)
     return "".join(
         f"export {name}={shlex.quote(text)}\n"
         for name, text in request.environment.variables.items()
@@ -95,25 +115,6 @@ def refuse_controls(text: str, what: str) -> None:
                 f"{what}: holds the control character {character!r}, which no job script can carry",
                 cure="remove it; a value must be one line of printable text",
             )
-
-
-def refuse_dependency(
-    request: JobRequest, syntax: Syntax, key: str, options: Mapping[str, Value]
-) -> None:
-    """Refuse the user's dependency of a job that pipectl gives one: only one of them would count.
-
-    Args:
-        key: of the options in the job spec.
-
-    Raises:
-        InvalidInputError: naming the option.
-    """
-    name = find_dependency(syntax, options) if request.after else None
-    if name is not None:
-        raise InvalidInputError(
-            f"{key}.{name}: `pipectl submit --after` sets the job's dependency",
-            cure="remove it, or submit without --after",
-        )
 
 
 def slurm_value(text: str) -> str:
@@ -187,37 +188,46 @@ def _environment() -> Environment:
     return environment
 
 
-def _texts(request: JobRequest) -> Iterator[tuple[str, str]]:
-    """Every text of a request that comes into a script, by its key in the job spec."""
-    directories = [request.run_directory, *(request.array.runs if request.array else ())]
-    texts: dict[str, Iterable[str]] = {
-        "output.directory": map(str, directories),
-        "name": (request.name,),
-        "tag": (request.tag,),
-        "prepare": request.prepare,
-        "launch": (*request.command, *request.launch.args),
-        "environment.modules": request.environment.modules,
-        # Shell by design: only what would break the script as a file is refused.
-        "environment.setup": (re.sub(r"[\n\t]", "", lines) for lines in request.environment.setup),
-        "environment.container": (request.environment.container or "",),
+def _check_texts(request: JobRequest) -> None:
+    """Refuse a request with what no script can hold, by its key in the job spec.
+
+    Raises:
+        InvalidInputError: naming the key.
+    """
+    directories = (request.run_directory, *(request.array.runs if request.array else ()))
+    own = {
+        "output.directory": [*directories, *request.binds],
+        "name": request.name,
+        "tag": request.tag,
+        "command": [*request.command, *request.prepare],
         "after": request.after,
     }
-    yield from ((key, text) for key, values in texts.items() for text in values)
-    for section, group in (("slurm", request.slurm), ("pbs", request.pbs)):
-        for key, value in vars(group).items():
-            if isinstance(value, str):
-                yield f"{section}.{key}", value
-        for option, value in group.options.items():
-            for name, text in options_of(option, value):
-                yield f"{section}.options", name
-                yield f"{section}.options.{option}", text or ""
-    for name, text in request.environment.variables.items():
+    sections = ("launch", "environment", "slurm", "pbs")
+    for key, text in _texts({**own, **{name: vars(getattr(request, name)) for name in sections}}):
+        if key == "environment.setup":  # shell by design, which may have several lines
+            text = text.replace("\n", "").replace("\t", "")
+        if key.startswith("environment.variables."):
+            text = text.replace("\t", "")
+        refuse_controls(text, key)
+    for name in request.environment.variables:
         if not _VARIABLE.fullmatch(name):
             raise InvalidInputError(
                 f"environment.variables: {name!r} cannot name a variable",
                 cure="use letters, digits and underscores, and no digit first",
             )
-        yield f"environment.variables.{name}", text.replace("\t", "")
+
+
+def _texts(value: object, key: str = "") -> Iterator[tuple[str, str]]:
+    """Every text in a value, and every key of a mapping in it, by the key where it stands."""
+    if isinstance(value, str | Path):
+        yield key, str(value)
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield key, name
+            yield from _texts(inner, f"{key}.{name}".lstrip("."))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _texts(inner, key)
 
 
 def _compile(environment: Environment, template: Template) -> Compiled:

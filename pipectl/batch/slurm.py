@@ -8,30 +8,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from math import inf
 from pathlib import Path
 
 from pipectl.batch import process
-from pipectl.batch.commands import QUEUES_TIMEOUT_S, BatchCommands, digits, job_number, parse_limit
-from pipectl.batch.launchers import AUTO, launch_command
+from pipectl.batch.commands import QUEUES_TIMEOUT_S, BatchCommands, number_of, parse_limit
+from pipectl.batch.launchers import AUTO
 from pipectl.batch.protocol import JobRequest, JobState, JobStatus, Queue
-from pipectl.batch.script import refuse_dependency, render_script
+from pipectl.batch.script import render_script
 from pipectl.directives import SBATCH
 from pipectl.errors import SchedulerError
 
 SQUEUE_FORMAT = "%i|%T|%D|%S|%e|%N|%k|%r"
 SACCT_FORMAT = "JobID,State,ExitCode,Submit,Start,End,NodeList"
 SINFO_FORMAT = "%P|%l|%D|%c|%m|%G|%a"
-_CURE = "run this where Slurm's commands are installed, or set launch.scheduler: local"
 _CLOCK_SKEW_S = 60.0
-
-# Variables that change what the commands do, over the job script's own directives, or come from a
-# job around this one.
-_OVERRIDES = ("SBATCH_", "SLURM_", "SQUEUE_", "SACCT_", "SCANCEL_", "SINFO_")
-_KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT"})
 
 
 class SlurmScheduler(BatchCommands):
@@ -42,10 +35,13 @@ class SlurmScheduler(BatchCommands):
     """
 
     name = "slurm"
+    title = "Slurm"
     submit_command = ("sbatch", "--parsable")
-    unsure = ("timed out", "unable to contact", "connection failure", "zero bytes")
     id_pattern = re.compile(r"([0-9]{1,18})(?:;\S+)?")
-    look = "squeue --me -o '%i %k'"
+    list_command = "squeue --me -o '%i %k'"
+    overrides = ("SBATCH_", "SLURM_", "SQUEUE_", "SACCT_", "SCANCEL_", "SINFO_")
+    kept = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT"})
+    unsure = ("timed out", "unable to contact", "connection failure", "zero bytes")
     advice = (
         (
             "configuration source",
@@ -74,7 +70,6 @@ class SlurmScheduler(BatchCommands):
 
     def render(self, request: JobRequest) -> str:
         """See :class:`~pipectl.batch.protocol.Scheduler`."""
-        refuse_dependency(request, SBATCH, "slurm.options", request.slurm.options)
         hydra = request.launch.mpi in {AUTO, "hydra"} and not request.has_variable(
             "HYDRA_LAUNCHER", "HYDRA_BOOTSTRAP"
         )
@@ -82,14 +77,13 @@ class SlurmScheduler(BatchCommands):
         return render_script(
             "slurm.sh.j2",
             request,
+            self.name,
             SBATCH,
-            scheduler=self.name,
-            launch=launch_command(request),
             agent=hydra and not own,
             array_index="SLURM_ARRAY_TASK_ID",
         )
 
-    def _mark(self, tag: str) -> str:
+    def _describe_tag(self, tag: str) -> str:
         return f"with the comment {tag!r}"
 
     def query(self, ids: Sequence[str], *, since: float | None = None) -> Mapping[str, JobStatus]:
@@ -105,7 +99,7 @@ class SlurmScheduler(BatchCommands):
         over = [job_id for job_id in ids if job_id not in states or states[job_id].state.final]
         accounts = self._accounting(over, since)
         merged = {job_id: _merge(states.get(job_id), accounts.get(job_id)) for job_id in over}
-        states |= self._with_exit_codes({j: status for j, status in merged.items() if status})
+        states |= {job_id: status for job_id, status in merged.items() if status}
         return {job_id: states[job_id] for job_id in ids if job_id in states}
 
     def cancel(self, job_id: str) -> None:
@@ -132,7 +126,7 @@ class SlurmScheduler(BatchCommands):
     def find(self, tag: str) -> str | None:
         """The id of the latest job of ours with this tag as its comment."""
         matches = [array_of(row.job_id) for row in self._squeue("--me") if row.comment == tag]
-        return max(matches, key=job_number, default=None)
+        return max(matches, key=number_of, default=None)
 
     def queues(self) -> tuple[Queue, ...]:
         """See :class:`~pipectl.batch.protocol.Scheduler`."""
@@ -141,46 +135,31 @@ class SlurmScheduler(BatchCommands):
 
     def _squeue(self, *selection: str) -> list[Listed]:
         options = ("-h", "-r", "-t", "all", "-o", SQUEUE_FORMAT)
-        return list(parse_squeue(self._ask("squeue", *options, *selection).stdout))
+        return list(
+            parse_squeue(self._ask("squeue", *options, *selection, SLURM_TIME_FORMAT="%s").stdout)
+        )
 
     def _accounting(self, ids: Sequence[str], since: float | None) -> dict[str, JobStatus]:
         """Latest attempts by id; empty where a site keeps no accounting."""
         if not ids:
             return {}
-        window = [] if since is None else ["-S", _day_before(since)]
+        day_before = datetime.fromtimestamp(since or 0.0) - timedelta(days=1)
+        window = [] if since is None else ["-S", f"{day_before:%Y-%m-%d}"]
         jobs = ",".join(dict.fromkeys(map(array_of, ids)))
         selection = ["-j", jobs, *window, "-o", SACCT_FORMAT]
         try:
-            done = self._run("sacct", "-X", "-D", "-n", "-P", *selection)
+            done = self._run("sacct", "-X", "-D", "-n", "-P", *selection, SLURM_TIME_FORMAT="%s")
         except SchedulerError:
             return {}
-        rows = [row for row in parse_sacct(done.stdout) if _is_ours(row, since)]
+        rows = [
+            row
+            for row in parse_sacct(done.stdout)
+            if since is None
+            or row.submitted_at is None
+            or row.submitted_at >= since - _CLOCK_SKEW_S  # else an old job with the same id
+        ]
         rows.sort(key=lambda row: inf if row.status.start is None else row.status.start)
         return {row.job_id: row.status for row in rows}
-
-    def _with_exit_codes(self, found: Mapping[str, JobStatus]) -> dict[str, JobStatus]:
-        """The controller still knows the exit codes of jobs that squeue lists."""
-        lacking = [
-            job_id
-            for job_id, status in found.items()
-            if status.source == "queue" and status.exit_code is None
-        ]
-        shown: dict[str, str] = {}
-        for job_id in dict.fromkeys(map(array_of, lacking)):
-            with suppress(SchedulerError):
-                shown |= parse_shown(self._run("scontrol", "show", "job", "-o", job_id).stdout)
-        return {
-            job_id: replace(status, exit_code=parse_exit_code(shown[job_id], status.state))
-            if job_id in lacking and job_id in shown
-            else status
-            for job_id, status in found.items()
-        }
-
-    def _run(self, *argv: str) -> process.Completed:
-        environment = process.environment_without(*_OVERRIDES, kept=_KEPT)
-        if argv[0] in {"squeue", "sacct"}:
-            environment["SLURM_TIME_FORMAT"] = "%s"
-        return process.run(argv, cure=_CURE, env=environment, timeout_s=self._timeout_s)
 
 
 def _merge(queue: JobStatus | None, account: JobStatus | None) -> JobStatus | None:
@@ -192,17 +171,6 @@ def _merge(queue: JobStatus | None, account: JobStatus | None) -> JobStatus | No
         return account
     reason = f"no longer listed, though the accounting still says {account.state}"
     return replace(account, state=JobState.UNKNOWN, reason=reason)
-
-
-def _is_ours(row: Listed, since: float | None) -> bool:
-    """Whether a row can be our job, not an old one with the same id."""
-    if since is None or row.submitted_at is None:
-        return True
-    return row.submitted_at >= since - _CLOCK_SKEW_S
-
-
-def _day_before(time: float) -> str:
-    return (datetime.fromtimestamp(time) - timedelta(days=1)).strftime("%Y-%m-%d")
 
 
 # slurm_protocol_defs.c and job_state_codes.shtml: base states, then the flags shown instead.
@@ -229,7 +197,6 @@ _BOOTING = frozenset({"CONFIGURING", "POWER_UP_NODE"})
 _REASON_IS_STALE = frozenset({JobState.COMPLETED, JobState.CANCELLED})
 _NO_REASON = frozenset({"None", "(null)", ""})
 _ASKED = re.compile(r"[0-9]{1,18}(_[0-9]{1,9})?")
-_SHOWN = re.compile(r"JobId=([0-9]+)(?: ArrayJobId=([0-9]+) ArrayTaskId=([0-9]+))?\s")
 _WAITING = re.compile(r"([0-9]{1,18})_\[([0-9,-]{1,9999})(?:%[0-9]+)?\]")
 _SECONDS = re.compile(r"[1-9][0-9]{0,10}")
 _GPUS = re.compile(r"\bgpu(?::[^:,()]+)?:(\d{1,6})\b")
@@ -285,23 +252,6 @@ def _job_ids(listed: str) -> Iterator[str]:
         first, _, last = part.partition("-")
         if first and len(first) < 7 and len(last) < 7:
             yield from (f"{waiting[1]}_{i}" for i in range(int(first), int(last or first) + 1))
-
-
-def parse_shown(stdout: str) -> dict[str, str]:
-    """The lines of ``scontrol show job -o`` by the ids of their jobs."""
-    found = (_SHOWN.match(line) for line in stdout.splitlines())
-    return {
-        f"{match[2]}_{match[3]}" if match[2] else match[1]: match.string
-        for match in found
-        if match is not None
-    }
-
-
-def parse_exit_code(stdout: str, state: JobState) -> int | None:
-    """The exit code of a job in this state, from ``scontrol show job -o``."""
-    # The first match counts: a comment or path further on may hold such a word too.
-    code = re.search(r"\sExitCode=(\S*)", stdout)
-    return _exit_code(state, code[1]) if code else None
 
 
 def parse_state(text: str) -> JobState:
@@ -369,14 +319,14 @@ def parse_sinfo(stdout: str) -> tuple[Queue, ...]:
         if len(fields) != 7:
             continue
         name, limit, nodes, cores, memory, gres, state = fields
-        size = digits(memory) * 2**20
+        size = number_of(memory) * 2**20
         queue = Queue(
             name.removesuffix("*"),
             default=name.endswith("*"),
             open=state == "up",
             walltime_s=parse_limit(limit),
-            nodes=digits(nodes),
-            cores=digits(cores),
+            nodes=number_of(nodes),
+            cores=number_of(cores),
             memory_bytes=size if size >= _UNSET_BYTES else None,
             gpus=sum(map(int, _GPUS.findall(gres))),
         )

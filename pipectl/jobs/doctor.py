@@ -24,12 +24,12 @@ from pipectl.batch import (
     JobRequest,
     choose_mpi,
     knows_pmi,
-    mpiexec_command,
-    pmi_kinds,
+    launch_command,
+    list_pmis,
     process,
 )
 from pipectl.errors import PipectlError, SchedulerError
-from pipectl.jobs.places import detect_scheduler, memory_of_this_machine
+from pipectl.jobs.places import LOCAL, detect_scheduler, memory_of_this_machine
 from pipectl.spec.models import Environment, Launch, Pbs, Resources, Slurm
 from pipectl.units import format_bytes, format_time
 from pipectl.versions import tested_torch, untested_torch
@@ -142,7 +142,7 @@ def _check_mpi(spec: JobSpec | None, _directory: Path) -> Iterator[Finding]:
         pbs=Pbs(),
     )
     request = choose_mpi(request).apply(request)
-    command = mpiexec_command(request, here=True)
+    command = launch_command(request, LOCAL)
     answer = _answer(command)
     if answer["ranks"] != 2:
         raise SchedulerError(
@@ -176,15 +176,14 @@ def _check_slurm(spec: JobSpec | None, _directory: Path) -> Iterator[Finding]:
     partitions = _output(["sinfo", "-h", "-o", "%P"]).split()
     text = f"{release}; partitions {', '.join(partitions) or 'none'}"
     yield Finding("Slurm", Level.OK, text)
-    with suppress(PipectlError):
-        kinds = pmi_kinds(_output(["srun", "--mpi=list"]))
-        wanted = AUTO if spec is None or spec.launch.launcher != "srun" else spec.launch.mpi
-        text = f"srun --mpi: {', '.join(kind for kind in kinds if kind != 'none') or 'none'}"
-        if wanted == AUTO or knows_pmi(kinds, wanted):
-            yield Finding("PMI", Level.OK, text)
-        else:
-            cure = "set launch.mpi to one of them, as your MPI needs it"
-            yield Finding("PMI", Level.FAIL, f"{text}; the job wants {wanted}", cure)
+    kinds = list_pmis()
+    wanted = AUTO if spec is None or spec.launch.launcher != "srun" else spec.launch.mpi
+    text = f"srun --mpi: {', '.join(kind for kind in kinds if kind != 'none') or 'none'}"
+    if wanted == AUTO or knows_pmi(kinds, wanted):
+        yield Finding("PMI", Level.OK, text)
+    else:
+        cure = "set launch.mpi to one of them, as your MPI needs it"
+        yield Finding("PMI", Level.FAIL, f"{text}; the job wants {wanted}", cure)
 
 
 def _check_pbs(_spec: JobSpec | None, _directory: Path) -> Iterator[Finding]:

@@ -147,8 +147,12 @@ class _Watcher:
             with suppress(OSError), tempfile.TemporaryFile() as words:
                 words.write(self._settings)
                 words.seek(0)
-                self._pid = process.start_companion(
-                    argv, stdin=words.fileno(), env=environment, stderr=job_log()
+                self._pid = process.start_detached(
+                    argv,
+                    directory=Path("/"),
+                    stdin=words.fileno(),
+                    stderr=job_log(),
+                    env=environment,
                 )
         if self._pid is None:
             warn("no process can be started that would watch the ranks; they work without")

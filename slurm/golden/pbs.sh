@@ -45,9 +45,12 @@ if ((attempt > 1)); then # what earlier starts reported is out of the way, not l
 fi
 
 # Signals are passed on to the running command. Bash sees them only while it waits, so every
-# command runs in the background, and 'wait' is repeated after a signal. If a command ends in the
-# very moment of a signal, bash loses its exit code (wait gives -1): then the signal's code counts.
+# command runs in the background, and 'wait' is repeated while it runs, after one or more signals.
+# If a command ends in the very moment of a signal, bash may lose its exit code, and waits until it
+# has no other process either (wait then gives -1, or 127): those are killed, and the signal's code
+# counts.
 child=
+helpers=() # processes beside it
 interrupted=
 forward() {
     interrupted=$2
@@ -78,17 +81,27 @@ run() {
     await
 }
 await() {
-    local code signalled=1
+    local code last signalled=
     while :; do
         interrupted=
         wait "$child"
         code=$?
-        [[ -z $interrupted ]] && break
-        signalled=$interrupted
+        [[ $interrupted ]] && signalled=$interrupted
+        kill -s 0 "$child" 2>/dev/null || break
     done
+    if ((code > 128)); then # of the command, or of a signal
+        kill -s KILL "${helpers[@]-}" 2>/dev/null
+        wait "$child"
+        last=$?
+        if ((last != 127)); then
+            code=$last
+        elif [[ $signalled ]]; then
+            code=-1
+        fi
+    fi
     child=
     if ((code < 0)); then
-        code=$signalled
+        code=${signalled:-1}
         [[ -e "$PIPECTL_RUN_DIRECTORY/stopped" ]] && code=0 # ranks that stop at a checkpoint end well
     fi
     return "$code"
@@ -100,18 +113,18 @@ shielded=
 tick_s=5
 patience=12
 run_ranks() {
-    local code guard
+    local code
     (
         [[ $shielded ]] && trap '' USR1 USR2
         with_variables "$@"
     ) &
     child=$!
     guard "$child" &
-    guard=$!
-    disown "$guard"
+    helpers+=("$!")
+    disown "$!"
     await
     code=$?
-    kill -s KILL "$guard" 2>/dev/null
+    kill -s KILL "${helpers[@]}" 2>/dev/null
     return "$code"
 }
 guard() {
@@ -152,8 +165,11 @@ with_variables() {
 
 run with_variables apptainer exec --nv '--bind=/scratch/u/my runs' --bind=/home/u '/proj/my image.sif' python3 -m pipectl.jobs.prepare '/scratch/u/my runs/100%' || exit "$?"
 
-wait_s=$((SECONDS < 129420 ? 129420 - SECONDS : 1))
-(read -rt "$wait_s" <> <(:); kill -s USR2 $$) & timer=$!
+stop_s=129420
+wait_s=$((SECONDS < stop_s ? stop_s - SECONDS : 1))
+(read -rt "$wait_s" <> <(:); kill -s USR2 $$) &
+helpers+=("$!")
+disown "$!"
 if type pbs_tmrsh >/dev/null 2>&1; then
     cat >"$PIPECTL_RUN_DIRECTORY/agent" <<'AGENT'
 #!/bin/bash
@@ -173,7 +189,6 @@ trap ask_to_stop USR1 USR2
 shielded=1
 run_ranks /opt/env/bin/mpiexec -n 4 --map-by ppr:2:node:PE=16 --rank-by slot --bind-to core --label apptainer exec --nv '--bind=/scratch/u/my runs' --bind=/home/u '/proj/my image.sif' python3 -m mpi4py -m pipectl.runtime.worker --run '/scratch/u/my runs/100%'
 code=$?
-kill "$timer" 2>/dev/null
 if ((code == 0)) && [[ -e "$PIPECTL_RUN_DIRECTORY/stopped" ]]; then
     code=75
     if ((attempt <= 3)) && [[ ! -s "$PIPECTL_RUN_DIRECTORY/stop" ]]; then

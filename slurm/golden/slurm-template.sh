@@ -42,9 +42,12 @@ if ((attempt > 1)); then # what earlier starts reported is out of the way, not l
 fi
 
 # Signals are passed on to the running command. Bash sees them only while it waits, so every
-# command runs in the background, and 'wait' is repeated after a signal. If a command ends in the
-# very moment of a signal, bash loses its exit code (wait gives -1): then the signal's code counts.
+# command runs in the background, and 'wait' is repeated while it runs, after one or more signals.
+# If a command ends in the very moment of a signal, bash may lose its exit code, and waits until it
+# has no other process either (wait then gives -1, or 127): those are killed, and the signal's code
+# counts.
 child=
+helpers=() # processes beside it
 interrupted=
 forward() {
     interrupted=$2
@@ -75,17 +78,27 @@ run() {
     await
 }
 await() {
-    local code signalled=1
+    local code last signalled=
     while :; do
         interrupted=
         wait "$child"
         code=$?
-        [[ -z $interrupted ]] && break
-        signalled=$interrupted
+        [[ $interrupted ]] && signalled=$interrupted
+        kill -s 0 "$child" 2>/dev/null || break
     done
+    if ((code > 128)); then # of the command, or of a signal
+        kill -s KILL "${helpers[@]-}" 2>/dev/null
+        wait "$child"
+        last=$?
+        if ((last != 127)); then
+            code=$last
+        elif [[ $signalled ]]; then
+            code=-1
+        fi
+    fi
     child=
     if ((code < 0)); then
-        code=$signalled
+        code=${signalled:-1}
         [[ -e "$PIPECTL_RUN_DIRECTORY/stopped" ]] && code=0 # ranks that stop at a checkpoint end well
     fi
     return "$code"
@@ -97,18 +110,18 @@ shielded=
 tick_s=5
 patience=12
 run_ranks() {
-    local code guard
+    local code
     (
         [[ $shielded ]] && trap '' USR1 USR2
         with_variables "$@"
     ) &
     child=$!
     guard "$child" &
-    guard=$!
-    disown "$guard"
+    helpers+=("$!")
+    disown "$!"
     await
     code=$?
-    kill -s KILL "$guard" 2>/dev/null
+    kill -s KILL "${helpers[@]}" 2>/dev/null
     return "$code"
 }
 guard() {

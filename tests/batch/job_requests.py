@@ -1,13 +1,15 @@
-"""Requests of jobs to render and submit."""
+"""Requests of jobs to render, submit and run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import subprocess
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from pipectl.batch import JobRequest
+from pipectl.batch import JobRequest, get, render_variables
 from pipectl.spec.models import Environment, Launch, Pbs, Resources, Slurm
 
 FIELDS = {field.name for field in fields(JobRequest)}
@@ -41,3 +43,40 @@ def change(request: JobRequest, **changes: Any) -> JobRequest:
         if isinstance(changes.get(section), Mapping):
             request = request.update(**{section: changes.pop(section)})
     return replace(request, **changes)
+
+
+def write_script(request: JobRequest, *command: str, scheduler: str = "local") -> Path:
+    """The script of a job whose launcher starts a command once, without MPI."""
+    directory = request.run_directory
+    for folder in (directory / "logs", directory / "errors"):
+        folder.mkdir(parents=True, exist_ok=True)
+    launcher, script = directory / "mpiexec", directory / "job.sh"
+    launcher.write_text('#!/bin/bash\nshift 2\nexec "$@"\n')
+    launcher.chmod(0o755)
+    request = change(request, command=command, mpiexec=str(launcher))
+    script.write_text(get(scheduler).render(request))
+    (directory / "variables.sh").write_text(render_variables(request))
+    return script
+
+
+def start(request: JobRequest, *command: str, **options: Any) -> subprocess.Popen[str]:
+    """A local job that runs a command, as a process of this one."""
+    script = ["bash", str(write_script(request, *command))]
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(script, text=True, **output, **options)
+
+
+def run(request: JobRequest, *command: str) -> tuple[int, str]:
+    """The exit code and the output of a local job."""
+    process = start(request, *command)
+    output, _ = process.communicate(timeout=60)
+    exit_code = (request.run_directory / "exit_code").read_text()
+    assert exit_code == f"{process.returncode}\n"
+    return process.returncode, output
+
+
+def wait_until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.02)

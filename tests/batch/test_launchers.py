@@ -11,21 +11,12 @@ from pathlib import Path
 import pytest
 from job_requests import change
 
-from pipectl.batch import (
-    MPIEXECS,
-    JobRequest,
-    MpiChoice,
-    Template,
-    choose_mpi,
-    find_mpiexec,
-    mpiexec_command,
-)
-from pipectl.batch.launchers import mpi_of, mpiexec_options, srun_command
+from pipectl.batch import MPIEXECS, JobRequest, MpiChoice, Template, choose_mpi, launch_command
+from pipectl.batch.launchers import find_mpiexec, kind_of
 from pipectl.errors import PipectlError, SchedulerError
 
 MakeRequest = Callable[..., JobRequest]
 Program = Callable[[str, str], None]
-# First lines that the launchers print upon --version.
 VERSIONS = {
     "HYDRA build details:\n    Version:                                 5.0.2": "hydra",
     "mpiexec (Open MPI) 5.0.11\n\nReport bugs to": "openmpi",
@@ -36,7 +27,9 @@ VERSIONS = {
     "slurm 22.05.8": None,
     "": None,
 }
+"""Of launchers, upon --version."""
 WORDS = {
+    ("auto", "none"): "-n 8",
     ("hydra", "none"): "-n 8 -ppn 4",
     ("hydra", "cores"): "-n 8 -ppn 4 -bind-to core:16",
     ("hydra", "numa"): "-n 8 -ppn 4 -bind-to numa",
@@ -44,18 +37,22 @@ WORDS = {
     ("openmpi", "cores"): "-n 8 --map-by ppr:4:node:PE=16 --rank-by slot --bind-to core",
     ("openmpi", "numa"): "-n 8 --map-by ppr:4:node --rank-by slot --bind-to numa",
     ("intel", "none"): "-ppn 4 -genv I_MPI_PIN off -n 8",
-    ("intel", "cores"): ("-ppn 4 -genv I_MPI_PIN_CELL core -genv I_MPI_PIN_DOMAIN 16:compact -n 8"),
+    ("intel", "cores"): "-ppn 4 -genv I_MPI_PIN_CELL core -genv I_MPI_PIN_DOMAIN 16:compact -n 8",
     ("intel", "numa"): "-ppn 4 -genv I_MPI_PIN_DOMAIN numa -n 8",
     ("cray", "none"): "-n 8 --ppn 4 --depth 16 --cpu-bind none",
     ("cray", "cores"): "-n 8 --ppn 4 --depth 16 --cpu-bind depth",
     ("cray", "numa"): "-n 8 --ppn 4 --depth 16 --cpu-bind numa",
 }
+WORDS_HERE = {
+    ("hydra", "none"): "-n 8",
+    ("hydra", "cores"): "-n 8 -bind-to core:16",
+    ("openmpi", "none"): "-n 8 --map-by slot:OVERSUBSCRIBE --rank-by slot --bind-to none",
+    ("openmpi", "cores"): "-n 8 --map-by slot:PE=16 --rank-by slot --bind-to core",
+}
 RANK = (
     "import os; from mpi4py import MPI; world = MPI.COMM_WORLD; "
     "os.write(1, f'{world.rank} of {world.size} on {sorted(os.sched_getaffinity(0))}\\n'.encode())"
 )
-
-
 LIST = "[[ $1 == --mpi=list ]] && printf 'MPI plugin types are...\\n{}' >&2"
 ALL = LIST.format(
     "\\tnone\\n\\tcray_shasta\\n\\tpmi2\\n\\tpmix\\nspecific pmix versions: pmix_v5\\n"
@@ -82,81 +79,67 @@ def request_here(make_request: MakeRequest, tmp_path: Path) -> JobRequest:
     return make_request(python=str(tmp_path / "bin" / "python"), mpiexec=None)
 
 
-@pytest.mark.parametrize("said", VERSIONS)
-def test_a_launcher_is_known_by_what_it_says_of_itself(
-    program: Program, tmp_path: Path, said: str
-) -> None:
-    program("mpiexec", f"echo '{said}'; exit 1")
-    assert mpi_of(str(tmp_path / "bin" / "mpiexec")) == VERSIONS[said]
-    assert mpi_of(str(tmp_path / "missing")) is None
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_launcher_is_known_by_its_version(program: Program, tmp_path: Path, version: str) -> None:
+    program("mpiexec", f"echo '{version}'; exit 1")
+    assert kind_of(str(tmp_path / "bin" / "mpiexec")) == VERSIONS[version]
+    assert kind_of(str(tmp_path / "missing")) is None
 
 
-@pytest.mark.parametrize(("name", "bind"), WORDS)
-def test_options_of(name: str, bind: str) -> None:
-    assert " ".join(mpiexec_options(name, 8, 4, 16, bind)) == WORDS[name, bind]
-
-
-def test_every_mpiexec_is_known() -> None:
-    assert {name for name, _ in WORDS} == set(MPIEXECS)
+@pytest.mark.parametrize("scheduler", ["pbs", "local"])
+def test_options_of_every_mpiexec(make_request: MakeRequest, scheduler: str) -> None:
+    assert {mpi for mpi, _ in WORDS} == {"auto", *MPIEXECS}
+    request = make_request(nodes=2, tasks_per_node=4, cpus_per_task=16, args=("-l",))
+    for (mpi, bind), words in (WORDS if scheduler == "pbs" else WORDS_HERE).items():
+        launch = launch_command(change(request, mpi=mpi, bind=bind), scheduler)
+        assert launch == ("/opt/env/bin/mpiexec", *words.split(), "-l", "true")
 
 
 @pytest.mark.mpi
-def test_ranks_start_where_the_installed_launcher_is_told_to() -> None:
-    """With as many cores as there are, one each; where only one is there, it is not tied to it."""
+def test_ranks_start_where_the_installed_launcher_is_told_to(make_request: MakeRequest) -> None:
+    """With as many cores as there are, one each."""
     mpiexec = Path(sys.executable).parent / "mpiexec"
-    name = mpi_of(str(mpiexec)) if mpiexec.exists() else None
-    if name is None:
+    kind = kind_of(str(mpiexec)) if mpiexec.exists() else None
+    if kind is None:
         pytest.skip("no mpiexec beside this interpreter")
     cores = sorted(os.sched_getaffinity(0))[:2]
-    ranks = len(cores)
-    words = mpiexec_options(name, ranks, ranks, 1, "cores")
+    command = (sys.executable, "-c", RANK)
+    request = make_request(mpiexec=str(mpiexec), command=command, tasks_per_node=len(cores))
     done = subprocess.run(
-        [mpiexec, *words, sys.executable, "-c", RANK],
+        launch_command(change(request, mpi=kind, bind="cores"), "slurm"),
         env={**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
         capture_output=True,
         text=True,
         check=True,
     )
     assert sorted(done.stdout.splitlines()) == [
-        f"{rank} of {ranks} on [{core}]" for rank, core in enumerate(cores)
+        f"{rank} of {len(cores)} on [{core}]" for rank, core in enumerate(cores)
     ]
 
 
-def executable(path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("#!/bin/sh\n")
-    path.chmod(0o755)
-    return path
-
-
 def test_where_mpiexec_is_found(
-    make_request: MakeRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make_request: MakeRequest, program: Program, tmp_path: Path
 ) -> None:
     """Beside the interpreter, else on PATH, which is another in a job with modules."""
-    beside = executable(tmp_path / "env" / "bin" / "mpiexec")
-    on_path = executable(tmp_path / "site" / "mpiexec")
-    monkeypatch.setenv("PATH", str(on_path.parent))
-    request = make_request(python=str(tmp_path / "env" / "bin" / "python"), mpiexec=None)
+    beside = tmp_path / "env" / "bin" / "mpiexec"
+    beside.parent.mkdir(parents=True)
+    beside.touch()
+    program("mpiexec", "")
+    request = make_request(python=str(beside.with_name("python")), mpiexec=None)
     assert find_mpiexec(request) == str(beside)
     beside.unlink()
-    assert find_mpiexec(request) == str(on_path)
-    own = [{"modules": ("openmpi",)}, {"setup": ("a",)}, {"variables": {"PATH": "/opt/mpi/bin"}}]
-    for changes in (*own, {"template": Template("site.sh", "")}):
-        assert find_mpiexec(change(request, **changes)) == "mpiexec"  # type: ignore[arg-type]
-    on_path.unlink()
+    assert find_mpiexec(request) == str(tmp_path / "bin" / "mpiexec")
+    for own in (
+        {"modules": ("openmpi",)},
+        {"setup": ("a",)},
+        {"variables": {"PATH": "/opt/mpi/bin"}},
+        {"template": Template("site.sh", "")},
+    ):
+        assert find_mpiexec(change(request, **own)) == "mpiexec"
+    (tmp_path / "bin" / "mpiexec").unlink()
     with pytest.raises(SchedulerError, match="mpiexec") as caught:
         find_mpiexec(request)
     assert "pip install mpich" in (caught.value.cure or "")
-
-
-def test_what_mpiexec_is_told(make_request: MakeRequest) -> None:
-    """The ranks alone if it is of no known kind."""
-    request = make_request(args=("-l",))
-    program = "/opt/env/bin/mpiexec"
-    assert mpiexec_command(request) == (program, "-n", "2", "-l", "true")
-    hydra = change(request, mpi="hydra")
-    assert mpiexec_command(hydra) == (program, "-n", "2", "-ppn", "2", "-l", "true")
-    assert mpiexec_command(hydra, here=True) == (program, "-n", "2", "-l", "true")
 
 
 @pytest.mark.parametrize(
@@ -164,27 +147,29 @@ def test_what_mpiexec_is_told(make_request: MakeRequest) -> None:
     [
         ({"bind": "cores"}, r"launch\.bind", "launch.mpi"),
         ({"mpi": "openmp"}, "'openmp'; did you mean 'openmpi'", "launch.launcher: srun"),
+        ({"launcher": "srun"}, "srun needs Slurm", "mpiexec"),
     ],
 )
-def test_what_mpiexec_cannot_be_told_is_refused(
-    make_request: MakeRequest,
-    changes: dict[str, str],
-    words: str,
-    cure: str,
+def test_launches_that_are_refused(
+    make_request: MakeRequest, changes: dict[str, str], words: str, cure: str
 ) -> None:
     with pytest.raises(PipectlError, match=words) as caught:
-        mpiexec_command(make_request(**changes))
+        launch_command(make_request(**changes), "local")
     assert cure in (caught.value.cure or "")
 
 
 def test_srun_repeats_the_cpus_and_kills_on_a_bad_exit(make_request: MakeRequest) -> None:
-    words = srun_command(make_request(cpus_per_task=4, args=("--label",)))
+    request = make_request(launcher="srun", cpus_per_task=4, args=("--label",))
+    words = launch_command(request, "slurm")
     assert {"--cpus-per-task=4", "--kill-on-bad-exit=1", "--mpi=pmi2", "--ntasks=2"} <= set(words)
     assert words[-2:] == ("--label", "true")
     assert not any("bind" in word for word in words)
-    assert "--cpu-bind=cores" in srun_command(make_request(bind="cores"))
-    assert "--cpu-bind=ldoms" in srun_command(make_request(bind="numa"))
-    assert "--mpi=pmix" in srun_command(make_request(mpi="pmix"))
+    for change_, word in (
+        ({"bind": "cores"}, "--cpu-bind=cores"),
+        ({"bind": "numa"}, "--cpu-bind=ldoms"),
+        ({"mpi": "pmix"}, "--mpi=pmix"),
+    ):
+        assert word in launch_command(change(request, **change_), "slurm")
 
 
 def library(program: Program, text: str) -> None:
@@ -192,7 +177,7 @@ def library(program: Program, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "mpi"),
+    ("version", "mpi"),
     [
         ("Open MPI v5.0.11, package: Open MPI user@localhost Distribution", "pmix"),
         ("MPICH Version:      5.0.2", "pmi2"),
@@ -202,56 +187,51 @@ def library(program: Program, text: str) -> None:
     ],
 )
 def test_srun_is_told_what_the_library_speaks(
-    program: Program, request_here: JobRequest, said: str, mpi: str
+    program: Program, request_here: JobRequest, version: str, mpi: str
 ) -> None:
     program("srun", ALL)
-    library(program, said)
-    found = choose_mpi(change(request_here, launcher="srun"))
-    assert (found.mpi, found.warning) == (mpi, "")
-    assert found.reason.startswith(f"srun --mpi={mpi}: the ranks have ")
-    assert found.apply(request_here).launch.mpi == mpi
+    library(program, version)
+    choice = choose_mpi(change(request_here, launcher="srun"))
+    assert (choice.mpi, choice.warning) == (mpi, "")
+    assert choice.reason.startswith(f"srun --mpi={mpi}: the ranks have ")
+    assert choice.apply(request_here).launch.mpi == mpi
 
 
 def test_a_library_that_this_slurm_does_not_know(
     program: Program, request_here: JobRequest
 ) -> None:
-    program("srun", LIST.format("\\tnone\\n\\tpmi2\\n"))
     library(program, "Open MPI v5.0.11, package")
-    found = choose_mpi(change(request_here, launcher="srun"))
-    assert found.mpi == "pmix"
-    assert "knows no --mpi=pmix, but none, pmi2" in found.warning
+    request = change(request_here, launcher="srun")
+    choice = choose_mpi(request)
+    assert (choice.mpi, choice.warning) == ("pmix", ""), "there is no srun here"
+    program("srun", LIST.format("\\tnone\\n\\tpmi2\\n"))
+    choice = choose_mpi(request)
+    assert choice.mpi == "pmix"
+    assert "knows no --mpi=pmix, but none, pmi2" in choice.warning
 
 
 @pytest.mark.parametrize(
-    "elsewhere",
-    [{"modules": ("openmpi",)}, {"setup": ("source x",)}, {"container": "image.sif"}],
+    "elsewhere", [{"modules": ("openmpi",)}, {"setup": ("source x",)}, {"container": "image.sif"}]
 )
 def test_what_the_job_brings_is_not_guessed(
     program: Program, request_here: JobRequest, elsewhere: dict[str, object]
 ) -> None:
+    request = change(request_here, launcher="srun", **elsewhere)
     program("srun", ALL)
     library(program, "Open MPI v5.0.11, package")
-    found = choose_mpi(change(request_here, launcher="srun", **elsewhere))
-    assert (found.mpi, "not known here" in found.reason) == ("pmi2", True)
+    choice = choose_mpi(request)
+    assert (choice.mpi, "not known here" in choice.reason) == ("pmi2", True)
     program("srun", LIST.format("\\tnone\\n\\tpmix\\n"))
-    assert choose_mpi(change(request_here, launcher="srun", **elsewhere)).mpi == "pmix"
+    assert choose_mpi(request).mpi == "pmix"
 
 
-@pytest.mark.parametrize(("mpi", "warned"), [("pmix", 0), ("pmix_v5", 0), ("none", 0), ("pmi1", 1)])
-def test_what_is_wanted_is_kept(
-    program: Program, request_here: JobRequest, mpi: str, warned: bool
-) -> None:
+def test_what_the_job_says_is_kept(program: Program, request_here: JobRequest) -> None:
+    request = change(request_here, launcher="srun")
+    assert choose_mpi(change(request, mpi="x")) == MpiChoice("x")
     program("srun", ALL)
-    found = choose_mpi(change(request_here, launcher="srun", mpi=mpi))
-    assert (found.mpi, bool(found.warning)) == (mpi, warned)
-
-
-def test_without_an_srun_here_nothing_is_warned_of(
-    program: Program, request_here: JobRequest
-) -> None:
-    library(program, "Open MPI v5.0.11, package")
-    assert choose_mpi(change(request_here, launcher="srun")).mpi == "pmix"
-    assert choose_mpi(change(request_here, launcher="srun", mpi="x")) == MpiChoice("x")
+    for mpi, is_known in {"pmix": True, "pmix_v5": True, "none": True, "pmi1": False}.items():
+        choice = choose_mpi(change(request, mpi=mpi))
+        assert (choice.mpi, choice.warning == "") == (mpi, is_known)
 
 
 def test_the_mpiexec_that_will_start_them_is_asked(
@@ -263,10 +243,6 @@ def test_the_mpiexec_that_will_start_them_is_asked(
     other = choose_mpi(change(request_here, mpi="hydra"))
     assert (other.mpi, "is of the kind openmpi" in other.warning) == ("hydra", True)
     assert choose_mpi(change(request_here, alone=True)) == MpiChoice("auto")
-
-
-def test_an_mpiexec_of_modules_is_not_known(program: Program, request_here: JobRequest) -> None:
-    program("mpiexec", "echo 'mpiexec (OpenRTE) 4.1.4'")
     elsewhere = change(request_here, python="/nowhere/python", modules=("mpich",))
     assert choose_mpi(elsewhere) == MpiChoice("auto")
     assert choose_mpi(change(elsewhere, mpi="cray")) == MpiChoice("cray")

@@ -1,11 +1,10 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from pipectl.batch.process import NoAnswerError, run, start_detached, start_time
+from pipectl.batch.process import NoAnswerError, run, start_time
 from pipectl.errors import SchedulerError
 
 
@@ -39,8 +38,3 @@ def test_start_time_tells_processes_apart() -> None:
     child.kill()
     child.wait()
     assert start_time(child.pid) is None
-
-
-def test_a_log_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SchedulerError, match="missing"):
-        start_detached(["true"], output=tmp_path / "missing" / "log", directory=tmp_path)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from job_requests import change
+from job_requests import change, start, wait_until
 
 from pipectl.batch import Array, JobRequest, Template, check_template, get
-from pipectl.errors import InvalidInputError, SpecError
+from pipectl.errors import SpecError
+from pipectl.spec.models import Checkpoint
 
 MakeRequest = Callable[..., JobRequest]
 GOOD = """\
@@ -29,7 +28,6 @@ echo before
     echo after
 {% endblock %}
 """
-SLURM_ONLY = "{% extends base %}\n{% block directives %}\n{}\n{% endblock %}\n"
 
 
 def fault(text: str) -> str:
@@ -89,28 +87,6 @@ def test_what_gives_a_wrong_script_is_refused_with_its_line(
     assert caught.value.problems[0].line == line
 
 
-@pytest.mark.parametrize(
-    ("scheduler", "added"),
-    [
-        ("slurm", "#SBATCH --switches=1 -n 5 # tasks"),
-        ("slurm", "#SBATCH --switches=1 --wrap 'true'"),
-        ("slurm", "#SBATCH --switches=1 -M east"),
-        ("slurm", "#SBATCH nothing"),
-        ("pbs", "#PBS -p 5 -J 0-3"),
-        ("pbs", "#PBS -l select=2"),
-    ],
-)
-def test_own_directives_are_checked_as_those_of_the_spec(
-    make_request: MakeRequest, scheduler: str, added: str
-) -> None:
-    template = Template("site.sh", SLURM_ONLY.replace("{}", f"#SBATCH\n#PBS\n{added}"))
-    request = make_request(template=template)
-    with pytest.raises(InvalidInputError, match=r"site\.sh:5: "):
-        get(scheduler).render(request)
-    other = "pbs" if scheduler == "slurm" else "slurm"
-    assert added in get(other).render(request), "it means nothing there"
-
-
 def test_the_script_of_a_long_array_is_checked(make_request: MakeRequest, tmp_path: Path) -> None:
     runs = tuple(tmp_path / f"{'a' * 200}-{index}" for index in range(700))
     request = make_request(array=Array(runs), template=Template("site.sh", GOOD))
@@ -128,21 +104,11 @@ def test_text_is_kept_and_values_are_quoted(make_request: MakeRequest) -> None:
         assert f"\necho 'it'\"'\"'s' '$HOME' '{request.run_directory}/a b' a 'b c'\n" in script
 
 
-def start(
-    request: JobRequest, setup: str, at_exit: str, launch: list[str]
+def start_with(
+    request: JobRequest, setup: str, at_exit: str, *command: str
 ) -> subprocess.Popen[str]:
-    mpiexec = request.run_directory / "mpiexec"
-    mpiexec.parent.mkdir(parents=True, exist_ok=True)
-    mpiexec.write_text('#!/bin/bash\nshift 2\nexec "$@"\n')
-    mpiexec.chmod(0o755)
     text = GOOD.replace("echo before", setup).replace("    echo after", at_exit)
-    template = Template("site.sh", text)
-    request = change(request, template=template, command=tuple(launch), mpiexec=str(mpiexec))
-    script = request.run_directory / "job.sh"
-    script.write_text(get("local").render(request))
-    return subprocess.Popen(
-        ["bash", str(script)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    return start(change(request, template=Template("site.sh", text)), *command)
 
 
 @pytest.mark.parametrize(
@@ -156,51 +122,33 @@ def start(
     ],
 )
 def test_the_exit_code_is_that_of_the_launch(make_request: MakeRequest, setup: str) -> None:
-    request = make_request()
     for code in (0, 7, 75):
-        process = start(request, setup, "false", ["bash", "-c", f"exit {code}"])
-        process.communicate(timeout=30)
+        request = make_request(checkpoint=Checkpoint() if code == 0 else None)
+        process = start_with(request, setup, "false", "bash", "-c", f"exit {code}")
+        process.communicate(timeout=60)
         assert process.returncode == code
         assert (request.run_directory / "exit_code").read_text() == f"{code}\n"
 
 
-def test_what_fails_in_the_setup_ends_the_job(make_request: MakeRequest) -> None:
-    process = start(make_request(), "set -e\nfalse", "echo cleaned", ["echo", "launched"])
-    output, _ = process.communicate(timeout=30)
-    assert (process.returncode, output) == (1, "cleaned\n")
-
-
-def test_the_commands_at_the_end_come_last_and_see_the_code(make_request: MakeRequest) -> None:
-    process = start(
-        make_request(), "word=it", """echo "$word's $code, $(cat exit_code)" """, ["false"]
-    )
-    output, _ = process.communicate(timeout=30)
-    assert (process.returncode, output) == (1, "it's 1, 1\n")
+@pytest.mark.parametrize(
+    ("setup", "at_exit", "code", "output"),
+    [
+        ("set -e\nfalse", "echo cleaned", 1, "cleaned\n"),
+        ("word=it", """echo "$word's $code, $(cat exit_code)" """, 3, "launched\nit's 3, 3\n"),
+    ],
+)
+def test_the_commands_at_the_end_come_last_and_see_the_code(
+    make_request: MakeRequest, setup: str, at_exit: str, code: int, output: str
+) -> None:
+    process = start_with(make_request(), setup, at_exit, "bash", "-c", "echo launched; exit 3")
+    assert (process.communicate(timeout=60)[0], process.returncode) == (output, code)
 
 
 def test_signals_reach_the_launch(make_request: MakeRequest) -> None:
     request = make_request()
-    launch = ["bash", "-c", "trap 'exit 5' TERM; touch ready; while :; do sleep 0.05; done"]
-    process = start(request, "trap 'exit 9' TERM", "echo cleaned", launch)
-    ready = request.run_directory / "ready"
-    deadline = time.monotonic() + 60
-    while not ready.exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
+    waits = "trap 'exit 5' TERM; touch ready; while :; do sleep 0.05; done"
+    process = start_with(request, "trap 'exit 9' TERM", "echo cleaned", "bash", "-c", waits)
+    wait_until((request.run_directory / "ready").exists)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
-    assert (process.returncode, output) == (5, "cleaned\n")
+    assert (process.communicate(timeout=60)[0], process.returncode) == ("cleaned\n", 5)
     assert (request.run_directory / "exit_code").read_text() == "5\n"
-
-
-def test_a_local_job_is_found_by_its_tag(make_request: MakeRequest) -> None:
-    request = make_request()
-    process = start(change(request, tag="run 12ab"), "true", "true", ["sleep", "60"])
-    try:
-        deadline = time.monotonic() + 60
-        while (found := get("local").find("run 12ab")) is None and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert found is not None
-        assert found.startswith(f"{process.pid}.")
-    finally:
-        os.kill(process.pid, signal.SIGTERM)
-        process.communicate(timeout=60)
