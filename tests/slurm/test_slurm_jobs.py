@@ -18,7 +18,7 @@ from pipectl.batch import (
     Template,
     render_variables,
 )
-from pipectl.batch.launchers import mpi_of
+from pipectl.batch.launchers import kind_of
 from pipectl.batch.slurm import SlurmScheduler
 from pipectl.errors import SchedulerError
 
@@ -178,7 +178,7 @@ def test_mpiexec_starts_every_rank_in_blocks(
         nodes=2,
         tasks_per_node=2,
         mpiexec=str(mpiexec),
-        mpi=mpi_of(str(mpiexec)),
+        mpi=kind_of(str(mpiexec)),
     )
     request = change(request, command=(sys.executable, "-m", "mpi4py", "-c", code))
     assert wait_for(submit(request)).state is JobState.COMPLETED, log(request)
