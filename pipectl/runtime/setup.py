@@ -27,7 +27,7 @@ from pipectl.runtime.replicas import Replicas
 from pipectl.runtime.stage import StageRuntime
 from pipectl.runtime.stage_states import branching_stages
 from pipectl.runtime.transport import CHECK_VARIABLE, Progress, Transport
-from pipectl.runtime.waiting import barrier
+from pipectl.runtime.waiting import barrier, broadcast
 from pipectl.runtime.wiring import Range
 from pipectl.schedule import Channel, channels, plan_of_trial, splits_backwards
 
@@ -224,7 +224,7 @@ class Setup:
             self.device,
             cut.lanes,
             self.progress,
-            check=bool(os.environ.get(CHECK_VARIABLE)),
+            check=broadcast(self.communicator, CHECK_VARIABLE in os.environ),
         )
 
     def _engine(

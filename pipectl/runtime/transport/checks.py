@@ -19,7 +19,7 @@ from pipectl.errors import WorkerError
 from pipectl.runtime.layout import Layout
 
 CHECK_VARIABLE = "PIPECTL_CHECK_MESSAGES"
-"""In the environment of all ranks: whether every message is compared; slow."""
+"""In the environment of rank 0: every message is compared, which is slow."""
 
 
 class Message(NamedTuple):
