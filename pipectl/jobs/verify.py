@@ -32,6 +32,7 @@ from pipectl.plan import Plan
 from pipectl.profile import Profile
 from pipectl.runs import RunDirectory
 from pipectl.spec import dump, load
+from pipectl.spec.models import Optimizer
 from pipectl.units import format_bytes
 
 if TYPE_CHECKING:
@@ -43,9 +44,6 @@ Follow = Callable[[RunDirectory], RunStatus]
 """Waits until a run is over."""
 _ROUNDING = {"float32": 1e-4, "bf16": 2e-2, "float16": 2e-2}
 """Tolerance if the same bits cannot be expected, by precision; see ``compare``."""
-_SGD = ("optimizer={factory: 'torch.optim:SGD', kwargs: {lr: 0.1}}", "lr_scheduler=null")
-"""An optimizer that does not make large differences of small ones, if results may differ."""
-
 _CLEANUP_S = 20.0
 
 
@@ -137,41 +135,42 @@ def verify(
             cure="verify the model and the job with --set pipeline.schedule=auto",
         )
     with _temporary_directory() as directory:
-        trial = _Trial(job, (*overrides, *_overrides(spec, steps, directory)), directory, follow)
+        changes = _overrides(spec, steps, directory)
+        spec = load(job, [*overrides, *changes, *_on_ranks(ranks)])
         profile = _fresh_profile(job, overrides)
         if profile is None:
-            profile = measure(trial.spec(ranks), directory / "profile.json", progress).profile
+            profile = measure(spec, directory / "profile.json", progress).profile
         # Not before: what this process holds while it measures counts as memory of a rank.
         from pipectl.capture.traits import find_traits
         from pipectl.runtime.compare import PipelineRun, PlainRun, compare
         from pipectl.runtime.plain import FirstWeights
 
-        plan = _find_plan(trial.spec(ranks), profile)
-        traits = find_traits(trial.spec(ranks), plan.micro_batch_size)
+        plan = _find_plan(spec, profile)
+        traits = find_traits(spec, plan.micro_batch_size)
         reason: str | None = "--between-plans" if two_plans else None
         if reason is None and spec.model.materialize == "per_rank":
             reason = "materialize: per_rank"
         elif reason is None:
             alone = None
             with suppress(InfeasibleError):  # one rank has too little memory
-                alone = _find_plan(trial.spec(1, plan), profile)
+                alone = _find_plan(_like(spec, plan, ranks=1), profile)
             reason = too_large_for_a_process(alone)
         expected = expect(spec, traits, plan, reason)
-        if expected.tolerance:
-            trial = replace(trial, overrides=(*trial.overrides, *_SGD))
         other, compared, words = None, None, "one plain PyTorch process"
         if reason is not None:
-            other = compared = trial.find_other_plan(profile, plan)
+            other = compared = _find_other_plan(spec, profile, plan)
             words = f"another plan: {other.ranks} ranks, {len(other.stages)} stages"
         elif traits.random:
-            compared, words = _find_plan(trial.spec(1, plan), profile), "one rank"
-        spec = trial.spec(ranks)
-        pipeline = PipelineRun(trial.train(spec, profile, plan))
+            compared, words = _find_plan(_like(spec, plan, ranks=1), profile), "one rank"
+        if expected.tolerance:  # small differences must not become large ones
+            sgd = Optimizer(factory="torch.optim:SGD", kwargs={"lr": 0.1})
+            spec = spec.model_copy(update={"optimizer": sgd, "lr_scheduler": None})
+        pipeline = PipelineRun(_train(spec, profile, plan, follow))
         if compared is None:
-            reference: Trained = PlainRun(trial.train_plainly(spec, plan.micro_batch_size))
+            reference: Trained = PlainRun(_train_plainly(spec, plan.micro_batch_size, directory))
         else:
-            like = trial.spec(compared.ranks, plan)
-            reference = PipelineRun(trial.train(like, profile, compared))
+            like = _like(spec, plan, compared.ranks)
+            reference = PipelineRun(_train(like, profile, compared, follow))
         weights = FirstWeights(spec)
         comparison = compare(
             pipeline,
@@ -215,88 +214,74 @@ def _find_plan(spec: JobSpec, profile: Profile) -> Plan:
     return find_plan(spec, profile, find_machines(spec, LOCAL).cluster)
 
 
-@dataclass(frozen=True)
-class _Trial:
-    """The trainings of one verification.
+def _like(spec: JobSpec, plan: Plan, ranks: int) -> JobSpec:
+    """The job with a stage on each of so many ranks, and the micro-batches of a plan."""
+    from pipectl.planner.request import PLACED
 
-    Args:
-        overrides: of the job: those of the user, and what differs here.
-        directory: takes all files.
+    pipeline = {
+        "micro_batches": plan.micro_batches,
+        "stages": ranks,
+        "replicas": 1,
+        "backward": "together",
+        "warm_up": None,
+        **({"schedule": "1f1b"} if plan.schedule in PLACED else {}),
+    }
+    changed = {
+        "resources": spec.resources.model_copy(update={"tasks_per_node": ranks}),
+        "pipeline": spec.pipeline.model_copy(update=pipeline),
+    }
+    return spec.model_copy(update=changed)
+
+
+def _find_other_plan(spec: JobSpec, profile: Profile, plan: Plan) -> Plan:
+    """A plan of one stage more, or else of one less: all of its cuts move.
+
+    Raises:
+        InfeasibleError: the model can be cut in one way only.
     """
+    for ranks in (plan.ranks + 1, plan.ranks - 1):
+        with suppress(PipectlError):
+            if ranks:
+                return _find_plan(_like(spec, plan, ranks), profile)
+    raise InfeasibleError(
+        f"no other plan to compare with: only {plan.ranks} stages are possible",
+        cure="verify it with more ranks: --ranks",
+    )
 
-    job: Path
-    overrides: tuple[str, ...]
-    directory: Path
-    follow: Follow
 
-    def spec(self, ranks: int, like: Plan | None = None) -> JobSpec:
-        """The job on so many ranks.
+def _train(spec: JobSpec, profile: Profile, plan: Plan, follow: Follow) -> RunDirectory:
+    """Run a plan here, to its end."""
+    job = make_job(spec, LOCAL, find_machines(spec, LOCAL))
+    run = submit(replace(job, profile=profile, plan=plan), time.time()).run
+    try:
+        status = follow(run)
+        if status.job.state is JobState.COMPLETED:
+            return run
+        if (failure := status.failure) is None:
+            raise WorkerError(f"the pipeline ended without a result: {status.job.reason}")
+        error = WorkerError(f"{failure.where}: {failure.message}", cure=failure.cure)
+        error.exit_code = failure.exit_code
+        raise error
+    except BaseException:
+        with suppress(PipectlError):
+            cancel(run, time.time())
+        raise
 
-        Args:
-            like: a plan whose micro-batches it has; each rank then has a stage of its own.
-        """
-        from pipectl.planner.request import PLACED
 
-        changes = [*self.overrides, *_on_ranks(ranks)]
-        if like is not None:
-            schedule = ["pipeline.schedule=1f1b"] if like.schedule in PLACED else []
-            changes += [
-                f"pipeline.micro_batches={like.micro_batches}",
-                f"pipeline.stages={ranks}",
-                "pipeline.replicas=1",
-                "pipeline.backward=together",
-                "pipeline.warm_up=auto",
-                *schedule,
-            ]
-        return load(self.job, changes)
-
-    def find_other_plan(self, profile: Profile, plan: Plan) -> Plan:
-        """A plan of one stage more, or else of one less: all of its cuts move.
-
-        Raises:
-            InfeasibleError: the model can be cut in one way only.
-        """
-        for ranks in (plan.ranks + 1, plan.ranks - 1):
-            with suppress(PipectlError):
-                return _find_plan(self.spec(ranks, plan), profile)
-        raise InfeasibleError(
-            f"no other plan to compare with: only {plan.ranks} stages are possible",
-            cure="verify it with more ranks: --ranks",
-        )
-
-    def train(self, spec: JobSpec, profile: Profile, plan: Plan) -> RunDirectory:
-        """Run a plan here, to its end."""
-        job = make_job(spec, LOCAL, find_machines(spec, LOCAL))
-        run = submit(replace(job, profile=profile, plan=plan), time.time()).run
-        try:
-            status = self.follow(run)
-            if status.job.state is JobState.COMPLETED:
-                return run
-            if (failure := status.failure) is None:
-                reason = status.job.reason
-                raise WorkerError(f"the pipeline ended without a result: {reason}")
-            error = WorkerError(f"{failure.where}: {failure.message}", cure=failure.cure)
-            error.exit_code = failure.exit_code
-            raise error
-        except BaseException:
-            with suppress(PipectlError):
-                cancel(run, time.time())
-            raise
-
-    def train_plainly(self, spec: JobSpec, micro_batch_size: int) -> Path:
-        """Train in one plain process; the directory of its weights."""
-        directory = self.directory / "plain"
-        directory.mkdir()
-        job = directory / "job.yaml"
-        job.write_text(dump(spec), encoding="utf-8")
-        size = str(micro_batch_size)
-        command = [sys.executable, "-m", "pipectl.runtime.plain", str(job), size, str(directory)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-        environment |= spec.environment.variables
-        done = process.run(command, cure="", env=environment, timeout_s=None)
-        if done.returncode:
-            raise WorkerError(f"the plain process failed: {done.message}")
-        return directory
+def _train_plainly(spec: JobSpec, micro_batch_size: int, base: Path) -> Path:
+    """Train in one plain process; the directory of its weights, within another."""
+    directory = base / "plain"
+    directory.mkdir()
+    job = directory / "job.yaml"
+    job.write_text(dump(spec), encoding="utf-8")
+    size = str(micro_batch_size)
+    command = [sys.executable, "-m", "pipectl.runtime.plain", str(job), size, str(directory)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    environment |= spec.environment.variables
+    done = process.run(command, cure="", env=environment, timeout_s=None)
+    if done.returncode:
+        raise WorkerError(f"the plain process failed: {done.message}")
+    return directory
 
 
 def _on_ranks(ranks: int) -> tuple[str, ...]:
