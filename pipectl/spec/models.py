@@ -112,8 +112,8 @@ class Optimizer(Factory):
     """The optimizer, called with the parameters."""
 
     factory: Reference = "torch.optim:AdamW"
-    """The optimizer class, or a function that makes one. Each rank calls it with the parameters of
-    its own stages (with `shard_optimizer`, with its part of them), in the order of
+    """The optimizer class, or a function that makes one. Each rank that updates parameters calls it
+    with those of its own stages (with `shard_optimizer`, with its part of them), in the order of
     `model.named_parameters()`; with `groups`, with a list of parameter groups."""
     groups: tuple[Group, ...] = ()
     """Parameters with options of their own. Schedules that take one value per group get the group

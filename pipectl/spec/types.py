@@ -88,7 +88,7 @@ class Section(BaseModel):
         """Null stands for the default; defaults are shown as people write them."""
         reference: dict[str, Any] = handler(core)
         schema = handler.resolve_ref_schema(reference)
-        del schema["title"]
+        schema.pop("title", None)
         defaults = cls.model_construct().model_dump()
         for name, info in cls.model_fields.items():
             field = schema["properties"][name]
