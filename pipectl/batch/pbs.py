@@ -156,15 +156,15 @@ def _suffix(tag: str) -> str:
 
 
 _LIVE = {
-    "Q": JobState.QUEUED,
-    "W": JobState.QUEUED,
-    "T": JobState.QUEUED,
-    "H": JobState.HELD,
-    "R": JobState.RUNNING,
-    "B": JobState.RUNNING,
-    "S": JobState.SUSPENDED,
-    "U": JobState.SUSPENDED,
-    "E": JobState.COMPLETING,
+    letter: state
+    for letters, state in {
+        "QWT": JobState.QUEUED,
+        "H": JobState.HELD,
+        "RB": JobState.RUNNING,
+        "SU": JobState.SUSPENDED,
+        "E": JobState.COMPLETING,
+    }.items()
+    for letter in letters
 }
 _OVER = frozenset("FXC")
 _DELETED, _DONE, _MOVED = 91, 92, 94
@@ -213,14 +213,15 @@ def parse_qstat(stdout: str) -> dict[str, JobStatus]:
 
 
 def _status(fields: Mapping[str, str]) -> JobStatus:
-    letter, code = fields["job_state"], _number(fields.get("Exit_status"))
-    state, reason = _verdict(letter, _number(fields.get("substate")), code)
+    """A job's status from its fields; the exit code of a signal is what a shell reports for it."""
+    code = _number(fields.get("Exit_status"))
+    state, reason = _state(fields["job_state"], _number(fields.get("substate")), code)
     if state is JobState.HELD and fields.get("depend"):
         reason = f"waits for {fields['depend']}"
     elif state.waits:
         reason = fields.get("comment", "").removeprefix("Not Running: ")
     if code is not None and code > _SIGNALLED:
-        code -= 128  # as a shell would report it: 128 + signal
+        code += 128 - _SIGNALLED
     return JobStatus(
         state,
         reason=reason,
@@ -231,7 +232,7 @@ def _status(fields: Mapping[str, str]) -> JobStatus:
     )
 
 
-def _verdict(letter: str, substate: int | None, code: int | None) -> tuple[JobState, str]:
+def _state(letter: str, substate: int | None, code: int | None) -> tuple[JobState, str]:
     """State and reason."""
     if letter in _LIVE:
         return _LIVE[letter], ""

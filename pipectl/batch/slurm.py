@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime, timedelta
 from math import inf
 from pathlib import Path
+from typing import NamedTuple
 
 from pipectl.batch import process
 from pipectl.batch.commands import QUEUES_TIMEOUT_S, BatchCommands, number_of, parse_limit
@@ -97,9 +98,15 @@ class SlurmScheduler(BatchCommands):
         rows = self._squeue("-j", ",".join([*jobs, jobs[0]]))
         states = {row.job_id: row.status for row in rows}
         over = [job_id for job_id in ids if job_id not in states or states[job_id].state.final]
-        accounts = self._accounting(over, since)
-        merged = {job_id: _merge(states.get(job_id), accounts.get(job_id)) for job_id in over}
-        states |= {job_id: status for job_id, status in merged.items() if status}
+        for job_id, account in (self._accounting(over, since) if over else {}).items():
+            queued = states.get(job_id)
+            if queued is None and account.state.final:
+                states[job_id] = account
+            elif queued is None:
+                reason = f"no longer listed, though the accounting still says {account.state}"
+                states[job_id] = replace(account, state=JobState.UNKNOWN, reason=reason)
+            elif account.state is queued.state:  # it may lag behind
+                states[job_id] = replace(queued, exit_code=account.exit_code)
         return {job_id: states[job_id] for job_id in ids if job_id in states}
 
     def cancel(self, job_id: str) -> None:
@@ -134,43 +141,24 @@ class SlurmScheduler(BatchCommands):
             return parse_sinfo(self._ask("sinfo", "-h", "-o", SINFO_FORMAT).stdout)
 
     def _squeue(self, *selection: str) -> list[Listed]:
-        options = ("-h", "-r", "-t", "all", "-o", SQUEUE_FORMAT)
-        return list(
-            parse_squeue(self._ask("squeue", *options, *selection, SLURM_TIME_FORMAT="%s").stdout)
-        )
+        command = ("squeue", "-h", "-r", "-t", "all", "-o", SQUEUE_FORMAT, *selection)
+        return list(parse_squeue(self._ask(*command, SLURM_TIME_FORMAT="%s").stdout))
 
     def _accounting(self, ids: Sequence[str], since: float | None) -> dict[str, JobStatus]:
-        """Latest attempts by id; empty where a site keeps no accounting."""
-        if not ids:
-            return {}
-        day_before = datetime.fromtimestamp(since or 0.0) - timedelta(days=1)
-        window = [] if since is None else ["-S", f"{day_before:%Y-%m-%d}"]
-        jobs = ",".join(dict.fromkeys(map(array_of, ids)))
-        selection = ["-j", jobs, *window, "-o", SACCT_FORMAT]
+        """Latest attempts by id; empty if a site keeps no accounting."""
+        command = ["sacct", "-X", "-D", "-n", "-P", "-j"]
+        command += [",".join(dict.fromkeys(map(array_of, ids))), "-o", SACCT_FORMAT]
+        if since is not None:
+            command += ["-S", f"{datetime.fromtimestamp(since) - timedelta(days=1):%Y-%m-%d}"]
         try:
-            done = self._run("sacct", "-X", "-D", "-n", "-P", *selection, SLURM_TIME_FORMAT="%s")
+            done = self._run(*command, SLURM_TIME_FORMAT="%s")
         except SchedulerError:
             return {}
-        rows = [
-            row
-            for row in parse_sacct(done.stdout)
-            if since is None
-            or row.submitted_at is None
-            or row.submitted_at >= since - _CLOCK_SKEW_S  # else an old job with the same id
-        ]
+        oldest = (since or 0.0) - _CLOCK_SKEW_S  # older ones are other jobs with the same ids
+        rows = [row for row in parse_sacct(done.stdout) if (row.submitted_at or inf) >= oldest]
         rows.sort(key=lambda row: inf if row.status.start is None else row.status.start)
-        return {row.job_id: row.status for row in rows}
-
-
-def _merge(queue: JobStatus | None, account: JobStatus | None) -> JobStatus | None:
-    """One status of a job that is over; the accounting may lag behind or never hear of an end."""
-    if queue is not None:
-        agreed = account is not None and account.state is queue.state
-        return replace(queue, exit_code=account.exit_code) if account and agreed else queue
-    if account is None or account.state.final:
-        return account
-    reason = f"no longer listed, though the accounting still says {account.state}"
-    return replace(account, state=JobState.UNKNOWN, reason=reason)
+        found = {row.job_id: row.status for row in rows}
+        return {job_id: found[job_id] for job_id in ids if job_id in found}
 
 
 # slurm_protocol_defs.c and job_state_codes.shtml: base states, then the flags shown instead.
@@ -204,8 +192,7 @@ _UNSET_BYTES = 64 * 2**20
 """Slurm says 1 MB of nodes whose memory nobody has told it."""
 
 
-@dataclass(frozen=True)
-class Listed:
+class Listed(NamedTuple):
     """One row of squeue or sacct."""
 
     job_id: str
@@ -218,23 +205,19 @@ def parse_squeue(stdout: str) -> Iterator[Listed]:
     """Rows of ``squeue -h -o SQUEUE_FORMAT`` with times in seconds since the epoch."""
     for fields in (line.split("|", 7) for line in stdout.splitlines()):
         if len(fields) == 8:
-            job_id, word, _count, start, end, nodes, comment, reason = fields
-            status = _status(word, reason, nodes=nodes, start=start, end=end)
-            yield from (Listed(one, status, comment=comment) for one in _job_ids(job_id))
+            job_ids, word, _count, start, end, nodes, comment, reason = fields
+            status = _status(word, start, end, nodes, reason=reason)
+            yield from (Listed(job_id, status, comment) for job_id in _job_ids(job_ids))
 
 
 def parse_sacct(stdout: str) -> Iterator[Listed]:
     """Rows of ``sacct -n -P -o SACCT_FORMAT``, one per attempt of a job, oldest first."""
-    for line in stdout.splitlines():
-        fields = line.split("|")
-        if len(fields) < 7:
-            continue
-        listed, word, code, submit, start, end, nodes = fields[:7]
-        status = _status(
-            word, "", nodes=nodes, start=start, end=end, code=code, source="accounting"
-        )
-        submitted = _time(submit)
-        yield from (Listed(job_id, status, submitted_at=submitted) for job_id in _job_ids(listed))
+    for fields in (line.split("|") for line in stdout.splitlines()):
+        if len(fields) >= 7:
+            job_ids, word, code, submit, start, end, nodes = fields[:7]
+            status = _status(word, start, end, nodes, code=code, source="accounting")
+            for job_id in _job_ids(job_ids):
+                yield Listed(job_id, status, submitted_at=_time(submit))
 
 
 def array_of(job_id: str) -> str:
@@ -267,44 +250,42 @@ def parse_state(text: str) -> JobState:
 
 def _status(
     word: str,
-    reason: str,
-    *,
-    nodes: str,
     start: str,
     end: str,
+    nodes: str,
+    *,
+    reason: str = "",
     code: str = "",
     source: str = "queue",
 ) -> JobStatus:
+    """A job's status from the words of Slurm.
+
+    Args:
+        code: ``code:signal``; it becomes what a shell would report, 128 + signal if the job was
+            killed. The 0 of a job that was killed says nothing.
+    """
     state = parse_state(word)
-    why = "nodes are booting" if word in _BOOTING else "" if reason in _NO_REASON else reason
     if state is JobState.UNKNOWN:
-        why = f"Slurm calls its state {word!r}"
-    if state is JobState.QUEUED and why.startswith("JobHeld"):
+        reason = f"Slurm calls its state {word!r}"
+    elif word in _BOOTING:
+        reason = "nodes are booting"
+    elif reason in _NO_REASON or state in _REASON_IS_STALE:
+        reason = ""
+    if state is JobState.QUEUED and reason.startswith("JobHeld"):
         state = JobState.HELD
-    if state in _REASON_IS_STALE:
-        why = ""
+    exit_code = 0 if state is JobState.COMPLETED else None
+    if state.final and (match := re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", code)):
+        signal = int(match[2])
+        exit_code = int(match[1]) or (128 + signal if signal else exit_code)
     return JobStatus(
         state,
-        reason=why,
-        exit_code=_exit_code(state, code),
+        reason=reason,
+        exit_code=exit_code,
         nodes="" if nodes in {"None assigned", "(null)"} else nodes,
         start=_time(start),
         end=_time(end) if state.final else None,
         source=source,
     )
-
-
-def _exit_code(state: JobState, text: str) -> int | None:
-    """``code:signal`` of a final state, as a shell would report it: 128 + signal if it was killed.
-
-    The 0 of a job that was killed says nothing.
-    """
-    match = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", text)
-    if match is None or not state.final:
-        return None
-    code, number = int(match[1]), int(match[2])
-    code = code if code or not number else 128 + number
-    return code if code or state is JobState.COMPLETED else None
 
 
 def parse_sinfo(stdout: str) -> tuple[Queue, ...]:

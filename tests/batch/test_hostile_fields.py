@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
+from grammar import directives
 
 from pipectl.batch import MpiChoice, get
 from pipectl.cli.console import say
@@ -30,44 +30,6 @@ JOB = {
     "training": {"steps": 4, "batch_size": 8},
     "site_defaults": False,
 }
-
-
-def slurm_words(line: str) -> list[str]:
-    """As sbatch splits a directive (src/sbatch/opt.c): a backslash escapes within quotes, too."""
-    found, word, quote, begun, letters = [], "", "", False, iter(line)
-    for letter in letters:
-        if letter == "\\":
-            word, begun = word + next(letters), True
-        elif quote and letter == quote:
-            quote = ""
-        elif not quote and letter in "'\"":
-            quote, begun = letter, True
-        elif not quote and letter == "#":
-            break
-        elif not quote and letter.isspace():
-            if begun:
-                found.append(word)
-            word, begun = "", False
-        else:
-            word, begun = word + letter, True
-    assert not quote
-    return [*found, word] if begun else found
-
-
-def pbs_words(line: str) -> list[str]:
-    """As qsub splits one (src/cmds/qsub.c): a backslash is one, quotes group."""
-    return [
-        re.sub(r"'([^']*)'|\"([^\"]*)\"", lambda m: m[1] or m[2] or "", word)
-        for word in re.findall(r"(?:[^\s'\"]|'[^']*'|\"[^\"]*\")+", line)
-    ]
-
-
-def given(script: str, prefix: str) -> Iterator[str]:
-    for line in script.splitlines()[1:]:
-        if not line.startswith("#"):
-            return
-        assert line.startswith(f"#{prefix} ")
-        yield line.removeprefix(f"#{prefix} ")
 
 
 def section(name: str, value: str) -> dict[str, object]:
@@ -98,10 +60,10 @@ def test_they_arrive_in_the_directives_of_both(tmp_path: Path, nasty: list[str])
         job = make_job(spec, "local", launch=MpiChoice("auto"))
         request = make_request(job, tmp_path / "run", mpiexec="/usr/bin/mpiexec")
         scripts = {name: get(name).render(request) for name in ("slurm", "pbs")}
-        slurm = [slurm_words(line) for line in given(scripts["slurm"], "SBATCH")]
+        slurm = directives(scripts["slurm"], "slurm")
         for option in ("--partition=", "--account=", "--qos=", "--mail-type=", "-x"):
             assert slurm.count([f"{option}{value}"]) == 1, (option, value)
-        pbs = [pbs_words(line) for line in given(scripts["pbs"], "PBS")]
+        pbs = directives(scripts["pbs"], "pbs")
         for letter in "qAPmM":
             assert [f"-{letter}", value] in pbs, (letter, value)
         lengths.add(tuple(script.count("\n") for script in scripts.values()))

@@ -129,7 +129,7 @@ def test_finished_jobs_get_their_exit_code_from_the_accounting(slurm: FakeComman
     assert (found["1"].state, found["1"].source) == (JobState.COMPLETED, "accounting")
     assert found["3"].state is JobState.CANCELLED
     assert found["6"].state is JobState.COMPLETED, "the latest attempt of a requeued job"
-    ((*flags, ids, start, day, output, columns),) = slurm.calls("sacct")
+    ((*flags, ids, output, columns, start, day),) = slurm.calls("sacct")
     assert flags == ["-X", "-D", "-n", "-P", "-j"]
     assert (ids, start, output, columns) == ("1,2,3,6", "-S", "-o", SACCT_FORMAT)
     assert day in {"2026-11-19", "2026-11-20"}, "the day before, in local time"

