@@ -120,9 +120,14 @@ app = _group(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.add_typer(
-    _group("lab", LAB, "Experiments with schedules and planners.", no_args_is_help=True),
-)
+lab = _group("lab", LAB, "Experiments with schedules and planners.", invoke_without_command=True)
+app.add_typer(lab)
+
+
+@lab.callback()
+def _show_help(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        say(context.get_help())
 
 
 def _show_version(wanted: bool) -> None:
@@ -142,8 +147,7 @@ def _options(
 ) -> None:
     if debug:  # in the environment, so that what is started from here inherits it
         os.environ[DEBUG_VARIABLE] = "1"
-    if context.invoked_subcommand is None:
-        say(context.get_help())
+    _show_help(context)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -30,7 +30,8 @@ def test_help_lists_every_command_with_a_whole_sentence(
 
 
 def test_no_command_shows_the_help(cli: Command) -> None:
-    assert cli().out == cli("--help").out
+    assert cli() == cli("--help")
+    assert cli("lab") == cli("lab", "--help")
 
 
 def test_commands_load_nothing_that_is_slow(
