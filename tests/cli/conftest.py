@@ -41,6 +41,7 @@ class Result:
 Command = Callable[..., Result]
 Program = Callable[[str, str], Path]
 RunOf = Callable[..., Path]
+OnlyRun = Callable[[], Path]
 
 
 @pytest.fixture
@@ -170,7 +171,7 @@ def alone(place: Path) -> Path:
 
 
 @pytest.fixture
-def only_run(place: Path) -> Callable[[], Path]:
+def only_run(place: Path) -> OnlyRun:
     """The directory of the one run that there is."""
 
     def find() -> Path:

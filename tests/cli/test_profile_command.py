@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +19,8 @@ from pipectl.profiler.neighbours import _compute
 from pipectl.spec import load, profile_key
 
 if TYPE_CHECKING:
-    from conftest import Command, Program
+    from conftest import Command, OnlyRun, Program
 
-OnlyRun = Callable[[], Path]
 MODEL = """\
 import torch
 from torch import nn

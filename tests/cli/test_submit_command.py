@@ -13,15 +13,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from conftest import Command, Program
+    from conftest import Command, OnlyRun, Program
 
 SLURM = ("--scheduler", "slurm")
 UNMEASURED = "no fresh profile: the job measures the model first, in its allocation"
-
-
-def only_run() -> Path:
-    (found,) = (path for path in Path("runs").iterdir() if path.is_dir())
-    return found
 
 
 def test_dry_run_prints_only_the_script_and_leaves_nothing(cli: Command, job: Path) -> None:
@@ -40,7 +35,7 @@ def without_names(script: str) -> list[str]:
 
 @pytest.mark.parametrize("changes", [(), ("--set", "pipeline.offload=disk")])
 def test_dry_run_prints_what_is_submitted_of_the_plan_that_lies_there(
-    cli: Command, profile: Path, program: Program, changes: tuple[str, ...]
+    cli: Command, profile: Path, program: Program, changes: tuple[str, ...], only_run: OnlyRun
 ) -> None:
     program("sbatch", "echo 41")
     cli("submit", "job.yaml", *SLURM, *changes)
@@ -100,12 +95,6 @@ def test_local_without_mpi_fails_before_anything_is_made(
     assert [path for path in Path("runs").iterdir() if path.is_dir()] == []
 
 
-def test_auto_is_slurm_where_sbatch_is(cli: Command, job: Path, program: Program) -> None:
-    assert "#SBATCH" not in cli("submit", "job.yaml", "--dry-run").out
-    program("sbatch", "exit 1")
-    assert "#SBATCH" in cli("submit", "job.yaml", "--dry-run").out
-
-
 @pytest.mark.parametrize(
     ("options", "lines"),
     [
@@ -122,7 +111,12 @@ def test_options_of_sbatch_set_one_key_each(
     assert {f"#SBATCH --{line}" for line in lines.split()} <= set(script)
 
 
-def test_options_for_queues_of_pbs(cli: Command, job: Path) -> None:
+def test_options_for_queues_of_pbs_and_what_auto_is(
+    cli: Command, job: Path, program: Program
+) -> None:
+    assert "#SBATCH" not in cli("submit", "job.yaml", "--dry-run").out
+    program("sbatch", "exit 1")
+    assert "#SBATCH" in cli("submit", "job.yaml", "--dry-run").out
     words = ("submit", "job.yaml", "--scheduler", "pbs", "--dry-run", "-q", "long", "-A", "me")
     assert "#PBS -A me\n#PBS -q long\n" in cli(*words).out
 
@@ -152,7 +146,9 @@ def test_a_batch_system_that_does_not_answer(
     assert "to train on this machine: --scheduler local" in result.err
 
 
-def test_submit_to_slurm_with_a_profile(cli: Command, profile: Path, program: Program) -> None:
+def test_submit_to_slurm_with_a_profile(
+    cli: Command, profile: Path, program: Program, only_run: OnlyRun
+) -> None:
     program("sbatch", "echo 41")
     result = cli("submit", "job.yaml", *SLURM, "--set", "training.steps=7")
     run = only_run()
@@ -175,7 +171,7 @@ def test_submit_to_slurm_with_a_profile(cli: Command, profile: Path, program: Pr
 
 
 def test_submit_to_slurm_without_a_profile_leaves_it_to_the_job(
-    cli: Command, job: Path, program: Program
+    cli: Command, job: Path, program: Program, only_run: OnlyRun
 ) -> None:
     program("sbatch", "echo 41")
     result = cli("submit", "job.yaml", *SLURM)
@@ -281,7 +277,7 @@ def local_mpi(place: Path, program: Program, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_wait_follows_a_local_run_to_its_end(
-    cli: Command, profile: Path, local_mpi: Program
+    cli: Command, profile: Path, local_mpi: Program, only_run: OnlyRun
 ) -> None:
     local_mpi("mpiexec", "exit 0")
     result = cli("submit", "job.yaml", "--scheduler", "local", "--wait")
@@ -311,23 +307,14 @@ def test_wait_returns_the_code_of_the_failure(
     assert "  error         rank 1\n                MismatchError: no\n" in result.out
 
 
-def test_a_running_local_job_is_shown_and_cancelled(
-    cli: Command, profile: Path, local_mpi: Program
-) -> None:
-    local_mpi("mpiexec", "exec sleep 60")
-    assert cli("submit", "job.yaml", "--scheduler", "local").code == 0
-    assert "  RUNNING  local job " in cli("status", "last").out
-    assert cli("cancel", "last").out == f"cancelled: {only_run().name}\n"
-    assert "  CANCELLED  local job " in cli("status", "last").out
-
-
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupt_ends_the_waiting_and_not_the_run(
     cli: Command, profile: Path, local_mpi: Program, monkeypatch: pytest.MonkeyPatch,
-    how: signal.Signals,
+    only_run: OnlyRun,
 ) -> None:  # fmt: skip
     def interrupt(_seconds: float) -> None:
-        signal.raise_signal(how)
+        while not (only_run() / "metrics.jsonl").exists():
+            time.sleep(0.02)
+        signal.raise_signal(signal.SIGHUP)
 
     local_mpi("mpiexec", "exec sleep 60")
     with monkeypatch.context() as patch:
@@ -336,5 +323,6 @@ def test_an_interrupt_ends_the_waiting_and_not_the_run(
     run = only_run().name
     assert result.code == 130
     assert f"\nthe run goes on; end it with: pipectl cancel {run}\n" in result.err
-    assert "  RUNNING  " in cli("status", "last").out
-    assert cli("cancel", "last").code == 0
+    assert "  RUNNING  local job " in cli("status", "last").out
+    assert cli("cancel", "last").out == f"cancelled: {run}\n"
+    assert "  CANCELLED  local job " in cli("status", "last").out
