@@ -11,10 +11,10 @@ import os
 import signal
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -22,7 +22,7 @@ from pipectl.cli import main
 from pipectl.runs import Record, RunDirectory, list_runs
 
 if TYPE_CHECKING:
-    from conftest import Command
+    from conftest import Command, Program
 
 PATH = os.environ["PATH"]
 """With the compiler on it; tests of commands have a shorter one."""
@@ -47,7 +47,7 @@ done
 
 
 @pytest.fixture
-def queue(place: Path, program: Callable[[str, str], Path]) -> Path:
+def queue(place: Path, program: Program) -> Path:
     (place / "queue").mkdir()
     (place / "bin/tr").symlink_to("/usr/bin/tr")
     program("sbatch", SBATCH)
@@ -129,28 +129,20 @@ def test_an_interrupted_submission_is_completed_by_the_next_status(
     assert jobs(queue) == set()
 
 
-def test_submitting_again_behind_an_interrupt_makes_no_second_job(
-    cli: Command, profile: Path, queue: Path
-) -> None:
-    run = interrupted(signal.SIGINT)
-    again = cli(*SUBMIT)
-    assert again.code == 2
-    assert f"{run.name}: was interrupted while it was submitted, and is slurm job 41" in again.err
-    assert (jobs(queue), len(runs())) == ({"41"}, 1)
-    assert cli(*SUBMIT).code == 0  # who has been told may have another
-    assert jobs(queue) == {"41", "42"}
-
-
-def test_an_interrupt_is_found_among_many_runs_of_a_job_with_a_longer_name(
+def test_submitting_again_after_an_interrupt_makes_no_second_job(
     cli: Command, profile: Path, queue: Path
 ) -> None:
     run = interrupted(signal.SIGINT)
     record = Record.load(run.record)
-    for number in range(12):
+    for number in range(12):  # of a job with a longer name
         other = RunDirectory.create(run.path.parent, f"{record.name}-long", time.time() + number)
         replace(record, name=f"{record.name}-long", tag=f"other {number}").save(other.record)
-    assert cli(*SUBMIT).code == 2
-    assert jobs(queue) == {"41"}
+    again = cli(*SUBMIT)
+    assert again.code == 2
+    assert f"{run.name}: was interrupted while it was submitted, and is slurm job 41" in again.err
+    assert (jobs(queue), len(runs())) == ({"41"}, 13)
+    assert cli(*SUBMIT).code == 0  # who has been told may have another
+    assert jobs(queue) == {"41", "42"}
 
 
 def test_an_interrupt_before_the_batch_system_is_asked_leaves_nothing(
@@ -199,7 +191,7 @@ def test_cancel_status_and_resume_at_once_leave_a_whole_record(
 
 
 def test_a_batch_system_that_is_down_loses_no_unconfirmed_job(
-    cli: Command, profile: Path, queue: Path, program: Callable[[str, str], Path]
+    cli: Command, profile: Path, queue: Path, program: Program
 ) -> None:
     run = interrupted(signal.SIGKILL)
     program("squeue", "echo 'squeue: error: Unable to contact slurm controller' >&2; exit 1")
@@ -209,43 +201,32 @@ def test_a_batch_system_that_is_down_loses_no_unconfirmed_job(
     assert json.loads(cli("status", "last", "--json").out)["job_id"] == "41"
 
 
-def unanswered(cli: Command, program: Callable[[str, str], Path]) -> RunDirectory:
-    """A run that was submitted two hours ago, and of which the batch system says nothing."""
+def test_clocks_that_differ_and_long_steps_change_no_state(
+    cli: Command, profile: Path, queue: Path, program: Program
+) -> None:
+    """Nodes' clocks are not asked: a heartbeat counts by the clock of the file system, and may be
+    as old as steps are long."""
     assert cli(*SUBMIT).code == 0
     (run,) = runs()
     program("squeue", "echo down >&2; exit 1")
     program("sacct", "exit 1")
     record = json.loads(run.record.read_text())
     run.record.write_text(json.dumps({**record, "submitted_at": time.time() - 7200}))
-    return run
 
+    def state(age_s: float = 0.0) -> Any:
+        os.utime(run.heartbeat, (time.time() - age_s, time.time() - age_s))
+        return json.loads(cli("status", "last", "--json").out)["state"]
 
-def test_clocks_that_differ_change_no_state(
-    cli: Command, profile: Path, queue: Path, program: Callable[[str, str], Path]
-) -> None:
-    """Nodes' clocks are not asked; a heartbeat counts by the clock of the file system."""
-    run = unanswered(cli, program)
     for skew in (-86400, 86400):
         beat = {"time": time.time() + skew, "state": "training", "step": 3, "steps": 4}
         run.heartbeat.write_text(json.dumps(beat))
-        assert json.loads(cli("status", "last", "--json").out)["state"] == "RUNNING"
-        os.utime(run.heartbeat, (time.time() - 600, time.time() - 600))
-        assert json.loads(cli("status", "last", "--json").out)["state"] == "UNKNOWN"
-    record = json.loads(run.record.read_text())
-    run.record.write_text(json.dumps({**record, "submitted_at": time.time() + 86400}))
-    assert cli("status", "last").code == 0
-
-
-def test_a_heartbeat_may_be_as_old_as_steps_are_long(
-    cli: Command, profile: Path, queue: Path, program: Callable[[str, str], Path]
-) -> None:
-    run = unanswered(cli, program)
-    run.heartbeat.write_text(json.dumps({"state": "training", "step": 1, "steps": 4}))
-    os.utime(run.heartbeat, (time.time() - 80, time.time() - 80))
-    for step_time_s, state in ((1.0, "UNKNOWN"), (90.0, "RUNNING")):
+        assert (state(), state(600)) == ("RUNNING", "UNKNOWN")
+    for step_time_s, expected in ((1.0, "UNKNOWN"), (90.0, "RUNNING")):
         line = {"attempt": 1, "step": 1, "steps": 4, "loss": 1.0, "step_time_s": step_time_s}
         run.metrics.write_text(json.dumps(line) + "\n")
-        assert json.loads(cli("status", "last", "--json").out)["state"] == state
+        assert state(80) == expected
+    run.record.write_text(json.dumps({**record, "submitted_at": time.time() + 86400}))
+    assert cli("status", "last").code == 0
 
 
 @pytest.mark.parametrize("mask", [0o002, 0o022, 0o077])
@@ -310,9 +291,10 @@ def test_everything_that_a_trained_run_leaves_is_for_its_owner_alone(
 
 
 def test_variables_of_a_job_are_in_two_files_for_its_owner_alone(
-    cli: Command, profile: Path, queue: Path
+    cli: Command, profile: Path, queue: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if the run directory is opened to others, and then resumed."""
+    """Also if the run directory is opened to others, and then resumed; others are in none."""
+    monkeypatch.setenv("WANDB_API_KEY", "swordfish of the environment")
     given = ("--set", "environment.variables={KEY: swordfish}")
     assert "swordfish" not in cli(*SUBMIT, *given, "--dry-run").out
     assert "swordfish" not in cli("check", SUBMIT[1], *given, "--origins").out
@@ -326,23 +308,8 @@ def test_variables_of_a_job_are_in_two_files_for_its_owner_alone(
         holds = [path for path in holds if "swordfish" in path.read_text()]
         assert sorted(holds) == [run.job, run.variables]
         assert {stat.S_IMODE(path.stat().st_mode) for path in holds} == {0o600}
+        assert not any("of the environment" in path.read_text() for path in holds)
     run.exit_code.write_text("1\n")
     assert cli("cancel", "last").code == 0
     assert cli("resume", "last", "--set", "environment.variables={KEY: ~}").code == 0
     assert not run.variables.exists()
-
-
-def test_secrets_of_the_environment_are_written_nowhere(
-    cli: Command, profile: Path, queue: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What the job names under ``environment.variables`` is, and nothing else."""
-    monkeypatch.setenv("WANDB_API_KEY", "swordfish-1")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "swordfish-2")
-    assert cli(*SUBMIT, "--set", "environment.variables={NAMED: here}").code == 0
-    assert cli("cancel", "last").code == 0
-    (run,) = runs()
-    run.exit_code.write_text("1\n")
-    assert cli("resume", "last").code == 0
-    texts = [path.read_text() for path in Path("runs").rglob("*") if path.is_file()]
-    assert not any("swordfish" in text for text in texts)
-    assert run.variables.read_text() == "export NAMED=here\n"

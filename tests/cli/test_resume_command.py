@@ -55,6 +55,10 @@ def test_the_same_job_goes_on_in_its_directory(cli: Command, ended: RunDirectory
     assert (record.job_id, record.state) == ("42", "submitted")
     told = [(event.what, event.detail) for event in record.history]
     assert told == [("submitted", "41"), ("submitting", "resumed"), ("submitted", "42")]
+    ended.exit_code.write_text("1\n")
+    assert cli("resume", "last", "--set", "training.steps=9").code == 0
+    assert ended.plan.read_bytes() == before[0], "more steps need no other plan"
+    assert Record.load(ended.record).steps == 9
 
 
 def test_other_ranks_get_another_plan_with_the_same_micro_batches(
@@ -122,12 +126,8 @@ def test_it_keeps_its_micro_batches_if_it_goes_on_from_a_checkpoint(
     assert cli("resume", "last", "--set", "pipeline={stages: 2}").code == 0
     assert "pipectl.jobs.prepare" in ended.script.read_text()
     assert load(ended.job).pipeline.micro_batches == 4
-
-
-def test_another_model_by_name_is_measured_if_nothing_is_saved_yet(
-    cli: Command, ended: RunDirectory
-) -> None:
     begins_anew(ended)
+    ended.exit_code.write_text("1\n")
     assert cli("resume", "last", "--set", "model.kwargs={width: 3}").code == 0
     assert not ended.plan.exists()
 
@@ -221,13 +221,6 @@ def test_measured_links_are_found_from_everywhere(
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert cli("resume", "last", "-d", str(ended.path.parent)).code == 0
     assert Cluster.load(ended.cluster).source == "measured"
-
-
-def test_more_steps_need_no_other_plan(cli: Command, ended: RunDirectory) -> None:
-    before = ended.plan.read_bytes()
-    assert cli("resume", "last", "--set", "training.steps=9").code == 0
-    assert ended.plan.read_bytes() == before
-    assert Record.load(ended.record).steps == 9
 
 
 def test_a_completed_run_is_not_resumed_and_cancel_leaves_it_completed(

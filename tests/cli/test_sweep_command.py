@@ -37,6 +37,17 @@ def sweep(profile: Path) -> None:
         job.write(SWEEP)
 
 
+@pytest.fixture
+def submitted(cli: Command, sweep: None, program: Program) -> None:
+    """That sweep waits in Slurm's queue as job 35."""
+    program("sbatch", "echo 35")
+    program("sacct", "exit 1")
+    program("scontrol", "exit 1")
+    program("squeue", listed(ROW.format("35_[0-3%2]", "PENDING", "t")))
+    program("scancel", 'echo "$@" >>scancel.argv')
+    assert cli("submit", "job.yaml", *SLURM).code == 0
+
+
 def runs() -> list[Path]:
     return sorted(path for path in Path("runs").glob("*-tiny-*") if path.is_dir())
 
@@ -167,11 +178,7 @@ def test_an_interrupted_submission_is_found_again(
     assert cli("status", "tiny").out.count("QUEUED") == 4 + 1
 
 
-def test_status_of_a_sweep(cli: Command, sweep: None, program: Program) -> None:
-    program("sbatch", "echo 35")
-    program("sacct", "exit 1")
-    program("scontrol", "exit 1")
-    cli("submit", "job.yaml", *SLURM)
+def test_status_of_a_sweep(cli: Command, submitted: None, program: Program) -> None:
     over = [ROW.format(f"35_{index}", "COMPLETED", "t") for index in (0, 1)]
     program("squeue", listed(*over, ROW.format("35_2", "RUNNING", "t"), "35_[3]|PENDING|1||||t|x"))
     for index, loss in ((0, 0.5), (1, 0.25), (2, 0.1)):
@@ -193,12 +200,7 @@ def test_status_of_a_sweep(cli: Command, sweep: None, program: Program) -> None:
     assert cli("status", "tiny", "--ranks").code == 2
 
 
-def test_one_run_or_all_are_cancelled(cli: Command, sweep: None, program: Program) -> None:
-    program("sbatch", "echo 35")
-    program("sacct", "exit 1")
-    program("squeue", listed(ROW.format("35_[0-3%2]", "PENDING", "t")))
-    program("scancel", 'echo "$@" >>scancel.argv')
-    cli("submit", "job.yaml", *SLURM)
+def test_one_run_or_all_are_cancelled(cli: Command, submitted: None) -> None:
     assert cli("cancel", "tiny-2").code == 0
     assert Path("scancel.argv").read_text() == "35_2\n"
     assert "cancelled: 4 of the 4 runs" in cli("cancel", "tiny").out
@@ -206,11 +208,7 @@ def test_one_run_or_all_are_cancelled(cli: Command, sweep: None, program: Progra
     assert {told(run).state for run in runs()} == {"cancelled"}
 
 
-def test_a_resumed_run_is_a_job_of_its_own(cli: Command, sweep: None, program: Program) -> None:
-    program("sbatch", "echo 35")
-    program("sacct", "exit 1")
-    program("scontrol", "exit 1")
-    cli("submit", "job.yaml", *SLURM)
+def test_a_resumed_run_is_a_job_of_its_own(cli: Command, submitted: None, program: Program) -> None:
     states = [ROW.format(f"35_{i}", "FAILED" if i == 1 else "RUNNING", "t") for i in range(4)]
     program("squeue", listed(*states))
     program("sbatch", "echo 50")
@@ -219,16 +217,11 @@ def test_a_resumed_run_is_a_job_of_its_own(cli: Command, sweep: None, program: P
     assert (record.job_id, record.task) == ("50", None)
     assert record.sweep is not None
     program("squeue", listed(*states, ROW.format("50", "RUNNING", "t")))
-    program("scancel", 'echo "$@" >>scancel.argv')
     cli("cancel", "tiny")
     assert Path("scancel.argv").read_text().split() == ["35", "50"]
 
 
-def test_a_job_behind_a_sweep(cli: Command, sweep: None, program: Program) -> None:
-    program("sbatch", "echo 35")
-    program("sacct", "exit 1")
-    program("squeue", listed(ROW.format("35_[0-3%2]", "PENDING", "t")))
-    cli("submit", "job.yaml", *SLURM)
+def test_a_job_after_a_sweep(cli: Command, submitted: None) -> None:
     alone = ("--set", "sweep=null", "--set", "name=next")
     assert cli("submit", "job.yaml", *SLURM, "--after", "tiny", *alone).code == 0
     (behind,) = (path for path in Path("runs").glob("*-next") if path.is_dir())
