@@ -17,8 +17,8 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from pipectl import __version__
-from pipectl.cli.console import discard_unwritten, print_anything, say
-from pipectl.cli.failure import DEBUG_VARIABLE, UNREAD, interruptible, nobody_reads, report
+from pipectl.cli.console import discard_unwritten, replace_unprintable, say
+from pipectl.cli.failure import DEBUG_VARIABLE, UNREAD, nobody_reads, report, signals_interrupt
 from pipectl.errors import UsageError
 
 COMMANDS = {
@@ -159,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    print_anything()
+    replace_unprintable()
     try:
         return _run(arguments)
     except (BrokenPipeError, SystemExit) as end:
@@ -172,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str] | None) -> int:
     try:
-        with interruptible():
+        with signals_interrupt():
             result = app(args=arguments, prog_name="pipectl", standalone_mode=False)
             sys.stdout.flush()
     except BrokenPipeError:

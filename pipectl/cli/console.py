@@ -60,13 +60,13 @@ def say_json(value: Any) -> None:
     sys.stdout.write(f"{printable_json(_finite(value), indent=1)}\n")
 
 
-def short(path: Path) -> str:
+def short_path(path: Path) -> str:
     """A path as it can be typed from here: relative if it is below the current directory."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
-def labelled(
+def label_lines(
     lines: Iterable[tuple[str, str, str]], indent: int, width: int | None = None, bold: bool = False
 ) -> Iterator[Text]:
     """Lines of a label, a text and its style; the lines of a text stand below each other.
@@ -132,7 +132,7 @@ def table(
     return drawn
 
 
-def print_anything() -> None:
+def replace_unprintable() -> None:
     """Let a terminal that is not UTF-8 show ``?`` for what it cannot show, and none take all."""
     sys.stdout = sys.stdout or _nowhere()
     sys.stderr = sys.stderr or _nowhere()

@@ -77,7 +77,7 @@ def nobody_reads(end: BaseException) -> bool:
 
 
 @contextmanager
-def interruptible() -> Iterator[None]:
+def signals_interrupt() -> Iterator[None]:
     """Within, SIGTERM and the end of the terminal do what Ctrl-C does, as if there was one.
 
     Whoever ends the command sends both, or one twice: the first counts, so that none ends the

@@ -32,33 +32,33 @@ _MAX_TEXT, _FIGURES = 48, 32
 
 
 @contextmanager
-def progress_bar(counted: str = "") -> Iterator[Report]:
+def progress_bar(work: str = "") -> Iterator[Report]:
     """A function ``report(done, total, what)`` that moves the bar.
 
     It moves from the start, before anything is reported.
 
     Args:
-        counted: what goes on, where ``done`` and ``total`` are shares of expected work rather
+        work: what goes on, where ``done`` and ``total`` are shares of expected work rather
             than steps: shown in percent, and told in lines where there is no terminal.
     """
     console = errors()
     if not console.is_terminal:
-        if counted:
-            with Lines(counted).running() as report:
+        if work:
+            with Lines(work).running() as report:
                 yield report
         else:
             yield lambda _done, _total, _what: None
         return
-    figure: ProgressColumn = TaskProgressColumn() if counted else MofNCompleteColumn()
+    figure: ProgressColumn = TaskProgressColumn() if work else MofNCompleteColumn()
     room = max(1, min(_MAX_TEXT, console.width - _FIGURES))
     times = (TimeElapsedColumn(), TimeRemainingColumn())
     columns = (TextColumn("{task.description}", markup=False), BarColumn(12), figure)
     with Progress(*columns, times[0], console=console, transient=True) as progress:
-        task = progress.add_task(counted or "starting", total=None)
+        task = progress.add_task(work or "starting", total=None)
 
         def report(done: int, total: int, what: str) -> None:
             text = plain(what).plain.replace("\n", " ")
-            text = f"{counted} {text}" if counted and total else text
+            text = f"{work} {text}" if work and total else text
             shown = text if len(text) <= room else f"{text[: room - 1]}…"
             progress.columns = (*columns, times[1 if total else 0])
             progress.update(
@@ -73,7 +73,7 @@ def progress_bar(counted: str = "") -> Iterator[Report]:
 
 
 @contextmanager
-def resumable() -> Iterator[Report]:
+def profiling_progress() -> Iterator[Report]:
     """The bar of a profile being measured; an interrupt prints what is kept, and exits with 130."""
     try:
         with progress_bar("profiling") as report:

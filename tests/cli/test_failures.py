@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pipectl.cli.failure import interruptible, report
+from pipectl.cli.failure import report, signals_interrupt
 from pipectl.errors import Problem, SchedulerError, SpecError, UsageError
 from pipectl.versions import installed_versions
 
@@ -94,7 +94,7 @@ def test_the_first_signal_interrupts_and_none_ends_the_tidying_up(how: signal.Si
                 signal.raise_signal(number)
                 tidied.append(number)
 
-    with pytest.raises(KeyboardInterrupt), interruptible():
+    with pytest.raises(KeyboardInterrupt), signals_interrupt():
         command()
     assert tidied == list(BOTH)
     assert [signal.getsignal(number) for number in BOTH] == before
@@ -106,7 +106,7 @@ def test_what_is_ignored_or_taken_stays_so() -> None:
 
     before = [signal.signal(BOTH[0], signal.SIG_IGN), signal.signal(BOTH[1], taken)]
     try:
-        with interruptible():
+        with signals_interrupt():
             for number in BOTH:
                 signal.raise_signal(number)
         assert [signal.getsignal(number) for number in BOTH] == [signal.SIG_IGN, taken]

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console, RenderableType
 
 from pipectl.cli.views.plan import (
+    choose_stages,
     explanation_lines,
     headline,
     mark_lines,
@@ -18,7 +19,6 @@ from pipectl.cli.views.plan import (
     remarks,
     scaling_lines,
     scaling_table,
-    shown_stages,
     stage_table,
     step_view,
     verdict,
@@ -127,7 +127,7 @@ def test_a_plain_plan_has_no_marks_and_a_step_without_work_no_rate(pipeline: Pla
 def test_a_thousand_stages_show_their_ends_and_their_extremes(pipeline: Plans) -> None:
     costs = [replace(COST, forward_s=5e-3 if index == 500 else 1e-3) for index in range(1024)]
     plan = timed(pipeline(1024, 4, costs=costs), 1.0)
-    assert shown_stages(plan) == [*range(12), 500, *range(1020, 1024)]
+    assert choose_stages(plan) == [*range(12), 500, *range(1020, 1024)]
     rows = printed(stage_table(plan, ["a … b"] * 1024, 80), 80).splitlines()
     assert len(rows) == 1 + 17 + 2
     assert rows[13].split() == ["…"] * 10

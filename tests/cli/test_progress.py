@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pipectl.cli.commands.plan import stoppable
-from pipectl.cli.failure import interruptible
+from pipectl.cli.commands.plan import stop_at_interrupt
+from pipectl.cli.failure import signals_interrupt
 from pipectl.cli.progress import Lines, progress_bar
 from pipectl.jobs.planning import Deadline
 
@@ -68,7 +68,7 @@ def test_a_terminal_shows_what_goes_on_before_anything_is_counted(
         report(0, 0, "loading torch")
         terminal.print("shown")
         report(1, 2, "x" * 200)
-    with stoppable(Deadline()) as tell:
+    with stop_at_interrupt(Deadline()) as tell:
         terminal.print("shown")
         tell("planning for 4 nodes")
     lines = re.split(r"[\r\n]|\x1b\[[0-9;?]*[A-Za-z]", screen.getvalue())
@@ -90,7 +90,7 @@ def test_the_first_interrupt_ends_the_search_and_the_second_aborts(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     deadline, before = Deadline(), signal.getsignal(signal.SIGINT)
-    with stoppable(deadline):
+    with stop_at_interrupt(deadline):
         assert not deadline()
         signal.raise_signal(signal.SIGINT)
         assert deadline()
@@ -103,6 +103,6 @@ def test_the_first_interrupt_ends_the_search_and_the_second_aborts(
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP])
 def test_whoever_ends_the_search_otherwise_gets_the_best_so_far_too(how: signal.Signals) -> None:
     deadline = Deadline()
-    with interruptible(), stoppable(deadline):
+    with signals_interrupt(), stop_at_interrupt(deadline):
         signal.raise_signal(how)
         assert deadline()

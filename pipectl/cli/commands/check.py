@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from pipectl.cli.console import output, plain, say, say_json, short
+from pipectl.cli.console import output, plain, say, say_json, short_path
 from pipectl.cli.options import Json, Overrides, refuse
 from pipectl.errors import UsageError
 from pipectl.files import make_directory_of, write_json
@@ -109,7 +109,7 @@ def _place_text(place: Place | None) -> str:
     """``job.yaml:12``, ``~/.config/pipectl/site.yaml:3``, ``--set``, ``default``."""
     if place is None or not place.line:
         return _kind(place)
-    name, home = short(Path(place.file)), str(Path.home())
+    name, home = short_path(Path(place.file)), str(Path.home())
     if name.startswith(f"{home}/"):
         name = f"~{name.removeprefix(home)}"
     return f"{name}:{place.line}"

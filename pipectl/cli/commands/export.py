@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from pipectl.cli.console import say, say_json, short
+from pipectl.cli.console import say, say_json, short_path
 from pipectl.cli.options import RUNS, Json, RunName, RunsDirectory, read_size
 from pipectl.errors import UsageError
 from pipectl.runs import RunDirectory, checkpoints, find_run, step_of
@@ -52,7 +52,7 @@ def command(
         say_json({"path": str(path), "step": saved_step, "bytes": size_bytes})
     else:
         size = format_bytes(size_bytes)
-        say(f"{short(path)}: {len(weights)} tensors, {size}, after step {saved_step}")
+        say(f"{short_path(path)}: {len(weights)} tensors, {size}, after step {saved_step}")
 
 
 def _find_checkpoint(run: RunDirectory, step: int | None) -> Path:

@@ -141,7 +141,7 @@ def show_step(
     """Plan for the shortest step, write what is to be written, and print."""
     for file in filter(None, (output_file, svg)):
         make_directory_of(file)
-    with stoppable(deadline) as tell:
+    with stop_at_interrupt(deadline) as tell:
         answer = plan_step(inputs, deadline, tell, explained=explain)
     if output_file is not None:
         answer.plan.save(output_file)
@@ -163,7 +163,7 @@ def compare_nodes(
     inputs: PlanInputs, nodes: tuple[int, ...], deadline: Deadline, *, as_json: bool
 ) -> None:
     """Plan the same step for every number of nodes, and print the table."""
-    with stoppable(deadline) as tell:
+    with stop_at_interrupt(deadline) as tell:
         result = plan_nodes(inputs, nodes, deadline, tell)
     if as_json:
         say_json({**scaling_json(result), "cut_short": deadline.cut_short})
@@ -179,7 +179,7 @@ def compare_nodes(
 
 
 @contextmanager
-def stoppable(deadline: Deadline) -> Iterator[Callable[[str], None]]:
+def stop_at_interrupt(deadline: Deadline) -> Iterator[Callable[[str], None]]:
     """Within, Ctrl-C ends planning with what it has; the second one aborts.
 
     Gives a function ``tell(what)`` that says what goes on from then.

@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
-from pipectl.cli.console import note, output, say, say_json, short, warn
+from pipectl.cli.console import note, output, say, say_json, short_path, warn
 from pipectl.cli.follow import submission_json, wait_for
 from pipectl.cli.options import JobFile, Json, Overrides, SchedulerOption, refuse
-from pipectl.cli.progress import resumable
+from pipectl.cli.progress import profiling_progress
 from pipectl.cli.views.profile import links_view, show_measurement
 from pipectl.cluster import Cluster
 from pipectl.errors import UsageError
@@ -71,7 +71,7 @@ def command(
     path = output_file or profile_path(spec)
     if not submit:
         require_compute_node(where)
-        with resumable() as progress:
+        with profiling_progress() as progress:
             measurement = measure(spec, path, progress, effort.value, again=again)
     else:
         submission = submit_profile(spec, where, path, effort.value, time.time(), again=again)
@@ -122,7 +122,7 @@ def _show_submission(submission: Submission, what: str, path: Path, *, as_json: 
         say_json(submission_json(submission.run, submission.record, file=file))
     else:
         _print_submission(submission)
-        say(f"when it is done, {what} is in {short(path.absolute())}")
+        say(f"when it is done, {what} is in {short_path(path.absolute())}")
 
 
 def _print_submission(submission: Submission) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from pipectl.cli.console import note, say, say_json, short
+from pipectl.cli.console import note, say, say_json, short_path
 from pipectl.cli.options import RUNS, Json, RunName, RunsDirectory
 from pipectl.cli.views.plan import headline
 from pipectl.cli.views.trace import print_comparison, step_line
@@ -47,8 +47,9 @@ def command(
         page = make_page(run, time.time(), step)
         write_text(output, page)
         if not is_stream(output):
+            size = format_bytes(len(page))
             tell = note if as_json else say
-            tell(f"{short(output.absolute())} ({format_bytes(len(page))}): open it in a browser")
+            tell(f"{short_path(output.absolute())} ({size}): open it in a browser")
     if output is not None and not (svg or perfetto or as_json):
         return
     recorded = load_step(run, step)
@@ -61,7 +62,7 @@ def command(
         text = chrome_trace(recorded.timelines(), recorded.plan)
         write_text(perfetto, text)
         size = format_bytes(len(text))
-        note(f"{short(perfetto.absolute())} ({size}): open it at https://ui.perfetto.dev")
+        note(f"{short_path(perfetto.absolute())} ({size}): open it at https://ui.perfetto.dev")
     if svg is not None:
         title = step_line(recorded, comparison)
         write_text(svg, gantt_svg(recorded.timelines(), title, headline(recorded.plan)))

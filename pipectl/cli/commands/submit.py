@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from pipectl.cli.console import note, say, say_json, short, warn
+from pipectl.cli.console import note, say, say_json, short_path, warn
 from pipectl.cli.follow import (
     NO_PROFILE,
     exit_code,
@@ -31,7 +31,7 @@ from pipectl.cli.options import (
     names_of_runs,
     refuse,
 )
-from pipectl.cli.progress import resumable
+from pipectl.cli.progress import profiling_progress
 from pipectl.cli.views.plan import headline, prediction_lines
 from pipectl.cli.views.profile import note_origin
 from pipectl.cli.views.run import print_sweep
@@ -169,7 +169,7 @@ def _submit(
 ) -> None:
     """Submit a job, or a run for every point of its sweep, whose values ``spec`` is without."""
     before = find_runs(Path(spec.output.directory), after)
-    with resumable() as progress:
+    with profiling_progress() as progress:
         jobs = prepare(spec, scheduler, progress, points=points)
     job = jobs[0]
     if job.measurement is not None and not points:
@@ -191,7 +191,7 @@ def _submit(
     if not as_json:
         print_plan(job.plan)
         say(f"submitted: {record.name} ({record.scheduler} job {record.job_id})")
-        say(f"run directory: {short(run.path)}")
+        say(f"run directory: {short_path(run.path)}")
         say(f"see: pipectl status {as_typed(run)}")
     if wait:
         follow_to_the_end(run, as_json=as_json)
@@ -215,7 +215,7 @@ def _report_sweep(sweep: SweepSubmission, *, wait: bool, as_json: bool) -> None:
             )
         job = "" if first.scheduler == LOCAL else f" ({first.scheduler} job {sweep.job_id})"
         say(f"submitted: {runs} runs of {first.name}{job}")
-        say(f"sweep directory: {short(sweep.sweep.path)}")
+        say(f"sweep directory: {short_path(sweep.sweep.path)}")
         say(f"see: pipectl status {as_typed(sweep.sweep)}")
     if wait:
         codes = [_follow(submission.run) for submission in sweep.submissions]

@@ -14,7 +14,7 @@ from rich.console import Group, RenderableType
 from pipectl.cli.commands import plan as plan_command
 from pipectl.cli.console import output, plain, say_json, table, warn
 from pipectl.cli.options import Json, Overrides, SchedulerOption, read_size, reader, refuse
-from pipectl.cli.views.plan import counted
+from pipectl.cli.views.plan import plural
 from pipectl.jobs.lab_plan import (
     Balanced,
     allow_techniques,
@@ -135,7 +135,7 @@ def command(
         warn(warning)
     deadline = Deadline(budget)
     if objective is Objective.MAX_STAGE_LOAD:
-        with plan_command.stoppable(deadline):
+        with plan_command.stop_at_interrupt(deadline):
             balanced = plan_balance(inputs, deadline, bandwidth, communication_scale)
         if as_json:
             say_json({**balanced.to_json(), "cut_short": deadline.cut_short})
@@ -160,9 +160,9 @@ def _balance_view(balanced: Balanced, profile: Profile) -> RenderableType:
     if not result.exact:
         least = format_time(result.lower_bound_s)
         proven = f"within {result.gap:.1%} of the smallest possible (none is below {least})"
-    devices = counted(request.devices, "device")
+    devices = plural(request.devices, "device")
     lines = [
-        f"{profile.name}: {counted(len(result.stages), 'stage')} on {devices}",
+        f"{profile.name}: {plural(len(result.stages), 'stage')} on {devices}",
         f"largest stage load {value}: {proven}, in {took}",
     ]
     rows = [
@@ -180,7 +180,7 @@ def _balance_view(balanced: Balanced, profile: Profile) -> RenderableType:
     if plan.prediction is not None:
         parts.append(
             plain(
-                f"as a 1f1b pipeline of {counted(plan.micro_batches, 'micro-batch')}: "
+                f"as a 1f1b pipeline of {plural(plan.micro_batches, 'micro-batch')}: "
                 f"{format_time(plan.prediction.step_time_s)} per step, "
                 f"bubble {plan.prediction.bubble:.1%}"
             )

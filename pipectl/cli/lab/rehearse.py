@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from pipectl.cli.console import note, say, say_json, short, warn
+from pipectl.cli.console import note, say, say_json, short_path, warn
 from pipectl.cli.follow import print_launch, submission_json, wait_for
 from pipectl.cli.options import JobFile, Json, Overrides, SchedulerOption, Wait
-from pipectl.cli.progress import resumable
+from pipectl.cli.progress import profiling_progress
 from pipectl.jobs.places import LOCAL
 from pipectl.jobs.prepare import warning_of_code
 from pipectl.jobs.rehearse import (
@@ -36,7 +36,7 @@ def command(
 ) -> None:
     spec = load(job, overrides or ())
     warn(warning_of_code(spec, job))
-    with resumable() as progress:
+    with profiling_progress() as progress:
         planned = prepare_rehearsal(spec, scheduler and scheduler.value, progress)
     print_launch(planned.launch, planned.warning)
     submission = submit_rehearsal(planned, time.time())
@@ -55,7 +55,7 @@ def command(
             return
         for line in _lines(result):
             say(line)
-        say(f"timelines: {short(run.trace)}")
+        say(f"timelines: {short_path(run.trace)}")
     elif as_json:
         say_json(submission_json(run, record))
     else:

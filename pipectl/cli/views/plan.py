@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pipectl.cli.console import labelled, plain, table
+from pipectl.cli.console import label_lines, plain, table
 from pipectl.cluster import Cluster
 from pipectl.plan import Plan, Replication, Stage
 from pipectl.report.gantt import gantt, legend
@@ -60,7 +60,7 @@ _PARTS = (
 )
 
 
-def counted(number: int, noun: str) -> str:
+def plural(number: int, noun: str) -> str:
     """A number with its noun in the plural if it needs one."""
     plural = "es" if noun.endswith("ch") else "s"
     return f"{number} {noun}" if number == 1 else f"{number} {noun}{plural}"
@@ -80,11 +80,11 @@ def number_ranges(numbers: Sequence[int]) -> str:
 def headline(plan: Plan) -> str:
     """One line: what is cut into what."""
     used = {rank for stage in plan.stages for rank in (*stage.ranks, *stage.backward_ranks)}
-    ranks = counted(plan.ranks, "rank")
+    ranks = plural(plan.ranks, "rank")
     ranks = ranks if len(used) == plan.ranks else f"{len(used)} of {ranks}"
     return (
-        f"{plan.name}: {counted(len(plan.stages), 'stage')} on {ranks}, {plan.schedule}, "
-        f"{counted(plan.micro_batches, 'micro-batch')} of {plan.micro_batch_size} "
+        f"{plan.name}: {plural(len(plan.stages), 'stage')} on {ranks}, {plan.schedule}, "
+        f"{plural(plan.micro_batches, 'micro-batch')} of {plan.micro_batch_size} "
         f"(batch {plan.batch_size})"
     )
 
@@ -120,10 +120,10 @@ def step_view(answer: StepAnswer, width: int) -> RenderableType:
     parts: list[RenderableType] = [plain(headline(plan), "bold")]
     parts += [*map(plain, prediction_lines(plan)), "", stages, *map(plain, mark_lines(plan))]
     if explanation is not None and stages.columns[-1].header != "operators":
-        parts += [plain(f"stage {index}: {ends[index]}") for index in shown_stages(plan)]
+        parts += [plain(f"stage {index}: {ends[index]}") for index in choose_stages(plan)]
     lines = [(f"{label}:", text, "") for label, text in (*verdict(answer), *remarks(answer))]
     indent = max(len(label) for label, _, _ in lines) + 1
-    parts += ["", *labelled(lines, indent, width, bold=True), ""]
+    parts += ["", *label_lines(lines, indent, width, bold=True), ""]
     parts += [*gantt_lines(answer.simulation.timeline, width)]
     parts.append(plain(legend(answer.simulation.timeline), "dim"))
     if explanation is not None:
@@ -141,7 +141,7 @@ def stage_table(plan: Plan, ends: Sequence[str], width: int) -> Table:
     """
     loads = [stage.load_s for stage in plan.stages]
     total_s, largest_s = sum(loads) or 1.0, max(loads) or 1.0
-    shown, rows = shown_stages(plan), []
+    shown, rows = choose_stages(plan), []
     for index, after in zip(shown, [*shown[1:], len(plan.stages)], strict=True):
         stage = plan.stages[index]
         cells = (
@@ -165,7 +165,7 @@ def stage_table(plan: Plan, ends: Sequence[str], width: int) -> Table:
     return table(_STAGE_COLUMNS, rows, left=left, optional=optional, width=width)
 
 
-def shown_stages(plan: Plan) -> list[int]:
+def choose_stages(plan: Plan) -> list[int]:
     """All stages, or of very many the first, the last, the slowest and the fullest."""
     count = len(plan.stages)
     if count <= _MAX_ROWS:
@@ -449,15 +449,15 @@ def scaling_lines(result: Scaling) -> Iterator[str]:
     for count in result.counts:
         if count.plan is None:
             reason = count.reason.removeprefix("no feasible plan: ")
-            yield f"{counted(count.nodes, 'node')}: {reason}"
+            yield f"{plural(count.nodes, 'node')}: {reason}"
     base, pays = result.base, result.pays_until
     if base is None or pays is None:
         yield "the model fits on none of these"
         return
     if base is not result.counts[0]:
-        fewest = counted(base.nodes, "node")
+        fewest = plural(base.nodes, "node")
         yield f"efficiency is against {fewest}, the fewest on which the model fits"
-    until = f"scaling pays up to {counted(pays.nodes, 'node')}"
+    until = f"scaling pays up to {plural(pays.nodes, 'node')}"
     if pays is result.counts[-1]:
         yield f"{until}, the most that was tried"
         return

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pipectl.batch import JobState, JobStatus
-from pipectl.cli.console import labelled, output, plain, say_json, short, table
+from pipectl.cli.console import label_lines, output, plain, say_json, short_path, table
 from pipectl.cli.views.plan import headline
 from pipectl.jobs.state import RunStatus, find_best
 from pipectl.report.charts import thinned
@@ -116,7 +116,7 @@ def run_lines(status: RunStatus, width: int | None = None, *, files: bool = True
     lines = [*_failure(status), *_progress(status), *_speed(status), *_measured(status)]
     lines += [*_submission(status), *(_files(status) if files else ())]
     indented = ((f"  {label}", text, style) for label, text, style in lines)
-    yield from labelled(indented, _INDENT, width)
+    yield from label_lines(indented, _INDENT, width)
 
 
 Lines = Iterator[tuple[str, str, str]]
@@ -129,7 +129,7 @@ def _failure(status: RunStatus) -> Lines:
     if failure is not None and job.state is not JobState.COMPLETED:
         others = f" (and {failure.others} more ranks)" if failure.others else ""
         yield "error", f"{failure.where}{others}", "red"
-        logs = f"details: {short(status.run.errors)}, pipectl logs {as_typed(status.run)}"
+        logs = f"details: {short_path(status.run.errors)}, pipectl logs {as_typed(status.run)}"
         yield "", "\n".join(filter(None, (failure.message, failure.cure, logs))), ""
     if job.reason and not (failure is not None and job.reason.startswith("exit code")):
         yield "reason", job.reason, ""
@@ -220,17 +220,17 @@ def _files(status: RunStatus) -> Lines:
     if _measures(status):
         for label, path in (("profile", run.profile), ("cluster", run.cluster)):
             if path.exists():
-                yield label, short(path), ""
+                yield label, short_path(path), ""
     if status.plan is not None:
         yield "plan", headline(status.plan).removeprefix(f"{status.plan.name}: "), ""
-        yield "plan file", short(run.plan), ""
+        yield "plan file", short_path(run.plan), ""
     weights = last_checkpoint(run)
     if weights is not None:
-        yield "weights", short(weights), ""
+        yield "weights", short_path(weights), ""
     if status.can_go_on:
         since = "its beginning" if weights is None else f"step {step_of(weights)}"
         yield "to go on", f"pipectl resume {as_typed(run)}  (from {since})", ""
-    yield "run directory", short(run.path), ""
+    yield "run directory", short_path(run.path), ""
 
 
 def run_picture(status: RunStatus, width: int, height: int) -> RenderableType:

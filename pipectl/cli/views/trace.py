@@ -35,13 +35,13 @@ def print_comparison(recorded: RecordedStep, comparison: Comparison) -> None:
     for sentence in (*find_bottleneck(comparison), find_largest_difference(comparison)):
         console.print(plain(sentence), soft_wrap=not console.is_terminal)
     every = [part for part in comparison.parts if max(part.time) >= _NOTHING_S]
-    parts = _worst(every, _MAX_PARTS, lambda part: abs(part.time.more_s))
+    parts = _choose_worst(every, _MAX_PARTS, lambda part: abs(part.time.more_s))
     console.print("", _parts_table(parts), sep="\n")
 
     def difference_s(rank: RankStep) -> float:
         return max(abs(both.more_s) for both in rank.spent.values())
 
-    ranks = _worst(comparison.ranks, _MAX_RANKS, difference_s)
+    ranks = _choose_worst(comparison.ranks, _MAX_RANKS, difference_s)
     console.print("", _ranks_table(ranks), sep="\n")
     for remark in _remarks(recorded, comparison, len(parts) < len(every), len(ranks)):
         note(remark)
@@ -57,7 +57,7 @@ def step_line(recorded: RecordedStep, comparison: Comparison) -> str:
     )
 
 
-def _worst(items: Sequence[T], count: int, difference_s: Callable[[T], float]) -> list[T]:
+def _choose_worst(items: Sequence[T], count: int, difference_s: Callable[[T], float]) -> list[T]:
     """All, or of very many those that differ most, in their order."""
     worst = sorted(range(len(items)), key=lambda index: -difference_s(items[index]))[:count]
     return [items[index] for index in sorted(worst)]
