@@ -13,6 +13,8 @@ finish() {
         mv -f "$PIPECTL_RUN_DIRECTORY/exit_code.tmp" "$PIPECTL_RUN_DIRECTORY/exit_code"
 }
 trap finish EXIT
+trap 'exit 143' TERM # without traps, the code of the last command would be written
+trap 'exit 130' INT
 
 # Which start of the job this is.
 attempt=0

@@ -26,6 +26,8 @@ finish() {
 
 }
 trap finish EXIT
+trap 'exit 143' TERM # without traps, the code of the last command would be written
+trap 'exit 130' INT
 
 # Which start of the job this is.
 attempt=0

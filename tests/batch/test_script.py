@@ -245,6 +245,26 @@ def test_a_signal_reaches_the_preparation(make_request: MakeRequest) -> None:
     assert (process.communicate(timeout=60)[0], process.returncode) == ("", 9)
 
 
+def test_termination_before_the_setup_is_no_success(make_request: MakeRequest) -> None:
+    request = make_request()
+    attempt = write_script(request).parent / "attempt"
+    os.mkfifo(attempt)  # in which the script waits for what is read first
+    process = start(request, "true")
+    writers: list[int] = []
+
+    def reads() -> bool:
+        with suppress(OSError):  # nobody has it open
+            writers.append(os.open(attempt, os.O_WRONLY | os.O_NONBLOCK))
+        return bool(writers)
+
+    wait_until(reads)
+    process.terminate()
+    os.close(writers[0])
+    process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert (request.run_directory / "exit_code").read_text() == "143\n"
+
+
 def test_termination_during_the_setup_ends_the_job(make_request: MakeRequest) -> None:
     request = make_request(setup=("touch ready; sleep 0.5",))
     process = start(request, "echo", "launched")
