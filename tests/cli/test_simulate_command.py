@@ -125,7 +125,7 @@ def test_times_are_numbers_and_a_plan_has_its_own(
         (("--schedule", "mine.csv", "--stages", "3"), 2, "mine.csv has 2 stages, not 3"),
         (("--schedule", "mine.csv", "--ranks", "3"), 2, "mine.csv has 2 ranks, not 3"),
         (("--schedule", "1f1b", *SHAPE, "--ranks", "2"), 2, "1f1b of 4 stages has 4 ranks, not 2"),
-        (("--schedule", "1f1b", *SHAPE, "--cluster", "c"), 2, "--cluster: is for a plan's stages"),
+        (("--schedule", "1f1b", *SHAPE, "--cluster", "c"), 2, "--cluster: needs --plan"),
         (
             ("--schedule", "interleaved", "--stages", "3", "--micro-batches", "4"),
             3,

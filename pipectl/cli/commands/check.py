@@ -38,7 +38,7 @@ def command(
 ) -> None:
     if schema:
         about_jobs = {"JOB.yaml": job, "--set": overrides, "--origins": show_origins}
-        refuse(about_jobs, "is about a job, and --schema about all of them")
+        refuse(about_jobs, "cannot be used with --schema, which is that of all jobs")
         if output_file is None:
             say_json(json_schema())
             return
@@ -46,11 +46,11 @@ def command(
         write_json(output_file, json_schema())
         say(f"schema: {output_file}")
         return
-    refuse({"-o": output_file}, "writes the schema", cure="add --schema")
+    refuse({"-o": output_file}, "needs --schema")
     if job is None:
         raise UsageError("nothing to check", cure="name a job: pipectl check JOB.yaml")
     if as_json and not show_origins:
-        raise UsageError("--json: of what?", cure="add --origins")
+        raise UsageError("--json: needs --origins")
     spec, origins = load_with_origins(job, overrides or ())
     check_script(spec)
     points = () if spec.sweep is None else load_sweep(job, overrides or ())[1]

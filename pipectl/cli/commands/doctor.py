@@ -27,10 +27,11 @@ def command(
 ) -> None:
     spec = None
     if job is None:
-        refuse({"--set": overrides}, "changes a job, and none is given", cure="name it: JOB.yaml")
+        refuse({"--set": overrides}, "needs a JOB.yaml")
     else:
         elsewhere = {"--directory": directory != runs_directory()}
-        refuse(elsewhere, "the job has its own", cure="--set output.directory=DIRECTORY")
+        why = "cannot be used with a job, which has its own"
+        refuse(elsewhere, why, cure="--set output.directory=DIRECTORY")
         spec = load(job, overrides or ())
         directory = Path(spec.output.directory)
     findings = []

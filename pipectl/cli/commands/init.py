@@ -126,7 +126,7 @@ def _code(model: str | None, loss: str, data: str | None) -> Code | None:
     """What the user names, by default data beside the model; None for the example."""
     if model is None:
         own = {"--data": data, "--loss": loss != LOSS}
-        refuse(own, "goes with a model of yours", cure="name it: --model FILE:NAME")
+        refuse(own, "needs --model")
         return None
     code = Code(model, loss, data or f"{model.rpartition(':')[0]}:training_data")
     check_reference(code.model, "--model")

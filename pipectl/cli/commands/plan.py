@@ -82,7 +82,7 @@ def command(
 ) -> None:
     about_jobs = {"--scheduler": scheduler, "--new-micro-batches": new_micro_batches}
     if job is None:
-        refuse(about_jobs, "is about a job file, and none is given")
+        refuse(about_jobs, "needs a JOB.yaml")
     counts = node_counts(nodes)
     if counts is not None:
         refuse_beside_nodes(devices, output_file, svg, explain=explain)
@@ -129,8 +129,7 @@ def refuse_beside_nodes(
     Raises:
         UsageError: naming the option.
     """
-    refuse({"--devices": devices}, "--nodes says how many; choose one")
-    of_one_plan = {"-o": output_file, "--svg": svg, "--explain": explain}
+    of_one_plan = {"--devices": devices, "-o": output_file, "--svg": svg, "--explain": explain}
     refuse(of_one_plan, "cannot be used with --nodes, which makes several plans")
 
 

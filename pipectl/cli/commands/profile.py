@@ -57,7 +57,7 @@ def command(
     overrides: Overrides = None,
 ) -> None:
     if wait and not submit:
-        raise UsageError("--wait: there is no job to wait for", cure="add --submit")
+        raise UsageError("--wait: needs --submit")
     if links:
         cure = "links are always measured anew"
         refuse({"--again": again}, "has no meaning with --links", cure=cure)

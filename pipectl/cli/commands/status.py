@@ -43,16 +43,16 @@ def command(
     as_json: Json = False,
 ) -> None:
     if watching and as_json:
-        raise UsageError("--watch and --json exclude each other", cure="leave one out")
+        raise UsageError("--watch and --json: choose one")
     if ranks and len(names or ()) != 1:
-        raise UsageError("--ranks: of which run?", cure="name one, or write `last`")
+        raise UsageError("--ranks: needs one run", cure="name it, or write `last`")
     if not names or len(names) > 1:
         runs = find_runs(directory, names or ())
         statuses = _show_list(directory, runs, limit, as_json=as_json, watching=watching)
     elif isinstance(one := find(directory, names[0]), RunDirectory):
         statuses = _show_run(one, as_json=as_json, ranks=ranks, watching=watching)
     elif ranks:
-        raise UsageError("--ranks: of which run?", cure=f"name it: {one_of(one)}, say")
+        raise UsageError("--ranks: needs one run", cure=f"name it: {one_of(one)}, say")
     else:
         statuses = _show_sweep(one, as_json=as_json, watching=watching)
     if names and any(status.job.state is JobState.UNKNOWN for status in statuses):

@@ -111,7 +111,7 @@ def command(
     overrides: Overrides = None,
 ) -> None:
     if job is None:
-        refuse({"--scheduler": scheduler}, "is about a job file, and none is given")
+        refuse({"--scheduler": scheduler}, "needs a JOB.yaml")
     if objective is Objective.MAX_STAGE_LOAD:
         of_steps = {"--nodes": nodes, "--explain": explain, "-o": output_file, "--svg": svg}
         of_steps |= {"--planner": planner != PLANNER, "--allow": allow}

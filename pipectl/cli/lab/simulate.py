@@ -75,7 +75,7 @@ def command(
             "nothing to simulate", cure="give --schedule NAME, --schedule FILE.csv or --plan FILE"
         )
     else:
-        refuse({"--cluster": cluster}, "is for a plan's stages", cure="name it: --plan FILE")
+        refuse({"--cluster": cluster}, "needs --plan")
         step = simulate_plan(*plan_equal_stages(schedule, **shape))  # type: ignore[arg-type]
     if svg is not None:
         write_text(svg, gantt_svg(step.simulation.timeline, headline(step.plan), _figures(step)))
