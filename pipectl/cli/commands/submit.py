@@ -6,7 +6,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -29,13 +29,14 @@ from pipectl.cli.options import (
     SchedulerOption,
     Wait,
     names_of_runs,
+    read_walltime,
     refuse,
 )
 from pipectl.cli.progress import profiling_progress
 from pipectl.cli.views.plan import headline, prediction_lines
 from pipectl.cli.views.profile import note_origin
 from pipectl.cli.views.run import print_sweep
-from pipectl.errors import Problem, SpecError, UsageError
+from pipectl.errors import UsageError
 from pipectl.jobs.places import LOCAL, plan_path, profile_path, scheduler_name
 from pipectl.jobs.prepare import prepare, warning_of_code
 from pipectl.jobs.state import get_statuses
@@ -43,9 +44,6 @@ from pipectl.jobs.submit import Submission, estimate, render, submit
 from pipectl.jobs.sweep import SweepSubmission, render_array, submit_sweep
 from pipectl.runs import RunDirectory, as_typed, find_runs
 from pipectl.spec import JobSpec, Point, load_sweep
-
-Settings = Mapping[str, Mapping[str, str | int | None]]
-"""By option of the command line: values of the keys that it sets; None if it is not given."""
 
 
 def command(
@@ -78,8 +76,13 @@ def command(
         int | None, typer.Option("-N", "--nodes", min=1, help="Nodes (resources.nodes).")
     ] = None,
     walltime: Annotated[
-        str | None,
-        typer.Option("-t", "--time", help="Time limit, 30 for minutes (resources.walltime)."),
+        int | None,
+        typer.Option(
+            *("-t", "--time"),
+            parser=read_walltime,
+            metavar="TIME",
+            help="Time limit, 30 for minutes (resources.walltime).",
+        ),
     ] = None,
     gres: Annotated[
         str | None,
@@ -97,20 +100,26 @@ def command(
         refuse({"--json": as_json}, f"{only} print text", cure=cure)
         refuse({"--wait": wait, "--after": after}, f"{only} submit nothing", cure=cure)
     gpus = re.fullmatch(r"gpu(?::([0-9]+))?", gres or "")
-    settings: Settings = {
+    options: dict[str, dict[str, str | int | None]] = {  # keys that each sets
         "--nodes": {"resources.nodes": nodes},
-        "--time": {"resources.walltime": walltime},
-        "--gres": {"resources.gpus_per_node": int(gpus[1] or 1)}
-        if gpus
-        else {"slurm.options.gres": gres},
+        "--time": {"resources.walltime": None if walltime is None else f"{walltime}s"},
+        "--gres": {"slurm.options.gres": gres},
         "--partition": {"slurm.partition": partition},
         "--queue": {"pbs.queue": queue},
         "--account": {"slurm.account": account, "pbs.account": account},
     }
-    spec, points = _load(job, overrides or (), settings)
+    if gpus:
+        options["--gres"] = {"resources.gpus_per_node": int(gpus[1] or 1)}
+    settings = [
+        f"{key}={json.dumps(value, ensure_ascii=False)}"
+        for keys in options.values()
+        for key, value in keys.items()
+        if value is not None
+    ]
+    spec, points = load_sweep(job, [*settings, *(overrides or ())])  # what --set says, wins
     name = None if scheduler is None else scheduler.value
     place = scheduler_name(spec, name)
-    for option, keys in settings.items():
+    for option, keys in options.items():
         if not {key.partition(".")[0] for key in keys} & {"resources", place}:
             why = f"has no meaning for a job that goes to {place}"
             refuse({option: next(iter(keys.values()))}, why, cure="leave it out")
@@ -127,35 +136,6 @@ def command(
         say(estimate(script, first.scheduler) or f"the job is valid; {forecast}")
     else:
         _submit(spec, points, name, after or (), wait=wait, as_json=as_json)
-
-
-def _load(
-    job: Path, overrides: Sequence[str], settings: Settings
-) -> tuple[JobSpec, Sequence[Point]]:
-    """The job with options of the command line, each the ``--set`` of its keys; a ``--set`` wins.
-
-    Raises:
-        SpecError: naming the option whose value is wrong.
-    """
-    options = {
-        key: (option, value)
-        for option, keys in settings.items()
-        for key, value in keys.items()
-        if value is not None
-    }
-    sets = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, (_, value) in options.items()]
-    try:
-        return load_sweep(job, [*sets, *overrides])
-    except SpecError as error:
-        set_keys = {text.partition("=")[0] for text in overrides}
-        names = {f"--set {key}: ": options[key][0] for key in options.keys() - set_keys}
-        problems = []
-        for problem in error.problems:
-            before = next((text for text in names if str(problem).startswith(text)), None)
-            if before is not None:
-                problem = Problem(names[before], 0, 0, str(problem).removeprefix(before))
-            problems.append(problem)
-        raise SpecError(problems, cure=error.cure) from None
 
 
 def _submit(
