@@ -1,20 +1,20 @@
-"""Options of sbatch and qsub: which of them a job may set, and how lines of them are read."""
+"""Options of sbatch and qsub: which a job or a template may set."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 Value = str | bool | tuple[str, ...]
-"""Of an option: a text, true for one without a value, false for one that is not written, or several
-texts for an option that is written several times."""
+"""Of an option: text; true for an option without a value; false for an option that is not written;
+or several texts for an option that is written several times."""
 
-LEFT_OUT = ("cpus-per-task", "gpus-per-node", "mem", "time")
-"""Options of sbatch that pipectl writes unless a job says false."""
 RESOURCES = re.compile(r"[A-Za-z0-9_=:.,+*~/@-]*")
 """What may stand in ``-l`` of qsub, where nothing is quoted."""
+_OPTIONAL = ("cpus-per-task", "gpus-per-node", "mem", "time")
+"""Options of sbatch that pipectl writes unless a job says false."""
 _LETTERS = {"c": "cpus-per-task", "t": "time"}
 _WRITTEN_OUT = ("gpus-per-node", "mem-per-cpu", "mem-per-gpu")
 """Options that replace what pipectl writes, which it knows by their whole names."""
@@ -25,15 +25,15 @@ class Syntax(NamedTuple):
     """How a batch system reads options.
 
     Args:
-        mark: of a line of options in a script.
-        command: that reads them.
-        example: of a line.
+        mark: begins a line of options in a script.
+        command: reads them.
+        example: an option as it is written in a line.
         name: pattern of an option without its dashes.
         flags: letters of options without a value: others may follow in the same word.
-        refused: what to do instead of an option whose order does not settle whether pipectl's wins.
-        own: the same of those that pipectl writes after the user's, which it thereby overrules.
-        dependencies: those that pipectl writes if a job waits for others.
-        spells: whether an option as it is written is one of these tables.
+        refused: options that could overrule pipectl's wherever they stand, and what to do instead.
+        own: options that pipectl overrules, since it writes them last, and what to do instead.
+        dependencies: options that pipectl writes if a job waits for others.
+        spells: whether an option, as it is written, is that of an entry of these tables.
     """
 
     mark: str
@@ -45,6 +45,11 @@ class Syntax(NamedTuple):
     own: Mapping[str, str]
     dependencies: tuple[str, ...]
     spells: Callable[[str, str], bool]
+
+    def find(self, name: str, text: str | None, table: Iterable[str]) -> str | None:
+        """The entry of a table for an option with its dashes."""
+        written = f"{name} {text or ''}"
+        return next((entry for entry in table if self.spells(written, entry)), None)
 
 
 def _spells_sbatch(written: str, option: str) -> bool:
@@ -148,7 +153,13 @@ def fault_of_option(syntax: Syntax, name: str, value: Value) -> str:
         hint = f"; write {plain}" if re.fullmatch(syntax.name, plain) else f", {form}"
         return f"is no option of {syntax.command} without its dashes{hint}"
     if value is False:
-        return _fault_of_false(syntax, name)
+        dropped = "leave it out, or write null to drop that of a site file"
+        if syntax is QSUB:
+            return f"cannot be false; {dropped}"
+        if name in _LETTERS:
+            return f"cannot be false; write {_LETTERS[name]}: false"
+        optional = f"{', '.join(_OPTIONAL[:-1])} and {_OPTIONAL[-1]}"
+        return "" if name in _OPTIONAL else f"cannot be false, as {optional} can; {dropped}"
     for whole in _WRITTEN_OUT if syntax is SBATCH else ():
         if whole != name and whole.startswith(name) and len(name) > whole.rindex("-") + 1:
             return f"cannot be abbreviated; write {whole}"
@@ -156,22 +167,10 @@ def fault_of_option(syntax: Syntax, name: str, value: Value) -> str:
     return next(filter(None, faults), "")
 
 
-def _fault_of_false(syntax: Syntax, name: str) -> str:
-    dropped = "leave it out, or write null to drop that of a site file"
-    if syntax is QSUB:
-        return f"cannot be false; {dropped}"
-    if name in LEFT_OUT:
-        return ""
-    if name in _LETTERS:
-        return f"cannot be false; write {_LETTERS[name]}: false"
-    return f"cannot be false, as {_listed(LEFT_OUT)} can; {dropped}"
-
-
 def _fault_of_text(syntax: Syntax, dashed: str, text: str | None) -> str:
-    option, letter = f"{dashed} {text or ''}", dashed[1:]
-    for refused, cure in {**syntax.refused, **syntax.own}.items():
-        if syntax.spells(option, refused):
-            return f"cannot be set here; {cure}"
+    letter, cures = dashed[1:], {**syntax.refused, **syntax.own}
+    if entry := syntax.find(dashed, text, cures):
+        return f"cannot be set here; {cures[entry]}"
     is_flag = letter in tuple(syntax.flags)
     if is_flag and text is not None:  # sbatch and qsub would read it as further options
         return f"takes no value; write {letter}: true"
@@ -183,11 +182,10 @@ def _fault_of_text(syntax: Syntax, dashed: str, text: str | None) -> str:
 
 
 def find_dependency(syntax: Syntax, options: Mapping[str, Value]) -> str | None:
-    """The name of an option that has the job wait for others."""
+    """The name of an option that makes the job wait for others."""
     for name, value in options.items():
-        for written, text in options_of(name, value):
-            option = f"{written} {text or ''}"
-            if any(syntax.spells(option, dependency) for dependency in syntax.dependencies):
+        for written in options_of(name, value):
+            if syntax.find(*written, syntax.dependencies):
                 return name
     return None
 
@@ -206,10 +204,9 @@ def fault_of_line(syntax: Syntax, line: str) -> tuple[str, str] | None:
         how = f"write it as on {syntax.command}'s command line, for example {syntax.example}"
         return f"{line!r} is no option of {syntax.command}", how
     for option in _split(line, syntax.flags):
-        for refused, cure in syntax.refused.items():
-            if syntax.spells(option, refused):
-                name = refused if syntax is QSUB else refused.partition(" ")[0]
-                return f"{name} cannot be set here", cure
+        if entry := syntax.find(option, None, syntax.refused):
+            name = entry if syntax is QSUB else entry.partition(" ")[0]
+            return f"{name} cannot be set here", syntax.refused[entry]
         if "\\" in option and syntax is SBATCH:  # in quotes Slurm takes more for an escape
             return f"{option!r} cannot be set here", "write the option without a backslash"
     return None
@@ -231,7 +228,3 @@ def _split(line: str, flags: str) -> list[str]:
         else:
             options[-1] += f" {word}"
     return options
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    return f"{', '.join(names[:-1])} and {names[-1]}"
