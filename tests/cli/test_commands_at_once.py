@@ -96,10 +96,10 @@ def jobs(queue: Path) -> set[str]:
     return {path.name for path in queue.iterdir()}
 
 
-def interrupted(how: signal.Signals) -> RunDirectory:
+def interrupted(how: signal.Signals, *command: str) -> RunDirectory:
     """A submission that ends while sbatch, which has made the job, still says nothing."""
     Path("hang").touch()
-    with started(*SUBMIT) as pid:
+    with started(*(command or SUBMIT)) as pid:
         deadline = time.monotonic() + 120
         while not list(Path("queue").glob("*/comment")):
             assert time.monotonic() < deadline
@@ -129,19 +129,20 @@ def test_an_interrupted_submission_is_completed_by_the_next_status(
     assert jobs(queue) == set()
 
 
+@pytest.mark.parametrize("command", [SUBMIT, ("profile", *SUBMIT[1:], "--submit")])
 def test_submitting_again_after_an_interrupt_makes_no_second_job(
-    cli: Command, profile: Path, queue: Path
+    cli: Command, profile: Path, queue: Path, command: tuple[str, ...]
 ) -> None:
-    run = interrupted(signal.SIGINT)
+    run = interrupted(signal.SIGINT, *command)
     record = Record.load(run.record)
     for number in range(12):  # of a job with a longer name
         other = RunDirectory.create(run.path.parent, f"{record.name}-long", time.time() + number)
         replace(record, name=f"{record.name}-long", tag=f"other {number}").save(other.record)
-    again = cli(*SUBMIT)
+    again = cli(*command)
     assert again.code == 2
     assert f"{run.name}: was interrupted while it was submitted, and is slurm job 41" in again.err
     assert (jobs(queue), len(runs())) == ({"41"}, 13)
-    assert cli(*SUBMIT).code == 0  # who has been told may have another
+    assert cli(*command).code == 0  # who has been told may have another
     assert jobs(queue) == {"41", "42"}
 
 
