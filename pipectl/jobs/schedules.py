@@ -201,6 +201,7 @@ def plan_equal_stages(
     """
     options = {"stages": stages, "micro-batches": micro_batches, "ranks": ranks}
     listed: Listed | None = None
+    actions: tuple[str, ...] = ()
     if schedule.endswith(SUFFIX):
         listed = read_listed(Path(schedule), schedule)
     elif stages is None or micro_batches is None:
@@ -212,7 +213,7 @@ def plan_equal_stages(
         listed = make_listed(schedule, ranks or stages, stages, micro_batches)
     if listed is not None:
         stages, micro_batches, ranks = listed.stages, listed.micro_batches, len(listed.ranks)
-        rank_of_stage, warm_up = tuple(listed.rank_of_stage), listed.warm_up
+        rank_of_stage, warm_up, actions = listed.rank_of_stage, listed.warm_up, listed.text
     else:
         assert stages is not None
         assert micro_batches is not None
@@ -232,6 +233,7 @@ def plan_equal_stages(
         name=schedule,
         fingerprint=None,
         schedule=schedule,
+        actions=actions,
         warm_up=tuple(warm_up),
         batch_size=micro_batches,
         micro_batch_size=1,
@@ -245,11 +247,11 @@ def plan_equal_stages(
     )
     nodes = (Node("one", plan.ranks, plan.ranks, Device("any")),)
     link = Link(latency_s, _FAST)
-    cluster = Cluster("equal devices", "imagined", nodes, link, link)
-    return (plan if listed is None else _in_order(plan, listed)), cluster
+    return plan, Cluster("equal devices", "imagined", nodes, link, link)
 
 
 def _reorder(plan: Plan, schedule: str) -> Plan:
+    """The plan's stages in the order, and on the ranks, of a user's schedule."""
     if not schedule.endswith(SUFFIX):
         raise UsageError(
             f"--schedule {schedule}: a plan's stages are cut for its own schedule",
@@ -270,17 +272,12 @@ def _reorder(plan: Plan, schedule: str) -> Plan:
             ),
             cure="use a schedule made for the plan, or plan again with pipeline.schedule",
         )
-    return _in_order(plan, listed)
-
-
-def _in_order(plan: Plan, listed: Listed) -> Plan:
-    """The plan's stages in the order, and on the ranks, of the lists."""
-    held = zip(plan.stages, listed.rank_of_stage, strict=True)
+    ranks = zip(plan.stages, listed.rank_of_stage, strict=True)
     return replace(
         plan,
         schedule=listed.name,
         actions=listed.text,
         warm_up=listed.warm_up,
-        stages=tuple(replace(stage, ranks=(rank,)) for stage, rank in held),
+        stages=tuple(replace(stage, ranks=(rank,)) for stage, rank in ranks),
         prediction=None,
     )
