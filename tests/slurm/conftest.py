@@ -1,5 +1,6 @@
 """A Slurm cluster of four virtual nodes for the tests of this folder."""
 
+import json
 import os
 import shutil
 import socket
@@ -9,11 +10,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipectl.batch import JobState, JobStatus
 from pipectl.batch.slurm import SlurmScheduler
+from pipectl.cli import main
 
 LAB = Path(__file__).parents[2] / "slurm" / "lab"
 HOW = "Slurm is not installed; slurm/README.md says how to get it"
@@ -51,6 +54,31 @@ def lab() -> Iterator[Path]:
 def warm(monkeypatch: pytest.MonkeyPatch, warm_commands: str) -> None:
     """Commands and ranks that begin sooner; other tests show how they start by themselves."""
     monkeypatch.setattr(sys, "executable", warm_commands)
+
+
+@pytest.fixture
+def pipectl(
+    lab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Any]:
+    """Runs a command in this process, as on a login node, in a directory of its own.
+
+    With ``--json``, what it says; else its standard output, or its error if it is to fail.
+    """
+    monkeypatch.chdir(tmp_path)
+    for name in list(os.environ):
+        if name.startswith("SLURM") and name != "SLURM_CONF":
+            monkeypatch.delenv(name)
+
+    def run(*arguments: str, code: int = 0) -> Any:
+        capsys.readouterr()
+        found = main([*arguments])
+        out, err = capsys.readouterr()
+        assert found == code, err + out
+        if "--json" in arguments:
+            return json.loads(out)
+        return err if code else out
+
+    return run
 
 
 @pytest.fixture

@@ -1,24 +1,18 @@
-"""`pipectl init` where there is a Slurm: it takes the job as it was written."""
+"""`pipectl init` if there is a Slurm: it takes the job as it was written."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-import pytest
-
-from pipectl.cli import main
 from pipectl.spec import load
 
 
-def test_a_first_job_fits_the_lab(
-    lab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["init", "first"]) == 0
+def test_a_first_job_fits_the_lab(pipectl: Callable[..., Any]) -> None:
+    pipectl("init", "first")
     spec = load(Path("first/job.yaml"), sites=())
     assert spec.slurm.partition == "debug"
     assert spec.resources.walltime <= 3600
-    assert main(["check", "first/job.yaml"]) == 0
-    capsys.readouterr()
-    assert main(["submit", "first/job.yaml", "--test-only"]) == 0
-    assert "to start at" in capsys.readouterr().out
+    pipectl("check", "first/job.yaml")
+    assert "to start at" in pipectl("submit", "first/job.yaml", "--test-only")

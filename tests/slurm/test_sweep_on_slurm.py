@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import sys
 import time
@@ -14,7 +12,6 @@ from typing import Any
 import pytest
 
 from pipectl.batch.slurm import SlurmScheduler
-from pipectl.cli import main
 
 JOB = """\
 version: 1
@@ -36,60 +33,58 @@ grep -o 'seed: .*' job.yaml
 : >started
 until [[ -e go ]]; do sleep 0.05; done
 """
-Told = dict[str, Any]
+Status = dict[str, Any]
 
 
 @pytest.fixture
-def pipectl(
-    lab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., list[Told]]:
+def sweep(
+    pipectl: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., list[Status]]:
     """Commands in a directory with a job, whose Python is a script that waits."""
     for name, text in (("python", PYTHON), ("mpiexec", "#!/bin/bash\n")):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     (tmp_path / "job.yaml").write_text(JOB)
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
 
-    def run(*arguments: str) -> list[Told]:
-        said = io.StringIO()
-        with contextlib.redirect_stdout(said):
-            assert main(list(arguments)) == 0
-        found = json.loads(said.getvalue()) if "--json" in arguments else []
+    def run(*arguments: str) -> list[Status]:
+        found = pipectl(*arguments, "--json")
         return found["runs"] if isinstance(found, dict) else found  # type: ignore[no-any-return]
 
     return run
 
 
-def until(pipectl: Callable[..., list[Told]], *wanted: str) -> list[Told]:
+def until(sweep: Callable[..., list[Status]], *wanted: str) -> list[Status]:
     deadline = time.monotonic() + 120
     while True:
-        found = pipectl("status", "tiny", "--json")
+        found = sweep("status", "tiny")
         if [run["state"] for run in found] == list(wanted):
             return found
         assert time.monotonic() < deadline, found
         time.sleep(0.1)
 
 
-def test_a_sweep_from_submission_to_its_end(pipectl: Callable[..., list[Told]]) -> None:
-    runs = pipectl("submit", "job.yaml", "--scheduler", "slurm", "--json")
+def test_a_sweep_from_submission_to_its_end(
+    pipectl: Callable[..., Any], sweep: Callable[..., list[Status]]
+) -> None:
+    runs = sweep("submit", "job.yaml", "--scheduler", "slurm")
     first, second, third = (Path(run["directory"]) for run in runs)
     array, _, index = runs[0]["job_id"].partition("_")
     assert [run["job_id"] for run in runs] == [f"{array}_{i}" for i in range(3)], index
 
-    found = until(pipectl, "RUNNING", "RUNNING", "QUEUED")
+    found = until(sweep, "RUNNING", "RUNNING", "QUEUED")
     assert found[2]["reason"] == "JobArrayTaskLimit"
     assert SlurmScheduler().find(json.loads((first / "record.json").read_text())["tag"]) == array
     pipectl("cancel", second.name)
-    until(pipectl, "RUNNING", "CANCELLED", "RUNNING")
+    until(sweep, "RUNNING", "CANCELLED", "RUNNING")
     (first / "go").touch()
-    found = until(pipectl, "COMPLETED", "CANCELLED", "RUNNING")
+    found = until(sweep, "COMPLETED", "CANCELLED", "RUNNING")
     assert found[0]["exit_code"] == 0
     deadline = time.monotonic() + 60
     while not (third / "started").exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
     pipectl("cancel", "tiny")
-    until(pipectl, "COMPLETED", "CANCELLED", "CANCELLED")
+    until(sweep, "COMPLETED", "CANCELLED", "CANCELLED")
     for run, seed in ((first, 11), (third, 13)):
         assert f"seed: {seed}\n" in (run / "logs/job.log").read_text()
