@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pipectl.batch.launchers import (
-    AUTO,
-    MPIEXECS,
-    MpiChoice,
-    choose_mpi,
-    find_mpiexec,
-    knows_pmi,
-    launch_command,
-    list_pmis,
-)
+from pipectl.batch.launchers import MpiChoice, choose_mpi, launch_command
 from pipectl.batch.local import LocalScheduler
 from pipectl.batch.pbs import PbsScheduler
 from pipectl.batch.protocol import (
@@ -36,13 +27,9 @@ _SCHEDULERS: dict[str, Callable[[], Scheduler]] = {
     "slurm": SlurmScheduler,
     "pbs": PbsScheduler,
 }
-NAMES = tuple(_SCHEDULERS)
 
 __all__ = [
-    "AUTO",
     "CHECKPOINTED",
-    "MPIEXECS",
-    "NAMES",
     "Array",
     "Evidence",
     "JobRequest",
@@ -54,11 +41,8 @@ __all__ = [
     "Template",
     "check_template",
     "choose_mpi",
-    "find_mpiexec",
     "get",
-    "knows_pmi",
     "launch_command",
-    "list_pmis",
     "render_script",
     "render_variables",
     "resolve",
@@ -73,7 +57,7 @@ def get(name: str) -> Scheduler:
     """
     if name not in _SCHEDULERS:
         raise UsageError(
-            f"launch.scheduler: no scheduler {name!r}{did_you_mean(name, NAMES)}",
-            cure=f"choose one of {', '.join(NAMES)}",
+            f"launch.scheduler: no scheduler {name!r}{did_you_mean(name, _SCHEDULERS)}",
+            cure=f"choose one of {', '.join(_SCHEDULERS)}",
         )
     return _SCHEDULERS[name]()

@@ -239,21 +239,17 @@ def _compile(environment: Environment, template: Template) -> Compiled:
     from jinja2 import Template as Compiled
     from jinja2 import TemplateSyntaxError, nodes
 
-    if old := re.search(r"^#pipectl (directives|body)", template.text, re.MULTILINE):
-        line = template.text[: old.start()].count("\n") + 1
-        raise _fault(
-            template,
-            line,
-            "templates are Jinja templates now: begin with {% extends base %}, write #SBATCH and "
-            "#PBS lines into {% block directives %} and commands into {% block setup %}",
-        )
     try:
         tree = environment.parse(template.text)
         code = environment.compile(tree, filename=template.file)
     except TemplateSyntaxError as error:
         raise _fault(template, error.lineno, error.message or "not a template") from None
     if not any(isinstance(node, nodes.Extends) for node in tree.body):
-        raise _fault(template, 1, "does not extend pipectl's: begin with {% extends base %}")
+        message = (
+            "does not extend pipectl's: begin with {% extends base %}, and write #SBATCH and #PBS "
+            "lines into {% block directives %}, commands into {% block setup %}"
+        )
+        raise _fault(template, 1, message)
     templates = [environment.get_template(path.name) for path in _TEMPLATES.iterdir()]
     blocks = sorted({name for ours in templates for name in ours.blocks})
     for node in tree.body:
@@ -280,34 +276,31 @@ def _check_custom(template: Template, script: str, custom: str, syntax: Syntax |
     first = custom.partition("\n")[0]
     if not _SHEBANG.fullmatch(first):
         message = f"the first line must start bash, such as #!/bin/bash, not {first!r}"
-        raise _fault(template, _line_of(template, first), message)
+        raise _fault(template, first, message)
     if syntax is not None:
         ours, lines = _directives(script, syntax), _directives(custom, syntax)
         added = lines[: len(lines) - len(ours)]
         if lines != added + ours:
-            raise _fault(
-                template,
-                _line_of(template, "{% block directives %}"),
-                f"{syntax.mark} lines come before pipectl's, each on a line of its own: write "
-                "them into {% block directives %}",
+            message = (
+                f"{syntax.mark} lines come before pipectl's, each on a line of its own: write them "
+                "into {% block directives %}"
             )
-        late = set(re.findall(rf"^{syntax.mark}\b.*$", custom, re.MULTILINE)) - set(lines)
-        for line in late:
-            message = f"{syntax.mark} counts only before the first command"
-            raise _fault(template, _line_of(template, line), message)
+            raise _fault(template, "{% block directives %}", message)
+        for line in re.findall(rf"^{syntax.mark}\b.*$", custom, re.MULTILINE):
+            if line not in lines:
+                message = f"{syntax.mark} counts only before the first command"
+                raise _fault(template, line, message)
         for line in added:
             options = line.removeprefix(syntax.mark).replace("\t", " ").strip()
             if options and (fault := fault_of_line(syntax, options)):
-                where = f"{template.file}:{_line_of(template, line)}"
-                raise InvalidInputError(f"{where}: {fault[0]}", cure=fault[1])
+                raise _fault(template, line, *fault)
     # Not as an argument: the script of an array may be longer than an argument may be.
     done = process.run(["bash", "-n"], cure="install bash", stdin=custom)
     if done.returncode or done.stderr:  # a warning: a here-document without an end
-        number, message = 0, done.message
+        text, message = "", done.message
         if found := _BASH_ERROR.search(done.stderr):
-            number, message = int(found[1]), found[2]
-        text = dict(enumerate(custom.splitlines(), start=1)).get(number, "")
-        raise _fault(template, _line_of(template, text), f"the script is not valid bash: {message}")
+            text, message = [*custom.splitlines(), ""][int(found[1]) - 1], found[2]
+        raise _fault(template, text, f"the script is not valid bash: {message}")
 
 
 def _directives(script: str, syntax: Syntax) -> list[str]:
@@ -321,11 +314,13 @@ def _directives(script: str, syntax: Syntax) -> list[str]:
     return lines
 
 
-def _line_of(template: Template, text: str) -> int:
-    """The number of the first line of a template that holds a text; 1 if none does."""
-    lines = template.text.splitlines()
-    return next((n for n, line in enumerate(lines, start=1) if text and text in line), 1)
+def _fault(template: Template, where: int | str, message: str, cure: str = _CURE) -> SpecError:
+    """What is wrong with a template.
 
-
-def _fault(template: Template, line: int, message: str) -> SpecError:
-    return SpecError([Problem(template.file, line, 1, message)], cure=_CURE)
+    Args:
+        where: the number of a line, or text of one; the first line if none has it.
+    """
+    if isinstance(where, str):
+        lines = enumerate(template.text.splitlines(), start=1)
+        where = next((number for number, line in lines if where and where in line), 1)
+    return SpecError([Problem(template.file, where, 1, message)], cure=cure)

@@ -18,16 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipectl import __version__
-from pipectl.batch import (
-    AUTO,
-    MPIEXECS,
-    JobRequest,
-    choose_mpi,
-    knows_pmi,
-    launch_command,
-    list_pmis,
-    process,
-)
+from pipectl.batch import JobRequest, choose_mpi, launch_command, process
+from pipectl.batch.launchers import AUTO, MPIEXECS, knows_pmi, list_pmis
 from pipectl.errors import PipectlError, SchedulerError
 from pipectl.jobs.places import LOCAL, detect_scheduler, memory_of_this_machine
 from pipectl.spec.models import Environment, Launch, Pbs, Resources, Slurm

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from job_requests import change
 
-from pipectl.batch import MPIEXECS, JobRequest, MpiChoice, Template, choose_mpi, launch_command
-from pipectl.batch.launchers import find_mpiexec, kind_of
+from pipectl.batch import JobRequest, MpiChoice, Template, choose_mpi, launch_command
+from pipectl.batch.launchers import MPIEXECS, find_mpiexec, kind_of
 from pipectl.errors import PipectlError, SchedulerError
 
 MakeRequest = Callable[..., JobRequest]

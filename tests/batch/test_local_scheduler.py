@@ -1,7 +1,6 @@
 """LocalScheduler with real processes."""
 
 import os
-import signal
 import socket
 import subprocess
 from collections.abc import Callable
@@ -15,7 +14,6 @@ from job_requests import wait_until, write_script
 from pipectl.batch import JobRequest, JobState, JobStatus, get, process
 from pipectl.batch.local import LocalScheduler
 from pipectl.errors import SchedulerError, UsageError
-from pipectl.spec.models import Checkpoint
 
 MakeRequest = Callable[..., JobRequest]
 TAG = "20260101-run 1f3a"
@@ -143,20 +141,6 @@ def test_schedulers_by_name() -> None:
     assert [get(name).name for name in ("local", "slurm", "pbs")] == ["local", "slurm", "pbs"]
     with pytest.raises(UsageError, match="did you mean 'slurm'"):
         get("slrum")
-
-
-@pytest.mark.parametrize(("saves", "code"), [(True, 75), (False, 0)])
-def test_a_signal_is_passed_on_as_a_file(make_request: MakeRequest, saves: bool, code: int) -> None:
-    """Not to the launcher; ranks that end early then say so, and others were done anyway."""
-    ending = ": >stopped; " if saves else ""
-    command = f": >ready; until [[ -e stop ]]; do sleep 0.05; done; {ending}exit 0"
-    request = make_request(checkpoint=Checkpoint(max_requeues=0))
-    job_id = submit(LocalScheduler(), request, command)
-    directory = request.run_directory
-    wait_until((directory / "ready").exists)
-    os.kill(int(job_id.partition(".")[0]), signal.SIGUSR1)
-    wait_until((directory / "exit_code").exists)
-    assert (directory / "exit_code").read_text() == f"{code}\n"
 
 
 def test_a_job_counts_its_starts_and_keeps_their_errors(make_request: MakeRequest) -> None:

@@ -42,7 +42,7 @@ def fault(text: str) -> str:
     [
         ("", 1, "does not extend pipectl's"),
         ("#!/bin/bash\necho hello\n", 1, "does not extend pipectl's"),
-        ("#!/bin/bash\n#pipectl directives\n#pipectl body\n", 2, "{% extends base %}"),
+        ("#!/bin/bash\n#pipectl directives\n#pipectl body\n", 1, "{% extends base %}"),
         (GOOD.replace("block setup", "block set_up"), 6, "no block 'set_up'; did you mean 'setup'"),
         (GOOD.replace("{## Our", "echo early\n{## Our"), 2, "text outside of all blocks"),
         (GOOD.replace("{## Our", "{{ job.name }}\n{## Our"), 2, "text outside of all blocks"),
