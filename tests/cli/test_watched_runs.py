@@ -4,18 +4,9 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import pty
-import re
-import select
-import signal
-import struct
-import subprocess
-import sys
-import termios
 import time
-from fcntl import ioctl
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -26,86 +17,56 @@ from pipectl.runs import Members, SweepDirectory
 if TYPE_CHECKING:
     from conftest import Command, RunOf
 
-START = """
-import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background, it is ignored
-from pipectl.cli import main
-sys.exit(main(sys.argv[1:]))
-"""
 ENTER, LEAVE, SHOW_CURSOR = "\x1b[?1049h", "\x1b[?1049l", "\x1b[?25h"
 
 
-class Terminal:
-    """A command on a terminal of its own."""
-
-    def __init__(self, *arguments: str, rows: int = 30, columns: int = 100) -> None:
-        self._side, other = pty.openpty()
-        self.resize(rows, columns)
-        environment = {**os.environ, "TERM": "xterm-256color", "PYTHONIOENCODING": "utf-8"}
-        environment.pop("COLUMNS", None)
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", START, *arguments],
-            stdin=other, stdout=other, stderr=other, env=environment, start_new_session=True,
-        )  # fmt: skip
-        os.close(other)
-        self.text = ""
-
-    def resize(self, rows: int, columns: int) -> None:
-        ioctl(self._side, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
-
-    def read_until(self, wanted: str, timeout_s: float = 60.0) -> None:
-        end = time.monotonic() + timeout_s
-        while wanted not in self.text:
-            assert time.monotonic() < end, self.text
-            assert self._read(), self.text
-
-    def end(self, timeout_s: float = 100.0) -> int:
-        """Read all that is left, and wait."""
-        last = time.monotonic() + timeout_s
-        while self._read():
-            if time.monotonic() > last:
-                self.process.kill()
-        os.close(self._side)
-        return self.process.wait(60)
-
-    def _read(self) -> bool:
-        """What there is by now; False when the terminal is closed."""
-        if select.select([self._side], [], [], 0.2)[0]:
-            try:
-                self.text += os.read(self._side, 1 << 16).decode(errors="replace")
-            except OSError:  # how a terminal ends
-                return False
-        return True
+@pytest.fixture
+def screen(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """What a terminal of 100 columns and 30 lines is sent while a command watches."""
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=True, width=100, height=30, color_system=None)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setattr("pipectl.cli.follow.output", lambda: console)
+    return text
 
 
-def test_the_terminal_is_left_clean(run_of: RunOf, finished: Path) -> None:
+def test_ctrl_c_ends_the_view_and_leaves_the_terminal_clean(
+    cli: Command, screen: io.StringIO, run_of: RunOf, finished: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     run_of("20250103-120000-tiny")
-    terminal = Terminal("status", "--watch")
-    terminal.read_until("Ctrl-C ends")
-    terminal.resize(24, 60)
-    terminal.process.send_signal(signal.SIGINT)
-    assert terminal.end() == 0
-    assert terminal.text.count(ENTER) == terminal.text.count(LEAVE) == 1
-    assert terminal.text.rindex(SHOW_CURSOR) > terminal.text.index(ENTER)
-    assert "20250101-120000-tiny" in terminal.text
-    assert "Traceback" not in terminal.text
+
+    def interrupt(_seconds: float) -> None:
+        assert "Ctrl-C ends" in screen.getvalue()
+        raise KeyboardInterrupt
+
+    clock = SimpleNamespace(**{**vars(time), "sleep": interrupt})
+    monkeypatch.setattr("pipectl.cli.follow.time", clock)
+    result = cli("status", "--watch")
+    assert (result.code, result.err) == (0, "")
+    text = screen.getvalue()
+    assert text.count(ENTER) == text.count(LEAVE) == 1
+    assert text.rindex(SHOW_CURSOR) > text.index(ENTER)
+    for shown in (text, result.out):
+        assert "20250101-120000-tiny" in shown
 
 
-def test_one_run_is_watched_to_its_end(finished: Path) -> None:
+def test_one_run_is_watched_to_its_end(cli: Command, screen: io.StringIO, finished: Path) -> None:
     beat = {"version": 1, "state": "training", "ranks": [{"rank": 0, "waiting": 0.5}]}
     (finished / "heartbeat.json").write_text(json.dumps(beat))
-    terminal = Terminal("status", "last", "--watch")
-    assert terminal.end() == 0
-    screen, _, rest = terminal.text.partition(LEAVE)
-    assert re.search("loss  [▁▂▃▄▅▆▇█]{10}", screen)
-    assert "█████" in screen
-    assert "COMPLETED" in rest, "the last state stays on the terminal"
+    result = cli("status", "last", "--watch")
+    assert result.code == 0
+    picture = screen.getvalue().partition(LEAVE)[0]
+    assert "  loss  █" in picture, "as a curve"
+    assert "rank  node  stage  busy" in picture, "as there is room for it"
+    assert "COMPLETED" in result.out, "the last state stays on the terminal"
 
 
 @pytest.mark.parametrize("arguments", [(), ("last",), ("rates",)])
-def test_ctrl_c_in_the_first_look(
-    cli: Command, finished: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
-) -> None:
+def test_ctrl_c_in_the_first_look_ends_the_command(
+    cli: Command, screen: io.StringIO, finished: Path, monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+) -> None:  # fmt: skip
     """Of all runs, one, or a sweep, while the batch system is asked, say."""
     sweep, runs = SweepDirectory.create(Path("runs"), "rates", 2, 1.8e9)
     sweep.save(Members("tag", tuple(run.name for run in runs), None))
@@ -113,8 +74,6 @@ def test_ctrl_c_in_the_first_look(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    screen = Console(file=io.StringIO(), force_terminal=True)
-    monkeypatch.setattr("pipectl.cli.follow.output", lambda: screen)
     monkeypatch.setattr("pipectl.jobs.state.Poller.get_statuses", interrupt)
     result = cli("status", *arguments, "--watch")
     assert (result.code, result.out, result.err) == (130, "", "")
