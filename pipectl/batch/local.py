@@ -121,13 +121,16 @@ class LocalScheduler:
         return None
 
     def find(self, tag: str) -> str | None:
-        """The process of ours on this machine that was given this tag; tags are no secrets."""
+        """The process of this user on this machine whose argument is the tag.
+
+        Tags are no secrets, so that others may start processes with them.
+        """
         jobs = [
-            (start, found.pid)
-            for found in psutil.process_iter(["cmdline", "uids"])
-            if found.info["uids"] is not None and found.info["uids"].real == os.getuid()
-            if (words := found.info["cmdline"] or ())[:1] == ["bash"] and words[2:] == [tag]
-            if (start := process.start_time(found.pid)) is not None
+            (start, job.pid)
+            for job in psutil.process_iter(["cmdline", "uids"])
+            if job.info["uids"] is not None and job.info["uids"].real == os.getuid()
+            if (words := job.info["cmdline"] or ())[:1] == ["bash"] and words[2:] == [tag]
+            if (start := process.start_time(job.pid)) is not None
         ]
         if not jobs:
             return None

@@ -104,10 +104,10 @@ class PbsScheduler(BatchCommands):
         jobs = list(dict.fromkeys(map(self.array_id, ids)))
         expanded = ["-t"] if jobs != list(ids) else []
         done = self._run("qstat", "-x", *expanded, "-f", *jobs)
-        found = parse_qstat(done.stdout)
-        if not found and done.returncode not in {0, _UNKNOWN_ID, _FINISHED}:
+        states = parse_qstat(done.stdout)
+        if not states and done.returncode not in {0, _UNKNOWN_ID, _FINISHED}:
             raise SchedulerError(f"qstat: {done.message}", cure="try again in a minute")
-        return {job_id: found[job_id] for job_id in ids if job_id in found}
+        return {job_id: states[job_id] for job_id in ids if job_id in states}
 
     def cancel(self, job_id: str) -> None:
         """See :class:`~pipectl.batch.protocol.Scheduler`."""
@@ -273,7 +273,7 @@ def parse_queues(queues: str, server: str, nodes: str) -> tuple[Queue, ...]:
         key = f"resources_available.{resource}"
         return min((number_of(host.get(key, "")) for host in hosts), default=0)
 
-    found = [
+    known = [
         Queue(
             name,
             default=name == default,
@@ -287,7 +287,7 @@ def parse_queues(queues: str, server: str, nodes: str) -> tuple[Queue, ...]:
         for name, fields in parse_blocks(queues).items()
         if "queue_type" in fields
     ]
-    return tuple(sorted(found, key=lambda queue: not queue.default))
+    return tuple(sorted(known, key=lambda queue: not queue.default))
 
 
 def _memory(fields: dict[str, str]) -> int | None:

@@ -1,8 +1,8 @@
 """The verdict on one job from four sources; what none of them knows stays UNKNOWN.
 
-The sources, best first: the live queue and the accounting (both through ``Scheduler.query``),
-the exit code that our own script leaves behind, the heartbeats of the ranks. A job that is not
-listed is never called completed for that reason.
+The sources, best first: the live queue and the accounting (both through ``Scheduler.query``), the
+exit code that our own script writes, the heartbeats of the ranks. A job that is not listed is never
+called completed for that reason.
 """
 
 from __future__ import annotations
@@ -13,25 +13,24 @@ from pipectl.batch.protocol import JobState, JobStatus
 from pipectl.batch.script import CHECKPOINTED
 from pipectl.units import format_time
 
-SUBMIT_GRACE_S = 60.0
-HEARTBEAT_FRESH_S = 60.0
-"""At least; it is written behind steps, so that of long ones it is older."""
-_STEPS = 3
+_SUBMIT_GRACE_S = 60.0
+_MIN_FRESH_S, _FRESH_STEPS = 60.0, 3
+"""How old a heartbeat may be: one is written after each step."""
 _STOPPED = "stopped at a checkpoint; pipectl resume goes on"
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """What was found about one job at the time ``now`` (all times in seconds since the epoch).
+    """What is known about one job at the time ``now`` (all times in seconds since the epoch).
 
     Args:
-        listed: the scheduler's answer; None where it does not know the job or was not asked.
-        query_error: why the scheduler could not be asked; None where it answered.
+        listed: the scheduler's answer; None if it does not know the job or was not asked.
+        query_error: why the scheduler could not be asked; None if it answered.
         exit_code: from the run directory, read *after* the query so that a job which ends in
             between is not taken for one that vanished.
         heartbeat_at: time of the last heartbeat.
-        heartbeat: what it said, e.g. ``training, step 12 of 500``.
-        step_time_s: how long a step takes; None where that is not known.
+        heartbeat: its text, e.g. ``training, step 12 of 500``.
+        step_time_s: how long a step takes; None if that is not known.
         cancelled: whether we asked for its end.
         submitting: whether the submission was never confirmed.
     """
@@ -49,24 +48,43 @@ class Evidence:
 
 
 def resolve(evidence: Evidence) -> JobStatus:
-    """The job's state with the source that told it, and the reason where it is not plain."""
-    listed = evidence.listed
+    """The job's state with its source, and the reason if it is not obvious."""
+    listed, code = evidence.listed, evidence.exit_code
     if listed is not None and listed.state is not JobState.UNKNOWN:
-        return _completed_by_file(listed, evidence)
-    if evidence.exit_code is not None and not _may_go_on(evidence):
-        return _from_exit_code(evidence.exit_code, evidence.cancelled)
+        return _complete(listed, evidence)
+    # The code may be of an earlier start, and the next one wait in a queue that did not answer.
+    may_go_on = code == CHECKPOINTED and evidence.query_error is not None
+    if code is not None and not may_go_on:
+        return _from_exit_code(code, evidence.cancelled)
     if evidence.cancelled and evidence.query_error is None and listed is None:
         reason = "cancelled, and no longer listed"
         return JobStatus(JobState.CANCELLED, reason=reason, source="record")
-    if _is_fresh(evidence):
-        reason = f"{_silence(evidence)}; {_heartbeat(evidence)}"
-        return JobStatus(JobState.RUNNING, reason=reason, source="heartbeat")
-    if evidence.now - evidence.submitted_at < SUBMIT_GRACE_S:
+    reason = "not listed by the scheduler"
+    if evidence.query_error is not None:
+        reason = f"the scheduler could not be asked: {evidence.query_error}"
+    elif listed is not None:
+        reason = listed.reason
+    heartbeat = "no heartbeat"
+    if evidence.heartbeat_at is not None:
+        age_s = evidence.now - evidence.heartbeat_at
+        text = evidence.heartbeat or "no details"
+        heartbeat = f"last heartbeat {format_time(max(0.0, age_s))} ago ({text})"
+        if abs(age_s) < max(_MIN_FRESH_S, _FRESH_STEPS * (evidence.step_time_s or 0.0)):
+            reason = f"{reason}; {heartbeat}"
+            return JobStatus(JobState.RUNNING, reason=reason, source="heartbeat")
+    if evidence.now - evidence.submitted_at < _SUBMIT_GRACE_S:
         return JobStatus(JobState.QUEUED, reason="submitted just now", source="record")
-    return JobStatus(JobState.UNKNOWN, reason=_why_unknown(evidence), source="none")
+    first = ["its submission was never confirmed"] if evidence.submitting else []
+    end = (
+        "stopped at a checkpoint, and may go on"
+        if may_go_on
+        else "no exit code in the run directory"
+    )
+    reason = "; ".join([*first, reason, end, heartbeat])
+    return JobStatus(JobState.UNKNOWN, reason=reason, source="none")
 
 
-def _completed_by_file(listed: JobStatus, evidence: Evidence) -> JobStatus:
+def _complete(listed: JobStatus, evidence: Evidence) -> JobStatus:
     """A final state that lacks the exit code takes it from the run directory.
 
     Batch systems list a job that stopped at a checkpoint as failed.
@@ -97,43 +115,3 @@ def _from_exit_code(code: int, cancelled: bool) -> JobStatus:
     if cancelled and code:
         state = JobState.CANCELLED
     return JobStatus(state, reason=reason, exit_code=code, source="run directory")
-
-
-def _may_go_on(evidence: Evidence) -> bool:
-    """Whether the code may be of an earlier start, and the next one waits in a queue that could
-    not be asked."""
-    return evidence.exit_code == CHECKPOINTED and evidence.query_error is not None
-
-
-def _is_fresh(evidence: Evidence) -> bool:
-    beat = evidence.heartbeat_at
-    fresh_s = max(HEARTBEAT_FRESH_S, _STEPS * (evidence.step_time_s or 0.0))
-    return beat is not None and abs(evidence.now - beat) < fresh_s
-
-
-def _silence(evidence: Evidence) -> str:
-    """Why the scheduler's word is missing."""
-    if evidence.query_error is not None:
-        return f"the scheduler could not be asked: {evidence.query_error}"
-    if evidence.listed is not None:
-        return evidence.listed.reason
-    return "not listed by the scheduler"
-
-
-def _why_unknown(evidence: Evidence) -> str:
-    parts = [_silence(evidence)]
-    if evidence.submitting:
-        parts.insert(0, "its submission was never confirmed")
-    if evidence.exit_code is None:
-        parts.append("no exit code in the run directory")
-    else:
-        parts.append("stopped at a checkpoint, and may go on")
-    return "; ".join([*parts, _heartbeat(evidence)])
-
-
-def _heartbeat(evidence: Evidence) -> str:
-    """How old the last one is, and what it said."""
-    if evidence.heartbeat_at is None:
-        return "no heartbeat"
-    age = format_time(max(0.0, evidence.now - evidence.heartbeat_at))
-    return f"last heartbeat {age} ago ({evidence.heartbeat or 'no details'})"

@@ -298,8 +298,8 @@ def _check_custom(template: Template, script: str, custom: str, syntax: Syntax |
     done = process.run(["bash", "-n"], cure="install bash", stdin=custom)
     if done.returncode or done.stderr:  # a warning: a here-document without an end
         text, message = "", done.message
-        if found := _BASH_ERROR.search(done.stderr):
-            text, message = [*custom.splitlines(), ""][int(found[1]) - 1], found[2]
+        if match := _BASH_ERROR.search(done.stderr):
+            text, message = [*custom.splitlines(), ""][int(match[1]) - 1], match[2]
         raise _fault(template, text, f"the script is not valid bash: {message}")
 
 

@@ -105,7 +105,7 @@ class SlurmScheduler(BatchCommands):
             elif queued is None:
                 reason = f"no longer listed, though the accounting still says {account.state}"
                 states[job_id] = replace(account, state=JobState.UNKNOWN, reason=reason)
-            elif account.state is queued.state:  # it may lag behind
+            elif account.state is queued.state:  # the accounting may lag
                 states[job_id] = replace(queued, exit_code=account.exit_code)
         return {job_id: states[job_id] for job_id in ids if job_id in states}
 
@@ -157,8 +157,8 @@ class SlurmScheduler(BatchCommands):
         oldest = (since or 0.0) - _CLOCK_SKEW_S  # older ones are other jobs with the same ids
         rows = [row for row in parse_sacct(done.stdout) if (row.submitted_at or inf) >= oldest]
         rows.sort(key=lambda row: inf if row.status.start is None else row.status.start)
-        found = {row.job_id: row.status for row in rows}
-        return {job_id: found[job_id] for job_id in ids if job_id in found}
+        states = {row.job_id: row.status for row in rows}
+        return {job_id: states[job_id] for job_id in ids if job_id in states}
 
 
 # slurm_protocol_defs.c and job_state_codes.shtml: base states, then the flags shown instead.
@@ -189,7 +189,7 @@ _WAITING = re.compile(r"([0-9]{1,18})_\[([0-9,-]{1,9999})(?:%[0-9]+)?\]")
 _SECONDS = re.compile(r"[1-9][0-9]{0,10}")
 _GPUS = re.compile(r"\bgpu(?::[^:,()]+)?:(\d{1,6})\b")
 _UNSET_BYTES = 64 * 2**20
-"""Slurm says 1 MB of nodes whose memory nobody has told it."""
+"""Slurm says 1 MB for nodes whose memory is not configured."""
 
 
 class Listed(NamedTuple):
