@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -83,9 +83,8 @@ def command(
     about_jobs = {"--scheduler": scheduler, "--new-micro-batches": new_micro_batches}
     if job is None:
         refuse(about_jobs, "needs a JOB.yaml")
-    counts = node_counts(nodes)
-    if counts is not None:
-        refuse_beside_nodes(devices, output_file, svg, explain=explain)
+    of_one_plan = {"--devices": devices, "-o": output_file, "--svg": svg, "--explain": explain}
+    counts = node_counts(nodes, of_one_plan)
     inputs = gather(
         job, profile_file, overrides or (), scheduler=scheduler, cluster=cluster, devices=devices,
         nodes=counts, new_micro_batches=new_micro_batches,
@@ -101,14 +100,20 @@ def command(
     )  # fmt: skip
 
 
-def node_counts(texts: list[str] | None) -> tuple[int, ...] | None:
+def node_counts(
+    texts: list[str] | None, of_one_plan: Mapping[str, object]
+) -> tuple[int, ...] | None:
     """Whole numbers above 0 with commas between them: ``1,2,4``; None if none is given.
 
+    Args:
+        of_one_plan: options that have no meaning when several are compared, by name.
+
     Raises:
-        UsageError: a text is something else.
+        UsageError: a text is something else, or such an option is given, too.
     """
     if not texts:
         return None
+    refuse(of_one_plan, "cannot be used with --nodes, which makes several plans")
     text = ",".join(texts)
     try:
         counts = tuple(int(part) for part in text.split(","))
@@ -119,18 +124,6 @@ def node_counts(texts: list[str] | None) -> tuple[int, ...] | None:
     if not all(0 < number <= _MAX_NODES for number in counts):
         raise UsageError(f"--nodes: {text!r}: each must be from 1 to {_MAX_NODES:,}")
     return counts
-
-
-def refuse_beside_nodes(
-    devices: int | None, output_file: Path | None, svg: Path | None, *, explain: bool
-) -> None:
-    """Refuse options of one plan when several numbers of nodes are compared.
-
-    Raises:
-        UsageError: naming the option.
-    """
-    of_one_plan = {"--devices": devices, "-o": output_file, "--svg": svg, "--explain": explain}
-    refuse(of_one_plan, "cannot be used with --nodes, which makes several plans")
 
 
 def show_step(

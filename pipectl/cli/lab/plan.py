@@ -121,9 +121,8 @@ def command(
     changes = list(overrides or ())
     if memory_limit is not None:
         changes.append(f"pipeline.memory_limit={memory_limit}")
-    counts = plan_command.node_counts(nodes)
-    if counts is not None:
-        plan_command.refuse_beside_nodes(devices, output_file, svg, explain=explain)
+    of_one_plan = {"--devices": devices, "-o": output_file, "--svg": svg, "--explain": explain}
+    counts = plan_command.node_counts(nodes, of_one_plan)
     inputs = gather(
         job, profile_file, changes, scheduler=scheduler, cluster=cluster, devices=devices,
         nodes=counts, new_micro_batches=True,
