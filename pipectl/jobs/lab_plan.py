@@ -57,12 +57,8 @@ def choose_planner(inputs: PlanInputs, name: str) -> PlanInputs:
 def change_links(
     inputs: PlanInputs, bandwidth_bytes_per_s: float | None, communication_scale: float | None
 ) -> PlanInputs:
-    """The inputs on a cluster with other links, whose plan is not the job's.
-
-    Args:
-        bandwidth_bytes_per_s: of every link; None leaves it.
-        communication_scale: how many times as long every message takes; None leaves it.
-    """
+    """The inputs on a cluster with this bandwidth of every link, on which every message takes so
+    many times as long; the plan is not the job's."""
     cluster = inputs.cluster
     if bandwidth_bytes_per_s is not None:
         cluster = with_bandwidth(cluster, bandwidth_bytes_per_s)
@@ -76,11 +72,8 @@ def change_links(
 def allow_techniques(inputs: PlanInputs, names: Sequence[str]) -> PlanInputs:
     """The inputs with what the planner may choose although the job has not asked for it.
 
-    Args:
-        names: keys of ``TECHNIQUES``.
-
     Raises:
-        UsageError: there is none of a name.
+        UsageError: a name is not in ``TECHNIQUES``.
     """
     changes: dict[str, Any] = {}
     for name in names:

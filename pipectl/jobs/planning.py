@@ -178,7 +178,7 @@ def request_of(
 
 
 def _key(spec: JobSpec, profile: Profile, cluster: Cluster) -> str:
-    """Names everything that a plan was made from."""
+    """A hash of everything that a plan is made from."""
     parts = [plan_key(spec), profile.to_json(), cluster.to_json()]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
@@ -356,13 +356,12 @@ def _read_settings(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _shipped_number(profile: Profile, *keys: str) -> float | None:
-    """What an imported profile says of the devices it is meant for; None if nothing."""
+    """What an imported profile says of the devices it is meant for."""
     values = (profile.cluster.get(key) for key in keys)
     return next((value for value in values if isinstance(value, int | float) and value > 0), None)
 
 
 def _use_devices(cluster: Cluster, devices: int | None, cure: str) -> Cluster:
-    """The cluster with so many devices; None for all."""
     if devices is None:
         return cluster
     if devices > cluster.ranks:

@@ -114,11 +114,7 @@ def prepare(
 def _add_profile(
     job: Job, progress: Progress | None, *, keep: bool, make: bool, trains: bool
 ) -> Job:
-    """The job with the fresh profile at its usual place, else with one that is made.
-
-    Args:
-        keep: whether it is put there.
-    """
+    """The job with the fresh profile at its usual place, else with one that is made (and kept)."""
     path = profile_path(job.spec)
     profile = fresh_profile(job.spec, path)
     if profile is None and make and job.scheduler == LOCAL:
@@ -133,11 +129,7 @@ def _add_profile(
 
 
 def _add_plan(job: Job, progress: Progress | None, *, keep: bool, make: bool, trains: bool) -> Job:
-    """The job with the fresh plan at its usual place, else with one that is made.
-
-    Args:
-        keep: whether it is put there.
-    """
+    """The job with the fresh plan at its usual place, else with one that is made (and kept)."""
     spec, profile, cluster, path = job.spec, job.profile, job.cluster, plan_path(job.spec)
     if profile is None or cluster is None:
         return job
@@ -170,11 +162,7 @@ def _name_point_in_errors(point: Point) -> Iterator[None]:
 
 
 def load_run(run: RunDirectory, overrides: Sequence[str] = ()) -> JobSpec:
-    """The job of a run, whose output directory is the one that the run is in now.
-
-    Raises:
-        SpecError: see :func:`pipectl.spec.load`.
-    """
+    """The job of a run, whose output directory is the one that the run is in now."""
     spec = load(run.job, overrides)
     output = spec.output.model_copy(update={"directory": str(run.path.parent.absolute())})
     return spec.model_copy(update={"output": output})

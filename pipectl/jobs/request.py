@@ -66,7 +66,6 @@ class Job:
     """A job before it is submitted; see :func:`make_job`.
 
     Args:
-        scheduler: name of the batch system.
         launch: what ranks are started with.
         template: the user's own of job scripts, as it was read.
         cluster: the machines; None for runs that train nothing there.

@@ -60,12 +60,7 @@ class Submission:
     def new(
         cls, run: RunDirectory, job: Job, now: float, after: tuple[str, ...] = ()
     ) -> Submission:
-        """One that the batch system has yet to be told of.
-
-        Args:
-            now: seconds since the epoch.
-            after: ids of jobs that must have completed before it starts.
-        """
+        """One that the batch system has yet to be told of; ``after`` are ids of jobs."""
         request, steps = make_request(job, run.path, after=after), job.work.steps
         record = Record(
             name=request.name,
@@ -190,11 +185,7 @@ def hand_over(
 
 
 def _write(submission: Submission, script: str, twin: RunDirectory) -> None:
-    """Write everything that the job reads, then the record.
-
-    Args:
-        twin: a run that has the files of the same plan already; or this one.
-    """
+    """Write everything that the job reads, then the record; files of the plan as ``twin`` has."""
     run, job, request = submission.run, submission.job, submission.request
     write_job(run, job.spec, request.template)
     if job.cluster is not None:
