@@ -27,7 +27,7 @@ Report = Callable[[int, int, str], None]
 """Called with (done, total, what is or was done); a total of 0 says that nobody knows how long."""
 LINE_S = 10.0
 """Seconds between lines, at least."""
-_MAX_TEXT, _FIGURES = 48, 32
+_MAX_TEXT, _FIGURES = 48, 38
 """Columns of the text at most, and of what stands beside it."""
 
 
@@ -51,16 +51,17 @@ def progress_bar(work: str = "") -> Iterator[Report]:
         return
     figure: ProgressColumn = TaskProgressColumn() if work else MofNCompleteColumn()
     room = max(1, min(_MAX_TEXT, console.width - _FIGURES))
-    times = (TimeElapsedColumn(), TimeRemainingColumn())
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(12), figure)
-    with Progress(*columns, times[0], console=console, transient=True) as progress:
+    bar = (TextColumn("{task.description}", markup=False), BarColumn(12))
+    waiting = (*bar, TimeElapsedColumn())
+    counting = (*bar, figure, TimeRemainingColumn(), TextColumn("left"))
+    with Progress(*waiting, console=console, transient=True) as progress:
         task = progress.add_task(work or "starting", total=None)
 
         def report(done: int, total: int, what: str) -> None:
             text = plain(what).plain.replace("\n", " ")
             text = f"{work} {text}" if work and total else text
             shown = text if len(text) <= room else f"{text[: room - 1]}…"
-            progress.columns = (*columns, times[1 if total else 0])
+            progress.columns = counting if total else waiting
             progress.update(
                 task,
                 completed=done,
