@@ -16,7 +16,7 @@ import psutil
 import pytest
 from job_requests import make_request
 
-from pipectl.batch import JobState, JobStatus
+from pipectl.batch import JobState, JobStatus, render_variables
 from pipectl.batch.slurm import SlurmScheduler
 from pipectl.runs import RunDirectory, read_errors, read_exit_code
 
@@ -49,6 +49,7 @@ def submit(lab: Path, tmp_path: Path) -> Callable[..., tuple[RunDirectory, str]]
         )
         script = SLURM.render(request).replace("tick_s=5", "tick_s=0.1")
         run.script.write_text(script)
+        run.variables.write_text(render_variables(request))
         return run, SLURM.submit(run.script, request)
 
     return start
