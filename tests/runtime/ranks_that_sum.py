@@ -21,7 +21,7 @@ from torch import Tensor
 from pipectl.plan import Plan, Stage, StageCost
 from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.exchange import Exchange
-from pipectl.runtime.links.sums import Sum
+from pipectl.runtime.links.measure import Session, buckets_of, sum_buckets
 from pipectl.runtime.reduction import StageReduction
 from pipectl.runtime.replicas import Replicas
 from pipectl.runtime.sharding import Sharing, owners_of
@@ -144,7 +144,7 @@ def agreed(world: MPI.Intracomm, progress: Progress) -> dict[str, list[float]]:
 def measured(world: MPI.Intracomm) -> list[float]:
     """A sum as the links are measured with."""
     vector = np.full(10, 1.0 + world.rank, dtype=np.float32)
-    Sum(world, vector).run()
+    sum_buckets(buckets_of(Session(world), vector))
     return vector.tolist()
 
 

@@ -1,34 +1,69 @@
 """The link probe: ``python -m mpi4py -m pipectl.runtime.links.probe --run DIRECTORY ...``.
 
-Its ranks are started as those of a training are, so what they find holds for it. Rank 0 writes
+Its ranks are started as those of a training are, so what they measure holds for it. Rank 0 writes
 ``cluster.json``, and a picture beside it.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import socket
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from mpi4py import MPI
 
-from pipectl.cluster import Cluster
+from pipectl.cluster import ASSUMED_BETWEEN, ASSUMED_WITHIN, Cluster, Device, Node
 from pipectl.errors import MismatchError, PipectlError
 from pipectl.files import write_text
 from pipectl.report.charts import links_svg
 from pipectl.runs import RunDirectory, beat
 from pipectl.runtime.failure import report
-from pipectl.runtime.links.describe import describe
-from pipectl.runtime.links.measure import Figures, measure
-from pipectl.runtime.links.session import Session
+from pipectl.runtime.links.measure import Session, measure_link, measure_sharing, measure_sums
+from pipectl.runtime.nodes import grouped, node_name
 from pipectl.spec import load
 
+Pair = tuple[int, int]
 
-def probe(directory: RunDirectory, budget_s: float) -> Figures:
-    """Measure with all ranks of the job.
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs.
+
+    Args:
+        node: the batch system's name of the node.
+        host: the machine's own name; virtual nodes share one.
+        cores: which the rank may use.
+        memory_bytes: of the machine.
+    """
+
+    node: str
+    host: str
+    cores: frozenset[int]
+    memory_bytes: int
+
+    @classmethod
+    def here(cls) -> Place:
+        """This rank's."""
+        return cls(
+            node=node_name(),
+            host=socket.gethostname(),
+            cores=frozenset(os.sched_getaffinity(0)),
+            memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        )
+
+
+def probe(directory: RunDirectory, key: str, budget_s: float) -> Cluster:
+    """Measure with all ranks of the job, in about ``budget_s`` seconds; the same on all ranks.
+
+    Args:
+        key: see :class:`~pipectl.cluster.Cluster`.
 
     Raises:
-        MismatchError: they do not know each other, or are not numbered node by node.
+        MismatchError: the ranks do not know each other, or are not numbered node by node.
     """
     communicator = MPI.COMM_WORLD.Dup()
     if communicator.size == 1:
@@ -42,24 +77,103 @@ def probe(directory: RunDirectory, budget_s: float) -> Figures:
         if communicator.rank == 0:
             beat(directory, what, percent, 100, 1)
 
-    return measure(Session(communicator), budget_s, say)
-
-
-def save(figures: Figures, directory: RunDirectory, output: Path, key: str) -> Cluster:
-    """Write the cluster into the run directory and, with a picture beside it, to ``output``."""
     spec = load(directory.job, check_files=False)
-    cluster = describe(
-        figures,
+    session = Session(communicator)
+    places = session.gather(Place.here())
+    ranks_of = ranks_by_node(places)
+    within, between = pairs_within(ranks_of), pairs_between(ranks_of)
+    counts = rank_counts(len(places))
+    share_s = budget_s / (2 * (len(within) + len(between)) + len(counts))
+    within_node, between_nodes = ASSUMED_WITHIN, ASSUMED_BETWEEN
+    if within:
+        say("measuring links within a node", 0)
+        within_node = measure_link(session, within, share_s)
+    if between:
+        say("measuring links between nodes", 40 if within else 0)
+        between_nodes = measure_link(session, between, share_s)
+        between_nodes = measure_sharing(session, between_nodes, ranks_of)
+    sums: list[tuple[int, int, float]] = []
+    for index, count in enumerate(counts):
+        say(f"measuring sums over {count} ranks", 80 + 20 * index // len(counts))
+        sums += [(count, *row) for row in measure_sums(session, count, share_s)]
+    return Cluster(
         name=spec.name,
-        library=MPI.Get_library_version(),
+        source=describe_source(MPI.Get_library_version(), places),
+        nodes=tuple(
+            describe_node(
+                [places[rank] for rank in ranks],
+                spec.resources.cpus_per_task,
+                spec.resources.memory_per_node,
+            )
+            for ranks in ranks_of
+        ),
+        within_node=within_node,
+        between_nodes=between_nodes,
+        allreduce=tuple(sums),
         key=key,
-        cpus_per_task=spec.resources.cpus_per_task,
-        memory_per_node=spec.resources.memory_per_node,
     )
-    cluster.save(directory.cluster)
-    write_text(output.with_suffix(".svg"), links_svg(cluster))
-    cluster.save(output)
-    return cluster
+
+
+def ranks_by_node(places: Sequence[Place]) -> list[list[int]]:
+    """The ranks of every node, nodes by their first rank.
+
+    Raises:
+        MismatchError: a node's ranks do not follow each other, which no plan can describe.
+    """
+    nodes = grouped(place.node for place in places)
+    for node, ranks in nodes.items():
+        if ranks != list(range(ranks[0], ranks[-1] + 1)):
+            raise MismatchError(
+                f"node {node} has the ranks {ranks}: they do not follow each other",
+                cure="have the launcher fill one node after the other (block distribution)",
+            )
+    return list(nodes.values())
+
+
+def pairs_within(nodes: Sequence[Sequence[int]]) -> list[Pair]:
+    """Neighbours, and the farthest ranks, of the first node that has two."""
+    for ranks in nodes:
+        if len(ranks) > 1:
+            return list(dict.fromkeys([(ranks[0], ranks[1]), (ranks[0], ranks[-1])]))
+    return []
+
+
+def pairs_between(nodes: Sequence[Sequence[int]]) -> list[Pair]:
+    """The first ranks of neighbouring nodes, and of the farthest."""
+    if len(nodes) < 2:
+        return []
+    first, second, last = nodes[0][0], nodes[1][0], nodes[-1][0]
+    return list(dict.fromkeys([(first, second), (first, last)]))
+
+
+def rank_counts(ranks: int) -> list[int]:
+    """2, 4, 8 and so on, and all."""
+    return sorted({*(1 << power for power in range(1, ranks.bit_length())), ranks})
+
+
+def describe_node(places: Sequence[Place], cpus_per_task: int, memory_per_node: int | None) -> Node:
+    """A node; its cores are those that its ranks may use together.
+
+    Args:
+        places: of its ranks.
+        memory_per_node: as asked for, in bytes; None takes the machine's. Ranks share it evenly.
+    """
+    usable = len(frozenset().union(*(place.cores for place in places)))
+    whole = places[0].memory_bytes if memory_per_node is None else memory_per_node
+    return Node(
+        name=places[0].node,
+        ranks=len(places),
+        cores=max(1, usable // cpus_per_task),
+        device=Device("cpu", 1.0, whole // len(places)),
+    )
+
+
+def describe_source(library: str, places: Sequence[Place]) -> str:
+    """What was measured: name and version of the MPI library, ranks and hosts."""
+    line = library.strip().splitlines()[0] if library.strip() else "an unknown MPI"
+    name = " ".join(line.partition(",")[0].replace(" Version:", "").split())
+    hosts = len({place.host for place in places})
+    return f"measured with {name}: {len(places)} ranks on {hosts} host{'s' if hosts > 1 else ''}"
 
 
 def main() -> None:
@@ -69,12 +183,14 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="the cluster description")
     parser.add_argument("--key", required=True, help="what it is measured for")
     parser.add_argument("--budget", type=float, required=True, help="seconds to measure, about")
-    given = parser.parse_args()
-    directory = RunDirectory(given.run)
+    arguments = parser.parse_args()
+    directory = RunDirectory(arguments.run)
     try:
-        figures = probe(directory, given.budget)
+        cluster = probe(directory, arguments.key, arguments.budget)
         if MPI.COMM_WORLD.rank == 0:
-            save(figures, directory, given.output, given.key)
+            cluster.save(directory.cluster)
+            write_text(arguments.output.with_suffix(".svg"), links_svg(cluster))
+            cluster.save(arguments.output)
     except BaseException as error:
         report(directory, MPI.COMM_WORLD.rank, error, action="measuring links")
         sys.exit(error.exit_code if isinstance(error, PipectlError) else 1)

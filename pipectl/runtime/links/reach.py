@@ -39,19 +39,19 @@ def one_way_s(world: MPI.Comm, size: int) -> float:
 
 
 def main() -> None:
-    """Tell what was found."""
+    """Print what rank 0 and rank 1 see of each other."""
     world = MPI.COMM_WORLD
-    found = {
+    facts = {
         "ranks": world.size,
         "hosts": world.allgather(socket.gethostname()),
         "library": " ".join(MPI.Get_library_version().replace("\0", "").splitlines()[0].split()),
         "threads": _LEVELS.get(MPI.Query_thread(), "unknown"),
     }
     if world.size == 2:
-        found["latency_s"] = one_way_s(world, _SMALL)
-        found["bandwidth_bytes_per_s"] = _LARGE / one_way_s(world, _LARGE)
+        facts["latency_s"] = one_way_s(world, _SMALL)
+        facts["bandwidth_bytes_per_s"] = _LARGE / one_way_s(world, _LARGE)
     if world.rank == 0:
-        sys.stdout.write(json.dumps(found) + "\n")
+        sys.stdout.write(json.dumps(facts) + "\n")
 
 
 if __name__ == "__main__":

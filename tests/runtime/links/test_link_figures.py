@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from pipectl.cluster import ASSUMED_BETWEEN
 from pipectl.errors import MismatchError
-from pipectl.link import Link, measured_link
-from pipectl.runtime.links.describe import describe
-from pipectl.runtime.links.measure import Figures
-from pipectl.runtime.links.one_link import _overlap_sizes
-from pipectl.runtime.links.places import Place, pairs_between, pairs_within, ranks_by_node
-from pipectl.runtime.links.session import FEWEST, MOST, repeats
-from pipectl.runtime.links.sums import rank_counts
+from pipectl.link import measured_link
+from pipectl.runtime.links.measure import MAX_REPEATS, MIN_REPEATS, overlap_sizes, repeats_for
+from pipectl.runtime.links.probe import (
+    Place,
+    describe_node,
+    describe_source,
+    pairs_between,
+    pairs_within,
+    rank_counts,
+    ranks_by_node,
+)
 
 
 def place(node: str, *cores: int) -> Place:
@@ -47,60 +50,38 @@ def test_sums_are_over_powers_of_two_and_all(ranks: int, counts: list[int]) -> N
 
 
 def test_repeats_fill_their_share_within_limits() -> None:
-    assert repeats(0.01, 0.1) == 10
-    assert repeats(1.0, 0.1) == FEWEST
-    assert repeats(0.0, 1.0) == MOST
+    assert repeats_for(0.01, 0.1) == 10
+    assert repeats_for(1.0, 0.1) == MIN_REPEATS
+    assert repeats_for(0.0, 1.0) == MAX_REPEATS
 
 
 def test_overlap_is_measured_for_sizes_there_is_time_for() -> None:
     fast = measured_link([(4**power, 1e-6 + 4**power / 1e10) for power in range(14)])
     slow = measured_link([(4**power, 1e-6 + 4**power / 1e8) for power in range(13)])
-    assert _overlap_sizes(fast, 1.0) == [2**20, 2**24]
-    assert _overlap_sizes(slow, 1.0) == [2**20]
-    assert _overlap_sizes(measured_link([(1, 1e-6), (4, 2e-6)]), 1.0) == [4]
+    assert overlap_sizes(fast, 1.0) == [2**20, 2**24]
+    assert overlap_sizes(slow, 1.0) == [2**20]
+    assert overlap_sizes(measured_link([(1, 1e-6), (4, 2e-6)]), 1.0) == [4]
 
 
 @pytest.mark.parametrize(("asked", "memory"), [(8 * 2**30, 4 * 2**30), (None, 8 * 2**30)])
 def test_nodes_have_the_cores_of_their_ranks_and_their_share_of_memory(asked, memory) -> None:
-    figures = Figures(
-        places=(place("a", 0, 1), place("a", 2, 3), place("b", 0, 1, 2, 3), place("b", 0, 1, 2, 3)),
-        nodes=((0, 1), (2, 3)),
-        within_node=Link(1e-6, 1e9),
-        between_nodes=ASSUMED_BETWEEN,
-        allreduce=((4, 4096, 1e-3),),
-    )
-    cluster = describe(
-        figures,
-        name="job",
-        library="MPICH Version:      5.0.2\nMPICH Release date: a day",
-        key=None,
-        cpus_per_task=2,
-        memory_per_node=asked,
-    )
-    assert cluster.source == "measured with MPICH 5.0.2: 4 ranks on 2 hosts"
-    assert [(node.name, node.ranks, node.cores) for node in cluster.nodes] == [
+    bound = describe_node([place("a", 0, 1), place("a", 2, 3)], 2, asked)
+    free = describe_node([place("b", 0, 1, 2, 3), place("b", 0, 1, 2, 3)], 2, asked)
+    assert [(node.name, node.ranks, node.cores) for node in (bound, free)] == [
         ("a", 2, 2),
         ("b", 2, 2),
     ]
-    assert cluster.device(3).memory_bytes == memory
-    assert not cluster.assumed
+    assert free.device.memory_bytes == memory
 
 
 @pytest.mark.parametrize(
     ("library", "words"),
     [
+        ("MPICH Version:      5.0.2\nMPICH Release date: a day", "MPICH 5.0.2"),
         ("Open MPI v5.0.11, package: Open MPI root@host, ident: 5.0.11", "Open MPI v5.0.11"),
         ("", "an unknown MPI"),
     ],
 )
 def test_the_source_names_the_library_without_its_dates(library: str, words: str) -> None:
-    figures = Figures((place("a", 0),), ((0,),), ASSUMED_BETWEEN, ASSUMED_BETWEEN, ())
-    found = describe(
-        figures,
-        name="j",
-        library=library,
-        key=None,
-        cpus_per_task=1,
-        memory_per_node=None,
-    )
-    assert found.source == f"measured with {words}: 1 ranks on 1 host"
+    places = [place("a", 0), place("a", 1), place("b", 0)]
+    assert describe_source(library, places) == f"measured with {words}: 3 ranks on 2 hosts"
