@@ -1,4 +1,4 @@
-"""Slurm through its command line tools: sbatch, squeue, sacct, scontrol, scancel and sinfo.
+"""Slurm through its command line tools: sbatch, squeue, sacct, scancel and sinfo.
 
 Their text formats are stable, the JSON ones are not: ``squeue --json`` changed the type of
 ``job_state`` between releases, and ``sacct --json`` of 22.05 reports success for failed jobs.

@@ -87,7 +87,7 @@ def pbs(commands: Path) -> FakeCommands:
 @pytest.fixture
 def slurm(commands: Path) -> FakeCommands:
     fake = FakeCommands(commands, DATA / "slurm")
-    for command in ("squeue", "scontrol", "scancel"):
+    for command in ("squeue", "scancel"):
         fake.answer(command)
     fake.replay("sacct", "sacct-nodbd.txt")
     return fake
