@@ -40,9 +40,9 @@ from pipectl.errors import UsageError
 from pipectl.jobs.places import LOCAL, plan_path, profile_path, scheduler_name
 from pipectl.jobs.prepare import prepare, warning_of_code
 from pipectl.jobs.state import get_statuses
-from pipectl.jobs.submit import Submission, estimate, render, submit
+from pipectl.jobs.submit import estimate, render, submit
 from pipectl.jobs.sweep import SweepSubmission, render_array, submit_sweep
-from pipectl.runs import RunDirectory, as_typed, find_runs
+from pipectl.runs import as_typed, find_runs
 from pipectl.spec import JobSpec, Point, load_sweep
 
 
@@ -198,24 +198,20 @@ def _report_sweep(sweep: SweepSubmission, *, wait: bool, as_json: bool) -> None:
         say(f"sweep directory: {short_path(sweep.sweep.path)}")
         say(f"see: pipectl status {as_typed(sweep.sweep)}")
     if wait:
-        codes = [_follow(submission.run) for submission in sweep.submissions]
+        codes = []
+        for submission in sweep.submissions:
+            note(submission.run.name)
+            codes.append(exit_code(follow(submission.run)))
         statuses = get_statuses(sweep.sweep.runs(), time.time())
         print_sweep(sweep.sweep, statuses, as_json=as_json)
         if code := next(filter(None, codes), 0):
             raise typer.Exit(code)
     elif as_json:
-        say_json([_of_sweep_json(submission, sweep) for submission in sweep.submissions])
-
-
-def _follow(run: RunDirectory) -> int:
-    note(run.name)
-    return exit_code(follow(run))
-
-
-def _of_sweep_json(submission: Submission, sweep: SweepSubmission) -> dict[str, object]:
-    record = submission.record
-    values = dict(record.sweep.values) if record.sweep else {}
-    return submission_json(submission.run, record, sweep=sweep.sweep.name, values=values)
+        answers = []
+        for run, record in ((each.run, each.record) for each in sweep.submissions):
+            values = dict(record.sweep.values) if record.sweep else {}
+            answers.append(submission_json(run, record, sweep=sweep.sweep.name, values=values))
+        say_json(answers)
 
 
 def _print_script(spec: JobSpec, points: Sequence[Point], scheduler: str | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -325,9 +325,8 @@ def sweep_picture(
         {} if one.record is None or one.record.sweep is None else one.record.sweep.values
         for one in statuses
     ]
-    keys = short_keys(
-        [key for point in points for key in point], taken=("run", "state", "step", "loss", "best")
-    )
+    taken = ("run", "state", "step", "loss", "best")
+    keys = short_keys((key for point in points for key in point), taken)
     metrics = dict.fromkeys(name for one in statuses for name in one.measured.evaluation)
     rows = []
     for point, one in zip(points, statuses, strict=True):
@@ -351,25 +350,15 @@ def sweep_picture(
 
 def values_text(values: Mapping[str, Any]) -> str:
     """The values of a point in a line, by the last words of their keys: ``lr=0.001 seed=2``."""
-    shorts = short_keys(list(values))
-    return " ".join(f"{name}={_value(values, key)}" for key, name in shorts.items())
+    names = short_keys(values)
+    return " ".join(f"{name}={_value(values, key)}" for key, name in names.items())
 
 
-def short_keys(keys: Sequence[str], taken: Sequence[str] = ()) -> dict[str, str]:
-    """Keys by as few of their last words as tell them apart, and from what is ``taken``."""
-    names, distinct = {}, [f".{key}" for key in dict.fromkeys(keys)]
-    for key in distinct:
-        words = key.split(".")[1:]
-        tails = [".".join(words[-count:]) for count in range(1, len(words) + 1)]
-        names[key[1:]] = next(
-            (
-                tail
-                for tail in tails
-                if tail not in taken and sum(each.endswith(f".{tail}") for each in distinct) == 1
-            ),
-            key[1:],
-        )
-    return names
+def short_keys(keys: Iterable[str], taken: Sequence[str] = ()) -> dict[str, str]:
+    """Keys by their last words, or whole if others end like them or the word is ``taken``."""
+    words = {key: key.rpartition(".")[2] for key in keys}
+    ends = Counter(words.values())
+    return {key: key if ends[word] > 1 or word in taken else word for key, word in words.items()}
 
 
 def _value(values: Mapping[str, Any], key: str) -> str:
