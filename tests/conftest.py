@@ -1,5 +1,6 @@
 """Builders that several test folders share, and how tests are spread over processes."""
 
+import fcntl
 import json
 import os
 import shlex
@@ -24,6 +25,9 @@ from pipectl.schedule import default_warm_up
 settings.register_profile("busy machines", deadline=None)
 settings.load_profile("busy machines")
 
+WARM = "PIPECTL_TESTS_WARM"
+"""Where the environment names the folder of the warm servers."""
+STARTED: list[subprocess.Popen[bytes]] = []
 TOGETHER = ("tests/slurm/", "tests/capture/", "tests/equality/")
 """Folders whose files share what takes long to make, and so go to one process of ``pytest -n``."""
 
@@ -110,14 +114,34 @@ def pipeline() -> Callable[..., Plan]:
     return make_plan
 
 
-@contextmanager
-def warm_server(*files: Path) -> Iterator[str]:
-    """A program that is Python with torch loaded, for ``-m MODULE``: see tests/warm.
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the folder of the warm servers that all processes of a run share."""
+    if hasattr(config, "workerinput"):  # this is one of those processes
+        return
+    folder = Path(tempfile.mkdtemp(prefix="pipectl-"))  # the names of sockets are short
+    os.mkfifo(folder / "alive")
+    alive = os.open(folder / "alive", os.O_RDWR)
+    os.environ[WARM] = str(folder)
+
+    def end() -> None:
+        os.close(alive)  # which is what the servers wait for
+        for server in STARTED:
+            server.wait()
+        shutil.rmtree(folder)
+
+    config.add_cleanup(end)
+
+
+def start_server(folder: Path, stdin: Any, *files: Path) -> subprocess.Popen[bytes]:
+    """Start a Python that has loaded torch; ``folder / "python" -m MODULE`` is a fork of it.
+
+    See tests/warm.
 
     Args:
+        stdin: the server ends with it.
         files: modules whose work is done for all that is started in this way.
     """
-    folder = Path(tempfile.mkdtemp(prefix="pipectl-"))  # the names of sockets are short
+    folder.mkdir()
     program, address, here = folder / "python", folder / "socket", Path(__file__).parent / "warm"
     client = [sys.executable, "-IS", str(here / "client.py"), sys.executable, str(address)]
     program.write_text(f'#!/bin/sh\nexec {shlex.join(client)} "$@"\n')
@@ -128,7 +152,7 @@ def warm_server(*files: Path) -> Iterator[str]:
         (folder / "mpiexec").chmod(0o755)
     server = subprocess.Popen(
         [sys.executable, here / "server.py", address, *files],
-        stdin=subprocess.PIPE,
+        stdin=stdin,
         env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
     )
     deadline = time.monotonic() + 280
@@ -136,33 +160,88 @@ def warm_server(*files: Path) -> Iterator[str]:
         assert server.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    yield str(program)
-    server.communicate()
-    shutil.rmtree(folder)
+    return server
+
+
+def shared_server(name: str, *files: Path) -> str:
+    """The program of a server, started by the first process of this run that asks for it."""
+    shared = Path(os.environ[WARM])
+    with (shared / f"{name}.lock").open("w") as lock, (shared / "alive").open("rb") as alive:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (shared / name).exists():
+            STARTED.append(start_server(shared / name, alive, *files))
+    return str(shared / name / "python")
 
 
 @pytest.fixture(scope="session")
-def warm_python() -> Iterator[str]:
-    """:func:`warm_server`, with nothing but torch.
+def warm_python() -> str:
+    """Python with nothing loaded but torch, see :func:`start_server`.
 
     What a test proves of how processes start, of their memory or of who their parent is, it proves
     with ``sys.executable``.
     """
-    with warm_server() as program:
-        yield program
+    return shared_server("torch")
 
 
 @pytest.fixture(scope="session")
-def warm_commands() -> Iterator[str]:
-    """:func:`warm_server`, for ``-m pipectl`` and what it starts."""
-    with warm_server(Path(__file__).parent / "warm" / "commands.py") as program:
-        yield program
+def warm_commands() -> str:
+    """Python for ``-m pipectl`` and what it starts, see :func:`start_server`."""
+    return shared_server("commands", Path(__file__).parent / "warm" / "commands.py")
 
 
 @pytest.fixture(scope="session")
-def warm_python_of() -> Callable[..., AbstractContextManager[str]]:
-    """:func:`warm_server`."""
-    return warm_server
+def warm_python_of() -> Callable[[Path], AbstractContextManager[str]]:
+    """``with warm_python_of(file) as python``: with the work of a module done, for a while."""
+
+    @contextmanager
+    def start(file: Path) -> Iterator[str]:
+        folder = Path(tempfile.mkdtemp(prefix="pipectl-"))
+        server = start_server(folder / "server", subprocess.PIPE, file)
+        yield str(folder / "server" / "python")
+        server.communicate()
+        shutil.rmtree(folder)
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def mpiexec() -> str:
+    """The launcher that came with pipectl, else that of the machine."""
+    beside = Path(sys.prefix) / "bin" / "mpiexec"
+    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    assert found, "no mpiexec: pip install mpich"
+    return found
+
+
+@pytest.fixture(scope="session")
+def launch(
+    request: pytest.FixtureRequest, mpiexec: str
+) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """``launch(ranks, *arguments)``: Python under mpiexec; with 0 ranks, one process without it.
+
+    The processes are forks of one that has loaded torch; with ``fresh=True`` they are started as
+    jobs start them, with ``python=`` by that program.
+    """
+
+    def start(
+        ranks: int,
+        *arguments: object,
+        timeout: float = 280,
+        fresh: bool = False,
+        python: str | None = None,
+    ) -> subprocess.CompletedProcess[str]:
+        python = sys.executable if fresh else python or request.getfixturevalue("warm_python")
+        command = [python, "-m", "mpi4py", *map(str, arguments)]
+        return subprocess.run(
+            [mpiexec, "-n", str(ranks), *command] if ranks else command,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+
+    return start
 
 
 @pytest.fixture(scope="session")
@@ -193,8 +272,8 @@ def contents() -> Callable[[Path], dict[str, Any]]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """One more than there are cores: tests of real ranks wait for each other a good deal."""
-    return min(4, len(os.sched_getaffinity(0)) + 1)
+    """Twice as many as there are cores: tests of real ranks wait for each other a good deal."""
+    return min(8, 2 * len(os.sched_getaffinity(0)))
 
 
 def scope_of(nodeid: str) -> str:

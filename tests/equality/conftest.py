@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +18,8 @@ HERE = Path(__file__).parent
 class Trained:
     """Runs of cells, trained when the first of their set is asked for."""
 
-    def __init__(self, directory: Path, python: str) -> None:
-        self._directory, self._python = directory, python
+    def __init__(self, directory: Path, launch: Callable[..., Any]) -> None:
+        self._directory, self._launch = directory, launch
         self._done: set[tuple[str, int]] = set()
         self._sample: dict[str | int, set[Any]] = {
             ranks: {*cells.sampled(ranks), *replica_cells.cells_of(ranks, sample=True)}
@@ -40,17 +38,8 @@ class Trained:
         if (chosen, ranks) in self._done:
             return
         self._done.add((chosen, ranks))
-        beside = Path(sys.prefix) / "bin" / "mpiexec"
-        mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
-        assert mpiexec, "no mpiexec: pip install mpich"
-        program = [self._python, "-m", "mpi4py", str(HERE / "train_cells.py")]
-        done = subprocess.run(
-            [mpiexec, "-n", str(ranks), *program, str(self._directory), chosen],
-            capture_output=True,
-            text=True,
-            timeout=1800,
-            check=False,
-        )
+        program = HERE / "train_cells.py"
+        done = self._launch(ranks, program, self._directory, chosen, timeout=1800)
         assert done.returncode == 0, done.stderr[-4000:]
 
 
@@ -58,7 +47,8 @@ class Trained:
 def trained(
     tmp_path_factory: pytest.TempPathFactory,
     warm_python_of: Callable[..., AbstractContextManager[str]],
+    launch: Callable[..., Any],
 ) -> Iterator[Trained]:
     """``trained(ranks, cell)``: a run directory."""
     with warm_python_of(HERE / "all_captured.py") as python:
-        yield Trained(tmp_path_factory.mktemp("equality"), python)
+        yield Trained(tmp_path_factory.mktemp("equality"), partial(launch, python=python))

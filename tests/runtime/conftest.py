@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,34 +92,6 @@ def make_run(
 
 
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
-
-
-@pytest.fixture(scope="session")
-def launch(warm_python: str) -> Launch:
-    """``launch(ranks, *arguments)``: Python under mpiexec; with 0 ranks, one process without it.
-
-    The processes are forks of one that has loaded torch; with ``fresh=True`` they are started as
-    jobs start them.
-    """
-    beside = Path(sys.prefix) / "bin" / "mpiexec"
-    mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
-    assert mpiexec, "no mpiexec: pip install mpich"
-
-    def start(
-        ranks: int, *arguments: object, timeout: float = 280, fresh: bool = False
-    ) -> subprocess.CompletedProcess[str]:
-        python = sys.executable if fresh else warm_python
-        command = [python, "-m", "mpi4py", *map(str, arguments)]
-        return subprocess.run(
-            [mpiexec, "-n", str(ranks), *command] if ranks else command,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,
-        )
-
-    return start
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,6 @@ from pipectl.runs import Logs, RunDirectory
 from pipectl.runtime.output import job_log, own_log
 
 RANKS = Path(__file__).with_name("printing_ranks.py")
-MPIEXEC = Path(sys.executable).parent / "mpiexec"
 WHOLE = {f"[{rank}] piece and end": 200 for rank in range(2)}
 CHILD = {f"[{rank}] from a child": 1 for rank in range(2)}
 SAID = {f"rank {rank} [2Jbegins": 1 for rank in range(2)}
@@ -24,13 +23,12 @@ LAST = {"to the launcher": 2}
 
 
 @pytest.fixture
-def print_from_ranks(tmp_path: Path) -> Callable[[str], Counter[str]]:
+def print_from_ranks(tmp_path: Path, mpiexec: str) -> Callable[[str], Counter[str]]:
     """Two ranks print; how often there is which line."""
 
     def run(how: str) -> Counter[str]:
         directory = RunDirectory(tmp_path)
         directory.logs.mkdir(exist_ok=True)
-        mpiexec = str(MPIEXEC) if MPIEXEC.exists() else "mpiexec"
         with directory.job_log.open("wb") as log:
             subprocess.run(
                 [mpiexec, "-n", "2", sys.executable, str(RANKS), how],

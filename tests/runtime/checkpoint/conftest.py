@@ -66,10 +66,8 @@ def module_runs(
 
 
 @pytest.fixture
-def start(warm_python: str) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def start(warm_python: str, mpiexec: str) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """``start(ranks, run)``: workers, as a process that goes on by itself; see ``launch``."""
-    beside = Path(sys.prefix) / "bin" / "mpiexec"
-    mpiexec = str(beside) if beside.exists() else "mpiexec"
     started: list[subprocess.Popen[str]] = []
 
     def begin(ranks: int, run: RunDirectory, *, fresh: bool = False) -> subprocess.Popen[str]:

@@ -152,8 +152,10 @@ def some_fate(random_: random.Random, ranks: int) -> dict[str, Any]:
 class Killed:
     """A run that is continued again and again, over some numbers of ranks."""
 
-    def __init__(self, run: RunDirectory, plans: dict[int, RunDirectory], become: Any) -> None:
-        self.run, self._plans, self._become = run, plans, become
+    def __init__(
+        self, run: RunDirectory, plans: dict[int, RunDirectory], become: Any, mpiexec: str
+    ) -> None:
+        self.run, self._plans, self._become, self._mpiexec = run, plans, become, mpiexec
         self.attempt = 0
         self.log = run.path / "log"
         self.tally = Tally()
@@ -168,13 +170,11 @@ class Killed:
         if ranks == 1:
             asked = {"run": str(self.run.path), "attempt": self.attempt, "log": str(self.log)}
             return int(self._become(**asked, fate=fate)["code"])
-        beside = Path(sys.prefix) / "bin" / "mpiexec"
-        mpiexec = str(beside) if beside.exists() else "mpiexec"
         worker = [sys.executable, "-m", "mpi4py", str(RANKS), "--run", str(self.run.path)]
         given = {"TEST_FATE": json.dumps(fate), ATTEMPT: str(self.attempt)}
         with self.log.open("ab") as log:
             return subprocess.run(
-                [mpiexec, "-n", str(ranks), *worker],
+                [self._mpiexec, "-n", str(ranks), *worker],
                 env={
                     **os.environ,
                     "OMP_NUM_THREADS": "1",
@@ -224,15 +224,15 @@ def wait_for(pids: list[int]) -> None:
 
 @pytest.mark.torture
 def test_a_run_that_is_killed_again_and_again_ends_to_the_bit(
-    module_runs: Any, become: Any, contents: Any
+    module_runs: Any, become: Any, contents: Any, mpiexec: str
 ) -> None:
     """Each time, all that has the name of a checkpoint is whole, and none is lost."""
     random_, steps = random.Random(SEED), STEPS * KILLS + 4
     plans = {ranks: module_runs(ranks, sections(steps, 2)) for ranks in {*RANKS_OF_STARTS}}
-    whole = Killed(module_runs(1, sections(steps, steps)), {}, become)
+    whole = Killed(module_runs(1, sections(steps, steps)), {}, become, mpiexec)
     become(job=str(plans[1].job))
     assert whole.start(1, NOBODY) == 0, whole.log.read_text()
-    killed = Killed(module_runs(1, sections(steps, 2)), plans, become)
+    killed = Killed(module_runs(1, sections(steps, 2)), plans, become, mpiexec)
     print(f"seed {SEED}")
     while killed.tally.kills < KILLS:
         ranks = RANKS_OF_STARTS[killed.tally.kills % len(RANKS_OF_STARTS)]

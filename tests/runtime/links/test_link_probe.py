@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -48,11 +47,8 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 @pytest.fixture
-def probe(run: RunDirectory, tmp_path: Path) -> Probe:
+def probe(run: RunDirectory, tmp_path: Path, mpiexec: str) -> Probe:
     """``probe("a", "a", "b")``: three ranks on two pretended nodes."""
-    beside = Path(sys.prefix) / "bin" / "mpiexec"
-    mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
-    assert mpiexec, "no mpiexec: pip install mpich"
 
     def start(*nodes: str) -> subprocess.CompletedProcess[str]:
         wrapper = tmp_path / "on-node"
