@@ -11,28 +11,27 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-PAUSE_S = 0.25
-
 
 class Pausing(nn.Module):
     """Takes its time, in one forward; kept as one operator by ``model.opaque``."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, pause_s: float) -> None:
         super().__init__()
+        self.pause_s = pause_s
         self.linear = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        time.sleep(PAUSE_S)
+        time.sleep(self.pause_s)
         return self.linear(x)
 
 
 class Slow(nn.Module):
     """Six equal layers, of which one pauses."""
 
-    def __init__(self, width: int = 16) -> None:
+    def __init__(self, width: int = 16, pause_s: float = 0.0) -> None:
         super().__init__()
         self.before = nn.Sequential(*[nn.Linear(width, width) for _ in range(2)])
-        self.pausing = Pausing(width)
+        self.pausing = Pausing(width, pause_s)
         self.after = nn.Sequential(*[nn.Linear(width, width) for _ in range(3)])
         self.dropout = nn.Dropout(0.2)
 
