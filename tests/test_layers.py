@@ -46,17 +46,20 @@ def test_imports_go_down_and_libraries_stay_in_their_place():
     assert faults(all_imports()) == []
 
 
-def test_measuring_and_planning_do_not_start_mpi():
-    modules = "pipectl.profiler.job, pipectl.jobs.profiles, pipectl.jobs.submit, pipectl.cli"
-    code = f"import sys, {modules}; sys.exit('mpi4py.MPI' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+MODULES = """
+import sys
+import pipectl.cli, pipectl.jobs.prepare, pipectl.jobs.submit, pipectl.jobs.sweep
+import pipectl.jobs.profiles, pipectl.profiler.job
+assert "mpi4py" not in sys.modules
+import pipectl.runtime.worker
+assert "numba" not in sys.modules
+"""
 
 
-def test_what_measures_a_model_has_not_loaded_the_planner():
-    """Ranks do not load numba, and what a measuring process holds counts as memory of a rank."""
-    modules = "pipectl.cli, pipectl.jobs.prepare, pipectl.jobs.submit, pipectl.jobs.sweep"
-    code = f"import sys, {modules}; sys.exit('numba' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+def test_what_measures_loads_no_mpi_and_neither_it_nor_a_rank_the_compiler_of_the_planner():
+    """MPI takes a thread to start, and fails on some login nodes; what a measuring process holds
+    counts as memory of a rank."""
+    subprocess.run([sys.executable, "-c", MODULES], check=True)
 
 
 def test_no_parts_of_a_layer_import_each_other_in_a_circle():

@@ -11,6 +11,7 @@ import yaml
 
 from pipectl.profile import Operator, Profile
 from pipectl.profiler import profile_job, timing
+from pipectl.profiler.effort import Effort
 from pipectl.spec import load
 
 EQUALITY = Path(__file__).parents[1] / "equality" / "models.py"
@@ -33,7 +34,7 @@ def profiled(tmp_path: Path, model: str, materialize: str) -> Profile:
     path.write_text(yaml.safe_dump(document))
     threads = torch.get_num_threads()
     try:
-        return profile_job(load(path))
+        return profile_job(load(path), effort=Effort.FAST)
     finally:
         torch.set_num_threads(threads)
 
@@ -45,7 +46,7 @@ def all_but_times(operator: Operator) -> tuple[Any, ...]:
     return operator.id, operator.name, sizes, operator.parameters, saved, operator.signature
 
 
-@pytest.mark.parametrize("model", ["gpt", "tied", "cnn", "dense"])
+@pytest.mark.parametrize("model", ["tied", "cnn", "dense"])
 def test_everything_but_times_is_that_of_the_whole_model(tmp_path: Path, model: str) -> None:
     whole, parts = (profiled(tmp_path, model, how) for how in ("eager", "per_rank"))
     assert list(map(all_but_times, parts.operators)) == list(map(all_but_times, whole.operators))

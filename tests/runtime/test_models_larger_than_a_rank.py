@@ -30,7 +30,7 @@ SAVED = {"checkpoint": {"every": 1, "keep": 1}}
 """With copies of all they save, ranks would exceed the limit (1007 of 907 MiB)."""
 
 
-def planned(spec: JobSpec, profile: Profile, limit: int | None, base: Path) -> RunDirectory:
+def planned(spec: JobSpec, profile: Profile, limit: int, base: Path) -> RunDirectory:
     ranks = spec.resources.ranks
     request = PlanRequest(spec.name, 4, micro_batches=2, stages=ranks, memory_limit_bytes=limit)
     run = RunDirectory.create(base, f"{ranks}-ranks", 0.0)
@@ -43,10 +43,9 @@ def planned(spec: JobSpec, profile: Profile, limit: int | None, base: Path) -> R
 @pytest.mark.mpi
 def test_a_model_three_times_larger_than_a_rank(make_spec: Any, work: Any, tmp_path: Path) -> None:
     data = {"factory": f"{TOWER}:Vectors"}
-    four = make_spec(4, data=data, **SECTIONS, **SAVED)
-    two = make_spec(2, data=data, **SECTIONS)
+    spec = make_spec(4, data=data, **SECTIONS, **SAVED)
     threads = torch.get_num_threads()
-    profile = profile_job(four, effort=Effort.FAST)
+    profile = profile_job(spec, effort=Effort.FAST)
     torch.set_num_threads(threads)
     baseline = profile.process_baseline_bytes
     assert baseline is not None
@@ -57,23 +56,18 @@ def test_a_model_three_times_larger_than_a_rank(make_spec: Any, work: Any, tmp_p
     assert state_bytes > 1.2 * 2**30
     limit = baseline + state_bytes // 3
 
-    runs = [planned(four, profile, limit, tmp_path), planned(two, profile, None, tmp_path)]
-    for ranks, run in zip((4, 2), runs, strict=True):
-        done = work(ranks, run, fresh=ranks == 4)  # whose memory is looked at
-        assert done.returncode == 0, done.stderr
+    run = planned(spec, profile, limit, tmp_path)
+    done = work(4, run, fresh=True)  # a fork has the memory of what it is forked from
+    assert done.returncode == 0, done.stderr
 
-    beat = read_heartbeat(runs[0])
+    beat = read_heartbeat(run)
     assert beat is not None
     peaks = [rank["peak_bytes"] for rank in beat["ranks"]]
     assert len(peaks) == 4
     assert max(peaks) <= limit, [peak >> 20 for peak in peaks]
-    weights = [checkpoint.load(run.checkpoints / "step-000002") for run in runs]
-    assert weights[0].keys() == weights[1].keys()
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    assert 4 * sum(tensor.nbytes for tensor in weights[0].values()) >= state_bytes
-    losses = [[line["loss"] for line in read_metrics(run)] for run in runs]
-    assert losses[0] == losses[1]
-    assert len(losses[0]) == 2
+    weights = checkpoint.load(run.checkpoints / "step-000002")
+    assert 4 * sum(tensor.nbytes for tensor in weights.values()) >= state_bytes
+    assert [line["step"] for line in read_metrics(run)] == [1, 2]
 
 
 @pytest.mark.mpi

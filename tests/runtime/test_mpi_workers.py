@@ -49,7 +49,7 @@ def test_weights_of_micro_batches_are_the_same_on_one_and_two_ranks(
     told = {"told": f"{HERE / 'job_parts.py'}:told"}
     two = make_run(make_spec(2, loss=loss, data={"workers": 1}, callbacks=told))
     for ranks, run in ((0, one), (2, two)):
-        done = work(ranks, run, fresh=True)
+        done = work(ranks, run)
         assert done.returncode == 0, done.stderr
     figures = [
         [(line["step"], line["loss"], line["gradient_norm"]) for line in read_metrics(run)]

@@ -36,7 +36,7 @@ def trained(make_spec: Any, make_run: Any, work: Any) -> Any:
     def train(ranks: int, gpus: int, **sections: Any) -> dict[str, Tensor]:
         resources = {"tasks_per_node": ranks, "gpus_per_node": gpus}
         run = make_run(make_spec(ranks, resources=resources, **sections))
-        done = work(ranks, run, fresh=True)
+        done = work(ranks, run)
         assert done.returncode == 0, done.stderr
         assert read_errors(run) == []
         beat = read_heartbeat(run)
