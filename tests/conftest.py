@@ -226,7 +226,7 @@ def launch(
     def start(
         ranks: int,
         *arguments: object,
-        timeout: float = 280,
+        timeout: float = 500,
         fresh: bool = False,
         python: str | None = None,
     ) -> subprocess.CompletedProcess[str]:

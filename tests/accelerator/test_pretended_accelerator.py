@@ -21,7 +21,6 @@ HERE = Path(__file__).parent
 TESTS = HERE.parent / "runtime" / "test_on_accelerators.py"
 COMPILER = shutil.which(os.environ.get("CXX", "g++"))
 pytestmark = [
-    pytest.mark.timeout(600),
     pytest.mark.skipif(COMPILER is None, reason="no C++ compiler"),
     pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a real one"),
 ]

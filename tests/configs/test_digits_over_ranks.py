@@ -49,7 +49,6 @@ def evaluations(run: RunDirectory) -> list[Any]:
 
 
 @pytest.mark.mpi
-@pytest.mark.timeout(600)
 def test_accuracy_and_weights_do_not_depend_on_the_ranks(tmp_path: Path, launch: Any) -> None:
     pytest.importorskip("sklearn", reason="pip install 'pipectl[examples]'")
     threads = torch.get_num_threads()

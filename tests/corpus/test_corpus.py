@@ -79,7 +79,6 @@ def test_figures_are_finite_and_weights_move(trial: Trial) -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "names", [OVER_MPI, pytest.param(LIBRARIES_OVER_MPI, marks=pytest.mark.corpus)]
 )

@@ -21,7 +21,7 @@ _DEPENDS_ON_TIMES = (
     *("waiting", "stage "),
 )
 _SHORTER = "pipectl submit job.yaml --set training.steps=20 --set evaluation.every=20"
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.mpi
 
 
 @pytest.fixture

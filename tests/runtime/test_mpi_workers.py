@@ -20,7 +20,7 @@ from pipectl.runtime import checkpoint
 from pipectl.runtime.failure import Doing
 from pipectl.runtime.worker import run as work_here
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.mpi
 HERE = Path(__file__).parent
 
 
@@ -230,7 +230,7 @@ def test_data_of_which_ranks_see_different_lengths(
     data = {"factory": f"{HERE / 'job_parts.py'}:RankDependent"}
     sections = {"data": data} if key == "data" else {"evaluation": {"data": data}}
     run = make_run(make_spec(2, **sections))
-    done = work(2, run, timeout=150)
+    done = work(2, run)
     assert done.returncode == 3
     assert f"{key}: the ranks find different numbers of samples: [23, 24]" in done.stderr
     assert "Traceback" not in done.stderr

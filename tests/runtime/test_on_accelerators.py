@@ -24,7 +24,6 @@ MODELS = Path(__file__).parents[1] / "equality" / "models.py"
 ROUNDING = 1e-4
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(600),
     pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator here"),
 ]
 

@@ -17,7 +17,7 @@ from pipectl import __version__
 from pipectl.plan import Plan
 from pipectl.runs import RunDirectory, read_errors, read_metrics
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.mpi
 HERE = Path(__file__).parent
 PROGRAM = HERE / "rank_of_its_own.py"
 

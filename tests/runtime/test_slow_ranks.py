@@ -13,7 +13,7 @@ from pipectl.plan import Plan
 from pipectl.runs import read_metrics
 from pipectl.runtime import checkpoint
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.mpi
 PARTS = Path(__file__).with_name("bad_parts.py")
 SECTIONS = {
     "model": {"factory": f"{PARTS}:Slow", "opaque": ["pausing"], "kwargs": {"pause_s": 0.0}},

@@ -90,5 +90,5 @@ def test_before_the_first_step_a_rank_that_waits_for_another_says_so(
     """The second rank comes only when somebody has seen that the first one waits."""
     script = tmp_path / "seen.py"
     script.write_text(SEEN)
-    done = launch(2, script, tmp_path, timeout=100)
+    done = launch(2, script, tmp_path)
     assert done.returncode == 0, done.stderr

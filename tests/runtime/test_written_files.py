@@ -106,7 +106,6 @@ def make_read_only(directory: Path) -> Callable[[], None]:
 
 
 @pytest.mark.mpi
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("break_it", "file"),
     [

@@ -17,7 +17,7 @@ from pipectl.plan import Plan
 from pipectl.runs import RunDirectory, checkpoints, read_errors, read_heartbeat, read_metrics
 from pipectl.runtime import checkpoint
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.mpi
 HERE = Path(__file__).parent
 PARTS = HERE.parent / "job_parts.py"
 ADAM = {"optimizer": {"factory": "torch.optim:AdamW", "kwargs": {"lr": 0.05}}}
@@ -89,7 +89,7 @@ def trained(module_runs: Any, launch: Any) -> dict[str, tuple[RunDirectory, RunD
         whole, rest = (module_runs(ranks, sections, **request) for _ in range(2))
         arguments += [whole.path, f"{whole.path}:{STOPPED}:{rest.path}"]
         found[name] = whole, rest
-    done = launch(2, HERE / "ranks_that_resume.py", *arguments, timeout=240)
+    done = launch(2, HERE / "ranks_that_resume.py", *arguments)
     assert done.returncode == 0, done.stderr
     return found
 

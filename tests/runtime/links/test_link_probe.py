@@ -62,7 +62,7 @@ def probe(run: RunDirectory, tmp_path: Path, mpiexec: str) -> Probe:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=280,
             check=False,
         )
 

@@ -14,7 +14,7 @@ import pytest
 from pipectl.plan import OffloadTarget, Plan
 from pipectl.runs import RunDirectory, read_errors, read_metrics
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.mpi
 PARTS = Path(__file__).parents[1] / "bad_parts.py"
 FILLED = "TEST_FILLED_DIRECTORY"
 

@@ -10,7 +10,7 @@ import torch
 
 from pipectl.runtime import checkpoint
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.mpi
 PARTS = Path(__file__).with_name("large_parts.py")
 SECTIONS: dict[str, Any] = {
     "model": {"factory": f"{PARTS}:Wide"},

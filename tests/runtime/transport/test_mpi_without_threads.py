@@ -10,7 +10,7 @@ import torch
 from pipectl.runs import read_heartbeat
 from pipectl.runtime import checkpoint
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.mpi
 WHY = "this MPI does not allow calls from several threads"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.mpi
 RANKS = Path(__file__).with_name("message_order.py")
 WHOLE, PIECES = 1000, 16
 
@@ -36,5 +36,5 @@ def test_pieces_of_several_messages(launch: Any, how: str) -> None:
 
 
 def check(launch: Any, order: str, piece_bytes: int, how: str) -> None:
-    done = launch(2, RANKS, order, piece_bytes, *how.split(), timeout=60)
+    done = launch(2, RANKS, order, piece_bytes, *how.split())
     assert done.returncode == 0, done.stderr

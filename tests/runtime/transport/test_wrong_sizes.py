@@ -11,7 +11,7 @@ import pytest
 
 from pipectl.runs import read_errors, read_metrics
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.mpi
 HERE = Path(__file__).parent
 CASES = {"short", "long", "nothing", "short, large", "long, large", "another type"}
 WAY = "from stage 3 (rank 0) to stage 5 (rank 1)"
