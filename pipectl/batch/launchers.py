@@ -150,18 +150,14 @@ def _mpiexec_options(request: JobRequest, *, here: bool) -> list[str]:
             f"launch.mpi: no mpiexec of the kind {mpi!r}{did_you_mean(mpi, MPIEXECS)}",
             cure=f"choose one of {', '.join((AUTO, *MPIEXECS))}, or set launch.launcher: srun",
         )
-    place = _MPIEXECS[mpi].place[here].format(per_node=request.resources.tasks_per_node)
-    return (
-        _MPIEXECS[mpi]
-        .options[bind]
-        .format(
-            place=place,
-            ranks=request.ranks,
-            cores=request.resources.cpus_per_task,
-            oversubscribe=":OVERSUBSCRIBE" if here else "",
-        )
-        .split()
+    kind, resources = _MPIEXECS[mpi], request.resources
+    words = kind.options[bind].format(
+        place=kind.place[here].format(per_node=resources.tasks_per_node),
+        ranks=request.ranks,
+        cores=resources.cpus_per_task,
+        oversubscribe=":OVERSUBSCRIBE" if here else "",
     )
+    return words.split()
 
 
 def find_mpiexec(request: JobRequest) -> str:

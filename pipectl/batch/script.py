@@ -102,7 +102,7 @@ def render_variables(request: JobRequest) -> str:
     )
 
 
-def refuse_controls(text: str, what: str) -> None:
+def _refuse_controls(text: str, what: str) -> None:
     """Refuse text with control characters: a newline would end a directive.
 
     Raises:
@@ -148,7 +148,7 @@ def check_template(template: Template) -> None:
     """
     for number, line in enumerate(template.text.split("\n"), start=1):
         try:
-            refuse_controls(line.replace("\t", "").removesuffix("\r"), "this line")
+            _refuse_controls(line.replace("\t", "").removesuffix("\r"), "this line")
         except InvalidInputError as error:
             raise _fault(template, number, error.message) from None
     _compile(_environment(), template)
@@ -208,7 +208,7 @@ def _check_texts(request: JobRequest) -> None:
             text = text.replace("\n", "").replace("\t", "")
         if key.startswith("environment.variables."):
             text = text.replace("\t", "")
-        refuse_controls(text, key)
+        _refuse_controls(text, key)
     for name in request.environment.variables:
         if not _VARIABLE.fullmatch(name):
             raise InvalidInputError(

@@ -15,7 +15,7 @@ import pytest
 from job_requests import change, run, start, wait_until, write_script
 
 from pipectl.batch import Array, JobRequest, Template, get, render_variables
-from pipectl.batch.script import refuse_controls, slurm_file, slurm_value
+from pipectl.batch.script import slurm_file, slurm_value
 from pipectl.errors import InvalidInputError
 from pipectl.runs import (
     ATTEMPT,
@@ -384,12 +384,6 @@ def test_values_that_no_script_can_hold_are_refused(
     if "variables" in changes:
         with pytest.raises(InvalidInputError, match=named):
             render_variables(request)
-
-
-@pytest.mark.parametrize("bad", ["\n", "\r", "\0", "\x1b[31m", "\x7f", "\x85", "\u2028", "\t"])
-def test_control_characters_are_refused_by_name(bad: str) -> None:
-    with pytest.raises(InvalidInputError, match=r"slurm\.account.*control character"):
-        refuse_controls(f"a{bad}b", "slurm.account")
 
 
 def test_values_and_files_of_slurm_are_quoted_only_where_needed() -> None:
