@@ -10,13 +10,15 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pipectl.access import read_limited
 from pipectl.errors import DataFileError
+from pipectl.fields import FieldError, Rule, read_value
 from pipectl.files import read_json, write_json
 from pipectl.printable import printable
 from pipectl.runs.directory import RunDirectory
@@ -27,7 +29,6 @@ HEARTBEAT_VERSION = 1
 _EDGE = 1 << 13
 """Bytes at either end of a long file of metrics: some 40 lines."""
 _MAX_BYTES, _MAX_REPORT_BYTES, _MAX_DIGITS = 2**28, 2**24, 100
-_MAX_INTEGER = 2**53
 _ATTEMPT, _NOT_FINITE = re.compile(rb'"attempt": (\d+)'), re.compile(rb'"not_finite"')
 _CURE = "the running job writes it again within seconds"
 
@@ -212,71 +213,63 @@ def _parse_metrics(content: bytes) -> Iterator[dict[str, Any]]:
 
 def _sound(document: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a file of a job that are of their type, or not known here, or null."""
-    checked = {
-        key: _FIELDS[key](value) if key in _FIELDS else value for key, value in document.items()
-    }
-    return {
-        key: value for key, value in checked.items() if value is not None or document[key] is None
-    }
+    sound = {}
+    for key, value in document.items():
+        with suppress(FieldError):
+            sound[key] = None if value is None else read_value(_TYPES.get(key, Any), value)
+    return sound
 
 
-def _text(value: Any) -> str | None:
-    return value.encode(errors="replace").decode() if isinstance(value, str) else None
+def _to_text(value: Any) -> str:
+    text: str = read_value(str, value)
+    return text.encode(errors="replace").decode()
 
 
-def _integer(value: Any) -> int | None:
-    is_integer = isinstance(value, int) and not isinstance(value, bool)
-    return value if is_integer and -_MAX_INTEGER <= value <= _MAX_INTEGER else None
+def _to_finite(value: Any) -> float:
+    """A number that may be below 0."""
+    if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
+        raise FieldError("must be a finite number")
+    return float(value)
 
 
-def _finite(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return value if abs(value) <= sys.float_info.max else None
+def _to_object(value: Any) -> dict[str, Any]:
+    return _sound(read_value(Mapping[str, Any], value))
 
 
-def _share(value: Any) -> float | None:
-    number = _finite(value)
-    return None if number is None or not 0 <= number <= 1 else number
+def _to_stages(value: Any) -> list[int]:
+    return list(read_value(tuple[int, ...], value))
 
 
-def _figures(value: Any) -> dict[str, float | None] | None:
-    if not isinstance(value, dict):
-        return None
-    return {
-        name: number
-        for name, number in value.items()
-        if number is None or _finite(number) is not None
-    }
+def _to_ranks(value: Any) -> list[dict[str, Any]]:
+    ranks = [_sound(item) for item in read_value(tuple[Any, ...], value) if isinstance(item, dict)]
+    return [rank for rank in ranks if rank.get("rank") is not None]
 
 
-def _object(value: Any) -> dict[str, Any] | None:
-    return _sound(value) if isinstance(value, dict) else None
+def _to_figures(value: Any) -> dict[str, float | None]:
+    figures: dict[str, float | None] = {}
+    for name, figure in read_value(Mapping[str, Any], value).items():
+        with suppress(FieldError):
+            figures[name] = None if figure is None else _to_finite(figure)
+    return figures
 
 
-def _integers(value: Any) -> list[int] | None:
-    known = isinstance(value, list) and all(_integer(item) is not None for item in value)
-    return value if known else None
-
-
-def _ranks(value: Any) -> list[dict[str, Any]] | None:
-    if not isinstance(value, list):
-        return None
-    ranks = (_sound(item) for item in value if isinstance(item, dict))
-    return [rank for rank in ranks if _integer(rank.get("rank")) is not None]
-
-
-_FIELDS: dict[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(("step", "steps", "attempt", "rank", "stage", "pid", "exit_code"), _integer),
-    **dict.fromkeys(("rss_bytes", "peak_bytes", "loss_of_micro_batch"), _integer),
-    **dict.fromkeys(("time", "loss", "step_time_s", "samples_per_s", "learning_rate"), _finite),
-    **dict.fromkeys(("gradient_norm", "loss_scale", "busy_s"), _finite),
-    **dict.fromkeys(("state", "host", "node", "type", "message", "cure", "traceback"), _text),
-    **dict.fromkeys(("action", "gradient_of", "stalled"), _text),
-    "stages": _integers,
-    "waiting": _share,
-    "evaluation": _figures,
-    "not_finite": _object,
-    "ranks": _ranks,
-    "messages": _object,
-}
+_TYPES: Mapping[str, Any] = {
+    **dict.fromkeys(("step", "steps", "attempt", "rank", "stage", "pid", "exit_code"), int),
+    **dict.fromkeys(("rss_bytes", "peak_bytes", "loss_of_micro_batch"), int),
+    **dict.fromkeys(
+        ("time", "loss", "step_time_s", "samples_per_s", "learning_rate", "gradient_norm",
+         "loss_scale", "busy_s"),
+        Annotated[float, _to_finite],
+    ),
+    **dict.fromkeys(
+        ("state", "host", "node", "type", "message", "cure", "traceback", "action", "gradient_of",
+         "stalled"),
+        Annotated[str, _to_text],
+    ),
+    "stages": Annotated[list[int], _to_stages],
+    "waiting": Annotated[float, Rule(lambda share: share <= 1, "must be at most 1")],
+    "evaluation": Annotated[Mapping[str, float], _to_figures],
+    "not_finite": Annotated[Mapping[str, Any], _to_object],
+    "ranks": Annotated[tuple[Any, ...], _to_ranks],
+    "messages": Annotated[Mapping[str, Any], _to_object],
+}  # fmt: skip
