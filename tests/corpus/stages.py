@@ -48,18 +48,30 @@ class Stages:
     Args:
         size: samples of a micro-batch.
         stage_of: stage of every operator of the training graph.
+        recompute: whether backwards compute the forward again.
+        evaluates: whether :meth:`evaluate` is called.
     """
 
-    def __init__(self, job: CapturedJob, size: int, stage_of: Mapping[str, int]) -> None:
-        training, evaluation = job.training_graph(size), job.evaluation_graph(size)
-        in_evaluation = evaluation_stages(evaluation, training, stage_of)
+    def __init__(
+        self,
+        job: CapturedJob,
+        size: int,
+        stage_of: Mapping[str, int],
+        *,
+        recompute: bool = False,
+        evaluates: bool = True,
+    ) -> None:
+        training = job.training_graph(size)
         self.cut = Cut(training, stage_of, training=True)
-        self.evaluation_cut = Cut(evaluation, in_evaluation, training=False)
-        self._job = job
-        self._size = size
-        cuts = {(True, size): self.cut, (False, size): self.evaluation_cut}
+        self._size, self._recompute = size, recompute
+        cuts = {(True, size): self.cut}
+        if evaluates:
+            evaluation = job.evaluation_graph(size)
+            in_evaluation = evaluation_stages(evaluation, training, stage_of)
+            self.evaluation_cut = Cut(evaluation, in_evaluation, training=False)
+            cuts[False, size] = self.evaluation_cut
         self.stages = [
-            StageRuntime(index, cuts, _Own(job.states), CpuDevice())
+            StageRuntime(index, cuts, _Own(job.states), CpuDevice(), recompute=recompute)
             for index in range(1 + max(stage_of.values()))
         ]
         self._loss = Slot(training.loss)
@@ -74,7 +86,8 @@ class Stages:
     def step(self, number: int, micro_batches: list[Batch]) -> dict[str, Tensor]:
         """One optimizer step; returns losses and gradients by name."""
         found: dict[str, Tensor] = {}
-        forwards_first = number % 2 == 1  # as GPipe; else one forward, one backward
+        # as GPipe; else one forward, one backward
+        forwards_first = number % 2 == 1 or self._recompute
         for index, batch in enumerate(micro_batches):
             seed = seed_of("step", number, index)
             found[f"step {number} loss {index}"] = self._forward(index, seed, batch)
@@ -133,6 +146,8 @@ class Stages:
         for index, stage in reversed(list(enumerate(self.stages))):
             gradients = self._arrived.pop((TransferKind.GRADIENT, index, micro_batch), {})
             latest_first = dict(sorted(gradients.items(), key=self._latest_use, reverse=True))
+            if self._recompute:
+                stage.recompute(micro_batch)
             made = stage.backward(micro_batch, latest_first, self._loss, weight)
             self._deliver(TransferKind.GRADIENT, index, micro_batch, made)
 

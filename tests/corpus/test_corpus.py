@@ -5,23 +5,19 @@ The default run has the own modules and a few models of each library; ``-m corpu
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import catalogue
+import packages
 import pytest
 import torch
+from trial import Trial
 
 from pipectl.runtime import checkpoint
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
-
-import catalogue  # noqa: E402
-import packages  # noqa: E402
-from trial import Trial  # noqa: E402
-
 ENTRIES = {entry.name: entry for entry in catalogue.entries()}
 SEEDS = (0, 2, 4)  # cuts into 2, 4 and 6 stages
 ROUNDING = 1e-5

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import cuts
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import cuts
 from catalogue import entries, spec_of
 from replay import peak_of_stage, plan_of, record
 
