@@ -20,7 +20,7 @@ from pipectl.runs import REHEARSAL, RunDirectory, read_metrics
 if TYPE_CHECKING:
     from pipectl.spec import JobSpec
 
-WORKER = "pipectl.runtime.rehearsal.worker"
+WORKER = "pipectl.runtime.rehearsal"
 _START_S = 300
 """Walltime beyond the steps."""
 _OVERSUBSCRIBE = {

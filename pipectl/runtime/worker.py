@@ -26,7 +26,7 @@ from pipectl.runtime.checkpoint import newest
 from pipectl.runtime.coupling import divides, refuse_coupled_updates
 from pipectl.runtime.device import Device, choose_device
 from pipectl.runtime.failure import Doing, run_rank, warn
-from pipectl.runtime.nodes import node_name
+from pipectl.runtime.nodes import check_world, node_name
 from pipectl.runtime.offload import check_space, offload_directory
 from pipectl.runtime.process import settle_process
 from pipectl.runtime.setup import Setup
@@ -36,7 +36,6 @@ from pipectl.runtime.trainer import Trainer
 from pipectl.runtime.transport import Circumstances, choose_progress, gpu_aware
 from pipectl.runtime.waiting import broadcast
 from pipectl.runtime.watching import watched
-from pipectl.runtime.world import check_world
 from pipectl.spec import JobSpec, load
 
 

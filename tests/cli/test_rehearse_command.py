@@ -15,7 +15,7 @@ LINE = '{"attempt":1,"step":1,"steps":1,"time":1,"loss":null,"step_time_s":0.5,"
 RANKS = """\
 run="${@: -1}"
 [[ "$*" == *" -n 4 "* || "$1 $2" == "-n 4" ]] || exit 9
-[[ "$*" == *"pipectl.runtime.rehearsal.worker"* ]] || exit 8
+[[ "$*" == *"pipectl.runtime.rehearsal"* ]] || exit 8
 """
 FOUR = ("--set", "resources.nodes=4", "--set", "pipeline.stages=4")
 

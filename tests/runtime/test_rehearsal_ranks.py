@@ -14,7 +14,7 @@ from pipectl.schedule import Kind, lower
 from pipectl.simulate.rehearsing import rehearsal_of
 from pipectl.timeline import Timeline
 
-WORKER = ["-m", "pipectl.runtime.rehearsal.worker", "--run"]
+WORKER = ["-m", "pipectl.runtime.rehearsal", "--run"]
 HERE = Link(1e-4, 1e9)
 SLOW = Link(2e-3, 1e8)
 
@@ -103,7 +103,7 @@ def test_every_kind_of_row_is_rehearsed(pipeline, rehearse):
 
 def test_its_worker_loads_neither_torch_nor_a_compiler(launch):
     code = (
-        "import sys; import pipectl.runtime.rehearsal.worker; "
+        "import sys; import pipectl.runtime.rehearsal; "
         "print([name for name in ('torch', 'numba', 'pydantic') if name in sys.modules])"
     )
     done = launch(0, "-c", code, fresh=True)

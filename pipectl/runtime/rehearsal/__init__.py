@@ -1,1 +1,0 @@
-"""The rehearsal of a plan: another program for the same ranks, without torch."""
