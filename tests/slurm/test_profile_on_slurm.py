@@ -24,7 +24,7 @@ SMALL = (
     "--set=resources.tasks_per_node=1",
     "--set=launch.scheduler=slurm",
 )
-LARGE = (*SMALL, "--set=model.kwargs.layers=12", "--set=pipeline.micro_batches=auto")
+LARGE = (*SMALL, "--set=model.kwargs.layers=6", "--set=pipeline.micro_batches=auto")
 QUICKLY = ("--effort", "fast")
 PROFILE = Path("runs/gpt-stdlib.profile.json")
 pytestmark = pytest.mark.timeout(600)
