@@ -11,20 +11,20 @@ import numpy as np
 
 from pipectl.arrays import Floats, Integers
 from pipectl.cluster import Cluster
+from pipectl.link import Link
 from pipectl.plan import Plan, Stage
 from pipectl.planner.assumed import assumptions_of, baseline_bytes, size_assumptions
 from pipectl.planner.bounding.bounds import Bounds, Layout, numbered_partitions
-from pipectl.planner.bounding.cuts import Cuts, Cutter, Timings
+from pipectl.planner.bounding.cuts import Cuts, PartitionSums, Timings
 from pipectl.planner.costs import scaled_transfers, stage_costs
 from pipectl.planner.graphs.condense import Condensed
-from pipectl.planner.graphs.loads import Costs
-from pipectl.planner.graphs.spans import Partition
 from pipectl.planner.machines.devices import Pool, pools
 from pipectl.planner.machines.placement import Placement
 from pipectl.planner.memory.footprint import Footprint, Footprints
 from pipectl.planner.memory.liveness import parameter_gradients
 from pipectl.planner.memory.tables import StageTable
 from pipectl.planner.operator_times import OperatorTimes, Times
+from pipectl.planner.partition.cut_space import Partition
 from pipectl.planner.plans.new_plan import new_plan
 from pipectl.planner.request import Order, PlanRequest
 from pipectl.profile import Profile
@@ -152,24 +152,12 @@ class Problem:
     def _block_of(self) -> Integers:
         return np.array(self.graph.block_of, dtype=np.int64)
 
-    def span_costs(self, size: int, moved: Sequence[int] = ()) -> Costs:
-        """What stages and messages cost the dynamic programme.
-
-        Args:
-            moved: operators of negligible blocks that were merged into others.
-        """
+    @property
+    def widest_link(self) -> Link:
+        """What messages between stages pass through, if stages are on several nodes."""
         most = min(self.cluster.ranks, len(self.graph))
         several_nodes = self.cluster.node_of_rank[most - 1] > 0
-        return Costs(
-            compute_s=self.block_times(size, cached=True),
-            uncached_s=self.block_times(size),
-            least_s=self.block_times(size, moved, cached=True),
-            least_uncached_s=self.block_times(size, moved),
-            scale=self.scale(size),
-            link=self.cluster.between_nodes if several_nodes else self.cluster.within_node,
-            speeds=self.speeds,
-            overhead=self.profile.stage,
-        )
+        return self.cluster.between_nodes if several_nodes else self.cluster.within_node
 
     @cached_property
     def devices(self) -> tuple[Pool, ...]:
@@ -254,8 +242,8 @@ class Problem:
         return OperatorTimes(self.profile)
 
     @cached_property
-    def _cutter(self) -> Cutter:
-        return Cutter(self.profile, self.graph)
+    def _cutter(self) -> PartitionSums:
+        return PartitionSums(self.profile, self.graph)
 
     @cached_property
     def _exact(self) -> Footprints:

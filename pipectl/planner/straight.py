@@ -26,11 +26,11 @@ from pipectl.plan import Plan, Search
 from pipectl.planner.exploring.candidates import Candidate
 from pipectl.planner.exploring.explorer import Explorer
 from pipectl.planner.exploring.first_plan import first_choices
-from pipectl.planner.exploring.fitting import Fitter
 from pipectl.planner.exploring.infeasible import infeasible, least_demanding
 from pipectl.planner.exploring.judge import Verdict
 from pipectl.planner.graphs.condense import Condensed, condense
-from pipectl.planner.partitions.partition import Space
+from pipectl.planner.partition.cut_space import CutSpace
+from pipectl.planner.partition.cutter import Cutter
 from pipectl.planner.problem import Choice, Problem
 from pipectl.planner.rating import PLANNER, largest_load_s
 from pipectl.planner.request import PlanRequest, stage_counts
@@ -64,7 +64,7 @@ def straight_plans(
     finished = _run(explorer)
     if explorer.judge.best() is None:
         if finished:
-            _examine_least_demanding(explorer, Fitter(problem, check), counts)
+            _examine_least_demanding(explorer, Cutter(problem, space, check), counts)
         else:
             _examine(explorer, first_choices(problem, counts))
     best = explorer.judge.best()
@@ -84,17 +84,17 @@ def _examine(explorer: Explorer, choices: Iterable[Choice]) -> None:
         explorer.judge.examine(Candidate(choice, micro_batches, 0.0))
 
 
-def _examine_least_demanding(explorer: Explorer, fitter: Fitter, counts: Sequence[int]) -> None:
+def _examine_least_demanding(explorer: Explorer, cutter: Cutter, counts: Sequence[int]) -> None:
     """The last resort of a search that has found nothing.
 
     Raises:
         InfeasibleError: it does not fit either.
         OutOfTimeError: time was over before it was found.
     """
-    choice, demand = least_demanding(explorer.problem, fitter, counts)
+    choice, demand = least_demanding(explorer.problem, cutter, counts)
     _examine(explorer, [choice])
     if explorer.judge.best() is None:
-        raise infeasible(explorer.problem, fitter, demand)
+        raise infeasible(explorer.problem, cutter, demand)
 
 
 class _Deadline:
@@ -136,7 +136,7 @@ def _search(explorer: Explorer, found: Verdict, least_s: float, *, finished: boo
     return search.bounded(found.simulation.step_time_s, least_s)
 
 
-def _space(graph: Condensed, profile: Profile, stages: int) -> Space:
+def _space(graph: Condensed, profile: Profile, stages: int) -> CutSpace:
     """What to search; small blocks stay apart if there would be too few for the stages."""
-    space = Space.of(graph, profile)
-    return space if len(space.graph) >= stages else Space.sample(graph)
+    space = CutSpace.of(graph, profile)
+    return space if len(space.graph) >= stages else CutSpace.sample(graph)

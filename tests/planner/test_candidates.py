@@ -11,7 +11,7 @@ from pipectl.planner.exploring.candidates import Candidates
 from pipectl.planner.exploring.neighbours import neighbours
 from pipectl.planner.graphs.condense import condense
 from pipectl.planner.graphs.ideals import all_downsets
-from pipectl.planner.partitions.enumeration import Enumeration
+from pipectl.planner.partition.enumeration import Enumeration
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import open_orders
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.graph import TransferKind
 from pipectl.link import Link
-from pipectl.planner.bounding.cuts import Cutter
+from pipectl.planner.bounding.cuts import PartitionSums
 from pipectl.planner.costs import scaled_transfers, stage_costs
 from pipectl.planner.graphs.condense import condense
 from pipectl.planner.memory.footprint import Footprints
@@ -49,7 +49,7 @@ def test_arrays_say_the_same_as_footprints(
     if not partitions:
         return
     scale = size / profile.micro_batch_size
-    cuts = Cutter(profile, problem.graph).cut(partitions)
+    cuts = PartitionSums(profile, problem.graph).cut(partitions)
     times = cuts.times_s(problem.timings(size), scale)
     for place, partition in enumerate(partitions):
         members = [problem.graph.operators_of(blocks) for blocks in partition]

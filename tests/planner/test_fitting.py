@@ -10,10 +10,11 @@ from pipectl.cluster import (
     assumed_cluster,
 )
 from pipectl.planner import PlanRequest
-from pipectl.planner.exploring.fitting import Fit, Fitter
 from pipectl.planner.graphs.condense import condense
 from pipectl.planner.machines.mix import Mix
 from pipectl.planner.memory.least_peaks import largest_peak_bytes
+from pipectl.planner.partition.cut_space import CutSpace
+from pipectl.planner.partition.cutter import Cutter, Fit
 from pipectl.planner.problem import Problem
 
 
@@ -21,6 +22,10 @@ def problem_of(profile, limit_bytes=None):
     cluster = assumed_cluster("c", [4], 4, None)
     request = PlanRequest("job", 8, memory_limit_bytes=limit_bytes)
     return Problem(profile, cluster, request, condense(profile))
+
+
+def cutter_of(problem):
+    return Cutter(problem, CutSpace.plain(problem.graph))
 
 
 def fit_of(limits, warm_up):
@@ -47,8 +52,8 @@ def test_smallest_peak_of_a_chain_equals_that_of_trying_every_cut(
     operators = [
         make_operator(
             i,
-            parameters=((f"p{data.draw(st.integers(0, count))}", 5000),),
-            saved=((f"s{data.draw(st.integers(0, count))}", 3000),),
+            parameters=((f"p{i}", 1000 * data.draw(st.integers(0, 5))),),
+            saved=((f"n{i}:own", 1000 * data.draw(st.integers(0, 3))),),
             output_bytes=0,
             gradient_bytes=0,
         )
@@ -57,7 +62,7 @@ def test_smallest_peak_of_a_chain_equals_that_of_trying_every_cut(
     problem = problem_of(make_profile(operators, [(i, i + 1) for i in range(count - 1)]))
     warm_up = tuple(range(stages, 0, -1))
     best = min(peak(problem, one, warm_up) for one in partitions_of(problem.graph, stages))
-    found = Fitter(problem).smallest_peak(one_kind(float("inf"), warm_up))
+    found = cutter_of(problem).smallest_peak(one_kind(float("inf"), warm_up))
     assert min(peak(problem, one.partition, warm_up) for one in found) == best
 
 
@@ -66,10 +71,10 @@ def test_balanced_stages_respect_the_limit(make_profile, make_operator) -> None:
     operators = [make_operator(i, **(heavy if i == 0 else {})) for i in range(8)]
     problem = problem_of(make_profile(operators, [(i, i + 1) for i in range(7)]))
     warm_up = (2, 1)
-    free = Fitter(problem).balanced(one_kind(float("inf"), warm_up))
+    free = cutter_of(problem).balanced(one_kind(float("inf"), warm_up))
     assert [stage.bit_count() for stage in free[0].partition] == [4, 4]
     limit = peak(problem, (0b1, 0b11111110), warm_up) + 1500
-    tight = Fitter(problem).balanced(one_kind(limit, warm_up))
+    tight = cutter_of(problem).balanced(one_kind(limit, warm_up))
     assert min(peak(problem, one.partition, warm_up) for one in tight) <= limit
     assert all(one.partition[0].bit_count() < 4 for one in tight)
 
@@ -83,15 +88,15 @@ def test_ranks_with_more_memory_take_more(chain) -> None:
         ASSUMED_BETWEEN,
     )
     profile = chain(8)
-    fitter = Fitter(Problem(profile, cluster, PlanRequest("job", 8), condense(profile)))
-    first, second = fitter.smallest_peak(fit_of([20_000, 60_000], (1, 1)))[0].partition
+    cutter = cutter_of(Problem(profile, cluster, PlanRequest("job", 8), condense(profile)))
+    first, second = cutter.smallest_peak(fit_of([20_000, 60_000], (1, 1)))[0].partition
     assert first.bit_count() < second.bit_count()
 
 
 def test_nothing_fits_gives_nothing(chain) -> None:
-    assert Fitter(problem_of(chain(4))).balanced(one_kind(100, (1, 1))) == []
+    assert cutter_of(problem_of(chain(4))).balanced(one_kind(100, (1, 1))) == []
 
 
 def test_unlimited_ranks_count_as_equal(chain) -> None:
-    found = Fitter(problem_of(chain(8))).smallest_peak(one_kind(float("inf"), (1, 1)))
+    found = cutter_of(problem_of(chain(8))).smallest_peak(one_kind(float("inf"), (1, 1)))
     assert any([stage.bit_count() for stage in one.partition] == [4, 4] for one in found)

@@ -9,9 +9,10 @@ from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.link import Link
 from pipectl.plan import Plan
 from pipectl.planner import Found, PlanRequest, make_plan, search_plans
-from pipectl.planner.exploring.fitting import Fitter, plain_fit
 from pipectl.planner.graphs.condense import condense
 from pipectl.planner.machines.mix import Mix
+from pipectl.planner.partition.cut_space import CutSpace
+from pipectl.planner.partition.cutter import Cutter, plain_fit
 from pipectl.planner.problem import Problem
 
 LINK = Link(1e-4, 1e7)
@@ -113,9 +114,9 @@ def test_stages_recompute_where_nothing_else_fits(hungry) -> None:
     with pytest.raises(InfeasibleError):
         make_plan(hungry, CLUSTER, request)
     problem = Problem(hungry, CLUSTER, request, condense(hungry))
-    fitter, mix = Fitter(problem), Mix.free([4], 4)
-    assert fitter.balanced(plain_fit(problem, 8, (4, 3, 2, 1), mix)) == []
-    cuts = fitter.balanced(plain_fit(problem, 8, (4, 3, 2, 1), mix, recompute=True))
+    cutter, mix = Cutter(problem, CutSpace.plain(problem.graph)), Mix.free([4], 4)
+    assert cutter.balanced(plain_fit(problem, 8, (4, 3, 2, 1), mix)) == []
+    cuts = cutter.balanced(plain_fit(problem, 8, (4, 3, 2, 1), mix, recompute=True))
     again = cuts[0].recompute
     assert any(again)
     assert not all(again), "the last stage has one micro-batch in flight and need not"

@@ -18,9 +18,8 @@ from pipectl.cluster import Cluster
 from pipectl.link import Link
 from pipectl.planner.bounding.bound_kernels import Pipelines, step_times
 from pipectl.planner.bounding.cuts import Cuts, Timings
-from pipectl.planner.graphs.loads import hold_s
-from pipectl.planner.graphs.spans import Partition
 from pipectl.planner.machines.placement import Placement
+from pipectl.planner.partition.cut_space import Partition
 
 ROUNDING = 1e-9
 """By which share bounds are lowered, so that rounding puts none above what is simulated."""
@@ -154,3 +153,13 @@ def numbered_partitions(layouts: Sequence[Layout]) -> tuple[tuple[Partition, ...
     places: dict[Partition, int] = {}
     cut = np.array([places.setdefault(one.partition, len(places)) for one in layouts])
     return tuple(places), cut
+
+
+def hold_s(link: Link, sizes: Floats) -> Floats:
+    """:meth:`pipectl.link.Link.hold_s` of many sizes."""
+    if not link.timings:
+        return sizes / link.bandwidth_bytes_per_s
+    known, times = np.array(link.timings, dtype=float).T
+    beyond = np.maximum(sizes - known[-1], 0.0) / link.bandwidth_bytes_per_s
+    held: Floats = np.maximum(np.interp(sizes, known, times) + beyond - link.latency_s, 0.0)
+    return held

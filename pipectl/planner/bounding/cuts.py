@@ -17,9 +17,8 @@ from pipectl.planner.bounding.cut_arrays import Graph, Sums
 from pipectl.planner.bounding.cut_kernels import sum_cuts, sum_times
 from pipectl.planner.graphs.bitsets import membership
 from pipectl.planner.graphs.condense import Condensed
-from pipectl.planner.graphs.loads import uncached_shares
-from pipectl.planner.graphs.spans import Partition
 from pipectl.planner.memory.liveness import memory_of
+from pipectl.planner.partition.cut_space import Partition
 from pipectl.profile import Profile
 
 Timings = tuple[Floats, Floats]
@@ -66,7 +65,7 @@ class Cuts:
         return np.asarray(step_s_per_byte * self.sums.parameter_bytes, dtype=np.float64)
 
 
-class Cutter:
+class PartitionSums:
     """Cuts one profile's operators into stages.
 
     Args:
@@ -140,3 +139,9 @@ def _named(
     numbers = [[names.setdefault(name, len(names)) for name in one] for one in held]
     joined, first = _joined(numbers)
     return joined, _integers(chain.from_iterable(one.values() for one in held)), first
+
+
+def uncached_shares(working_set_bytes: Floats, cache_bytes: int) -> Floats:
+    """:meth:`pipectl.profile.StageOverhead.uncached` of many stages."""
+    shares: Floats = np.clip(2 * (working_set_bytes / cache_bytes - 1), 0.0, 1.0)
+    return shares

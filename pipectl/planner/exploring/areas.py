@@ -11,9 +11,10 @@ from pipectl.planner.bounding.outlook import longest_path_s, outlook_s
 from pipectl.planner.machines.devices import mixes
 from pipectl.planner.machines.mix import Mix
 from pipectl.planner.machines.placement import Placement, every_placement, placements
-from pipectl.planner.partitions.dynamic import Check
-from pipectl.planner.partitions.enumeration import Enumeration
-from pipectl.planner.partitions.partition import Bound, Cut, Partitioner, Space
+from pipectl.planner.partition.cut_space import CutSpace
+from pipectl.planner.partition.cutter import Bound, Cut, Cutter
+from pipectl.planner.partition.enumeration import Enumeration
+from pipectl.planner.partition.programme import Check
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import Order, micro_batch_sizes, open_orders
 from pipectl.profile import Profile
@@ -55,12 +56,13 @@ class Areas:
         check: called now and then; raises to end the search.
     """
 
-    def __init__(self, problem: Problem, space: Space, counts: Sequence[int], check: Check) -> None:
+    def __init__(
+        self, problem: Problem, space: CutSpace, counts: Sequence[int], check: Check
+    ) -> None:
         self.counts = counts
         self._problem = problem
         self._space = space
-        self._check = check
-        self._partitioners: dict[tuple[int, int, int], list[Partitioner]] = {}
+        self._cutter = Cutter(problem, space, check)
         self._paths: dict[int, float] = {}
         self._known: dict[tuple[int, int], Area] = {}
         self._cuts: dict[tuple[int, int], list[Cut]] = {}
@@ -109,8 +111,8 @@ class Areas:
         """Good partitions into so many stages, cut for a size."""
         size = size or self.reference_size
         if (stages, size) not in self._cuts:
-            partitioners = self._partitioner(stages, size)
-            found = [cut for each in partitioners for cut in each.partitions(stages)]
+            ways = self.mixes(stages)
+            found = [cut for mix in ways for cut in self._cutter.partitions(stages, size, mix)]
             self._cuts[stages, size] = list(dict.fromkeys(found))
         return self._cuts[stages, size]
 
@@ -147,17 +149,13 @@ class Areas:
     @cached_property
     def _enumeration(self) -> Enumeration | None:
         """Where partitions can be few."""
-        few = len(self._space.downsets) <= MOST_LAYOUTS + 2
+        few = len(self._space) <= MOST_LAYOUTS + 2
         whole = self._space.complete and not self._space.moved
         return Enumeration(self._space.downsets) if few and whole else None
 
     def bound(self, stages: int, size: int) -> Bound:
         """What is proven about partitions into so many stages."""
-        speeds = self._fastest(stages)
-        known = self._partitioners.get((size, *self._group(stages)))
-        partitioners = known or self._partitioner(stages, size, stages)
-        found = [each.bound(stages, speeds) for each in partitioners]
-        return Bound(max(one.load_s for one in found), any(one.exact for one in found))
+        return self._cutter.bound(stages, size, self.mixes(stages), self._fastest(stages))
 
     def quick_bound(self, stages: int, size: int) -> Bound:
         """The same from sums alone."""
@@ -167,7 +165,10 @@ class Areas:
 
     def mixes(self, stages: int) -> list[Mix]:
         """Ways for so many stages to use the devices."""
-        return mixes(self._problem.devices, len(self._space.downsets), stages, stages)
+        if len(self._problem.devices) == 1:
+            most = max([n for n in self.counts if n.bit_length() == stages.bit_length()], default=0)
+            return [Mix.ordered([0] * max(most, stages), 1)]
+        return mixes(self._problem.devices, len(self._space), stages, stages)
 
     def _recompute(self, cut: Cut) -> tuple[bool, ...]:
         everywhere = self._problem.request.recompute
@@ -183,24 +184,6 @@ class Areas:
             most = most_micro_batches(self._problem.profile, stages)
             self._sizes[stages] = micro_batch_sizes(self._problem.request, most)
         return self._sizes[stages]
-
-    def _partitioner(self, stages: int, size: int, only: int | None = None) -> list[Partitioner]:
-        """One for each way to use the devices; numbers of stages share them by doublings."""
-        fewest, most = (only, only) if only else self._group(stages)
-        key = (size, fewest, most)
-        if key not in self._partitioners:
-            costs = self._problem.span_costs(size, self._space.moved)
-            ways = mixes(self._problem.devices, len(self._space.downsets), fewest, most)
-            self._partitioners[key] = [
-                Partitioner(self._space, costs, mix, fewest=fewest, most=most, check=self._check)
-                for mix in ways
-            ]
-        return self._partitioners[key]
-
-    def _group(self, stages: int) -> tuple[int, int]:
-        """Fewest and most of the counts between the same powers of two."""
-        members = [n for n in self.counts if (n - 1).bit_length() == (stages - 1).bit_length()]
-        return (members[0], members[-1]) if members else (stages, stages)
 
     def _fastest(self, stages: int) -> list[float]:
         """Speeds of the fastest devices."""

@@ -13,11 +13,11 @@ from pipectl.errors import OutOfTimeError
 from pipectl.planner.bounding.bounds import Layout
 from pipectl.planner.exploring.areas import Area, Areas
 from pipectl.planner.exploring.candidates import Candidate, Candidates
-from pipectl.planner.exploring.fitting import Fitter, plain_fit
 from pipectl.planner.exploring.judge import Judge, Verdict, family_of
 from pipectl.planner.exploring.neighbours import neighbours
-from pipectl.planner.partitions.dynamic import Check
-from pipectl.planner.partitions.partition import Bound, Space
+from pipectl.planner.partition.cut_space import CutSpace
+from pipectl.planner.partition.cutter import Bound, Cutter, plain_fit
+from pipectl.planner.partition.programme import Check
 from pipectl.planner.problem import Choice, Problem
 from pipectl.planner.request import micro_batch_sizes, open_orders
 
@@ -49,12 +49,14 @@ class Explorer:
         check: called often; raises to end the search.
     """
 
-    def __init__(self, problem: Problem, space: Space, counts: Sequence[int], check: Check) -> None:
+    def __init__(
+        self, problem: Problem, space: CutSpace, counts: Sequence[int], check: Check
+    ) -> None:
         self.problem = problem
         self.judge = Judge(problem)
         self._check = check
         self._areas = Areas(problem, space, counts, check)
-        self._fitter = Fitter(problem, check)
+        self._cutter = Cutter(problem, space, check)
         self._queue: list[tuple[float, tuple[int, ...], int, _Item]] = []
         self._pushed = 0
         self._fits: set[_Fit] = set()
@@ -197,7 +199,7 @@ class Explorer:
         for mix in self._areas.mixes(area.stages):
             for recompute in self.problem.request.recompute_choices:
                 wanted = plain_fit(self.problem, area.size, fit.warm_up, mix, recompute=recompute)
-                cuts = self._fitter.balanced(wanted)
+                cuts = self._cutter.balanced(wanted)
                 found |= bool(cuts)
                 layouts = self._areas.layouts(cuts)
                 order = fit.schedule, fit.warm_up

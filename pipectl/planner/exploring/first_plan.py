@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from pipectl.planner.graphs.bitsets import bitset
-from pipectl.planner.graphs.spans import Partition
+from pipectl.planner.partition.cut_space import Partition
 from pipectl.planner.problem import Choice, Problem
 from pipectl.planner.request import micro_batch_sizes, open_orders
 

@@ -8,12 +8,11 @@ from math import ceil
 
 from pipectl.errors import InfeasibleError
 from pipectl.plan import Plan
-from pipectl.planner.exploring.fitting import Fit, Fitter, plain_fit
 from pipectl.planner.machines.devices import mixes
 from pipectl.planner.machines.mix import Mix
 from pipectl.planner.machines.placement import placements
 from pipectl.planner.memory.least_peaks import largest_peak_bytes
-from pipectl.planner.partitions.partition import Cut
+from pipectl.planner.partition.cutter import Cut, Cutter, Fit, plain_fit
 from pipectl.planner.problem import Choice, Problem
 from pipectl.planner.request import PlanRequest, micro_batch_sizes, open_orders
 from pipectl.schedule.gpipe import GPIPE
@@ -27,7 +26,7 @@ Demand = tuple[Plan, tuple[int, ...]]
 
 
 def least_demanding(
-    problem: Problem, fitter: Fitter, counts: Sequence[int]
+    problem: Problem, cutter: Cutter, counts: Sequence[int]
 ) -> tuple[Choice, Demand]:
     """What was made for little memory and exceeds its limits least, or does not.
 
@@ -35,11 +34,11 @@ def least_demanding(
         counts: numbers of stages that were allowed.
     """
     return min(
-        _smallest_peaks(problem, fitter, counts), key=lambda found: _worst(problem, found[1][1])[0]
+        _smallest_peaks(problem, cutter, counts), key=lambda found: _worst(problem, found[1][1])[0]
     )
 
 
-def infeasible(problem: Problem, fitter: Fitter, demand: Demand) -> InfeasibleError:
+def infeasible(problem: Problem, cutter: Cutter, demand: Demand) -> InfeasibleError:
     """The error to raise when no candidate fits, of the one that exceeds its limits least."""
     plan, peaks = demand
     excess, rank = _worst(problem, peaks)
@@ -49,18 +48,18 @@ def infeasible(problem: Problem, fitter: Fitter, demand: Demand) -> InfeasibleEr
         f"{format_bytes(peaks[rank])} on rank {rank} ({_breakdown(problem, plan, rank)}), "
         f"{format_bytes(excess)} more than its limit of {format_bytes(limit)}"
     )
-    return InfeasibleError(message, cure="; ".join(_cures(problem, fitter, plan, peaks, rank)))
+    return InfeasibleError(message, cure="; ".join(_cures(problem, cutter, plan, peaks, rank)))
 
 
 def _smallest_peaks(
-    problem: Problem, fitter: Fitter, counts: Sequence[int]
+    problem: Problem, cutter: Cutter, counts: Sequence[int]
 ) -> Iterator[tuple[Choice, Demand]]:
     """Plans made for little memory, with what each of their ranks needs."""
     request = problem.request
     size = micro_batch_sizes(request, request.batch_size)[-1]
     for stages in _some(counts):
         schedule, warm_up = open_orders(request, stages, problem.micro_batches(size))[0]
-        for cut in _smallest(problem, fitter, size, warm_up):
+        for cut in _smallest(problem, cutter, size, warm_up):
             for placement in placements(problem.cluster, problem.devices, cut.kinds):
                 again = (True,) * stages if request.recompute else cut.recompute
                 choice = Choice(cut.partition, placement, size, schedule, warm_up, again)
@@ -74,13 +73,13 @@ def _some(counts: Sequence[int]) -> Sequence[int]:
     return sorted({*counts[:_FEW], *counts[-_FEW:]})
 
 
-def _smallest(problem: Problem, fitter: Fitter, size: int, warm_up: Sequence[int]) -> list[Cut]:
+def _smallest(problem: Problem, cutter: Cutter, size: int, warm_up: Sequence[int]) -> list[Cut]:
     stages, recompute = len(warm_up), problem.request.recompute is not False
     states = len(problem.graph) + 1
     return [
         cut
         for mix in mixes(problem.devices, states, stages, stages)
-        for cut in fitter.smallest_peak(plain_fit(problem, size, warm_up, mix, recompute=recompute))
+        for cut in cutter.smallest_peak(plain_fit(problem, size, warm_up, mix, recompute=recompute))
     ]
 
 
@@ -109,16 +108,16 @@ def _breakdown(problem: Problem, plan: Plan, rank: int) -> str:
 
 
 def _cures(
-    problem: Problem, fitter: Fitter, plan: Plan, peaks: Sequence[int], rank: int
+    problem: Problem, cutter: Cutter, plan: Plan, peaks: Sequence[int], rank: int
 ) -> Iterator[str]:
     """Changes that need less memory, each with the peak it is estimated to have."""
     limit = problem.limit_bytes(rank)
     yield " and ".join(_room(problem, peaks)) + " would do"
     if limit <= problem.baseline_bytes:
         return
-    now = _estimate(problem, fitter, problem.request, len(plan.stages), limit)
+    now = _estimate(problem, cutter, problem.request, len(plan.stages), limit)
     for name, request, stages in _changes(problem, plan):
-        peak = _estimate(problem, fitter, request, stages, limit)
+        peak = _estimate(problem, cutter, request, stages, limit)
         if peak < now:
             fits = "fits" if peak <= limit else "still too much"
             yield f"{name}: about {format_bytes(peak)} ({fits})"
@@ -158,7 +157,7 @@ def _more_stages(problem: Problem, stages: int) -> str:
 
 
 def _estimate(
-    problem: Problem, fitter: Fitter, request: PlanRequest, stages: int, limit: float
+    problem: Problem, cutter: Cutter, request: PlanRequest, stages: int, limit: float
 ) -> int:
     """The smallest peak found under a changed request, without buffers of messages."""
     size = micro_batch_sizes(request, request.batch_size)[-1]
@@ -167,5 +166,5 @@ def _estimate(
     count, baseline = problem.micro_batches(size), problem.baseline_bytes
     return min(
         largest_peak_bytes(problem.table(cut.partition, size).costs, warm_up, baseline, count)
-        for cut in fitter.smallest_peak(fit)
+        for cut in cutter.smallest_peak(fit)
     )

@@ -14,7 +14,7 @@ from itertools import combinations
 from pipectl.planner.bounding.bounds import Layout
 from pipectl.planner.graphs.bitsets import bits, bitset
 from pipectl.planner.graphs.condense import Condensed
-from pipectl.planner.graphs.spans import Partition
+from pipectl.planner.partition.cut_space import Partition
 
 FRACTIONS = (1 / 2, 1 / 4, 1 / 8, 1 / 16, 0.0)
 """Of a stage's load that moves to its neighbour; 0 is a single block."""

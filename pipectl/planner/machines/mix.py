@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import product
 
 import numpy as np
@@ -50,14 +49,6 @@ class Mix:
         """Those with so many stages."""
         return np.flatnonzero(self.used == stages)
 
-    @cached_property
-    def preceding(self) -> Integers:
-        """The tally before one more stage on each kind, -1 if there is none; as ``following``."""
-        found = np.full_like(self.following, -1)
-        tally, kind = np.nonzero(self.following >= 0)
-        found[self.following[tally, kind], kind] = tally
-        return found
-
     def up_to(self, stages: int) -> Mix:
         """For at most so many stages."""
         count = int((self.used <= stages).sum())
@@ -83,7 +74,8 @@ class Mix:
 
     @classmethod
     def ordered(cls, sequence: Sequence[int], kinds: int) -> Mix:
-        """The kind of every position is given."""
+        """The kind of every position is given; tallies count from the end of the pipeline."""
+        sequence = sequence[::-1]
         following = np.full((len(sequence) + 1, kinds), -1, dtype=np.int64)
         following[np.arange(len(sequence)), list(sequence)] = np.arange(1, len(sequence) + 1)
         used = np.arange(len(sequence) + 1, dtype=np.int64)

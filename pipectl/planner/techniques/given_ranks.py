@@ -10,18 +10,18 @@ from math import inf
 from pipectl.cluster import Cluster
 from pipectl.errors import OutOfTimeError
 from pipectl.plan import Plan
-from pipectl.planner.exploring.fitting import Fit, Fitter
 from pipectl.planner.graphs.condense import condense
-from pipectl.planner.graphs.spans import Partition
 from pipectl.planner.machines.devices import pools
 from pipectl.planner.machines.mix import Mix
+from pipectl.planner.partition.cut_space import CutSpace, Partition
+from pipectl.planner.partition.cutter import Cutter, Fit
 from pipectl.planner.problem import Choice, Problem
 from pipectl.planner.rating import largest_stage_load_s
 from pipectl.planner.request import PlanRequest
 from pipectl.profile import Profile
 
 
-def cuts_for(problem: Problem, fitter: Fitter, ranks: Sequence[int], size: int) -> list[Partition]:
+def cuts_for(problem: Problem, cutter: Cutter, ranks: Sequence[int], size: int) -> list[Partition]:
     """Partitions with the smallest bottleneck, whatever they hold.
 
     Args:
@@ -32,7 +32,7 @@ def cuts_for(problem: Problem, fitter: Fitter, ranks: Sequence[int], size: int) 
     mix = Mix.ordered([kind_of[rank] for rank in ranks], len(problem.devices))
     fit = Fit(size, (1,) * len(ranks), mix, (inf,) * len(problem.devices))
     with suppress(OutOfTimeError):
-        return list(dict.fromkeys(cut.partition for cut in fitter.balanced(fit)))
+        return list(dict.fromkeys(cut.partition for cut in cutter.balanced(fit)))
     return []
 
 
@@ -49,7 +49,9 @@ def on_ranks(
     if len(pools(cluster)) > 1:
         problem = Problem(profile, cluster, request, condense(profile))
         size = plan.micro_batch_size
-        for partition in cuts_for(problem, Fitter(problem), ranks, size):
+        for partition in cuts_for(
+            problem, Cutter(problem, CutSpace.plain(problem.graph)), ranks, size
+        ):
             cut = problem.plan(Choice(partition, tuple(ranks), size, plan.schedule, plan.warm_up))
             found.append(replace(found[0], stages=cut.stages, transfers=cut.transfers))
     return min(found, key=lambda each: largest_stage_load_s(each, cluster))

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from math import ceil
 
 from pipectl.plan import Plan
-from pipectl.planner.exploring.fitting import Fitter
+from pipectl.planner.partition.cutter import Cutter
 from pipectl.planner.plans.making import Maker
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import PlanRequest, micro_batch_sizes
@@ -23,7 +23,7 @@ MOST_ACTIONS = 150_000
 
 
 def interleaved_proposals(
-    problem: Problem, fitter: Fitter, maker: Maker, found: Sequence[Plan]
+    problem: Problem, cutter: Cutter, maker: Maker, found: Sequence[Plan]
 ) -> Iterator[Plan]:
     """Plans without predictions; cut for the micro-batch size of the best plan.
 
@@ -34,7 +34,7 @@ def interleaved_proposals(
     sizes = _sizes(request, ranks, found)
     for stages in _totals(request, ranks, len(problem.graph)):
         around = [stage % ranks for stage in range(stages)]
-        for partition in cuts_for(problem, fitter, around, sizes[0]):
+        for partition in cuts_for(problem, cutter, around, sizes[0]):
             members = tuple(tuple(problem.graph.operators_of(blocks)) for blocks in partition)
             for size in sizes:
                 if 2 * stages * problem.micro_batches(size) <= MOST_ACTIONS:

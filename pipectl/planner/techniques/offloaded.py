@@ -11,10 +11,9 @@ from contextlib import suppress
 
 from pipectl.errors import OutOfTimeError
 from pipectl.plan import Plan
-from pipectl.planner.exploring.fitting import Fit, Fitter, plain_fit
 from pipectl.planner.machines.devices import mixes
 from pipectl.planner.machines.placement import placements
-from pipectl.planner.partitions.partition import Cut
+from pipectl.planner.partition.cutter import Cut, Cutter, Fit, plain_fit
 from pipectl.planner.problem import Choice, Problem
 from pipectl.planner.request import micro_batch_sizes, open_orders, stage_counts
 
@@ -25,9 +24,9 @@ ON_THE_DEVICE = 2
 class OffloadedCuts:
     """Cuts within memory, if all stages offload."""
 
-    def __init__(self, problem: Problem, fitter: Fitter) -> None:
+    def __init__(self, problem: Problem, cutter: Cutter) -> None:
         self._problem = problem
-        self._fitter = fitter
+        self._cutter = cutter
         self._known: set[tuple[int, int]] = set()
 
     def like(self, plans: Sequence[Plan]) -> Iterator[Plan]:
@@ -66,5 +65,5 @@ class OffloadedCuts:
 
     def _balanced(self, fit: Fit) -> list[Cut]:
         with suppress(OutOfTimeError):
-            return self._fitter.balanced(fit)
+            return self._cutter.balanced(fit)
         return []

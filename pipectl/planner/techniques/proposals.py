@@ -9,9 +9,10 @@ from dataclasses import replace
 from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
-from pipectl.planner.exploring.fitting import Fitter
 from pipectl.planner.graphs.condense import condense
 from pipectl.planner.hybrid import States
+from pipectl.planner.partition.cut_space import CutSpace
+from pipectl.planner.partition.cutter import Cutter
 from pipectl.planner.plans.making import Maker
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import PLACED, PlanRequest, micro_batch_sizes
@@ -56,8 +57,8 @@ class Proposals:
         self._expired = expired
         graph = condense(profile)
         self._problem = Problem(profile, cluster, request.without_variants, graph)
-        self._fitter = Fitter(self._problem, self._check)
-        self.offloaded = OffloadedCuts(self._problem, self._fitter)
+        self._cutter = Cutter(self._problem, CutSpace.plain(graph), self._check)
+        self.offloaded = OffloadedCuts(self._problem, self._cutter)
         self._maker = Maker(profile, cluster, request)
 
     def elsewhere(self, found: Sequence[Plan]) -> Iterator[Plan]:
@@ -68,7 +69,7 @@ class Proposals:
         if request.backward_apart is not False and self._is_flushed:
             yield from self._apart(found)
         if request.interleave:
-            yield from interleaved_proposals(self._problem, self._fitter, self._maker, found)
+            yield from interleaved_proposals(self._problem, self._cutter, self._maker, found)
 
     def plain(self, request: PlanRequest) -> Sequence[Plan]:
         """What the search finds for a request without variants."""

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from pipectl.planner.graphs.bitsets import membership
-from pipectl.planner.graphs.spans import Partition
+from pipectl.planner.partition.cut_space import Partition
 
 
 class Enumeration:

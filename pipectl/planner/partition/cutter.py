@@ -1,0 +1,280 @@
+"""Good partitions of a graph into a given number of stages with one rank each.
+
+The smallest bottleneck is a lower bound on what a pipeline can do, but many partitions share it or
+come close, and differ in what they send. So each number of stages gets several: for a few caps of
+the largest load, the one with the shortest way of a micro-batch; and those with the smallest
+bottleneck if messages count as load. Where memory is short, the programme runs with the memory of
+every stage: for the smallest bottleneck within the limits, or for the smallest peak of all. Stages
+that recompute keep only what they received, hold the rest in one backward at a time, and compute
+their forward twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf, isfinite
+
+import numpy as np
+
+from pipectl.planner.machines.mix import Mix
+from pipectl.planner.memory.liveness import memory_of
+from pipectl.planner.partition.cost_table import CostTable, cost_table
+from pipectl.planner.partition.cut_space import CutSpace, Partition
+from pipectl.planner.partition.programme import (
+    ADDED,
+    LATENCY,
+    LOAD,
+    MEMORY,
+    OVERLAPPED,
+    Chains,
+    Check,
+    Devices,
+    Goal,
+    best_chains,
+)
+from pipectl.planner.problem import Problem
+
+CAPS = (1.0, 1.01, 1.02, 1.03, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4)
+"""Of the largest load, relative to the smallest possible."""
+SLACKS = (1.02, 1.1, 1.25)
+"""The same within memory limits."""
+MANY = 1000
+"""Downsets; with more, stages are not looked at that are far above the smallest bottleneck."""
+MAX_FITTING = 1500
+"""Downsets of a search within memory limits; with more, prefixes of topological orders are."""
+ROUNDING = 1e-12
+_HELD = ((0.0, 0.0), (0.0, 0.5), (0.5, 0.5), (1.0, 0.5), (1.0, 1.0))
+"""Shares that count as memory of what crosses the start of a stage, some of which may only pass by,
+and of buffers and temporary values; from too little to too much."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A partition, the kind of device of every stage, and which stages recompute (empty: none)."""
+
+    partition: Partition
+    kinds: tuple[int, ...]
+    recompute: tuple[bool, ...] = ()
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What is known of the smallest possible bottleneck.
+
+    Args:
+        load_s: no partition has a smaller one.
+        exact: whether a partition has this one.
+    """
+
+    load_s: float
+    exact: bool
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What shall fit.
+
+    Args:
+        size: samples of a micro-batch.
+        warm_up: micro-batches in flight in every stage.
+        mix: the devices that stages may use.
+        limits_bytes: memory of each kind of device.
+        recompute: whether stages may.
+    """
+
+    size: int
+    warm_up: tuple[int, ...]
+    mix: Mix
+    limits_bytes: tuple[float, ...]
+    recompute: bool = False
+
+
+class Cutter:
+    """Partitions of one space; tables and bottlenecks are made once.
+
+    Args:
+        check: called now and then; raises to end the search.
+    """
+
+    def __init__(self, problem: Problem, space: CutSpace, check: Check = lambda: None) -> None:
+        self._problem = problem
+        self._space = space
+        few = len(space) <= MAX_FITTING
+        self._fitting_space = space if few else CutSpace.sample(space.graph, MAX_FITTING)
+        self._check = check
+        self._tables: dict[tuple[int, int, bool], CostTable] = {}
+        self._bottlenecks: dict[tuple[int, int, int, bool], Chains] = {}
+
+    def partitions(self, stages: int, size: int, mix: Mix) -> list[Cut]:
+        """Distinct good partitions at a micro-batch size, the best balanced first."""
+        tallies, graph = mix.tallies(stages), self._space.graph
+        if stages == 1:
+            kinds = np.flatnonzero(mix.following[0] >= 0)
+            return [Cut((graph.everything,), (int(kind),)) for kind in kinds]
+        bottleneck_s = self._balanced(size, mix).value(tallies)
+        if not isfinite(bottleneck_s) or not len(tallies):
+            return []
+        mix = mix.up_to(stages)
+        tallies = mix.tallies(stages)
+        cap_s = bottleneck_s * (1 + ROUNDING)
+        goals = [Goal(LATENCY, cap_s * cap) for cap in CAPS]
+        most_s = cap_s * (4.0 if len(self._space) <= MANY else 2.0)
+        goals += [Goal(LOAD, most_s, messages=each) for each in (ADDED, OVERLAPPED)]
+        found = []
+        for goal in goals:
+            chains = self._run(self._space, self._table(self._space, size), mix, goal)
+            if isfinite(chains.value(tallies)):
+                found.append(self._cut(self._space, chains, mix, stages))
+        return list(dict.fromkeys(found))
+
+    def bound(self, stages: int, size: int, mixes: Sequence[Mix], speeds: Sequence[float]) -> Bound:
+        """The proven lower bound on the bottleneck of so many stages.
+
+        Args:
+            speeds: of the fastest devices, one for each stage.
+        """
+        table = self._table(self._space, size, least=True)
+        least = np.array(self._problem.block_times(size, self._space.moved, cached=True))
+        proven_s = max(float(least.sum()) / sum(speeds), float(least.max()) / max(speeds))
+        known = all(mix.complete for mix in mixes) and self._space.complete
+        if stages > 1 and not known:
+            return Bound(proven_s, False)
+        best_s = min(
+            self._run(self._space, table, mix.up_to(stages), Goal(LOAD, entering=0.0)).value(
+                mix.up_to(stages).tallies(stages)
+            )
+            for mix in mixes
+        )
+        proven_s = max(proven_s, best_s) if isfinite(best_s) else proven_s
+        is_simple = not (self._space.moved or self._cache_matters(size))
+        attained = is_simple and isfinite(best_s) and best_s <= proven_s * (1 + 1e-12)
+        return Bound(proven_s, attained)
+
+    def balanced(self, fit: Fit) -> list[Cut]:
+        """Partitions with small bottlenecks that fit, or nearly; the caller checks exact peaks."""
+        return self._fitting(fit, LOAD)
+
+    def smallest_peak(self, fit: Fit) -> list[Cut]:
+        """Partitions whose most demanding rank, relative to its limit, demands least."""
+        return self._fitting(fit, MEMORY)
+
+    def _fitting(self, fit: Fit, objective: int) -> list[Cut]:
+        found: list[Cut] = []
+        for entering, buffers in _HELD:
+            goal = Goal(
+                objective,
+                flying=np.array(fit.warm_up[::-1], dtype=np.float64),
+                temporary_bytes=self._problem.baseline_bytes
+                + buffers * self._problem.scale(fit.size) * self._temporary,
+                buffers=buffers,
+                entering=entering,
+                modes=2 if fit.recompute else 1,
+            )
+            limits = fit.limits_bytes
+            if objective == MEMORY:
+                limits = tuple(limit if isfinite(limit) else 0.0 for limit in limits)
+            cuts = self._fit(fit, goal, limits)
+            if not cuts:
+                break
+            found += cuts
+        return list(dict.fromkeys(found))
+
+    def _fit(self, fit: Fit, goal: Goal, limits: Sequence[float]) -> list[Cut]:
+        """The best chain within limits; of short stages first, which are nearly always enough.
+
+        Balanced ones come with those that have the shortest way and are nearly as balanced.
+        """
+        space, stages, mix = self._fitting_space, len(fit.warm_up), fit.mix
+        table = self._table(space, fit.size)
+        mix = mix.up_to(stages) if mix.kinds == 1 else mix
+        tallies, speed = mix.tallies(stages), min(self._problem.speeds)
+        total_s = float(table.work_s[1, 0, -1]) / speed
+        largest_s = float(max(self._problem.block_times(fit.size))) / speed
+        best: list[Cut] = []
+        goal = goal._replace(limit_bytes=max(limits))
+        for cap_s in (2 * total_s / stages + largest_s + 2 * table.stage_s, inf):
+            chains = self._run(space, table, mix, goal._replace(cap_s=cap_s), limits)
+            value = chains.value(tallies)
+            if isfinite(value):
+                best = [self._cut(space, chains, mix, stages)]
+                if goal.objective == LOAD:
+                    for slack in SLACKS:
+                        near = goal._replace(objective=LATENCY, cap_s=value * slack)
+                        chains = self._run(space, table, mix, near, limits)
+                        best.append(self._cut(space, chains, mix, stages))
+                    return best
+                goal = goal._replace(bound=value)
+        return best
+
+    @cached_property
+    def _temporary(self) -> int:
+        """The most that one operator allocates at once."""
+        memory = [memory_of(operator) for operator in self._problem.profile.operators]
+        return max(max(one.forward_bytes - one.made_bytes, one.backward_bytes) for one in memory)
+
+    def _balanced(self, size: int, mix: Mix) -> Chains:
+        key = size, len(mix), int(mix.used[-1]), mix.complete
+        if key not in self._bottlenecks or mix.kinds > 1:
+            table, cap_s = self._table(self._space, size), inf
+            if mix.kinds == 1:  # enough for the fewest stages that share this table
+                fewest = 1 << (int(mix.used[-1]).bit_length() - 1)
+                largest_s = max(self._problem.block_times(size))
+                cap_s = float(table.work_s[1, 0, -1]) * 2 / fewest + largest_s + 2 * table.stage_s
+                cap_s /= min(self._problem.speeds)
+            self._bottlenecks[key] = self._run(self._space, table, mix, Goal(LOAD, cap_s))
+        return self._bottlenecks[key]
+
+    def _run(
+        self, space: CutSpace, table: CostTable, mix: Mix, goal: Goal, limits: Sequence[float] = ()
+    ) -> Chains:
+        problem = self._problem
+        kinds, link = mix.kinds, problem.widest_link
+        slowness = np.array([[1.0 / speed for speed in problem.speeds]])
+        reference = 2.0**20
+        rate = link.hold_s(reference) / reference
+        devices = Devices(
+            following=mix.following,
+            row=np.zeros(kinds, dtype=np.int64),
+            replicas=np.ones(kinds, dtype=np.int64),
+            slowness=slowness,
+            limit_bytes=np.array([limits or (inf,) * kinds], dtype=np.float64),
+            group=np.zeros(kinds, dtype=np.int64),
+            late_s=np.full((1, 1, 1), link.latency_s),
+            s_per_byte=np.full((1, 1, 1), rate),
+            reduce_s=np.zeros((2, 1, kinds)),
+        )
+        return best_chains(space, table, devices, goal, self._check)
+
+    def _cut(self, space: CutSpace, chains: Chains, mix: Mix, stages: int) -> Cut:
+        chain = chains.chain(mix.tallies(stages))
+        again = tuple(mode == 1 for mode in chain.modes) if any(chain.modes) else ()
+        return Cut(space.partition(chain.cuts), chain.ways, again)
+
+    def _cache_matters(self, size: int) -> bool:
+        times = (self._problem.block_times(size, cached=each) for each in (True, False))
+        return next(times) != next(times)
+
+    def _table(self, space: CutSpace, size: int, *, least: bool = False) -> CostTable:
+        """Sums at a micro-batch size; at least, merged negligible blocks take nothing."""
+        key = len(space), size, least
+        if key not in self._tables:
+            problem, free = self._problem, space.moved if least else ()
+            times = [problem.block_times(size, free, cached=each) for each in (True, False)]
+            table = cost_table(
+                space,
+                problem.profile,
+                problem.scale(size),
+                np.array(times)[:, None, :],
+                problem.forward_block_times(size),
+            )
+            self._tables[key] = table._replace(stage_s=0.0) if least else table
+        return self._tables[key]
+
+
+def plain_fit(
+    problem: Problem, size: int, warm_up: Sequence[int], mix: Mix, *, recompute: bool = False
+) -> Fit:
+    """A fit within the limits of a problem's devices."""
+    return Fit(size, tuple(warm_up), mix, problem.kind_limits_bytes, recompute)

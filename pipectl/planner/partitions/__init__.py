@@ -1,1 +1,0 @@
-"""Partitions of a graph into a given number of stages."""
