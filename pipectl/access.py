@@ -56,11 +56,11 @@ def read_limited(path: Path, limit: int) -> bytes:
 
 
 def follow_links(path: Path) -> Path:
-    """Where a path to be written leads: links of other users are refused, where others can put them
-    on the way as in the path itself.
+    """The path, without links, to which a path to be written leads.
 
-    What stands for an open file of this process, such as ``/dev/stdout``, leads to its place in
-    ``/proc``, and no further.
+    A link of another user at its end is refused, and so is one on the way, in a directory where
+    others can put links. What stands for an open file of this process, such as ``/dev/stdout``,
+    leads to its place in ``/proc``, and no further.
 
     Raises:
         OSError: it leads through a link of another user, or through too many.
@@ -121,29 +121,29 @@ def is_ours(directory: Path) -> bool:
 
 
 def fault_of_owner(path: Path, *, root: bool = True, groups: bool = True) -> str | None:
-    """Who else may have written a file or directory, in words; None where nobody else can have.
+    """Who else may have written a file or directory, in words; None if nobody else can have.
 
     Args:
         root: whether files of the system's administrator are as good as ours.
         groups: whether members of a group that may write it count.
     """
     try:
-        owners = {path.lstat().st_uid, (found := path.stat()).st_uid}
+        owners = {path.lstat().st_uid, (status := path.stat()).st_uid}
     except OSError:
         return None  # whoever opens it says why
     for owner in owners - {os.geteuid(), *({_ROOT} if root else ())}:
         return f"belongs to {_user(owner)}"
-    if found.st_mode & stat.S_IWOTH:
+    if status.st_mode & stat.S_IWOTH:
         return "can be changed by everybody"
-    if groups and found.st_mode & stat.S_IWGRP and not _is_of_one(found.st_gid, found.st_uid):
-        return f"can be changed by the group {_group(found.st_gid)}"
+    if groups and status.st_mode & stat.S_IWGRP and not _is_of_one(status.st_gid, status.st_uid):
+        return f"can be changed by the group {_group(status.st_gid)}"
     return None
 
 
-def _refuse_special(found: os.stat_result, path: Path) -> None:
-    if stat.S_ISDIR(found.st_mode):
+def _refuse_special(status: os.stat_result, path: Path) -> None:
+    if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "is no regular file", str(path))
 
 
@@ -152,11 +152,11 @@ def _is_of_one(group: int, user: int) -> bool:
     if group == _ROOT:
         return True
     try:
-        owner, found = pwd.getpwuid(user), grp.getgrgid(group)
+        owner, entry = pwd.getpwuid(user), grp.getgrgid(group)
     except KeyError:
         return False
-    own = owner.pw_gid == group and found.gr_name == owner.pw_name
-    return own and set(found.gr_mem) <= {owner.pw_name}
+    own = owner.pw_gid == group and entry.gr_name == owner.pw_name
+    return own and set(entry.gr_mem) <= {owner.pw_name}
 
 
 def _user(number: int) -> str:

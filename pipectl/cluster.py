@@ -17,13 +17,13 @@ from pipectl.link import Link
 
 VERSION = 1
 ASSUMED_WITHIN = Link(latency_s=20e-6, bandwidth_bytes_per_s=2e9, assumed=True)
-"""Shared memory, where nobody measured."""
+"""Shared memory, if nobody measured."""
 ASSUMED_BETWEEN = Link(latency_s=50e-6, bandwidth_bytes_per_s=1.1e9, assumed=True)
-"""Ethernet of 10 Gbit/s, where nobody measured."""
+"""Ethernet of 10 Gbit/s, if nobody measured."""
 ASSUMED_HOST = Link(latency_s=10e-6, bandwidth_bytes_per_s=10e9, assumed=True)
-"""A device's way to its host's memory, where nobody measured: PCIe 3.0 with 16 lanes."""
+"""A device's way to its host's memory, if nobody measured: PCIe 3.0 with 16 lanes."""
 ASSUMED_DISK = Link(latency_s=100e-6, bandwidth_bytes_per_s=1e9, assumed=True)
-"""A rank's way to a disk of its node and back, where nobody measured."""
+"""A rank's way to a disk of its node and back, if nobody measured."""
 _CURE = (
     "see docs/formats.md; pipectl profile --links measures one, and without one it is assumed from "
     "resources:"
@@ -43,8 +43,8 @@ class Device:
 
     Args:
         speed: relative to the device the profile was measured on.
-        memory_bytes: of one rank; None where unknown.
-        host_link: the rank's way to the memory of its host, for offloading; None where unknown.
+        memory_bytes: of one rank; None if unknown.
+        host_link: the rank's way to the memory of its host, for offloading; None if unknown.
         disk_link: its way to a disk of its node, likewise.
     """
 
@@ -55,7 +55,7 @@ class Device:
     disk_link: Link | None = None
 
     def offload_link(self, target: OffloadTarget) -> Link:
-        """The way of what is offloaded; an assumed one where nobody measured."""
+        """The way of what is offloaded; an assumed one if nobody measured."""
         if target is OffloadTarget.DISK:
             return self.disk_link or ASSUMED_DISK
         return self.host_link or ASSUMED_HOST
@@ -68,7 +68,7 @@ class Node:
     Args:
         ranks: ranks it hosts.
         cores: how many of its ranks can compute at once without slowing each other.
-        switch: name of the switch it is connected to; None where all nodes share one.
+        switch: name of the switch it is connected to; None if all nodes share one.
     """
 
     name: str
@@ -93,9 +93,9 @@ class Cluster:
         source: where the figures are from, for people.
         assumed: whether the figures are guesses rather than measurements.
         allreduce: (ranks, bytes, seconds) of sums over the first ranks, as replicas make them.
-        key: hash of what it was measured for; None where it comes from elsewhere.
+        key: hash of what it was measured for; None if it comes from elsewhere.
         between_switches: the way from one switch to another, which a message between nodes of
-            different switches takes besides ``between_nodes``; None where it costs nothing.
+            different switches takes besides ``between_nodes``; None if it costs nothing.
     """
 
     name: str

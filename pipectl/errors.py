@@ -75,7 +75,7 @@ class InvalidInputError(PipectlError):
 
 @dataclass(frozen=True, order=True)
 class Problem:
-    """One fault in a file; ``line`` and ``column`` count from 1, 0 where there is no place."""
+    """One fault in a file; ``line`` and ``column`` count from 1; 0 if there is no place."""
 
     file: str
     line: int

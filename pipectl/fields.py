@@ -65,8 +65,8 @@ def read_fields(
         DataFileError: a field is missing or wrong.
     """
     try:
-        if version is not None and (found := document.get("version", 1)) != version:
-            raise FieldError(f"is {found!r}; this pipectl reads version {version}", "version")
+        if version is not None and (other := document.get("version", 1)) != version:
+            raise FieldError(f"is {other!r}; this pipectl reads version {version}", "version")
         value: T = read_value(kind, document)
     except FieldError as error:
         keys = (f"[{key}]" if isinstance(key, int) else f".{key}" for key in reversed(error.path))
@@ -137,9 +137,9 @@ def _to_instance(kind: Any, known: list[tuple[str, str, bool, Convert]], value: 
     values, key = {}, ""
     try:
         for name, key, is_needed, convert in known:
-            found = value.get(key)
-            if found is not None or is_needed:
-                values[name] = convert(found)
+            item = value.get(key)
+            if item is not None or is_needed:
+                values[name] = convert(item)
     except FieldError as error:
         error.path.append(key)
         raise

@@ -32,7 +32,7 @@ def write_text(path: Path, text: str, *, mode: int = 0o666, durable: bool = True
     """Replace ``path`` by ``text`` at once (temporary file, fsync, rename).
 
     A new file is as private as its directory. Links stay; so does what is no file, such as
-    ``/dev/stdout``: that is written to, also where it leads to one. Links and pipes of other users
+    ``/dev/stdout``: that is written to, even if it leads to a file. Links and pipes of other users
     are refused.
 
     Args:

@@ -28,7 +28,7 @@ class Observed:
 
     Args:
         both_ways: time of a message while one travels the other way, over its time alone.
-        pairs: pairs of ranks that were measured at once; 0 where there was only one.
+        pairs: pairs of ranks that were measured at once; 0 if there was only one.
         at_once: time of a message while all these pairs send, over its time alone.
         overlap: (bytes, plain, polled): the share of a message's time that is hidden while both
             ranks compute, without and with calls of MPI in between; ``launch.progress: auto``
@@ -125,7 +125,7 @@ def measured_link(timings: Sequence[tuple[int, float]]) -> Link:
     """A link from times of messages by size, at least one.
 
     Disturbances only ever make a message slower, and a smaller one takes no longer than a larger
-    one: where it seems to, it gets the larger one's time.
+    one: if it seems to, it gets the larger one's time.
     """
     times = list(accumulate((time_s for _, time_s in reversed(timings)), min))[::-1]
     rising = tuple((size, time_s) for (size, _), time_s in zip(timings, times, strict=True))

@@ -22,8 +22,8 @@ class Event(NamedTuple):
 
     Args:
         kind: name of the action's kind in lower case, e.g. ``forward``.
-        stage: -1 where the action belongs to no stage.
-        micro_batch: -1 where the action belongs to no micro-batch.
+        stage: -1 if the action belongs to no stage.
+        micro_batch: -1 if the action belongs to no micro-batch.
         channel: of messages, index among the plan's channels; -1 for all else.
     """
 

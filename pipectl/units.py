@@ -16,7 +16,7 @@ _BYTE_UNITS = {
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 _CLOCK = re.compile(r"(?:(\d+)-)?(\d+):(\d{1,2}):(\d{1,2})")
 _DURATION = re.compile(r"(?:(\d+)d(?!\d+$))?(?:(\d+)h(?!\d+$))?(?:(\d+)m)?(?:(\d+)s?)?")
-"""A number without a unit is seconds, alone or behind minutes; ``1h30`` means minutes to most."""
+"""A number without a unit is seconds, alone or after minutes; ``1h30`` means minutes to most."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
