@@ -63,7 +63,7 @@ class Stages:
     ) -> None:
         training = job.training_graph(size)
         self.cut = Cut(training, stage_of, training=True)
-        self._size, self._recompute = size, recompute
+        self._job, self._size, self._recompute = job, size, recompute
         cuts = {(True, size): self.cut}
         if evaluates:
             evaluation = job.evaluation_graph(size)
