@@ -250,7 +250,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     try:
         watcher = Watcher(Settings(**json.load(sys.stdin)))
-    except OSError as error:
+    except (OSError, ValueError) as error:
         write_log(_LOG, f"pipectl: the ranks of this node cannot be watched: {error}\n")
     else:
         watcher.watch()

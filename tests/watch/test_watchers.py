@@ -195,6 +195,17 @@ def test_a_signal_to_end_explains_no_later_death(job: Job, at_once: bool) -> Non
     assert at_once or "was killed (SIGKILL, say)" in job.reports[0]
 
 
+def test_ranks_that_share_nothing_with_the_watcher_work_without(job: Job) -> None:
+    rank = Rank(0)
+    job.ranks, pipe = [rank], rank.pipe
+    rank.pipe = (10**6, 10**6)
+    job._watch(0, [rank], 1, LONG_S)
+    rank.pipe = pipe
+    job.wait()
+    assert "the ranks of this node cannot be watched: " in job.log.read_text()
+    assert rank.process.poll() is None
+
+
 def test_ranks_of_another_node_end_too(job: Job) -> None:
     first, second = job.start(1, 1)
     second.ends()
