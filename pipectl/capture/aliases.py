@@ -21,9 +21,9 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils import _pytree as pytree
 
-from pipectl.capture.explain import AS_IT_IS, EagerError, NodeError, module_of, place_in
+from pipectl.capture.operators import arguments_by_name, written_arguments
+from pipectl.capture.refusals import AS_IT_IS, EagerError, NodeError, module_of, place_in
 from pipectl.capture.regions import region_of
-from pipectl.capture.schemas import arguments_by_name, written_arguments
 
 if TYPE_CHECKING:
     from pipectl.capture.graph import CapturedGraph

@@ -7,12 +7,9 @@ step would assign the same (a table that is made when it is first needed).
 
 from __future__ import annotations
 
-import inspect
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
-from unittest import mock
 
 import numpy as np
 import torch
@@ -21,24 +18,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils import _pytree as pytree
 
-from pipectl.capture.explain import RefusedError, place_in
-from pipectl.capture.names import own_name, own_path
 from pipectl.capture.python_state import numbers_in
-from pipectl.errors import CaptureError
+from pipectl.capture.refusals import CarriedError
+from pipectl.capture.step import own_path
 
 if TYPE_CHECKING:
-    from pipectl.capture.graph import CapturedGraph
+    pass
+
 
 _CONVERSIONS = {"to", "_to_copy", "type_as", "contiguous", "clone", "detach", "alias"}
 """Operators that leave values as they are."""
 _ABSENT = object()
-
-
-class CarriedError(RefusedError):
-    """A model computes with what it kept in an earlier step.
-
-    Such a submodule is no operator unasked: no checkpoint holds what it keeps.
-    """
 
 
 class Attribute(NamedTuple):
@@ -206,53 +196,6 @@ def later(step: nn.Module, numbers: Mapping[str, Any]) -> Iterator[None]:
             known[name].holder[known[name].key] = known[name].value
 
 
-@contextmanager
-def refused_reads(attributes: Sequence[Attribute]) -> Iterator[None]:
-    """While a step is exported once more: refuse attributes that are read before they are written.
-
-    Raises:
-        CarriedError: from the export.
-    """
-    with ExitStack() as stack:
-        for kind, name in {(type(each.module), each.name): None for each in attributes}:
-            same = [a for a in attributes if (type(a.module), a.name) == (kind, name)]
-            guard = _Guard(name, same, inspect.getattr_static(kind, name, _ABSENT))
-            stack.enter_context(mock.patch.object(kind, name, guard, create=True))
-        yield
-
-
-class _Guard:
-    """Stands in a class for an attribute, before the values that its instances have.
-
-    Args:
-        attributes: the attribute in the modules that must not read it before they write it.
-        default: what the class has in its place.
-    """
-
-    def __init__(self, name: str, attributes: Sequence[Attribute], default: Any) -> None:
-        self._name = name
-        self._default = default
-        # By their dictionaries, which the proxies that an export puts around modules share.
-        self._unwritten = {id(vars(each.module)): each for each in attributes}
-
-    def __get__(self, module: nn.Module | None, kind: type[nn.Module] | None = None) -> Any:
-        if module is not None and id(vars(module)) in self._unwritten:
-            raise _refusal(self._unwritten[id(vars(module))])
-        own = {} if module is None else vars(module)
-        found = own.get(self._name, self._default)
-        if found is _ABSENT:
-            raise AttributeError(self._name)
-        return found
-
-    def __set__(self, module: nn.Module, value: Any) -> None:
-        self._unwritten.pop(id(vars(module)), None)
-        vars(module)[self._name] = value
-
-    def __delete__(self, module: nn.Module) -> None:
-        self._unwritten.pop(id(vars(module)), None)
-        del vars(module)[self._name]
-
-
 def extra_states(model: nn.Module) -> dict[str, Any]:
     """What modules add to a state dict (``get_extra_state``), by their paths."""
     plain = nn.Module.get_extra_state
@@ -308,47 +251,3 @@ def _is_same(old: Any, new: Any) -> bool:
         return old is new or bool(old == new)
     except Exception:  # of the model's own __eq__
         return False
-
-
-def _refusal(attribute: Attribute) -> CarriedError:
-    name = f"{attribute.path}.{attribute.name}"
-    return carried(name, place_in("".join(traceback.format_stack())))
-
-
-def carried(name: str, place: str = "") -> CarriedError:
-    """The error that names what is kept, and the line that reads it."""
-    return CarriedError(
-        f"model: keeps {own_name(name)!r} from one step to the next{place}, which a graph would "
-        "freeze",
-        cure="make it a buffer with register_buffer(), or name the submodule that keeps it under "
-        "model.opaque",
-    )
-
-
-def refuse_writes(graph: CapturedGraph) -> None:
-    """Raise if a run of the graph writes a parameter, or a tensor that is no state of the model.
-
-    Several operators, replicas and recomputed forwards each have a parameter of their own, which a
-    write in one of them would not reach. No checkpoint holds other tensors.
-
-    Raises:
-        CaptureError: naming what is written, and the line that does it.
-    """
-    nodes = {node.name: node for node in graph.operators}
-    for placeholder, writer in graph.written.items():
-        state = graph.states.get(placeholder)
-        if state is None or state.kind == "buffer":
-            continue
-        place = place_in(nodes[writer].meta.get("stack_trace") or "")
-        if state.kind == "constant":
-            raise CarriedError(
-                f"model: writes the tensor {own_name(state.name)!r} in its forward{place}, which "
-                "no checkpoint would hold",
-                cure="make it a buffer with register_buffer()",
-            )
-        raise CaptureError(
-            f"model: writes the parameter {own_name(state.name)!r} in its forward{place}, which "
-            "other uses, replicas and recomputed forwards of it would not see",
-            cure="write a buffer instead, or change what is read of the parameter (for "
-            "nn.Embedding(max_norm=...): leave it out, and scale the vectors that are looked up)",
-        )

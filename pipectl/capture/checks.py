@@ -13,9 +13,7 @@ from __future__ import annotations
 import dis
 import inspect
 import operator
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FrameType
@@ -24,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
-from torch.overrides import TorchFunctionMode
 
 from pipectl.capture.step import Step
 
@@ -38,59 +35,7 @@ _GUARD = torch.ops.aten._assert_tensor_metadata.default
 """Of the type of what is cast, which an export leaves before the cast."""
 
 
-@contextmanager
-def left_out_checks() -> Iterator[None]:
-    """While a step is exported: let every check of values pass, and leave it out of the graph."""
-    kinds: tuple[Any, ...] = (Tensor, torch.SymBool)
-    untouched = [kind.__bool__ for kind in kinds]
-    try:
-        for kind, ask in zip(kinds, untouched, strict=True):
-            kind.__bool__ = _passing(ask)
-        with _LeftOutAsserts():
-            yield
-    finally:
-        for kind, ask in zip(kinds, untouched, strict=True):
-            kind.__bool__ = ask
-        if "__bool__" in vars(Tensor):  # inherited until now
-            del Tensor.__bool__
-
-
-def _passing(ask: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    def boolean(value: Any) -> bool:
-        if get_proxy_mode() is not None and _follows_from_values(value):
-            answer = _passes_if(sys._getframe(1))
-            if answer is not None:
-                _mark(value)
-                return answer
-        return ask(value)
-
-    return boolean
-
-
-class _LeftOutAsserts(TorchFunctionMode):
-    """Leaves out what is asserted asynchronously, unless the model catches that it fails."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        asserts = not torch.compiler.is_dynamo_compiling() and func is torch._assert_async
-        if asserts and get_proxy_mode() is not None:
-            condition = args[0] if args else kwargs["input"]
-            if not _is_caught(sys._getframe(1)):
-                return _mark(condition)
-            bool(condition)  # which no trace can answer: the module is kept whole
-        return func(*args, **kwargs)
-
-
-def _follows_from_values(value: Any) -> bool:
-    """Whether an answer is unknown when a model is captured; that to a question of sizes is not."""
-    if isinstance(value, Tensor):
-        return True
-    return bool(torch.fx.experimental.symbolic_shapes.free_unbacked_symbols(value))
-
-
-def _mark(condition: Any) -> None:
+def mark_condition(condition: Any) -> None:
     """Note at the operator that gives a condition that nobody else asked for it."""
     mode = get_proxy_mode()
     slot: Any = None
@@ -120,7 +65,7 @@ def _acts(node: fx.Node) -> bool:
     return schema.is_mutable or draws or "running_mean" in str(schema)
 
 
-def _passes_if(frame: FrameType) -> bool | None:
+def passing_answer(frame: FrameType) -> bool | None:
     """The answer with which a frame that asks goes on; None if it goes on with both."""
     body = _body(frame.f_code)
     sides = body.sides(frame.f_lasti)
@@ -130,12 +75,12 @@ def _passes_if(frame: FrameType) -> bool | None:
         offset is not None and not _catches(frame, offset)
         for offset in map(body.raise_from, sides.values())
     ]
-    if raises[0] is raises[1] or _is_caught(frame.f_back):
+    if raises[0] is raises[1] or is_caught(frame.f_back):
         return None
     return list(sides)[raises.index(False)]
 
 
-def _is_caught(frame: FrameType | None) -> bool:
+def is_caught(frame: FrameType | None) -> bool:
     """Whether the model catches an exception that leaves what a frame of it calls.
 
     The handlers of torch and of pipectl, which every call of a module passes, raise it again.

@@ -17,17 +17,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    IterableDataset,
-    default_collate,
-    get_worker_info,
-)
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
+from pipectl.capture.batch import split_sample
 from pipectl.capture.factories import call
 from pipectl.capture.randomness import seed_of
-from pipectl.capture.step import split_sample
 from pipectl.errors import CaptureError
 
 Sample = tuple[int, int]
@@ -290,3 +285,30 @@ class _Sampler:
                 known, order = epoch, self._loader.order(epoch)
             for piece in self._pieces_of(len(positions)):
                 yield [(epoch, order[positions.start + position]) for position in piece]
+
+
+def check_dataset(dataset: Any, key: str, factory: str) -> None:
+    """Refuse what is no data set but is often taken for one.
+
+    Args:
+        key: of the section of the spec that names the factory.
+
+    Raises:
+        CaptureError: saying what was returned and what was expected.
+    """
+    tensors = dataset if isinstance(dataset, tuple | list) else [dataset]
+    if isinstance(dataset, DataLoader):
+        cure = (
+            "return the data set itself: batches are made by training.batch_size and "
+            "pipeline.micro_batches, shuffled by data.shuffle, loaded by data.workers processes; "
+            "a collate_fn is an attribute of the data set"
+        )
+    elif tensors and all(isinstance(item, Tensor) for item in tensors):
+        cure = "return torch.utils.data.TensorDataset(inputs, targets)"
+    elif not hasattr(dataset, "__getitem__") and not hasattr(dataset, "__iter__"):
+        cure = "return an object with __len__ and __getitem__, or with __iter__"
+    else:
+        return
+    kind = type(dataset).__name__
+    what = f"{kind} of tensors" if isinstance(dataset, tuple | list) else kind
+    raise CaptureError(f"{key}.factory: {factory} returned a {what}, not a data set", cure=cure)

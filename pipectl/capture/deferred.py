@@ -17,20 +17,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    FakeTensor,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from pipectl.capture.replay import Place, Replay, Write
-from pipectl.capture.schemas import arguments_by_name, written_arguments
+from pipectl.capture.operators import arguments_by_name, written_arguments
+from pipectl.capture.patches import copyable_without_values
+from pipectl.capture.randomness import seed_of
+from pipectl.capture.step import is_deferred
 from pipectl.errors import CaptureError
 
 
@@ -53,7 +52,7 @@ class Deferred:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Let tensors that are made inside have no memory, and note how they are made."""
-        with _copyable(), FakeTensorMode(allow_non_fake_inputs=True), _Recorder(self):
+        with copyable_without_values(), FakeTensorMode(allow_non_fake_inputs=True), _Recorder(self):
             yield
 
     def name_draws(self, tensors: Mapping[str, Tensor]) -> None:
@@ -173,34 +172,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-@contextmanager
-def _copyable() -> Iterator[None]:
-    """Let ``copy.deepcopy`` clone a tensor without values; torch would look for its memory."""
-    FakeTensor.__deepcopy__ = _deepcopy  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del FakeTensor.__deepcopy__
-
-
-def _deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
-    if id(tensor) not in memo:
-        clone = tensor.detach().clone()
-        parameter = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = nn.Parameter(clone, tensor.requires_grad) if parameter else clone
-    return memo[id(tensor)]  # type: ignore[no-any-return]
-
-
 def _written(function: Any, arguments: Any) -> list[Place]:
     """What a call writes of its arguments, by its schema."""
     given = arguments_by_name(function._schema, *arguments)
     leaves = pytree.tree_leaves([given.get(name) for name in written_arguments(function._schema)])
     return [Place.of(leaf) for leaf in leaves if isinstance(leaf, FakeTensor)]
-
-
-def is_deferred(tensor: Tensor) -> bool:
-    """Whether a tensor has no values yet."""
-    return isinstance(tensor, FakeTensor)
 
 
 def settle(deferred: Deferred, model: nn.Module) -> None:
@@ -219,3 +195,105 @@ def settle(deferred: Deferred, model: nn.Module) -> None:
     deferred.name_draws({**dict(model.named_parameters()), **dict(model.named_buffers()), **plain})
     for full, (module, name) in attributes.items():
         object.__setattr__(module, name, deferred.make(plain[full], full))
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tensor without values: where it lies in which storage.
+
+    Args:
+        storage: identity of the storage.
+        storage_bytes: size of the whole storage.
+    """
+
+    storage: int
+    storage_bytes: int
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Place:
+        """Where the tensor lies."""
+        storage = tensor.untyped_storage()
+        sizes, strides = tuple(tensor.shape), tensor.stride()
+        return cls(
+            storage._cdata,
+            storage.nbytes(),
+            tensor.dtype,
+            sizes,
+            strides,
+            int(tensor.storage_offset()),
+        )
+
+
+@dataclass(frozen=True)
+class Write:
+    """A call that made or changed storages.
+
+    Args:
+        arguments: (args, kwargs), flattened, with places for tensors without values.
+        structure: how to put the arguments together again.
+        made: place of every tensor of the result that has a storage of its own, by its index.
+        draw: number of the random draw in the factory; None for operators that draw nothing.
+    """
+
+    function: Any
+    arguments: Sequence[Any]
+    structure: Any
+    made: dict[int, Place]
+    draw: int | None
+
+    @property
+    def places(self) -> list[Place]:
+        """The tensors without values among the arguments."""
+        return [argument for argument in self.arguments if isinstance(argument, Place)]
+
+
+class Replay:
+    """Runs noted calls on memory of its own."""
+
+    def __init__(self, seed: int, origins: Mapping[int, tuple[str | int, ...]]) -> None:
+        self._seed = seed
+        self._origins = origins
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def result(self, history: Sequence[Write], target: Place) -> Tensor:
+        """What the calls, run in this order, leave in the target."""
+        for write in history:
+            self._run(write)
+        return self._tensor(target)
+
+    def _run(self, write: Write) -> None:
+        leaves = [self._argument(leaf) for leaf in write.arguments]
+        args, kwargs = pytree.tree_unflatten(leaves, write.structure)
+        if write.draw is not None:
+            origin = self._origins[write.draw]
+            torch.default_generator.manual_seed(seed_of(self._seed, "initialise", *origin))
+        made = pytree.tree_leaves(write.function(*args, **kwargs))
+        for index, place in write.made.items():
+            self._storages[place.storage] = _laid_out(made[index], place).untyped_storage()
+
+    def _argument(self, leaf: Any) -> Any:
+        if isinstance(leaf, Place):
+            return self._tensor(leaf)
+        if isinstance(leaf, torch.Generator):
+            return None
+        return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+    def _tensor(self, place: Place) -> Tensor:
+        storage = self._storages[place.storage]
+        empty = torch.empty(0, dtype=place.dtype)
+        return empty.set_(storage, place.offset, place.sizes, place.strides)
+
+
+def _laid_out(tensor: Tensor, place: Place) -> Tensor:
+    """The tensor in a storage of the noted size and layout."""
+    same = (tensor.stride(), tensor.storage_offset()) == (place.strides, place.offset)
+    if same and tensor.untyped_storage().nbytes() == place.storage_bytes:
+        return tensor
+    storage = torch.empty(place.storage_bytes, dtype=torch.uint8).untyped_storage()
+    target = torch.empty(0, dtype=place.dtype)
+    target.set_(storage, place.offset, place.sizes, place.strides)
+    return target.copy_(tensor)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import io
-import logging
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, redirect_stderr
+from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -15,28 +12,17 @@ from torch import Tensor, fx
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
-from pipectl.capture.carried import (
-    Assigned,
-    Attribute,
-    assigned,
-    carried,
-    later,
+from pipectl.capture.carried import Assigned, Attribute, assigned, later
+from pipectl.capture.checks import drop_conditions
+from pipectl.capture.fallback import Kept, UnsuitableError, call_modules, traced
+from pipectl.capture.patches import (
+    call_functions,
+    patched_export,
     refused_reads,
 )
-from pipectl.capture.checks import drop_conditions, left_out_checks
-from pipectl.capture.drawing import refused_draws
-from pipectl.capture.explain import explain
-from pipectl.capture.gradients import (
-    call_functions,
-    recorded_functions,
-    refuse_backward_hooks,
-)
-from pipectl.capture.observe import UnsuitableError
 from pipectl.capture.python_state import numbers_in
-from pipectl.capture.refusals import RefusedCalls, UnrolledError
-from pipectl.capture.regions import marked_regions
+from pipectl.capture.refusals import UnrolledError, carried, explain, refuse_backward_hooks
 from pipectl.capture.step import Step
-from pipectl.capture.tracing import Kept, call_modules, traced
 from pipectl.errors import CaptureError
 
 _MANY_STEPS = 2520
@@ -145,13 +131,8 @@ def _program(
     """The program, and what every step assigns anew."""
     shapes = pytree.tree_map(_free_batch, batch) if free else None
     with ExitStack() as stack:
-        stack.enter_context(_quiet())
-        stack.enter_context(refused_draws(step))
-        stack.enter_context(RefusedCalls(unrolls=kept.unrolls))
-        stack.enter_context(left_out_checks())
-        stack.enter_context(marked_regions())
+        functions = stack.enter_context(patched_export(step, unrolls=kept.unrolls))
         calls = stack.enter_context(traced(step, kept))
-        functions = stack.enter_context(recorded_functions())
         found = stack.enter_context(assigned(step))
         program = torch.export.export(step, batch, dynamic_shapes=shapes, strict=False)
     call_functions(program, functions)
@@ -167,17 +148,3 @@ def _digest(tensor: Tensor) -> str:
 
 def _free_batch(leaf: Any) -> dict[int, Any] | None:
     return {0: Dim.AUTO} if isinstance(leaf, Tensor) and leaf.dim() > 0 else None
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep torch's advice about its own internals off the user's terminal."""
-    logger = logging.getLogger("torch")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)

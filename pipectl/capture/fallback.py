@@ -6,23 +6,49 @@ is, and where that is not enough (its result's size depends on values, say) the 
 
 from __future__ import annotations
 
+import operator
+import random
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import Tensor, nn
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from pipectl.capture.explain import AS_IT_IS, EagerError, RefusedError, culprit, explain
+from pipectl.capture.carried import extra_states, refuse_extra_states
 from pipectl.capture.factories import is_torch_code
 from pipectl.capture.graph import CapturedGraph
-from pipectl.capture.names import in_model, own_name
-from pipectl.capture.observe import Make, UnsuitableError, outlines
-from pipectl.capture.refusals import UnrolledError
-from pipectl.capture.step import Step
-from pipectl.capture.tracing import Kept
+from pipectl.capture.opaque import (
+    Arguments,
+    Opaque,
+    Outline,
+    States,
+    UnpredictableError,
+    anchored,
+    outline_of,
+    see,
+)
+from pipectl.capture.patches import Mask
+from pipectl.capture.python_state import own_generators, states_of, undisturbed
+from pipectl.capture.randomness import seed_everything
+from pipectl.capture.refusals import (
+    AS_IT_IS,
+    EagerError,
+    RefusedError,
+    UnrolledError,
+    culprit,
+    explain,
+    place_of,
+)
+from pipectl.capture.step import Step, in_model, make_known, own_name, resized
 from pipectl.errors import CaptureError
 from pipectl.faults import is_user_code
 from pipectl.units import did_you_mean
@@ -33,6 +59,23 @@ _SAMPLES = ((0, 2), (2, 5), (5, 9), (0, 4))
 _ROOT = "model"
 """The user's model. It is kept whole only if that is sure to be what it takes, or if it is a
 library's, so that its user cannot put the line that breaks into a submodule."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Submodules that become operators, by path.
+
+    Args:
+        outlines: what each of their calls gives, in order.
+        fixed: whether that is known for one batch size alone.
+        unrolls: whether the others may have loops as long as they like.
+    """
+
+    modules: Mapping[str, nn.Module] = field(default_factory=dict)
+    outlines: Mapping[str, Sequence[Outline]] = field(default_factory=dict)
+    fixed: bool = False
+    unrolls: bool = False
+
 
 Capture = Callable[[Kept], CapturedGraph]
 Example = Callable[[int], Any]
@@ -199,3 +242,257 @@ class Fallback:
 
 def _rows(samples: Any, start: int, end: int) -> Any:
     return pytree.tree_map_only(Tensor, lambda tensor: tensor[start:end].clone(), samples)
+
+
+Make = Callable[[Tensor], Tensor]
+"""The values of a parameter or buffer, which may have none yet."""
+
+
+_NOT_CONNECTED = "appears to not have been used in the graph"
+
+
+class UnsuitableError(Exception):
+    """A submodule that cannot be an operator of its own; the text says why.
+
+    Args:
+        path: of the submodule.
+        cure: what to change, if it is not what it returns.
+    """
+
+    def __init__(self, path: str, why: str, cure: str | None = None) -> None:
+        super().__init__(why)
+        self.path = path
+        self.cure = cure
+
+
+def outlines(
+    step: Step,
+    opaque: Mapping[str, nn.Module],
+    batches: Sequence[tuple[int, Any]],
+    make: Make,
+) -> dict[str, list[Outline]]:
+    """What every call of the opaque submodules gives, in order, by their paths.
+
+    The model runs once for every batch, in its current mode, and is left as it was.
+
+    Args:
+        batches: numbers of samples, each with (inputs, targets).
+
+    Raises:
+        UnsuitableError: a result has no outline.
+    """
+    runs = [_run(step, opaque, batch, make, seed) for seed, (_, batch) in enumerate(batches)]
+    sizes = [size for size, _ in batches]
+    found: dict[str, list[Outline]] = {}
+    for path in opaque:
+        calls = [run[path] for run in runs]
+        if len({len(some) for some in calls}) > 1:
+            raise UnsuitableError(path, "is called more or less often, depending on the data")
+        try:
+            found[path] = [outline_of(sizes, same) for same in zip(*calls, strict=True)]
+        except UnpredictableError as error:
+            raise UnsuitableError(path, str(error)) from None
+    return found
+
+
+def _run(
+    step: Step, opaque: Mapping[str, nn.Module], batch: tuple[Any, Any], make: Make, seed: int
+) -> dict[str, list[Outline]]:
+    """One run of the model: what it gave, with the sizes of this batch.
+
+    Args:
+        seed: of what the run draws; with another one it may give something else.
+    """
+    watches = [_Watch(path, module, make) for path, module in opaque.items()]
+    buffers = [each for each in step.buffers() if not isinstance(each, FakeTensor)]
+    with ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(undisturbed(step, buffers))
+        for watch in watches:
+            stack.enter_context(watch.mask.worn())
+        before = extra_states(step)
+        seed_everything(seed)
+        step(*batch)
+        refuse_extra_states(step, before)
+    return {watch.path: watch.calls for watch in watches}
+
+
+class _Watch:
+    """Stands in for a submodule, calls it, and notes what it gave."""
+
+    def __init__(self, path: str, module: nn.Module, make: Make) -> None:
+        self.path = path
+        self.calls: list[Outline] = []
+        self.mask = Mask(module, self._call)
+        self._module = module
+        self._own = own_generators(module)
+        self._states = States(module)
+        self._make = make
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._watched(Arguments(args, kwargs))
+        except UnpredictableError as error:
+            raise UnsuitableError(self.path, str(error)) from None
+
+    def _watched(self, arguments: Arguments) -> Any:
+        given = [*self._states.now(), *arguments.tensors]
+        count = len(self._states.places)
+        made = [self._make(state) for state in given[:count]]
+        tensors = [*made, *map(_sample, given[count:])]
+        shapes = [tensor.shape for tensor in made]
+        versions = [tensor._version for tensor in tensors]
+        generators = _generators(self._own)
+        args, kwargs = arguments.filled(tensors[count:], [])
+        with self.mask.lifted(), self._states.replaced(tensors[:count]):
+            result = make_known(self._result(args, kwargs))
+        self._refuse_resized(made, shapes)
+        written = {i for i, tensor in enumerate(tensors) if tensor._version != versions[i]}
+        leaves, structure = pytree.tree_flatten(result)
+        draws = _generators(self._own) != generators
+        self.calls.append(see(leaves, structure, tensors, frozenset(written), draws))
+        mode = detect_fake_mode(given)
+        return result if mode is None else pytree.tree_map_only(Tensor, _hollow(mode), result)
+
+    def _refuse_resized(self, states: Sequence[Tensor], shapes: Sequence[torch.Size]) -> None:
+        for state, shape, places in zip(states, shapes, self._states.places, strict=True):
+            if state.shape != shape:
+                raise resized(places[0][2], shape, state.shape)
+
+    def _result(self, args: Any, kwargs: Any) -> Any:
+        try:
+            return self._module(*args, **kwargs)
+        except RuntimeError as error:
+            if _NOT_CONNECTED not in str(error):
+                raise
+            raise UnsuitableError(
+                self.path,
+                "differentiates what was computed outside of it" + place_of(error),
+                "form the derivative in the module that computes what is differentiated",
+            ) from error
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """A tensor with values: random, or 0, which is a valid index, where it has none."""
+    if not isinstance(tensor, FakeTensor):  # not connected, as it will not be on a stage
+        return anchored(tensor.detach()) if tensor.requires_grad else tensor.detach()
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    if not tensor.is_floating_point():
+        return made.fill_(tensor.dtype is torch.bool)
+    made = made.normal_()
+    return anchored(made) if tensor.requires_grad else made
+
+
+def _hollow(mode: FakeTensorMode) -> Callable[[Tensor], Tensor]:
+    def hollow(tensor: Tensor) -> Tensor:
+        made = mode.from_tensor(tensor.detach())
+        return anchored(made) if tensor.requires_grad else made
+
+    return hollow
+
+
+def _generators(further: Sequence[Any]) -> tuple[Any, ...]:
+    """The states of all generators that a forward may draw from."""
+    own = torch.random.get_rng_state().numpy().tobytes()
+    state: Any = np.random.get_state()
+    return own, random.getstate(), state[1].tobytes(), state[2:], states_of(further)
+
+
+_LIBRARY: Any = torch.library.Library("pipectl", "DEF")  # type: ignore[no-untyped-call]
+_LIBRARY.define("opaque(str call, SymInt batch, Tensor[] tensors, SymInt[] numbers) -> Tensor[]")
+_STAND_IN: Any = torch.ops.pipectl.opaque.default
+fx.node.has_side_effect(_STAND_IN)  # it is kept where nothing reads its result
+
+_calls: dict[str, Opaque] = {}
+"""Calls of the export in progress, by the name that stands in the graph."""
+
+
+def _blank(call: str, batch: Any, tensors: Sequence[Tensor], _: Sequence[Any]) -> list[Tensor]:
+    device = next((tensor.device for tensor in tensors), None)
+    return [form.at(batch).blank(device) for form in _calls[call].outline.forms]
+
+
+torch.library.register_fake("pipectl::opaque", _blank, lib=_LIBRARY)
+
+
+@contextmanager
+def traced(step: Step, kept: Kept) -> Iterator[dict[str, Opaque]]:
+    """While a step is exported: calls of opaque submodules become single operators.
+
+    Yields:
+        The operators, for :func:`call_modules`.
+
+    Raises:
+        UnsuitableError: from the export, if a submodule is called more often than is known.
+    """
+    _calls.clear()
+    with ExitStack() as stack:
+        for mask in _Trace(step, kept).masks if kept.modules else ():
+            stack.enter_context(mask.worn())
+        yield _calls
+
+
+class _Trace:
+    """Stands in for the submodules, and notes the batch size where the model is called."""
+
+    def __init__(self, step: Step, kept: Kept) -> None:
+        self._step = step
+        self._batch: Any = None
+        self.masks = [
+            Mask(module, self._stand_in(path, module, kept.outlines[path]))
+            for path, module in kept.modules.items()
+        ]
+        self.masks.append(self._noting(step.model))
+
+    def _noting(self, model: nn.Module) -> Mask:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            leaves = pytree.tree_leaves((args, kwargs))
+            self._batch = next(t.shape[0] for t in leaves if isinstance(t, Tensor) and t.dim())
+            with mask.lifted():
+                return model(*args, **kwargs)
+
+        mask = Mask(model, forward)
+        return mask
+
+    def _stand_in(self, path: str, module: nn.Module, outlines: Sequence[Outline]) -> Any:
+        states = States(module)
+        own = states.buffers_apart(self._step) if module.training else frozenset[int]()
+        waiting = iter(outlines)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            outline = next(waiting, None)
+            if outline is None:
+                raise UnsuitableError(path, "is called more often than when the model runs")
+            arguments = Arguments(args, kwargs)
+            # Another call may write a buffer that the observed ones did not.
+            known = replace(outline, written=outline.written | own)
+            call = Opaque(path, module, states, arguments, known)
+            name = f"{path} {len(_calls)}"
+            _calls[name] = call
+            tensors = [*states.now(), *arguments.tensors]
+            return outline.result(_STAND_IN(name, self._batch, tensors, arguments.numbers))
+
+        return forward
+
+
+def call_modules(program: ExportedProgram, calls: Mapping[str, Opaque]) -> None:
+    """Let the operators of a program call the submodules."""
+    for module in program.graph_module.modules():
+        if isinstance(module, fx.GraphModule):
+            for node in module.graph.find_nodes(op="call_function", target=_STAND_IN):
+                _call_module(module.graph, node, calls)
+
+
+def _call_module(graph: fx.Graph, node: fx.Node, calls: Mapping[str, Opaque]) -> None:
+    name, batch, tensors, numbers = node.args
+    target: Any = calls[str(name)]
+    with graph.inserting_before(node):
+        called = graph.create_node("call_function", target, (batch, *tensors, *numbers))  # type: ignore[misc]
+    called.meta = dict(node.meta)
+    if len(target.outline.forms) == 1:
+        called.meta["val"] = node.meta["val"][0]
+        for item in [user for user in node.users if user.target is operator.getitem]:
+            item.replace_all_uses_with(called)
+            graph.erase_node(item)
+    node.replace_all_uses_with(called)
+    graph.erase_node(node)

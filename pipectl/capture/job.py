@@ -2,37 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
-from pipectl.capture import factories, groups
-from pipectl.capture.batch import by_name
-from pipectl.capture.batch_shapes import expected_of
-from pipectl.capture.carried import refuse_writes
-from pipectl.capture.data import Loader
-from pipectl.capture.deferred import is_deferred
-from pipectl.capture.explain import UnexplainedError
+from pipectl.capture import factories
+from pipectl.capture.batch import by_name, check_samples, expected_of
+from pipectl.capture.data import Loader, check_dataset
 from pipectl.capture.export import export_step
-from pipectl.capture.fallback import Fallback, Tell
-from pipectl.capture.gradients import refuse_parameter_hooks, refuse_sparse_gradients
+from pipectl.capture.fallback import Fallback, Kept, Tell
 from pipectl.capture.graph import CapturedGraph
-from pipectl.capture.materialize import Materializer
-from pipectl.capture.misfit import check_dataset, judge, misfit
-from pipectl.capture.names import own_name
-from pipectl.capture.overlap import refuse_overlaps
-from pipectl.capture.precision import arithmetic
-from pipectl.capture.randomness import seed_of
-from pipectl.capture.refusals import refuse_lazy
-from pipectl.capture.step import Step, as_module, seed_everything
-from pipectl.capture.tracing import Kept
+from pipectl.capture.randomness import seed_everything, seed_of
+from pipectl.capture.refusals import (
+    UnexplainedError,
+    judge,
+    misfit,
+    refuse_lazy,
+    refuse_overlaps,
+    refuse_parameter_hooks,
+    refuse_sparse_gradients,
+    refuse_writes,
+)
+from pipectl.capture.regions import arithmetic
+from pipectl.capture.step import Step, as_module, is_deferred, own_name
+from pipectl.capture.weights import Materializer
 from pipectl.errors import CaptureError
 from pipectl.spec import JobSpec
 from pipectl.spec.models import Factory
+from pipectl.units import did_you_mean
 
 _SMALLEST_EXPORT = 2
 """torch.export gives batch sizes 0 and 1 a meaning of their own."""
@@ -168,7 +169,7 @@ class CapturedJob:
         names = {name: [own_name(name)] for name, _ in self.step.named_parameters()}
         for further, name in self.tied.items():
             names.get(name, []).append(own_name(further))
-        return groups.assign(names, [group.match for group in self.spec.optimizer.groups])
+        return assign_groups(names, [group.match for group in self.spec.optimizer.groups])
 
     def find(self, item: Factory) -> Any:
         """The callable a section of the spec names."""
@@ -220,7 +221,7 @@ class CapturedJob:
     def _capture(self, training: bool, batch: int, known: CapturedGraph | None) -> CapturedGraph:
         size = batch if known else max(batch, _SMALLEST_EXPORT)
         inputs, targets = self.loader.example(size)
-        self._check_batch(inputs, targets, size)
+        check_samples(inputs, targets, size)
         self.step.with_outputs = not training and bool(self.metrics())
         self.step.train(training)
         precision = self.spec.training.precision
@@ -244,18 +245,41 @@ class CapturedJob:
             )
         return graph
 
-    @staticmethod
-    def _check_batch(inputs: Any, targets: Any, size: int) -> None:
-        leaves = [
-            leaf for leaf in pytree.tree_leaves((inputs, targets)) if isinstance(leaf, Tensor)
-        ]
-        if not leaves:
-            raise CaptureError(
-                "data: a sample holds no tensor", cure="return tensors, arrays or numbers"
-            )
-        for leaf in leaves:
-            if leaf.dim() == 0 or leaf.shape[0] != size:
-                raise CaptureError(
-                    f"data: a batch of {size} samples has a tensor of shape {list(leaf.shape)}",
-                    cure="let the first dimension of every tensor be the batch",
-                )
+
+_EXAMPLES = 3
+
+
+def assign_groups(names: Mapping[str, Sequence[str]], patterns: Sequence[str]) -> dict[str, int]:
+    """The index of the first pattern that matches each parameter; the others are left out.
+
+    Args:
+        names: all names of each parameter in the user's model (several if it is tied), by the name
+            it has here.
+        patterns: shell patterns such as ``*.bias``; upper and lower case differ.
+
+    Raises:
+        CaptureError: a pattern matches no parameter.
+    """
+    found: dict[str, int] = {}
+    for index, pattern in enumerate(patterns):
+        matched = [key for key, own in names.items() if _matches(own, pattern)]
+        if not matched:
+            raise _unmatched(index, pattern, [name for own in names.values() for name in own])
+        for key in matched:
+            found.setdefault(key, index)
+    return found
+
+
+def _matches(names: Sequence[str], pattern: str) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names)
+
+
+def _unmatched(index: int, pattern: str, names: Sequence[str]) -> CaptureError:
+    wider = (f"*.{pattern}", f"*{pattern}", f"{pattern}.*", f"{pattern}*", f"*{pattern}*")
+    better = next((other for other in wider if _matches(names, other)), None)
+    hint = f"; did you mean {better!r}?" if better else did_you_mean(pattern, names)
+    examples = ", ".join(names[:_EXAMPLES])
+    return CaptureError(
+        f"optimizer.groups[{index}].match: {pattern!r} matches no parameter{hint}",
+        cure=f"the model's parameters have names such as {examples}",
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from pipectl.faults import is_user_code
 
 _PLAIN = (str, bytes, int, float, complex, type(None), type, FunctionType, ModuleType, nn.Parameter)
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
@@ -170,3 +172,57 @@ def _generator_state(value: Any) -> Any:
     if isinstance(value, np.random.Generator):
         return value.bit_generator.state
     return value.get_state() if isinstance(value, torch.Generator | np.random.RandomState) else None
+
+
+def own_generators(root: nn.Module) -> list[Any]:
+    """Generators that modules keep in attributes, and those among the globals of their code.
+
+    Those of the system are left out: they have neither a seed nor a state.
+    """
+    generators = {id(own[name]): own[name] for own, name in generator_places(root)}
+    return [each for each in generators.values() if not isinstance(each, random.SystemRandom)]
+
+
+def states_of(generators: Sequence[Any]) -> list[str]:
+    """What tells whether somebody drew from them."""
+    return [repr(_state(generator)) for generator in generators]
+
+
+def reseed(generators: Sequence[Any]) -> None:
+    """Seed generators of a model's own from python's shared one, which was seeded just before."""
+    for generator in generators:
+        seed = random.getrandbits(32)
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(seed)
+        elif isinstance(generator, np.random.Generator):
+            fresh: Any = type(generator.bit_generator)
+            generator.bit_generator.state = fresh(seed).state
+        else:
+            generator.seed(seed)
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().tolist()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, np.random.RandomState):
+        _, keys, *rest = generator.get_state(legacy=True)
+        return np.asarray(keys).tobytes(), rest
+    return generator.getstate()
+
+
+def generator_places(root: nn.Module) -> list[_Place]:
+    """Where generators lie: dictionaries of modules and of the files of users' classes."""
+    spaces = [vars(module) for module in root.modules()]
+    for kind in {type(module): None for module in root.modules()}:
+        code = sys.modules.get(kind.__module__)
+        if is_user_code(getattr(code, "__file__", None) or "<"):
+            spaces.append(vars(code))
+    return [(own, name) for own in spaces for name in own if isinstance(own[name], _OWN)]
+
+
+_Place = tuple[dict[str, Any], str]
+
+
+_OWN = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)

@@ -1,32 +1,218 @@
-"""What a forward may not do, because a graph would drop or freeze it: refused at its line."""
+"""What cannot be captured: the user's line, what is wrong with it, and what to do instead."""
 
 from __future__ import annotations
 
+import linecache
 import re
-import sys
 import traceback
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import CodeType, FrameType
-from typing import Any
+from collections.abc import Iterable, Mapping
+from itertools import islice
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor, fx, nn
+from torch.nn.parameter import is_lazy
 
-from pipectl.capture.drawing import DrawError
-from pipectl.capture.explain import AS_IT_IS, RefusedError, place_at, place_in
-from pipectl.capture.factories import is_torch_code
-from pipectl.capture.names import own_name
-from pipectl.errors import CaptureError
+from pipectl.capture.python_state import undisturbed
+from pipectl.capture.step import Step, is_deferred, own_name, own_path
+from pipectl.errors import CaptureError, PipectlError
+from pipectl.faults import fault_of, is_ours, is_user_code
+from pipectl.spec import JobSpec
 
-MAX_REPEATS = 500
-"""Of one line for one module. An operator takes some 10 ms to trace."""
+if TYPE_CHECKING:
+    from pipectl.capture.graph import CapturedGraph
+
+
+AS_IT_IS = "put it into a submodule of its own, which then runs as it is, as one operator"
+_KINDS = (
+    (
+        r"^DrawError",
+        "it draws from a generator that is not torch's own, which a graph would freeze",
+        f"draw with torch.rand, or {AS_IT_IS}",
+    ),
+    (
+        r"^PackingError",
+        "it packs sequences, so that sizes follow from their lengths",
+        "compute on padded sequences, with a mask; or put packing, recurrent layer and unpacking "
+        "together into a submodule of its own, which then runs as it is, as one operator",
+    ),
+    (
+        r"^UnpredictableError: reads",
+        "it reads a part of a submodule's result that has another structure from call to call",
+        f"let the submodule return lists of fixed lengths, or {AS_IT_IS}",
+    ),
+    (
+        r"data-dependent|unbacked|Eq\(u\d|_local_scalar_dense",
+        "its control flow depends on the values of tensors",
+        f"express the choice with torch.where or torch.cond, or {AS_IT_IS}",
+    ),
+    (
+        r"numpy|data_ptr|data pointer|storage",
+        "it hands tensors to code outside torch (numpy, say), which needs their values",
+        f"compute it with operators of torch, or {AS_IT_IS}",
+    ),
+    (
+        r"dynamic.{0,10}output.{0,5}shape|size that depends on the data",
+        "a tensor has a size that depends on the data",
+        f"give it a fixed size (padding and a mask, for example), or {AS_IT_IS}",
+    ),
+    (
+        r"is not supported for tensor subclasses|to a Python|tolist",
+        "it reads the values of tensors",
+        f"keep them in tensors, with torch.where or torch.cond for choices, or {AS_IT_IS}",
+    ),
+)
+
+
+class RefusedError(CaptureError):
+    """What a model does, and no plan could do alike, in a submodule that is kept whole neither."""
+
+
+class UnexplainedError(CaptureError):
+    """An export or a run failed, and its error says nothing of the user's code that is known here.
+
+    The cause is what torch or pipectl raised.
+    """
+
+
+class NodeError(CaptureError):
+    """An operator of an exported graph that no stage could run.
+
+    Args:
+        node: the operator.
+    """
+
+    def __init__(self, node: fx.Node, message: str, *, cure: str) -> None:
+        super().__init__(message, cure=cure)
+        self.path = module_of(node)
+
+
+def module_of(node: fx.Node) -> str:
+    """The path of the module that calls an operator; empty if that is not known."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return str(stack[-1][0]) if stack else ""
+
+
+class EagerError(CaptureError):
+    """A model differentiates or transforms functions itself: that works as it is, in no graph.
+
+    The module that does it is kept whole, be it the model itself.
+
+    Args:
+        path: of the module, if it is known.
+    """
+
+    def __init__(self, message: str, *, path: str = "") -> None:
+        super().__init__(message, cure=f"form no gradients there, or {AS_IT_IS}")
+        self.path = path
+
+
+def explain(error: BaseException) -> CaptureError:
+    """What a failed export or run means, with the line of the model that causes it."""
+    subject = f"{type(error).__name__}: {first_line(error)}"
+    place = place_of(error)
+    for pattern, what, cure in _KINDS:
+        if re.search(pattern, subject, re.I):
+            return CaptureError(f"model: cannot be captured{place}: {what}", cure=cure)
+    return UnexplainedError(
+        f"model: cannot be captured{place}: torch.export fails there: {subject}",
+        cure=f"write it with other operators of torch, or {AS_IT_IS}",
+    )
+
+
+def first_line(error: BaseException) -> str:
+    """The text of an error up to its first line break, without torch's own remarks."""
+    first = next((line for line in str(error).splitlines() if line.strip()), "")
+    return re.sub(r"\s*\(unhinted:.*", "", first).strip()
+
+
+def place_of(error: BaseException) -> str:
+    """``" (at model.py:12: if x.sum() > 0:)"``: the user's innermost line, or nothing.
+
+    Of a model that a library brings, it is the library's line.
+    """
+    chain = _chain(error)
+    traces = [[(f, line) for f, line in traceback.walk_tb(e.__traceback__)] for e in chain]
+    for trace in traces:
+        place = _user_place([(frame.f_code.co_filename, line) for frame, line in trace])
+        if place:
+            return place
+    return place_in(str(error)) or next(filter(None, map(_library_place, traces)), "")
+
+
+def _library_place(trace: list[tuple[FrameType, int]]) -> str:
+    """The innermost line of the packages, other than torch, whose modules were being called."""
+    modules = [frame.f_locals.get("self") for frame, _ in trace]
+    packages = {_package(type(m).__module__) for m in modules if isinstance(m, nn.Module)}
+    packages -= {_package(torch.__name__), _package(__name__)}
+    lines = [
+        (frame.f_code.co_filename, line)
+        for frame, line in trace
+        if _package(frame.f_globals.get("__name__", "")) in packages
+    ]
+    return place_at(*lines[-1]) if lines else ""
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def place_in(text: str) -> str:
+    """The same for a traceback that torch printed into ``text``."""
+    printed = re.findall(r'File "([^"]+)", line (\d+)', text)
+    return _user_place([(name, int(line)) for name, line in printed])
+
+
+def _user_place(frames: list[tuple[str, int]]) -> str:
+    own = [frame for frame in frames if is_user_code(frame[0])]
+    return place_at(*own[-1]) if own else ""
+
+
+def place_at(name: str, line: int) -> str:
+    """The same for a line of a file."""
+    source = linecache.getline(name, line).strip()
+    return f" (at {name}:{line}: {source})" if source else f" (at {name}:{line})"
+
+
+def culprit(error: BaseException) -> nn.Module | None:
+    """The innermost module that was being called when an error arose."""
+    for one in _chain(error):
+        found = _innermost(one.__traceback__)
+        if found is not None:
+            return found
+    return None
+
+
+def _innermost(trace: TracebackType | None) -> nn.Module | None:
+    found: nn.Module | None = None
+    while trace is not None:
+        caller = trace.tb_frame.f_locals.get("self")
+        if trace.tb_frame.f_code.co_name == "_call_impl" and isinstance(caller, nn.Module):
+            found = caller
+        trace = trace.tb_next
+    return found
+
+
+def _chain(error: BaseException | None) -> list[BaseException]:
+    """An error and what it was raised from, the first one first."""
+    found: list[BaseException] = []
+    while error is not None and error not in found:
+        found.insert(0, error)
+        error = error.__cause__ or error.__context__
+    return found
 
 
 class PackingError(Exception):
     """A model packs sequences; sizes then follow from values."""
+
+
+class DrawError(Exception):
+    """A model draws from a generator that is not torch's; the text names the function."""
+
+
+MAX_REPEATS = 500
+"""Of one line for one module. An operator takes some 10 ms to trace."""
 
 
 class UnrolledError(CaptureError):
@@ -47,133 +233,21 @@ class UnrolledError(CaptureError):
         self.place = place
 
 
-class RefusedCalls(TorchFunctionMode):
-    """While a model is exported: raise where it calls what no graph can hold.
+class CarriedError(RefusedError):
+    """A model computes with what it kept in an earlier step.
 
-    A read of ``.data``, of which a trace knows nothing, counts as ``.detach()``.
-
-    Args:
-        unrolls: whether loops may be as long as they like.
-
-    Raises:
-        RefusedError, DrawError, PackingError, UnrolledError: from the export.
+    Such a submodule is no operator unasked: no checkpoint holds what it keeps.
     """
 
-    def __init__(self, *, unrolls: bool = False) -> None:
-        super().__init__()
-        self._data: list[Tensor] = []
-        self._repeats: Counter[tuple[CodeType, int, int]] | None = None if unrolls else Counter()
-        self._frames: list[FrameType] = []
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Call a function of torch, unless it is one of those."""
-        kwargs = kwargs or {}
-        if torch.compiler.is_dynamo_compiling():  # a branch of torch.cond: it refuses them itself
-            return func(*args, **kwargs)
-        self._count()
-        name = getattr(func, "__name__", "")
-        if name == "backward":
-            raise _refusal(
-                "calls backward()",
-                "return one scalar loss, which one optimizer minimises; models that several "
-                "optimizers train in turns (a GAN) are not supported",
-            )
-        if name == "_pack_padded_sequence":
-            raise PackingError
-        if any(isinstance(given, torch.Generator) for given in (*args, *kwargs.values())):
-            raise DrawError(f"{name}(generator=...)")
-        if name == "__set__" and func == _SET_DATA and not _is_torch_calling():
-            raise _refusal(
-                "assigns to the .data of a tensor",
-                "compute with the new values instead (torch.nn.functional.linear(x, weight), say), "
-                "or copy them into a buffer: buffer.copy_(values)",
-            )
-        if name == "__get__" and func == _GET_DATA and not _is_torch_calling():
-            self._data.append(args[0].detach())
-            return self._data[-1]
-        if args and _WRITES(name) and any(args[0] is known for known in self._data):
-            raise _refusal(
-                "writes to the .data of a tensor",
-                "write a buffer itself under torch.no_grad() instead; parameters change at the end "
-                "of a step only",
-            )
-        return func(*args, **kwargs)
-
-    def _count(self) -> None:
-        """Note that the module which is being called is at its line once more.
-
-        Raises:
-            UnrolledError: that was too often; the loop lies in the innermost of the frames that
-                are the same in two such calls.
-        """
-        if self._repeats is None:
-            return
-        caller, module = _calling(sys._getframe(2))
-        if caller is None:
-            return
-        key = (caller.f_code, caller.f_lineno, id(vars(module)))
-        self._repeats[key] += 1
-        if self._repeats[key] == MAX_REPEATS:
-            self._frames = [frame for frame, _ in traceback.walk_stack(caller)]
-        elif self._repeats[key] > MAX_REPEATS:
-            loop, line = next(
-                (f, line) for f, line in traceback.walk_stack(caller) if f in self._frames
-            )
-            raise UnrolledError(_calling(loop)[1], place_at(loop.f_code.co_filename, line))
-
-
-def _calling(frame: FrameType | None) -> tuple[FrameType | None, nn.Module | None]:
-    """The innermost call of a module that a frame lies in, and that module."""
-    while frame is not None:
-        module = frame.f_locals.get("self")
-        if isinstance(module, nn.Module):
-            return frame, module
-        frame = frame.f_back
-    return None, None
-
-
-_WRITES = re.compile(
-    r"(?!__|requires_grad_$).*_|"
-    r"__(setitem|i(add|sub|mul|(true|floor)?div|mod|pow|and|x?or|[lr]shift))__"
-).fullmatch
-"""Names of the functions of torch that write the tensor they are called with."""
-_SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
-_GET_DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]
-
-
-def _is_torch_calling() -> bool:
-    """Whether torch itself, other than by handing calls on, calls the function of torch."""
-    frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_name == "__torch_function__":
-        frame = frame.f_back
-    return is_torch_code(frame.f_code.co_filename)
-
-
-def _refusal(what: str, cure: str) -> RefusedError:
-    place = place_in("".join(traceback.format_stack()))
-    return RefusedError(f"model: its forward {what}{place}, which no graph can hold", cure=cure)
-
-
-@contextmanager
-def kept_parameters(step: nn.Module) -> Iterator[None]:
-    """Within a forward: refuse parameters that are replaced by others, which no optimizer knows.
-
-    Raises:
-        RefusedError: naming the parameter.
-    """
-    before = {path: dict(m._parameters) for path, m in step.named_modules()}
-    yield
-    for path, module in step.named_modules():
-        for name, parameter in before.get(path, {}).items():
-            if module._parameters.get(name) is not parameter:
-                raise RefusedError(
-                    f"model: its forward replaces the parameter {own_name(f'{path}.{name}')!r}, "
-                    "and no optimizer would know the new one",
-                    cure="compute with the new values instead: torch.nn.functional.linear(x, "
-                    "weight), or torch.func.functional_call(module, weights, x)",
-                )
+def carried(name: str, place: str = "") -> CarriedError:
+    """The error that names what is kept, and the line that reads it."""
+    return CarriedError(
+        f"model: keeps {own_name(name)!r} from one step to the next{place}, which a graph would "
+        "freeze",
+        cure="make it a buffer with register_buffer(), or name the submodule that keeps it under "
+        "model.opaque",
+    )
 
 
 def refuse_lazy(model: nn.Module, factory: str) -> None:
@@ -191,3 +265,267 @@ def refuse_lazy(model: nn.Module, factory: str) -> None:
                 cure="give its sizes (nn.Linear instead of nn.LazyLinear, say), or let the factory "
                 "call the model with one batch before it returns it",
             )
+
+
+HOOK_CURE = "change the gradient by a torch.autograd.Function instead, or remove the hook"
+
+
+def refuse_backward_hooks(model: nn.Module, kept: Iterable[nn.Module] = ()) -> None:
+    """Raise if a module has a hook on its backward.
+
+    Args:
+        kept: modules that run as they are, with all their hooks.
+
+    Raises:
+        CaptureError: naming the module.
+    """
+    free = {inner for module in kept for inner in module.modules()}
+    for name, module in model.named_modules():
+        if module in free:
+            continue
+        if module._backward_hooks or module._backward_pre_hooks:
+            path = own_path(name) or "the model"
+            raise CaptureError(
+                f"model: {path} has a backward hook, which no graph can hold", cure=HOOK_CURE
+            )
+
+
+def has_hooks(parameter: nn.Parameter) -> bool:
+    """Whether something is called with its gradient."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def refuse_parameter_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Raise if a parameter that is trained has a hook on its gradient.
+
+    It would run in some plans alone: others train leaves in the parameter's memory (one for each
+    of several uses, or for each version of the weights), or add the gradients of replicas.
+
+    Raises:
+        CaptureError: naming the parameter.
+    """
+    for name, parameter in parameters:
+        if parameter.requires_grad and has_hooks(parameter):
+            raise CaptureError(
+                f"model: parameter {own_path(name)} has a hook on its gradient, which would not "
+                "run in every plan",
+                cure=HOOK_CURE,
+            )
+
+
+def refuse_sparse_gradients(model: nn.Module) -> None:
+    """Raise if a module is to give sparse gradients.
+
+    Raises:
+        CaptureError: naming the module.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise CaptureError(
+                f"model: {own_path(name)} gives sparse gradients (sparse=True), which ranks cannot "
+                "add up and send",
+                cure="set sparse=False; in place of SparseAdam, use Adam or Adagrad",
+            )
+
+
+def refuse_overlaps(states: Mapping[str, Tensor]) -> None:
+    """Raise if a trained parameter shares memory with another state.
+
+    Args:
+        states: parameters and buffers by full name, tied ones once.
+
+    Raises:
+        CaptureError: naming both.
+    """
+    placed = ((name, place) for name, tensor in states.items() if (place := _place(tensor)))
+    reached: dict[object, list[tuple[str, _Place]]] = {}
+    for name, place in sorted(placed, key=lambda item: item[1].start):
+        before = reached.setdefault(place.memory, [])
+        before[:] = [(other, found) for other, found in before if found.stop > place.start]
+        for other, found in before:
+            if (_trained(states[name]) or _trained(states[other])) and _meet(found, place):
+                raise _error(states, *sorted((name, other), key=list(states).index))
+        before.append((name, place))
+
+
+class _Place(NamedTuple):
+    """Where a tensor lies: in which memory, from which byte to which, and how."""
+
+    memory: object
+    start: int
+    stop: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    item_bytes: int
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether every byte between the first and the last is its own."""
+        used = torch.Size(self.sizes).numel() * self.item_bytes
+        return self.stop - self.start == used
+
+    def mark(self, found: Tensor, start: int) -> Tensor:
+        """Its bytes in a tensor that stands for memory from a byte on."""
+        strides = [stride * self.item_bytes for stride in self.strides]
+        offset = self.start - start
+        return found.as_strided((*self.sizes, self.item_bytes), (*strides, 1), offset)
+
+
+def _place(tensor: Tensor) -> _Place | None:
+    """None where it lies in no memory that another could share."""
+    if is_lazy(tensor) or tensor.is_nested or tensor.layout is not torch.strided:
+        return None
+    if not tensor.numel():
+        return None
+    item_bytes, strides = tensor.element_size(), tensor.stride()
+    # Elements of an expanded dimension are one.
+    sizes = tuple(n if stride else 1 for n, stride in zip(tensor.shape, strides, strict=True))
+    if is_deferred(tensor) or tensor.is_meta:
+        memory: object = tensor.untyped_storage()._cdata
+        start = int(tensor.storage_offset()) * item_bytes
+    else:
+        memory, start = tensor.device, tensor.data_ptr()
+        if not start:  # a wrapper around other tensors
+            return None
+    last = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    return _Place(memory, start, start + (last + 1) * item_bytes, sizes, strides, item_bytes)
+
+
+def _trained(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and tensor.requires_grad
+
+
+def _meet(one: _Place, other: _Place) -> bool:
+    """Whether two places that reach into each other have a byte in common: columns have none."""
+    if one.is_dense or (other.is_dense and one.start == other.start):
+        return True
+    start = min(one.start, other.start)
+    found = torch.zeros(max(one.stop, other.stop) - start, dtype=torch.bool)
+    one.mark(found, start).fill_(True)
+    return bool(other.mark(found, start).any())
+
+
+def _error(states: Mapping[str, Tensor], first: str, second: str) -> CaptureError:
+    both = all(isinstance(states[name], nn.Parameter) for name in (first, second))
+    whole = "make both the same nn.Parameter (self.b.weight = self.a.weight), or " if both else ""
+    return CaptureError(
+        f"model: {own_name(first)} and {own_name(second)} share memory but are not one tensor, so "
+        "that ranks would train them apart",
+        cure=f"{whole}give each memory of its own (.clone())",
+    )
+
+
+def refuse_writes(graph: CapturedGraph) -> None:
+    """Raise if a run of the graph writes a parameter, or a tensor that is no state of the model.
+
+    Several operators, replicas and recomputed forwards each have a parameter of their own, which a
+    write in one of them would not reach. No checkpoint holds other tensors.
+
+    Raises:
+        CaptureError: naming what is written, and the line that does it.
+    """
+    nodes = {node.name: node for node in graph.operators}
+    for placeholder, writer in graph.written.items():
+        state = graph.states.get(placeholder)
+        if state is None or state.kind == "buffer":
+            continue
+        place = place_in(nodes[writer].meta.get("stack_trace") or "")
+        if state.kind == "constant":
+            raise CarriedError(
+                f"model: writes the tensor {own_name(state.name)!r} in its forward{place}, which "
+                "no checkpoint would hold",
+                cure="make it a buffer with register_buffer()",
+            )
+        raise CaptureError(
+            f"model: writes the parameter {own_name(state.name)!r} in its forward{place}, which "
+            "other uses, replicas and recomputed forwards of it would not see",
+            cure="write a buffer instead, or change what is read of the parameter (for "
+            "nn.Embedding(max_norm=...): leave it out, and scale the vectors that are looked up)",
+        )
+
+
+_SHOWN = 6
+"""So many entries of a collection a message names."""
+_MAPPING = (
+    'return {"inputs": ..., "targets": ...}: "inputs" goes to the model (the entries of a mapping '
+    'as keyword arguments), "targets" to the loss; any other mapping goes to both, whole'
+)
+
+
+def judge(unexplained: UnexplainedError, step: Step, batch: Any, spec: JobSpec) -> PipectlError:
+    """Whose fault an unexplained failure is: of the job, of what torch exports, or of pipectl."""
+    refusal = misfit(step, batch, spec)
+    if refusal is not None:
+        return refusal
+    cause = unexplained.__cause__ or unexplained
+    return unexplained if place_of(cause) and not is_ours(cause) else fault_of(cause)
+
+
+def misfit(step: Step, batch: Any, spec: JobSpec) -> CaptureError | None:
+    """Why model and loss of a job fail on a batch of its data; None if they do not."""
+    if any(is_deferred(tensor) for tensor in (*step.parameters(), *step.buffers())):
+        return None  # too large to be run
+    inputs, targets = batch
+    with torch.enable_grad(), undisturbed(step, step.buffers()):
+        error = _failure(step, inputs, targets)
+    if isinstance(error, CaptureError):
+        return error
+    if error is not None:
+        returned, outputs = _outputs(error.__traceback__)
+        raised = f"raised {type(error).__name__}: {first_line(error)}{place_of(error)}"
+        if returned:
+            call = f"called with outputs {describe(outputs)} and targets {describe(targets)}"
+            name, cure = f"loss.factory: {spec.loss.factory}", _cure_of_loss(inputs, targets)
+        else:
+            named = isinstance(inputs, Mapping)
+            call = f"called with {'keyword arguments' if named else 'inputs'} {describe(inputs)}"
+            name, cure = f"model.factory: {spec.model.factory}", _cure_of_model(inputs)
+        return CaptureError(f"{name}: {raised}; {call}", cure=cure)
+    return None
+
+
+def _failure(step: Step, inputs: Any, targets: Any) -> Exception | None:
+    try:
+        step(inputs, targets)
+    except Exception as error:
+        return error
+    return None
+
+
+def _outputs(trace: TracebackType | None) -> tuple[bool, Any]:
+    """Whether the model had returned when the step failed, and what."""
+    while trace is not None:
+        if trace.tb_frame.f_code is Step.forward.__code__:
+            known = trace.tb_frame.f_locals
+            return "outputs" in known, known.get("outputs")
+        trace = trace.tb_next
+    return False, None
+
+
+def _cure_of_loss(inputs: Any, targets: Any) -> str:
+    if isinstance(targets, Mapping) and isinstance(inputs, Mapping) and targets == inputs:
+        return f"let the loss take what it needs from the mapping, or let the data set {_MAPPING}"
+    return (
+        "a loss is called as loss(outputs, targets): give it further arguments under loss.kwargs; "
+        "what differs by sample (weights, say) belongs into the targets, as a tuple or mapping"
+    )
+
+
+def _cure_of_model(inputs: Any) -> str:
+    if isinstance(inputs, Mapping):
+        return f"let the model's forward() take these names, or let the data set {_MAPPING}"
+    return "let data.factory give the inputs that the model's forward() takes"
+
+
+def describe(value: Any) -> str:
+    """A batch, or a part of one, in a few words."""
+    if isinstance(value, Tensor):
+        return f"{list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, Mapping):
+        shown = [f"{key}: {describe(item)}" for key, item in islice(value.items(), _SHOWN)]
+    elif isinstance(value, tuple | list):
+        shown = [describe(item) for item in islice(value, _SHOWN)]
+    else:
+        return f"a {type(value).__name__}"
+    words = ", ".join([*shown, "..."] if len(value) > _SHOWN else shown)
+    return f"{{{words}}}" if isinstance(value, Mapping) else f"({words})"

@@ -1,30 +1,35 @@
-"""Parts of a model that run under an autocast of their own, or without gradients.
+"""The contexts in which operators run: mixed precision, and parts of a model with their own.
 
-While it traces, ``torch.export`` marks where such a part begins and ends. Its own passes then wrap
-the part in one operator, which no cut could divide, and forget a ``torch.no_grad()`` inside an
-autocast. Here every operator carries instead what holds for it, and a stage enters and leaves.
+Exported under autocast, a graph holds no casts: autocast makes them when an operator runs. So the
+graph can be cut anywhere, and every stage runs its part in the same context. What the model itself
+asks of a dtype (``x.to(y.dtype)``) is settled while it is captured, which therefore happens in
+this context too.
+
+Parts of a model may run under an autocast of their own, or without gradients. While it traces,
+``torch.export`` marks where such a part begins and ends. Its own passes then wrap the part in one
+operator, which no cut could divide, and forget a ``torch.no_grad()`` inside an autocast. Here every
+operator carries instead what holds for it, and a stage enters and leaves.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch._export.passes import replace_autocast_with_hop_pass as _autocast_pass
-from torch._export.passes import replace_set_grad_with_hop_pass as _gradient_pass
 from torch.amp import autocast_mode
 from torch.utils import _pytree as pytree
 
-from pipectl.capture import accelerator
+from pipectl.errors import CaptureError
 
 _KEY = "pipectl_region"
 _SET_GRADIENTS = torch._C._set_grad_enabled
 _ENTER, _EXIT = autocast_mode._enter_autocast, autocast_mode._exit_autocast
-_Pass = Callable[[fx.GraphModule, Any], tuple[fx.GraphModule, Any]]
 
 
 class Autocast(NamedTuple):
@@ -88,33 +93,6 @@ def region_of(node: fx.Node) -> Region:
     return found
 
 
-@contextmanager
-def marked_regions() -> Iterator[None]:
-    """While a model is exported, note at every operator in which region it is.
-
-    ``torch.inference_mode()``, of which a trace tells nothing, counts as ``torch.no_grad()``.
-    """
-    modules: tuple[Any, Any] = (_autocast_pass, _gradient_pass)
-    names = tuple(module.__name__.rpartition(".")[2] for module in modules)
-    passes = [getattr(m, name) for m, name in zip(modules, names, strict=True)]
-    inference = torch.inference_mode
-    enter, leave = inference.__enter__, inference.__exit__
-    try:
-        # The pass for gradients runs first, and leaves everything to the other.
-        setattr(_gradient_pass, names[1], lambda module, signature: (module, signature))
-        setattr(
-            _autocast_pass, names[0], lambda module, signature: _mark(module, signature, passes)
-        )
-        inference.__enter__ = _enter_inference  # type: ignore[method-assign]
-        inference.__exit__ = _leave_inference  # type: ignore[method-assign]
-        yield
-    finally:
-        for module, name, untouched in zip(modules, names, passes, strict=True):
-            setattr(module, name, untouched)
-        inference.__enter__ = enter  # type: ignore[method-assign]
-        inference.__exit__ = leave  # type: ignore[method-assign]
-
-
 class Switch:
     """Writes into a graph where its operators, appended one by one, enter and leave regions."""
 
@@ -151,7 +129,7 @@ def _leave(entered: ExitStack) -> None:
     entered.close()
 
 
-def _mark(module: fx.GraphModule, signature: Any, passes: list[_Pass]) -> tuple[Any, Any]:
+def mark_regions(module: fx.GraphModule, signature: Any, passes: list[Any]) -> tuple[Any, Any]:
     """Move the marks of a traced graph into its operators.
 
     Subgraphs (branches, say) are operators as a whole and go torch's own way.
@@ -182,7 +160,7 @@ def _region(autocasts: dict[fx.Node, Autocast], gradients: bool) -> Region:
     return Region(tuple(sorted(innermost.values())), gradients)
 
 
-def _mark_subgraph(module: fx.GraphModule, node: fx.Node, passes: list[_Pass]) -> None:
+def _mark_subgraph(module: fx.GraphModule, node: fx.Node, passes: list[Any]) -> None:
     inner = getattr(module, str(node.target), None) if node.op == "get_attr" else None
     if isinstance(inner, fx.GraphModule):
         for apply in reversed(passes):
@@ -194,15 +172,55 @@ def _devices(captured: str) -> Iterator[str]:
     """Where an autocast holds: what was captured on the CPU may run on an accelerator."""
     if captured == "cpu":
         yield captured
-    used = accelerator.in_use()
+    used = accelerator_in_use()
     if used is not None and captured in ("cpu", used):
         yield used
 
 
-def _enter_inference(self: Any) -> None:
-    self.pipectl_before = torch.is_grad_enabled()
-    torch.set_grad_enabled(self.pipectl_before and not self.mode)
+_DTYPES = {"bf16": torch.bfloat16, "float16": torch.float16}
+_MISSING = re.compile("not implemented for|could not create a primitive|not supported|Half")
 
 
-def _leave_inference(self: Any, *_: object) -> None:
-    torch.set_grad_enabled(self.pipectl_before)
+def arithmetic(precision: str, device: torch.device) -> AbstractContextManager[object]:
+    """The context for forwards; backwards follow what their forward did, and need none.
+
+    Args:
+        precision: as in the spec.
+        device: where the operators run.
+    """
+    dtype = _DTYPES.get(precision)
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+
+
+@contextmanager
+def missing_kernels(operator: str, precision: str, device: torch.device) -> Iterator[None]:
+    """Say which operator it is that has no kernel for ``float16``; CPUs lack some.
+
+    Raises:
+        CaptureError: what ran inside failed as torch does where a kernel is missing.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        first = str(error).partition("\n")[0]
+        if precision != "float16" or not _MISSING.search(first):
+            raise
+        raise CaptureError(
+            f"model: {operator} cannot run in float16 on {device.type}: {first}",
+            cure="use training.precision: bf16, or run it under "
+            f"torch.autocast({device.type!r}, enabled=False) on .float() values",
+        ) from error
+
+
+@cache
+def accelerator() -> tuple[str, Any]:
+    """The type of the machine's accelerators and torch's module for them; None without one."""
+    found = torch.accelerator.current_accelerator()
+    return ("cpu", None) if found is None else (found.type, torch.get_device_module(found))
+
+
+def accelerator_in_use() -> str | None:
+    """The type of the accelerator (``cuda``, ``xpu``, ...); None while nothing has run on one."""
+    kind, module = accelerator()
+    used = module is not None and getattr(module, "is_initialized", lambda: True)()
+    return kind if used else None

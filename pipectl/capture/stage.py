@@ -11,9 +11,9 @@ from torch import Tensor, fx
 
 from pipectl.capture.cut import Cut, Slot
 from pipectl.capture.graph import CapturedGraph
-from pipectl.capture.randomness import is_random, seed_of, seeder_of
+from pipectl.capture.operators import gives_views, is_random, seeder_of
+from pipectl.capture.randomness import seed_of
 from pipectl.capture.regions import WHOLE, Switch, region_of, without_gradient
-from pipectl.capture.schemas import gives_views
 from pipectl.capture.slices import Rows, Samples, count_of, whole_draw
 from pipectl.errors import CaptureError
 

@@ -1,21 +1,45 @@
-"""The wrapper that is exported: ``(inputs, targets) -> loss, outputs`` around model and loss."""
+"""The step that is exported, ``(inputs, targets) -> loss, outputs``, and the loss of several."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from pipectl.capture.refusals import kept_parameters
+from pipectl.capture.factories import call
 from pipectl.errors import CaptureError
 
 Loss = Callable[[Any, Any], Tensor]
 # No strings: among the outputs of a graph they name operators.
 _PLAIN = (Tensor, int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)
+_MODEL = "model"
+_WITHIN = f"{_MODEL}."
+
+
+def in_model(name: str) -> bool:
+    """Whether a parameter, buffer or submodule of the step belongs to the user's model."""
+    return name.startswith(_WITHIN)
+
+
+def own_name(name: str) -> str:
+    """What the user's model calls it."""
+    return name.removeprefix(_WITHIN)
+
+
+def own_path(path: str) -> str:
+    """The same for a module, which may be the model itself: that is empty."""
+    return "" if path == _MODEL else own_name(path)
+
+
+def is_deferred(tensor: Tensor) -> bool:
+    """Whether a tensor has no values yet."""
+    return isinstance(tensor, FakeTensor)
 
 
 class Step(nn.Module):
@@ -23,26 +47,49 @@ class Step(nn.Module):
 
     Args:
         model: the user's, unchanged.
-        loss: called with (outputs, targets); None where the model returns its own loss.
+        loss: called with (outputs, targets); None if the model returns its own loss.
         with_outputs: whether the outputs are wanted beside the loss, for metrics.
     """
 
     def __init__(self, model: nn.Module, loss: Loss | None, *, with_outputs: bool) -> None:
         super().__init__()
         self.model = model
-        self.loss = _LossFunction(loss) if callable(loss) and not _is_module(loss) else loss
+        is_function = callable(loss) and not isinstance(loss, nn.Module)
+        self.loss = _LossFunction(loss) if is_function else loss  # type: ignore[arg-type]
         self.with_outputs = with_outputs
 
     def forward(self, inputs: Any, targets: Any) -> Any:
-        """The loss, and the outputs where they are wanted."""
-        before = _buffers(self)
-        shapes = {place: tensor.shape for place, tensor in before.items()}
-        with kept_parameters(self):
-            outputs = self.model(**inputs) if isinstance(inputs, Mapping) else self.model(inputs)
+        """The loss, and the outputs if they are wanted."""
+        parameters = {path: dict(m._parameters) for path, m in self.named_modules()}
+        modules = self.modules()
+        buffers = [(m, n, t) for m in modules for n, t in m._buffers.items() if t is not None]
+        shapes = [buffer.shape for _, _, buffer in buffers]
+        outputs = self.model(**inputs) if isinstance(inputs, Mapping) else self.model(inputs)
+        self._refuse_replaced(parameters)
         loss = loss_of_outputs(outputs) if self.loss is None else self.loss(outputs, targets)
         check_loss(loss, outputs if self.loss is None else None)
-        _write_assigned(before, shapes)
+        # An export keeps writes alone: torch drops buffers that are assigned (self.mean = ...),
+        # outside the outermost module. So they are written into the memory of the old ones.
+        for (module, name, old), shape in zip(buffers, shapes, strict=True):
+            new = module._buffers[name]
+            if new is not None and new.shape != shape:
+                raise resized(name, shape, new.shape)
+            if new is not old and new is not None:
+                old.copy_(new.detach())
+                module._buffers[name] = old
         return (loss, exportable(outputs)) if self.with_outputs else loss
+
+    def _refuse_replaced(self, before: Mapping[str, Mapping[str, nn.Parameter | None]]) -> None:
+        """Raise if parameters were replaced by others, which no optimizer knows."""
+        for path, module in self.named_modules():
+            for name, parameter in before.get(path, {}).items():
+                if module._parameters.get(name) is not parameter:
+                    raise CaptureError(
+                        f"model: its forward replaces the parameter "
+                        f"{own_name(f'{path}.{name}')!r}, and no optimizer would know the new one",
+                        cure="compute with the new values instead: torch.nn.functional.linear(x, "
+                        "weight), or torch.func.functional_call(module, weights, x)",
+                    )
 
 
 class _LossFunction(nn.Module):
@@ -70,32 +117,6 @@ def as_module(model: Any, factory: str) -> nn.Module:
         f"{factory}: returned {found}, not a torch.nn.Module",
         cure="return the model, or a list of layers, from this function",
     )
-
-
-def _is_module(value: Any) -> bool:
-    return isinstance(value, nn.Module)
-
-
-_Buffers = dict[tuple[nn.Module, str], Tensor]
-
-
-def _buffers(root: nn.Module) -> _Buffers:
-    modules = root.modules()
-    return {(m, n): t for m in modules for n, t in m._buffers.items() if t is not None}
-
-
-def _write_assigned(before: _Buffers, shapes: Mapping[tuple[nn.Module, str], torch.Size]) -> None:
-    """Write buffers that were assigned (``self.mean = ...``) into the memory of the old ones.
-
-    An export keeps writes alone: torch drops what is assigned, outside the outermost module.
-    """
-    for (module, name), old in before.items():
-        new = module._buffers[name]
-        if new is not None and new.shape != shapes[module, name]:
-            raise resized(name, shapes[module, name], new.shape)
-        if new is not old and new is not None:
-            old.copy_(new.detach())
-            module._buffers[name] = old
 
 
 def resized(name: str, before: torch.Size, after: torch.Size) -> CaptureError:
@@ -167,37 +188,45 @@ def check_loss(loss: Any, outputs: Any = None) -> None:
     )
 
 
-def split_sample(batch: Any) -> tuple[Any, Any]:
-    """A collated batch as (inputs, targets).
+def sample_shares(sizes: Sequence[int]) -> list[float]:
+    """The share of every micro-batch in the loss, by its number of samples."""
+    total = sum(sizes)
+    return [size / total for size in sizes]
 
-    A pair is taken as such, ``{"inputs": ..., "targets": ...}`` likewise; any other mapping goes
-    to the model as keywords and, whole, to the loss.
+
+def target_shares(weigh: Callable[[Any], Any], name: str, targets: Sequence[Any]) -> list[float]:
+    """The share of every micro-batch, by what ``weigh`` says of its targets.
+
+    Where all weights are 0 (nothing but padding), all shares are.
+
+    Args:
+        name: of ``weigh``, for errors.
     """
-    if isinstance(batch, Mapping):
-        if set(batch) == {"inputs", "targets"}:
-            return batch["inputs"], batch["targets"]
-        return dict(batch), dict(batch)
-    if isinstance(batch, tuple | list) and len(batch) == 2:
-        return batch[0], batch[1]
-    raise CaptureError(
-        f"data: a sample must be (inputs, targets) or a mapping, not {_describe(batch)}",
-        cure="let the data set return pairs: several inputs or targets are a tuple or a dictionary "
-        "in one, as in (inputs, (targets, weights))",
-    )
+    weights = [target_weight(weigh, name, item) for item in targets]
+    total = sum(weights)
+    return [weight / total if total else 0.0 for weight in weights]
 
 
-def _describe(batch: Any) -> str:
-    if isinstance(batch, tuple | list):
-        return f"a {type(batch).__name__} of {len(batch)}"
-    return f"a {type(batch).__name__}"
+def target_weight(weigh: Callable[[Any], Any], name: str, targets: Any) -> float:
+    """What ``weigh`` says of some targets.
+
+    Args:
+        name: of ``weigh``, for errors.
+    """
+    return float(call(weigh, name, targets))
 
 
-def seed_everything(seed: int) -> None:
-    """Seed python, numpy and torch, so that a factory makes the same object on every rank."""
-    import random
+def weighted(losses: Sequence[Tensor], shares: Sequence[float]) -> float:
+    """The loss of a step; NaN where none is computed."""
+    if not losses:
+        return math.nan
+    # The loss of a micro-batch without weight (no valid token, say) may be undefined.
+    pairs = [(float(loss), share) for loss, share in zip(losses, shares, strict=True) if share]
+    parts = [loss * share for loss, share in pairs]
+    return math.fsum(parts) if all(map(math.isfinite, parts)) else sum(parts)
 
-    import numpy as np
 
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
+def first_undefined(losses: Iterable[Tensor], shares: Sequence[float]) -> int | None:
+    """The first loss with a share that is infinite or NaN; None if all are finite."""
+    pairs = enumerate(zip(losses, shares, strict=True))
+    return next((i for i, (loss, share) in pairs if share and not math.isfinite(loss)), None)

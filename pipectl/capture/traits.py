@@ -11,11 +11,10 @@ from torch.utils import _pytree as pytree
 
 from pipectl.capture.graph import CapturedGraph
 from pipectl.capture.job import CapturedJob
-from pipectl.capture.names import own_name
-from pipectl.capture.randomness import is_random
+from pipectl.capture.operators import arguments_by_name, is_random
 from pipectl.capture.regions import region_of
-from pipectl.capture.schemas import arguments_by_name
 from pipectl.capture.stage import uses_of_parameter
+from pipectl.capture.step import own_name
 from pipectl.spec import JobSpec
 
 

@@ -14,8 +14,7 @@ from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedGraph, CapturedJob
 from pipectl.capture.data import Batches
-from pipectl.capture.deferred import is_deferred
-from pipectl.capture.names import own_path
+from pipectl.capture.step import is_deferred, own_path
 from pipectl.capture.traits import coupled_operators
 from pipectl.errors import CaptureError
 from pipectl.faults import is_ours

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedJob
-from pipectl.capture.deferred import is_deferred
 from pipectl.capture.factories import call
+from pipectl.capture.step import is_deferred
 from pipectl.profile import OptimizerCost
 from pipectl.profiler.marks import clock_of
 from pipectl.profiler.memory import measure_step

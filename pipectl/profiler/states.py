@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pipectl.capture import CapturedJob
-from pipectl.capture.deferred import is_deferred
+from pipectl.capture.step import is_deferred
 
 
 class SampleStates:

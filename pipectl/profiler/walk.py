@@ -12,9 +12,8 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from pipectl.capture.opaque import Opaque
-from pipectl.capture.precision import arithmetic, missing_kernels
-from pipectl.capture.regions import WHOLE, region_of
-from pipectl.capture.schemas import arguments_by_name, written_arguments
+from pipectl.capture.operators import arguments_by_name, written_arguments
+from pipectl.capture.regions import WHOLE, arithmetic, missing_kernels, region_of
 from pipectl.capture.stage import on_device, place_subgraphs
 from pipectl.profile import OperatorMemory
 from pipectl.profiler.costs import Call, Ran, Times, run, value_bytes

@@ -10,8 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from pipectl.capture import CapturedGraph, Cut, Slot
-from pipectl.capture.batch import by_name
-from pipectl.capture.batch_shapes import Number, expected_of
+from pipectl.capture.batch import Number, by_name, expected_of
 from pipectl.capture.slices import Rows, Samples, count_of
 from pipectl.graph import TransferKind
 from pipectl.runtime.apart import BackwardHalf, ForwardHalf

@@ -8,7 +8,7 @@ from typing import Any
 
 from pipectl.capture import CapturedJob
 from pipectl.capture.data import split_batch
-from pipectl.capture.shares import target_weight
+from pipectl.capture.step import target_weight
 from pipectl.runtime.evaluation import Metrics
 from pipectl.runtime.passes import Batch
 from pipectl.runtime.setup import Setup

@@ -20,8 +20,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor, nn
 
-from pipectl.capture.names import own_name
-from pipectl.capture.shares import first_undefined
+from pipectl.capture.step import first_undefined, own_name
 from pipectl.errors import WorkerError
 from pipectl.runtime.loss_scale import alike
 from pipectl.runtime.origins import Origin

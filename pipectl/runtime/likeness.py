@@ -15,7 +15,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from pipectl.capture.names import own_name
+from pipectl.capture.step import own_name
 from pipectl.errors import WorkerError
 from pipectl.runtime.waiting import barrier, wait
 

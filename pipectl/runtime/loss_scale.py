@@ -13,7 +13,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor, nn
 
-from pipectl.capture.names import own_name
+from pipectl.capture.step import own_name
 from pipectl.errors import CaptureError
 from pipectl.runs import LossScaleState
 from pipectl.runtime.waiting import wait

@@ -9,7 +9,7 @@ import numpy as np
 from mpi4py import MPI
 from torch import Tensor
 
-from pipectl.capture.shares import target_weight, weighted
+from pipectl.capture.step import target_weight, weighted
 from pipectl.runtime.exchange import group_of
 from pipectl.runtime.passes import Batch, Pass, narrowed, parts_of
 from pipectl.runtime.setup import Setup

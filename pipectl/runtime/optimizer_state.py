@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipectl.capture.names import own_name
+from pipectl.capture.step import own_name
 from pipectl.errors import CaptureError
 
 _TENSOR, _TUPLE, _DICT, _FLOAT = "tensor", "tuple", "dict", "float"

@@ -22,12 +22,13 @@ from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedJob
 from pipectl.capture.data import Batches, split_batch
-from pipectl.capture.deferred import is_deferred
-from pipectl.capture.names import in_model, own_name
-from pipectl.capture.precision import arithmetic
-from pipectl.capture.recomputed import write_buffers_once
-from pipectl.capture.shares import (
+from pipectl.capture.opaque import write_buffers_once
+from pipectl.capture.regions import arithmetic
+from pipectl.capture.step import (
     first_undefined,
+    in_model,
+    is_deferred,
+    own_name,
     sample_shares,
     target_shares,
     target_weight,

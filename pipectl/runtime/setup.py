@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from pipectl.capture import CapturedJob, Cut, Lane, evaluation_stages
 from pipectl.capture.data import Loader
-from pipectl.capture.deferred import is_deferred
 from pipectl.capture.slices import Rows, Samples
+from pipectl.capture.step import is_deferred
 from pipectl.errors import MismatchError
 from pipectl.plan import Plan, Replication
 from pipectl.runtime.apart import Announcements, add_lanes, make_half

@@ -13,7 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from pipectl.capture import CapturedGraph, Cut, Slot, build_stage
 from pipectl.capture.batch import spared
-from pipectl.capture.precision import arithmetic
+from pipectl.capture.regions import arithmetic
 from pipectl.capture.slices import Samples
 from pipectl.capture.stage import Receive
 from pipectl.runtime.compiling import compile_stage

@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from pipectl.capture import Cut, Slot
-from pipectl.capture.gradients import Applied
 from pipectl.capture.opaque import Opaque
-from pipectl.capture.randomness import runs
+from pipectl.capture.operators import Applied, runs
 from pipectl.capture.stage import StageCode, uses_of_parameter
 from pipectl.runtime.device import Device, move
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from pipectl.capture import CapturedJob
 from pipectl.capture.factories import call
-from pipectl.capture.gradients import has_hooks, refuse_parameter_hooks
-from pipectl.capture.names import own_name
+from pipectl.capture.refusals import has_hooks, refuse_parameter_hooks
+from pipectl.capture.step import own_name
 from pipectl.errors import CaptureError, lacks_memory
 from pipectl.runtime.optimizer_state import of_groups, refuse_changes, take
 from pipectl.units import did_you_mean

@@ -16,9 +16,8 @@ from itertools import islice
 from typing import Any
 
 from pipectl.capture.data import split_batch
-from pipectl.capture.names import own_name
 from pipectl.capture.randomness import seed_of
-from pipectl.capture.shares import sample_shares, target_shares, weighted
+from pipectl.capture.step import own_name, sample_shares, target_shares, weighted
 from pipectl.errors import CaptureError, MismatchError
 from pipectl.plan import Plan
 from pipectl.runtime.passes import Batch

@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from pipectl.capture import accelerator
+from pipectl.capture import randomness, regions
 from pipectl.capture.randomness import seed_operator
-from pipectl.capture.regions import _devices
+from pipectl.capture.regions import _devices, accelerator_in_use
 
 
 @pytest.fixture
 def pretend(monkeypatch: pytest.MonkeyPatch) -> Any:
     def make(module: Any) -> None:
-        monkeypatch.setattr(accelerator, "_known", lambda: ("npu", module))
+        monkeypatch.setattr(regions, "accelerator", lambda: ("npu", module))
+        monkeypatch.setattr(randomness, "accelerator", lambda: ("npu", module))
 
     return make
 
@@ -24,14 +25,14 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_without_one_nothing_is_in_use() -> None:
     if torch.accelerator.is_available():
         pytest.skip("there is one")
-    assert accelerator.in_use() is None
+    assert accelerator_in_use() is None
     assert list(_devices("cpu")) == ["cpu"]
     assert list(_devices("cuda")) == []
 
 
 def test_one_that_nobody_has_used_is_left_alone(pretend: Any) -> None:
     pretend(SimpleNamespace(is_initialized=lambda: False))
-    assert accelerator.in_use() is None
+    assert accelerator_in_use() is None
     seed_operator(1, 2)
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from pipectl.capture import CapturedGraph, CapturedJob
-from pipectl.capture.deferred import is_deferred
 from pipectl.capture.opaque import Opaque
+from pipectl.capture.step import is_deferred
 from pipectl.errors import CaptureError
 
 BREAKING = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipectl.capture.groups import assign
+from pipectl.capture.job import assign_groups as assign
 from pipectl.errors import CaptureError
 
 NAMES = {

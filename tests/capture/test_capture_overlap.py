@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipectl.capture import CapturedJob
-from pipectl.capture.overlap import refuse_overlaps
+from pipectl.capture.refusals import refuse_overlaps
 from pipectl.errors import CaptureError
 
 SOURCE = """\

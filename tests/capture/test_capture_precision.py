@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from pipectl.capture import CapturedJob, Cut, build_stage
-from pipectl.capture.precision import arithmetic
-from pipectl.capture.regions import region_of
+from pipectl.capture.regions import arithmetic, region_of
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 from pipectl.capture import CapturedJob, Cut, build_stage
 from pipectl.capture.batch import by_name
-from pipectl.capture.randomness import is_random, seed_of, seed_operator
+from pipectl.capture.operators import is_random
+from pipectl.capture.randomness import seed_of, seed_operator
 from pipectl.capture.slices import Rows
 from pipectl.spec import JobSpec, dump, load
 

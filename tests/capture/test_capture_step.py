@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipectl.capture.step import check_loss, split_sample
+from pipectl.capture.batch import split_sample
+from pipectl.capture.step import check_loss
 from pipectl.errors import CaptureError
 
 MODELS = Path(__file__).with_name("models.py")

@@ -13,7 +13,8 @@ import yaml
 from torch import Tensor, nn
 
 from pipectl.capture import CapturedJob
-from pipectl.capture.deferred import Deferred, is_deferred, settle
+from pipectl.capture.deferred import Deferred, settle
+from pipectl.capture.step import is_deferred
 from pipectl.errors import CaptureError
 from pipectl.spec import load
 

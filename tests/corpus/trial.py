@@ -15,8 +15,7 @@ from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedJob
 from pipectl.capture.data import Batches
-from pipectl.capture.gradients import Applied
-from pipectl.capture.randomness import is_random
+from pipectl.capture.operators import Applied, is_random
 from pipectl.capture.stage import uses_of_parameter
 from pipectl.spec import JobSpec
 

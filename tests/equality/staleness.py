@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from pipectl.capture import CapturedJob, Cut, build_stage
 from pipectl.capture.data import Batches, split_batch
-from pipectl.capture.randomness import seed_of
-from pipectl.capture.step import seed_everything
+from pipectl.capture.randomness import seed_everything, seed_of
 from pipectl.runtime.stepper import make_stepper
 from pipectl.spec import load
 

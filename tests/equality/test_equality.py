@@ -22,7 +22,7 @@ from cells import Cell
 from torch import Tensor
 
 from pipectl.capture.data import Batches, Loader, split_batch
-from pipectl.capture.step import seed_everything
+from pipectl.capture.randomness import seed_everything
 from pipectl.runs import RunDirectory, read_metrics
 from pipectl.runtime import checkpoint
 from pipectl.schedule import NAMES

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipectl.capture import CapturedJob
-from pipectl.capture.batch_shapes import Number, expected_of
+from pipectl.capture.batch import Number, expected_of
 from pipectl.errors import CaptureError
 from pipectl.runs import read_errors, read_metrics
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pipectl.capture import CapturedJob
-from pipectl.capture.deferred import is_deferred
+from pipectl.capture.step import is_deferred
 from pipectl.runs import RunDirectory
 from pipectl.runtime.compare import Comparison, PipelineRun, PlainRun, compare, distance
 from pipectl.runtime.plain import FirstWeights

@@ -18,7 +18,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_te
 from torch.utils import _pytree as pytree
 
 from pipectl.capture import Slot
-from pipectl.capture.precision import arithmetic
+from pipectl.capture.regions import arithmetic
 from pipectl.capture.stage import Receive, StageCode
 from pipectl.errors import MismatchError
 from pipectl.runtime.apart.valueless import Valueless

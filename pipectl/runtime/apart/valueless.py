@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipectl.capture.schemas import arguments_by_name
+from pipectl.capture.operators import arguments_by_name
 
 
 class Valueless(TorchDispatchMode):  # type: ignore[no-untyped-call]

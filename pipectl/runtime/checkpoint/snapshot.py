@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pipectl.capture.names import in_model, own_name
+from pipectl.capture.step import in_model, own_name
 from pipectl.files import make_private_directory
 from pipectl.runs import LossScaleState, Shard
 from pipectl.runtime.checkpoint.copies import Held, hold

@@ -1,0 +1,102 @@
+"""What the operators of a graph are: their schemas, and whether they draw random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from pipectl.capture.factories import module_of
+from pipectl.capture.opaque import Opaque
+from pipectl.capture.randomness import Seeder, seed_libraries, seed_operator
+
+
+def arguments_by_name(
+    schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arguments that are given, by the names they have in the schema."""
+    names = (argument.name for argument in schema.arguments)
+    return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+def written_arguments(schema: Any) -> list[str]:
+    """Names of the arguments whose memory the operator says it writes."""
+    return [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+
+
+def gives_views(operator: Any) -> bool:
+    """Whether what an operator gives may lie in the memory of what it does not write."""
+    returns = getattr(getattr(operator, "_schema", None), "returns", ())
+    return any(each.alias_info and not each.alias_info.is_write for each in returns)
+
+
+@dataclass(frozen=True)
+class Applied:
+    """An autograd function as an operator of a graph."""
+
+    function: type[torch.autograd.Function]
+
+    @property
+    def __name__(self) -> str:
+        return self.function.__name__.strip("_").lower()
+
+    def __repr__(self) -> str:
+        # A part of the graph's fingerprint, which must not tell where the user's file lies.
+        return f"{module_of(self.function)}.{self.function.__qualname__}"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the function gives, with its own backward."""
+        return self.function.apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def seeder_of(node: fx.Node, root: fx.GraphModule) -> Seeder | None:
+    """What seeds an operator before it runs; None if it cannot draw random numbers."""
+    if runs(node, root, Opaque):
+        return seed_libraries  # whether it draws may depend on values
+    return seed_operator if is_random(node, root) else None
+
+
+def is_random(node: fx.Node, root: fx.GraphModule) -> bool:
+    """Whether an operator draws random numbers, itself or in a subgraph, or may do so.
+
+    Dropout with probability 0 (attention without dropout, say) draws none.
+    """
+    return any(_draws(inner) for inner in _with_inner(node, root))
+
+
+def runs(node: fx.Node, root: fx.GraphModule, kind: type) -> bool:
+    """Whether an operator, or one of the subgraphs it runs, calls a target of some kind."""
+    return any(isinstance(inner.target, kind) for inner in _with_inner(node, root))
+
+
+def _with_inner(node: fx.Node, root: fx.GraphModule) -> Iterator[fx.Node]:
+    """An operator and those of the subgraphs it runs."""
+    yield node
+    for source in node.all_input_nodes:
+        body = root.get_submodule(str(source.target)) if source.op == "get_attr" else None
+        if isinstance(body, fx.GraphModule):
+            for inner in body.graph.nodes:
+                if inner.op == "call_function":
+                    yield from _with_inner(inner, body)
+
+
+def _draws(node: fx.Node) -> bool:
+    if isinstance(node.target, Opaque):
+        return node.target.outline.draws
+    tags: Any = getattr(node.target, "tags", ())
+    seeded = torch.Tag.nondeterministic_seeded in tags and not _drops_nothing(node)
+    return seeded or isinstance(node.target, Applied)
+
+
+def _drops_nothing(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return False
+    defaults = {argument.name: argument.default_value for argument in schema.arguments}
+    given = {**defaults, **arguments_by_name(schema, node.args, node.kwargs)}
+    probabilities = [given[name] for name in ("p", "dropout_p", "dropout") if name in given]
+    off = any(given.get(name) is False for name in ("train", "training"))
+    return off or (bool(probabilities) and all(value == 0 for value in probabilities))

@@ -1,0 +1,535 @@
+"""Every place where torch or Python is patched while a model is built or exported.
+
+Each patch says why it is needed; if it names no versions of torch, all from 2.13 to 2.15 need it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import logging
+import random
+import re
+import sys
+import traceback
+import warnings
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr
+from types import CodeType, FrameType
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+from torch._export.passes import replace_autocast_with_hop_pass as _autocast_pass
+from torch._export.passes import replace_set_grad_with_hop_pass as _gradient_pass
+from torch._export.wrappers import allow_in_pre_dispatch_graph
+from torch._functorch import eager_transforms
+from torch._higher_order_ops.flat_apply import flat_apply
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.export import ExportedProgram
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointFunction
+
+from pipectl.capture.carried import Attribute
+from pipectl.capture.checks import is_caught, mark_condition, passing_answer
+from pipectl.capture.factories import is_torch_code
+from pipectl.capture.operators import Applied
+from pipectl.capture.python_state import generator_places
+from pipectl.capture.refusals import (
+    HOOK_CURE,
+    MAX_REPEATS,
+    DrawError,
+    EagerError,
+    PackingError,
+    RefusedError,
+    UnrolledError,
+    carried,
+    place_at,
+    place_in,
+)
+from pipectl.capture.regions import mark_regions
+from pipectl.errors import CaptureError
+
+Functions = dict[str, type[torch.autograd.Function]]
+_PLAIN = (int, float, bool, str)
+_ABSENT = object()
+
+
+@contextmanager
+def patched_export(step: nn.Module, *, unrolls: bool) -> Iterator[Functions]:
+    """All patches under which a step is exported; yields the autograd functions it uses, by name.
+
+    Args:
+        unrolls: whether loops may be as long as they like.
+
+    Raises:
+        CaptureError, DrawError, PackingError: from the export, if the model does what no graph can
+            hold.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(_quiet())
+        stack.enter_context(_refused_draws(step))
+        stack.enter_context(_left_out_checks())
+        stack.enter_context(_WatchedCalls(unrolls=unrolls))
+        stack.enter_context(_marked_regions())
+        yield stack.enter_context(_recorded_functions())
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch's advice about its own internals off the user's terminal."""
+    logger = logging.getLogger("torch")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextmanager
+def _refused_draws(step: nn.Module) -> Iterator[None]:
+    """Let generators other than torch's own fail: a graph would freeze what they draw.
+
+    Raises:
+        DrawError: from the export; or when it is over, if only the states of the shared generators
+            show that somebody drew.
+    """
+
+    def refuse(*_: Any) -> Any:
+        raise DrawError
+
+    generators = _SharedGenerators()
+    shared = (random.Random, np.random.RandomState)
+    with ExitStack() as stack:
+        for module in (random, np.random):
+            for name, function in list(vars(module).items()):
+                if callable(function) and isinstance(getattr(function, "__self__", None), shared):
+                    refusing = generators.refusing(function)
+                    stack.enter_context(mock.patch.object(module, name, refusing))
+        for name in ("random", "getrandbits"):  # the system's, even if made in the forward
+            stack.enter_context(mock.patch.object(random.SystemRandom, name, refuse))
+        for own, name in generator_places(step):
+            if not isinstance(own[name], torch.Generator):  # their use is seen as an argument
+                stack.enter_context(mock.patch.dict(own, {name: _RefusingGenerator()}))
+        yield
+        generators.check()
+
+
+class _SharedGenerators:
+    """What the functions of ``random`` and ``numpy.random`` draw from; made before these fail."""
+
+    def __init__(self) -> None:
+        self._python, self._numpy = random.getstate, np.random.get_state
+        self._known = self._states()
+
+    def check(self) -> None:
+        """Raise if somebody drew, by a function that the model imported by its name."""
+        if self._states() != self._known:
+            raise DrawError
+
+    def refusing(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that torch may call, and nobody else."""
+
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            if not is_torch_code(sys._getframe(1).f_code.co_filename):
+                raise DrawError
+            self.check()
+            result = function(*args, **kwargs)
+            self._known = self._states()
+            return result
+
+        return refuse
+
+    def _states(self) -> tuple[Any, ...]:
+        _, keys, *rest = self._numpy()
+        return self._python(), np.asarray(keys).tobytes(), *rest
+
+
+class _RefusingGenerator:
+    """Stands in for a generator of the model's own."""
+
+    def __getattr__(self, _: str) -> Any:
+        raise DrawError
+
+
+@contextmanager
+def _left_out_checks() -> Iterator[None]:
+    """Let ``if`` and ``assert`` on values go on where the other side only raises.
+
+    ``torch.export`` refuses every branch on values.
+    """
+
+    def passing(ask: Callable[[Any], bool]) -> Callable[[Any], bool]:
+        def boolean(value: Any) -> bool:
+            # Questions of sizes, which have an answer now, stay torch's.
+            from_values = isinstance(value, Tensor) or free_unbacked_symbols(value)
+            if get_proxy_mode() is not None and from_values:
+                answer = passing_answer(sys._getframe(1))
+                if answer is not None:
+                    mark_condition(value)
+                    return answer
+            return ask(value)
+
+        return boolean
+
+    kinds: tuple[Any, ...] = (Tensor, torch.SymBool)
+    with ExitStack() as stack:
+        for kind in kinds:
+            ask = passing(kind.__bool__)
+            stack.enter_context(mock.patch.object(kind, "__bool__", ask))
+        yield
+
+
+class _WatchedCalls(TorchFunctionMode):
+    """Leaves asserts out, and raises where a model calls what no graph can hold.
+
+    An export drops ``backward()`` and writes through ``.data`` without a word. A read of ``.data``
+    counts as ``.detach()``. From 2.15 on, torch checks arguments by asynchronous asserts.
+    """
+
+    def __init__(self, *, unrolls: bool) -> None:
+        super().__init__()
+        self._data: list[Tensor] = []
+        self._repeats: Counter[tuple[CodeType, int, int]] | None = None if unrolls else Counter()
+        self._frames: list[FrameType] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Call a function of torch, unless it is one of those."""
+        kwargs = kwargs or {}
+        if torch.compiler.is_dynamo_compiling():  # a branch of torch.cond: it refuses them itself
+            return func(*args, **kwargs)
+        if func is torch._assert_async and get_proxy_mode() is not None:
+            condition = args[0] if args else kwargs["input"]
+            if not is_caught(sys._getframe(1)):
+                return mark_condition(condition)
+            bool(condition)  # which no trace can answer: the module is kept whole
+        self._count_repeats()
+        name = getattr(func, "__name__", "")
+        if name == "backward":
+            raise _refusal(
+                "calls backward()",
+                "return one scalar loss, which one optimizer minimises; models that several "
+                "optimizers train in turns (a GAN) are not supported",
+            )
+        if name == "_pack_padded_sequence":
+            raise PackingError
+        if any(isinstance(given, torch.Generator) for given in (*args, *kwargs.values())):
+            raise DrawError
+        if name == "__set__" and func == _SET_DATA and not _is_torch_calling():
+            raise _refusal(
+                "assigns to the .data of a tensor",
+                "compute with the new values instead (torch.nn.functional.linear(x, weight), say), "
+                "or copy them into a buffer: buffer.copy_(values)",
+            )
+        if name == "__get__" and func == _GET_DATA and not _is_torch_calling():
+            self._data.append(args[0].detach())
+            return self._data[-1]
+        if args and _WRITES(name) and any(args[0] is known for known in self._data):
+            raise _refusal(
+                "writes to the .data of a tensor",
+                "write a buffer itself under torch.no_grad() instead; parameters change at the end "
+                "of a step only",
+            )
+        return func(*args, **kwargs)
+
+    def _count_repeats(self) -> None:
+        """Note that the module which is being called is at its line once more.
+
+        Raises:
+            UnrolledError: that was too often; the loop lies in the innermost of the frames that
+                are the same in two such calls.
+        """
+        if self._repeats is None:
+            return
+        caller, module = _calling_module(sys._getframe(2))
+        if caller is None:
+            return
+        key = (caller.f_code, caller.f_lineno, id(vars(module)))
+        self._repeats[key] += 1
+        if self._repeats[key] == MAX_REPEATS:
+            self._frames = [frame for frame, _ in traceback.walk_stack(caller)]
+        elif self._repeats[key] > MAX_REPEATS:
+            loop, line = next(
+                (f, line) for f, line in traceback.walk_stack(caller) if f in self._frames
+            )
+            raise UnrolledError(_calling_module(loop)[1], place_at(loop.f_code.co_filename, line))
+
+
+_WRITES = re.compile(
+    r"(?!__|requires_grad_$).*_|"
+    r"__(setitem|i(add|sub|mul|(true|floor)?div|mod|pow|and|x?or|[lr]shift))__"
+).fullmatch
+"""Names of the functions of torch that write the tensor they are called with."""
+_SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
+_GET_DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]
+
+
+def _calling_module(frame: FrameType | None) -> tuple[FrameType | None, nn.Module | None]:
+    """The innermost call of a module that a frame lies in, and that module."""
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module):
+            return frame, module
+        frame = frame.f_back
+    return None, None
+
+
+def _is_torch_calling() -> bool:
+    """Whether torch itself, other than by handing calls on, calls the function of torch."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_name == "__torch_function__":
+        frame = frame.f_back
+    return is_torch_code(frame.f_code.co_filename)
+
+
+def _user_line() -> str:
+    """The user's line that is running."""
+    return place_in("".join(traceback.format_stack()))
+
+
+def _refusal(what: str, cure: str) -> RefusedError:
+    what = f"model: its forward {what}{_user_line()}, which no graph can hold"
+    return RefusedError(what, cure=cure)
+
+
+@contextmanager
+def _marked_regions() -> Iterator[None]:
+    """Note at every operator under which autocast it runs, and whether without gradients.
+
+    The passes of ``torch.export`` wrap such parts in one operator, which no cut could divide.
+    ``torch.inference_mode()``, of which a trace tells nothing, counts as ``torch.no_grad()``.
+    """
+
+    def enter(self: Any) -> None:
+        self.pipectl_before = torch.is_grad_enabled()
+        torch.set_grad_enabled(self.pipectl_before and not self.mode)
+
+    def leave(self: Any, *_: object) -> None:
+        torch.set_grad_enabled(self.pipectl_before)
+
+    autocast, gradients = "replace_autocast_with_hop_pass", "replace_set_grad_with_hop_pass"
+    passes = [getattr(_autocast_pass, autocast), getattr(_gradient_pass, gradients)]
+
+    def mark(module: fx.GraphModule, signature: Any) -> tuple[Any, Any]:
+        return mark_regions(module, signature, passes)
+
+    with (  # The pass for gradients runs first, and leaves everything to the other.
+        mock.patch.object(_gradient_pass, gradients, lambda *module_signature: module_signature),
+        mock.patch.object(_autocast_pass, autocast, mark),
+        mock.patch.object(torch.inference_mode, "__enter__", enter),
+        mock.patch.object(torch.inference_mode, "__exit__", leave),
+    ):
+        yield
+
+
+@contextmanager
+def _recorded_functions() -> Iterator[Functions]:
+    """Record autograd functions as operators, and refuse gradients that a forward forms.
+
+    An export drops the backward of an autograd function, and hooks on gradients, without a word.
+
+    Raises:
+        CaptureError: from the export, where the model puts a hook on a gradient, or uses two
+            functions of one name.
+    """
+    functions: Functions = {}
+    untouched: Any = vars(torch.autograd.Function)["apply"]
+
+    def apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        # A Python class method in torch 2.13 and one of C from 2.14 on: both bind.
+        return untouched.__get__(None, function)(*args, **kwargs)
+
+    record: Callable[..., Any] = allow_in_pre_dispatch_graph(apply)  # type: ignore[no-untyped-call]
+
+    def record_known(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        if function is CheckpointFunction:  # recomputation is planned, not captured
+            body, _, *given = args
+            return body(*given)
+        name = f"{function.__module__}.{function.__qualname__}"
+        if not _is_alike(functions.setdefault(name, function), function):
+            raise CaptureError(
+                f"model: two autograd functions are named {name}, and a graph knows them by name",
+                cure="define one function, which gets as arguments what tells them apart",
+            )
+        return record(function, *args, **kwargs)
+
+    def refuse_hook(*_: Any) -> None:
+        raise CaptureError(
+            f"model: puts a hook on a gradient{_user_line()}, which no graph can hold",
+            cure=HOOK_CURE,
+        )
+
+    def refuse_backward(*_: Any, **__: Any) -> None:
+        raise EagerError(
+            f"model: cannot be captured{_user_line()}: it forms gradients in its forward"
+        )
+
+    with (
+        mock.patch.object(torch.autograd.Function, "apply", classmethod(record_known)),
+        mock.patch.object(Tensor, "register_hook", refuse_hook),
+        mock.patch.object(torch.autograd, "_engine_run_backward", refuse_backward),
+        # What torch.func enters to differentiate.
+        mock.patch.object(eager_transforms, "grad_increment_nesting", refuse_backward),
+        mock.patch.object(eager_transforms, "jvp_increment_nesting", refuse_backward),
+    ):
+        yield functions
+
+
+def _is_alike(one: type[torch.autograd.Function], other: type[torch.autograd.Function]) -> bool:
+    """Whether two classes, made by one definition perhaps, do the same."""
+
+    def cells(function: Any) -> list[Any]:
+        return [cell.cell_contents for cell in function.__closure__ or ()]
+
+    def does_alike(mine: Any, its: Any) -> bool:
+        if mine is its:  # inherited by both, perhaps
+            return True
+        pairs = zip(cells(mine), cells(its), strict=True)
+        same_code = mine.__code__ is its.__code__ and mine.__defaults__ == its.__defaults__
+        return same_code and all(a is b or (type(a) in _PLAIN and a == b) for a, b in pairs)
+
+    methods = "forward", "backward", "setup_context", "jvp"
+    return all(does_alike(getattr(one, m), getattr(other, m)) for m in methods)
+
+
+def call_functions(program: ExportedProgram, functions: Functions) -> None:
+    """Let every recorded autograd function be an operator that calls it."""
+    for module in program.graph_module.modules():
+        if not isinstance(module, fx.GraphModule):
+            continue
+        for node in module.graph.find_nodes(op="call_function", target=flat_apply):
+            applied, spec, *flat = node.args
+            structure = getattr(module, str(spec.target))
+            (name, *args), kwargs = pytree.tree_unflatten(flat, structure)
+            target = Applied(functions[name])
+            with module.graph.inserting_before(node):
+                called = module.graph.create_node("call_function", target, tuple(args), kwargs)
+            called.meta = dict(node.meta)
+            node.replace_all_uses_with(called)
+            for unused in (node, applied, spec):
+                module.graph.erase_node(unused)
+
+
+@contextmanager
+def refused_reads(attributes: Sequence[Attribute]) -> Iterator[None]:
+    """While a step is exported once more: refuse attributes that are read before they are written.
+
+    An export reads plain attributes of modules as constants.
+
+    Raises:
+        CarriedError: from the export.
+    """
+    with ExitStack() as stack:
+        for kind, name in {(type(each.module), each.name): None for each in attributes}:
+            same = [a for a in attributes if (type(a.module), a.name) == (kind, name)]
+            guard = _Guard(name, same, inspect.getattr_static(kind, name, _ABSENT))
+            stack.enter_context(mock.patch.object(kind, name, guard, create=True))
+        yield
+
+
+class _Guard:
+    """Stands in a class for an attribute, before the values that its instances have.
+
+    Args:
+        attributes: the attribute in the modules that must not read it before they write it.
+        default: what the class has in its place.
+    """
+
+    def __init__(self, name: str, attributes: Sequence[Attribute], default: Any) -> None:
+        self._name = name
+        self._default = default
+        # By their dictionaries, which the proxies that an export puts around modules share.
+        self._unwritten = {id(vars(each.module)): each for each in attributes}
+
+    def __get__(self, module: nn.Module | None, kind: type[nn.Module] | None = None) -> Any:
+        own = {} if module is None else vars(module)
+        unwritten = self._unwritten.get(id(own))
+        if unwritten is not None:
+            raise carried(f"{unwritten.path}.{unwritten.name}", _user_line())
+        value = own.get(self._name, self._default)
+        if value is _ABSENT:
+            raise AttributeError(self._name)
+        return value
+
+    def __set__(self, module: nn.Module, value: Any) -> None:
+        self._unwritten.pop(id(vars(module)), None)
+        vars(module)[self._name] = value
+
+    def __delete__(self, module: nn.Module) -> None:
+        self._unwritten.pop(id(vars(module)), None)
+        del vars(module)[self._name]
+
+
+@contextmanager
+def copyable_without_values() -> Iterator[None]:
+    """Let ``copy.deepcopy`` clone a tensor without values; torch would look for its memory."""
+
+    def deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Any:
+        if id(tensor) not in memo:
+            clone = tensor.detach().clone()
+            parameter = isinstance(tensor, nn.Parameter)
+            memo[id(tensor)] = nn.Parameter(clone, tensor.requires_grad) if parameter else clone
+        return memo[id(tensor)]
+
+    with mock.patch.object(FakeTensor, "__deepcopy__", deepcopy):
+        yield
+
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+class Mask:
+    """Lets calls of a module, its hooks included, go to a function with the same arguments."""
+
+    def __init__(self, module: nn.Module, stand_in: Callable[..., Any]) -> None:
+        self._module = module
+        self._entries: dict[str, Any] = {name: OrderedDict() for name in _HOOKS}
+        self._entries["forward"] = stand_in
+        self._before: dict[str, Any] = {}
+
+    @contextmanager
+    def worn(self) -> Iterator[None]:
+        """While the mask is on the module."""
+        self._before = self._swap(self._entries)
+        try:
+            yield
+        finally:
+            self._swap(self._before)
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Within :meth:`worn`: the module is itself for a while."""
+        mask = self._swap(self._before)
+        try:
+            yield
+        finally:
+            self._swap(mask)
+
+    def _swap(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+        own = vars(self._module)
+        before = {name: own.get(name, _ABSENT) for name in entries}
+        for name, value in entries.items():
+            if value is _ABSENT:
+                del own[name]
+            else:
+                own[name] = value
+        return before
