@@ -43,7 +43,6 @@ from pipectl.capture.operators import Applied
 from pipectl.capture.python_state import generator_places
 from pipectl.capture.refusals import (
     HOOK_CURE,
-    MAX_REPEATS,
     DrawError,
     EagerError,
     PackingError,
@@ -57,6 +56,8 @@ from pipectl.capture.regions import mark_regions
 from pipectl.errors import CaptureError
 
 Functions = dict[str, type[torch.autograd.Function]]
+MAX_REPEATS = 500
+"""Calls from one line of one module until a loop is too long. Tracing one takes some 10 ms."""
 _PLAIN = (int, float, bool, str)
 _ABSENT = object()
 
@@ -263,7 +264,8 @@ class _WatchedCalls(TorchFunctionMode):
             loop, line = next(
                 (f, line) for f, line in traceback.walk_stack(caller) if f in self._frames
             )
-            raise UnrolledError(_calling_module(loop)[1], place_at(loop.f_code.co_filename, line))
+            place = place_at(loop.f_code.co_filename, line)
+            raise UnrolledError(_calling_module(loop)[1], place, MAX_REPEATS)
 
 
 _WRITES = re.compile(

@@ -211,21 +211,18 @@ class DrawError(Exception):
     """A model draws from a generator that is not torch's; the text names the function."""
 
 
-MAX_REPEATS = 500
-"""Of one line for one module. An operator takes some 10 ms to trace."""
-
-
 class UnrolledError(CaptureError):
     """A loop repeats the same operators of one module so often that its capture takes minutes.
 
     Args:
         module: whose call runs the loop.
         place: the line of the loop.
+        repeats: how often it may run.
     """
 
-    def __init__(self, module: nn.Module | None, place: str) -> None:
+    def __init__(self, module: nn.Module | None, place: str, repeats: int) -> None:
         super().__init__(
-            f"model: cannot be captured{place}: it repeats that line more than {MAX_REPEATS} "
+            f"model: cannot be captured{place}: it repeats that line more than {repeats} "
             "times, and a graph holds each of them",
             cure=AS_IT_IS,
         )

@@ -397,7 +397,7 @@ def test_a_long_loop_of_a_submodule_becomes_one_operator(
     make_job, further: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert operators(make_job(f"{further}:unrolled").training_graph(4)) == []
-    monkeypatch.setattr("pipectl.capture.refusals.MAX_REPEATS", 9)
+    monkeypatch.setattr("pipectl.capture.patches.MAX_REPEATS", 9)
     job = make_job(f"{further}:unrolled")
     assert operators(job.training_graph(4)) == operators(job.evaluation_graph(4)) == ["0"]
     assert f"(at {further}:" in job.kept["0"]
@@ -407,7 +407,7 @@ def test_a_long_loop_of_a_submodule_becomes_one_operator(
 def test_a_long_loop_of_the_model_itself_is_unrolled_and_told_of(
     make_spec, further: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipectl.capture.refusals.MAX_REPEATS", 9)
+    monkeypatch.setattr("pipectl.capture.patches.MAX_REPEATS", 9)
     messages: list[str] = []
     spec = make_spec(f"{further}:Unrolled", loss=f"{further}:mean")
     graph = CapturedJob(spec, messages.append).training_graph(4)
