@@ -176,7 +176,7 @@ def test_the_fingerprint_is_equal_in_another_process_which_needs_no_mpi(make_spe
     specs = [make_spec(name) for name in ("Inplace", "Tuples", "SharedNorm", "Tied")]
     other = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
     lines = subprocess.run(
-        [sys.executable, "-c", CODE, *(str(spec.source) for spec in specs)],
+        [sys.executable, "-c", CODE, *(str(spec.base / "job.yaml") for spec in specs)],
         env={**os.environ, "PYTHONHASHSEED": other},
         capture_output=True,
         text=True,
