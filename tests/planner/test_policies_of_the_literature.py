@@ -11,7 +11,7 @@ from pipectl.planner.hybrid import ClusterRules
 from pipectl.planner.policies import NAMES, POLICIES, Work
 from pipectl.planner.policies.antichains import antichain_states
 from pipectl.planner.policies.dapple_rules import DappleRules
-from pipectl.planner.policies.gpipe_balance import balanced
+from pipectl.planner.policies.uniform import balanced
 
 
 def rules_of(machines):
@@ -49,6 +49,8 @@ def test_names():
         "antichain",
         "gpipe-balance",
         "uniform",
+        "parameters",
+        "hash",
     }
 
 

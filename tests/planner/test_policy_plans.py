@@ -43,7 +43,7 @@ def test_every_policy_makes_a_plan_that_can_be_carried_out(chain, name):
 
 def test_equal_operators_in_equal_stages_are_what_the_own_planner_finds(chain):
     own_s = make_plan(chain(8), cluster(4), REQUEST).prediction.step_time_s
-    for name in ("antichain", "gpipe-balance", "uniform"):
+    for name in ("antichain", "gpipe-balance", "uniform", "parameters"):
         step_s = best(name, chain(8), cluster(4), REQUEST).prediction.step_time_s
         assert step_s == pytest.approx(own_s, rel=1e-3)
 

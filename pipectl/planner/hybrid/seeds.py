@@ -18,7 +18,6 @@ import numpy as np
 
 from pipectl.arrays import Floats, Integers
 from pipectl.compiled import compiled
-from pipectl.planner.hybrid.few import few_stages
 from pipectl.planner.hybrid.model import Model
 from pipectl.planner.hybrid.moves import Sketch
 
@@ -42,8 +41,7 @@ def first_seeds(model: Model) -> list[Sketch]:
 def more_seeds(model: Model) -> list[Sketch]:
     """Further plans to begin with."""
     states = _sampled(model, MOST_STATES)
-    few = few_stages(model, states) if model.layout.devices <= MOST_DEVICES else ()
-    return _wanted(model, [*few, *_shortest(model, states, SLACKS)])
+    return _wanted(model, _shortest(model, states, SLACKS))
 
 
 def _wanted(model: Model, plans: Iterable[Sketch]) -> list[Sketch]:

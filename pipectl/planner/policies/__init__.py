@@ -1,10 +1,16 @@
 """Planners of the literature, for comparison: profile and links to stages, replicas and ranks."""
 
-from pipectl.planner.policies import antichain, dapple, gpipe_balance, pipedream, uniform
+from pipectl.planner.policies import antichain, dapple, pipedream, uniform
 from pipectl.planner.policies.policy import Policy, PolicyPlan, Work
 
 POLICIES: dict[str, Policy] = {
-    module.NAME: module.plan for module in (dapple, pipedream, antichain, gpipe_balance, uniform)
+    dapple.NAME: dapple.plan,
+    pipedream.NAME: pipedream.plan,
+    antichain.NAME: antichain.plan,
+    "gpipe-balance": uniform.by_time,
+    "uniform": uniform.by_count,
+    "parameters": uniform.by_parameters,
+    "hash": uniform.by_hash,
 }
 OWN = "pipectl"
 """The name of this project's own search, which is no policy of the literature."""
