@@ -24,30 +24,31 @@ from pipectl.errors import UsageError
 COMMANDS = {
     "init": "Write a commented job for this cluster, ready to run.",
     "check": "Check a job spec and list every mistake in it.",
-    "profile": "Measure the time and memory of every operator; or the links.",
+    "profile": "Measure the time and memory of every operator, or the links.",
     "plan": "Choose stages, ranks and schedule, and predict a step.",
     "submit": "Run a job, profiling and planning it first if necessary.",
     "status": "Show the newest runs, or everything about one.",
-    "logs": "Print what runs print.\n\n"
-    "That is a line per report of the job, and lines of ranks as `[3] text`.",
-    "report": "Compare a recorded step with its prediction, or write a page.\n\n"
-    "With -o, the HTML page shows the plan, both timelines, the loss and the memory of ranks.",
-    "cancel": "End runs, or all runs of a sweep; what is over stays as it is.",
-    "resume": "Go on from the last checkpoint of a run.\n\n"
-    "With --set, on other ranks or for more steps.",
-    "export": "Write the weights of a run so that load_state_dict takes them.",
-    "doctor": "Check what jobs need of this machine.\n\n"
-    "That is torch, MPI (two ranks play ping-pong), the batch system and the file system.",
+    "logs": "Print the logs of runs.\n\n"
+    "Lines that a rank printed begin with its number: `[3] text`.",
+    "report": "Compare a recorded step with its prediction.\n\n"
+    "With -o, write an HTML page: the plan, both timelines, the loss and the memory of every rank.",
+    "cancel": "Cancel runs or sweeps. Finished runs are not changed.",
+    "resume": "Resume a run from its last checkpoint.\n\n"
+    "--set changes the number of ranks or of steps, for example.",
+    "export": "Export the weights of a run for load_state_dict.",
+    "doctor": "Check that this machine can run jobs.\n\n"
+    "Checks torch, MPI (two ranks exchange messages), the batch system and the file system.",
 }
-"""What each does, as its help says it; `--help` lists the first paragraphs."""
+"""Help texts; `pipectl --help` lists the first paragraph of each."""
 LAB = {
     "simulate": "Simulate one step and draw it.\n\n"
-    "The drawing shows what every rank does when, and where it waits.",
+    "The chart shows the actions and the waits of every rank.",
     "plan": "Plan with other planners, for other objectives or links.",
-    "rehearse": "Run a plan whose ranks wait instead of computing.\n\nBy default on this machine.",
-    "verify": "Compare a pipeline with one plain process.\n\n"
-    "Both train a few steps here, and all weights are compared. "
-    "A model that fits no single process is trained under another plan instead.",
+    "rehearse": "Run a plan with sleeps in place of computation.\n\n"
+    "It runs on this machine unless --scheduler is given.",
+    "verify": "Compare a pipeline with training in one process.\n\n"
+    "Both train a few steps on this machine, and all weights are compared. A model that is too "
+    "large for one process is compared with another plan instead.",
 }
 _PACKAGES = {"pipectl": "commands", "lab": "lab"}
 
@@ -81,7 +82,7 @@ _OLD_OPTIONS = {
     },
     "submit": {"--rehearse": "pipectl lab rehearse JOB.yaml"},
 }
-"""By command: what replaces options of earlier versions."""
+"""By command: options of earlier versions, and what replaces them."""
 
 
 class Commands(TyperGroup):

@@ -1,4 +1,4 @@
-"""What the commands print with. Text from users is never read as markup."""
+"""Printing. Text from users is never read as markup."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ def errors() -> Console:
 
 
 def plain(text: object, style: str = "") -> Text:
-    """Text shown as it is: no markup, no control characters (a newline or tab may stay)."""
+    """Text without markup and without control characters other than newlines and tabs."""
     return Text(printable(text), style=style)
 
 
 def say(text: object, style: str = "") -> None:
-    """One line or more on standard output, never wrapped (paths stay whole)."""
+    """Print lines on standard output, unwrapped, so that paths stay whole."""
     output().print(plain(text, style), soft_wrap=True)
 
 
 def note(text: object, style: str = "dim") -> None:
-    """What happens meanwhile, on standard error, so that output can be piped."""
+    """Print a message on standard error, so that output can be piped."""
     errors().print(plain(text, style), soft_wrap=True)
 
 
@@ -56,7 +56,7 @@ def warn(text: str) -> None:
 
 
 def say_json(value: Any) -> None:
-    """A machine-readable answer; JSON has no numbers that are not finite, which become null."""
+    """Print JSON on standard output. Numbers that are not finite become null."""
     sys.stdout.write(f"{printable_json(_finite(value), indent=1)}\n")
 
 
@@ -133,7 +133,7 @@ def table(
 
 
 def replace_unprintable() -> None:
-    """Let a terminal that is not UTF-8 show ``?`` for what it cannot show, and none take all."""
+    """Print ``?`` for what a stream cannot encode. Replace closed streams by ``/dev/null``."""
     sys.stdout = sys.stdout or _nowhere()
     sys.stderr = sys.stderr or _nowhere()
     for stream in (sys.stdout, sys.stderr):
@@ -142,7 +142,7 @@ def replace_unprintable() -> None:
 
 
 def discard_unwritten() -> None:
-    """Forget what could not be written, of which python would complain once more at the end."""
+    """Drop output that cannot be written, so that Python does not report it again at exit."""
     for stream in filter(None, (sys.__stdout__, sys.__stderr__)):
         try:
             stream.flush()

@@ -1,4 +1,4 @@
-"""How commands end early: errors become one message and an exit code, signals an interrupt."""
+"""Errors as messages and exit codes, and signals as interrupts."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from pipectl.printable import printable
 DEBUG_VARIABLE = "PIPECTL_DEBUG"
 INTERRUPTED = 130
 UNREAD = 141
-"""What a shell makes of SIGPIPE, by which other programs end here."""
+"""Exit code of programs that SIGPIPE ends."""
 _UNWRITTEN = (ENOSPC, EDQUOT, EFBIG, EIO)
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 def report(error: BaseException) -> int:
-    """Tell the user about ``error`` on standard error; with its traceback when debugging.
+    """Print ``error`` on standard error, with its traceback when debugging.
 
     Returns:
         The documented exit code.
@@ -60,7 +60,7 @@ def _describe(error: BaseException) -> tuple[int, list[str], str | None]:
     if isinstance(error, OSError) and error.filename is not None:
         return 1, [f"{error.filename}: {error.strerror or error}"], None
     if isinstance(error, OSError) and error.errno in _UNWRITTEN:
-        return 1, [f"the output cannot be written: {error.strerror}"], "free some space"
+        return 1, [f"output cannot be written: {error.strerror}"], "free some space"
     if is_ours(error):
         return _describe(fault_of(error))
     cure = "pipectl --debug ... shows the traceback"
@@ -68,20 +68,20 @@ def _describe(error: BaseException) -> tuple[int, list[str], str | None]:
 
 
 def nobody_reads(end: BaseException) -> bool:
-    """Whether the reader of what is printed is gone, as ``head`` is.
+    """Whether the reader of a pipe has closed it, as ``head`` does.
 
     Args:
-        end: what printing came to; typer and rich make an exit of it.
+        end: error raised while printing; typer and rich turn a broken pipe into an exit.
     """
     return isinstance(end, BrokenPipeError) or isinstance(end.__context__, BrokenPipeError)
 
 
 @contextmanager
 def signals_interrupt() -> Iterator[None]:
-    """Within, SIGTERM and the end of the terminal do what Ctrl-C does, as if there was one.
+    """Treat SIGTERM and SIGHUP like Ctrl-C.
 
-    Whoever ends the command sends both, or one twice: the first counts, so that none ends the
-    tidying up. A signal that is ignored (`nohup`), or taken already, stays so.
+    Only the first signal counts, so that a second one does not end the cleanup. Signals that are
+    ignored (`nohup`) or have a handler already are left alone.
     """
 
     def interrupt(_number: int, frame: FrameType | None) -> None:

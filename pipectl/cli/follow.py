@@ -25,11 +25,11 @@ NO_PROFILE = "no fresh profile: the job measures the model first, in its allocat
 _POLL_S = 0.5
 _ASK_S = 10.0
 _MAX_UNKNOWN = 30
-"""Times to ask about a job that nobody knows."""
+"""Times to ask about a job that is not known."""
 _MARGIN = 4
 """Lines of the screen that a table leaves free."""
 _MIN_PAUSE = 4
-"""Between two looks, in times as long as a look took."""
+"""Pause between two looks, as a multiple of the time that a look takes."""
 
 
 def submission_json(run: RunDirectory, record: Record, **more: Any) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def follow(run: RunDirectory) -> RunStatus:
     try:
         return wait(run)
     except KeyboardInterrupt:
-        note(f"\nthe run goes on; end it with: pipectl cancel {as_typed(run)}")
+        note(f"\nthe run continues; cancel it with: pipectl cancel {as_typed(run)}")
         raise
 
 
@@ -165,8 +165,8 @@ def watch(
     console = output()
     if not console.is_terminal:
         raise UsageError(
-            "--watch: there is no terminal to watch on",
-            cure="leave it out, or follow a run with `pipectl submit --wait`",
+            "--watch: needs a terminal",
+            cure="leave it out, or use `pipectl submit --wait`",
         )
     poller, over, has_shown = Poller(), False, False
     try:
@@ -175,7 +175,7 @@ def watch(
                 began_s, height = time.monotonic(), max(1, console.height - _MARGIN)
                 statuses = poller.get_statuses(find_runs(height), time.time())
                 over = ends and all(status.job.state.final for status in statuses)
-                foot = f"\n{time.strftime('%H:%M:%S')}  Ctrl-C ends the view, not the runs"
+                foot = f"\n{time.strftime('%H:%M:%S')}  Ctrl-C closes the view; the runs continue"
                 picture = draw(statuses, console.width, height)
                 has_shown = True
                 live.update(Group(picture, plain(foot, "dim")), refresh=True)

@@ -41,7 +41,7 @@ read_walltime = reader(parse_walltime)
 
 
 def refuse(options: Mapping[str, object], why: str, *, cure: str | None = None) -> None:
-    """Refuse options that have no meaning beside others.
+    """Refuse options that cannot be combined with others.
 
     Args:
         options: by their names; None, False and what is empty was not given.
@@ -63,7 +63,7 @@ def names_of_runs(context: typer.Context, incomplete: str) -> list[str]:
 
 
 class SchedulerName(StrEnum):
-    """Where a job can run."""
+    """Batch systems, and this machine."""
 
     LOCAL = "local"
     SLURM = "slurm"
@@ -93,6 +93,6 @@ RunsDirectory = Annotated[
 ]
 Wait = Annotated[bool, typer.Option("--wait", help="Follow the run to its end.")]
 TrustOwner = Annotated[
-    bool, typer.Option("--trust-owner", help="Run code that other users could have written.")
+    bool, typer.Option("--trust-owner", help="Run code that other users can write to.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]

@@ -1,4 +1,4 @@
-"""Ending runs."""
+"""Cancelling runs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _PATIENCE_S, _PAUSE_S = 10.0, 0.2
 
 
 class Cancellation(Enum):
-    """What became of the wish to end a run."""
+    """Outcome of cancelling a run."""
 
     ASKED = "the batch system was asked to end it"
-    OVER = "it was over already"
-    REMOVED = "it was over already, but the batch system was asked to remove its job"
+    OVER = "it had already ended"
+    REMOVED = "it had already ended, but the batch system was asked to remove its job"
 
 
 def cancel(run: RunDirectory, now: float) -> Cancellation:

@@ -101,14 +101,14 @@ def resume(
 def _check_over(run: RunDirectory, record: Record, now: float, *, force: bool) -> JobState:
     if record.kind in (PROFILING, REHEARSAL):
         raise UsageError(
-            f"{run.name}: trains nothing, so there is nothing to resume",
+            f"{run.name}: is not a training run, so it cannot be resumed",
             cure="start it again with `pipectl profile` or `pipectl lab rehearse`",
         )
     job = get_status(run, now).job
     if job.state is JobState.UNKNOWN and not force:
         raise UsageError(
-            f"{run.name}: it cannot be told whether it is over: {job.reason}",
-            cure="if you know that it is: pipectl resume --force",
+            f"{run.name}: it is not known whether it has ended: {job.reason}",
+            cure="if you know that it has: pipectl resume --force",
         )
     if job.state.alive:
         raise UsageError(
@@ -127,7 +127,7 @@ def _check_unchanged(run: RunDirectory, record: Record, before: JobSpec, spec: J
     scheduler = scheduler_name(spec, None)
     if spec.launch.scheduler != before.launch.scheduler and scheduler != record.scheduler:
         raise UsageError(
-            f"{run.name}: was submitted to {record.scheduler} and goes on there, not on "
+            f"{run.name}: was submitted to {record.scheduler} and resumes there, not on "
             f"{scheduler} (launch.scheduler)",
             cure="leave it out, or submit a new run: "
             f"pipectl submit {run.job} --scheduler {scheduler}",

@@ -234,7 +234,7 @@ def ids_to_wait_for(runs: Sequence[RunDirectory], scheduler: str, now: float) ->
             continue
         if state.final:
             raise UsageError(
-                f"--after {run.name}: is {state.value}, so nothing would ever start",
+                f"--after {run.name}: is {state.value}, so this job would never start",
                 cure=f"`pipectl resume {as_typed(run)}` first",
             )
         if record is None or record.job_id is None:
@@ -254,8 +254,8 @@ def ids_to_wait_for(runs: Sequence[RunDirectory], scheduler: str, now: float) ->
             sweep = sweep_of(run, record.sweep.name)
             if not set(sweep.runs()) <= set(runs):
                 raise UsageError(
-                    f"--after {run.name}: PBS lets no job wait for one of an array",
-                    cure=f"wait for all of it: --after {as_typed(sweep)}",
+                    f"--after {run.name}: on PBS, a job cannot wait for one job of an array",
+                    cure=f"wait for the whole array: --after {as_typed(sweep)}",
                 )
         ids[job_id] = None
     return tuple(ids)

@@ -37,12 +37,12 @@ def test_planners_can_be_compared(cli: Command, alone: Path, name: str) -> None:
     assert sum(len(stage["nodes"]) for stage in found["stages"]) == 4
     text = cli(*BASE, "--planner", name).out
     assert f"search:     by {name} in " in text
-    assert "not to be submitted" not in text
+    assert "cannot be submitted" not in text
 
 
 def test_other_planners_answer_the_other_questions_too(cli: Command, alone: Path) -> None:
     explained = cli(*BASE, "--planner", "uniform", "--explain")
-    assert "what more would buy:" in explained.out
+    assert "with other resources or settings:" in explained.out
     assert "stages with replicas" not in explained.out
     table = cli(*PROFILE, "--planner", "dapple", "--nodes", "1,2")
     assert (table.code, table.out.count("\n    ")) == (0, 2)
@@ -59,7 +59,7 @@ def test_a_plan_with_replicas_can_be_submitted(
     dapple = ("lab", "plan", "job.yaml", "--planner", "dapple", *options)
     shown = cli(*dapple, "-o", "runs/tiny.plan.json")
     assert "replicas: the ranks of a stage take samples of every micro-batch" in shown.out
-    assert "not to be submitted" not in shown.out
+    assert "cannot be submitted" not in shown.out
     assert answer(cli, *dapple)["cannot_run"] == []
     assert "asks for" not in cli("submit", "job.yaml", *options).err
 
@@ -130,10 +130,10 @@ def test_a_job_is_balanced_over_its_ranks(cli: Command, profile: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("--objective max-stage-load --explain", "--explain: has no meaning for --objective max"),
-        ("--objective max-stage-load --nodes 1,2", "--nodes: has no meaning for --objective max"),
-        ("--objective max-stage-load -o x", "-o: has no meaning for --objective max-stage-load"),
-        ("--objective max-stage-load --planner x", "--planner: has no meaning for --objective"),
+        ("--objective max-stage-load --explain", "--explain: is not used with --objective max"),
+        ("--objective max-stage-load --nodes 1,2", "--nodes: is not used with --objective max"),
+        ("--objective max-stage-load -o x", "-o: is not used with --objective max-stage-load"),
+        ("--objective max-stage-load --planner x", "--planner: is not used with --objective"),
         ("--objective throughput", "'throughput' is not one of 'step-time', 'max-stage-load'"),
         ("--planner pipectl2", "did you mean 'pipectl'"),
         ("--planner dapple --allow replicas", "--allow: dapple chooses by its own rules"),

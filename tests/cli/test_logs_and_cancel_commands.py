@@ -141,7 +141,7 @@ def test_a_run_that_printed_nothing_is_no_error(cli: Command, finished: Path) ->
 def test_cancel_leaves_finished_runs_alone(cli: Command, finished: Path, failed: Path) -> None:
     before = (finished / "record.json").read_text()
     result = cli("cancel", "last", finished.name)
-    over = [f"{run.name} was over already" for run in (failed, finished)]
+    over = [f"{run.name} had already ended" for run in (failed, finished)]
     assert (result.code, result.out.splitlines()) == (0, over)
     assert (finished / "record.json").read_text() == before
     assert cli("cancel").code == 2
@@ -163,7 +163,7 @@ def test_the_job_of_a_run_that_is_over_is_cancelled_as_long_as_it_may_be_listed(
     program("scancel", f'echo "$@" >> {place}/cancelled')
     result = cli("cancel", "last")
     assert (result.code, result.err) == (0, "")
-    assert "was over already; its job, which was still listed, is cancelled" in result.out
+    assert "had already ended; its job was still listed and is cancelled" in result.out
     assert (place / "cancelled").read_text().split()[-1] == "12"
     program("squeue", "exit 0")
     assert json.loads(cli("status", "last", "--json").out)["state"] == state

@@ -128,7 +128,7 @@ def test_runs_that_nothing_can_start_behind(
     run_of("20250103-120000-tiny", scheduler="pbs", job_id="12.vm")
     program("qstat", "printf 'Job Id: 12.vm\\n    job_state = R\\n'")
     for name, words in (
-        (failed.name, "is FAILED, so nothing would ever start"),
+        (failed.name, "is FAILED, so this job would never start"),
         ("20250103", "is on pbs, and this job goes to slurm"),
         ("no-such-run", "no run 'no-such-run'"),
     ):

@@ -163,15 +163,15 @@ def test_a_job_keeps_the_micro_batches_of_its_first_plan_until_asked(
 
     measured(0.0)
     many, out, err = planned()
-    assert "as in the plan before" not in out
+    assert "as in the previous plan" not in out
     assert err.startswith("warning: layer.2 computes over all samples of a micro-batch")
     measured(1.0)
     kept, out, _ = planned()
     assert kept == many
-    assert f"micro-batches: {many}, as in the plan before" in out
+    assert f"micro-batches: {many}, as in the previous plan" in out
     few, out, _ = planned("--new-micro-batches")
     assert few < many
-    assert "as in the plan before" not in out
+    assert "as in the previous plan" not in out
     assert planned()[0] == few
     assert cli("plan", "job.yaml", "--set", "pipeline.micro_batches=8").err == ""
     assert Plan.load(PLAN).micro_batches == 8

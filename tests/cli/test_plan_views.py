@@ -190,7 +190,7 @@ def test_a_busy_link_is_the_bottleneck_and_the_best_offer_the_advice(pipeline: P
     found = dict(verdict(answer(plan, explanation=replace(why, offers=why.offers[1:]), link=busy)))
     assert found["bottleneck"] == "the link node0 to node1, in use for 90.0% of the step"
     assert found["rank 0 waits"].startswith("15.0% for other stages")
-    assert found["would help"] == "nothing that was tried"
+    assert found["would help"] == "no change that was tried"
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_a_busy_link_is_the_bottleneck_and_the_best_offer_the_advice(pipeline: P
         ({"communication_s": 0.2}, None, "faster links, or fewer stages; --explain tries that"),
         ({"reduction_s": 0.2}, None, "faster links, or fewer replicas; --explain tries that"),
         ({"recompute_s": 0.2}, None, "more memory per rank (pipeline.memory_limit); --explain"),
-        ({"bubble_s": 0.01, "communication_s": 0.0}, None, "more nodes; --nodes 1,2,4 says how"),
+        ({"bubble_s": 0.01, "communication_s": 0.0}, None, "more nodes; --nodes 1,2,4 says up to"),
     ],
 )
 def test_the_advice_follows_from_what_is_lost(
@@ -251,10 +251,10 @@ def test_what_is_said_of_the_search(pipeline: Plans) -> None:
     found = replace(found, inputs=replace(found.inputs, kept=4))
     begin = "by pipectl in 2.00 s, 1.50 s of it to compile the planner, stopped by Ctrl-C; "
     sizes = "with these sizes of micro-batches, no plan "
-    kept = "4, as in the plan before, because results depend on them; --new-micro-batches "
+    kept = "4, as in the previous plan, because results depend on them; use --new-micro-batches "
     assert list(remarks(found)) == [
         ("search", f"{begin}{sizes}takes less than 800 ms per step"),
-        ("micro-batches", f"{kept}chooses anew"),
+        ("micro-batches", f"{kept}to change them"),
         ("data parallelism", "not compared: no size"),
     ]
     best = replace(found, plan=replace(plan, search=replace(search, gap=0.0)))
@@ -291,9 +291,9 @@ def test_the_table_of_node_counts(
 @pytest.mark.parametrize(
     ("times_s", "lines"),
     [
-        ({1: 8.0, 2: 4.0}, ["scaling pays up to 2 nodes, the most that was tried"]),
+        ({1: 8.0, 2: 4.0}, ["scaling pays up to 2 nodes, the largest number tried"]),
         ({1: 8.0, 2: 8.0}, ["scaling pays up to 1 node: 2 would be no faster"]),
-        ({1: None}, ["1 node: too large", "the model fits on none of these"]),
+        ({1: None}, ["1 node: too large", "the model fits on none of these numbers of nodes"]),
     ],
 )
 def test_where_scaling_stops(counts: Callable[..., Scaling], times_s, lines) -> None:

@@ -113,7 +113,7 @@ def test_the_second_time_a_profile_is_taken_from_the_cache(
     second = cli("profile", "job.yaml")
     assert (second.code, second.out) == (0, first.out)
     assert second.err.startswith("cached: measured just now on ")
-    assert second.err.endswith("; --again measures anew\n")
+    assert second.err.endswith("; use --again to measure again\n")
     found = json.loads(cli("profile", "job.yaml", "--json").out)
     assert (found["cached"], found["file"]) == (True, str(place / PROFILE))
     assert found["operators"] == len(json.loads(PROFILE.read_text())["nodes"])

@@ -94,7 +94,7 @@ def test_the_first_interrupt_ends_the_search_and_the_second_aborts(
         assert not deadline()
         signal.raise_signal(signal.SIGINT)
         assert deadline()
-        assert "ending with the best so far; Ctrl-C again aborts" in capfd.readouterr().err
+        assert "stopping with the best plan so far; Ctrl-C again aborts" in capfd.readouterr().err
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) == before

@@ -153,7 +153,7 @@ def test_other_ranks_need_no_other_profile_whatever_changed_before(
     [
         ("model.factory={place}/model.py:data", "model.factory has changed, but its checkpoints"),
         ("model.kwargs={{width: 3}}", "model.kwargs has changed, but its checkpoints"),
-        ("launch.scheduler=local", "was submitted to slurm and goes on there, not on local"),
+        ("launch.scheduler=local", "was submitted to slurm and resumes there, not on local"),
     ],
 )
 def test_another_model_or_batch_system_is_refused(
@@ -234,7 +234,7 @@ def test_a_completed_run_is_not_resumed_and_cancel_leaves_it_completed(
         f"error: {ended.name}: is complete, step 4 of 4\n"
         f"  to train on, give it more steps: pipectl resume {ended.name} --set training.steps=8\n"
     )
-    assert cli("cancel", "last").out == f"{ended.name} was over already\n"
+    assert cli("cancel", "last").out == f"{ended.name} had already ended\n"
     assert contents(ended) == before
     assert json.loads(cli("status", "last", "--json").out)["state"] == "COMPLETED"
 
@@ -264,8 +264,8 @@ def test_a_run_that_is_not_over_is_refused(
     program("squeue", "echo 'slurm_load_jobs error: timed out' >&2; exit 1")
     result = cli("resume", "last")
     assert result.code == 2
-    assert result.err.startswith(f"error: {ended.name}: it cannot be told whether it is over: ")
-    assert "if you know that it is: pipectl resume --force" in result.err
+    assert result.err.startswith(f"error: {ended.name}: it is not known whether it has ended: ")
+    assert "if you know that it has: pipectl resume --force" in result.err
     assert cli("resume", "last", "--force").code == 0
 
 
@@ -273,4 +273,4 @@ def test_rehearsals_have_nothing_to_go_on_with(cli: Command, run_of: Callable[..
     run_of("20250101-120000-tiny", kind="rehearsal")
     result = cli("resume", "last")
     assert result.code == 2
-    assert "trains nothing" in result.err
+    assert "is not a training run" in result.err

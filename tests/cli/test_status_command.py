@@ -305,7 +305,8 @@ def test_the_rank_that_others_wait_for(
         (
             [rank * GIB for rank in range(1, 8)],
             None,
-            "rank 3 4.00 GiB, rank 4 5.00 GiB, rank 5 6.00 GiB, rank 6 7.00 GiB, 3 ranks less",
+            "rank 3 4.00 GiB, rank 4 5.00 GiB, rank 5 6.00 GiB, rank 6 7.00 GiB, "
+            "and 3 more ranks, each below that",
         ),
     ],
 )
@@ -328,9 +329,9 @@ def test_the_memory_of_the_ranks_that_hold_most(
 @pytest.mark.parametrize(
     ("step_s", "words"),
     [
-        (1.002, "1.00 s per step; the run is as fast"),
-        (1.3, "1.00 s per step; the run is 30% slower than that"),
-        (0.8, "1.00 s per step; the run is 20% faster than that"),
+        (1.002, "1.00 s per step; the run is as fast as predicted"),
+        (1.3, "1.00 s per step; the run is 30% slower than predicted"),
+        (0.8, "1.00 s per step; the run is 20% faster than predicted"),
     ],
 )
 def test_speed_and_progress(pipeline: Any, tmp_path: Path, step_s: float, words: str) -> None:

@@ -322,7 +322,7 @@ def test_an_interrupt_ends_the_waiting_and_not_the_run(
         result = cli("submit", "job.yaml", "--scheduler", "local", "--wait")
     run = only_run().name
     assert result.code == 130
-    assert f"\nthe run goes on; end it with: pipectl cancel {run}\n" in result.err
+    assert f"\nthe run continues; cancel it with: pipectl cancel {run}\n" in result.err
     assert "  RUNNING  local job " in cli("status", "last").out
     assert cli("cancel", "last").out == f"cancelled: {run}\n"
     assert "  CANCELLED  local job " in cli("status", "last").out

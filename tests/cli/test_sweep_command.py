@@ -255,7 +255,7 @@ def test_after_an_array_of_pbs(cli: Command, sweep: None, program: Program) -> N
     rows = [f"Job Id: 41[{i}].vm\n    job_state = Q" for i in range(4)]
     program("qstat", listed(*rows))
     refused = cli(*alone, "tiny-2")
-    assert (refused.code, "wait for all of it" in refused.err) == (2, True)
+    assert (refused.code, "wait for the whole array" in refused.err) == (2, True)
     assert cli(*alone, "tiny").code == 0
     (behind,) = (path for path in Path("runs").glob("*-next") if path.is_dir())
     assert "-W depend=afterok:41[].vm\n" in (behind / "job.sh").read_text().replace("'", "")

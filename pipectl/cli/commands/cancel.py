@@ -1,4 +1,4 @@
-"""`pipectl cancel`: end runs."""
+"""`pipectl cancel`: cancel runs."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ def command(
         if outcome is Cancellation.ASKED:
             say(f"cancelled: {one.name}")
         elif outcome is Cancellation.REMOVED:
-            say(f"{one.name} was over already; its job, which was still listed, is cancelled")
+            say(f"{one.name} had already ended; its job was still listed and is cancelled")
         else:
-            say(f"{one.name} was over already")
+            say(f"{one.name} had already ended")

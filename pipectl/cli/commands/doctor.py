@@ -1,4 +1,4 @@
-"""`pipectl doctor`: does this machine have what jobs need?"""
+"""`pipectl doctor`: check that this machine can run jobs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _INDENT = 19
 
 def command(
     job: Annotated[
-        Path | None, typer.Argument(metavar="[JOB.yaml]", help="A job whose launch is tried out.")
+        Path | None,
+        typer.Argument(metavar="[JOB.yaml]", help="Job whose launch settings are tested."),
     ] = None,
     overrides: Overrides = None,
     directory: RunsDirectory = RUNS,

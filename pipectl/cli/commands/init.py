@@ -51,7 +51,7 @@ def command(
     ] = LOSS,
     name: Annotated[str, typer.Option(help="Name of the job.")] = "starter",
     scheduler: Annotated[
-        SchedulerName | None, typer.Option(help="Batch system; by default the one that is found.")
+        SchedulerName | None, typer.Option(help="Batch system; by default the installed one.")
     ] = None,
     partition: Annotated[
         str | None, typer.Option("--partition", "--queue", help="Slurm partition or PBS queue.")
@@ -75,7 +75,9 @@ def command(
             help="Time limit: 1h30m; a number alone is minutes.",
         ),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing.")] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Do not ask; accept all proposals.")
+    ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
 ) -> None:
     if not is_name(name):
@@ -150,7 +152,7 @@ def _find_queue(scheduler: str, name: str | None, *, ask: bool) -> Queue | None:
     try:
         known = get(scheduler).queues()
     except SchedulerError as error:
-        note(f"limits are not known: {error.message.splitlines()[0]}")
+        note(f"limits of queues are not known: {error.message.splitlines()[0]}")
         return None if name is None else Queue(name)
     names = [queue.name for queue in known]
     queue = choose_queue(known, name)

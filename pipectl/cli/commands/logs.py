@@ -1,4 +1,4 @@
-"""`pipectl logs`: what runs print."""
+"""`pipectl logs`: the output of runs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def command(
     names: RunNames = None,
     script: Annotated[bool, typer.Option("--script", help="Print the job script instead.")] = False,
     follow: Annotated[
-        bool, typer.Option("-f", "--follow", help="Print what is added until the run ends.")
+        bool, typer.Option("-f", "--follow", help="Print new lines until the run ends.")
     ] = False,
     rank: Annotated[
         list[int] | None,

@@ -41,20 +41,22 @@ JobFile = Annotated[
 ]
 ProfileFile = Annotated[
     Path | None,
-    typer.Option(
-        "--profile", help="Profile to plan; by default the job's, runs/NAME.profile.json."
-    ),
+    typer.Option("--profile", help="Profile to use; by default runs/NAME.profile.json."),
 ]
 ClusterFile = Annotated[
-    Path | None, typer.Option("--cluster", help="Description of the machines: cluster.json.")
+    Path | None, typer.Option("--cluster", help="Cluster description to use (cluster.json).")
 ]
 Devices = Annotated[int | None, typer.Option(min=1, help="Number of devices to use.")]
 NodeCounts = Annotated[
     list[str] | None,
     typer.Option("--nodes", metavar="N,N,…", help="Compare these numbers of nodes."),
 ]
-Explain = Annotated[bool, typer.Option("--explain", help="Say why, and what would help.")]
-SvgFile = Annotated[Path | None, typer.Option(help="Picture of the predicted step to write.")]
+Explain = Annotated[
+    bool, typer.Option("--explain", help="Explain the step and say what would help.")
+]
+SvgFile = Annotated[
+    Path | None, typer.Option(help="Write a picture of the predicted step to this file.")
+]
 
 
 def command(
@@ -68,13 +70,13 @@ def command(
         bool,
         typer.Option(
             "--new-micro-batches",
-            help="Choose anew how many micro-batches there are, if the job leaves it open.",
+            help="Do not keep the number of micro-batches of the previous plan.",
         ),
     ] = False,
     explain: Explain = False,
     output_file: Annotated[
         Path | None,
-        typer.Option("-o", "--output", help="Plan to write; by default runs/NAME.plan.json."),
+        typer.Option("-o", "--output", help="File to write; by default runs/NAME.plan.json."),
     ] = None,
     svg: SvgFile = None,
     as_json: Json = False,
@@ -180,7 +182,7 @@ def stop_at_interrupt(deadline: Deadline) -> Iterator[Callable[[str], None]]:
     def stop(_number: int, _frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         deadline.interrupt()
-        note("ending with the best so far; Ctrl-C again aborts", style="")
+        note("stopping with the best plan so far; Ctrl-C again aborts", style="")
 
     before = signal.signal(signal.SIGINT, stop)
     try:

@@ -45,10 +45,12 @@ def command(
     ] = None,
     effort: Annotated[Effort, typer.Option(help="How long to measure.")] = Effort.NORMAL,
     again: Annotated[
-        bool, typer.Option("--again", help="Measure even what was measured before.")
+        bool, typer.Option("--again", help="Measure again, without the cache.")
     ] = False,
-    submit: Annotated[bool, typer.Option("--submit", help="Measure in a job of its own.")] = False,
-    wait: Annotated[bool, typer.Option("--wait", help="Follow that job to its end.")] = False,
+    submit: Annotated[bool, typer.Option("--submit", help="Measure in a batch job.")] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Follow the job of --submit to its end.")
+    ] = False,
     links: Annotated[
         bool, typer.Option("--links", help="Measure the links between the ranks instead.")
     ] = False,
@@ -59,8 +61,8 @@ def command(
     if wait and not submit:
         raise UsageError("--wait: needs --submit")
     if links:
-        cure = "links are always measured anew"
-        refuse({"--again": again}, "has no meaning with --links", cure=cure)
+        cure = "leave --again out: links are always measured again"
+        refuse({"--again": again}, "is not used with --links", cure=cure)
     spec = load(job, overrides or ())
     warn(warning_of_code(spec, job))
     where = scheduler_name(spec, None if scheduler is None else scheduler.value)
@@ -110,7 +112,7 @@ def _measure_links(
         say(f"cluster: {path}")
         say(f"picture: {path.with_suffix('.svg')}")
     if spec.cluster_file is not None and path.absolute() != spec.cluster_file:
-        note(f"the job names another cluster, which plans use: {spec.cluster_file}")
+        note(f"the job sets cluster:, so plans use {spec.cluster_file}")
     elif spec.cluster_file is None and path.absolute() != usual.absolute():
         note(f"plans look for it in {usual}; set cluster: to have them use {path}")
 
@@ -122,7 +124,7 @@ def _show_submission(submission: Submission, what: str, path: Path, *, as_json: 
         say_json(submission_json(submission.run, submission.record, file=file))
     else:
         _print_submission(submission)
-        say(f"when it is done, {what} is in {short_path(path.absolute())}")
+        say(f"{what} will be in {short_path(path.absolute())}")
 
 
 def _print_submission(submission: Submission) -> None:

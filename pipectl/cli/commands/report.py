@@ -29,14 +29,19 @@ def command(
     output: Annotated[
         Path | None,
         typer.Option(
-            "-o", "--output", metavar="FILE", help="HTML page to write, instead of printing."
+            "-o",
+            "--output",
+            metavar="FILE",
+            help="Write an HTML page to this file instead of printing.",
         ),
     ] = None,
     svg: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Picture of prediction and step to write.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a picture of both timelines to this file."),
     ] = None,
     perfetto: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Trace to write, for ui.perfetto.dev.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Write a trace for ui.perfetto.dev to this file."),
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -1,4 +1,4 @@
-"""`pipectl resume`: go on with a run that has ended."""
+"""`pipectl resume`: submit a run that has ended once more."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def command(
     overrides: Overrides = None,
     wait: Wait = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Even if nobody can tell whether it is over.")
+        bool,
+        typer.Option("--force", help="Resume even if it is unknown whether the run has ended."),
     ] = False,
     trust_owner: TrustOwner = False,
     as_json: Json = False,
@@ -31,7 +32,7 @@ def command(
     print_launch(job.launch, job.warning)
     if not as_json:
         if job.plan is None or resumed.replanned:
-            print_plan(job.plan, "planned anew: ")
+            print_plan(job.plan, "new plan: ")
         begin = "from the beginning: no checkpoint yet"
         begin = f"from step {resumed.step}" if resumed.step else begin
         say(f"resumed: {record.name} ({record.scheduler} job {record.job_id}), {begin}")

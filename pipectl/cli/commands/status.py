@@ -1,4 +1,4 @@
-"""`pipectl status`: how runs are doing."""
+"""`pipectl status`: the state of runs."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from pipectl.runs import RunDirectory, SweepDirectory, find, find_runs, list_run
 def command(
     names: RunNames = None,
     directory: RunsDirectory = RUNS,
-    limit: Annotated[int, typer.Option(min=1, help="List at most so many runs, newest last.")] = 20,
-    ranks: Annotated[bool, typer.Option("--ranks", help="Show every rank of a run.")] = False,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of runs to list.")] = 20,
+    ranks: Annotated[
+        bool, typer.Option("--ranks", help="Show a table of the ranks of a run.")
+    ] = False,
     watching: Annotated[
         bool,
-        typer.Option(
-            "--watch", "-w", help="Watch on the whole screen, until it is over or Ctrl-C."
-        ),
+        typer.Option("--watch", "-w", help="Full-screen view until the run ends or Ctrl-C."),
     ] = False,
     as_json: Json = False,
 ) -> None:

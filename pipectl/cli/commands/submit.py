@@ -48,32 +48,35 @@ from pipectl.spec import JobSpec, Point, load_sweep
 
 def command(
     job: JobFile,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the script.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the job script; do not submit.")
+    ] = False,
     test_only: Annotated[
-        bool, typer.Option("--test-only", help="Only ask when it would start.")
+        bool,
+        typer.Option("--test-only", help="Ask the scheduler for the start time; do not submit."),
     ] = False,
     wait: Wait = False,
     after: Annotated[
         list[str] | None,
         typer.Option(
             metavar="RUN",
-            help="Start when that run, or sweep, has completed.",
+            help="Start after RUN has completed.",
             autocompletion=names_of_runs,
         ),
     ] = None,
     scheduler: SchedulerOption = None,
     partition: Annotated[
-        str | None, typer.Option("-p", "--partition", help="Slurm's partition (slurm.partition).")
+        str | None, typer.Option("-p", "--partition", help="Slurm partition (slurm.partition).")
     ] = None,
     queue: Annotated[
-        str | None, typer.Option("-q", "--queue", help="PBS's queue (pbs.queue).")
+        str | None, typer.Option("-q", "--queue", help="PBS queue (pbs.queue).")
     ] = None,
     account: Annotated[
         str | None,
-        typer.Option("-A", "--account", help="Account to charge (slurm or pbs.account)."),
+        typer.Option("-A", "--account", help="Account to charge (slurm.account or pbs.account)."),
     ] = None,
     nodes: Annotated[
-        int | None, typer.Option("-N", "--nodes", min=1, help="Nodes (resources.nodes).")
+        int | None, typer.Option("-N", "--nodes", min=1, help="Number of nodes (resources.nodes).")
     ] = None,
     walltime: Annotated[
         int | None,
@@ -81,13 +84,13 @@ def command(
             *("-t", "--time"),
             parser=read_walltime,
             metavar="TIME",
-            help="Time limit, 30 for minutes (resources.walltime).",
+            help="Time limit; a number alone is minutes (resources.walltime).",
         ),
     ] = None,
     gres: Annotated[
         str | None,
         typer.Option(
-            help="gpu:N for N GPUs per node (resources.gpus_per_node), else options.gres."
+            help="gpu:N sets resources.gpus_per_node; other values set slurm.options.gres."
         ),
     ] = None,
     as_json: Json = False,
@@ -121,7 +124,7 @@ def command(
     place = scheduler_name(spec, name)
     for option, keys in options.items():
         if not {key.partition(".")[0] for key in keys} & {"resources", place}:
-            why = f"has no meaning for a job that goes to {place}"
+            why = f"is not used with {place}"
             refuse({option: next(iter(keys.values()))}, why, cure="leave it out")
     warn(warning_of_code(spec, job))
     if dry_run:
@@ -132,7 +135,7 @@ def command(
         script = render(first, time.time())
         if points:
             script = render_array(first, len(points), at_once, time.time())
-        forecast = "the scheduler forecasts no start (without a queue, it is at once)"
+        forecast = "the scheduler gives no start time (without a queue, jobs start at once)"
         say(estimate(script, first.scheduler) or f"the job is valid; {forecast}")
     else:
         _submit(spec, points, name, after or (), wait=wait, as_json=as_json)
@@ -153,7 +156,7 @@ def _submit(
         jobs = prepare(spec, scheduler, progress, points=points)
     job = jobs[0]
     if job.measurement is not None and not points:
-        note_origin(job.measurement, time.time(), "pipectl profile --again measures anew")
+        note_origin(job.measurement, time.time(), "use `pipectl profile --again` to measure again")
     for launch, warning in dict.fromkeys((job.launch, job.warning) for job in jobs):
         print_launch(launch, warning)
     if points:
@@ -222,7 +225,7 @@ def _print_script(spec: JobSpec, points: Sequence[Point], scheduler: str | None)
     if points:
         at_once = None if spec.sweep is None else spec.sweep.at_once
         sys.stdout.write(render_array(job, len(points), at_once, now))
-        note("\nEvery job of the array goes on as the script of its run; that of the first:\n")
+        note("\nEach task of the array runs the script of its run. The first one is:\n")
     print_launch(job.launch, job.warning)
     if job.plan is not None:
         note(f"plan: {plan_path(job.spec)}: {headline(job.plan)}")

@@ -104,7 +104,7 @@ def command(
     nodes: plan_command.NodeCounts = None,
     explain: plan_command.Explain = False,
     output_file: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Plan to write.")
+        Path | None, typer.Option("-o", "--output", help="File to write.")
     ] = None,
     svg: plan_command.SvgFile = None,
     as_json: Json = False,
@@ -115,7 +115,7 @@ def command(
     if objective is Objective.MAX_STAGE_LOAD:
         of_steps = {"--nodes": nodes, "--explain": explain, "-o": output_file, "--svg": svg}
         of_steps |= {"--planner": planner != PLANNER, "--allow": allow}
-        refuse(of_steps, f"has no meaning for --objective {objective}")
+        refuse(of_steps, f"is not used with --objective {objective}")
     if planner != PLANNER:
         refuse({"--allow": allow}, f"{planner} chooses by its own rules")
     changes = list(overrides or ())

@@ -55,7 +55,9 @@ def command(
     ] = None,
     backward: Annotated[float | None, _time_option("Time of a backward; by default 2.")] = None,
     latency: Annotated[float | None, _time_option("Latency of a message; by default 0.")] = None,
-    svg: Annotated[Path | None, typer.Option(help="Picture of the step to write.")] = None,
+    svg: Annotated[
+        Path | None, typer.Option(help="Write a picture of the step to this file.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     if svg is not None:

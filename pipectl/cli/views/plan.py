@@ -53,10 +53,10 @@ _PARTS = (
     ("compute_s", "forward and backward"),
     ("recompute_s", "recomputation"),
     ("update_s", "optimizer step"),
-    ("reduction_s", "waits for the sum of gradients"),
+    ("reduction_s", "waits for gradient all-reduce"),
     ("offload_s", "waits for offloaded values"),
     ("communication_s", "waits for messages"),
-    ("bubble_s", "fills, drains, waits for others"),
+    ("bubble_s", "fill, drain, waits for others"),
 )
 
 
@@ -231,7 +231,7 @@ def verdict(answer: StepAnswer) -> Iterator[tuple[str, str]]:
     losses = [
         (parts.bubble_s, "for other stages, to fill and to drain"),
         (parts.communication_s, "for messages"),
-        (parts.reduction_s, "for the sum of gradients"),
+        (parts.reduction_s, "for gradient all-reduce"),
         (parts.offload_s, "for offloaded values"),
     ]
     lost = [
@@ -255,7 +255,7 @@ def _advice(answer: StepAnswer) -> str:
         offers = answer.explanation.offers
         best = max(offers, key=lambda offer: offer.gain(step_s), default=None)
         if best is None or not best.gain(step_s):
-            return "nothing that was tried"
+            return "no change that was tried"
         return (
             f"{best.change}: {format_time(best.step_s or 0.0)} per step ({-best.gain(step_s):+.1%})"
         )
@@ -271,7 +271,7 @@ def _advice(answer: StepAnswer) -> str:
     }
     advice, lost_s = max(losses.items(), key=lambda loss: loss[1])
     if lost_s < _SMALL * parts.step_s:
-        return "more nodes; --nodes 1,2,4 says how far that pays"
+        return "more nodes; --nodes 1,2,4 says up to how many nodes it is faster"
     return f"{advice}; --explain tries that and more"
 
 
@@ -315,12 +315,12 @@ def remarks(answer: StepAnswer) -> Iterator[tuple[str, str]]:
     if inputs.kept is not None:
         yield (
             "micro-batches",
-            f"{inputs.kept}, as in the plan before, because results depend on them; "
-            "--new-micro-batches chooses anew",
+            f"{inputs.kept}, as in the previous plan, because results depend on them; "
+            "use --new-micro-batches to change them",
         )
     features = unsupported(plan)
     if features and inputs.request.from_job:
-        yield "not to be submitted", f"the ranks cannot run {' and '.join(features)} yet"
+        yield "cannot be submitted", f"the ranks cannot run {' and '.join(features)} yet"
     if answer.without is not None and answer.without.reason:
         yield "data parallelism", f"not compared: {answer.without.reason}"
 
@@ -337,7 +337,7 @@ def gantt_lines(timeline: Timeline, width: int) -> list[Text]:
 
 
 def explanation_lines(explanation: Explanation, cluster: Cluster) -> Iterator[str]:
-    """Where the step of the busiest rank goes, other plans, and what more would buy."""
+    """Where the step of the busiest rank goes, other plans, and the offers."""
     from pipectl.schedule.memory import copy_bytes  # numpy, which `status` does without
 
     parts, plan = explanation.parts, explanation.plan
@@ -363,7 +363,7 @@ def explanation_lines(explanation: Explanation, cluster: Cluster) -> Iterator[st
         size = format_bytes(size_bytes)
         yield f"checkpoints: while writing one, rank {-rank} holds {size} more"
     yield ""
-    yield "other plans:" if explanation.alternatives else "other plans: none was found"
+    yield "other plans:" if explanation.alternatives else "other plans: none"
     rows = []
     for other in explanation.alternatives:
         other_s = other.plan.predicted_step_s
@@ -371,7 +371,7 @@ def explanation_lines(explanation: Explanation, cluster: Cluster) -> Iterator[st
         rows.append((other.difference, format_time(other_s), longer))
     yield from _columns(rows)
     yield ""
-    yield "what more would buy:"
+    yield "with other resources or settings:"
     rows = []
     for offer in explanation.offers:
         gain = 0.0 if offer.step_s is None else offer.gain(plan.predicted_step_s)
@@ -452,17 +452,17 @@ def scaling_lines(result: Scaling) -> Iterator[str]:
             yield f"{plural(count.nodes, 'node')}: {reason}"
     base, pays = result.base, result.pays_until
     if base is None or pays is None:
-        yield "the model fits on none of these"
+        yield "the model fits on none of these numbers of nodes"
         return
     if base is not result.counts[0]:
         fewest = plural(base.nodes, "node")
         yield f"efficiency is against {fewest}, the fewest on which the model fits"
     until = f"scaling pays up to {plural(pays.nodes, 'node')}"
     if pays is result.counts[-1]:
-        yield f"{until}, the most that was tried"
+        yield f"{until}, the largest number tried"
         return
     after = result.counts[result.counts.index(pays) + 1]
     if after.step_s is not None and pays.step_s is not None:
         gain = pays.step_s / after.step_s
-        words = f"{gain:.2f} times as fast, of {after.nodes / pays.nodes:.2f} possible"
+        words = f"{gain:.2f} times as fast (ideal: {after.nodes / pays.nodes:.2f})"
         yield f"{until}: {after.nodes} would be {words if gain >= _FASTER else 'no faster'}"

@@ -52,7 +52,7 @@ def show_measurement(measurement: Measurement, path: Path, now: float, *, as_jso
         f"{loading}, backward {format_time(backward_s)} for {profile.micro_batch_size} samples"
     )
     say(f"profile: {path}")
-    note_origin(measurement, now, "--again measures anew")
+    note_origin(measurement, now, "use --again to measure again")
 
 
 def note_origin(measurement: Measurement, now: float, again: str) -> None:

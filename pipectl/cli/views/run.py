@@ -143,7 +143,7 @@ def _progress(status: RunStatus) -> Lines:
     """``████████░░░░ step 40 of 60, 1 min 20 s left``; percent of a run that only measures."""
     alive, so_far = status.job.state.alive, status.measured
     if status.phase and alive:
-        yield "doing", status.phase, ""
+        yield "phase", status.phase, ""
     if status.steps:
         drawn = bar(so_far.step / status.steps, 20).replace(" ", "░")
         done = f"{so_far.step}%" if _measures(status) else f"step {so_far.step} of {status.steps}"
@@ -167,8 +167,8 @@ def _speed(status: RunStatus) -> Lines:
         if ratio is not None:
             style = "yellow" if ratio >= _SLOWER else "green"
             change = abs(ratio - 1)
-            how = f"{change:.0%} {'slower' if ratio > 1 else 'faster'} than that"
-            against = f"; the run is {how if change >= 0.005 else 'as fast'}"
+            how = f"{change:.0%} {'slower' if ratio > 1 else 'faster'} than predicted"
+            against = f"; the run is {how if change >= 0.005 else 'as fast as predicted'}"
         yield "predicted", f"{format_time(status.predicted_step_s)} per step{against}", style
 
 
@@ -198,7 +198,7 @@ def _measured(status: RunStatus) -> Lines:
         expected = "" if predicted is None else f" (predicted {format_bytes(predicted)})"
         texts.append(f"rank {rank} {format_bytes(measured)}{expected}")
     if len(peaks) > _MAX_PEAKS:
-        texts.append(f"{len(peaks) - _MAX_PEAKS} ranks less")
+        texts.append(f"and {len(peaks) - _MAX_PEAKS} more ranks, each below that")
     if peaks:
         yield "peak memory", ", ".join(texts), ""
 
@@ -228,13 +228,13 @@ def _files(status: RunStatus) -> Lines:
     if weights is not None:
         yield "weights", short_path(weights), ""
     if status.can_go_on:
-        since = "its beginning" if weights is None else f"step {step_of(weights)}"
-        yield "to go on", f"pipectl resume {as_typed(run)}  (from {since})", ""
+        since = "the beginning" if weights is None else f"step {step_of(weights)}"
+        yield "resume with", f"pipectl resume {as_typed(run)}  (from {since})", ""
     yield "run directory", short_path(run.path), ""
 
 
 def run_picture(status: RunStatus, width: int, height: int) -> RenderableType:
-    """One run on the whole screen: its lines, its loss as a curve, and its ranks if they fit."""
+    """Full-screen view of one run: its lines, its loss as a curve, and its ranks if they fit."""
     parts: list[RenderableType] = [*run_lines(status, width, files=False)]
     losses = [line["loss"] for line in read_metrics(status.run) if line.get("loss") is not None]
     if losses:
