@@ -1,14 +1,15 @@
-"""YAML as nodes of PyYAML, whose marks say where every key and value is written.
+"""YAML as nodes that say where every key and value is written.
 
 Nothing in a file can run, or grow beyond limits. Nodes hold scalars as they are written, since the
-field that reads it decides whether ``account: 0042`` is a number or a text.
+field that reads a scalar decides whether ``account: 0042`` is a number or a text.
 """
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +19,6 @@ from yaml.reader import ReaderError
 from pipectl.errors import Problem, SpecError
 
 KeyPath = tuple[str | int, ...]
-Pairs = dict[str, tuple[yaml.ScalarNode, yaml.Node]]
-"""Keys of a mapping, with their nodes and those of their values."""
 
 MAX_BYTES = 2**20
 MAX_DEPTH = 40
@@ -76,21 +75,56 @@ class Place(NamedTuple):
     line: int = 0
     column: int = 0
 
-    @classmethod
-    def of(cls, mark: yaml.Mark) -> Place:
-        """The place of a mark."""
-        return cls(mark.name, mark.line + 1, mark.column + 1)
-
     def problem(self, message: str) -> Problem:
         """A fault at this place."""
         return Problem(self.file, self.line, self.column, message)
 
 
-def read_file(path: Path, problems: list[Problem]) -> yaml.Node:
-    """The document in a YAML file.
+@dataclass(frozen=True)
+class Node:
+    """A value as it is written.
 
     Args:
-        problems: gets the faults that leave a document: duplicate keys, control characters, tags.
+        value: keys and values of a mapping, items of a list, or the text of a scalar.
+        place: where it begins.
+        is_plain: whether it is a scalar without quotes; one in quotes is a text whatever it holds.
+        key: what its key means where no field reads it, such as 1 or ``"1"``.
+        key_place: where its key begins; None for the document and for items of lists.
+    """
+
+    value: dict[str, Node] | list[Node] | str
+    place: Place
+    is_plain: bool = False
+    key: Any = None
+    key_place: Place | None = None
+
+    @property
+    def items(self) -> dict[str, Node]:
+        """Values of a mapping by key; none of anything else."""
+        return self.value if isinstance(self.value, dict) else {}
+
+    @property
+    def is_null(self) -> bool:
+        """Whether nothing, or null, is written."""
+        return self.is_plain and self.parse() is None
+
+    def parse(self) -> Any:
+        """What a scalar means without a field that reads it."""
+        return (
+            parse_scalar(self.value)
+            if isinstance(self.value, str) and self.is_plain
+            else self.value
+        )
+
+    def within(self) -> Iterator[Node]:
+        """It, and all nodes in it."""
+        yield self
+        for node in self.value if isinstance(self.value, list) else self.items.values():
+            yield from node.within()
+
+
+def read_file(path: Path) -> tuple[Node, list[Problem]]:
+    """The document in a YAML file, and its faults: duplicate keys, control characters, tags.
 
     Raises:
         SpecError: missing, too large, no text, or no YAML.
@@ -118,42 +152,39 @@ def read_file(path: Path, problems: list[Problem]) -> yaml.Node:
         line, column = before.count(b"\n") + 1, error.start - before.rfind(b"\n")
         message = f"not UTF-8 text (byte 0x{content[error.start]:02x})"
         raise SpecError([Problem(str(path), line, column, message)]) from None
-    return read_text(text, str(path), problems)
+    return read_text(text, str(path))
 
 
-def read_text(text: str, name: str, problems: list[Problem], *, lines: bool = True) -> yaml.Node:
-    """The document in a text; see :func:`read_file`.
+def read_text(text: str, name: str, *, lines: bool = True) -> tuple[Node, list[Problem]]:
+    """The document in a text, and its faults; see :func:`read_file`.
 
     Args:
         name: of the file, in places.
         lines: whether places have line and column.
     """
     try:
-        loader = _Loader(text, name, problems, lines)
-        node = loader.get_single_node()
-        if node is not None:
-            loader.check(node, ())
+        loader = _Loader(text, name, lines)
+        root = loader.get_single_node()
+        node = Node("", Place(name), is_plain=True) if root is None else loader.convert(root, ())
     except yaml.YAMLError as error:
-        line, column, message = _explain(error, text)
+        line, column, message = _explain_syntax(error, text)
         place = Place(name, line, column) if lines else Place(name)
         raise SpecError([place.problem(message)]) from None
     except (ValueError, OverflowError):  # a character or version with an impossible number
-        place = Place.of(loader.get_mark())
+        place = loader.place(loader.get_mark())
         raise SpecError([place.problem("not valid YAML: number out of range")]) from None
-    return scalar(None, Place(name)) if node is None else node
+    return node, loader.problems
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes nodes of limited depth whose tags tell plain from quoted, and checks them."""
+    """Composes PyYAML's nodes, whose tags tell plain from quoted, and converts them to ours."""
 
-    def __init__(self, text: str, name: str, problems: list[Problem], lines: bool) -> None:
-        self._problems, self._lines = problems, lines
+    def __init__(self, text: str, name: str, lines: bool) -> None:
+        self.problems: list[Problem] = []
+        self._lines = lines
         self._depth = self._values = 0
         super().__init__(text)
         self.name = name
-
-    def get_mark(self) -> yaml.Mark:
-        return super().get_mark() if self._lines else _mark(Place(self.name))
 
     def resolve(self, kind: type[yaml.Node], _value: object, implicit: object) -> str:
         if kind is yaml.ScalarNode:
@@ -163,35 +194,39 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         self._depth += 1
         if self._depth > MAX_DEPTH:
-            raise _too_deep(self.peek_event().start_mark)  # type: ignore[no-untyped-call]
+            raise self._too_deep(self.peek_event().start_mark)  # type: ignore[no-untyped-call]
         node = super().compose_node(parent, index)
         self._depth -= 1
         return node
 
-    def check(self, node: yaml.Node, path: KeyPath) -> None:
-        """Note the faults of a node, and keep the first of duplicate keys.
+    def place(self, mark: yaml.Mark) -> Place:
+        """The place of a mark."""
+        return Place(self.name, mark.line + 1, mark.column + 1) if self._lines else Place(self.name)
+
+    def convert(self, node: yaml.Node, path: KeyPath) -> Node:
+        """Our node for one of PyYAML, with the first of duplicate keys; notes the faults in it.
 
         Aliases are expanded, and so count towards the limits.
         """
         self._values += 1
+        place = self.place(node.start_mark)
         if len(path) > MAX_DEPTH:
-            raise _too_deep(node.start_mark)
+            raise self._too_deep(node.start_mark)
         if self._values > MAX_VALUES:
             message = f"more than {MAX_VALUES} values, counting aliases where they are used"
-            raise SpecError([Place.of(node.start_mark).problem(message)])
+            raise SpecError([place.problem(message)])
         self._check_tag_and_text(node, path)
         if isinstance(node, yaml.SequenceNode):
-            for index, item in enumerate(node.value):
-                self.check(item, (*path, index))
-        elif isinstance(node, yaml.MappingNode):
-            node.value = list(self._distinct(node.value, path))
-            for key, value in node.value:
-                self.check(value, (*path, key.value))
+            items = enumerate(node.value)
+            return Node([self.convert(item, (*path, index)) for index, item in items], place)
+        if isinstance(node, yaml.MappingNode):
+            return Node(self._convert_mapping(node.value, path), place)
+        return Node(node.value, place, is_plain=node.tag == _PLAIN)
 
-    def _distinct(
+    def _convert_mapping(
         self, pairs: list[tuple[yaml.Node, yaml.Node]], path: KeyPath
-    ) -> Iterator[tuple[yaml.Node, yaml.Node]]:
-        lines: dict[str, int] = {}
+    ) -> dict[str, Node]:
+        values: dict[str, Node] = {}
         for key, value in pairs:
             if not isinstance(key, yaml.ScalarNode):
                 self._note(key, path, "a key must be text, not a list or mapping")
@@ -199,14 +234,17 @@ class _Loader(yaml.SafeLoader):
             self._check_tag_and_text(key, path)
             if _unprintable(key.value):
                 continue
+            place, inner = self.place(key.start_mark), (*path, key.value)
             if key.value == "<<" and key.tag == _PLAIN:
                 self._note(key, path, "merging with '<<' is not supported; write the keys out")
-            elif key.value in lines:
-                message = f"given twice; first on line {lines[key.value]}"
-                self._note(key, (*path, key.value), message)
+            elif first := values.get(key.value):
+                line = first.key_place.line if first.key_place else 0
+                self._note(key, inner, f"given twice; first on line {max(line, 1)}")
             else:
-                lines[key.value] = max(key.start_mark.line + 1, 1)
-                yield key, value
+                meaning = parse_scalar(key.value) if key.tag == _PLAIN else key.value
+                node = self.convert(value, inner)
+                values[key.value] = replace(node, key=meaning, key_place=place)
+        return values
 
     def _check_tag_and_text(self, node: yaml.Node, path: KeyPath) -> None:
         if node.tag not in (_PLAIN, _QUOTED, _STRING, ""):
@@ -217,11 +255,11 @@ class _Loader(yaml.SafeLoader):
 
     def _note(self, node: yaml.Node, path: KeyPath, message: str) -> None:
         where = f"{path_text(path)}: " if path else ""
-        self._problems.append(Place.of(node.start_mark).problem(where + message))
+        self.problems.append(self.place(node.start_mark).problem(where + message))
 
-
-def _too_deep(mark: yaml.Mark) -> SpecError:
-    return SpecError([Place.of(mark).problem(f"nested more than {MAX_DEPTH} levels deep")])
+    def _too_deep(self, mark: yaml.Mark) -> SpecError:
+        message = f"nested more than {MAX_DEPTH} levels deep"
+        return SpecError([self.place(mark).problem(message)])
 
 
 def _unprintable(text: str) -> str | None:
@@ -236,7 +274,7 @@ def _unprintable(text: str) -> str | None:
     return None
 
 
-def _explain(error: yaml.YAMLError, text: str) -> tuple[int, int, str]:
+def _explain_syntax(error: yaml.YAMLError, text: str) -> tuple[int, int, str]:
     """Line, column (from 1) and explanation of a syntax error in ``text``."""
     if isinstance(error, ReaderError):
         before = text[: error.position]
@@ -273,81 +311,48 @@ def parse_scalar(text: str) -> Any:
     return float(text.replace(".", "")) if _SPECIAL.fullmatch(text) else text
 
 
-def scalar_value(node: yaml.Node) -> Any:
-    """What a scalar means without a field that reads it."""
-    return parse_scalar(node.value) if node.tag == _PLAIN else node.value
+def put(node: Node, keys: Sequence[str], value: Node, place: Place) -> Node:
+    """A copy of a node with ``value`` at ``keys`` within it, making mappings on the way.
 
-
-def is_null(node: yaml.Node) -> bool:
-    """Whether nothing, or null, is written."""
-    return isinstance(node, yaml.ScalarNode) and scalar_value(node) is None
-
-
-def is_quoted(node: yaml.Node) -> bool:
-    """Whether a scalar is a text whatever is in it."""
-    return node.tag != _PLAIN
-
-
-def scalar(text: str | None, place: Place) -> yaml.ScalarNode:
-    """A node for a text, or null, that stands at ``place``."""
-    mark = _mark(place)
-    return yaml.ScalarNode(_PLAIN if text is None else _QUOTED, text or "", mark, mark)
-
-
-def mapping(place: Place, **items: yaml.Node) -> yaml.MappingNode:
-    """A node for a mapping at ``place``, with its keys there too."""
-    mark = _mark(place)
-    return yaml.MappingNode("", [(scalar(key, place), items[key]) for key in items], mark, mark)
-
-
-def _mark(place: Place) -> yaml.Mark:
-    return yaml.Mark(place.file, 0, place.line - 1, place.column - 1, None, 0)
-
-
-def with_pairs(node: yaml.MappingNode, pairs: Pairs) -> yaml.MappingNode:
-    """The same mapping with other keys and values."""
-    return yaml.MappingNode("", list(pairs.values()), node.start_mark, node.end_mark)
-
-
-def pairs_of(node: yaml.Node | None) -> Pairs:
-    """Of a mapping; none of anything else."""
-    if not isinstance(node, yaml.MappingNode):
-        return {}
-    return {key.value: (key, value) for key, value in node.value}
-
-
-def merge(lower: yaml.MappingNode, upper: yaml.MappingNode) -> yaml.MappingNode:
-    """``upper`` laid over ``lower``: mappings key by key, everything else is replaced."""
-    pairs = pairs_of(lower)
-    for name, (key, value) in pairs_of(upper).items():
-        below = pairs[name][1] if name in pairs else None
-        if isinstance(below, yaml.MappingNode) and isinstance(value, yaml.MappingNode):
-            value = merge(below, value)
-        pairs[name] = key, value
-    return with_pairs(upper, pairs)
-
-
-def locate(tree: yaml.Node, path: KeyPath) -> tuple[yaml.Node, yaml.Node, KeyPath]:
-    """What is written at ``path``, or the nearest thing around it.
-
-    Returns:
-        the node of its key, or of the item of a list; the node of its value; and what is left of
-        the path.
+    Args:
+        place: of new keys and mappings.
     """
-    key, node = tree, tree
+    if not keys:
+        return value
+    if not isinstance(node.value, dict):
+        node = Node({}, place, key=node.key, key_place=node.key_place)
+    inner = node.items.get(keys[0], Node({}, place, key=keys[0], key_place=place))
+    changed = put(inner, keys[1:], value, place)
+    key_place = inner.key_place if keys[1:] else place
+    changed = replace(changed, key=inner.key, key_place=key_place)
+    return replace(node, value={**node.items, keys[0]: changed})
+
+
+def merge(lower: Node, upper: Node) -> Node:
+    """``upper`` laid over ``lower``: mappings key by key, everything else is replaced."""
+    if not (isinstance(lower.value, dict) and isinstance(upper.value, dict)):
+        return upper
+    merged = {
+        key: merge(lower.value[key], node) if key in lower.value else node
+        for key, node in upper.value.items()
+    }
+    return replace(upper, value={**lower.value, **merged})
+
+
+def locate(tree: Node, path: KeyPath) -> tuple[Node, KeyPath]:
+    """What is written at ``path``, or the nearest thing around it, and what is left of the path."""
+    node = tree
     for depth, step in enumerate(path):
-        if isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value):
-            key = node = node.value[step]
-        elif pair := next((p for p in pairs_of(node).values() if _is_key(p[0], step)), None):
-            key, node = pair
-        else:
-            return key, node, path[depth:]
-    return key, node, ()
-
-
-def _is_key(node: yaml.Node, step: str | int) -> bool:
-    """Whether a key is written so, or so as Python shows it: ``True`` for ``true``."""
-    return str(step) in (node.value, str(scalar_value(node)))
+        if isinstance(node.value, list) and isinstance(step, int) and step < len(node.value):
+            node = node.value[step]
+            continue
+        # A key is written so, or so as Python shows it: ``True`` for ``true``.
+        pairs = node.items.items()
+        inner = next((item for key, item in pairs if str(step) in (key, str(item.key))), None)
+        if inner is None:
+            return node, path[depth:]
+        node = inner
+    return node, ()
 
 
 def path_text(path: KeyPath) -> str:
@@ -362,15 +367,14 @@ def escape(text: str) -> str:
     return short if short.isprintable() else repr(short)[1:-1]
 
 
-def show(node: yaml.Node) -> str:
+def show(node: Node) -> str:
     """A value as a message shows it: ``'many'``, ``3.5``, ``a list``; long text is shortened."""
-    if not isinstance(node, yaml.ScalarNode):
-        return "a mapping" if isinstance(node, yaml.MappingNode) else "a list"
-    value = scalar_value(node)
-    if value is None:
+    if not isinstance(node.value, str):
+        return "a mapping" if isinstance(node.value, dict) else "a list"
+    if node.is_null:
         return "null"
     text = node.value if len(node.value) <= 60 else f"{node.value[:57]}..."
-    return repr(text) if isinstance(value, str) else str(text)
+    return repr(text) if isinstance(node.parse(), str) else text
 
 
 def to_yaml(data: Any) -> str:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
@@ -20,23 +19,18 @@ from pipectl.spec.checks import cross_check, missing_files, missing_names
 from pipectl.spec.document import (
     MAX_DEPTH,
     KeyPath,
+    Node,
     Place,
     escape,
-    is_null,
-    is_quoted,
     locate,
-    mapping,
     merge,
-    pairs_of,
     parse_scalar,
     path_text,
+    put,
     read_file,
     read_text,
-    scalar,
-    scalar_value,
     show,
     to_yaml,
-    with_pairs,
 )
 from pipectl.spec.models import JobSpec
 from pipectl.spec.schema import json_schema, properties, read, schema_at, words
@@ -117,52 +111,44 @@ def load_document(
     *,
     check_files: bool,
     check_names: bool = False,
-) -> tuple[JobSpec, yaml.MappingNode]:
+) -> tuple[JobSpec, Node]:
     """The spec, and the merged document of all layers."""
-    problems: list[Problem] = []
-    tree = read_file(path, problems)
-    if not isinstance(tree, yaml.MappingNode):
-        fault = "the file is empty" if is_null(tree) else _NO_MAPPING
+    tree, problems = read_file(path)
+    if not isinstance(tree.value, dict):
+        fault = "the file is empty" if tree.is_null else _NO_MAPPING
         raise SpecError([*problems, Problem(str(path), 0, 0, fault)], cure=_INIT)
     for override in overrides:
-        tree = _override(tree, override, problems)
+        tree, faults = _override(tree, override)
+        problems += faults
     if runs := os.environ.get(RUNS_VARIABLE):
         place = Place(RUNS_VARIABLE)
-        output = put(mapping(place), ("output", "directory"), place, scalar(runs, place))
-        tree = merge(output, tree)
-    if scalar_value(locate(tree, ("site_defaults",))[1]) is not False:
-        for site in reversed(site_files() if sites is None else sites):
-            tree = merge(_read_site(site, problems), tree)
-    spec = validate(tree, path, problems, check_files=check_files, check_names=check_names)
+        keys = ("output", "directory")
+        tree = merge(put(Node({}, place), keys, Node(runs, place), place), tree)
+    if locate(tree, ("site_defaults",))[0].parse() is not False:
+        for file in reversed(site_files() if sites is None else sites):
+            site, faults = _read_site(file)
+            tree = merge(site, tree)
+            problems += faults
+    spec, faults = validate(tree, path, check_files=check_files, check_names=check_names)
+    problems += faults
     if spec is None or problems:
         raise SpecError(problems)
     return spec, tree
 
 
-def put(
-    tree: yaml.MappingNode, keys: Sequence[str], place: Place, value: yaml.Node, depth: int = 0
-) -> yaml.MappingNode:
-    """A copy of ``tree`` with ``value`` at ``keys``, making mappings on the way.
-
-    Args:
-        place: of new keys.
-        depth: of ``tree``, below the top of the spec.
-    """
-    pairs, key = pairs_of(tree), keys[depth]
-    name, inner = pairs.get(key, (scalar(key, place), None))
-    if depth + 1 == len(keys):
-        pairs[key] = scalar(key, place), value
-        return with_pairs(tree, pairs)
-    if isinstance(inner, yaml.ScalarNode) and "factory" in properties(schema_at(keys[: depth + 1])):
-        inner = mapping(Place.of(inner.start_mark), factory=inner)
-    if not isinstance(inner, yaml.MappingNode):
-        inner = mapping(place)
-    pairs[key] = name, put(inner, keys, place, value, depth + 1)
-    return with_pairs(tree, pairs)
+def set_key(tree: Node, keys: Sequence[str], value: Node, place: Place) -> Node:
+    """``tree`` with ``value`` at ``keys``; a factory in short form gets the key ``factory``."""
+    for depth in range(1, len(keys)):
+        node, rest = locate(tree, tuple(keys[:depth]))
+        is_short = isinstance(node.value, str) and not rest
+        if is_short and "factory" in properties(schema_at(keys[:depth])):
+            factory = replace(node, key="factory", key_place=node.place)
+            tree = put(tree, keys[:depth], Node({"factory": factory}, node.place), node.place)
+    return put(tree, keys, value, place)
 
 
-def _override(tree: yaml.MappingNode, override: str, problems: list[Problem]) -> yaml.MappingNode:
-    """``tree`` with one ``a.b=value`` of the command line."""
+def _override(tree: Node, override: str) -> tuple[Node, list[Problem]]:
+    """``tree`` with one ``a.b=value`` of the command line, and the faults in the value."""
     name, equals, text = override.partition("=")
     keys = name.strip().split(".")
     if not equals:
@@ -173,55 +159,56 @@ def _override(tree: yaml.MappingNode, override: str, problems: list[Problem]) ->
         raise UsageError(f"--set {escape(name)}: there is no such key", cure=_USAGE)
     place = Place(f"--set {escape(name.strip())}")
     try:
-        value = read_text(text, place.file, problems, lines=False)
+        value, problems = read_text(text, place.file, lines=False)
     except SpecError as error:
         raise UsageError(error.message, cure="quote the value as YAML does") from None
-    return put(tree, keys, place, value)
+    return set_key(tree, keys, value, place), problems
 
 
-def _read_site(path: Path, problems: list[Problem]) -> yaml.MappingNode:
-    """What a site file sets; files that it names are relative to it."""
-    site = mapping(Place(str(path)))
+def _read_site(path: Path) -> tuple[Node, list[Problem]]:
+    """What a site file sets, and its faults; files that it names are relative to it."""
+    site = Node({}, Place(str(path)))
     if not path.exists():
-        return site
+        return site, []
     try:
-        tree = read_file(path, problems)
+        tree, problems = read_file(path)
     except SpecError as error:
-        problems += error.problems
-        return site
-    if not (isinstance(tree, yaml.MappingNode) or is_null(tree)):
+        return site, list(error.problems)
+    if not (isinstance(tree.value, dict) or tree.is_null):
         problems.append(Problem(str(path), 0, 0, _NO_MAPPING))
-    pairs = pairs_of(tree)
-    for name, (key, value) in pairs_of(tree).items():
+    items = {}
+    for name, node in tree.items.items():
         if name not in SITE_KEYS:
             known = ", ".join(SITE_KEYS)
             message = f"{escape(name)}: a site file cannot set this; known are {known}"
-            problems.append(Place.of(key.start_mark).problem(message))
-            del pairs[name]
+            problems.append((node.key_place or node.place).problem(message))
         elif name == "version":
             try:
-                check_version(read(pairs.pop(name)[1]))
+                check_version(read(node))
             except ValueError as error:
-                problems.append(Place.of(value.start_mark).problem(f"version: {error}"))
-    site = with_pairs(site, pairs)
+                problems.append(node.place.problem(f"version: {error}"))
+        else:
+            items[name] = node
+    site = replace(site, value=items)
     for keys in (("cluster",), ("launch", "template")):
-        _, file, rest = locate(site, keys)
-        if not rest and isinstance(file, yaml.ScalarNode) and not is_null(file):
-            file.value = str(path.absolute().parent / file.value)
-    return site
+        file, rest = locate(site, keys)
+        if not rest and isinstance(file.value, str) and not file.is_null:
+            absolute = str(path.absolute().parent / file.value)
+            site = put(site, keys, replace(file, value=absolute), file.key_place or file.place)
+    return site, problems
 
 
-def _origins(value: Any, tree: yaml.Node, path: KeyPath) -> Iterator[Origin]:
+def _origins(value: Any, tree: Node, path: KeyPath) -> Iterator[Origin]:
     """Every key within ``value``, which is at ``path`` of the spec."""
     if isinstance(value, dict) and value:
         for key, item in value.items():
             yield from _origins(item, tree, (*path, str(key)))
         return
-    _, node, rest = locate(tree, path)
+    node, rest = locate(tree, path)
     # Only a keyword argument can be null; any other null key has its default.
-    has_default = is_null(node) and "kwargs" not in path
-    is_written = not rest or (rest == ("factory",) and isinstance(node, yaml.ScalarNode))
-    place = Place.of(node.start_mark) if is_written and not has_default else None
+    has_default = node.is_null and "kwargs" not in path
+    is_written = not rest or (rest == ("factory",) and isinstance(node.value, str))
+    place = node.place if is_written and not has_default else None
     if path == ("sweep", "points"):
         value = [{k: _HIDDEN if holds_variables(k) else v for k, v in x.items()} for x in value]
     elif value and holds_variables(".".join(map(str, path)).removeprefix("sweep.grid.")):
@@ -240,24 +227,23 @@ def is_within(key: str, other: str) -> bool:
 
 
 def validate(
-    tree: yaml.MappingNode,
+    tree: Node,
     source: Path,
-    problems: list[Problem],
     *,
     check_files: bool = True,
     check_names: bool = False,
-) -> JobSpec | None:
-    """The spec that a document describes; None, and more ``problems``, if it describes none."""
+) -> tuple[JobSpec | None, list[Problem]]:
+    """The spec that a document describes, and its faults; None if it describes none."""
     data = read(tree, json_schema())
     if data.get("name") is None:
         stem = re.sub(r"[^A-Za-z0-9._-]", "-", source.stem).strip("._-")
         data["name"] = stem[:64] or "job"
-    spec = None
+    spec, problems = None, list[Problem]()
     try:
         spec = JobSpec.model_validate(data)
     except ValidationError as error:
         details = error.errors(include_url=False)
-        problems += (_explain(tree, detail) for detail in details)
+        problems += (_explain_fault(tree, detail) for detail in details)
         findings = list(cross_check(_read_without(data, {detail["loc"][0] for detail in details})))
     else:
         spec._base = source.absolute().parent
@@ -267,7 +253,7 @@ def validate(
         if check_names:
             findings += missing_names(spec)
     problems += (_problem(tree, *finding) for finding in findings)
-    return None if findings else spec
+    return (None if findings else spec), problems
 
 
 def _read_without(data: dict[str, Any], wrong: Collection[str | int]) -> dict[str, Any]:
@@ -281,7 +267,7 @@ def _read_without(data: dict[str, Any], wrong: Collection[str | int]) -> dict[st
     }
 
 
-def _explain(tree: yaml.Node, detail: ErrorDetails) -> Problem:
+def _explain_fault(tree: Node, detail: ErrorDetails) -> Problem:
     """A fault reported by pydantic or a validator, in words for people."""
     path, kind, context = detail["loc"], detail["type"], detail.get("ctx", {})
     if path[-1] == "[key]" and kind == "value_error":
@@ -292,7 +278,7 @@ def _explain(tree: yaml.Node, detail: ErrorDetails) -> Problem:
         return _problem(tree, path, "missing", at_key=True)
     if kind == "value_error" and (message := str(context["error"])):
         return _problem(tree, path, message)
-    _, node, rest = locate(tree, path)
+    node, rest = locate(tree, path)
     path = path[: len(path) - len(rest)]  # pydantic names alternatives of a type after it
     if kind in ("greater_than_equal", "less_than_equal") and not rest:
         allowed = f"at least {context['ge']}" if "ge" in context else f"at most {context['le']}"
@@ -300,15 +286,15 @@ def _explain(tree: yaml.Node, detail: ErrorDetails) -> Problem:
         schema = schema_at(path)
         allowed = "something else" if schema is None else words(schema)
     shown = show(node)
-    is_scalar = isinstance(node, yaml.ScalarNode) and is_quoted(node)
-    if kind in _NUMBERS and is_scalar and not isinstance(parse_scalar(node.value), str | None):
+    text = "" if node.is_plain or not isinstance(node.value, str) else node.value
+    if kind in _NUMBERS and not isinstance(parse_scalar(text), str | None):
         shown = f"the text {shown}; remove the quotes"
     return _problem(tree, path, f"must be {allowed}, not {shown}")
 
 
-def _problem(tree: yaml.Node, path: KeyPath, message: str, *, at_key: bool = False) -> Problem:
-    key, value, _ = locate(tree, path)
-    place = Place.of((key if at_key else value).start_mark)
+def _problem(tree: Node, path: KeyPath, message: str, *, at_key: bool = False) -> Problem:
+    node, _ = locate(tree, path)
+    place = (at_key and node.key_place) or node.place
     where = path_text(path)
     prefix = "" if place.file == f"--set {where}" else f"{where}: "
     return place.problem(f"{prefix}{message}")

@@ -9,10 +9,9 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
-import yaml
 from pydantic.json_schema import GenerateJsonSchema
 
-from pipectl.spec.document import is_null, is_quoted, scalar_value
+from pipectl.spec.document import Node
 from pipectl.spec.models import JobSpec
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -50,24 +49,24 @@ def _inner(schema: Schema | None, step: str | int) -> Schema | None:
     return None
 
 
-def read(node: yaml.Node, schema: Schema | None = None) -> Any:
+def read(node: Node, schema: Schema | None = None) -> Any:
     """Python values of a node. Keys that are null count as not given.
 
     Args:
         schema: decides whether a scalar without quotes is read as text, as it is written. Without
             one, values and keys have the types of YAML 1.2, and null is a value.
     """
-    if isinstance(node, yaml.MappingNode):
-        data = {}
-        for key, value in node.value:
-            inner = _inner(schema, key.value)
-            if inner is None or not is_null(value):
-                data[scalar_value(key) if schema is None else key.value] = read(value, inner)
-        return data
-    if isinstance(node, yaml.SequenceNode):
+    if isinstance(node.value, list):
         return [read(item, _inner(schema, 0)) for item in node.value]
-    value = scalar_value(node)
-    if schema is None or value is None or is_quoted(node):
+    if isinstance(node.value, dict):
+        inner = {key: _inner(schema, key) for key in node.value}
+        return {
+            item.key if schema is None else key: read(item, inner[key])
+            for key, item in node.value.items()
+            if inner[key] is None or not item.is_null
+        }
+    value = node.parse()
+    if schema is None or value is None or not node.is_plain:
         return value
     kinds = [item.get("type", ()) for item in options(schema) if not {"const", "enum"} & {*item}]
     if any("string" in kind for kind in kinds):

@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from pipectl.errors import Problem, SpecError
-from pipectl.spec.document import (
-    MAX_DEPTH,
-    Place,
-    escape,
-    locate,
-    pairs_of,
-    show,
-    with_pairs,
-)
+from pipectl.spec.document import MAX_DEPTH, Node, Place, escape, locate, show
 from pipectl.spec.load import (
     fault_of_former_key,
     holds_variables,
     is_within,
     load_document,
-    put,
+    set_key,
     validate,
 )
 from pipectl.spec.models import JobSpec
@@ -58,16 +48,12 @@ class Point:
 class _Setting(NamedTuple):
     """A dotted key and its value in one run, as the sweep writes them."""
 
-    key: yaml.ScalarNode
-    value: yaml.Node
+    name: str
+    place: Place
+    value: Node
 
-    @property
-    def name(self) -> str:
-        return str(self.key.value)
-
-    def fault(self, message: str, node: yaml.Node | None = None) -> Problem:
-        place = Place.of((node or self.key).start_mark)
-        return place.problem(f"{escape(self.name)}: {message}")
+    def fault(self, message: str, place: Place | None = None) -> Problem:
+        return (place or self.place).problem(f"{escape(self.name)}: {message}")
 
 
 def load_sweep(
@@ -85,24 +71,22 @@ def load_sweep(
     spec, tree = load_document(path, overrides, sites, check_files=check_files)
     if spec.sweep is None:
         return spec, ()
-    problems: list[Problem] = []
-    runs = _combine(*locate(tree, ("sweep",))[:2], problems)
+    runs, problems = _combine(locate(tree, ("sweep",))[0])
     if problems:
         raise SpecError(problems)
-    rest = with_pairs(tree, {k: pair for k, pair in pairs_of(tree).items() if k != "sweep"})
+    rest = replace(tree, value={key: node for key, node in tree.items.items() if key != "sweep"})
     points = []
     numbers: dict[str, dict[str, int]] = {}
     for settings in runs:
-        job, faults, values = rest, list[Problem](), {}
-        for setting in settings:
-            place = Place.of(setting.key.start_mark)
-            job = put(job, setting.name.split("."), place, setting.value)
-            value = read(setting.value)
-            if holds_variables(setting.name):
-                known = numbers.setdefault(setting.name, {})
+        job, values = rest, {}
+        for name, place, node in settings:
+            job = set_key(job, name.split("."), node, place)
+            value = read(node)
+            if holds_variables(name):
+                known = numbers.setdefault(name, {})
                 value = f"(value {known.setdefault(repr(value), len(known) + 1)})"
-            values[setting.name] = value
-        run = validate(job, path, faults, check_files=check_files)
+            values[name] = value
+        run, faults = validate(job, path, check_files=check_files)
         problems += (_blame_values(fault, settings) for fault in faults)
         if run is not None:
             points.append(Point(values, run))
@@ -111,40 +95,36 @@ def load_sweep(
     return spec, tuple(points)
 
 
-def _combine(
-    key: yaml.Node, sweep: yaml.Node, problems: list[Problem]
-) -> list[tuple[_Setting, ...]]:
-    """The settings of every run."""
-    inner = {name: value for name, (_, value) in pairs_of(sweep).items()}
-    columns = []
-    for name, values in _settings(inner.get("grid")):
-        if values.value:
-            columns.append([_Setting(name, value) for value in values.value])
+def _combine(sweep: Node) -> tuple[list[tuple[_Setting, ...]], list[Problem]]:
+    """The settings of every run, and the faults of the sweep."""
+    columns, listed, problems = [], [], []
+    for setting in _settings(sweep.items.get("grid")):
+        values = setting.value.value
+        if isinstance(values, list) and values:
+            columns.append([setting._replace(value=value) for value in values])
         else:
-            problems.append(_Setting(name, values).fault("has no values"))
-    points = inner.get("points")
-    listed = []
-    for point in points.value if isinstance(points, yaml.SequenceNode) else ():
+            problems.append(setting.fault("has no values"))
+    points = sweep.items["points"].value if "points" in sweep.items else ()
+    for point in points if isinstance(points, list) else ():
         listed.append(tuple(_settings(point)))
         if not point.value:
-            message = "sweep.points: a point without a key"
-            problems.append(Place.of(point.start_mark).problem(message))
+            problems.append(point.place.problem("sweep.points: a point without a key"))
     for settings in ([column[0] for column in columns], *listed):
         problems += _key_faults(settings)
-    place = Place.of(key.start_mark)
+    place = sweep.key_place or sweep.place
     count = (prod(map(len, columns)) if columns else 0) + len(listed)
     if count > MAX_POINTS:
         problems.append(place.problem(f"sweep: has {count} points; {MAX_POINTS} are allowed"))
-        return []
+        return [], problems
     if not count and not problems:
         problems.append(place.problem("sweep: has no points; give it a grid, or points"))
     runs = [*(product(*columns) if columns else ()), *listed]
-    problems += _repetitions(runs)
-    return runs
+    return runs, [*problems, *_repetitions(runs)]
 
 
-def _settings(node: yaml.Node | None) -> Iterator[_Setting]:
-    yield from (_Setting(key, value) for key, value in pairs_of(node).values())
+def _settings(node: Node | None) -> Iterator[_Setting]:
+    for name, value in (node.items if node else {}).items():
+        yield _Setting(name, value.key_place or value.place, value)
 
 
 def _key_faults(together: Sequence[_Setting]) -> Iterator[Problem]:
@@ -173,18 +153,18 @@ def _repetitions(runs: Sequence[Sequence[_Setting]]) -> Iterator[Problem]:
         values = tuple(sorted((s.name, repr(read(s.value))) for s in settings))
         if values and seen.setdefault(values, number) != number:
             message = f"a point with the same values as number {seen[values]}"
-            yield settings[-1].fault(message, settings[-1].value)
+            yield settings[-1].fault(message, settings[-1].value.place)
 
 
 def _blame_values(problem: Problem, settings: Sequence[_Setting]) -> Problem:
     """A fault at its value, or moved from another place to the values that cause it."""
     place = Place(problem.file, problem.line, problem.column)
-    for node in (node for setting in settings for node in setting):
-        if Place.of(node.start_mark) <= place <= Place.of(node.end_mark):
+    for setting in settings:
+        within = [(node.place, node.key_place) for node in setting.value.within()]
+        if place == setting.place or any(place in places for places in within):
             return problem
     shown = (
         f"{escape(s.name)}: {'(not shown)' if holds_variables(s.name) else show(s.value)}"
         for s in settings
     )
-    blamed = Place.of(settings[0].value.start_mark)
-    return blamed.problem(f"with {', '.join(shown)}: {problem.message}")
+    return settings[0].value.place.problem(f"with {', '.join(shown)}: {problem.message}")

@@ -71,7 +71,7 @@ def by_schema() -> Callable[[str], bool]:
     schema = json_schema()
 
     def valid(text: str) -> bool:
-        return accepts(schema, read_node(read_text(text, "job.yaml", [])), schema)
+        return accepts(schema, read_node(read_text(text, "job.yaml")[0]), schema)
 
     return valid
 
