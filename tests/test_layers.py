@@ -49,7 +49,7 @@ def test_imports_go_down_and_libraries_stay_in_their_place():
 MODULES = """
 import sys
 import pipectl.cli, pipectl.jobs.prepare, pipectl.jobs.submit, pipectl.jobs.sweep
-import pipectl.jobs.profiles, pipectl.profiler.job
+import pipectl.jobs.in_job, pipectl.jobs.profiles, pipectl.profiler.job
 assert "mpi4py" not in sys.modules
 import pipectl.runtime.worker
 assert "numba" not in sys.modules

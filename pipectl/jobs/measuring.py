@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from pipectl.errors import UsageError
 from pipectl.files import is_stream, make_directory_of
+from pipectl.jobs.in_job import PERCENT
 from pipectl.jobs.places import measured_key
-from pipectl.jobs.prepare import PERCENT
 from pipectl.jobs.request import PREPARE, Work, make_job
 from pipectl.jobs.submit import Submission, submit
 from pipectl.runs import PROFILING

@@ -14,6 +14,9 @@ from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.errors import MismatchError, SchedulerError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pipectl.runs import RunDirectory
     from pipectl.spec import JobSpec
 
 AUTO, LOCAL = "auto", "local"
@@ -33,6 +36,15 @@ def plan_path(spec: JobSpec) -> Path:
 def cluster_path(spec: JobSpec) -> Path:
     """``runs/<name>.cluster.json``, where measured links are."""
     return Path(spec.output.directory) / f"{spec.name}.cluster.json"
+
+
+def load_run(run: RunDirectory, overrides: Sequence[str] = ()) -> JobSpec:
+    """The job of a run, whose output directory is the one that the run is in now."""
+    from pipectl.spec import load  # pydantic, which `status` does without
+
+    spec = load(run.job, overrides)
+    output = spec.output.model_copy(update={"directory": str(run.path.parent.absolute())})
+    return spec.model_copy(update={"output": output})
 
 
 def scheduler_name(spec: JobSpec, scheduler: str | None) -> str:

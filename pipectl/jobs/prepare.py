@@ -1,31 +1,14 @@
-"""Preparing a job: everything that a submission needs, from its spec.
-
-`prepare` gathers it on the machine that submits. ``python -m pipectl.jobs.prepare RUN_DIRECTORY``
-makes the profile and the plan of a run within its allocation, as the first step of its job script;
-with ``--output FILE`` it only measures the model, for `pipectl profile --submit`. It writes its
-progress to ``heartbeat.json``, as the ranks do later, and a failure to ``errors/prepare.json`` and
-standard error.
-
-The planner is imported only when it plans: ranks do not load it, and what the process holds while a
-model is measured counts as memory of a rank.
-"""
+"""Everything that a submission needs, gathered from the spec of a job or of a sweep."""
 
 from __future__ import annotations
 
-import argparse
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipectl.access import fault_of_owner
 from pipectl.batch import MpiChoice, get
-from pipectl.cluster import Cluster
-from pipectl.errors import MismatchError, PipectlError, UsageError
-from pipectl.files import write_json
+from pipectl.errors import MismatchError, PipectlError
 from pipectl.jobs.places import (
     LOCAL,
     check_answering,
@@ -35,19 +18,12 @@ from pipectl.jobs.places import (
     scheduler_name,
 )
 from pipectl.jobs.profiles import Progress, fresh_profile, measure
-from pipectl.jobs.reporting import Heartbeat, report_failure
 from pipectl.jobs.request import Job, make_job, make_request
 from pipectl.plan import Plan
-from pipectl.profile import Profile
-from pipectl.runs import Record, RunDirectory, last_checkpoint
-from pipectl.spec import Point, load, plan_key, profile_key
-from pipectl.spec.references import parse
+from pipectl.spec import Point, plan_key, profile_key
 
 if TYPE_CHECKING:
     from pipectl.spec import JobSpec
-
-PERCENT = 100
-"""Steps of a run that only measures: it reports its progress in percent."""
 
 
 def prepare(
@@ -56,21 +32,22 @@ def prepare(
     progress: Progress | None = None,
     *,
     points: Sequence[Point] = (),
-    make: bool = True,
-    trains: bool = True,
+    make_missing: bool = True,
+    must_run: bool = True,
 ) -> list[Job]:
     """The job, or the jobs of a sweep, with all that a submission needs.
 
-    Profiles and plans that are missing or stale are made; on a batch system, profiles are left to
-    the jobs, since a login node is no place to measure on. What several points share is made once.
-    Those of ``spec`` are put at their usual places.
+    Profiles and plans that are missing or stale are made. Jobs of a batch system make profiles
+    themselves, since times on a login node say nothing about compute nodes. What several points
+    share is made once. The profile and the plan of ``spec`` itself are saved at their usual places.
 
     Args:
         spec: the job without the values of its sweep.
         scheduler: its name; by default the spec's.
         points: of the sweep; none for a single job.
-        make: False takes only what lies at the usual places, and asks no batch system.
-        trains: False takes also imported profiles, and plans that can only be simulated.
+        make_missing: whether to make profiles and plans that are missing or stale, and to ask
+            whether the batch system answers.
+        must_run: whether to refuse imported profiles, and plans that can only be simulated.
 
     Raises:
         SchedulerError: there is no MPI to start the ranks with, or no batch system answers.
@@ -80,47 +57,58 @@ def prepare(
             the plan asks for what cannot be run.
         InfeasibleError: no plan fits.
     """
-    if make and trains:
+    if make_missing and must_run:
         check_answering(spec, scheduler)
     name = scheduler_name(spec, scheduler)
-    points = points or (Point({}, spec),)
+    specs = [point.spec for point in points] or [spec]
+    values = [point.values for point in points] or [{}]
     jobs: list[Job] = []
     launches: dict[str, MpiChoice] = {}
-    for point in points:
-        with _name_point_in_errors(point):
-            settings = f"{point.spec.launch} {point.spec.environment}"
-            machines = find_machines(point.spec, name)
-            job = make_job(point.spec, name, machines, launches.get(settings))
-            if make and trains:  # what cannot be written is refused before the work
+    for each, named in zip(specs, values, strict=True):
+        with _name_values_in_errors(named):
+            settings = f"{each.launch} {each.environment}"
+            machines = find_machines(each, name)
+            job = make_job(each, name, machines, launches.get(settings))
+            if make_missing and must_run:  # what cannot be written is refused before the work
                 get(name).render(make_request(job))
         launches[settings] = job.launch
         jobs.append(job)
-    for add, key_of in ((_add_profile, profile_key), (_add_plan, plan_key)):
-        jobs_by_key: dict[str, Job] = {}
-        key_of_spec = key_of(spec)
-        for index, (point, job) in enumerate(zip(points, jobs, strict=True)):
-            key = key_of(point.spec)
-            if key not in jobs_by_key:
-                keep = key == key_of_spec
-                with _name_point_in_errors(point):
-                    jobs_by_key[key] = add(job, progress, keep=keep, make=make, trains=trains)
-            same = jobs_by_key[key]
-            jobs[index] = replace(
-                job, profile=same.profile, measurement=same.measurement, plan=same.plan
-            )
+    # Without a sweep there is one job, whose profile and plan are saved: all keys are the same.
+    own, keys = "", [""]
+    if points:
+        own, *keys = map(profile_key, [spec, *specs])
+    profiled: dict[str, Job] = {}
+    for index, (job, key) in enumerate(zip(jobs, keys, strict=True)):
+        if key not in profiled:
+            with _name_values_in_errors(values[index]):
+                profiled[key] = _add_profile(
+                    job, progress, save=key == own, make_missing=make_missing, must_run=must_run
+                )
+        same = profiled[key]
+        jobs[index] = replace(job, profile=same.profile, measurement=same.measurement)
+    if points:
+        own, *keys = map(plan_key, [spec, *specs])
+    plans: dict[str, Plan | None] = {}
+    for index, (job, key) in enumerate(zip(jobs, keys, strict=True)):
+        if key not in plans:
+            with _name_values_in_errors(values[index]):
+                plans[key] = _find_or_make_plan(
+                    job, progress, save=key == own, make_missing=make_missing, must_run=must_run
+                )
+        jobs[index] = replace(job, plan=plans[key])
     return [replace(job, prepares=job.profile is None and name != LOCAL) for job in jobs]
 
 
 def _add_profile(
-    job: Job, progress: Progress | None, *, keep: bool, make: bool, trains: bool
+    job: Job, progress: Progress | None, *, save: bool, make_missing: bool, must_run: bool
 ) -> Job:
-    """The job with the fresh profile at its usual place, else with one that is made (and kept)."""
+    """The job with the fresh profile at its usual place, else with one that is measured now."""
     path = profile_path(job.spec)
     profile = fresh_profile(job.spec, path)
-    if profile is None and make and job.scheduler == LOCAL:
-        measurement = measure(job.spec, path if keep else None, progress)
+    if profile is None and make_missing and job.scheduler == LOCAL:
+        measurement = measure(job.spec, path if save else None, progress)
         return replace(job, profile=measurement.profile, measurement=measurement)
-    if profile is not None and profile.fingerprint is None and trains:
+    if profile is not None and profile.fingerprint is None and must_run:
         raise MismatchError(
             f"{path}: an imported profile can be planned, not submitted",
             cure="remove it; the model is then measured",
@@ -128,153 +116,37 @@ def _add_profile(
     return replace(job, profile=profile)
 
 
-def _add_plan(job: Job, progress: Progress | None, *, keep: bool, make: bool, trains: bool) -> Job:
-    """The job with the fresh plan at its usual place, else with one that is made (and kept)."""
+def _find_or_make_plan(
+    job: Job, progress: Progress | None, *, save: bool, make_missing: bool, must_run: bool
+) -> Plan | None:
+    """The fresh plan at the usual place of a job, else one that is made now."""
     spec, profile, cluster, path = job.spec, job.profile, job.cluster, plan_path(job.spec)
     if profile is None or cluster is None:
-        return job
-    if make and progress is not None:
+        return None
+    if make_missing and progress is not None:
         progress(0, 0, "planning")
+    # Not before: memory that the process holds while it measures counts as memory of a rank.
     from pipectl.jobs.planning import find_plan, fresh_plan
 
     plan = fresh_plan(spec, profile, cluster, path)
-    if plan is None and make:
-        plan = find_plan(spec, profile, cluster, keep=keep)
-        if keep:
+    if plan is None and make_missing:
+        plan = find_plan(spec, profile, cluster, keep=save)
+        if save:
             plan.save(path)
-    if plan is not None and trains:
+    if plan is not None and must_run:
         from pipectl.runtime.supported import check_supported
 
-        check_supported(plan, str(path) if keep else "the plan")
-    return replace(job, plan=plan)
+        check_supported(plan, str(path) if save else "the plan")
+    return plan
 
 
 @contextmanager
-def _name_point_in_errors(point: Point) -> Iterator[None]:
+def _name_values_in_errors(values: Mapping[str, object]) -> Iterator[None]:
     """Begin errors with the values of a point: ``optimizer.kwargs.lr=0.001, training.seed=2``."""
     try:
         yield
     except PipectlError as error:
-        if point.values:
-            values = ", ".join(f"{key}={value}" for key, value in point.values.items())
-            error.message = f"{values}: {error.message}"
+        if values:
+            words = ", ".join(f"{key}={value}" for key, value in values.items())
+            error.message = f"{words}: {error.message}"
         raise
-
-
-def load_run(run: RunDirectory, overrides: Sequence[str] = ()) -> JobSpec:
-    """The job of a run, whose output directory is the one that the run is in now."""
-    spec = load(run.job, overrides)
-    output = spec.output.model_copy(update={"directory": str(run.path.parent.absolute())})
-    return spec.model_copy(update={"output": output})
-
-
-def prepare_run(run: RunDirectory, clock: Callable[[], float] = time.time) -> None:
-    """Write the profile and the plan of a run, unless they are there and still of its job.
-
-    A run that goes on from a checkpoint keeps its plan: results depend on its micro-batches, and
-    the ranks see for themselves whether the model is another.
-
-    Raises:
-        PipectlError: the model cannot be profiled, or no plan fits.
-    """
-    if run.plan.exists() and last_checkpoint(run) is not None:
-        return
-    spec = load_run(run)
-    heartbeat = Heartbeat(run, spec.training.steps, clock)
-    profile = fresh_profile(spec, run.profile)
-    if profile is None:
-        run.plan.unlink(missing_ok=True)  # of the model as it was
-        profile = measure(spec, run.profile, heartbeat.profiling).profile
-        _share(run, profile, profile_path(spec))
-    if not run.plan.exists():
-        from pipectl.jobs.planning import find_plan, write_plan
-
-        heartbeat.beat("planning")
-        cluster = Cluster.load(run.cluster)
-        plan = find_plan(spec, profile, cluster, keep=True)
-        write_plan(run, plan, cluster)
-        _share(run, plan, plan_path(spec))
-
-
-def _share(run: RunDirectory, result: Profile | Plan, place: Path) -> None:
-    """Put a profile or plan where later commands look, unless there is one newer than this run.
-
-    Those of a sweep may be of another model than the job's; the cache has profiles of equal models.
-    """
-    with suppress(PipectlError, OSError):  # the job itself does not need it there
-        record = Record.load(run.record)
-        newer = place.exists() and place.stat().st_mtime >= record.submitted_at
-        if record.sweep is None and not newer:
-            result.save(place)
-
-
-def measure_run(run: RunDirectory, output: Path, effort: str, *, again: bool) -> None:
-    """Measure the model of a run, and nothing else, and write its profile to ``output``, too."""
-    heartbeat = Heartbeat(run, PERCENT, measuring_only=True)
-    heartbeat.beat("capturing")
-    measurement = measure(load_run(run), run.profile, heartbeat.profiling, effort, again=again)
-    write_json(run.measurement, measurement.to_json())
-    measurement.profile.save(output)
-    heartbeat.beat("profiled", PERCENT)
-
-
-def refuse_code_of_others(spec: JobSpec, job: Path) -> None:
-    """Raise a UsageError if somebody else could have written the code of a job, or its file."""
-    if fault := _code_of_others(spec, job):
-        raise UsageError(
-            f"{fault}, and its code would run as you",
-            cure="read what it does; then add --trust-owner",
-        )
-
-
-def warning_of_code(spec: JobSpec, job: Path) -> str:
-    """A warning if somebody else owns the code of a job that is named for the first time."""
-    fault = _code_of_others(spec, job, groups=False)
-    return f"{fault}; its code runs as you" if fault else ""
-
-
-def _code_of_others(spec: JobSpec, job: Path, *, groups: bool = True) -> str:
-    """Which file of a job's code somebody else could have written; empty if nobody could.
-
-    Modules count with the directories from which they import others; files of a module that do not
-    exist are looked at, too.
-
-    Args:
-        groups: whether members of a group that may write it count.
-    """
-    files = [job]
-    for _, text in spec.factories():
-        reference = parse(text, spec.base)
-        if reference.file is not None:
-            files += [reference.file, reference.file.parent]
-        elif reference.root is not None:
-            inner = Path(reference.root, *str(reference.module).split("."))
-            files.append(inner.with_name(f"{inner.name}.py"))
-            while inner != reference.root:
-                files += [inner / "__init__.py", inner]
-                inner = inner.parent
-            files.append(reference.root)
-    if spec.template_file is not None:
-        files += [spec.template_file, spec.template_file.parent]
-    for path in dict.fromkeys(files):
-        if fault := fault_of_owner(path, groups=groups):
-            return f"{path} {fault}"
-    return ""
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Prepare or measure one run; the exit code is the one that commands have."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("run", type=lambda path: RunDirectory(Path(path)))
-    parser.add_argument("--output", type=Path, help="only measure, and write the profile here, too")
-    parser.add_argument("--effort", default="normal")
-    parser.add_argument("--again", action="store_true")
-    values = parser.parse_args(arguments)
-    run, output = values.run, values.output
-    if output is None:
-        return report_failure(run, lambda: prepare_run(run))
-    return report_failure(run, lambda: measure_run(run, output, values.effort, again=values.again))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -79,7 +79,7 @@ def prepare_rehearsal(
         UsageError: a job for a batch system has no profile yet.
         PipectlError: no plan fits, or a file cannot be used.
     """
-    (job,) = prepare(spec, None, progress, trains=False)
+    (job,) = prepare(spec, None, progress, must_run=False)
     if job.plan is None:
         raise UsageError(
             f"{profile_path(spec)}: no fresh profile, so there is no plan to rehearse",

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pipectl.rehearsal import Rehearsal
     from pipectl.spec import JobSpec
 
-PREPARE = "pipectl.jobs.prepare"
+PREPARE = "pipectl.jobs.in_job"
 TIGHT_HEAP = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"}
 """Lets glibc join free memory at once. By default it holds the scraps around aligned blocks back,
 so that a block which was freed between two of them is too small for the next of its size, and the

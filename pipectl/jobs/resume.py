@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 from pipectl.batch import JobState
 from pipectl.errors import UsageError
 from pipectl.files import make_directory
-from pipectl.jobs.places import find_machines, scheduler_name
-from pipectl.jobs.prepare import load_run, refuse_code_of_others
+from pipectl.jobs.places import find_machines, load_run, scheduler_name
 from pipectl.jobs.profiles import is_fresh
 from pipectl.jobs.recover import add_next_job, recover_locked
 from pipectl.jobs.request import Job, make_job
 from pipectl.jobs.state import get_status
 from pipectl.jobs.submit import Rollback, Submission, hand_over
+from pipectl.jobs.trust import refuse_code_of_others
 from pipectl.plan import Plan
 from pipectl.profile import Profile
 from pipectl.runs import (

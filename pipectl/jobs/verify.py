@@ -23,11 +23,11 @@ from pipectl.batch import JobState, process
 from pipectl.errors import InfeasibleError, PipectlError, UsageError, WorkerError
 from pipectl.jobs.cancel import cancel
 from pipectl.jobs.places import LOCAL, find_machines, profile_path
-from pipectl.jobs.prepare import refuse_code_of_others
 from pipectl.jobs.profiles import Progress, fresh_profile, measure
 from pipectl.jobs.request import make_job
 from pipectl.jobs.state import RunStatus
 from pipectl.jobs.submit import submit
+from pipectl.jobs.trust import refuse_code_of_others
 from pipectl.plan import Plan
 from pipectl.profile import Profile
 from pipectl.runs import RunDirectory

@@ -314,7 +314,7 @@ def test_the_job_has_one_node_with_all_its_tasks(
     script = (only_run() / "job.sh").read_text()
     assert "#SBATCH --nodes=1\n#SBATCH --ntasks-per-node=3\n" in script
     launch = script.splitlines()[-2]
-    assert f"-m pipectl.jobs.prepare {found['directory']} --output {place} " in launch
+    assert f"-m pipectl.jobs.in_job {found['directory']} --output {place} " in launch
     assert launch.endswith("--effort thorough --again")
     assert "mpiexec" not in script
 

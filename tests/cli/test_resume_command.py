@@ -114,7 +114,7 @@ def test_a_model_that_has_changed_is_measured_anew_by_the_job(
     assert result.code == 0
     assert result.err == ("no fresh profile: the job measures the model first, in its allocation\n")
     assert "from the beginning" in result.out
-    assert "pipectl.jobs.prepare" in ended.script.read_text()
+    assert "pipectl.jobs.in_job" in ended.script.read_text()
     assert not ended.plan.exists()
     assert not ended.predicted.exists()
 
@@ -124,7 +124,7 @@ def test_it_keeps_its_micro_batches_if_it_goes_on_from_a_checkpoint(
     cli: Command, ended: RunDirectory
 ) -> None:
     assert cli("resume", "last", "--set", "pipeline={stages: 2}").code == 0
-    assert "pipectl.jobs.prepare" in ended.script.read_text()
+    assert "pipectl.jobs.in_job" in ended.script.read_text()
     assert load(ended.job).pipeline.micro_batches == 4
     begins_anew(ended)
     ended.exit_code.write_text("1\n")
@@ -140,12 +140,12 @@ def test_other_ranks_need_no_other_profile_whatever_changed_before(
         change = f"resources={{nodes: 1, tasks_per_node: {tasks}}}"
         more = ("--set", f"pipeline.stages={tasks}", "--set", "data.kwargs={more: 1}")
         assert cli("resume", "last", "--set", change, *more).code == 0
-        assert "pipectl.jobs.prepare" not in ended.script.read_text()
+        assert "pipectl.jobs.in_job" not in ended.script.read_text()
         assert Plan.load(ended.plan).ranks == tasks
         ended.exit_code.write_text("1\n")
     (place / "model.py").write_text("def build(): return 1\ndef data(): ...\n")
     assert cli("resume", "last").code == 0
-    assert "pipectl.jobs.prepare" in ended.script.read_text()
+    assert "pipectl.jobs.in_job" in ended.script.read_text()
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def test_dry_run_prints_only_the_script_and_leaves_nothing(cli: Command, job: Pa
     result = cli("submit", "job.yaml", *SLURM, "--dry-run")
     assert (result.code, result.err) == (0, f"{UNMEASURED}\n")
     assert result.out.startswith("#!/bin/bash\n#SBATCH --job-name=tiny\n")
-    assert "-m pipectl.jobs.prepare " in result.out
+    assert "-m pipectl.jobs.in_job " in result.out
     assert "-m pipectl.runtime.worker --run " in result.out
     assert not Path("runs").exists()
 
@@ -55,14 +55,14 @@ def test_dry_run_uses_nothing_stale_and_says_what_would_be_made(
     assert cli(*line, *SLURM).err.startswith("plan: ")
     result = cli(*line, *SLURM, "--set", "pipeline.schedule=gpipe")
     assert result.err == said
-    assert "pipectl.jobs.prepare" not in result.out
+    assert "pipectl.jobs.in_job" not in result.out
     Path("model.py").write_text("def build(): return 1\ndef data(): ...\n")
     result = cli(*line, *SLURM)
     assert result.err == f"{UNMEASURED}\n"
-    assert "pipectl.jobs.prepare" in result.out
+    assert "pipectl.jobs.in_job" in result.out
     result = cli(*line, "--scheduler", "local")
     assert result.err == "no fresh profile: submit measures the model first, here\n"
-    assert "pipectl.jobs.prepare" not in result.out
+    assert "pipectl.jobs.in_job" not in result.out
 
 
 def test_dry_run_warns_of_a_measured_cluster_that_is_not_used(cli: Command, profile: Path) -> None:
@@ -166,7 +166,7 @@ def test_submit_to_slurm_with_a_profile(
     record = json.loads((run / "record.json").read_text())
     assert (record["state"], record["job_id"], record["steps"]) == ("submitted", "41", 7)
     assert json.loads((run / "trace/predicted.json").read_text())["ranks"] == 2
-    assert "pipectl.jobs.prepare" not in (run / "job.sh").read_text()
+    assert "pipectl.jobs.in_job" not in (run / "job.sh").read_text()
     assert Path("runs/tiny.plan.json").exists()
 
 
@@ -179,7 +179,7 @@ def test_submit_to_slurm_without_a_profile_leaves_it_to_the_job(
     assert result.code == 0
     assert result.err == f"{UNMEASURED}\n"
     assert not (run / "profile.json").exists()
-    assert "-m pipectl.jobs.prepare" in (run / "job.sh").read_text()
+    assert "-m pipectl.jobs.in_job" in (run / "job.sh").read_text()
 
 
 def test_a_stale_plan_is_made_again_and_a_fresh_one_kept(

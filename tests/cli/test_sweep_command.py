@@ -88,7 +88,7 @@ def test_a_run_for_every_point_and_one_array(cli: Command, sweep: None, program:
         values.append(list(record.sweep.values.values()))
         own = (run / "job.sh").read_text()
         assert f"PIPECTL_RUN_DIRECTORY={run.absolute()}\n" in own
-        assert "pipectl.jobs.prepare" not in own, "another learning rate needs no other profile"
+        assert "pipectl.jobs.in_job" not in own, "another learning rate needs no other profile"
         assert {path.name for path in run.iterdir()} >= {"profile.json", "plan.json", "job.yaml"}
         assert (run / "plan.json").read_bytes() == (runs()[0] / "plan.json").read_bytes()
         assert (run / "trace/predicted.json").exists()
@@ -104,7 +104,7 @@ def test_points_of_another_model_leave_the_profile_to_their_jobs(
     result = cli("submit", "job.yaml", *SLURM, "--set", grid)
     assert "no fresh profile for 1 of 2 runs" in result.err
     assert [(run / "profile.json").exists() for run in runs()] == [True, False]
-    assert "pipectl.jobs.prepare" in (runs()[1] / "job.sh").read_text()
+    assert "pipectl.jobs.in_job" in (runs()[1] / "job.sh").read_text()
 
 
 def test_on_this_machine_models_are_measured_once_each(
@@ -141,7 +141,7 @@ def test_a_dry_run_shows_the_array_and_the_first_run(cli: Command, sweep: None) 
     array, first = out.split('exec /bin/bash "$run/job.sh"\n')
     assert "#SBATCH --array=0-3%2" in array
     assert "--array" not in first
-    assert "pipectl.jobs.prepare" not in array
+    assert "pipectl.jobs.in_job" not in array
     assert "-tiny-0\n" in first
     assert not runs()
 

@@ -93,7 +93,7 @@ def spec_with_template(tmp_path: Path, head: str, name: str = "my site's.sh") ->
 
 
 def script_of(spec: JobSpec, scheduler: str) -> str:
-    return render(*prepare(spec, scheduler, make=False), 0.0)
+    return render(*prepare(spec, scheduler, make_missing=False), 0.0)
 
 
 def test_a_template_is_in_the_scripts_of_all_schedulers(tmp_path: Path) -> None:

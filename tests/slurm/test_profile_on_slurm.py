@@ -55,11 +55,11 @@ def test_a_submitted_profile_is_found_on_the_login_node(
 @pytest.mark.usefixtures("warm")
 def test_a_profile_measured_by_a_training_job_is_found_too(pipectl: Pipectl) -> None:
     dry_run = ("submit", JOB, *SMALL, "--dry-run")
-    assert "jobs.prepare" in pipectl(*dry_run)
+    assert "jobs.in_job" in pipectl(*dry_run)
     pipectl("submit", JOB, *SMALL, "--wait")
     (run,) = Path("runs").glob("*-gpt-stdlib")
     assert PROFILE.read_text() == (run / "profile.json").read_text()
-    assert "jobs.prepare" not in pipectl(*dry_run)
+    assert "jobs.in_job" not in pipectl(*dry_run)
 
 
 def test_an_ended_job_goes_on_in_the_next(pipectl: Pipectl) -> None:

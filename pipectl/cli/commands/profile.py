@@ -18,9 +18,9 @@ from pipectl.cluster import Cluster
 from pipectl.errors import UsageError
 from pipectl.jobs.measuring import submit_links, submit_profile
 from pipectl.jobs.places import cluster_path, profile_path, scheduler_name
-from pipectl.jobs.prepare import warning_of_code
 from pipectl.jobs.profiles import Measurement, measure, require_compute_node
 from pipectl.jobs.submit import Submission
+from pipectl.jobs.trust import warning_of_code
 from pipectl.runs import as_typed
 from pipectl.spec import JobSpec, load
 

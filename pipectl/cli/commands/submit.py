@@ -38,10 +38,11 @@ from pipectl.cli.views.profile import note_origin
 from pipectl.cli.views.run import print_sweep
 from pipectl.errors import UsageError
 from pipectl.jobs.places import LOCAL, plan_path, profile_path, scheduler_name
-from pipectl.jobs.prepare import prepare, warning_of_code
+from pipectl.jobs.prepare import prepare
 from pipectl.jobs.state import get_statuses
 from pipectl.jobs.submit import estimate, render, submit
 from pipectl.jobs.sweep import SweepSubmission, render_array, submit_sweep
+from pipectl.jobs.trust import warning_of_code
 from pipectl.runs import as_typed, find_runs
 from pipectl.spec import JobSpec, Point, load_sweep
 
@@ -130,7 +131,7 @@ def command(
     if dry_run:
         _print_script(spec, points, name)
     elif test_only:
-        (first,) = prepare(spec, name, points=points[:1], make=False)
+        (first,) = prepare(spec, name, points=points[:1], make_missing=False)
         at_once = None if spec.sweep is None else spec.sweep.at_once
         script = render(first, time.time())
         if points:
@@ -220,7 +221,7 @@ def _report_sweep(sweep: SweepSubmission, *, wait: bool, as_json: bool) -> None:
 def _print_script(spec: JobSpec, points: Sequence[Point], scheduler: str | None) -> None:
     """The script, or that of the array and that of its first run; and what would run."""
     now = time.time()
-    (job,) = prepare(spec, scheduler, points=points[:1], make=False)
+    (job,) = prepare(spec, scheduler, points=points[:1], make_missing=False)
     script = render(job, now, "-0" if points else "")
     if points:
         at_once = None if spec.sweep is None else spec.sweep.at_once

@@ -10,7 +10,6 @@ from pipectl.cli.follow import print_launch, submission_json, wait_for
 from pipectl.cli.options import JobFile, Json, Overrides, SchedulerOption, Wait
 from pipectl.cli.progress import profiling_progress
 from pipectl.jobs.places import LOCAL
-from pipectl.jobs.prepare import warning_of_code
 from pipectl.jobs.rehearse import (
     RehearsalResult,
     prepare_rehearsal,
@@ -18,6 +17,7 @@ from pipectl.jobs.rehearse import (
     seconds_of,
     submit_rehearsal,
 )
+from pipectl.jobs.trust import warning_of_code
 from pipectl.rehearsal import Rehearsal
 from pipectl.runs import as_typed
 from pipectl.spec import load

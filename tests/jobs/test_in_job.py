@@ -10,7 +10,7 @@ import pytest
 
 from pipectl.cluster import assumed_cluster
 from pipectl.errors import CaptureError
-from pipectl.jobs import prepare
+from pipectl.jobs import in_job
 from pipectl.jobs.profiles import Measurement
 from pipectl.plan import Plan
 from pipectl.profile import Operator, OptimizerCost, Profile
@@ -59,12 +59,12 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         PROFILE.save(path)
         return Measurement(PROFILE, 0.0, "here", 1.0)
 
-    monkeypatch.setattr(prepare, "measure", measure)
+    monkeypatch.setattr(in_job, "measure", measure)
     return calls
 
 
 def test_profile_plan_and_prediction_are_made(run: RunDirectory, measured: list[Path]) -> None:
-    assert prepare.main([str(run.path)]) == 0
+    assert in_job.main([str(run.path)]) == 0
     assert measured == [run.profile]
     plan = Plan.load(run.plan)
     assert len(plan.stages) == 2
@@ -76,7 +76,7 @@ def test_a_heartbeat_tells_how_far_it_is(
 ) -> None:
     beats = []
     monkeypatch.setattr(readers, "write_json", lambda path, value: beats.append((path, value)))
-    prepare.prepare_run(run, clock=lambda: 7.0)
+    in_job.prepare_run(run, clock=lambda: 7.0)
     assert [path for path, _ in beats] == [run.heartbeat] * 2
     assert [value["state"] for _, value in beats] == ["profiling 33%", "planning"]
     assert [(value["time"], value["step"], value["steps"]) for _, value in beats] == [
@@ -90,13 +90,13 @@ def test_a_heartbeat_tells_how_far_it_is(
 def test_what_is_there_is_kept_unless_the_model_is_another_and_nothing_is_saved(
     run: RunDirectory, measured: list[Path], other_model: int, checkpoint: int, measurements: int
 ) -> None:
-    prepare.prepare_run(run)
+    in_job.prepare_run(run)
     replace(Plan.load(run.plan), assumptions=("mine",)).save(run.plan)
     if other_model:
         replace(PROFILE, key="of another model").save(run.profile)
     if checkpoint:
         (run.checkpoints / "step-000002").mkdir()
-    prepare.prepare_run(run)
+    in_job.prepare_run(run)
     assert measured == [run.profile] * measurements
     assert (Plan.load(run.plan).assumptions == ("mine",)) == (measurements == 1)
 
@@ -104,7 +104,7 @@ def test_what_is_there_is_kept_unless_the_model_is_another_and_nothing_is_saved(
 def test_no_plan_of_another_model_stays_where_planning_is_cut_short(
     run: RunDirectory, measured: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepare.prepare_run(run)
+    in_job.prepare_run(run)
     replace(PROFILE, key="of another model").save(run.profile)
     replace(Plan.load(run.plan), assumptions=("mine",)).save(run.plan)
 
@@ -114,8 +114,8 @@ def test_no_plan_of_another_model_stays_where_planning_is_cut_short(
     with monkeypatch.context() as patch:
         patch.setattr("pipectl.jobs.planning.find_plan", killed)
         with pytest.raises(KeyboardInterrupt):
-            prepare.prepare_run(run)
-    prepare.prepare_run(run)
+            in_job.prepare_run(run)
+    in_job.prepare_run(run)
     assert measured == [run.profile] * 2
     assert Plan.load(run.plan).assumptions != ("mine",)
 
@@ -126,8 +126,8 @@ def test_a_failure_is_reported_in_the_run_and_on_standard_error(
     def fail(*_arguments: object, **_more: object) -> Measurement:
         raise CaptureError("m: no such module", cure="install it")
 
-    monkeypatch.setattr(prepare, "measure", fail)
-    assert prepare.main([str(run.path)]) == 3
+    monkeypatch.setattr(in_job, "measure", fail)
+    assert in_job.main([str(run.path)]) == 3
     assert capsys.readouterr().err == "error: m: no such module\n  install it\n"
     report = json.loads((run.errors / "prepare.json").read_text())
     assert (report["type"], report["message"], report["cure"], report["exit_code"]) == (
@@ -139,7 +139,7 @@ def test_a_failure_is_reported_in_the_run_and_on_standard_error(
 def test_no_feasible_plan_exits_4(run: RunDirectory, measured: list[Path]) -> None:
     run.job.write_text(run.job.read_text().replace("memory_limit: 1073741824", "memory_limit: 1"))
     assert "memory_limit: 1\n" in run.job.read_text()
-    assert prepare.main([str(run.path)]) == 4
+    assert in_job.main([str(run.path)]) == 4
     assert run.profile.exists()
     assert not run.plan.exists()
 
@@ -152,7 +152,7 @@ def test_the_profile_is_put_where_later_commands_look_unless_a_newer_one_is_ther
     if age_s is not None:
         place.write_text("another")
         os.utime(place, (SUBMITTED + age_s, SUBMITTED + age_s))
-    prepare.prepare_run(run)
+    in_job.prepare_run(run)
     assert (place.read_text() == run.profile.read_text()) == replaced
 
 
@@ -160,5 +160,5 @@ def test_a_place_that_cannot_be_written_stops_no_job(
     run: RunDirectory, measured: list[Path]
 ) -> None:
     (run.path.parent / "tiny.profile.json").mkdir()
-    prepare.prepare_run(run)
+    in_job.prepare_run(run)
     assert run.plan.exists()

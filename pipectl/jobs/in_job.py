@@ -1,0 +1,157 @@
+"""The program within a job: ``python -m pipectl.jobs.in_job RUN_DIRECTORY``.
+
+It makes the profile and the plan of a run in its allocation, as the first step of the job script;
+with ``--output FILE`` it only measures the model, for `pipectl profile --submit`. It writes its
+progress to ``heartbeat.json``, as the ranks do later, and a failure to ``errors/prepare.json`` and
+standard error.
+
+The planner is imported only when it plans: memory that the process holds while a model is measured
+counts as memory of a rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from pipectl.cluster import Cluster
+from pipectl.errors import PipectlError
+from pipectl.faults import as_fault, describe_error, with_details
+from pipectl.files import write_json
+from pipectl.jobs.places import load_run, plan_path, profile_path
+from pipectl.jobs.profiles import fresh_profile, measure
+from pipectl.plan import Plan
+from pipectl.printable import printable
+from pipectl.profile import Profile
+from pipectl.runs import Record, RunDirectory, beat, last_checkpoint
+
+PERCENT = 100
+"""Steps of a run that only measures: it reports its progress in percent."""
+_BEAT_S = 1.0
+_PLACE = {"rank": None, "stage": None, "action": "PREPARE", "step": None}
+
+
+class Heartbeat:
+    """Writes ``heartbeat.json`` as the ranks write it later, at most once a second.
+
+    Args:
+        steps: optimizer steps of the run; 100 for one that only measures, whose steps are percent.
+        measuring_only: whether it is such a run.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        steps: int,
+        clock: Callable[[], float] = time.time,
+        *,
+        measuring_only: bool = False,
+    ) -> None:
+        self._run, self._steps, self._clock = run, steps, clock
+        self._measuring_only = measuring_only
+        self._last = 0.0
+
+    def profiling(self, done: int, total: int, what: str) -> None:
+        """Write how far the measuring is, if the last beat is old enough, or what comes before."""
+        if not total:
+            self.beat(what)
+        elif self._clock() - self._last >= _BEAT_S:
+            percent = 100 * done // total
+            if self._measuring_only:
+                self.beat("profiling", percent)
+            else:
+                self.beat(f"profiling {percent}%")
+
+    def beat(self, state: str, step: int = 0) -> None:
+        """Write what is going on."""
+        self._last = self._clock()
+        beat(self._run, state, step, self._steps, now=self._last)
+
+
+def prepare_run(run: RunDirectory, clock: Callable[[], float] = time.time) -> None:
+    """Write the profile and the plan of a run, unless they are there and still of its job.
+
+    A run that goes on from a checkpoint keeps its plan: results depend on its micro-batches, and
+    the ranks see for themselves whether the model is another.
+
+    Raises:
+        PipectlError: the model cannot be profiled, or no plan fits.
+    """
+    if run.plan.exists() and last_checkpoint(run) is not None:
+        return
+    spec = load_run(run)
+    heartbeat = Heartbeat(run, spec.training.steps, clock)
+    profile = fresh_profile(spec, run.profile)
+    if profile is None:
+        run.plan.unlink(missing_ok=True)  # of the model as it was
+        profile = measure(spec, run.profile, heartbeat.profiling).profile
+        _share(run, profile, profile_path(spec))
+    if not run.plan.exists():
+        from pipectl.jobs.planning import find_plan, write_plan
+
+        heartbeat.beat("planning")
+        cluster = Cluster.load(run.cluster)
+        plan = find_plan(spec, profile, cluster, keep=True)
+        write_plan(run, plan, cluster)
+        _share(run, plan, plan_path(spec))
+
+
+def _share(run: RunDirectory, result: Profile | Plan, place: Path) -> None:
+    """Put a profile or plan where later commands look, unless there is one newer than this run.
+
+    Those of a sweep may be of another model than the job's; the cache has profiles of equal models.
+    """
+    with suppress(PipectlError, OSError):  # the job itself does not need it there
+        record = Record.load(run.record)
+        newer = place.exists() and place.stat().st_mtime >= record.submitted_at
+        if record.sweep is None and not newer:
+            result.save(place)
+
+
+def measure_run(run: RunDirectory, output: Path, effort: str, *, again: bool) -> None:
+    """Measure the model of a run, and nothing else, and write its profile to ``output``, too."""
+    heartbeat = Heartbeat(run, PERCENT, measuring_only=True)
+    heartbeat.beat("capturing")
+    measurement = measure(load_run(run), run.profile, heartbeat.profiling, effort, again=again)
+    write_json(run.measurement, measurement.to_json())
+    measurement.profile.save(output)
+    heartbeat.beat("profiled", PERCENT)
+
+
+def report_failure(run: RunDirectory, work: Callable[[], None]) -> int:
+    """Do the work of a job; a failure goes to ``errors/prepare.json`` and standard error.
+
+    Returns:
+        The exit code that commands have.
+    """
+    try:
+        work()
+    except Exception as raised:
+        error = with_details(as_fault(raised), run.preparation_error)
+        report = {**_PLACE, **describe_error(error)}
+        write_json(run.preparation_error, report)
+        sys.stderr.write(printable(f"error: {error or type(error).__name__}\n"))
+        return int(report["exit_code"])
+    return 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Prepare or measure one run; the exit code is the one that commands have."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("run", type=lambda path: RunDirectory(Path(path)))
+    parser.add_argument("--output", type=Path, help="only measure, and write the profile here, too")
+    parser.add_argument("--effort", default="normal")
+    parser.add_argument("--again", action="store_true")
+    values = parser.parse_args(arguments)
+    run, output = values.run, values.output
+    if output is None:
+        return report_failure(run, lambda: prepare_run(run))
+    return report_failure(run, lambda: measure_run(run, output, values.effort, again=values.again))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
