@@ -1,7 +1,9 @@
 """Models that no export takes as they are: the submodules that break become single operators.
 
 Which they are is found by trying: the innermost submodule in which an export fails is kept as it
-is, and where that is not enough (its result's size depends on values, say) the one around it.
+is, and if that is not enough (its result's size depends on values, say) the one around it. The
+model first runs as it is on a few small batches, which shows what each call of such a submodule
+gives. While it is exported, an operator of torch stands for each call.
 """
 
 from __future__ import annotations
@@ -55,10 +57,25 @@ from pipectl.units import did_you_mean
 
 _SAMPLES = ((0, 2), (2, 5), (5, 9), (0, 4))
 """Micro-batches from which the rule for the sizes of a result is found: first and last sample."""
+_MAX_SAMPLES = 9
 
 _ROOT = "model"
 """The user's model. It is kept whole only if that is sure to be what it takes, or if it is a
 library's, so that its user cannot put the line that breaks into a submodule."""
+
+
+class UnsuitableError(Exception):
+    """A submodule that cannot be an operator of its own; the text says why.
+
+    Args:
+        path: of the submodule.
+        cure: what to change, if it is not what it returns.
+    """
+
+    def __init__(self, path: str, why: str, cure: str | None = None) -> None:
+        super().__init__(why)
+        self.path = path
+        self.cure = cure
 
 
 @dataclass(frozen=True)
@@ -79,6 +96,8 @@ class Kept:
 
 Capture = Callable[[Kept], CapturedGraph]
 Example = Callable[[int], Any]
+Make = Callable[[Tensor], Tensor]
+"""The values of a parameter or buffer, which may have none yet."""
 Tell = Callable[[str], None]
 
 
@@ -87,7 +106,7 @@ class Fallback:
 
     Args:
         patterns: shell patterns of paths in the user's model, as the user gave them.
-        make: gives parameters and buffers their values, where they have none.
+        make: gives parameters and buffers their values, if they have none.
         tell: called with what a capture does that takes long.
 
     Raises:
@@ -106,7 +125,7 @@ class Fallback:
         self._unrolls = False
 
     @property
-    def found(self) -> dict[str, str]:
+    def reasons(self) -> dict[str, str]:
         """Why each submodule that is not named is kept, by its path in the user's model."""
         return {own_name(p): self._reasons[p] for p in self._paths() if p in self._reasons}
 
@@ -122,7 +141,7 @@ class Fallback:
         """
         while True:
             try:
-                kept = replace(self._kept(size, example), unrolls=self._unrolls)
+                kept = self._observe(size, example)
                 try:
                     return capture(kept)
                 except UnrolledError as error:
@@ -132,44 +151,42 @@ class Fallback:
             except UnsuitableError as error:
                 self._widen(error.path, str(error), error.cure)
 
-    def _kept(self, size: int, example: Example) -> Kept:
+    def _observe(self, size: int, example: Example) -> Kept:
+        """The submodules that are kept by now, and what their calls give."""
         modules = {path: self._modules[path] for path in self._paths()}
         if not modules:
-            return Kept()
-        samples = example(_SAMPLES[-2][1])
-        batches = [(end - start, _rows(samples, start, end)) for start, end in _SAMPLES]
+            return Kept(unrolls=self._unrolls)
+        samples = example(_MAX_SAMPLES)
+        batches = [(stop - start, _rows(samples, start, stop)) for start, stop in _SAMPLES]
         try:
-            return Kept(modules, outlines(self._step, modules, batches, self._make))
+            found = observe(self._step, modules, batches, self._make)
+            return Kept(modules, found, unrolls=self._unrolls)
         except (UnsuitableError, CaptureError):
             raise
         except Exception:  # perhaps a model for one batch size
-            return self._kept_for(size, example, modules)
-
-    def _kept_for(self, size: int, example: Example, modules: dict[str, nn.Module]) -> Kept:
-        """The same for one batch size alone."""
+            batches = [(size, example(size))]
         try:
-            found = outlines(self._step, modules, [(size, example(size))], self._make)
+            found = observe(self._step, modules, batches, self._make)
         except (UnsuitableError, CaptureError):
             raise
         except Exception as error:
             explained = explain(error)
             explained.__cause__ = error
-            if self._inside(self._path(culprit(error))):
+            if self._is_inside(self._path(culprit(error))):
                 raise explained from error
             self._keep(explained)  # a model without memory shows its further faults only now
-            return self._kept(size, example)
-        return Kept(modules, found, fixed=True)
+            return self._observe(size, example)
+        return Kept(modules, found, fixed=True, unrolls=self._unrolls)
 
     def _keep(self, error: CaptureError) -> None:
         """Keep the submodule in which an export failed; raise if there is none to blame."""
-        eager = isinstance(error, EagerError)
         path = getattr(error, "path", "") or self._path(culprit(error))
         if path not in self._modules and f"{_ROOT}.{path}" in self._modules:
             path = f"{_ROOT}.{path}"  # within a mask, torch tells paths from the model on
-        whole = path == _ROOT and (eager or self._is_of_a_library())
+        whole = path == _ROOT and (isinstance(error, EagerError) or self._is_of_a_library())
         if isinstance(error, RefusedError) or not (whole or self._may_be_kept(path)):
             raise error
-        if self._inside(path):
+        if self._is_inside(path):
             return self._widen(path, error.message)
         kind = type(self._modules[path])
         alike = [p for p, module in self._modules.items() if type(module) is kind]
@@ -214,7 +231,7 @@ class Fallback:
         paths = {*self._named, *self._reasons}
         return sorted(p for p in paths if not any(p.startswith(f"{other}.") for other in paths))
 
-    def _inside(self, path: str) -> bool:
+    def _is_inside(self, path: str) -> bool:
         return any(f"{path}.".startswith(f"{other}.") for other in self._paths())
 
     def _may_be_kept(self, path: str) -> bool:
@@ -231,41 +248,20 @@ class Fallback:
 
     def _matching(self, pattern: str) -> list[str]:
         own = {own_name(path): path for path in self._modules if in_model(path)}
-        found = [path for name, path in own.items() if fnmatchcase(name, pattern)]
-        if not found:
+        paths = [path for name, path in own.items() if fnmatchcase(name, pattern)]
+        if not paths:
             raise CaptureError(
                 f"model.opaque: {pattern!r} matches no submodule{did_you_mean(pattern, own)}",
                 cure="name submodules as in model.named_modules(), or patterns such as blocks.*",
             )
-        return found
+        return paths
 
 
-def _rows(samples: Any, start: int, end: int) -> Any:
-    return pytree.tree_map_only(Tensor, lambda tensor: tensor[start:end].clone(), samples)
+def _rows(samples: Any, start: int, stop: int) -> Any:
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor[start:stop].clone(), samples)
 
 
-Make = Callable[[Tensor], Tensor]
-"""The values of a parameter or buffer, which may have none yet."""
-
-
-_NOT_CONNECTED = "appears to not have been used in the graph"
-
-
-class UnsuitableError(Exception):
-    """A submodule that cannot be an operator of its own; the text says why.
-
-    Args:
-        path: of the submodule.
-        cure: what to change, if it is not what it returns.
-    """
-
-    def __init__(self, path: str, why: str, cure: str | None = None) -> None:
-        super().__init__(why)
-        self.path = path
-        self.cure = cure
-
-
-def outlines(
+def observe(
     step: Step,
     opaque: Mapping[str, nn.Module],
     batches: Sequence[tuple[int, Any]],
@@ -281,40 +277,31 @@ def outlines(
     Raises:
         UnsuitableError: a result has no outline.
     """
-    runs = [_run(step, opaque, batch, make, seed) for seed, (_, batch) in enumerate(batches)]
     sizes = [size for size, _ in batches]
-    found: dict[str, list[Outline]] = {}
+    runs = []
+    for seed, (_, batch) in enumerate(batches):  # with another seed it may give something else
+        watches = [_Watch(path, module, make) for path, module in opaque.items()]
+        buffers = [each for each in step.buffers() if not isinstance(each, FakeTensor)]
+        with ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            stack.enter_context(undisturbed(step, buffers))
+            for watch in watches:
+                stack.enter_context(watch.mask.worn())
+            before = extra_states(step)
+            seed_everything(seed)
+            step(*batch)
+            refuse_extra_states(step, before)
+        runs.append({watch.path: watch.calls for watch in watches})
+    outlines: dict[str, list[Outline]] = {}
     for path in opaque:
         calls = [run[path] for run in runs]
         if len({len(some) for some in calls}) > 1:
             raise UnsuitableError(path, "is called more or less often, depending on the data")
         try:
-            found[path] = [outline_of(sizes, same) for same in zip(*calls, strict=True)]
+            outlines[path] = [outline_of(sizes, same) for same in zip(*calls, strict=True)]
         except UnpredictableError as error:
             raise UnsuitableError(path, str(error)) from None
-    return found
-
-
-def _run(
-    step: Step, opaque: Mapping[str, nn.Module], batch: tuple[Any, Any], make: Make, seed: int
-) -> dict[str, list[Outline]]:
-    """One run of the model: what it gave, with the sizes of this batch.
-
-    Args:
-        seed: of what the run draws; with another one it may give something else.
-    """
-    watches = [_Watch(path, module, make) for path, module in opaque.items()]
-    buffers = [each for each in step.buffers() if not isinstance(each, FakeTensor)]
-    with ExitStack() as stack:
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(undisturbed(step, buffers))
-        for watch in watches:
-            stack.enter_context(watch.mask.worn())
-        before = extra_states(step)
-        seed_everything(seed)
-        step(*batch)
-        refuse_extra_states(step, before)
-    return {watch.path: watch.calls for watch in watches}
+    return outlines
 
 
 class _Watch:
@@ -342,28 +329,25 @@ class _Watch:
         tensors = [*made, *map(_sample, given[count:])]
         shapes = [tensor.shape for tensor in made]
         versions = [tensor._version for tensor in tensors]
-        generators = _generators(self._own)
+        generators = self._generators()
         args, kwargs = arguments.filled(tensors[count:], [])
         with self.mask.lifted(), self._states.replaced(tensors[:count]):
             result = make_known(self._result(args, kwargs))
-        self._refuse_resized(made, shapes)
+        for state, shape, places in zip(made, shapes, self._states.places, strict=True):
+            if state.shape != shape:
+                raise resized(places[0][2], shape, state.shape)
         written = {i for i, tensor in enumerate(tensors) if tensor._version != versions[i]}
         leaves, structure = pytree.tree_flatten(result)
-        draws = _generators(self._own) != generators
+        draws = self._generators() != generators
         self.calls.append(see(leaves, structure, tensors, frozenset(written), draws))
         mode = detect_fake_mode(given)
         return result if mode is None else pytree.tree_map_only(Tensor, _hollow(mode), result)
-
-    def _refuse_resized(self, states: Sequence[Tensor], shapes: Sequence[torch.Size]) -> None:
-        for state, shape, places in zip(states, shapes, self._states.places, strict=True):
-            if state.shape != shape:
-                raise resized(places[0][2], shape, state.shape)
 
     def _result(self, args: Any, kwargs: Any) -> Any:
         try:
             return self._module(*args, **kwargs)
         except RuntimeError as error:
-            if _NOT_CONNECTED not in str(error):
+            if "appears to not have been used in the graph" not in str(error):
                 raise
             raise UnsuitableError(
                 self.path,
@@ -371,15 +355,23 @@ class _Watch:
                 "form the derivative in the module that computes what is differentiated",
             ) from error
 
+    def _generators(self) -> tuple[Any, ...]:
+        """The states of all generators that a forward may draw from."""
+        torch_state = torch.random.get_rng_state().numpy().tobytes()
+        numpy_state: Any = np.random.get_state()
+        shared = random.getstate(), numpy_state[1].tobytes(), numpy_state[2:]
+        return torch_state, *shared, states_of(self._own)
+
 
 def _sample(tensor: Tensor) -> Tensor:
-    """A tensor with values: random, or 0, which is a valid index, where it has none."""
+    """A tensor with values: random, or 0, which is a valid index, if it has none."""
     if not isinstance(tensor, FakeTensor):  # not connected, as it will not be on a stage
-        return anchored(tensor.detach()) if tensor.requires_grad else tensor.detach()
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-    if not tensor.is_floating_point():
-        return made.fill_(tensor.dtype is torch.bool)
-    made = made.normal_()
+        made = tensor.detach()
+    else:
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        if not tensor.is_floating_point():
+            return made.fill_(tensor.dtype is torch.bool)
+        made = made.normal_()
     return anchored(made) if tensor.requires_grad else made
 
 
@@ -389,13 +381,6 @@ def _hollow(mode: FakeTensorMode) -> Callable[[Tensor], Tensor]:
         return anchored(made) if tensor.requires_grad else made
 
     return hollow
-
-
-def _generators(further: Sequence[Any]) -> tuple[Any, ...]:
-    """The states of all generators that a forward may draw from."""
-    own = torch.random.get_rng_state().numpy().tobytes()
-    state: Any = np.random.get_state()
-    return own, random.getstate(), state[1].tobytes(), state[2:], states_of(further)
 
 
 _LIBRARY: Any = torch.library.Library("pipectl", "DEF")  # type: ignore[no-untyped-call]
@@ -425,54 +410,40 @@ def traced(step: Step, kept: Kept) -> Iterator[dict[str, Opaque]]:
     Raises:
         UnsuitableError: from the export, if a submodule is called more often than is known.
     """
-    _calls.clear()
-    with ExitStack() as stack:
-        for mask in _Trace(step, kept).masks if kept.modules else ():
-            stack.enter_context(mask.worn())
-        yield _calls
+    size: list[Any] = []  # of the batch, noted where the model is called
 
+    def note_size(*args: Any, **kwargs: Any) -> Any:
+        leaves = pytree.tree_leaves((args, kwargs))
+        size[:] = [next(t.shape[0] for t in leaves if isinstance(t, Tensor) and t.dim())]
+        with noting.lifted():
+            return step.model(*args, **kwargs)
 
-class _Trace:
-    """Stands in for the submodules, and notes the batch size where the model is called."""
-
-    def __init__(self, step: Step, kept: Kept) -> None:
-        self._step = step
-        self._batch: Any = None
-        self.masks = [
-            Mask(module, self._stand_in(path, module, kept.outlines[path]))
-            for path, module in kept.modules.items()
-        ]
-        self.masks.append(self._noting(step.model))
-
-    def _noting(self, model: nn.Module) -> Mask:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            leaves = pytree.tree_leaves((args, kwargs))
-            self._batch = next(t.shape[0] for t in leaves if isinstance(t, Tensor) and t.dim())
-            with mask.lifted():
-                return model(*args, **kwargs)
-
-        mask = Mask(model, forward)
-        return mask
-
-    def _stand_in(self, path: str, module: nn.Module, outlines: Sequence[Outline]) -> Any:
+    def stand_in(path: str, module: nn.Module) -> Callable[..., Any]:
         states = States(module)
-        own = states.buffers_apart(self._step) if module.training else frozenset[int]()
-        waiting = iter(outlines)
+        # Another call may write a buffer that the observed ones did not.
+        own = states.buffers_apart(step) if module.training else frozenset[int]()
+        waiting = iter(kept.outlines[path])
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             outline = next(waiting, None)
             if outline is None:
                 raise UnsuitableError(path, "is called more often than when the model runs")
             arguments = Arguments(args, kwargs)
-            # Another call may write a buffer that the observed ones did not.
-            known = replace(outline, written=outline.written | own)
-            call = Opaque(path, module, states, arguments, known)
             name = f"{path} {len(_calls)}"
-            _calls[name] = call
+            outline = replace(outline, written=outline.written | own)
+            _calls[name] = Opaque(path, module, states, arguments, outline)
             tensors = [*states.now(), *arguments.tensors]
-            return outline.result(_STAND_IN(name, self._batch, tensors, arguments.numbers))
+            return outline.result(_STAND_IN(name, size[0], tensors, arguments.numbers))
 
         return forward
+
+    _calls.clear()
+    noting = Mask(step.model, note_size)
+    masks = [Mask(module, stand_in(path, module)) for path, module in kept.modules.items()]
+    with ExitStack() as stack:
+        for mask in [*masks, noting] if masks else []:
+            stack.enter_context(mask.worn())
+        yield _calls
 
 
 def call_modules(program: ExportedProgram, calls: Mapping[str, Opaque]) -> None:

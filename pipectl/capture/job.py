@@ -68,7 +68,8 @@ class CapturedJob:
             lambda: as_module(factories.call(factory, name, **spec.model.kwargs), name)
         )
         refuse_lazy(model, name)
-        self.step = Step(model, self._loss(), with_outputs=False)
+        loss = None if spec.loss.factory == "model" else self._bound(spec.loss)
+        self.step = Step(model, loss, with_outputs=False)
         refuse_parameter_hooks(self.step.named_parameters())
         refuse_sparse_gradients(self.step)
         self.loader = self._loader(spec.data, spec.data.workers, shuffle=spec.data.shuffle)
@@ -78,7 +79,12 @@ class CapturedJob:
         }
         refuse_overlaps(self.states)
         self._names = {id(tensor): name for name, tensor in self.states.items()}
-        self.tied = self._further_names()
+        everything = chain(
+            self.step.named_parameters(remove_duplicate=False),
+            self.step.named_buffers(remove_duplicate=False),
+        )
+        names = {name: self._names[id(tensor)] for name, tensor in everything}
+        self.tied = {name: first for name, first in names.items() if name != first}
         self._materializer.start(self.step, self.states, self.tied)
         self._fallback = Fallback(self.step, spec.model.opaque, self._values, tell)
         self._graphs: dict[tuple[bool, int], CapturedGraph] = {}
@@ -101,7 +107,7 @@ class CapturedJob:
     @property
     def kept(self) -> dict[str, str]:
         """Why submodules became single operators, by their paths in the user's model."""
-        return self._fallback.found
+        return self._fallback.reasons
 
     def training_graph(self, batch: int) -> CapturedGraph:
         """The training graph for micro-batches of ``batch`` samples.
@@ -182,30 +188,15 @@ class CapturedJob:
         name = self._names[id(tensor)]
         return self.made(name) if is_deferred(self.states[name]) else self.states[name].clone()
 
-    def _further_names(self) -> dict[str, str]:
-        first = {id(tensor): name for name, tensor in self.states.items()}
-        everything = chain(
-            self.step.named_parameters(remove_duplicate=False),
-            self.step.named_buffers(remove_duplicate=False),
-        )
-        names = {name: first[id(tensor)] for name, tensor in everything}
-        return {name: primary for name, primary in names.items() if name != primary}
-
-    def _make(self, item: Factory) -> Any:
-        return factories.call(self.find(item), item.factory, **item.kwargs)
-
     def _bound(self, item: Factory) -> Any:
         return factories.bind(self.find(item), item.factory, item.kwargs)
-
-    def _loss(self) -> Any:
-        return None if self.spec.loss.factory == "model" else self._bound(self.spec.loss)
 
     def _loader(self, item: Factory, workers: int, *, shuffle: bool) -> Loader:
         seed = self.spec.training.seed
         # By the factory's name, so that one for both kinds of data splits them alike; without the
         # directory of its file, which differs between checkouts.
         seed_everything(seed_of(seed, item.resolve(self.spec.base).portable) >> 32)
-        dataset = self._make(item)
+        dataset = factories.call(self.find(item), item.factory, **item.kwargs)
         key = "data" if item is self.spec.data else "evaluation.data"
         check_dataset(dataset, key, item.factory)
         return Loader(dataset, seed=seed, workers=workers, shuffle=shuffle)
@@ -214,8 +205,8 @@ class CapturedJob:
         key = (training, batch)
         if key not in self._graphs:
             known = [graph for (kind, _), graph in self._graphs.items() if kind is training]
-            found = next((graph for graph in known if graph.holds_for(batch)), None)
-            self._graphs[key] = found or self._capture(*key, next(iter(known), None))
+            same = next((graph for graph in known if graph.holds_for(batch)), None)
+            self._graphs[key] = same or self._capture(*key, next(iter(known), None))
         return self._graphs[key]
 
     def _capture(self, training: bool, batch: int, known: CapturedGraph | None) -> CapturedGraph:
@@ -246,9 +237,6 @@ class CapturedJob:
         return graph
 
 
-_EXAMPLES = 3
-
-
 def assign_groups(names: Mapping[str, Sequence[str]], patterns: Sequence[str]) -> dict[str, int]:
     """The index of the first pattern that matches each parameter; the others are left out.
 
@@ -260,26 +248,23 @@ def assign_groups(names: Mapping[str, Sequence[str]], patterns: Sequence[str]) -
     Raises:
         CaptureError: a pattern matches no parameter.
     """
-    found: dict[str, int] = {}
+    groups: dict[str, int] = {}
     for index, pattern in enumerate(patterns):
-        matched = [key for key, own in names.items() if _matches(own, pattern)]
-        if not matched:
-            raise _unmatched(index, pattern, [name for own in names.values() for name in own])
-        for key in matched:
-            found.setdefault(key, index)
-    return found
+        matches = [key for key, own in names.items() if _matches(own, pattern)]
+        for key in matches:
+            groups.setdefault(key, index)
+        if matches:
+            continue
+        own = [name for several in names.values() for name in several]
+        wider = (f"*.{pattern}", f"*{pattern}", f"{pattern}.*", f"{pattern}*", f"*{pattern}*")
+        better = next((other for other in wider if _matches(own, other)), None)
+        hint = f"; did you mean {better!r}?" if better else did_you_mean(pattern, own)
+        raise CaptureError(
+            f"optimizer.groups[{index}].match: {pattern!r} matches no parameter{hint}",
+            cure=f"the model's parameters have names such as {', '.join(own[:3])}",
+        )
+    return groups
 
 
 def _matches(names: Sequence[str], pattern: str) -> bool:
     return any(fnmatchcase(name, pattern) for name in names)
-
-
-def _unmatched(index: int, pattern: str, names: Sequence[str]) -> CaptureError:
-    wider = (f"*.{pattern}", f"*{pattern}", f"{pattern}.*", f"{pattern}*", f"*{pattern}*")
-    better = next((other for other in wider if _matches(names, other)), None)
-    hint = f"; did you mean {better!r}?" if better else did_you_mean(pattern, names)
-    examples = ", ".join(names[:_EXAMPLES])
-    return CaptureError(
-        f"optimizer.groups[{index}].match: {pattern!r} matches no parameter{hint}",
-        cure=f"the model's parameters have names such as {examples}",
-    )

@@ -26,6 +26,13 @@ from pipectl.errors import CaptureError
 
 Place = tuple[nn.Module, str, str]
 """A module, ``_parameters`` or ``_buffers``, and the name of an entry."""
+_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
+_TENSOR, _NUMBER = object(), object()
+"""Stand for tensors and symbolic sizes among the arguments of a call."""
+
+
+class UnpredictableError(Exception):
+    """A call has no outline; the text says why, with the called module as its subject."""
 
 
 class States:
@@ -91,9 +98,22 @@ class Arguments:
 
     def __init__(self, args: Any, kwargs: Any) -> None:
         leaves, self._structure = pytree.tree_flatten(make_known((args, kwargs)))
-        self.tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        self.numbers = [leaf for leaf in leaves if isinstance(leaf, _SYMBOLIC)]
-        self._rest = [_rest(leaf) for leaf in leaves]
+        self.tensors: list[Tensor] = []
+        self.numbers: list[Any] = []
+        self._rest: list[Any] = []
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                self.tensors.append(leaf)
+                self._rest.append(_TENSOR)
+            elif isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
+                self.numbers.append(leaf)
+                self._rest.append(_NUMBER)
+            else:
+                held = pytree.tree_leaves(list(getattr(leaf, "__dict__", {}).values()))
+                if any(isinstance(each, Tensor) for each in held):
+                    kind = type(leaf).__name__
+                    raise UnpredictableError(f"is called with a {kind} that holds tensors")
+                self._rest.append(leaf)
 
     def filled(self, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> Any:
         """The (args, kwargs) with other tensors and numbers."""
@@ -103,25 +123,6 @@ class Arguments:
             for leaf in self._rest
         ]
         return pytree.tree_unflatten(leaves, self._structure)
-
-
-_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-_TENSOR, _NUMBER = object(), object()
-
-
-def _rest(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return _TENSOR
-    if isinstance(leaf, _SYMBOLIC):
-        return _NUMBER
-    found = (t for t in _held(leaf) if isinstance(t, Tensor))
-    if next(found, None) is not None:
-        raise UnpredictableError(f"is called with a {type(leaf).__name__} that holds tensors")
-    return leaf
-
-
-def _held(leaf: Any) -> Any:
-    return pytree.tree_leaves(list(getattr(leaf, "__dict__", {}).values()))
 
 
 class Opaque:
@@ -145,7 +146,12 @@ class Opaque:
         self._arguments = arguments
         self._tensors = len(states.places) + len(arguments.tensors)
         forms = outline.forms
-        self._apart = [index for index, form in enumerate(forms) if _is_apart(form, forms)]
+        memories = [form.memory for form in forms]
+        self._apart = [  # what shares memory with nothing else
+            index
+            for index, form in enumerate(forms)
+            if form.origin is None and memories.count(form.memory) == 1
+        ]
         lent = {form.origin for form in forms} | outline.written
         self._entered = frozenset(range(len(states.places), self._tensors)) - lent
         self.__name__ = path.replace(".", "_")
@@ -170,11 +176,17 @@ class Opaque:
         """
         tensors, numbers = list(given[: self._tensors]), given[self._tensors :]
         if any(isinstance(tensor, FakeTensor) for tensor in tensors):
-            return _alone(self.outline.imitate(batch, tensors))
-        anchor = self._enter(tensors) if torch.is_grad_enabled() else None
-        result = self._run(tensors, numbers)
-        found = self._checked(result, batch, tensors)
-        return _alone(found if anchor is None else self._leave(anchor, found))
+            results = self.outline.imitate(batch, tensors)
+        else:
+            anchor = self._enter(tensors) if torch.is_grad_enabled() else None
+            results = self._checked(self._run(tensors, numbers), batch, tensors)
+            if anchor is not None:
+                forms = self.outline.forms
+                wanted = [index for index in self._apart if forms[index].requires_grad]
+                left = leave(anchor, [results[index] for index in wanted])
+                for index, tensor in zip(wanted, left, strict=True):
+                    results[index] = tensor
+        return results[0] if len(results) == 1 else tuple(results)
 
     def _enter(self, tensors: list[Tensor]) -> Tensor:
         """Replace those of the inputs that have a gradient and are not changed by their aliases."""
@@ -235,14 +247,6 @@ class Opaque:
                 "say), or name a larger part of the model under model.opaque",
             )
 
-    def _leave(self, anchor: Tensor, found: list[Tensor]) -> list[Tensor]:
-        forms = self.outline.forms
-        wanted = [index for index in self._apart if forms[index].requires_grad]
-        left = leave(anchor, [found[index] for index in wanted])
-        for index, tensor in zip(wanted, left, strict=True):
-            found[index] = tensor
-        return found
-
     def _changed(self, found: str, expected: str) -> CaptureError:
         return CaptureError(
             f"model: {self.path} {found}, where its capture found {expected}",
@@ -251,20 +255,13 @@ class Opaque:
         )
 
 
-def _is_apart(form: Form, forms: Sequence[Form]) -> bool:
-    """Whether a tensor of a result shares memory with nothing else."""
-    return form.origin is None and sum(form.memory == other.memory for other in forms) == 1
-
-
-def _alone(tensors: Sequence[Tensor]) -> Any:
-    return tensors[0] if len(tensors) == 1 else tuple(tensors)
-
-
 def enter(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
     """Aliases of tensors that require a gradient, and an anchor for :func:`leave`.
 
-    Where any result of :func:`leave` gets a gradient, each of the tensors gets one, zeros if need
-    be, and only once: the sum over its uses inside.
+    What eager code does may depend on values: an input may have no gradient today, or one in
+    another layout. A stage must know beforehand what it receives and sends. So if any result of
+    :func:`leave` gets a gradient, each of the tensors gets one, zeros if need be, in the layout of
+    the tensor, and only once: the sum over its uses inside.
     """
     if not tensors:
         return [], torch.empty(0, requires_grad=True)
@@ -286,12 +283,22 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.layouts = [_gradient_layout(tensor) for tensor in tensors]
+        # Gradients lie as their tensors do, but for tensors whose elements share memory.
+        ctx.layouts = [
+            (t.shape, torch.empty_like(t, device="meta").stride(), t.dtype, t.device)
+            for t in tensors
+        ]
         return (*(tensor.view_as(tensor) for tensor in tensors), torch.empty(0))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, ...]:
-        return tuple(map(_in_layout, gradients, ctx.layouts))
+        results = []
+        for gradient, (sizes, strides, dtype, device) in zip(gradients, ctx.layouts, strict=False):
+            if gradient is None or gradient.stride() != strides:
+                made = torch.empty_strided(sizes, strides, dtype=dtype, device=device)
+                gradient = made.zero_() if gradient is None else made.copy_(gradient)
+            results.append(gradient)
+        return tuple(results)
 
 
 class _Leave(torch.autograd.Function):
@@ -305,25 +312,16 @@ class _Leave(torch.autograd.Function):
         return (torch.zeros(0), *gradients)
 
 
-def _gradient_layout(tensor: Tensor) -> tuple[Any, ...]:
-    """That of the tensor, but for tensors whose elements share memory."""
-    strides = torch.empty_like(tensor, device="meta").stride()
-    return tensor.shape, strides, tensor.dtype, tensor.device
-
-
-def _in_layout(gradient: Tensor | None, layout: tuple[Any, ...]) -> Tensor:
-    sizes, strides, dtype, device = layout
-    if gradient is not None and gradient.stride() == strides:
-        return gradient
-    made = torch.empty_strided(sizes, strides, dtype=dtype, device=device)
-    return made.zero_() if gradient is None else made.copy_(gradient)
-
-
 _prepared: WeakSet[nn.Module] = WeakSet()
 
 
 def write_buffers_once(model: nn.Module) -> None:
-    """Let each module of a model write its buffers in forwards alone, not in backwards."""
+    """Let each module of a model write its buffers in forwards alone, not in backwards.
+
+    Plain PyTorch counts a micro-batch twice within ``torch.utils.checkpoint``: the running
+    statistics of a BatchNorm move twice, the second time in the order of the backwards, which is
+    the schedule's.
+    """
     for module in model.modules():
         if any(buffer is not None for buffer in module._buffers.values()):
             if module not in _prepared:
@@ -349,13 +347,6 @@ class _Once:
     def _end(self, module: nn.Module, *_: Any) -> None:
         module._buffers.update(self._own)
         self._own = {}
-
-
-_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
-
-
-class UnpredictableError(Exception):
-    """A call has no outline; the text says why, with the called module as its subject."""
 
 
 @dataclass(frozen=True)

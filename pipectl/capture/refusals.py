@@ -178,20 +178,11 @@ def place_at(name: str, line: int) -> str:
 def culprit(error: BaseException) -> nn.Module | None:
     """The innermost module that was being called when an error arose."""
     for one in _chain(error):
-        found = _innermost(one.__traceback__)
-        if found is not None:
-            return found
+        for frame, _ in reversed(list(traceback.walk_tb(one.__traceback__))):
+            module = frame.f_locals.get("self")
+            if frame.f_code.co_name == "_call_impl" and isinstance(module, nn.Module):
+                return module
     return None
-
-
-def _innermost(trace: TracebackType | None) -> nn.Module | None:
-    found: nn.Module | None = None
-    while trace is not None:
-        caller = trace.tb_frame.f_locals.get("self")
-        if trace.tb_frame.f_code.co_name == "_call_impl" and isinstance(caller, nn.Module):
-            found = caller
-        trace = trace.tb_next
-    return found
 
 
 def _chain(error: BaseException | None) -> list[BaseException]:
@@ -463,30 +454,38 @@ def misfit(step: Step, batch: Any, spec: JobSpec) -> CaptureError | None:
     if any(is_deferred(tensor) for tensor in (*step.parameters(), *step.buffers())):
         return None  # too large to be run
     inputs, targets = batch
+    error = None
     with torch.enable_grad(), undisturbed(step, step.buffers()):
-        error = _failure(step, inputs, targets)
-    if isinstance(error, CaptureError):
+        try:
+            step(inputs, targets)
+        except Exception as raised:
+            error = raised
+    if error is None or isinstance(error, CaptureError):
         return error
-    if error is not None:
-        returned, outputs = _outputs(error.__traceback__)
-        raised = f"raised {type(error).__name__}: {first_line(error)}{place_of(error)}"
-        if returned:
-            call = f"called with outputs {describe(outputs)} and targets {describe(targets)}"
-            name, cure = f"loss.factory: {spec.loss.factory}", _cure_of_loss(inputs, targets)
-        else:
-            named = isinstance(inputs, Mapping)
-            call = f"called with {'keyword arguments' if named else 'inputs'} {describe(inputs)}"
-            name, cure = f"model.factory: {spec.model.factory}", _cure_of_model(inputs)
-        return CaptureError(f"{name}: {raised}; {call}", cure=cure)
-    return None
-
-
-def _failure(step: Step, inputs: Any, targets: Any) -> Exception | None:
-    try:
-        step(inputs, targets)
-    except Exception as error:
-        return error
-    return None
+    returned, outputs = _outputs(error.__traceback__)
+    if returned:
+        name = f"loss.factory: {spec.loss.factory}"
+        call = f"outputs {describe(outputs)} and targets {describe(targets)}"
+        cure = (
+            "a loss is called as loss(outputs, targets): give it further arguments under "
+            "loss.kwargs; what differs by sample (weights, say) belongs into the targets, as a "
+            "tuple or mapping"
+        )
+        if isinstance(targets, Mapping) and isinstance(inputs, Mapping) and targets == inputs:
+            cure = "let the loss take what it needs from the mapping, or let the data set "
+            cure += _MAPPING
+    else:
+        name = f"model.factory: {spec.model.factory}"
+        call = f"inputs {describe(inputs)}"
+        cure = "let data.factory give the inputs that the model's forward() takes"
+        if isinstance(inputs, Mapping):
+            call = f"keyword arguments {describe(inputs)}"
+            cure = f"let the model's forward() take these names, or let the data set {_MAPPING}"
+    return CaptureError(
+        f"{name}: raised {type(error).__name__}: {first_line(error)}{place_of(error)}; "
+        f"called with {call}",
+        cure=cure,
+    )
 
 
 def _outputs(trace: TracebackType | None) -> tuple[bool, Any]:
@@ -497,21 +496,6 @@ def _outputs(trace: TracebackType | None) -> tuple[bool, Any]:
             return "outputs" in known, known.get("outputs")
         trace = trace.tb_next
     return False, None
-
-
-def _cure_of_loss(inputs: Any, targets: Any) -> str:
-    if isinstance(targets, Mapping) and isinstance(inputs, Mapping) and targets == inputs:
-        return f"let the loss take what it needs from the mapping, or let the data set {_MAPPING}"
-    return (
-        "a loss is called as loss(outputs, targets): give it further arguments under loss.kwargs; "
-        "what differs by sample (weights, say) belongs into the targets, as a tuple or mapping"
-    )
-
-
-def _cure_of_model(inputs: Any) -> str:
-    if isinstance(inputs, Mapping):
-        return f"let the model's forward() take these names, or let the data set {_MAPPING}"
-    return "let data.factory give the inputs that the model's forward() takes"
 
 
 def describe(value: Any) -> str:

@@ -7,7 +7,7 @@ directory of either; the checkpoints of a run are such directories too.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,21 @@ from pipectl.capture.step import in_model, is_deferred, own_name
 from pipectl.errors import CaptureError, DataFileError
 from pipectl.spec import JobSpec
 from pipectl.units import did_you_mean
+
+_SHOWN = 4
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
 
 
 class Materializer:
@@ -36,7 +51,7 @@ class Materializer:
         per_rank = spec.model.materialize == "per_rank"
         self._deferred = Deferred(spec.training.seed) if per_rank else None
         self._weights = None if spec.weights_path is None else Weights(spec.weights_path)
-        self._names: Mapping[str, list[str]] = {}
+        self._names: dict[str, list[str]] = {}
 
     def build(self, make: Callable[[], nn.Module]) -> nn.Module:
         """What ``make`` returns: the model, without memory if each rank makes its own part.
@@ -72,15 +87,12 @@ class Materializer:
         """
         if self._weights is None:
             return
-        several: dict[str, list[str]] = {name: [name] for name in states if in_model(name)}
+        self._names = {name: [own_name(name)] for name in states if in_model(name)}
         for further, name in tied.items():
-            several.setdefault(name, [name]).append(further)
-        self._names = {n: [own_name(s) for s in names] for n, names in several.items()}
+            self._names.setdefault(name, [own_name(name)]).append(own_name(further))
         persistent = step.state_dict(keep_vars=True)
-        optional = {own_name(name) for name in states if name not in persistent}
-        wanted = {own_name(name): states[name] for name in self._names}
         self._weights.check(
-            wanted, {own_name(n): names for n, names in self._names.items()}, optional
+            [(states[name], own, name in persistent) for name, own in self._names.items()]
         )
         for name, tensor in states.items():
             if not is_deferred(tensor) and (stored := self._stored(name, tensor)) is not None:
@@ -97,7 +109,8 @@ class Materializer:
         if stored is None:
             assert self._deferred is not None
             return self._deferred.make(tensor, own_name(name))
-        return nn.Parameter(stored, tensor.requires_grad) if _is_parameter(tensor) else stored
+        is_parameter = isinstance(tensor, nn.Parameter)
+        return nn.Parameter(stored, tensor.requires_grad) if is_parameter else stored
 
     def _stored(self, name: str, like: Tensor) -> Tensor | None:
         stored = self._weights.name_of(self._names.get(name, [])) if self._weights else None
@@ -105,27 +118,6 @@ class Materializer:
             return None
         assert self._weights is not None
         return self._weights.load(stored, like)
-
-
-def _is_parameter(tensor: Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter)
-
-
-_INDEX = "*.safetensors.index.json"
-_SHOWN = 4
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
-}
 
 
 class Weights:
@@ -148,31 +140,29 @@ class Weights:
     def __contains__(self, name: object) -> bool:
         return name in self._file_of
 
-    def check(
-        self,
-        states: Mapping[str, Tensor],
-        names: Mapping[str, Sequence[str]],
-        optional: Container[str],
-    ) -> None:
+    def check(self, states: Sequence[tuple[Tensor, Sequence[str], bool]]) -> None:
         """Compare the checkpoint with a model.
 
         Args:
-            states: the model's parameters and buffers.
-            names: all names of each, of which the checkpoint may use any (of tied parameters).
-            optional: states it may lack.
+            states: the parameters and buffers of the model, each with all its names, of which the
+                checkpoint may use any (tied parameters have several), and whether it must have it.
 
         Raises:
             DataFileError: listing names that are missing or too many, and wrong shapes and types.
         """
-        known = {name for several in names.values() for name in several}
-        problems = [f"has no {n!r}" for n in states if self._lacks(names[n]) and n not in optional]
+        known = {name for _, names, _ in states for name in names}
+        problems = [
+            f"has no {names[0]!r}"
+            for _, names, is_needed in states
+            if is_needed and self.name_of(names) is None
+        ]
         problems += [
             f"{name!r} is not in the model{did_you_mean(name, known)}"
             for name in self._file_of
             if name not in known
         ]
-        for name, tensor in states.items():
-            problems += self._differences(names[name], tensor)
+        for tensor, names, _ in states:
+            problems += self._differences(names, tensor)
         if problems:
             more = len(problems) - _SHOWN
             listed = "; ".join(problems[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
@@ -191,9 +181,6 @@ class Weights:
         """The first of several names that the checkpoint has."""
         return next((name for name in names if name in self), None)
 
-    def _lacks(self, names: Sequence[str]) -> bool:
-        return self.name_of(names) is None
-
     def _differences(self, names: Sequence[str], tensor: Tensor) -> Iterator[str]:
         name = self.name_of(names)
         if name is None:
@@ -201,9 +188,14 @@ class Weights:
         kind, shape = self._types[name]
         if shape != list(tensor.shape):
             yield f"{name!r} has shape {shape}, not {list(tensor.shape)}"
-        dtype = _DTYPES.get(kind)
-        if dtype is None or not _holds(tensor.dtype, dtype):
-            yield f"{name!r} is {kind}, which {tensor.dtype} does not hold"
+        dtype, wide = _DTYPES.get(kind), tensor.dtype
+        # Whether every value of the one is one of the other: bfloat16 of float32, say.
+        if (
+            dtype is None
+            or wide.is_floating_point != dtype.is_floating_point
+            or torch.promote_types(wide, dtype) != wide
+        ):
+            yield f"{name!r} is {kind}, which {wide} does not hold"
 
     def _read_header(self, file: Path) -> None:
         with _opened(file) as opened:
@@ -218,26 +210,16 @@ class Weights:
                 self._types[name] = (piece.get_dtype(), list(piece.get_shape()))
 
 
-def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """Whether every value of ``narrow`` is one of ``wide``: bfloat16 of float32, say."""
-    same_kind = wide.is_floating_point == narrow.is_floating_point
-    return same_kind and torch.promote_types(wide, narrow) == wide
-
-
 def _files(path: Path) -> list[Path]:
-    if path.is_dir():
-        indexes = sorted(path.glob(_INDEX))
-        return _indexed(indexes[0]) if indexes else _directory(path)
-    return _indexed(path) if path.suffix == ".json" else [path]
-
-
-def _directory(path: Path) -> list[Path]:
-    found = sorted(path.glob("*.safetensors"))
-    if not found:
+    if not path.is_dir():
+        return _indexed(path) if path.suffix == ".json" else [path]
+    indexes = sorted(path.glob("*.safetensors.index.json"))
+    files = _indexed(indexes[0]) if indexes else sorted(path.glob("*.safetensors"))
+    if not files:
         raise DataFileError(
             f"{path}: holds no .safetensors file", cure="name the directory of a checkpoint"
         )
-    return found
+    return files
 
 
 def _indexed(index: Path) -> list[Path]:
