@@ -92,10 +92,10 @@ class CapturedGraph:
         self._merge_tied()
         self.operators = tuple(n for n in self.graph.nodes if _computes(n))
         self.constants: dict[str, Any] = dict(program.constants)
-        symbols = batch_symbols(self.inputs)
+        symbols = _batch_symbols(self.inputs)
         self.symbols = frozenset(symbols)
         self.fixed = not symbols
-        self._conditions = conditions_on(symbols)
+        self._conditions = _conditions_on(symbols)
         aliases = find_aliases(self, states)
         self._rename_mutated(aliases)
         self.groups = aliases.groups
@@ -129,11 +129,11 @@ class CapturedGraph:
     @cached_property
     def users(self) -> dict[str, tuple[str, ...]]:
         """For every value, state and input: the operators that read it, in graph order."""
-        found: dict[str, list[str]] = {}
+        users: dict[str, list[str]] = {}
         for node in self.operators:
             for source in self.tensor_inputs(node):
-                found.setdefault(source.name, []).append(node.name)
-        return {name: tuple(users) for name, users in found.items()}
+                users.setdefault(source.name, []).append(node.name)
+        return {name: tuple(readers) for name, readers in users.items()}
 
     def last_use(self, value: str) -> int:
         """Position of the last operator that reads a value; -1 if none does."""
@@ -283,13 +283,42 @@ def _results(program: ExportedProgram) -> tuple[str, tuple[Any, ...], Any]:
     output = next(node for node in program.graph.nodes if node.op == "output")
     loss, *outputs = output.args[0]
     spec = program.call_spec.out_spec
-    flat = tuple(item.name if _is_tensor(item) else item for item in outputs)
+    flat = tuple(
+        item.name
+        if isinstance(item, fx.Node) and isinstance(item.meta.get("val"), Tensor)
+        else item
+        for item in outputs
+    )
     inner = spec.child(1) if outputs and spec is not None else None
     return loss.name, flat, inner
 
 
-def _is_tensor(item: Any) -> bool:
-    return isinstance(item, fx.Node) and isinstance(item.meta.get("val"), Tensor)
+def _batch_symbols(inputs: Mapping[str, Any]) -> dict[Any, Any]:
+    """Symbols of the number of samples, each with where it is from; none if it is a number.
+
+    A tensor that nobody reads has one of its own, even if all others have numbers.
+    """
+    tensors = [value for value in inputs.values() if isinstance(value, Tensor) and value.dim()]
+    sizes: list[Any] = [tensor.shape[0] for tensor in tensors]
+    if not all(isinstance(size, torch.SymInt) and size.node.expr.is_Symbol for size in sizes):
+        return {}
+    return {size.node.expr: size.node.shape_env for size in sizes}
+
+
+def _conditions_on(symbols: Mapping[Any, Any]) -> tuple[Any, ...]:
+    """What was asked of the number of samples by code outside torch, as it was answered.
+
+    What torch asks it asks again for every size.
+    """
+    environments = {id(environment): environment for environment in symbols.values()}
+    asked = []
+    for environment in environments.values():
+        for guard in environment.guards:
+            place = guard.sloc.framework_loc
+            if not is_torch_code(str(getattr(place, "filename", place))):
+                # Symbols that turned out to be equal have one name.
+                asked.append(environment.replace(guard.expr))
+    return tuple(condition for condition in asked if condition.free_symbols <= symbols.keys())
 
 
 def _describe_argument(argument: Any, root: fx.GraphModule) -> str:
@@ -308,34 +337,3 @@ def _describe_argument(argument: Any, root: fx.GraphModule) -> str:
 
 def _digest(text: str, length: int = 12) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:length]
-
-
-def batch_symbols(inputs: Mapping[str, Any]) -> dict[Any, Any]:
-    """Symbols of the number of samples, each with where it is from; none where it is a number.
-
-    A tensor that nobody reads has one of its own, also where all others have numbers.
-    """
-    tensors = [value for value in inputs.values() if isinstance(value, Tensor) and value.dim()]
-    sizes: list[Any] = [tensor.shape[0] for tensor in tensors]
-    if not all(isinstance(size, torch.SymInt) and size.node.expr.is_Symbol for size in sizes):
-        return {}
-    return {size.node.expr: size.node.shape_env for size in sizes}
-
-
-def conditions_on(symbols: Mapping[Any, Any]) -> tuple[Any, ...]:
-    """What was asked of the number of samples by code outside torch, as it was answered.
-
-    What torch asks it asks again for every size.
-    """
-    environments = {id(environment): environment for environment in symbols.values()}
-    asked = [
-        environment.replace(guard.expr)  # symbols that turned out to be equal have one name
-        for environment in environments.values()
-        for guard in environment.guards
-        if not _is_of_torch(guard.sloc.framework_loc)
-    ]
-    return tuple(condition for condition in asked if condition.free_symbols <= symbols.keys())
-
-
-def _is_of_torch(place: Any) -> bool:
-    return is_torch_code(str(getattr(place, "filename", place)))

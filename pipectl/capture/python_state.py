@@ -17,10 +17,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from pipectl.faults import is_user_code
 
 _PLAIN = (str, bytes, int, float, complex, type(None), type, FunctionType, ModuleType, nn.Parameter)
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 _CONTAINERS = (*_MAPPINGS, list, deque, set)
 _SHARED = frozenset({*sys.stdlib_module_names, "torch"})
@@ -100,14 +102,13 @@ def _items(model: nn.Module) -> Iterator[_Item]:
             waiting += [_Item(v, path) for v in value if not isinstance(v, _PLAIN)]
         elif isinstance(value, MethodType):
             waiting.append(_Item(value.__self__, path))
-        elif _has_values(value) or _generator_state(value) is not None:
+        elif isinstance(value, np.ndarray) or _generator_state(value) is not None:
             yield item
+        elif type(value) is Tensor:
+            if _is_restorable(value):
+                yield item
         elif _has_own_attributes(value):
             waiting.append(_Item(vars(value), path, None, True))
-
-
-def _has_values(value: Any) -> bool:
-    return isinstance(value, np.ndarray) or (type(value) is Tensor and _is_restorable(value))
 
 
 def _is_restorable(tensor: Tensor) -> bool:
@@ -185,7 +186,13 @@ def own_generators(root: nn.Module) -> list[Any]:
 
 def states_of(generators: Sequence[Any]) -> list[str]:
     """What tells whether somebody drew from them."""
-    return [repr(_state(generator)) for generator in generators]
+
+    def in_bytes(array: Any) -> bytes:
+        return np.asarray(array).tobytes()
+
+    arrays = (Tensor, np.ndarray)
+    states = map(_generator_state, generators)
+    return [repr(pytree.tree_map_only(arrays, in_bytes, state)) for state in states]
 
 
 def reseed(generators: Sequence[Any]) -> None:
@@ -201,28 +208,11 @@ def reseed(generators: Sequence[Any]) -> None:
             generator.seed(seed)
 
 
-def _state(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state().tolist()
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    if isinstance(generator, np.random.RandomState):
-        _, keys, *rest = generator.get_state(legacy=True)
-        return np.asarray(keys).tobytes(), rest
-    return generator.getstate()
-
-
-def generator_places(root: nn.Module) -> list[_Place]:
+def generator_places(root: nn.Module) -> list[tuple[dict[str, Any], str]]:
     """Where generators lie: dictionaries of modules and of the files of users' classes."""
     spaces = [vars(module) for module in root.modules()]
     for kind in {type(module): None for module in root.modules()}:
         code = sys.modules.get(kind.__module__)
         if is_user_code(getattr(code, "__file__", None) or "<"):
             spaces.append(vars(code))
-    return [(own, name) for own in spaces for name in own if isinstance(own[name], _OWN)]
-
-
-_Place = tuple[dict[str, Any], str]
-
-
-_OWN = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+    return [(own, name) for own in spaces for name in own if isinstance(own[name], _GENERATORS)]

@@ -80,7 +80,8 @@ def whole_draw(graph: CapturedGraph, node: fx.Node, rows: Rows) -> Callable[...,
         )
     leaves = pytree.tree_leaves((node.args, node.kwargs))
     dims = [batch_dimension(graph, x) if isinstance(x, fx.Node) else None for x in leaves]
-    results = [_batch_dimension(graph, node.name, value) for value in _values(node)]
+    values = pytree.tree_leaves(node.meta.get("val"))  # one tensor, or several
+    results = [_batch_dimension(graph, node.name, value) for value in values]
 
     def draw(*args: Any, **kwargs: Any) -> Any:
         given, spec = pytree.tree_flatten((args, kwargs))
@@ -88,21 +89,15 @@ def whole_draw(graph: CapturedGraph, node: fx.Node, rows: Rows) -> Callable[...,
         grown = [_grown(x, dim, rows) if isinstance(x, Tensor) else x for x, dim in pairs]
         args, kwargs = pytree.tree_unflatten(grown, spec)
         drawn, several = pytree.tree_flatten(target(*args, **kwargs))
-        mine = [_narrowed(x, dim, rows) for x, dim in zip(drawn, results, strict=True)]
+        mine = [
+            x if dim is None else x.narrow(dim, rows.start, rows.stop - rows.start)
+            for x, dim in zip(drawn, results, strict=True)
+        ]
         return (
             given[0].copy_(mine[0]) if schema.is_mutable else pytree.tree_unflatten(mine, several)
         )
 
     return draw
-
-
-def _values(node: fx.Node) -> list[Any]:
-    """What an operator gives: one tensor, or several."""
-    return pytree.tree_leaves(node.meta.get("val"))
-
-
-def _narrowed(tensor: Tensor, dim: int | None, rows: Rows) -> Tensor:
-    return tensor if dim is None else tensor.narrow(dim, rows.start, rows.stop - rows.start)
 
 
 def _grown(tensor: Tensor, dim: int | None, rows: Rows) -> Tensor:
