@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,10 +21,6 @@ from torch.utils import _pytree as pytree
 from pipectl.capture.python_state import numbers_in
 from pipectl.capture.refusals import CarriedError
 from pipectl.capture.step import own_path
-
-if TYPE_CHECKING:
-    pass
-
 
 _CONVERSIONS = {"to", "_to_copy", "type_as", "contiguous", "clone", "detach", "alias"}
 """Operators that leave values as they are."""

@@ -57,7 +57,7 @@ def _mix(value: int) -> int:
 
 
 def seed_accelerator(seed: int) -> None:
-    """Seed what its random operators draw from, if it is in use."""
+    """Seed the generator of the current accelerator, if one is in use."""
     if accelerator_in_use() is None:
         return
     _, module = accelerator()
@@ -70,10 +70,6 @@ def seed_accelerator(seed: int) -> None:
 
 def seed_everything(seed: int) -> None:
     """Seed python, numpy and torch, so that a factory makes the same object on every rank."""
-    import random
-
-    import numpy as np
-
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
