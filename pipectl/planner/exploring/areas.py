@@ -25,6 +25,8 @@ MICRO_BATCHES_IF_PROPORTIONAL = 4
 """The same where what a small micro-batch costs was not measured but scaled from a larger one."""
 MOST_LAYOUTS = 300
 """An area with fewer partitions times placements is tried in full."""
+SMALL, MORE = 10, 50
+"""Graphs of so few blocks may have this many times as many."""
 
 
 def most_micro_batches(profile: Profile, stages: int) -> int:
@@ -137,10 +139,11 @@ class Areas:
         return self._everything[area.stages]
 
     def _every_layout(self, stages: int) -> list[Layout] | None:
-        if self._enumeration is None or self._enumeration.count(stages) > MOST_LAYOUTS:
+        most = MOST_LAYOUTS * (MORE if len(self._problem.graph) <= SMALL else 1)
+        if self._enumeration is None or self._enumeration.count(stages) > most:
             return None
         places = every_placement(self._problem.cluster, stages, MOST_LAYOUTS)
-        if not places or self._enumeration.count(stages) > MOST_LAYOUTS // len(places):
+        if not places or self._enumeration.count(stages) > most // len(places):
             return None
         partitions = self._enumeration.every_partition(stages)
         again = (True,) * stages if self._problem.request.recompute else ()
@@ -149,7 +152,7 @@ class Areas:
     @cached_property
     def _enumeration(self) -> Enumeration | None:
         """Where partitions can be few."""
-        few = len(self._space) <= MOST_LAYOUTS + 2
+        few = len(self._space) <= MOST_LAYOUTS * 4
         whole = self._space.complete and not self._space.moved
         return Enumeration(self._space.downsets) if few and whole else None
 
