@@ -32,6 +32,7 @@ from pipectl.spec.document import (
     show,
     to_yaml,
 )
+from pipectl.spec.former import drop_former_keys, fault_of_former_key
 from pipectl.spec.models import JobSpec
 from pipectl.spec.schema import json_schema, properties, read, schema_at, words
 from pipectl.spec.types import check_version
@@ -234,7 +235,7 @@ def validate(
     check_names: bool = False,
 ) -> tuple[JobSpec | None, list[Problem]]:
     """The spec that a document describes, and its faults; None if it describes none."""
-    data = read(tree, json_schema())
+    data = drop_former_keys(read(tree, json_schema()))
     if data.get("name") is None:
         stem = re.sub(r"[^A-Za-z0-9._-]", "-", source.stem).strip("._-")
         data["name"] = stem[:64] or "job"
@@ -298,13 +299,6 @@ def _problem(tree: Node, path: KeyPath, message: str, *, at_key: bool = False) -
     where = path_text(path)
     prefix = "" if place.file == f"--set {where}" else f"{where}: "
     return place.problem(f"{prefix}{message}")
-
-
-def fault_of_former_key(path: KeyPath) -> str:
-    """What to say about a key of earlier versions; empty for any other key."""
-    section = JobSpec.model_fields.get(str(path[0]))
-    former = getattr(section and section.annotation, "former_keys", {}) if len(path) == 2 else {}
-    return f"is no longer a key; {former[path[1]].advice}" if path[-1] in former else ""
 
 
 def _unknown_key(path: KeyPath) -> str:

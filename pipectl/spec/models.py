@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 
@@ -20,7 +20,6 @@ from pipectl.spec.types import (
     Bytes,
     Count,
     Flag,
-    Former,
     JobName,
     LossReference,
     Natural,
@@ -197,12 +196,6 @@ class Training(Section):
     stay as they were. `ignore` does not check. In `float16` the loss scale handles gradients, and
     this is about the loss alone."""
 
-    former_keys: ClassVar = {
-        "check_replicas": Former(
-            "remove it: replicas are compared every 100 steps and before every checkpoint", (100,)
-        )
-    }
-
 
 class Pipeline(Section):
     """How the model is spread over the ranks. The planner chooses what is `auto`."""
@@ -248,10 +241,6 @@ class Pipeline(Section):
     """Resident memory per rank, the process itself included; by default its share of
     `resources.memory_per_node`, if that is given."""
 
-    former_keys: ClassVar = {
-        "offload_directory": Former("write environment.variables: {TMPDIR: ...}")
-    }
-
 
 class Resources(Section):
     """What the job asks for, under every scheduler."""
@@ -270,10 +259,6 @@ class Resources(Section):
     walltime: Walltime = 3600
     """Time after which the batch system ends the job; `local` jobs have no limit. A number without
     a unit is minutes, as for `sbatch --time`."""
-
-    former_keys: ClassVar = {
-        "more": Former("a job has nodes of one kind; ask for what the largest stage needs")
-    }
 
     @property
     def ranks(self) -> int:
@@ -317,11 +302,6 @@ class Launch(Section):
     template: Text | None = None
     """A Jinja template that extends the job script, relative to the file that names it."""
 
-    former_keys: ClassVar = {
-        "progress_core": Former("write launch.progress: core"),
-        "check_messages": Former("write environment.variables: {PIPECTL_CHECK_MESSAGES: 1}"),
-    }
-
     @property
     def spare_cores(self) -> int:
         """Cores of each rank that do not compute."""
@@ -345,8 +325,6 @@ class Environment(Section):
 
 class Checkpoint(Section):
     """When the training state is saved."""
-
-    former_keys: ClassVar = {"on_signal": Former("remove it", ("USR1", "USR2"))}
 
     every: Count | None = None
     """Steps between checkpoints; by default only after the last step."""
@@ -391,28 +369,6 @@ class Output(Section):
 class Slurm(Section):
     """Options for Slurm alone; ignored elsewhere."""
 
-    former_keys: ClassVar = {
-        **{
-            name: Former(f"write slurm.options: {{{name.replace('_', '-')}: ...}}")
-            for name in (
-                "qos",
-                "constraint",
-                "reservation",
-                "gres",
-                "licenses",
-                "nodelist",
-                "exclude",
-                "exclusive",
-                "mail_type",
-                "mail_user",
-            )
-        },
-        "omit": Former(
-            "write slurm.options: {time: false}, say, for one that is not to be written"
-        ),
-        "directives": Former("write slurm.options: {gres: gpu:1}, say, for --gres=gpu:1"),
-    }
-
     partition: Text | None = None
     """Partition."""
     account: Text | None = None
@@ -428,15 +384,6 @@ class Slurm(Section):
 
 class Pbs(Section):
     """Options for PBS alone; ignored elsewhere."""
-
-    former_keys: ClassVar = {
-        "project": Former("write pbs.options: {P: ...}"),
-        "place": Former("write pbs.options: {l: [place=...]}"),
-        "select_extra": Former("write pbs.select: ..."),
-        "mail": Former("write pbs.options: {m: ...}"),
-        "mail_user": Former("write pbs.options: {M: ...}"),
-        "directives": Former("write pbs.options: {p: 5}, say, for -p 5"),
-    }
 
     queue: Text | None = None
     """Queue."""

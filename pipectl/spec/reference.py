@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pipectl.files import write_json, write_text
-from pipectl.spec.schema import Schema, json_schema, options, properties, words
+from pipectl.spec.schema import Schema, alternatives, json_schema, properties, words
 
 REFERENCE = Path("docs/spec-reference.md")
 SCHEMA = Path("configs/job.schema.json")
@@ -43,7 +43,7 @@ def _parts() -> Iterator[str]:
 def _sections(schema: Schema, path: str) -> Iterator[str]:
     """The sections within a section, alone or in lists, and those within them."""
     for name, item in properties(schema).items():
-        inner = next((each["items"] for each in options(item) if each.get("items")), item)
+        inner = next((each["items"] for each in alternatives(item) if each.get("items")), item)
         if properties(inner) and not _is_factory(inner):
             title = f"{path}.{name}" if path else name
             yield f"##{'#' * bool(path)} {title}\n\n{_text(inner)}\n\n{_table(inner, title)}"
@@ -56,12 +56,16 @@ def _is_factory(schema: Schema) -> bool:
 
 def _text(schema: Schema) -> str:
     """The description of a section."""
-    return next((str(item["description"]) for item in options(schema) if "properties" in item), "")
+    return next(
+        (str(item["description"]) for item in alternatives(schema) if "properties" in item), ""
+    )
 
 
 def _table(schema: Schema, path: str) -> str:
     rows = ["| key | value | default | meaning |", "| --- | --- | --- | --- |"]
-    required = next(item for item in options(schema) if "properties" in item).get("required", ())
+    required = next(item for item in alternatives(schema) if "properties" in item).get(
+        "required", ()
+    )
     usual = properties(json_schema()["$defs"]["Factory"]) if path else {}
     for name, item in properties(schema).items():
         if item == usual.get(name):
@@ -82,7 +86,7 @@ def _value(schema: Schema, anchor: str) -> str:
     """What may be written, with a link to the section that explains it."""
     if properties(schema):
         return "[factory](#factories)" if _is_factory(schema) else f"[mapping](#{anchor})"
-    choices = list(options(schema))
+    choices = list(alternatives(schema))
     for item in choices if len(choices) == 1 else ():
         values = item.get("additionalProperties")
         if item.get("items"):

@@ -41,7 +41,7 @@ def schema_at(path: Sequence[str | int]) -> Schema | None:
 
 
 def _inner(schema: Schema | None, step: str | int) -> Schema | None:
-    for item in () if schema is None else options(schema):
+    for item in () if schema is None else alternatives(schema):
         inner = item.get("properties", {}).get(step) or item.get("additionalProperties")
         inner = item.get("items") if isinstance(step, int) else inner
         if isinstance(inner, dict):
@@ -68,27 +68,29 @@ def read(node: Node, schema: Schema | None = None) -> Any:
     value = node.parse()
     if schema is None or value is None or not node.is_plain:
         return value
-    kinds = [item.get("type", ()) for item in options(schema) if not {"const", "enum"} & {*item}]
+    kinds = [
+        item.get("type", ()) for item in alternatives(schema) if not {"const", "enum"} & {*item}
+    ]
     if any("string" in kind for kind in kinds):
         return node.value
     is_whole = isinstance(value, float) and value.is_integer() and "integer" in kinds
     return int(value) if is_whole else value
 
 
-def options(schema: Schema) -> Iterator[Schema]:
+def alternatives(schema: Schema) -> Iterator[Schema]:
     """The alternatives of a schema, with references followed; null is none of them."""
     if "$ref" in schema:
-        yield from options(json_schema()["$defs"][schema["$ref"].rpartition("/")[2]])
+        yield from alternatives(json_schema()["$defs"][schema["$ref"].rpartition("/")[2]])
     elif "anyOf" in schema:
         for item in schema["anyOf"]:
-            yield from options(item)
+            yield from alternatives(item)
     elif schema.get("type") != "null":
         yield schema
 
 
 def properties(schema: Schema | None) -> dict[str, Schema]:
     """The keys that a mapping may have."""
-    for item in () if schema is None else options(schema):
+    for item in () if schema is None else alternatives(schema):
         if "properties" in item:
             return dict(item["properties"])
     return {}
@@ -97,7 +99,7 @@ def properties(schema: Schema | None) -> dict[str, Schema]:
 def words(schema: Schema) -> str:
     """What a value may be; completes "must be ...": ``auto or a whole number of at least 1``."""
     parts: list[str] = []
-    for item in options(schema):
+    for item in alternatives(schema):
         if "title" in item:
             parts.append(item["title"])
         elif "enum" in item or "const" in item:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from pipectl.errors import Problem, SpecError
 from pipectl.spec.document import MAX_DEPTH, Node, Place, escape, locate, show
+from pipectl.spec.former import fault_of_former_key
 from pipectl.spec.load import (
-    fault_of_former_key,
     holds_variables,
     is_within,
     load_document,

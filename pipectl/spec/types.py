@@ -6,9 +6,9 @@ field's JSON Schema (:func:`pipectl.spec.schema.words`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib.metadata import entry_points
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -19,7 +19,6 @@ from pydantic import (
     PlainSerializer,
     StrictBool,
     WithJsonSchema,
-    model_validator,
 )
 from pydantic_core import core_schema
 
@@ -52,36 +51,10 @@ _SCALAR = ["string", "number", "boolean"]
 """Of a field of text: what is read as it is written, with or without quotes."""
 
 
-class Former(NamedTuple):
-    """A key of earlier versions.
-
-    Args:
-        advice: what to write now.
-        defaults: values that mean what happens without the key; they are ignored, as are empty
-            ones, since the job files of old runs hold them.
-    """
-
-    advice: str
-    defaults: tuple[Any, ...] = ()
-
-
 class Section(BaseModel):
     """A mapping of the spec: immutable, unknown keys refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-    former_keys: ClassVar[Mapping[str, Former]] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_former_keys(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        former = cls.former_keys
-        return {
-            key: item
-            for key, item in value.items()
-            if key not in former or (item and item not in former[key].defaults)
-        }
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: Any, handler: Any) -> dict[str, Any]:
