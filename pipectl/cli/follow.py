@@ -65,13 +65,8 @@ def print_plan(plan: Plan | None, before: str = "") -> None:
         say(line)
 
 
-def follow_to_the_end(run: RunDirectory, *, as_json: bool) -> None:
-    """Show a run until it is over, and exit with its code."""
-    print_run(wait_for(run, as_json=as_json), as_json=as_json)
-
-
-def wait_for(run: RunDirectory, *, as_json: bool) -> RunStatus:
-    """Follow a run to its end; one that failed is shown and ends the command."""
+def follow_or_exit(run: RunDirectory, *, as_json: bool) -> RunStatus:
+    """Follow a run until it is over. If it has failed, print it and exit with its code."""
     status = follow(run)
     if code := exit_code(status):
         print_run(status, as_json=as_json)
@@ -88,31 +83,31 @@ def exit_code(status: RunStatus) -> int:
     return status.failure.exit_code if status.failure else 1
 
 
-def follow(run: RunDirectory) -> RunStatus:
-    """Wait until a run is over, or its state cannot be told; an interrupt leaves it running."""
+def follow(run: RunDirectory, *, continues: bool = True) -> RunStatus:
+    """Wait until a run is over, or its state stays unknown: a bar, or a line per change.
+
+    Args:
+        continues: whether the run continues after an interrupt, which then says how to cancel it.
+    """
     try:
-        return wait(run)
+        with progress_bar() as progress:
+            reported: tuple[str, int] | None = None
+            unknown = 0
+            while True:
+                status = get_status(run, time.time())
+                tenth = 10 * status.measured.step // (status.steps or 1)
+                current = (status.phase.partition(" ")[0] or status.job.state.value, tenth)
+                if current != reported and not errors().is_terminal:
+                    note(_line(status))
+                reported = current
+                unknown = unknown + 1 if status.job.state is JobState.UNKNOWN else 0
+                if status.job.state.final or unknown == _MAX_UNKNOWN:
+                    return status
+                _poll_files(status, progress)
     except KeyboardInterrupt:
-        note(f"\nthe run continues; cancel it with: pipectl cancel {as_typed(run)}")
+        if continues:
+            note(f"\nthe run continues; cancel it with: pipectl cancel {as_typed(run)}")
         raise
-
-
-def wait(run: RunDirectory) -> RunStatus:
-    """Wait until a run is over, or its state cannot be told: a bar, or a line per change."""
-    with progress_bar() as progress:
-        reported: tuple[str, int] | None = None
-        unknown = 0
-        while True:
-            status = get_status(run, time.time())
-            tenth = 10 * status.measured.step // (status.steps or 1)
-            current = (status.phase.partition(" ")[0] or status.job.state.value, tenth)
-            if current != reported and not errors().is_terminal:
-                note(_line(status))
-            reported = current
-            unknown = unknown + 1 if status.job.state is JobState.UNKNOWN else 0
-            if status.job.state.final or unknown == _MAX_UNKNOWN:
-                return status
-            _poll_files(status, progress)
 
 
 def _poll_files(status: RunStatus, progress: Report) -> None:

@@ -113,7 +113,8 @@ def test_an_interrupt_leaves_no_ranks_behind(
     """Its files go too, though it is asked twice."""
     runs: list[psutil.Process] = []
 
-    def interrupted(run: RunDirectory) -> None:
+    def interrupted(run: RunDirectory, *, continues: bool) -> None:
+        assert not continues
         script = psutil.Process(int((Record.load(run.record).job_id or "").partition(".")[0]))
         while not run.heartbeat.exists():
             assert script.is_running()
@@ -126,7 +127,7 @@ def test_an_interrupt_leaves_no_ranks_behind(
         signal.raise_signal(signal.SIGHUP)
         return cancel(run, now)
 
-    monkeypatch.setattr("pipectl.cli.lab.verify.wait", interrupted)
+    monkeypatch.setattr("pipectl.cli.lab.verify.follow", interrupted)
     monkeypatch.setattr("pipectl.jobs.verify.cancel", cancel_slowly)
     result = verify("--steps", "1000000")
     assert (result.code, result.out) == (130, "")

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from pipectl.cli.console import note, output, say, say_json, short_path, warn
-from pipectl.cli.follow import submission_json, wait_for
+from pipectl.cli.follow import follow_or_exit, submission_json
 from pipectl.cli.options import JobFile, Json, Overrides, SchedulerOption, refuse
 from pipectl.cli.progress import profiling_progress
 from pipectl.cli.views.profile import links_view, show_measurement
@@ -83,7 +83,7 @@ def command(
         if not as_json:
             _print_submission(submission)
         run = submission.run
-        wait_for(run, as_json=as_json)
+        follow_or_exit(run, as_json=as_json)
         measurement = Measurement.load(run.profile, run.measurement)
     show_measurement(measurement, path, time.time(), as_json=as_json)
 
@@ -103,7 +103,7 @@ def _measure_links(
         _show_submission(submission, "the cluster", path, as_json=as_json)
         return
     note(f"measuring: {submission.run.name} ({scheduler} job {submission.record.job_id})")
-    wait_for(submission.run, as_json=as_json)
+    follow_or_exit(submission.run, as_json=as_json)
     cluster = Cluster.load(path)
     if as_json:
         say_json(cluster.to_json())

@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from pipectl.cli.console import say, say_json
-from pipectl.cli.follow import follow_to_the_end, print_launch, print_plan, submission_json
+from pipectl.cli.follow import follow_or_exit, print_launch, print_plan, submission_json
 from pipectl.cli.options import RUNS, Json, Overrides, RunName, RunsDirectory, TrustOwner, Wait
+from pipectl.cli.views.run import print_run
 from pipectl.jobs.resume import resume
 from pipectl.runs import as_typed, find_run
 
@@ -38,7 +39,7 @@ def command(
         say(f"resumed: {record.name} ({record.scheduler} job {record.job_id}), {begin}")
         say(f"see: pipectl status {as_typed(run)}")
     if wait:
-        follow_to_the_end(run, as_json=as_json)
+        print_run(follow_or_exit(run, as_json=as_json), as_json=as_json)
     elif as_json:
         more = {"from_step": resumed.step, "planned_anew": resumed.replanned}
         say_json(submission_json(run, record, **more))

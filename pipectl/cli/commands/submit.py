@@ -17,7 +17,7 @@ from pipectl.cli.follow import (
     NO_PROFILE,
     exit_code,
     follow,
-    follow_to_the_end,
+    follow_or_exit,
     print_launch,
     print_plan,
     submission_json,
@@ -35,7 +35,7 @@ from pipectl.cli.options import (
 from pipectl.cli.progress import profiling_progress
 from pipectl.cli.views.plan import headline, prediction_lines
 from pipectl.cli.views.profile import note_origin
-from pipectl.cli.views.run import print_sweep
+from pipectl.cli.views.run import print_run, print_sweep
 from pipectl.errors import UsageError
 from pipectl.jobs.places import LOCAL, plan_path, profile_path, scheduler_name
 from pipectl.jobs.prepare import prepare
@@ -178,7 +178,7 @@ def _submit(
         say(f"run directory: {short_path(run.path)}")
         say(f"see: pipectl status {as_typed(run)}")
     if wait:
-        follow_to_the_end(run, as_json=as_json)
+        print_run(follow_or_exit(run, as_json=as_json), as_json=as_json)
     elif as_json:
         say_json(submission_json(run, record))
 

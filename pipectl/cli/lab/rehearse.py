@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 from pipectl.cli.console import note, say, say_json, short_path, warn
-from pipectl.cli.follow import print_launch, submission_json, wait_for
+from pipectl.cli.follow import follow_or_exit, print_launch, submission_json
 from pipectl.cli.options import JobFile, Json, Overrides, SchedulerOption, Wait
 from pipectl.cli.progress import profiling_progress
 from pipectl.jobs.places import LOCAL
@@ -48,7 +48,7 @@ def command(
         f"{format_time(seconds_of(rehearsal))}, times stretched by {rehearsal.stretch:g}"
     )
     if wait or record.scheduler == LOCAL:
-        wait_for(run, as_json=as_json)
+        follow_or_exit(run, as_json=as_json)
         result = result_of(run)
         if as_json:
             say_json({"run": run.name, **result.to_json()})

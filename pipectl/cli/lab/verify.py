@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Annotated
 
 import typer
 
 from pipectl.cli.console import say, say_json
-from pipectl.cli.follow import wait
+from pipectl.cli.follow import follow
 from pipectl.cli.options import JobFile, Json, Overrides, TrustOwner
 from pipectl.cli.progress import progress_bar
 from pipectl.jobs.verify import Verification, verify
@@ -31,7 +32,7 @@ def command(
             overrides or (),
             ranks,
             steps,
-            wait,
+            partial(follow, continues=False),
             progress,
             two_plans=between_plans,
             trust_owner=trust_owner,
