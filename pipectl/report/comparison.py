@@ -41,7 +41,7 @@ COMPUTING, OTHERS, COMMUNICATION, SUMS, OFFLOAD, BETWEEN = (
 )  # fmt: skip
 SPENT = {
     COMPUTING: Use("computing", "the nodes are more or less busy than when they were profiled, or "
-                   "are other nodes; `pipectl profile --again` measures anew"),
+                   "are other nodes; `pipectl profile --again` measures again"),
     OTHERS: Use("waiting for other ranks", "more micro-batches keep the pipeline full for longer",
                 "filling and draining the pipeline"),
     COMMUNICATION: Use("waiting for messages on their way", f"fewer stages send less; {_LINKS}"),
