@@ -164,7 +164,7 @@ def test_no_standard_output_at_all(finished: Path, word: str) -> None:
 def test_a_full_disk_and_a_quota_are_no_fault_of_ours(
     cli: Command, finished: Path, monkeypatch: Patch
 ) -> None:
-    said = "error: the output cannot be written: {}\n  free some space\n"
+    said = "error: output cannot be written: {}\n  free some space\n"
     with Path("/dev/full").open("w") as full:
         for words in (["logs"], ["check", "--schema"]):
             assert run(*words, stdout=full) == (1, said.format("No space left on device"))

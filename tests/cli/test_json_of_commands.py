@@ -125,7 +125,7 @@ def test_links(shown: Shown, job: Path, slurm: None, monkeypatch: Patch) -> None
     def measured(*_: object, **__: object) -> None:
         Cluster.save(assumed_cluster("two", [1, 1], 1, None), Path("runs/tiny.cluster.json"))
 
-    monkeypatch.setattr("pipectl.cli.commands.profile.wait_for", measured)
+    monkeypatch.setattr("pipectl.cli.commands.profile.follow_or_exit", measured)
     shown("profile JOB --links", "profile", "job.yaml", "--links", *SLURM)
 
 

@@ -37,7 +37,7 @@ def test_ctrl_c_ends_the_view_and_leaves_the_terminal_clean(
     run_of("20250103-120000-tiny")
 
     def interrupt(_seconds: float) -> None:
-        assert "Ctrl-C ends" in screen.getvalue()
+        assert "Ctrl-C closes the view" in screen.getvalue()
         raise KeyboardInterrupt
 
     clock = SimpleNamespace(**{**vars(time), "sleep": interrupt})
@@ -82,5 +82,5 @@ def test_ctrl_c_in_the_first_look_ends_the_command(
 def test_it_needs_a_terminal(cli: Command, finished: Path) -> None:
     for arguments in ([], ["last"]):
         result = cli("status", *arguments, "--watch")
-        assert (result.code, "no terminal" in result.err) == (2, True)
+        assert (result.code, "needs a terminal" in result.err) == (2, True)
     assert cli("status", "--watch", "--json").code == 2
