@@ -57,11 +57,6 @@ def least_step_s(plan: Plan, cluster: Cluster) -> float:
     return max(loads)
 
 
-def have_same_least_load(plan: Plan, other: Plan) -> bool:
-    """Whether what is proven of the largest stage load of one holds for both."""
-    return _load_shape(plan) == _load_shape(other)
-
-
 def work_s(
     profile: Profile, cluster: Cluster, request: PlanRequest, tried: Iterable[int] = ()
 ) -> float:
@@ -77,10 +72,6 @@ def work_s(
         sum(map(sum, operator_times(profile, size).cached)) / size for size in sorted(slices)
     )
     return min(samples_s) * request.batch_size / speed
-
-
-def _load_shape(plan: Plan) -> tuple[int, list[int]]:
-    return plan.micro_batch_size, [stage.replicas for stage in plan.stages]
 
 
 def _shares(stage: Stage) -> Iterator[tuple[tuple[int, ...], float]]:

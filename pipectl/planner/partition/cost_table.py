@@ -24,14 +24,12 @@ class CostTable(NamedTuple):
     """Sums by downset for one micro-batch size; bytes as float64.
 
     Args:
-        work_s: forward and backward in stages whose data stays in the cache, and in others; by
-            number of replicas, on the one with the most samples; shape [2, counts, downsets].
+        work_s: forward and backward in stages whose data stays in the cache, and in others; shape
+            [2, downsets].
         forward_s: of a recomputation; shape [downsets].
         stage_s: what a stage takes besides.
         cache_bytes: 0 if no data stays in a cache.
-        parameter_bytes, reduced_bytes: all, and those whose gradients are summed.
-        resident_bytes: parameters, gradients, and a replica's part of the optimizer's state; shape
-            [counts, downsets].
+        resident_bytes: parameters, gradients and the optimizer's state.
         saved_bytes: kept for the backward of a micro-batch, besides what enters the stage.
         activation_bytes, gradient_bytes: what crosses a cut at the downset, and comes back.
     """
@@ -41,7 +39,6 @@ class CostTable(NamedTuple):
     stage_s: float
     cache_bytes: float
     parameter_bytes: Floats
-    reduced_bytes: Floats
     resident_bytes: Floats
     saved_bytes: Floats
     activation_bytes: Floats
@@ -63,19 +60,13 @@ def cost_table(
     scale: float,
     work_s: Floats,
     forward_s: Sequence[float],
-    counts: Sequence[int] = (1,),
-    *,
-    shard_optimizer: bool = False,
 ) -> CostTable:
     """The table of a micro-batch size.
 
     Args:
         scale: micro-batch size over the profile's.
-        work_s: forward and backward of every block, cached and not, by number of replicas; shape
-            [2, counts, blocks].
+        work_s: forward and backward of every block, cached and not; shape [2, blocks].
         forward_s: of every block.
-        counts: numbers of replicas.
-        shard_optimizer: whether replicas share out the optimizer's state.
     """
     graph, operators = space.graph, profile.operators
     inside = [[operators[index] for index in block.operators] for block in graph.blocks]
@@ -89,7 +80,6 @@ def cost_table(
         [sum(size for each in block for _, size in parameter_gradients(each)) for block in inside]
     )
     state = profile.optimizer_cost.state_bytes_per_parameter_byte
-    shared_by = np.array(counts if shard_optimizer else [1] * len(counts), dtype=np.float64)
     crossing = _crossing(space)
     sent, returned = (
         crossing @ np.array(sizes, dtype=np.float64) * scale
@@ -99,14 +89,15 @@ def cost_table(
         )
     )
     overhead = profile.stage
+    # One product per row: other products round otherwise, and ties between chains depend on that.
+    work = (work_s[:, None] @ space.rows.T)[:, 0]
     return CostTable(
-        work_s=np.ascontiguousarray(work_s @ space.rows.T),
+        work_s=np.ascontiguousarray(work),
         forward_s=space.sums(forward_s),
         stage_s=overhead.forward_s + overhead.backward_s,
         cache_bytes=float(overhead.cache_bytes or 0),
         parameter_bytes=parameters,
-        reduced_bytes=gradients,
-        resident_bytes=parameters + gradients + np.outer(state / shared_by, trained),
+        resident_bytes=parameters + gradients + state * trained,
         saved_bytes=space.sums(_first_uses(block.saved for block in graph.blocks)) * scale,
         activation_bytes=sent,
         gradient_bytes=returned,

@@ -190,7 +190,7 @@ class Cutter:
         table = self._table(space, fit.size)
         mix = mix.up_to(stages) if mix.kinds == 1 else mix
         tallies, speed = mix.tallies(stages), min(self._problem.speeds)
-        total_s = float(table.work_s[1, 0, -1]) / speed
+        total_s = float(table.work_s[1, -1]) / speed
         largest_s = float(max(self._problem.block_times(fit.size))) / speed
         best: list[Cut] = []
         goal = goal._replace(limit_bytes=max(limits))
@@ -221,7 +221,7 @@ class Cutter:
             if mix.kinds == 1:  # enough for the fewest stages that share this table
                 fewest = 1 << (int(mix.used[-1]).bit_length() - 1)
                 largest_s = max(self._problem.block_times(size))
-                cap_s = float(table.work_s[1, 0, -1]) * 2 / fewest + largest_s + 2 * table.stage_s
+                cap_s = float(table.work_s[1, -1]) * 2 / fewest + largest_s + 2 * table.stage_s
                 cap_s /= min(self._problem.speeds)
             self._bottlenecks[key] = self._run(self._space, table, mix, Goal(LOAD, cap_s))
         return self._bottlenecks[key]
@@ -229,28 +229,20 @@ class Cutter:
     def _run(
         self, space: CutSpace, table: CostTable, mix: Mix, goal: Goal, limits: Sequence[float] = ()
     ) -> Chains:
-        problem = self._problem
-        kinds, link = mix.kinds, problem.widest_link
-        slowness = np.array([[1.0 / speed for speed in problem.speeds]])
-        reference = 2.0**20
-        rate = link.hold_s(reference) / reference
+        problem, link, reference = self._problem, self._problem.widest_link, 2.0**20
         devices = Devices(
             following=mix.following,
-            row=np.zeros(kinds, dtype=np.int64),
-            replicas=np.ones(kinds, dtype=np.int64),
-            slowness=slowness,
-            limit_bytes=np.array([limits or (inf,) * kinds], dtype=np.float64),
-            group=np.zeros(kinds, dtype=np.int64),
-            late_s=np.full((1, 1, 1), link.latency_s),
-            s_per_byte=np.full((1, 1, 1), rate),
-            reduce_s=np.zeros((2, 1, kinds)),
+            slowness=np.array([1.0 / speed for speed in problem.speeds]),
+            limit_bytes=np.array(limits or (inf,) * mix.kinds, dtype=np.float64),
+            latency_s=link.latency_s,
+            s_per_byte=link.hold_s(reference) / reference,
         )
         return best_chains(space, table, devices, goal, self._check)
 
     def _cut(self, space: CutSpace, chains: Chains, mix: Mix, stages: int) -> Cut:
         chain = chains.chain(mix.tallies(stages))
         again = tuple(mode == 1 for mode in chain.modes) if any(chain.modes) else ()
-        return Cut(space.partition(chain.cuts), chain.ways, again)
+        return Cut(space.partition(chain.cuts), chain.kinds, again)
 
     def _cache_matters(self, size: int) -> bool:
         times = (self._problem.block_times(size, cached=each) for each in (True, False))
@@ -266,7 +258,7 @@ class Cutter:
                 space,
                 problem.profile,
                 problem.scale(size),
-                np.array(times)[:, None, :],
+                np.array(times),
                 problem.forward_block_times(size),
             )
             self._tables[key] = table._replace(stage_s=0.0) if least else table

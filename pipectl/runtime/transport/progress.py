@@ -19,8 +19,6 @@ from collections.abc import Callable, Sequence
 from pipectl.runtime.transport.transfer import WHOLE, Pieces, Transfer
 from pipectl.runtime.waiting import WorkMeter, poll
 
-MODES = ("none", "poll", "thread")
-
 _BURST_S = 0.2e-3
 _QUIET_CALLS = 3
 """Calls that found nothing, after which a burst ends."""
