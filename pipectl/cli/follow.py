@@ -43,17 +43,16 @@ def submission_json(run: RunDirectory, record: Record, **more: Any) -> dict[str,
     }
 
 
-def print_launch(launch: MpiChoice | None, warning: str) -> None:
+def print_launch(launch: MpiChoice, warning: str) -> None:
     """Say what ranks are started with, if somebody would ask.
 
     Args:
         warning: about the machines; empty if all is well.
     """
     warn(warning)
-    if launch is not None:
-        if launch.reason:
-            note(launch.reason)
-        warn(launch.warning)
+    if launch.reason:
+        note(launch.reason)
+    warn(launch.warning)
 
 
 def print_plan(plan: Plan | None, before: str = "") -> None:

@@ -151,7 +151,10 @@ class Assembly:
     def add_renewals(
         self, index: int, channel: Channel, uses: Integers, micro_batches: int
     ) -> None:
-        """The messages of weights of a stretch of steps; see :func:`renewals`.
+        """The messages of weights of a stretch of steps.
+
+        Each belongs to the last micro-batch of the update that made its version; the first, with
+        what the stretch begins with, to none (-1).
 
         Args:
             uses: the first micro-batch to use each of them.

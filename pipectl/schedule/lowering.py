@@ -153,18 +153,8 @@ def program_hash(plan: Plan) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def renewals(plan: Plan, stage: int, micro_batches: int) -> Portion:
-    """The messages of weights of a stage in a step, or a stretch of steps that are not flushed.
-
-    Each belongs to the last micro-batch of the update that made its version; the first, with what a
-    step or stretch begins with, to none (-1).
-    """
-    uses = renewed(plan, stage, micro_batches)
-    return Portion(np.arange(len(uses)) * plan.micro_batches - 1)
-
-
 def renewed(plan: Plan, stage: int, micro_batches: int) -> Integers:
-    """The first micro-batch of those that use each of the weights that :func:`renewals` bring."""
+    """The first micro-batch that uses each of the weights sent to a stage in a step or stretch."""
     if not is_unflushed(plan):
         return np.zeros(1, dtype=np.int64)
     return first_uses(plan, stage, micro_batches // plan.micro_batches) * plan.micro_batches

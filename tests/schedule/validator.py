@@ -36,7 +36,7 @@ from pipectl.graph import TransferKind
 from pipectl.plan import Plan
 from pipectl.schedule.actions import Action, Actions, Integers, Kind, Program
 from pipectl.schedule.channel import Channel, channels, is_kept, messages
-from pipectl.schedule.lowering import renewals
+from pipectl.schedule.lowering import renewed
 from pipectl.schedule.memory import peak_host_bytes, peak_memory_bytes, stage_peaks_in_flight
 from pipectl.schedule.placement import Portion, portion, roles
 from pipectl.schedule.registry import is_unflushed, order_of
@@ -149,7 +149,8 @@ class _Step:
             return
         weights = channel.kind is TransferKind.WEIGHT
         if weights:
-            carried = renewals(self.plan, channel.source_stage, self.micro_batches)
+            uses = renewed(self.plan, channel.source_stage, self.micro_batches)
+            carried = Portion(np.arange(len(uses)) * self.plan.micro_batches - 1)
         else:
             carried = messages(self.plan, channel, self.micro_batches)
         send, sent = Item(Kind.SEND_START, index), Item(Kind.SEND_WAIT, index)
