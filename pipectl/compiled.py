@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import numba
+from numba.core.caching import IndexDataCacheFile
 from numba.core.event import TimingListener, register
 
 P = ParamSpec("P")
@@ -53,10 +54,22 @@ def part_of_kernel(function: Callable[P, R]) -> Callable[P, R]:
     return _jit(function, _PART)
 
 
+class _Index(IndexDataCacheFile):
+    """The kernels on disk, none if a version left them whose types were in other modules."""
+
+    def _load_index(self) -> Any:
+        try:
+            return super()._load_index()  # type: ignore[no-untyped-call]
+        except (ImportError, AttributeError):
+            return {}
+
+
 def _jit(function: Callable[P, R], options: dict[str, Any]) -> Callable[P, R]:
     kernel: Callable[P, R]
     try:
         kernel = numba.njit(cache=True, **options)(function)
+        if cache := getattr(kernel, "_cache", None):  # not where NUMBA_DISABLE_JIT is set
+            cache._cache_file.__class__ = _Index
     except RuntimeError:  # no folder can be written: compile in every process
         kernel = numba.njit(**options)(function)
     return kernel

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipectl.errors import DataFileError
-from pipectl.planner.imported import pipedream_pruned, prepared
+from pipectl.planner.graph.imported import pipedream_pruned, prepared
 from pipectl.profile import Profile
 
 DIRECTORY = os.environ.get("PIPECTL_WORKLOADS")

@@ -11,16 +11,15 @@ from pipectl.errors import InfeasibleError, PipectlError, UsageError
 from pipectl.jobs.planning import Deadline, PlanInputs
 from pipectl.plan import Plan, Replication
 from pipectl.planner.balance.balance import balance
-from pipectl.planner.balance.request import Balance, BalanceRequest
-from pipectl.planner.folding import folded
-from pipectl.planner.imported import prepared
-from pipectl.planner.machines.other_clusters import (
+from pipectl.planner.balance.load_model import Balance, BalanceRequest
+from pipectl.planner.baselines import NAMES, OWN
+from pipectl.planner.explain.what_if import (
     with_bandwidth,
     with_ranks,
     with_slower_links,
 )
+from pipectl.planner.graph.imported import folded, prepared
 from pipectl.planner.plans.given_stages import plan_of_stages
-from pipectl.planner.policies import NAMES, OWN
 from pipectl.units import did_you_mean, format_bytes
 
 TECHNIQUES: dict[str, dict[str, Any]] = {

@@ -25,16 +25,15 @@ from pipectl.jobs.profiles import is_fresh
 from pipectl.jobs.schedules import schedule_of_job
 from pipectl.plan import OffloadTarget, Plan
 from pipectl.planner import PlanRequest, make_plan
-from pipectl.planner.answers.busiest_link import LinkLoad, busiest_link
-from pipectl.planner.answers.data_parallel import Estimate, WithoutPipeline, without_pipeline
-from pipectl.planner.answers.explain import Explanation, Offer, explain
-from pipectl.planner.answers.scaling import Scaling, scaling
-from pipectl.planner.answers.step_parts import StepParts, step_parts
-from pipectl.planner.folding import folded
-from pipectl.planner.imported import prepared
-from pipectl.planner.machines.other_clusters import with_bandwidth, with_ranks
-from pipectl.planner.policies import OWN
-from pipectl.planner.policies.policy_plans import policy_plans
+from pipectl.planner.baselines import OWN
+from pipectl.planner.baselines.plans import policy_plans
+from pipectl.planner.explain.busiest_link import LinkLoad, busiest_link
+from pipectl.planner.explain.data_parallel import Estimate, WithoutPipeline, without_pipeline
+from pipectl.planner.explain.explain import Explanation, Offer, explain
+from pipectl.planner.explain.scaling import Scaling, scaling
+from pipectl.planner.explain.step_parts import StepParts, step_parts
+from pipectl.planner.explain.what_if import with_bandwidth, with_ranks
+from pipectl.planner.graph.imported import folded, prepared
 from pipectl.planner.search import MOST_ALTERNATIVES, Found, search_plans
 from pipectl.profile import Profile
 from pipectl.runs import RunDirectory

@@ -13,10 +13,10 @@ from math import ceil
 from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError
 from pipectl.plan import Plan
-from pipectl.planner.assumed import baseline_bytes
+from pipectl.planner.assumptions import baseline_bytes
+from pipectl.planner.costs.stage_costs import with_halves
 from pipectl.planner.request import PlanRequest
 from pipectl.planner.techniques.given_ranks import on_ranks
-from pipectl.planner.techniques.halves import with_halves
 from pipectl.planner.techniques.placed import (
     TimedPlanner,
     balanced,

@@ -13,18 +13,17 @@ from pipectl.arrays import Floats, Integers
 from pipectl.cluster import Cluster
 from pipectl.link import Link
 from pipectl.plan import Plan, Stage
-from pipectl.planner.assumed import assumptions_of, baseline_bytes, size_assumptions
-from pipectl.planner.bounding.bounds import Bounds, Layout, numbered_partitions
-from pipectl.planner.bounding.cuts import Cuts, PartitionSums, Timings
-from pipectl.planner.costs import scaled_transfers, stage_costs
-from pipectl.planner.graphs.condense import Condensed
-from pipectl.planner.machines.devices import Pool, pools
-from pipectl.planner.machines.placement import Placement
-from pipectl.planner.memory.footprint import Footprint, Footprints
-from pipectl.planner.memory.liveness import parameter_gradients
-from pipectl.planner.memory.tables import StageTable
-from pipectl.planner.operator_times import OperatorTimes, Times
-from pipectl.planner.partition.cut_space import Partition
+from pipectl.planner.assumptions import assumptions_of, baseline_bytes, size_assumptions
+from pipectl.planner.costs.devices import Placement, Pool, pools
+from pipectl.planner.costs.footprint import Footprint, Footprints
+from pipectl.planner.costs.liveness import parameter_gradients
+from pipectl.planner.costs.operator_times import OperatorTimes, Times
+from pipectl.planner.costs.peaks import StageTable
+from pipectl.planner.costs.stage_costs import scaled_transfers, stage_costs
+from pipectl.planner.graph.blocks import Condensed
+from pipectl.planner.graph.downsets import Partition
+from pipectl.planner.partition.estimate import Bounds, Layout, numbered_partitions
+from pipectl.planner.partition.route_sums import Cuts, PartitionSums, Timings
 from pipectl.planner.plans.new_plan import new_plan
 from pipectl.planner.request import Order, PlanRequest
 from pipectl.profile import Profile

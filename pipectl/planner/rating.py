@@ -7,7 +7,7 @@ from math import ceil
 
 from pipectl.cluster import Cluster
 from pipectl.plan import Plan, Stage
-from pipectl.planner.operator_times import operator_times
+from pipectl.planner.costs.operator_times import operator_times
 from pipectl.planner.request import PlanRequest, micro_batch_sizes
 from pipectl.profile import Profile
 

@@ -28,7 +28,7 @@ from pipectl.planner.exploring.explorer import Explorer
 from pipectl.planner.exploring.first_plan import first_choices
 from pipectl.planner.exploring.infeasible import infeasible, least_demanding
 from pipectl.planner.exploring.judge import Verdict
-from pipectl.planner.graphs.condense import Condensed, condense
+from pipectl.planner.graph.blocks import Condensed, condense
 from pipectl.planner.partition.cut_space import CutSpace
 from pipectl.planner.partition.cutter import Cutter
 from pipectl.planner.problem import Choice, Problem

@@ -14,18 +14,18 @@ from math import ceil
 from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
-from pipectl.planner.assumed import baseline_bytes
-from pipectl.planner.graphs.condense import condense
+from pipectl.planner.activations.blocks import in_blocks
+from pipectl.planner.activations.modes import guessed_traffic, settled_traffic
+from pipectl.planner.assumptions import baseline_bytes
+from pipectl.planner.graph.blocks import condense
 from pipectl.planner.plans.new_plan import other_count
 from pipectl.planner.request import PlanRequest, micro_batch_sizes, stage_counts
-from pipectl.planner.techniques.blocks import in_blocks
 from pipectl.planner.techniques.placed import (
     TimedPlanner,
     balanced,
     fastest_that_fits,
     one_rank_a_stage,
 )
-from pipectl.planner.techniques.traffic import guessed_traffic, settled_traffic
 from pipectl.planner.trials import Trials
 from pipectl.profile import Profile
 from pipectl.schedule import SCHEDULES, default_warm_up

@@ -17,12 +17,12 @@ from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import OffloadTarget, Plan
 from pipectl.plan import Search as Findings
-from pipectl.planner.assumed import baseline_bytes
+from pipectl.planner.activations.blocks import BlockPlans
+from pipectl.planner.activations.modes import Keeping, ways
+from pipectl.planner.assumptions import baseline_bytes
 from pipectl.planner.exploring.judge import TIE
 from pipectl.planner.rating import PLANNER, largest_load_s, least_step_s, preference, work_s
 from pipectl.planner.request import PlanRequest
-from pipectl.planner.techniques.blocks import BlockPlans
-from pipectl.planner.techniques.keeping import Keeping, ways
 from pipectl.planner.techniques.proposals import MOST_RANKS, Proposals, Search
 from pipectl.planner.trials import Trials, out_of_time
 from pipectl.profile import Profile

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pipectl.planner.memory.footprint import Footprints
+from pipectl.planner.costs.footprint import Footprints
 from pipectl.profiler.alone import AloneStages
 from pipectl.profiler.cache import last_level_bytes
 from pipectl.profiler.effort import Effort, Rounds

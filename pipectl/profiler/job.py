@@ -18,8 +18,8 @@ from pipectl.capture.step import is_deferred, own_path
 from pipectl.capture.traits import coupled_operators
 from pipectl.errors import CaptureError
 from pipectl.faults import is_ours
-from pipectl.planner.memory.footprint import Footprints
-from pipectl.planner.operator_times import operator_times
+from pipectl.planner.costs.footprint import Footprints
+from pipectl.planner.costs.operator_times import operator_times
 from pipectl.profile import MeasuredOn, Operator, Profile
 from pipectl.profiler.effort import Effort
 from pipectl.profiler.fit import fit_stages

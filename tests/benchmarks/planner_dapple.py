@@ -13,9 +13,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from pipectl.planner.baselines.dapple_rules import DappleRules
+from pipectl.planner.graph.imported import prepared
 from pipectl.planner.hybrid import HybridPlan, HybridRequest, States, hybrid_plans
-from pipectl.planner.imported import prepared
-from pipectl.planner.policies.dapple_rules import DappleRules
 from pipectl.profile import Profile
 
 SYNCHRONOUS = "synchronous 1F1B iteration latency, event-simulated, full-duplex links"

@@ -13,7 +13,7 @@ from pathlib import Path
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
 from pipectl.planner import PlanRequest, make_plan
-from pipectl.planner.imported import prepared
+from pipectl.planner.graph.imported import prepared
 from pipectl.profile import Profile
 from pipectl.simulate import simulate
 

@@ -17,8 +17,8 @@ from time import perf_counter
 from typing import Any
 
 from pipectl.planner.balance.balance import balance
-from pipectl.planner.balance.request import Balance, BalanceRequest
-from pipectl.planner.imported import prepared
+from pipectl.planner.balance.load_model import Balance, BalanceRequest
+from pipectl.planner.graph.imported import prepared
 from pipectl.profile import Operator, Profile
 
 BUDGET_S = 10.0

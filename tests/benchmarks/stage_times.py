@@ -31,9 +31,9 @@ import packages
 from catalogue import Entry, entries, spec_of
 
 from pipectl.capture import CapturedJob
-from pipectl.planner.costs import stage_times
-from pipectl.planner.memory.footprint import Footprints
-from pipectl.planner.operator_times import operator_times
+from pipectl.planner.costs.footprint import Footprints
+from pipectl.planner.costs.operator_times import operator_times
+from pipectl.planner.costs.stage_costs import stage_times
 from pipectl.profile import Profile
 from pipectl.profiler import profile_job
 from pipectl.profiler.alone import AloneStages

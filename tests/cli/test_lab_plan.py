@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pipectl.planner.policies import NAMES
+from pipectl.planner.baselines import NAMES
 
 if TYPE_CHECKING:
     from conftest import Command

@@ -27,11 +27,11 @@ from pipectl.cluster import assumed_cluster
 from pipectl.jobs.planning import PlanInputs, StepAnswer
 from pipectl.plan import Blocks, Plan, Prediction, Replication, Search, StageCost
 from pipectl.planner import PlanRequest
-from pipectl.planner.answers.busiest_link import LinkLoad
-from pipectl.planner.answers.data_parallel import Estimate, WithoutPipeline
-from pipectl.planner.answers.explain import Alternative, Explanation, Offer
-from pipectl.planner.answers.scaling import Count, Scaling
-from pipectl.planner.answers.step_parts import StepParts
+from pipectl.planner.explain.busiest_link import LinkLoad
+from pipectl.planner.explain.data_parallel import Estimate, WithoutPipeline
+from pipectl.planner.explain.explain import Alternative, Explanation, Offer
+from pipectl.planner.explain.scaling import Count, Scaling
+from pipectl.planner.explain.step_parts import StepParts
 from pipectl.profile import Profile
 from pipectl.simulate import simulate
 

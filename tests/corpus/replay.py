@@ -19,9 +19,9 @@ from torch import Tensor
 from pipectl.capture import CapturedJob, Cut, Lane, Slot
 from pipectl.capture.randomness import seed_of
 from pipectl.plan import Plan, Stage
-from pipectl.planner.costs import scaled_transfers, stage_costs
-from pipectl.planner.memory.footprint import Footprints
-from pipectl.planner.operator_times import operator_times
+from pipectl.planner.costs.footprint import Footprints
+from pipectl.planner.costs.operator_times import operator_times
+from pipectl.planner.costs.stage_costs import scaled_transfers, stage_costs
 from pipectl.profile import Profile
 from pipectl.profiler.allocated import record_allocated
 from pipectl.runtime.blocked_stage import BlockedStage

@@ -15,7 +15,7 @@ from replay import peak_of_stage, plan_of, record
 
 from pipectl.capture import CapturedJob
 from pipectl.plan import OffloadTarget, Plan
-from pipectl.planner.techniques.blocks import in_blocks
+from pipectl.planner.activations.blocks import in_blocks
 from pipectl.profiler import profile_job
 from pipectl.runtime.offload import StageOffload
 from pipectl.runtime.offload.pages import Pages

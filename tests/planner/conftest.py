@@ -9,8 +9,7 @@ from itertools import combinations, pairwise
 import pytest
 from hypothesis import strategies as st
 
-from pipectl.planner.graphs.bitsets import bits
-from pipectl.planner.graphs.condense import Condensed
+from pipectl.planner.graph.blocks import Condensed, bits
 from pipectl.profile import Operator, OptimizerCost, Profile, StageOverhead
 
 Graphs = st.SearchStrategy[Profile]

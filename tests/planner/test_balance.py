@@ -9,10 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipectl.planner.balance.balance import balance
-from pipectl.planner.balance.decide import Decider
-from pipectl.planner.balance.downsets import enumerate_downsets
-from pipectl.planner.balance.load_model import load_model
-from pipectl.planner.balance.request import BalanceRequest
+from pipectl.planner.balance.decide import Decider, enumerate_downsets
+from pipectl.planner.balance.load_model import BalanceRequest, load_model
 from pipectl.profile import Operator, Profile
 
 SEARCHES = settings(

@@ -10,8 +10,7 @@ from pipectl.cluster import Cluster, Device, Node
 from pipectl.errors import InfeasibleError, InvalidInputError
 from pipectl.link import Link
 from pipectl.planner import PlanRequest, make_plan
-from pipectl.planner.memory.block_cuts import BlockCuts
-from pipectl.planner.techniques.blocks import in_blocks
+from pipectl.planner.activations.blocks import BlockCuts, in_blocks
 from pipectl.schedule import lower
 from pipectl.simulate import simulate
 

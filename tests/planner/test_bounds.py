@@ -4,11 +4,11 @@ from hypothesis import strategies as st
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
 from pipectl.planner import PlanRequest
-from pipectl.planner.bounding.bounds import Layout
+from pipectl.planner.costs.peaks import least_peaks_bytes
 from pipectl.planner.exploring.candidates import Candidates
 from pipectl.planner.exploring.judge import Judge
-from pipectl.planner.graphs.condense import condense
-from pipectl.planner.memory.least_peaks import least_peaks_bytes
+from pipectl.planner.graph.blocks import condense
+from pipectl.planner.partition.estimate import Layout
 from pipectl.planner.problem import Choice, Problem
 from pipectl.planner.request import open_orders
 from pipectl.simulate import simulate

@@ -6,12 +6,11 @@ from hypothesis import strategies as st
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
 from pipectl.planner import PlanRequest
-from pipectl.planner.bounding.bounds import Layout
 from pipectl.planner.exploring.candidates import Candidates
-from pipectl.planner.exploring.neighbours import neighbours
-from pipectl.planner.graphs.condense import condense
-from pipectl.planner.graphs.ideals import all_downsets
-from pipectl.planner.partition.enumeration import Enumeration
+from pipectl.planner.graph.blocks import condense
+from pipectl.planner.graph.downsets import Enumeration, all_downsets
+from pipectl.planner.partition.estimate import Layout
+from pipectl.planner.partition.moves import neighbours
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import open_orders
 

@@ -1,8 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipectl.planner.graphs.bitsets import bits
-from pipectl.planner.graphs.condense import Condensed, condense, contract
+from pipectl.planner.graph.blocks import Condensed, bits, condense, contract
 
 
 def reach(count, edges):

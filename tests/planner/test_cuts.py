@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.graph import TransferKind
 from pipectl.link import Link
-from pipectl.planner.bounding.cuts import PartitionSums
-from pipectl.planner.costs import scaled_transfers, stage_costs
-from pipectl.planner.graphs.condense import condense
-from pipectl.planner.memory.footprint import Footprints
-from pipectl.planner.operator_times import operator_times
+from pipectl.planner.costs.footprint import Footprints
+from pipectl.planner.costs.operator_times import operator_times
+from pipectl.planner.costs.stage_costs import scaled_transfers, stage_costs
+from pipectl.planner.graph.blocks import condense
+from pipectl.planner.partition.route_sums import PartitionSums
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import PlanRequest
 from pipectl.profile import OperatorMemory, StageOverhead

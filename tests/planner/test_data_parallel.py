@@ -6,7 +6,7 @@ import pytest
 from pipectl.cluster import Cluster, Device, Node, assumed_cluster
 from pipectl.link import Link
 from pipectl.planner import PlanRequest, make_plan
-from pipectl.planner.answers.data_parallel import Estimate, WithoutPipeline, without_pipeline
+from pipectl.planner.explain.data_parallel import Estimate, WithoutPipeline, without_pipeline
 from pipectl.profile import Profile
 from pipectl.schedule.listed import Listed
 

@@ -6,7 +6,7 @@ import pytest
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.link import Link
 from pipectl.planner import PlanRequest, make_plan
-from pipectl.planner.answers.explain import STOPPED, Explanation, Offer, difference, explain
+from pipectl.planner.explain.explain import STOPPED, Explanation, Offer, difference, explain
 from pipectl.profile import Operator, Profile
 
 REQUEST = PlanRequest(name="test", batch_size=64)

@@ -10,9 +10,9 @@ from pipectl.cluster import (
     assumed_cluster,
 )
 from pipectl.planner import PlanRequest
-from pipectl.planner.graphs.condense import condense
-from pipectl.planner.machines.mix import Mix
-from pipectl.planner.memory.least_peaks import largest_peak_bytes
+from pipectl.planner.costs.devices import Mix
+from pipectl.planner.costs.peaks import largest_peak_bytes
+from pipectl.planner.graph.blocks import condense
 from pipectl.planner.partition.cut_space import CutSpace
 from pipectl.planner.partition.cutter import Cutter, Fit
 from pipectl.planner.problem import Problem

@@ -7,8 +7,8 @@ import pytest
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
 from pipectl.planner import PlanRequest, make_plan
-from pipectl.planner.folding import folded
-from pipectl.planner.graphs.condense import condense
+from pipectl.planner.graph.blocks import condense
+from pipectl.planner.graph.imported import folded
 from pipectl.profile import Profile
 
 

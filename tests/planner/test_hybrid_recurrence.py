@@ -9,7 +9,7 @@ from pipectl.cluster import Cluster, Device, Node
 from pipectl.graph import TransferKind
 from pipectl.link import Link
 from pipectl.plan import Plan, Stage, StageCost, Transfer
-from pipectl.planner.bounding.recurrence import Stages, Transfers, step_s
+from pipectl.planner.partition.recurrence import Stages, Transfers, step_s
 from pipectl.schedule.one_f_one_b import policy_a, policy_b
 from pipectl.simulate import simulate
 

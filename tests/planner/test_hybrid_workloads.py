@@ -12,18 +12,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipectl.planner.baselines.dapple import formula_s
+from pipectl.planner.baselines.dapple_rules import DappleRules
+from pipectl.planner.baselines.pipedream import antichain_states, solved
+from pipectl.planner.baselines.policy import Work
+from pipectl.planner.graph.imported import prepared
 from pipectl.planner.hybrid import HybridRequest, States, hybrid_plans
 from pipectl.planner.hybrid.finish import best_warm_up
 from pipectl.planner.hybrid.model import Model, costs_of, layout_of, replica_counts
 from pipectl.planner.hybrid.placing import consecutive
 from pipectl.planner.hybrid.plans import placed_parts
 from pipectl.planner.hybrid.value import scheduled_s, warm_up_of
-from pipectl.planner.imported import prepared
-from pipectl.planner.policies.antichains import antichain_states
-from pipectl.planner.policies.dapple import formula_s
-from pipectl.planner.policies.dapple_rules import DappleRules
-from pipectl.planner.policies.pipedream import solved
-from pipectl.planner.policies.policy import Work
 from pipectl.profile import Profile
 
 DIRECTORY = Path(os.environ.get("PIPECTL_WORKLOADS", "."))

@@ -1,9 +1,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipectl.planner.graphs.bitsets import bits
-from pipectl.planner.graphs.condense import condense
-from pipectl.planner.graphs.ideals import all_downsets, prefix_downsets
+from pipectl.planner.graph.blocks import bits, condense
+from pipectl.planner.graph.downsets import all_downsets, prefix_downsets
 
 
 def is_downset(graph, members: int) -> bool:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from pipectl.planner.balance.balance import balance
-from pipectl.planner.balance.request import BalanceRequest
-from pipectl.planner.imported import prepared
+from pipectl.planner.balance.load_model import BalanceRequest
+from pipectl.planner.graph.imported import prepared
 from pipectl.profile import Profile
 
 DIRECTORY = os.environ.get("PIPECTL_WORKLOADS")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from pipectl.planner.costs import stage_costs
-from pipectl.planner.memory.footprint import Footprints
-from pipectl.planner.memory.liveness import peak_bytes
-from pipectl.planner.operator_times import operator_times
+from pipectl.planner.costs.footprint import Footprints
+from pipectl.planner.costs.liveness import peak_bytes
+from pipectl.planner.costs.operator_times import operator_times
+from pipectl.planner.costs.stage_costs import stage_costs
 from pipectl.profile import Operator, OperatorMemory, OptimizerCost, Profile, StepMemory
 
 

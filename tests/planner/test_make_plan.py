@@ -16,8 +16,8 @@ from pipectl.errors import InfeasibleError
 from pipectl.link import Link
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest, make_plan
-from pipectl.planner.graphs.condense import condense
-from pipectl.planner.machines.placement import placements
+from pipectl.planner.costs.devices import placements
+from pipectl.planner.graph.blocks import condense
 from pipectl.planner.problem import Choice, Problem
 from pipectl.planner.request import open_orders
 from pipectl.schedule import channels, lower

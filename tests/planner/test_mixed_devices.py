@@ -7,8 +7,7 @@ import pytest
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
 from pipectl.planner import PlanRequest, make_plan
-from pipectl.planner.machines.devices import mixes, pools
-from pipectl.planner.machines.mix import Mix
+from pipectl.planner.costs.devices import Mix, mixes, pools
 from pipectl.simulate import simulate
 
 LINK = Link(1e-5, 1e9)

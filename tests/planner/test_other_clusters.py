@@ -4,7 +4,7 @@ import pytest
 
 from pipectl.cluster import Cluster, Device, Node, assumed_cluster
 from pipectl.link import Link
-from pipectl.planner.machines.other_clusters import (
+from pipectl.planner.explain.what_if import (
     with_bandwidth,
     with_faster_links,
     with_memory,

@@ -8,7 +8,7 @@ from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.link import Link
 from pipectl.plan import Replication
 from pipectl.planner import PlanRequest, make_plan
-from pipectl.planner.techniques.halves import ASSUMED
+from pipectl.planner.costs.stage_costs import ASSUMED
 from pipectl.schedule import lower
 from pipectl.simulate import simulate
 

@@ -1,8 +1,7 @@
 import pytest
 
 from pipectl.cluster import assumed_cluster
-from pipectl.planner.machines.devices import pools
-from pipectl.planner.machines.placement import placements
+from pipectl.planner.costs.devices import placements, pools
 
 
 @pytest.mark.parametrize(

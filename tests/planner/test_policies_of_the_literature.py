@@ -7,11 +7,11 @@ import pytest
 
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
+from pipectl.planner.baselines import NAMES, POLICIES, Work
+from pipectl.planner.baselines.contiguous import balanced
+from pipectl.planner.baselines.dapple_rules import DappleRules
+from pipectl.planner.baselines.pipedream import antichain_states
 from pipectl.planner.hybrid import ClusterRules
-from pipectl.planner.policies import NAMES, POLICIES, Work
-from pipectl.planner.policies.antichains import antichain_states
-from pipectl.planner.policies.dapple_rules import DappleRules
-from pipectl.planner.policies.uniform import balanced
 
 
 def rules_of(machines):

@@ -11,8 +11,8 @@ from pipectl.errors import InfeasibleError
 from pipectl.link import Link
 from pipectl.plan import Replication
 from pipectl.planner import PlanRequest, make_plan
-from pipectl.planner.policies import POLICIES
-from pipectl.planner.policies.policy_plans import policy_plans
+from pipectl.planner.baselines import POLICIES
+from pipectl.planner.baselines.plans import policy_plans
 from pipectl.schedule import lower
 from pipectl.simulate import simulate
 

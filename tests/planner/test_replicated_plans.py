@@ -12,8 +12,8 @@ from pipectl.errors import InfeasibleError
 from pipectl.link import Link
 from pipectl.plan import Replication
 from pipectl.planner import PlanRequest, make_plan
-from pipectl.planner.assumed import DEFAULT_BASELINE_BYTES
-from pipectl.planner.graphs.condense import condense
+from pipectl.planner.assumptions import DEFAULT_BASELINE_BYTES
+from pipectl.planner.graph.blocks import condense
 from pipectl.planner.hybrid.model import costs_of
 from pipectl.planner.hybrid.states import States
 from pipectl.planner.plans.replica_costs import ReplicaChoice, ReplicaPlans

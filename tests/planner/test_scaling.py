@@ -6,7 +6,7 @@ from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.errors import InfeasibleError
 from pipectl.plan import Plan, Prediction
 from pipectl.planner import PlanRequest, make_plan
-from pipectl.planner.answers.scaling import scaling
+from pipectl.planner.explain.scaling import scaling
 from pipectl.planner.request import Planner
 from pipectl.profile import Profile
 

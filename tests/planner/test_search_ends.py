@@ -9,8 +9,8 @@ from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.link import Link
 from pipectl.plan import Plan
 from pipectl.planner import Found, PlanRequest, make_plan, search_plans
-from pipectl.planner.graphs.condense import condense
-from pipectl.planner.machines.mix import Mix
+from pipectl.planner.costs.devices import Mix
+from pipectl.planner.graph.blocks import condense
 from pipectl.planner.partition.cut_space import CutSpace
 from pipectl.planner.partition.cutter import Cutter, plain_fit
 from pipectl.planner.problem import Problem

@@ -12,8 +12,8 @@ from pipectl.cluster import Cluster, Device, Node
 from pipectl.errors import InfeasibleError
 from pipectl.link import Link
 from pipectl.planner import PlanRequest, make_plan, search_plans
+from pipectl.planner.activations.pipefb import apart_cut, ranks_of
 from pipectl.planner.hybrid import States
-from pipectl.planner.techniques.apart import apart_cut, ranks_of
 from pipectl.schedule import lower
 from pipectl.schedule.interleaved import INTERLEAVED
 from pipectl.simulate import simulate

@@ -21,10 +21,10 @@ from pipectl.units import format_bytes, format_time
 
 if TYPE_CHECKING:  # `status` shows plans, too, and loads no planner
     from pipectl.jobs.planning import StepAnswer
-    from pipectl.planner.answers.busiest_link import End, LinkLoad
-    from pipectl.planner.answers.data_parallel import WithoutPipeline
-    from pipectl.planner.answers.explain import Explanation
-    from pipectl.planner.answers.scaling import Count, Scaling
+    from pipectl.planner.explain.busiest_link import End, LinkLoad
+    from pipectl.planner.explain.data_parallel import WithoutPipeline
+    from pipectl.planner.explain.explain import Explanation
+    from pipectl.planner.explain.scaling import Count, Scaling
 
 _STYLES = {
     "forward": "cyan",

@@ -12,16 +12,153 @@ with a proven gap.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from math import inf
 
-from pipectl.planner.balance.bounds import stage_bound_s
-from pipectl.planner.balance.chains import best_of_orders, move_blocks
-from pipectl.planner.balance.decide import Decider
-from pipectl.planner.balance.downsets import enumerate_downsets
-from pipectl.planner.balance.load_model import LoadModel, Stages, load_model
-from pipectl.planner.balance.request import TOLERANCE, Balance, BalancedStage, BalanceRequest
+import numpy as np
+
+from pipectl.arrays import Floats, Integers
+from pipectl.compiled import compiled
+from pipectl.planner.balance.decide import Decider, enumerate_downsets
+from pipectl.planner.balance.load_model import (
+    TOLERANCE,
+    Balance,
+    BalancedStage,
+    BalanceRequest,
+    LoadModel,
+    Moves,
+    Stages,
+    load_model,
+)
+from pipectl.planner.balance.minimum_cut import stage_bound_s
 from pipectl.profile import Profile
+
+
+def best_of_orders(
+    model: LoadModel, devices: int, bound_s: float, expired: Callable[[], bool]
+) -> Stages | None:
+    """The best partition below a bound whose stages are parts of one topological order."""
+    best: Stages | None = None
+    for order in model.orders():
+        if best is not None and expired():
+            break
+        stages = _cut(model, devices, order, bound_s)
+        if stages is not None:
+            best, bound_s = stages, model.value_s(stages)
+    return best
+
+
+def _cut(model: LoadModel, devices: int, order: Sequence[int], bound_s: float) -> Stages | None:
+    """The best partition below a bound along one order."""
+    shape = (len(order) + 1, devices + 1)
+    best_s, before = np.empty(shape), np.zeros(shape, dtype=np.int64)
+    limit, moves = model.limit_bytes, model.moves
+    blocks = np.array(order, dtype=np.int64)
+    _cut_order(blocks, bound_s, model.compute_s, model.memory_bytes, limit, moves, best_s, before)
+    if not np.isfinite(best_s[-1].min()):
+        return None
+    left, end = int(best_s[-1].argmin()), len(order)
+    stages: list[tuple[int, ...]] = []
+    while end:
+        start = int(before[end, left])
+        stages.append(tuple(sorted(order[start:end])))
+        left, end = left - 1, start
+    return tuple(reversed(stages))
+
+
+@compiled
+def _crossing(moves: Moves, block: int, count: Integers) -> float:
+    """What transfers across the border of a stage grow by when a block comes in."""
+    grown = 0.0
+    for place in range(moves.values_at[block], moves.values_at[block + 1]):
+        value = moves.values[place]
+        count[value] += 1
+        if count[value] == 1:
+            grown += moves.transfer_s[value]
+        if count[value] == moves.users_at[value + 1] - moves.users_at[value]:
+            grown -= moves.transfer_s[value]
+    return grown
+
+
+@compiled
+def _cut_order(
+    order: Integers,
+    bound_s: float,
+    compute_s: Floats,
+    memory_bytes: Floats,
+    limit_bytes: float,
+    moves: Moves,
+    best_s: Floats,
+    before: Integers,
+) -> None:
+    """Find the best cuts of every prefix of an order.
+
+    Args:
+        order: blocks.
+        bound_s: stages of this load or more are of no interest.
+        best_s: out; smallest largest load by prefix and devices, infinite where there is no way.
+        before: out; start of the last stage.
+    """
+    best_s[:] = np.inf
+    best_s[0] = 0.0
+    for end in range(1, len(order) + 1):
+        count = np.zeros(len(moves.transfer_s), dtype=np.int64)
+        work_s, moved_s, bytes_in = 0.0, 0.0, 0.0
+        for start in range(end - 1, -1, -1):
+            block = order[start]
+            work_s += compute_s[block]
+            bytes_in += memory_bytes[block]
+            moved_s += _crossing(moves, block, count)
+            if work_s >= bound_s or bytes_in > limit_bytes:
+                break
+            if work_s + moved_s < bound_s:
+                for devices in range(best_s.shape[1] - 1):
+                    through = max(best_s[start, devices], work_s + moved_s)
+                    if through < best_s[end, devices + 1]:
+                        best_s[end, devices + 1] = through
+                        before[end, devices + 1] = start
+
+
+def move_blocks(model: LoadModel, stages: Stages, expired: Callable[[], bool]) -> Stages:
+    """Move single blocks out of the most loaded stage, until none lowers the largest load.
+
+    A block may move to any stage between those of its predecessors and those of its successors;
+    only the loads of the two stages change, because a value that other stages use crosses their
+    borders before and after.
+    """
+    better: Stages | None = stages
+    while better is not None and not expired():
+        stages, better = better, _best_move(model, better)
+    return stages if better is None else better
+
+
+def _best_move(model: LoadModel, stages: Stages) -> Stages | None:
+    """The partition with the move after which the larger of the two stages is smallest."""
+    loads = [model.load_s(blocks) for blocks in stages]
+    full = int(np.argmax(loads))
+    stage_of = np.zeros(len(model), dtype=np.int64)
+    for stage, blocks in enumerate(stages):
+        stage_of[list(blocks)] = stage
+    best_s, best = loads[full], None
+    for block in stages[full] if len(stages[full]) > 1 else ():
+        for target in _targets(model, stage_of, block, len(loads)):
+            moved = list(stages)
+            moved[full] = tuple(other for other in moved[full] if other != block)
+            moved[target] = tuple(sorted((*moved[target], block)))
+            larger_s = max(model.load_s(moved[full]), model.load_s(moved[target]))
+            fits = float(model.memory_bytes[list(moved[target])].sum()) <= model.limit_bytes
+            if larger_s < best_s and fits:
+                best_s, best = larger_s, tuple(moved)
+    return best
+
+
+def _targets(model: LoadModel, stage_of: Integers, block: int, stages: int) -> Iterator[int]:
+    """Other stages where a block may stand."""
+    before = stage_of[model.predecessors.of_row(block)]
+    after = stage_of[model.successors.of_row(block)]
+    first, last = before.max(initial=0), after.min(initial=stages - 1)
+    return (stage for stage in range(first, last + 1) if stage != stage_of[block])
+
 
 MAX_DOWNSETS = 1_000_000
 
@@ -36,7 +173,7 @@ def balance(
     """Partition a graph so that its most loaded stage has the least load.
 
     Args:
-        profile: prepared (:mod:`pipectl.planner.imported`).
+        profile: prepared (:mod:`pipectl.planner.graph.imported`).
         expired: whether time is up; asked every few tenths of a second. The answer is then the
             best so far, with the gap that is proven.
         max_downsets: a graph with more is not searched exhaustively.

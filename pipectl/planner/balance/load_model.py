@@ -26,10 +26,71 @@ from typing import NamedTuple
 import numpy as np
 
 from pipectl.arrays import Floats, Integers
-from pipectl.planner.balance.request import BalanceRequest
-from pipectl.planner.graphs.bitsets import bits
-from pipectl.planner.graphs.condense import Condensed, contract, group_labels
-from pipectl.profile import Operator, Profile
+from pipectl.planner.graph.blocks import Condensed, bits, contract, group_labels
+from pipectl.planner.graph.imported import stage_edges
+from pipectl.profile import Profile
+
+TOLERANCE = 1e-11
+"""Loads that differ relatively by less count as equal: that much may be lost in sums."""
+
+
+@dataclass(frozen=True)
+class BalanceRequest:
+    """The devices to share a graph among.
+
+    Args:
+        devices: at most, one per stage.
+        memory_limit_bytes: of a device; None for no limit.
+        bandwidth_bytes_per_s: of a link, for values without a ``transfer_s`` of their own, which
+            cross it once on their way and once as a gradient; None if moving them costs nothing.
+        communication_scale: factor of every ``transfer_s``.
+    """
+
+    devices: int
+    memory_limit_bytes: float | None = None
+    bandwidth_bytes_per_s: float | None = None
+    communication_scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class BalancedStage:
+    """One stage of the answer.
+
+    Args:
+        nodes: ids of its operators, in the profile's order.
+        load_s: its compute and its transfers.
+    """
+
+    nodes: tuple[str, ...]
+    load_s: float
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Stages with the smallest largest load that was found.
+
+    Args:
+        value_s: largest load of a stage.
+        lower_bound_s: no admissible partition is below it.
+        stages: in the order of the pipeline; none is empty.
+        downsets: of the graph that were looked at, at most.
+    """
+
+    value_s: float
+    lower_bound_s: float
+    stages: tuple[BalancedStage, ...]
+    downsets: int
+
+    @property
+    def exact(self) -> bool:
+        """Whether the value is proven to be the smallest."""
+        return self.lower_bound_s >= self.value_s * (1 - TOLERANCE)
+
+    @property
+    def gap(self) -> float:
+        """How far the value may be above the smallest one, relative to the bound."""
+        return self.value_s / self.lower_bound_s - 1 if self.lower_bound_s else 0.0
+
 
 Stages = tuple[tuple[int, ...], ...]
 """The blocks of every stage, in the order of the pipeline."""
@@ -147,7 +208,7 @@ class LoadModel:
 
 
 def load_model(profile: Profile, request: BalanceRequest) -> LoadModel:
-    """The arrays for a profile; it must have been prepared (:mod:`pipectl.planner.imported`)."""
+    """The arrays for a profile, prepared by :mod:`pipectl.planner.graph.imported`."""
     operators, edges = profile.operators, profile.edge_indices
     compute_s = [operator.forward_s + operator.backward_s for operator in operators]
     bandwidth = request.bandwidth_bytes_per_s
@@ -194,20 +255,6 @@ def load_model(profile: Profile, request: BalanceRequest) -> LoadModel:
         successors=after,
         limit_bytes=float(limit) if limited and limit is not None else np.inf,
     )
-
-
-def stage_edges(
-    operators: Sequence[Operator], edges: Sequence[tuple[int, int]]
-) -> list[tuple[int, int]]:
-    """The edges that stages have to follow."""
-    backward = [operator.phase == "backward" for operator in operators]
-    forward = {o.group for o in operators if o.phase != "backward"} - {None}
-    alone = [back and o.group not in forward for back, o in zip(backward, operators, strict=True)]
-    return [edge for edge in edges if not backward[edge[0]] and not backward[edge[1]]] + [
-        (target, source)
-        for source, target in edges
-        if backward[source] and backward[target] and (alone[source] or alone[target])
-    ]
 
 
 def _free(graph: Condensed, costs: tuple[Sequence[float], Sequence[float]]) -> list[bool]:

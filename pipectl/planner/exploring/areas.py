@@ -6,14 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from pipectl.planner.bounding.bounds import Layout
-from pipectl.planner.bounding.outlook import longest_path_s, outlook_s
-from pipectl.planner.machines.devices import mixes
-from pipectl.planner.machines.mix import Mix
-from pipectl.planner.machines.placement import Placement, every_placement, placements
+from pipectl.planner.bounds import longest_path_s, outlook_s
+from pipectl.planner.costs.devices import Mix, Placement, every_placement, mixes, placements
+from pipectl.planner.graph.downsets import Enumeration
 from pipectl.planner.partition.cut_space import CutSpace
 from pipectl.planner.partition.cutter import Bound, Cut, Cutter
-from pipectl.planner.partition.enumeration import Enumeration
+from pipectl.planner.partition.estimate import Layout
 from pipectl.planner.partition.programme import Check
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import Order, micro_batch_sizes, open_orders

@@ -12,7 +12,7 @@ from math import inf
 
 import numpy as np
 
-from pipectl.planner.bounding.bounds import Layout
+from pipectl.planner.partition.estimate import Layout
 from pipectl.planner.problem import Choice, Problem
 from pipectl.planner.request import Order
 

@@ -10,13 +10,13 @@ from itertools import islice
 from math import inf
 
 from pipectl.errors import OutOfTimeError
-from pipectl.planner.bounding.bounds import Layout
 from pipectl.planner.exploring.areas import Area, Areas
 from pipectl.planner.exploring.candidates import Candidate, Candidates
 from pipectl.planner.exploring.judge import Judge, Verdict, family_of
-from pipectl.planner.exploring.neighbours import neighbours
 from pipectl.planner.partition.cut_space import CutSpace
 from pipectl.planner.partition.cutter import Bound, Cutter, plain_fit
+from pipectl.planner.partition.estimate import Layout
+from pipectl.planner.partition.moves import neighbours
 from pipectl.planner.partition.programme import Check
 from pipectl.planner.problem import Choice, Problem
 from pipectl.planner.request import micro_batch_sizes, open_orders

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from pipectl.planner.graphs.bitsets import bitset
-from pipectl.planner.partition.cut_space import Partition
+from pipectl.planner.graph.blocks import bitset
+from pipectl.planner.graph.downsets import Partition
 from pipectl.planner.problem import Choice, Problem
 from pipectl.planner.request import micro_batch_sizes, open_orders
 

@@ -8,10 +8,8 @@ from math import ceil
 
 from pipectl.errors import InfeasibleError
 from pipectl.plan import Plan
-from pipectl.planner.machines.devices import mixes
-from pipectl.planner.machines.mix import Mix
-from pipectl.planner.machines.placement import placements
-from pipectl.planner.memory.least_peaks import largest_peak_bytes
+from pipectl.planner.costs.devices import Mix, mixes, placements
+from pipectl.planner.costs.peaks import largest_peak_bytes
 from pipectl.planner.partition.cutter import Cut, Cutter, Fit, plain_fit
 from pipectl.planner.problem import Choice, Problem
 from pipectl.planner.request import PlanRequest, micro_batch_sizes, open_orders

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from math import inf
 
 from pipectl.plan import Plan
-from pipectl.planner.bounding.bounds import ROUNDING
+from pipectl.planner.costs.peaks import least_peaks_bytes
 from pipectl.planner.exploring.candidates import Candidate, Candidates, Simplicity
-from pipectl.planner.memory.least_peaks import least_peaks_bytes
+from pipectl.planner.partition.estimate import ROUNDING
 from pipectl.planner.problem import Choice, Problem
 from pipectl.simulate import Simulation, simulate
 

@@ -15,10 +15,10 @@ from typing import NamedTuple
 import numpy as np
 
 from pipectl.arrays import Flags, Floats, Integers
+from pipectl.planner.costs.held import held_bytes
+from pipectl.planner.costs.operator_times import operator_times
 from pipectl.planner.hybrid.links import LinkRules
 from pipectl.planner.hybrid.states import States
-from pipectl.planner.memory.held import held_bytes
-from pipectl.planner.operator_times import operator_times
 from pipectl.profile import Profile
 
 EVERY_COUNT = 24

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipectl.arrays import Flags
-from pipectl.planner.graphs.bitsets import follows, membership
-from pipectl.planner.graphs.condense import Condensed, condense
-from pipectl.planner.graphs.ideals import all_downsets, prefix_downsets
+from pipectl.planner.graph.blocks import Condensed, condense, follows, membership
+from pipectl.planner.graph.downsets import all_downsets, prefix_downsets
 from pipectl.profile import Profile
 
 MOST_STATES = 640

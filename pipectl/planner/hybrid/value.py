@@ -13,15 +13,15 @@ import numpy as np
 
 from pipectl.arrays import Floats, Integers
 from pipectl.compiled import compiled
-from pipectl.planner.bounding.recurrence import Stages, Transfers, step_s
 from pipectl.planner.hybrid.model import Model
+from pipectl.planner.partition.recurrence import Stages, Transfers, step_s
 
 DOES_NOT_FIT_S = 1e9
 """Step times of plans that need more memory than there is begin here, and rise with the need."""
 
 
 class Parts(NamedTuple):
-    """Costs of a plan's stages and borders; see :mod:`pipectl.planner.bounding.recurrence`.
+    """Costs of a plan's stages and borders; see :mod:`pipectl.planner.partition.recurrence`.
 
     Args:
         activation_s, gradient_s: links are held by a micro-batch over each border.

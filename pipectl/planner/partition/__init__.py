@@ -1,1 +1,1 @@
-"""Cuts of a graph into stages: where it can be cut, what stages cost, and the dynamic programme."""
+"""Cuts of a graph into stages: the dynamic programme, the estimate of a step, and moves."""

@@ -14,18 +14,15 @@ from itertools import pairwise
 import numpy as np
 
 from pipectl.arrays import Flags, Floats, Words
-from pipectl.planner.graphs.bitsets import membership, words_of
-from pipectl.planner.graphs.condense import Condensed
-from pipectl.planner.graphs.ideals import all_downsets, prefix_downsets
-from pipectl.planner.graphs.negligible import merge_negligible
+from pipectl.planner.graph.blocks import Condensed, membership, words_of
+from pipectl.planner.graph.downsets import Partition, all_downsets, prefix_downsets
+from pipectl.planner.graph.negligible import merge_negligible
 from pipectl.profile import Profile
 
 MAX_DOWNSETS = 4000
 """Above, only a sample of the downsets is searched."""
 NEGLIGIBLE = (0.001, 0.01)
 """Shares of the whole time that small blocks may take to be merged into others."""
-Partition = tuple[int, ...]
-"""Bitset of blocks of every stage, in pipeline order."""
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,11 @@ from math import inf, isfinite
 
 import numpy as np
 
-from pipectl.planner.machines.mix import Mix
-from pipectl.planner.memory.liveness import memory_of
-from pipectl.planner.partition.cost_table import CostTable, cost_table
-from pipectl.planner.partition.cut_space import CutSpace, Partition
+from pipectl.planner.costs.devices import Mix
+from pipectl.planner.costs.liveness import memory_of
+from pipectl.planner.costs.table import CostTable, cost_table
+from pipectl.planner.graph.downsets import Partition
+from pipectl.planner.partition.cut_space import CutSpace
 from pipectl.planner.partition.programme import (
     ADDED,
     LATENCY,

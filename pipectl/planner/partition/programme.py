@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from pipectl.arrays import Floats, Integers, Words
 from pipectl.compiled import compiled, part_of_kernel
-from pipectl.planner.partition.cost_table import CostTable
+from pipectl.planner.costs.table import CostTable
 from pipectl.planner.partition.cut_space import CutSpace
 
 LOAD, LATENCY, MEMORY = range(3)

@@ -7,7 +7,7 @@ from math import ceil
 
 from pipectl.cluster import Cluster
 from pipectl.plan import Plan, Replication
-from pipectl.planner.assumed import assumptions_of, baseline_bytes
+from pipectl.planner.assumptions import assumptions_of, baseline_bytes
 from pipectl.planner.plans.replica_costs import ReplicaChoice, ReplicaPlans, members_of
 from pipectl.planner.request import PlanRequest
 from pipectl.planner.trials import predicted

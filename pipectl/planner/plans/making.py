@@ -8,7 +8,7 @@ from math import ceil
 
 from pipectl.cluster import Cluster
 from pipectl.plan import Plan, Replication
-from pipectl.planner.assumed import assumptions_of
+from pipectl.planner.assumptions import assumptions_of
 from pipectl.planner.plans.replica_costs import Members, ReplicaChoice, ReplicaPlans, members_of
 from pipectl.planner.request import PlanRequest, open_orders
 from pipectl.profile import Profile

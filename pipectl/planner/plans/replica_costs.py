@@ -8,10 +8,10 @@ from math import ceil
 
 from pipectl.cluster import Cluster
 from pipectl.plan import Plan, Replication, Stage, StageCost
-from pipectl.planner.assumed import size_assumptions
-from pipectl.planner.costs import scaled_transfers, stage_costs
-from pipectl.planner.memory.footprint import Footprint, Footprints
-from pipectl.planner.operator_times import operator_times
+from pipectl.planner.assumptions import size_assumptions
+from pipectl.planner.costs.footprint import Footprint, Footprints
+from pipectl.planner.costs.operator_times import operator_times
+from pipectl.planner.costs.stage_costs import scaled_transfers, stage_costs
 from pipectl.planner.plans.new_plan import new_plan
 from pipectl.planner.request import PlanRequest
 from pipectl.profile import Profile

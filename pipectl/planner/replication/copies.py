@@ -9,7 +9,7 @@ from math import ceil
 from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError
 from pipectl.plan import Plan, Replication
-from pipectl.planner.machines.other_clusters import with_ranks
+from pipectl.planner.explain.what_if import with_ranks
 from pipectl.planner.plans.replica_costs import ReplicaChoice, members_of
 from pipectl.planner.replication.replica_judge import judged
 from pipectl.planner.replication.replicated import replica_orders

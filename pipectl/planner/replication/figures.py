@@ -16,12 +16,11 @@ import numpy as np
 
 from pipectl.arrays import Floats, Integers
 from pipectl.cluster import Cluster
-from pipectl.planner.assumed import baseline_bytes
-from pipectl.planner.graphs.bitsets import bits, follows, membership
-from pipectl.planner.graphs.condense import Condensed, condense
-from pipectl.planner.graphs.ideals import all_downsets, prefix_downsets
-from pipectl.planner.memory.held import held_bytes
-from pipectl.planner.operator_times import operator_times
+from pipectl.planner.assumptions import baseline_bytes
+from pipectl.planner.costs.held import held_bytes
+from pipectl.planner.costs.operator_times import operator_times
+from pipectl.planner.graph.blocks import Condensed, bits, condense, follows, membership
+from pipectl.planner.graph.downsets import all_downsets, prefix_downsets
 from pipectl.profile import Profile
 from pipectl.simulate.reduction import reduction_s
 

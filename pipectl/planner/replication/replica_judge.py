@@ -8,13 +8,13 @@ from math import inf
 
 from pipectl.cluster import Cluster
 from pipectl.plan import Plan, Search
-from pipectl.planner.assumed import assumptions_of, baseline_bytes
+from pipectl.planner.activations.blocks import BlockPlans
+from pipectl.planner.activations.modes import Keeping, ways
+from pipectl.planner.assumptions import assumptions_of, baseline_bytes
+from pipectl.planner.costs.stage_costs import with_halves
 from pipectl.planner.plans.replica_costs import ReplicaChoice, ReplicaPlans
 from pipectl.planner.rating import PLANNER, largest_load_s, preference, work_s
 from pipectl.planner.request import PlanRequest
-from pipectl.planner.techniques.blocks import BlockPlans
-from pipectl.planner.techniques.halves import with_halves
-from pipectl.planner.techniques.keeping import Keeping, ways
 from pipectl.planner.trials import Trials
 from pipectl.profile import Profile
 

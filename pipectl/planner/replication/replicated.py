@@ -17,7 +17,7 @@ from math import ceil, inf
 
 from pipectl.cluster import Cluster
 from pipectl.plan import Plan, Replication
-from pipectl.planner.assumed import baseline_bytes
+from pipectl.planner.assumptions import baseline_bytes
 from pipectl.planner.hybrid import ClusterRules, HybridRequest, States, hybrid_plans
 from pipectl.planner.hybrid.placing import consecutive
 from pipectl.planner.plans.replica_costs import Members, ReplicaChoice, members_of

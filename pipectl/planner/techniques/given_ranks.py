@@ -10,10 +10,10 @@ from math import inf
 from pipectl.cluster import Cluster
 from pipectl.errors import OutOfTimeError
 from pipectl.plan import Plan
-from pipectl.planner.graphs.condense import condense
-from pipectl.planner.machines.devices import pools
-from pipectl.planner.machines.mix import Mix
-from pipectl.planner.partition.cut_space import CutSpace, Partition
+from pipectl.planner.costs.devices import Mix, pools
+from pipectl.planner.graph.blocks import condense
+from pipectl.planner.graph.downsets import Partition
+from pipectl.planner.partition.cut_space import CutSpace
 from pipectl.planner.partition.cutter import Cutter, Fit
 from pipectl.planner.problem import Choice, Problem
 from pipectl.planner.rating import largest_stage_load_s

@@ -11,8 +11,7 @@ from contextlib import suppress
 
 from pipectl.errors import OutOfTimeError
 from pipectl.plan import Plan
-from pipectl.planner.machines.devices import mixes
-from pipectl.planner.machines.placement import placements
+from pipectl.planner.costs.devices import mixes, placements
 from pipectl.planner.partition.cutter import Cut, Cutter, Fit, plain_fit
 from pipectl.planner.problem import Choice, Problem
 from pipectl.planner.request import micro_batch_sizes, open_orders, stage_counts

@@ -14,16 +14,16 @@ from math import ceil
 from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError
 from pipectl.plan import Plan
-from pipectl.planner.assumed import baseline_bytes
+from pipectl.planner.activations.blocks import BlockPlans
+from pipectl.planner.activations.modes import Keeping, ways
+from pipectl.planner.assumptions import baseline_bytes
+from pipectl.planner.costs.stage_costs import with_halves
 from pipectl.planner.exploring.judge import TIE
-from pipectl.planner.graphs.condense import condense
+from pipectl.planner.graph.blocks import condense
 from pipectl.planner.plans.new_plan import other_count
 from pipectl.planner.rating import largest_stage_load_s, work_s
 from pipectl.planner.request import Order, PlanRequest, micro_batch_sizes
-from pipectl.planner.techniques.blocks import BlockPlans
 from pipectl.planner.techniques.given_ranks import on_ranks
-from pipectl.planner.techniques.halves import with_halves
-from pipectl.planner.techniques.keeping import Keeping, ways
 from pipectl.planner.trials import Trials, out_of_time
 from pipectl.profile import Profile
 from pipectl.schedule import SCHEDULES

@@ -9,14 +9,14 @@ from dataclasses import replace
 from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
-from pipectl.planner.graphs.condense import condense
+from pipectl.planner.activations.pipefb import apart_cut, ranks_of, some_apart
+from pipectl.planner.graph.blocks import condense
 from pipectl.planner.hybrid import States
 from pipectl.planner.partition.cut_space import CutSpace
 from pipectl.planner.partition.cutter import Cutter
 from pipectl.planner.plans.making import Maker
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import PLACED, PlanRequest, micro_batch_sizes
-from pipectl.planner.techniques.apart import apart_cut, ranks_of, some_apart
 from pipectl.planner.techniques.interleaving import interleaved_proposals
 from pipectl.planner.techniques.offloaded import OffloadedCuts
 from pipectl.profile import Profile

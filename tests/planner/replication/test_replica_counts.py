@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
-from pipectl.planner.graphs.condense import condense
+from pipectl.planner.graph.blocks import condense
 from pipectl.planner.replication import replica_counts
 from pipectl.planner.replication.proposals import PRECISION
 from pipectl.simulate.reduction import reduction_s

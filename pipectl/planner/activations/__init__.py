@@ -1,0 +1,1 @@
+"""What stages do with the values their backward needs."""

@@ -1,0 +1,306 @@
+"""Stages that recompute block by block: where they are cut, and what they hold.
+
+Between two forwards and backwards a block holds its inputs; while it recomputes, all that its
+operators save. So cuts are wanted where little crosses, and so that no block saves much. Between
+the operators of a stage, in graph order, for the most that a block may save::
+
+    least crossing(end) = min over starts of
+        least crossing(start) + bytes that cross the end    if the operators between save that most
+
+Falling limits give more and more blocks: those between the layers of a model with equal layers.
+
+In the backward, a block holds what it saves and the inputs of all blocks before it; the gradients
+of those of its inputs that other blocks made wait for these. A stage takes the cut with which it
+holds least, with as many micro-batches in flight as its plan says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import ceil
+
+import numpy as np
+
+from pipectl.arrays import Floats
+from pipectl.plan import Blocks, Plan, Replication, Stage, StagePeaks
+from pipectl.planner.costs.footprint import Footprint, Footprints
+from pipectl.planner.costs.liveness import memory_of
+from pipectl.planner.costs.operator_times import operator_times
+from pipectl.planner.costs.stage_costs import stage_times
+from pipectl.planner.plans.replica_costs import Members, members_of
+from pipectl.profile import Operator, Profile
+
+LIMITS = tuple(0.7**power for power in range(1, 13))
+"""Of what a block saves, relative to the whole stage."""
+
+
+class BlockCuts:
+    """Cuts of the stages of one profile."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._operators = profile.operators
+        self._storages = [memory_of(operator).storage for operator in profile.operators]
+        self._readers = profile.readers
+
+    def of(self, inside: Sequence[int]) -> list[tuple[int, ...]]:
+        """Cuts of a stage of ascending operator indices, into more and more blocks.
+
+        Returns:
+            The places among its operators at which blocks but the first begin.
+        """
+        places = self._places(inside)
+        saved = np.cumsum([0, *self._saved(inside)], dtype=np.float64)
+        crossing = self._crossing(inside)
+        found = (_cut(places, saved, crossing, share * saved[-1]) for share in LIMITS)
+        return list(dict.fromkeys(cut for cut in found if cut))
+
+    def _places(self, inside: Sequence[int]) -> list[int]:
+        """Where no group of operators is cut, beginning and end included."""
+        spans: dict[str, list[int]] = {}
+        for place, index in enumerate(inside):
+            group = self._operators[index].group
+            if group is not None:
+                spans.setdefault(group, []).append(place)
+        within = np.zeros(len(inside) + 2, dtype=np.int64)
+        for found in spans.values():
+            within[found[0] + 1] += 1
+            within[found[-1] + 1] -= 1
+        free = np.cumsum(within)[: len(inside) + 1] == 0
+        return [int(place) for place in np.flatnonzero(free)]
+
+    def _saved(self, inside: Sequence[int]) -> Iterator[int]:
+        """What each operator saves that none before it does."""
+        seen: set[str] = set()
+        for index in inside:
+            fresh = {name: size for name, size in self._operators[index].saved if name not in seen}
+            seen.update(fresh)
+            yield sum(fresh.values())
+
+    def _crossing(self, inside: Sequence[int]) -> Floats:
+        """Bytes made before each place and read behind it."""
+        place = {index: number for number, index in enumerate(inside)}
+        lives = _lives(self._operators, self._storages, self._readers, place)
+        change = np.zeros(len(inside) + 2)
+        for first, last, size in lives.values():
+            change[first + 1] += size
+            change[last + 1] -= size
+        return np.cumsum(change)[: len(inside) + 1]
+
+
+def _lives(
+    operators: Sequence[Operator],
+    storages: Sequence[str],
+    readers: Sequence[Sequence[int]],
+    place: Mapping[int, int],
+) -> dict[str, tuple[int, int, int]]:
+    """First writer, last reader and bytes of the storages that are made and read in a stage."""
+    found: dict[str, tuple[int, int, int]] = {}
+    for index, made in place.items():
+        read = [place[reader] for reader in readers[index] if reader in place]
+        if read:
+            first, last, size = found.get(storages[index], (made, made, 0))
+            size = max(size, operators[index].output_bytes)
+            found[storages[index]] = first, max(last, *read), size
+    return found
+
+
+def _cut(
+    places: Sequence[int], saved: Floats, crossing: Floats, most_bytes: float
+) -> tuple[int, ...]:
+    """The cut with the least bytes at its borders; a block that cannot be cut may save more."""
+    before = saved[list(places)]
+    costs = 1.0 + crossing[list(places)]  # of equal bytes, fewer blocks
+    costs[-1] = 0.0
+    least, start = np.zeros(len(places)), np.zeros(len(places), dtype=np.int64)
+    firsts = np.searchsorted(before, before - most_bytes)
+    for end in range(1, len(places)):
+        first = min(int(firsts[end]), end - 1)
+        start[end] = first + int(np.argmin(least[first:end]))
+        least[end] = least[start[end]] + costs[end]
+    found, end = [], int(start[-1])
+    while end > 0:
+        found.append(places[end])
+        end = int(start[end])
+    return tuple(reversed(found))
+
+
+class BlockPlans:
+    """The blocks of plans of one profile; stages that several plans share are cut once."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+        self._cuts = BlockCuts(profile)
+        self._footprints = Footprints(profile)
+        self._known: dict[tuple[Members, tuple[int, ...], int], list[list[Blocks]]] = {}
+
+    def of(self, plan: Plan) -> list[Blocks | None]:
+        """The blocks of every stage if it recomputes; None where it is better not cut."""
+        members = members_of(self._profile, (stage.nodes for stage in plan.stages))
+        samples = tuple(_samples(plan, stage) for stage in plan.stages)
+        key = members, samples, plan.micro_batch_size
+        if key not in self._known:
+            self._known[key] = self._candidates(*key)
+        found = zip(plan.stages, plan.warm_up, self._known[key], strict=True)
+        return [_least(stage, flying, candidates) for stage, flying, candidates in found]
+
+    def _candidates(
+        self, members: Members, samples: Sequence[int], size: int
+    ) -> list[list[Blocks]]:
+        """Blocks of every stage that it may be cut into."""
+        cuts = [self._cuts.of(inside) for inside in members]
+        found: list[list[Blocks]] = [[] for _ in members]
+        for number in range(max(map(len, cuts), default=0)):
+            chosen = [cut[min(number, len(cut) - 1)] if cut else () for cut in cuts]
+            cut_up = [_cut_up(*pair) for pair in zip(members, chosen, strict=True)]
+            parts = self._footprints.of([block for blocks in cut_up for block in blocks])
+            first = 0
+            for stage, blocks in enumerate(cut_up):
+                if number < len(cuts[stage]):
+                    span = range(first, first + len(blocks))
+                    found[stage].append(self._blocks(parts, span, samples[stage], size))
+                first += len(blocks)
+        return found
+
+    def _blocks(self, parts: Footprint, span: range, samples: int, size: int) -> Blocks:
+        """Some stages of a partition as the blocks of one.
+
+        Args:
+            samples: that a replica takes at once.
+            size: of a micro-batch.
+        """
+        own = self._profile.micro_batch_size
+        times = operator_times(self._profile, samples)
+        costs = [
+            stage_times(parts, block, times, samples / own, self._profile.stage) for block in span
+        ]
+        forwards, backwards = zip(*costs, strict=True)
+        longer = size / samples
+        held = [_held(parts, block, size / own) for block in span]
+        peaks, last_peak = _peaks([_held(parts, block, samples / own) for block in span])
+        return Blocks(
+            firsts=tuple(parts.nodes[block][0] for block in span[1:]),
+            forward_s=longer * sum(forwards),
+            recompute_s=longer * forwards[-1],
+            backward_s=longer * (sum(backwards) + sum(forwards[:-1])),
+            kept_bytes=sum(_union([one.inputs for one in held]).values()),
+            last_bytes=held[-1].own_bytes,
+            peaks=peaks,
+            recompute_peak_bytes=last_peak,
+        )
+
+
+def in_blocks(plan: Plan, profile: Profile) -> Plan:
+    """A plan whose stages recompute, block by block where they hold less then."""
+    blocks = BlockPlans(profile).of(plan)
+    stages = zip(plan.stages, blocks, strict=True)
+    return replace(plan, stages=tuple(replace(stage, blocks=cut) for stage, cut in stages))
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What one block holds.
+
+    Args:
+        own_bytes: saved, without its inputs.
+        inputs, results: bytes by storage.
+        peaks: above its inputs.
+        gradient_bytes: of its parameters.
+    """
+
+    own_bytes: int
+    inputs: dict[str, int]
+    results: dict[str, int]
+    peaks: StagePeaks
+    gradient_bytes: int
+
+
+def _held(parts: Footprint, block: int, scale: float) -> _Held:
+    memory, crossing = parts.memory[block], parts.crossings[block]
+    inputs = {name: ceil(size * scale) for name, size in crossing.received.items()}
+    own = max(0, ceil(memory.saved * scale) - sum(inputs.values()))
+    without = StagePeaks(own, 0, memory.accumulated, 0)
+    return _Held(
+        own_bytes=own,
+        inputs=inputs,
+        results={name: ceil(size * scale) for name, size in crossing.sent.items()},
+        peaks=memory.peaks(scale, None) or without,
+        gradient_bytes=memory.accumulated,
+    )
+
+
+def _peaks(blocks: Sequence[_Held]) -> tuple[StagePeaks, int]:
+    """The most a stage allocates at once, and what the last block's forward does."""
+    made = forward = 0
+    for block in blocks:
+        forward = max(forward, made + block.peaks.forward_bytes)
+        made += sum(block.results.values())
+    later, first = _backward_peaks(blocks)
+    return StagePeaks(forward, later, first, 0), blocks[-1].peaks.forward_bytes
+
+
+def _backward_peaks(blocks: Sequence[_Held]) -> tuple[int, int]:
+    """Of a backward, and of the first: above the inputs of all blocks and what the last saves."""
+    inner = {name for block in blocks for name in block.results}
+    later = first = held = gradients = 0
+    waiting: dict[str, int] = {}
+    for number, block in reversed(list(enumerate(blocks))):
+        level = held + sum(waiting.values())
+        if block is not blocks[-1]:
+            later = max(later, level + block.peaks.forward_bytes)
+            first = max(first, level + gradients + block.peaks.forward_bytes)
+            level += block.own_bytes
+        later = max(later, level + block.peaks.backward_bytes)
+        first = max(first, level + gradients + block.peaks.first_backward_bytes)
+        gradients += block.gradient_bytes
+        earlier = {name for before in blocks[:number] for name in before.inputs}
+        freed = {name: size for name, size in block.inputs.items() if name not in earlier}
+        held -= sum(size for name, size in freed.items() if name in inner)
+        held -= block.own_bytes if block is blocks[-1] else 0
+        waiting = {name: size for name, size in waiting.items() if name not in block.results}
+        waiting |= block.inputs
+    return later, first
+
+
+def _union(parts: Sequence[dict[str, int]]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for part in parts:
+        for name, size in part.items():
+            found[name] = max(size, found.get(name, 0))
+    return found
+
+
+def _cut_up(inside: Sequence[int], places: Sequence[int]) -> list[tuple[int, ...]]:
+    borders = [0, *places, len(inside)]
+    return [tuple(inside[a:b]) for a, b in pairwise(borders)]
+
+
+def _samples(plan: Plan, stage: Stage) -> int:
+    """What a replica takes at once at most."""
+    split = plan.replication is Replication.SPLIT
+    return ceil(plan.micro_batch_size / stage.replicas) if split else plan.micro_batch_size
+
+
+def _least(stage: Stage, flying: int, candidates: Sequence[Blocks]) -> Blocks | None:
+    """What holds least; None if nothing does less than the stage in one."""
+    if stage.backward_ranks or not candidates:
+        return None
+    update = 0 if stage.cost.peaks is None else stage.cost.peaks.update_bytes
+    best = min(candidates, key=lambda blocks: _most_bytes(stage, blocks, flying))
+    if _most_bytes(stage, best, flying) >= _most_bytes(stage, None, flying):
+        return None
+    assert best.peaks is not None
+    return replace(best, peaks=replace(best.peaks, update_bytes=update))
+
+
+def _most_bytes(stage: Stage, blocks: Blocks | None, flying: int) -> int:
+    """What a stage that recomputes holds at most of its micro-batches."""
+    again = replace(stage, recompute=True, blocks=blocks)
+    cost, kept = again.running, again.kept_bytes
+    peaks = cost.peaks or StagePeaks(cost.saved_bytes, 0, cost.accumulated_bytes, 0)
+    before = (flying - 1) * kept
+    backward = before + cost.saved_bytes + max(peaks.backward_bytes, peaks.first_backward_bytes)
+    if stage.cost.weight_s is not None:  # its backwards are split
+        backward += again.input_half_bytes
+    return max(before + peaks.forward_bytes, backward)

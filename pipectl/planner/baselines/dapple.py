@@ -1,0 +1,221 @@
+"""DAPPLE's planner: synchronous latency by a closed formula, three ways to place every stage.
+
+States are those of PipeDream. What is planned so far is completed by one stage on all devices that
+are left, and the programme keeps, for every state and occupation of the machines, the plan whose
+completion has the least latency; every further stage may be placed fresh, append or scatter first.
+
+    latency = slowest stage x (M - 1) + one micro-batch on one device
+              + messages of one micro-batch + what of the reductions later stages do not hide
+
+M micro-batches; stages and messages of one micro-batch, stages divided by their replicas. The
+second term takes fill and drain without replicas, as the released planner does. Memory is not
+considered. Source: Fan et al., "DAPPLE: A Pipelined Data Parallel Approach for Training Large
+Models", PPoPP 2021, section 4 (planner), and the behaviour of the planner released with it, of
+which replication of the whole pipeline is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipectl.planner.baselines.pipedream import antichain_states
+from pipectl.planner.baselines.policy import PolicyPlan, Prefixes, Work
+from pipectl.planner.hybrid.links import LinkRules
+from pipectl.planner.hybrid.placing import POLICIES, Ranks
+from pipectl.profile import Profile
+
+NAME = "dapple"
+MOST_STATES = 32
+"""Of more states, so many that share the work evenly are used."""
+LARGE_BYTES = 1e6
+"""Messages and reductions of this size say what a byte takes."""
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """What the formula keeps of the stages so far.
+
+    Args:
+        slowest_s: largest stage.
+        done_s: one micro-batch through all stages, which hides later stages' reductions.
+        messages_s: one micro-batch over all borders.
+        exposed_s: what of the reductions nothing hides.
+    """
+
+    slowest_s: float = 0.0
+    done_s: float = 0.0
+    messages_s: float = 0.0
+    exposed_s: float = 0.0
+
+    def with_stage(self, stage_s: float, message_s: float, reduce_s: float) -> _Sums:
+        """With one stage more and the border in front of it."""
+        return _Sums(
+            max(self.slowest_s, stage_s),
+            self.done_s + stage_s,
+            self.messages_s + message_s,
+            max(self.exposed_s, reduce_s - self.done_s),
+        )
+
+    def latency_s(self, micro_batches: float, alone_s: float) -> float:
+        """The formula; ``alone_s`` is one micro-batch on one device."""
+        steady_s = self.slowest_s * (micro_batches - 1)
+        return steady_s + alone_s + self.messages_s + self.exposed_s
+
+
+@dataclass(frozen=True)
+class _Partial:
+    """Stages so far.
+
+    Args:
+        free: unused ranks of every machine.
+        latency_s: completed by one stage on what is free.
+    """
+
+    cuts: tuple[int, ...]
+    ranks: Ranks
+    free: tuple[tuple[int, ...], ...]
+    sums: _Sums
+    latency_s: float
+
+
+class _Planner:
+    def __init__(self, profile: Profile, rules: LinkRules, work: Work) -> None:
+        self.states = antichain_states(profile)
+        self._prefixes = Prefixes.of(profile, self.states, work.micro_batch_size)
+        self._alone_s = float(self._prefixes.time_s[-1])
+        self._rules = rules
+        self._micro_batches = work.micro_batches
+        self._times = self._prefixes.time_s.tolist()
+        self._held = self._prefixes.parameter_bytes.tolist()
+        self._sizes_out = self._prefixes.output_bytes.tolist()
+        self._messages: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
+        self._reductions: dict[tuple[int, ...], float] = {}
+        machines: list[list[int]] = [[] for _ in range(max(rules.machine_of) + 1)]
+        for rank, machine in enumerate(rules.machine_of):
+            machines[machine].append(rank)
+        self._sizes = [len(ranks) for ranks in machines]
+        self._all_free = tuple(map(tuple, machines))
+
+    def run(self) -> PolicyPlan:
+        """The programme over states, in their order."""
+        start = _Partial((0,), (), self._all_free, _Sums(), float("inf"))
+        best = self._completed(start)
+        kept: dict[int, dict[tuple[int, ...], _Partial]] = {0: {self._key(start): start}}
+        inner = self._inner()
+        for number, state in enumerate([0, *inner]):
+            for partial in list(kept.get(state, {}).values()):
+                for after in inner[number:]:
+                    if not self.states.follows[state, after]:
+                        continue
+                    for longer in self._longer(partial, after, best.latency_s):
+                        self._keep(kept.setdefault(after, {}), longer)
+                        if longer.latency_s < best.latency_s:
+                            best = self._completed(longer)
+        return PolicyPlan(self.states, best.cuts, best.ranks, best.latency_s)
+
+    def latency_s(self, cuts: tuple[int, ...], ranks: Ranks) -> float:
+        """Of a given plan."""
+        partial = _Partial((0,), (), (), _Sums(), 0.0)
+        for after, inside in zip(cuts[1:], ranks, strict=True):
+            sums = self._with_stage(partial, after, inside)
+            partial = _Partial((*partial.cuts, after), (*partial.ranks, inside), (), sums, 0.0)
+        return partial.sums.latency_s(self._micro_batches, self._alone_s)
+
+    def _inner(self) -> list[int]:
+        """States between nothing and everything to cut at."""
+        last = len(self.states) - 1
+        if last <= MOST_STATES:
+            return list(range(1, last))
+        times = self._prefixes.time_s
+        targets = np.linspace(0, times[-1], MOST_STATES + 1)[1:-1]
+        near = {int(np.argmin(np.abs(times - target))) for target in targets}
+        return sorted(near - {0, last})
+
+    def _key(self, partial: _Partial) -> tuple[int, ...]:
+        return tuple(sorted(len(ranks) for ranks in partial.free))
+
+    def _keep(self, kept: dict[tuple[int, ...], _Partial], partial: _Partial) -> None:
+        key = self._key(partial)
+        if key not in kept or partial.latency_s < kept[key].latency_s:
+            kept[key] = partial
+
+    def _longer(self, partial: _Partial, after: int, best_s: float) -> Iterator[_Partial]:
+        """One stage more, on every number of replicas that leaves a device, placed in each way.
+
+        What takes ``best_s`` before it is complete is left out.
+        """
+        seen = set()
+        for count in range(1, sum(map(len, partial.free))):
+            for take in POLICIES.values():
+                free = [list(ranks) for ranks in partial.free]
+                ranks = tuple(take(free, self._sizes, count))
+                shape = tuple(map(len, free))
+                if shape in seen:
+                    continue
+                seen.add(shape)
+                sums = self._with_stage(partial, after, ranks)
+                if sums.latency_s(self._micro_batches, self._alone_s) < best_s:
+                    yield self._extended(partial, after, ranks, tuple(map(tuple, free)), sums)
+
+    def _extended(
+        self,
+        partial: _Partial,
+        after: int,
+        ranks: tuple[int, ...],
+        free: tuple[tuple[int, ...], ...],
+        sums: _Sums,
+    ) -> _Partial:
+        longer = _Partial((*partial.cuts, after), (*partial.ranks, ranks), free, sums, 0.0)
+        rest = tuple(rank for inside in free for rank in inside)
+        whole = self._with_stage(longer, len(self.states) - 1, rest)
+        latency_s = whole.latency_s(self._micro_batches, self._alone_s)
+        return _Partial(longer.cuts, longer.ranks, free, sums, latency_s)
+
+    def _completed(self, partial: _Partial) -> _Partial:
+        """With everything left as one stage on the free ranks."""
+        last = len(self.states) - 1
+        rest = tuple(rank for inside in partial.free for rank in inside)
+        sums = self._with_stage(partial, last, rest)
+        latency_s = sums.latency_s(self._micro_batches, self._alone_s)
+        none = tuple(() for _ in partial.free)
+        return _Partial((*partial.cuts, last), (*partial.ranks, rest), none, sums, latency_s)
+
+    def _with_stage(self, partial: _Partial, after: int, ranks: tuple[int, ...]) -> _Sums:
+        before = partial.cuts[-1]
+        times, held = self._times, self._held
+        message_s = 0.0
+        if partial.ranks:
+            message_s = self._sizes_out[before] * self._message_rate(partial.ranks[-1], ranks)
+        reduce_s = (held[after] - held[before]) * self._reduce_rate(ranks)
+        stage_s = (times[after] - times[before]) / len(ranks)
+        return partial.sums.with_stage(stage_s, message_s, reduce_s)
+
+    def _reduce_rate(self, ranks: tuple[int, ...]) -> float:
+        """Seconds per byte of a large reduction."""
+        if ranks not in self._reductions:
+            self._reductions[ranks] = self._rules.reduce_s(LARGE_BYTES, ranks) / LARGE_BYTES
+        return self._reductions[ranks]
+
+    def _message_rate(self, senders: tuple[int, ...], receivers: tuple[int, ...]) -> float:
+        """Seconds per byte of a large message."""
+        key = (senders, receivers)
+        if key not in self._messages:
+            message = self._rules.transfer_s(LARGE_BYTES, senders, receivers)
+            self._messages[key] = (message.hold_s + message.late_s) / LARGE_BYTES
+        return self._messages[key]
+
+
+def plan(profile: Profile, rules: LinkRules, work: Work) -> PolicyPlan:
+    """The plan with the least latency by the formula."""
+    return _Planner(profile, rules, work).run()
+
+
+def formula_s(
+    profile: Profile, rules: LinkRules, work: Work, cuts: tuple[int, ...], ranks: Ranks
+) -> float:
+    """The formula's latency of a given plan; cuts are entries of the antichain states."""
+    planner = _Planner(profile, rules, work)
+    return planner.latency_s(cuts, ranks)

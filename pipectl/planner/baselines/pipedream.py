@@ -1,0 +1,254 @@
+"""PipeDream's planner: the least time per micro-batch in the steady state, with replicas.
+
+A stage of time T and parameters W on m devices takes (T + 4 (m - 1) W / (B m)) / m a micro-batch, a
+message of a bytes to a stage on m devices 2 a / (B m). The dynamic programme minimises the largest
+of these over prefixes of the state sequence and devices; on a hierarchy it is solved level by
+level, the stages of one level being what a machine of the level below achieves. Fill and drain of
+the pipeline do not count. Many plans tie; the first found in ascending order of cuts and replicas
+is taken. The antichain line of work solves the same without replicas, on one level.
+
+States are augmented antichains in topological order. An antichain is a set of operators none of
+which depends on another; with the earlier operators whose values are still needed it is
+*augmented*, and everything above it is a prefix of the graph. From one antichain the next follow by
+letting one operator step to a successor.
+
+Source: Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP 2019,
+section 3.1, and its optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pipectl.arrays import Floats, Integers
+from pipectl.planner.baselines.policy import PolicyPlan, Prefixes, Work
+from pipectl.planner.graph.blocks import Condensed, bits, bitset, condense
+from pipectl.planner.graph.downsets import prefix_downsets
+from pipectl.planner.hybrid.links import LinkRules
+from pipectl.planner.hybrid.placing import consecutive
+from pipectl.planner.hybrid.states import States
+from pipectl.profile import Profile
+
+MOST_STATES = 1500
+"""With more antichains, the prefixes of one topological order are taken."""
+
+
+def antichain_states(profile: Profile) -> States:
+    """Nothing, then every state of the sequence; the last one is everything."""
+    graph = condense(profile)
+    found = [0, *_sequence(graph)] if profile.edge_indices else None
+    if not found or len(found) > MOST_STATES or found[-1] != graph.everything:
+        found = prefix_downsets(graph, 0)
+    return States.chosen(graph, found, complete=False)
+
+
+def _sequence(graph: Condensed) -> list[int]:
+    """Downsets in the order in which a depth-first search leaves them, reversed."""
+    source = next(b for b, before in enumerate(graph.predecessors) if not before)
+    start: tuple[int, ...] = (source,)
+    following: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    left: list[tuple[int, ...]] = []
+    path = [start]
+    while path:
+        antichain = path[-1]
+        if antichain not in following:
+            following[antichain] = _steps(graph, antichain)[::-1]
+        if following[antichain]:
+            after = following[antichain].pop()
+            if after not in following:
+                path.append(after)
+        else:
+            left.append(path.pop())
+        if len(following) > MOST_STATES:
+            return []
+    return [_downset(graph, antichain) for antichain in reversed(left)]
+
+
+def _downset(graph: Condensed, antichain: Sequence[int]) -> int:
+    inside = bitset(antichain)
+    for block in antichain:
+        inside |= graph.ancestors[block]
+    return inside
+
+
+def _augmented(graph: Condensed, antichain: Sequence[int]) -> list[int]:
+    """The antichain and every ancestor with a reader outside what one of its operators needs."""
+    extra = 0
+    for block in antichain:
+        above = graph.ancestors[block]
+        for before in bits(above & ~extra):
+            if graph.successors[before] & ~(above | 1 << block):
+                extra |= 1 << before
+    return [*bits(extra), *(block for block in antichain if not extra >> block & 1)]
+
+
+def _steps(graph: Condensed, antichain: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The antichains that follow: one operator of the augmented antichain steps on."""
+    augmented = _augmented(graph, antichain)
+    members = bitset(augmented)
+    found = []
+    for block in augmented:
+        for after in bits(graph.successors[block]):
+            if after not in antichain and not graph.descendants[after] & members:
+                moved = {after if member == block else member for member in augmented}
+                found.append(_maximal(graph, moved))
+    return found
+
+
+def _maximal(graph: Condensed, blocks: set[int]) -> tuple[int, ...]:
+    """Without operators on which others depend."""
+    inside = bitset(blocks)
+    return tuple(sorted(b for b in blocks if not graph.descendants[b] & inside))
+
+
+NAME = "pipedream"
+ANTICHAIN = "antichain"
+_LEAST_S = 1e-12
+
+
+@dataclass(frozen=True)
+class _Level:
+    """One level of the hierarchy, solved.
+
+    Args:
+        best_s: shape (devices, starts, states); of the stages between two states. The outermost
+            level starts at nothing only.
+        split, tail: where the last stage begins and how many devices it has; -1 if there is one
+            stage on all devices.
+    """
+
+    best_s: Floats
+    split: Integers
+    tail: Integers
+
+
+def plan(profile: Profile, rules: LinkRules, work: Work) -> PolicyPlan:
+    """The plan for the rules' machines, their bandwidths taken from messages of one megabyte."""
+    machines = max(rules.machine_of) + 1
+    within = len(rules.machine_of) // machines
+    bandwidths = [bandwidth(rules, 0, 1)] if within > 1 else []
+    bandwidths += [bandwidth(rules, 0, len(rules.machine_of) - 1)] if machines > 1 else []
+    counts = [count for count in (within, machines) if count > 1]
+    return solved(profile, work, counts, bandwidths, straight=False)
+
+
+def bandwidth(rules: LinkRules, sender: int, receiver: int) -> float:
+    """Bytes per second of a message of one megabyte; its time may be no longer than a latency."""
+    size = 1e6
+    return size / max(rules.transfer_s(size, [sender], [receiver]).hold_s, _LEAST_S)
+
+
+def solved(
+    profile: Profile,
+    work: Work,
+    counts: Sequence[int],
+    bandwidths: Sequence[float],
+    *,
+    straight: bool,
+) -> PolicyPlan:
+    """The plan for a hierarchy.
+
+    Args:
+        counts: devices in the innermost group, groups in the next, and so on.
+        bandwidths: bytes per second of each level.
+        straight: whether no stage has more than one replica.
+    """
+    states = antichain_states(profile)
+    prefixes = Prefixes.of(profile, states, work.micro_batch_size)
+    times = prefixes.time_s[None, :] - prefixes.time_s[:, None]
+    times = np.where(states.follows, times, np.inf)
+    levels: list[_Level] = []
+    inner = 1
+    for count, bandwidth in zip(counts, bandwidths, strict=True):
+        starts = len(states) if len(levels) + 1 < len(counts) else 1
+        level = _level(prefixes, times, count, bandwidth, inner, starts, straight=straight)
+        levels.append(level)
+        times = levels[-1].best_s[-1]
+        inner *= count
+    if not levels:
+        last = len(states) - 1
+        return PolicyPlan(states, (0, last), ((0,),), float(prefixes.time_s[-1]))
+    stages = _stages(levels, len(counts) - 1, (0, len(states) - 1), counts[-1], 1)
+    cuts = (0, *(end for _, end, _ in stages))
+    ranks = consecutive(tuple(replicas for _, _, replicas in stages))
+    return PolicyPlan(states, cuts, ranks, float(times[0, -1]))
+
+
+def _level(
+    prefixes: Prefixes,
+    times: Floats,
+    count: int,
+    bandwidth: float,
+    inner: int,
+    starts: int,
+    *,
+    straight: bool,
+) -> _Level:
+    """All stages on up to ``count`` groups of ``inner`` devices each, from the first states on."""
+    weights = np.maximum(prefixes.parameter_bytes[None, :] - prefixes.parameter_bytes[:, None], 0)
+    single = [
+        (times + 4 * (m - 1) * weights / (bandwidth * m) / inner) / m
+        if m == 1 or not straight
+        else np.full_like(times, np.inf)
+        for m in range(1, count + 1)
+    ]
+    sends = 2 * prefixes.output_bytes / bandwidth
+    best = np.array(single)[:, :starts].copy()
+    split = np.full(best.shape, -1, np.int64)
+    tail = np.full(best.shape, -1, np.int64)
+    for devices in range(2, count + 1):
+        for last in range(1, devices):
+            head = np.maximum(best[devices - last - 1], (sends / last)[None, :])
+            _join(best, split, tail, devices - 1, last, head, single[last - 1])
+    return _Level(best, split, tail)
+
+
+def _join(
+    best: Floats,
+    split: Integers,
+    tail: Integers,
+    entry: int,
+    last: int,
+    head: Floats,
+    single: Floats,
+) -> None:
+    """Try every state between head and last stage, for all pairs of ends at once."""
+    for end in range(len(single)):
+        values = np.maximum(head, single[:, end][None, :])
+        where = values.argmin(axis=1)
+        found = values[np.arange(len(values)), where]
+        better = found < best[entry, :, end]
+        best[entry, better, end] = found[better]
+        split[entry, better, end] = where[better]
+        tail[entry, better, end] = last
+
+
+def _stages(
+    levels: Sequence[_Level], level: int, ends: tuple[int, int], devices: int, copies: int
+) -> list[tuple[int, int, int]]:
+    """(start, end, replicas) of the stages between two states on groups of a level."""
+    if level < 0:
+        return [(*ends, copies)]
+    found: list[tuple[int, int, int]] = []
+    start, end = ends
+    inside = levels[level - 1].best_s.shape[0] if level else 1
+    while levels[level].tail[devices - 1, start, end] > 0:
+        at = int(levels[level].split[devices - 1, start, end])
+        last = int(levels[level].tail[devices - 1, start, end])
+        found = [*_stages(levels, level - 1, (at, end), inside, copies * last), *found]
+        devices, end = devices - last, at
+    return [*_stages(levels, level - 1, (start, end), inside, copies * devices), *found]
+
+
+def straight_plan(profile: Profile, rules: LinkRules, work: Work) -> PolicyPlan:
+    """A straight pipeline on all devices, or on as many as there are states; links count once."""
+    devices = len(rules.machine_of)
+    between = bandwidth(rules, 0, devices - 1) if devices > 1 else 1.0
+    for count in range(devices, 1, -1):
+        found = solved(profile, work, [count], [between], straight=True)
+        if found.value_s < float("inf"):
+            return found
+    return solved(profile, work, [], [], straight=True)

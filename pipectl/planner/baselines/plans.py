@@ -1,0 +1,90 @@
+"""Plans with the stages, replicas and ranks that a planner of the literature chooses.
+
+Such a planner takes the micro-batch as given, and says nothing about the order of the work. Both
+are chosen here as for our own plans, by simulation, so that what differs is the planner's choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from pipectl.cluster import Cluster
+from pipectl.errors import InfeasibleError
+from pipectl.plan import Plan, Replication
+from pipectl.planner.baselines import POLICIES, PolicyPlan, Work, dapple, pipedream
+from pipectl.planner.explain.what_if import with_ranks
+from pipectl.planner.hybrid import ClusterRules
+from pipectl.planner.plans.replica_costs import ReplicaChoice
+from pipectl.planner.replication.replica_judge import judged
+from pipectl.planner.replication.replicated import replica_orders
+from pipectl.planner.request import PLACED, PlanRequest, micro_batch_sizes
+from pipectl.profile import Profile
+
+_MICRO_BATCHES_PER_RANK = 4
+_CURE = "leave it to the planner, or use --planner pipectl"
+REPLICATING = {dapple.NAME: Replication.SPLIT, pipedream.NAME: Replication.WHOLE}
+"""Policies whose stages may have replicas, and what these share: samples, or micro-batches."""
+
+
+def policy_plans(
+    name: str,
+    profile: Profile,
+    cluster: Cluster,
+    request: PlanRequest,
+    expired: Callable[[], bool] = lambda: False,
+    *,
+    planner: str | None = None,
+) -> list[Plan]:
+    """The plans that fit with a policy's stages, fastest first, over micro-batch sizes and orders.
+
+    Args:
+        name: of the policy.
+        planner: that the plans name, if not the policy.
+        expired: asked before every simulation; once it is true, what was found so far is returned.
+
+    Raises:
+        InfeasibleError: the policy cannot do what is asked, or does not fit: most of them do not
+            consider memory.
+    """
+    if request.schedule in PLACED:
+        raise InfeasibleError(f"no feasible plan: {name} plans for gpipe and 1f1b only", cure=_CURE)
+    choices = _choices(name, profile, cluster, request)
+    # These planners do not look at memory, so nothing recomputes unless all of it shall.
+    wanted = replace(request, recompute=bool(request.recompute), blocks=bool(request.blocks))
+    found = judged(profile, cluster, wanted, choices, expired, planner=planner or name)
+    if not found:
+        raise InfeasibleError(
+            f"no feasible plan: the stages that {name} chooses need more memory than a rank may "
+            f"take, or more replicas than a micro-batch has samples; {name} does not look at it",
+            cure=f"raise {request.named('memory_limit')}, or use --planner pipectl",
+        )
+    return found
+
+
+def _choices(
+    name: str, profile: Profile, cluster: Cluster, request: PlanRequest
+) -> Iterator[ReplicaChoice]:
+    """Every micro-batch size, schedule and warm-up; none in which a replica gets no sample."""
+    way = REPLICATING.get(name, Replication.WHOLE)
+    for size in micro_batch_sizes(request, _MICRO_BATCHES_PER_RANK * cluster.ranks):
+        found = _given(name, profile, cluster, request, size)
+        members, replicas = found.members, tuple(map(len, found.ranks))
+        if way is Replication.SPLIT and max(replicas) > size:
+            continue
+        for schedule, warm_up in replica_orders(replicas, way, size, request):
+            yield ReplicaChoice(members, found.ranks, size, way, schedule, warm_up)
+
+
+def _given(
+    name: str, profile: Profile, cluster: Cluster, request: PlanRequest, size: int
+) -> PolicyPlan:
+    """What the policy chooses for a micro-batch size."""
+    stages = request.fixed_stages
+    if stages is not None and name not in REPLICATING:
+        cluster = with_ranks(cluster, min(stages, cluster.ranks))
+    found = POLICIES[name](profile, ClusterRules(cluster), Work(request.batch_size, size))
+    if stages not in (None, len(found.ranks)):
+        made = f"{name} makes {len(found.ranks)} stages here, not {stages}"
+        raise InfeasibleError(f"no feasible plan: {made}", cure=_CURE)
+    return found

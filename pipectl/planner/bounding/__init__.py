@@ -1,1 +1,0 @@
-"""What no plan can be faster than."""

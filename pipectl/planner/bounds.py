@@ -1,0 +1,52 @@
+"""The least that a step can take with so many stages and such micro-batches, however it is cut.
+
+A stage waits for its first input, works, and then its last gradient travels back. Along a path of
+operators whose gradients come back, let stage s have the load l(s) of one micro-batch, of ``full``
+micro-batches in all, the last of which has the share r. Then the step takes at least
+
+    max over s of  r (l(1) + ... + l(s-1)) + full l(s),
+
+which is smallest when all stages take equally long, each load 1 - r/full of the one before::
+
+    step >= r T / (1 - (1 - r/full)^stages)        T = l(1) + ... + l(stages)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pipectl.planner.graph.blocks import Condensed, bits
+
+
+def outlook_s(
+    bottleneck_s: float, path_s: float, shares: Sequence[float], stages: int, fastest: float
+) -> float:
+    """The least that a step can take, updates left out.
+
+    Args:
+        bottleneck_s: least possible.
+        path_s: of one micro-batch along a path of operators, at speed 1.
+        shares: size of every micro-batch relative to a full one.
+        fastest: speed of the fastest device.
+    """
+    full, last = sum(shares), shares[-1]
+    through_s = last * path_s / fastest / (1 - (1 - last / full) ** stages)
+    return max(full * bottleneck_s, through_s)
+
+
+def longest_path_s(graph: Condensed, times_s: Sequence[float]) -> float:
+    """The longest path along which gradients come back.
+
+    Args:
+        times_s: of every block.
+    """
+    behind = [0.0] * len(graph)
+    returning = {value.producer: 0 for value in graph.values}
+    for value in graph.values:
+        if value.gradient_bytes:
+            returning[value.producer] |= value.blocks & ~(1 << value.producer)
+    for block in range(len(graph)):
+        behind[block] += times_s[block]
+        for reader in bits(returning.get(block, 0)):
+            behind[reader] = max(behind[reader], behind[block])
+    return max(behind)

@@ -1,0 +1,233 @@
+"""The devices of a cluster by kind, the orders in which stages may use them, and placements.
+
+Along a chain of stages the programme must know how many devices of each kind are in use. A *tally*
+numbers these combinations. With two devices A and one B::
+
+    tally   0   1   2   3   4   5        next with A   0→1→3   2→4→5
+    A used  0   1   0   2   1   2        next with B   0→2   1→4   3→5
+    B used  0   0   1   0   1   1
+
+The number of tallies is the product of the numbers of devices, so for many devices of several
+kinds the order of the kinds is given instead, and a tally is a position in it. Among equal devices
+stages go to ranks in rising order, so neighbours stay close.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
+from itertools import groupby, islice, product
+
+import numpy as np
+
+from pipectl.arrays import Integers
+from pipectl.cluster import Cluster
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Tallies by rising number of stages.
+
+    Args:
+        following: the tally after one more stage on each kind, -1 if there is none; shape
+            [tallies, kinds].
+        used: stages so far; shape [tallies].
+        complete: whether every order of the kinds is among them.
+    """
+
+    following: Integers
+    used: Integers
+    complete: bool
+
+    def __len__(self) -> int:
+        return len(self.used)
+
+    @property
+    def kinds(self) -> int:
+        """Number of kinds."""
+        return int(self.following.shape[1])
+
+    def tallies(self, stages: int) -> Integers:
+        """Those with so many stages."""
+        return np.flatnonzero(self.used == stages)
+
+    def up_to(self, stages: int) -> Mix:
+        """For at most so many stages."""
+        count = int((self.used <= stages).sum())
+        kept = self.following[:count]
+        return replace(self, following=np.where(kept < count, kept, -1), used=self.used[:count])
+
+    @classmethod
+    def free(cls, available: Sequence[int], most: int) -> Mix:
+        """Any order of so many devices of each kind, for at most ``most`` stages."""
+        ranges = [range(min(count, most) + 1) for count in available]
+        counts = [used for used in product(*ranges) if sum(used) <= most]
+        counts.sort(key=lambda used: (sum(used), [-count for count in used]))
+        place = {used: tally for tally, used in enumerate(counts)}
+        following = [
+            [place.get(_one_more(used, kind), -1) for kind in range(len(available))]
+            for used in counts
+        ]
+        return cls(
+            np.array(following, dtype=np.int64),
+            np.array([sum(used) for used in counts], dtype=np.int64),
+            complete=True,
+        )
+
+    @classmethod
+    def ordered(cls, sequence: Sequence[int], kinds: int) -> Mix:
+        """The kind of every position is given; tallies count from the end of the pipeline."""
+        sequence = sequence[::-1]
+        following = np.full((len(sequence) + 1, kinds), -1, dtype=np.int64)
+        following[np.arange(len(sequence)), list(sequence)] = np.arange(1, len(sequence) + 1)
+        used = np.arange(len(sequence) + 1, dtype=np.int64)
+        return cls(following, used, complete=kinds == 1)
+
+
+def free_tallies(available: Sequence[int], most: int) -> int:
+    """An upper bound on the tallies of :meth:`Mix.free`."""
+    count = 1
+    for devices in available:
+        count *= min(devices, most) + 1
+    return count
+
+
+def _one_more(used: tuple[int, ...], kind: int) -> tuple[int, ...]:
+    return (*used[:kind], used[kind] + 1, *used[kind + 1 :])
+
+
+MOST_STEPS = 5 * 10**8
+"""Of the dynamic programme with free choice of kinds; above, a few orders are tried."""
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Devices of equal speed and memory.
+
+    Args:
+        ranks: that have one, ascending.
+    """
+
+    speed: float
+    memory_bytes: int | None
+    ranks: tuple[int, ...]
+
+
+def pools(cluster: Cluster) -> tuple[Pool, ...]:
+    """The devices of a cluster by kind, the fastest first."""
+    ranks: dict[tuple[float, int | None], list[int]] = {}
+    for rank in range(cluster.ranks):
+        device = cluster.device(rank)
+        ranks.setdefault((device.speed, device.memory_bytes), []).append(rank)
+    found = [Pool(*kind, tuple(members)) for kind, members in ranks.items()]
+    return tuple(sorted(found, key=lambda pool: (-pool.speed, pool.ranks)))
+
+
+def mixes(devices: Sequence[Pool], states: int, fewest: int, most: int) -> list[Mix]:
+    """Ways for ``fewest`` to ``most`` stages to use the devices.
+
+    Every combination if the programme over so many states can afford it, or else the kinds in
+    the order of the ranks, the fastest first, and the fastest last.
+    """
+    available = [len(pool.ranks) for pool in devices]
+    if len(devices) == 1:
+        return [Mix.ordered([0] * most, 1)]
+    steps = states**2 // fewest * free_tallies(available, most) * len(devices)
+    if steps <= MOST_STEPS:
+        return [Mix.free(available, most)]
+    return [Mix.ordered(order, len(devices)) for order in dict.fromkeys(_orders(devices, most))]
+
+
+def _orders(devices: Sequence[Pool], most: int) -> list[tuple[int, ...]]:
+    """Kinds by position; the fastest devices are used first."""
+    fastest = [(kind, rank) for kind, pool in enumerate(devices) for rank in pool.ranks][:most]
+    by_rank = sorted(fastest, key=lambda pair: pair[1])
+    return [tuple(kind for kind, _ in order) for order in (by_rank, fastest, fastest[::-1])]
+
+
+Placement = tuple[int, ...]
+"""Rank of every stage."""
+_MOST_NODES = 8
+"""More stages have too many placements to try them all."""
+
+
+def placements(cluster: Cluster, devices: Sequence[Pool], kinds: Sequence[int]) -> list[Placement]:
+    """Ways to put stages on ranks: node by node, and spread so that nodes share no core.
+
+    Two nodes of two ranks and one core each, two stages::
+
+        node by node   (0, 1)   fewest messages between nodes
+        spread         (0, 2)   each stage has a core
+
+    Args:
+        kinds: of the device of every stage.
+    """
+    counts = [list(kinds).count(kind) for kind in range(len(devices))]
+    node_by_node = [pool.ranks[:count] for pool, count in zip(devices, counts, strict=True)]
+    spread = [_spread(cluster, pool, n) for pool, n in zip(devices, counts, strict=True)]
+    return list(dict.fromkeys([_in_turn(kinds, node_by_node), _in_turn(kinds, spread)]))
+
+
+def _in_turn(kinds: Sequence[int], ranks: Sequence[Sequence[int]]) -> Placement:
+    """Each stage gets the next rank of its kind."""
+    left = [iter(members) for members in ranks]
+    return tuple(next(left[kind]) for kind in kinds)
+
+
+def _spread(cluster: Cluster, pool: Pool, stages: int) -> Placement:
+    """Each stage in turn to the node that then has the fewest stages per core."""
+    members = groupby(pool.ranks, key=cluster.node_of_rank.__getitem__)
+    ranks = {node: list(found) for node, found in members}
+    held = dict.fromkeys(ranks, 0)
+    queue = [(1 / cluster.nodes[node].cores, node) for node in ranks]
+    heapify(queue)
+    for _ in range(stages):
+        _, node = heappop(queue)
+        held[node] += 1
+        if held[node] < len(ranks[node]):
+            heappush(queue, ((held[node] + 1) / cluster.nodes[node].cores, node))
+    return tuple(rank for node in ranks for rank in ranks[node][: held[node]])
+
+
+def every_placement(cluster: Cluster, stages: int, most: int) -> list[Placement]:
+    """All placements that differ, or none if there are more than ``most``.
+
+    Ranks of a node are alike, and so are equal nodes.
+    """
+
+    twins = _twins_before(cluster)
+
+    def extend(nodes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        if len(nodes) == stages:
+            yield nodes
+            return
+        for node, place in enumerate(cluster.nodes):
+            if nodes.count(node) < place.ranks and twins[node].issubset(nodes):
+                yield from extend((*nodes, node))
+
+    if stages > _MOST_NODES:
+        return []
+    found = list(islice(extend(()), most + 1))
+    return (
+        [_in_turn(nodes, _ranks_by_node(cluster)) for nodes in found] if len(found) <= most else []
+    )
+
+
+def _twins_before(cluster: Cluster) -> list[set[int]]:
+    """For every node the earlier ones that are just like it."""
+    alike: dict[object, list[int]] = {}
+    found = []
+    for place, node in enumerate(cluster.nodes):
+        device = node.device
+        kind = node.ranks, node.cores, device.speed, device.memory_bytes, node.switch
+        found.append(set(alike.setdefault(kind, [])))
+        alike[kind].append(place)
+    return found
+
+
+def _ranks_by_node(cluster: Cluster) -> list[list[int]]:
+    ranks: list[list[int]] = [[] for _ in cluster.nodes]
+    for rank, node in enumerate(cluster.node_of_rank):
+        ranks[node].append(rank)
+    return ranks

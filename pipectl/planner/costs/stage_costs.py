@@ -1,0 +1,111 @@
+"""What stages and messages cost at a micro-batch size.
+
+Bytes are proportional to the size, except parameters. A stage takes what its operators take, which
+depends on whether its data stays in the cache, and an overhead of its own. What the two halves of a
+split backward take is assumed, since no profile says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import ceil
+
+from pipectl.plan import Plan, Stage, StageCost, Transfer
+from pipectl.planner.costs.footprint import Footprint
+from pipectl.planner.costs.operator_times import Times
+from pipectl.profile import Operator, Profile, StageOverhead
+from pipectl.schedule import splits_backwards
+
+
+def stage_costs(
+    parts: Footprint, times: Times, scale: float, profile: Profile
+) -> tuple[StageCost, ...]:
+    """Cost of every stage.
+
+    Args:
+        times: of the operators at the micro-batch size.
+        scale: micro-batch size over the profile's.
+        profile: for what optimizer and stages cost.
+    """
+    return tuple(
+        _stage_cost(parts, index, times, scale, profile) for index in range(len(parts.members))
+    )
+
+
+def _stage_cost(
+    parts: Footprint, index: int, times: Times, scale: float, profile: Profile
+) -> StageCost:
+    optimizer = profile.optimizer_cost
+    parameter_bytes, memory = parts.parameter_bytes[index], parts.memory[index]
+    forward_s, backward_s = stage_times(parts, index, times, scale, profile.stage)
+    return StageCost(
+        forward_s=forward_s,
+        backward_s=backward_s,
+        update_s=optimizer.step_s_per_byte * parameter_bytes,
+        parameter_bytes=parameter_bytes,
+        optimizer_bytes=ceil(optimizer.state_bytes_per_parameter_byte * memory.trained_bytes),
+        saved_bytes=ceil(memory.saved * scale),
+        gradient_bytes=memory.accumulated,
+        buffer_bytes=memory.buffers,
+        input_bytes=ceil(parts.received_bytes[index] * scale),
+        peaks=memory.peaks(scale, profile.optimizer),
+    )
+
+
+def stage_times(
+    parts: Footprint, index: int, times: Times, scale: float, overhead: StageOverhead
+) -> tuple[float, float]:
+    """Forward and backward of a stage; a stage without any gradient has no backward."""
+    share = overhead.uncached(working_set_bytes(parts, index, scale))
+    forward_s, backward_s = times.total(parts.members[index], share)
+    more_forward_s, more_backward_s = parts.values[index].overhead_s(overhead)
+    return forward_s + more_forward_s, backward_s + more_backward_s if backward_s else 0.0
+
+
+def working_set_bytes(parts: Footprint, index: int, scale: float) -> float:
+    """What a stage touches in a forward and backward: parameters, gradients, saved values."""
+    return 2 * parts.parameter_bytes[index] + parts.memory[index].saved * scale
+
+
+def scaled_transfers(parts: Footprint, scale: float) -> tuple[Transfer, ...]:
+    """The messages at ``scale`` times the profile's micro-batch size."""
+    return tuple(
+        Transfer(item.kind, item.source, item.target, ceil(item.size_bytes * scale))
+        for item in parts.transfers
+    )
+
+
+ASSUMED = (
+    "backwards are split: gradients of parameters are taken as half of the backward of operators "
+    "that have any, which then keep what they save and the gradient of their output"
+)
+
+
+def with_halves(plan: Plan, profile: Profile) -> Plan:
+    """With the cost of both halves of each stage, if the plan's schedule splits backwards."""
+    if not splits_backwards(plan):
+        return plan
+    scale = plan.micro_batch_size / profile.micro_batch_size
+    return replace(
+        plan,
+        stages=tuple(replace(stage, cost=_halved(stage, profile, scale)) for stage in plan.stages),
+        assumptions=tuple(dict.fromkeys((*plan.assumptions, ASSUMED))),
+    )
+
+
+def _halved(stage: Stage, profile: Profile, scale: float) -> StageCost:
+    operators = [profile.by_id[node] for node in stage.nodes]
+    weighing = [operator for operator in operators if operator.parameters]
+    total_s = sum(operator.backward_s for operator in operators)
+    part = sum(operator.backward_s for operator in weighing) / total_s / 2 if total_s else 0.0
+    return replace(
+        stage.cost,
+        weight_s=part * stage.cost.backward_s,
+        deferred_bytes=ceil(_deferred_bytes(weighing) * scale),
+    )
+
+
+def _deferred_bytes(weighing: list[Operator]) -> int:
+    """Kept between the halves: a value that several operators read counts once."""
+    inputs = dict(pair for operator in weighing for pair in operator.saved)
+    return sum(inputs.values()) + sum(operator.gradient_bytes for operator in weighing)

@@ -1,0 +1,122 @@
+"""What a step takes without a pipeline: on one rank, or with the whole model on every rank.
+
+Both are estimates to compare a plan with. Data parallelism is taken as one sum of the gradients
+after the last backward, which takes what a plan's own sums over as many ranks take; see
+:mod:`pipectl.simulate.reduction`. What libraries hide of it behind the backward is not subtracted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import ceil
+
+from pipectl.cluster import Cluster
+from pipectl.errors import InfeasibleError, OutOfTimeError
+from pipectl.plan import Plan
+from pipectl.planner.explain.what_if import with_nodes, with_ranks
+from pipectl.planner.request import Planner, PlanRequest
+from pipectl.profile import Profile
+from pipectl.simulate.reduction import reduction_s
+
+CLEARLY = 0.99
+"""A pipeline must be slower than this share to be called not worth it."""
+_NO_SIZE = "the profile has no parameter bytes, which say how large the sum of gradients is"
+_NO_ROOM = "the whole model with a share of the batch does not fit into a rank's memory"
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A step without a pipeline.
+
+    Args:
+        ranks: that hold the whole model each.
+        reduction_s: the sum of the gradients over the ranks, contained in ``step_s``.
+        peak_memory_bytes: of the fullest rank.
+    """
+
+    ranks: int
+    step_s: float
+    reduction_s: float
+    peak_memory_bytes: int
+
+
+@dataclass(frozen=True)
+class WithoutPipeline:
+    """None where the whole model does not fit into a rank's memory, or its size is unknown.
+
+    Args:
+        reason: why data parallelism was not estimated; empty where it was, or has no ranks.
+    """
+
+    single: Estimate | None
+    data_parallel: Estimate | None
+    reason: str = ""
+
+    def better_than(self, plan: Plan) -> Estimate | None:
+        """What is as fast as a pipeline or faster; the simplest of these, or the fastest.
+
+        A plan that has one stage is no pipeline, and only beaten by what is faster.
+        """
+        step_s = plan.predicted_step_s
+        found = [each for each in (self.single, self.data_parallel) if each is not None]
+        fast = [each for each in found if each.step_s < CLEARLY * step_s]
+        return min(fast, key=lambda each: each.step_s, default=None)
+
+
+def without_pipeline(
+    profile: Profile, cluster: Cluster, request: PlanRequest, planner: Planner
+) -> WithoutPipeline:
+    """Estimates for the same step on one rank, and with data parallelism on all ranks."""
+    alone = _whole(profile, with_ranks(with_nodes(cluster, 1), 1), request, planner, ranks=1)
+    if min(cluster.ranks, request.batch_size) == 1:
+        return WithoutPipeline(alone, None)
+    if not _gradient_bytes(profile):
+        return WithoutPipeline(alone, None, _NO_SIZE)
+    found = _data_parallel(profile, cluster, request, planner)
+    return WithoutPipeline(alone, found, _NO_ROOM if found is None else "")
+
+
+def _data_parallel(
+    profile: Profile, cluster: Cluster, request: PlanRequest, planner: Planner
+) -> Estimate | None:
+    """A whole model on every rank, each with an equal share of the batch."""
+    ranks = min(cluster.ranks, request.batch_size)
+    found = [
+        _whole(profile, with_ranks(alone, 1), request, planner, ranks=ranks)
+        for alone in _distinct_nodes(cluster)
+    ]
+    fitting = [each for each in found if each is not None]
+    if len(fitting) < len(found):
+        return None
+    slowest = max(fitting, key=lambda each: each.step_s)
+    crowding = max(1.0, max(node.ranks / node.cores for node in cluster.nodes))
+    sum_s = reduction_s(cluster, cluster.node_of_rank, range(ranks), _gradient_bytes(profile))
+    step_s = slowest.step_s * crowding + sum_s
+    return Estimate(ranks, step_s, sum_s, slowest.peak_memory_bytes)
+
+
+def _distinct_nodes(cluster: Cluster) -> list[Cluster]:
+    """One node of every kind of device."""
+    nodes = {node.device: node for node in cluster.nodes}
+    return [replace(cluster, nodes=(node,)) for node in nodes.values()]
+
+
+def _whole(
+    profile: Profile, cluster: Cluster, request: PlanRequest, planner: Planner, *, ranks: int
+) -> Estimate | None:
+    """One rank with the whole model and its share of the batch."""
+    share = ceil(request.batch_size / ranks)
+    alone = replace(request, stages=1, schedule=None, listed=None, warm_up=None, replicas=1)
+    wanted = replace(alone, backward_apart=False, batch_size=share, key=None)
+    if ranks > 1:
+        wanted = replace(wanted, micro_batches=None)
+    try:
+        plan = planner(profile, cluster, wanted)
+    except (InfeasibleError, OutOfTimeError):
+        return None
+    assert plan.prediction is not None
+    return Estimate(ranks, plan.predicted_step_s, 0.0, max(plan.prediction.peak_memory_bytes))
+
+
+def _gradient_bytes(profile: Profile) -> int:
+    return sum(dict(pair for each in profile.operators for pair in each.parameters).values())

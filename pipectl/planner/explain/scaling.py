@@ -1,0 +1,119 @@
+"""Strong scaling: the best plan of the same step on different numbers of nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from pipectl.cluster import Cluster
+from pipectl.errors import InfeasibleError, OutOfTimeError
+from pipectl.plan import Plan
+from pipectl.planner.explain.what_if import with_nodes
+from pipectl.planner.request import Planner, PlanRequest
+from pipectl.profile import Profile
+
+PAYS = 0.5
+"""More nodes pay while they give at least this share of the speed-up they could."""
+_STEPS = 1000
+_SECONDS_PER_HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class Count:
+    """What one number of nodes gives.
+
+    Args:
+        plan: None where nothing fits.
+        reason: why not; empty where something does.
+    """
+
+    nodes: int
+    ranks: int
+    plan: Plan | None
+    reason: str = ""
+
+    @property
+    def step_s(self) -> float | None:
+        """Predicted time of one optimizer step."""
+        return None if self.plan is None else self.plan.predicted_step_s
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Throughput."""
+        return None if self.plan is None or not self.step_s else self.plan.batch_size / self.step_s
+
+    @property
+    def node_hours(self) -> float | None:
+        """Node-hours that 1000 optimizer steps cost."""
+        step_s = self.step_s
+        return None if step_s is None else self.nodes * step_s * _STEPS / _SECONDS_PER_HOUR
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """All counts, by rising number of nodes."""
+
+    counts: tuple[Count, ...]
+
+    @property
+    def base(self) -> Count | None:
+        """What efficiency is measured against: the fewest nodes on which the model fits."""
+        return next((count for count in self.counts if count.plan is not None), None)
+
+    def efficiency(self, count: Count) -> float | None:
+        """Speed-up over :attr:`base` per node that it has more; None where nothing fits."""
+        base = self.base
+        if base is None or base.step_s is None or not count.step_s:
+            return None
+        return base.step_s * base.nodes / (count.step_s * count.nodes)
+
+    @property
+    def pays_until(self) -> Count | None:
+        """The last count up to which every further node gave at least half of what it could."""
+        found = self.base
+        for before, after in pairwise(count for count in self.counts if count.plan is not None):
+            if _gain(before, after) < PAYS:
+                break
+            found = after
+        return found
+
+
+def scaling(
+    profile: Profile,
+    cluster: Cluster,
+    request: PlanRequest,
+    nodes: Sequence[int],
+    planner: Planner,
+    counted: Callable[[int], None] = lambda _nodes: None,
+) -> Scaling:
+    """Plan the same step for every number of nodes.
+
+    Args:
+        cluster: its first nodes are used; where it has too few, its last is repeated.
+        nodes: at least 1 each, in any order.
+        counted: called with each number before it is planned.
+    """
+
+    def found() -> Iterator[Count]:
+        for number in sorted(set(nodes)):
+            counted(number)
+            yield _count(profile, with_nodes(cluster, number), request, planner)
+
+    return Scaling(tuple(found()))
+
+
+def _count(profile: Profile, cluster: Cluster, request: PlanRequest, planner: Planner) -> Count:
+    nodes, ranks = len(cluster.nodes), cluster.ranks
+    try:
+        return Count(nodes, ranks, planner(profile, cluster, request))
+    except (InfeasibleError, OutOfTimeError) as error:
+        return Count(nodes, ranks, None, error.message)
+
+
+def _gain(before: Count, after: Count) -> float:
+    """Share of the speed-up that the further nodes could give."""
+    assert before.step_s is not None
+    assert after.step_s is not None
+    speed_up = before.step_s / after.step_s if after.step_s else 1.0
+    return (speed_up - 1) / (after.nodes / before.nodes - 1)

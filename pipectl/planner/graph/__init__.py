@@ -1,0 +1,1 @@
+"""The operator graph as sets of blocks: what must share a stage, and where it can be cut."""

@@ -1,0 +1,278 @@
+"""The operator graph with everything that must share a stage contracted to one block.
+
+Operators of an equal group share a stage. A contracted group need not be convex: if a path leaves
+it and comes back, everything on the path must share the stage too, because stages only feed later
+stages. Exactly these operators form a strongly connected component after the contraction::
+
+    a ──► b ──► c        a and c in one group:   (a c) ⇄ b    one block  (a b c)
+
+Sets of blocks are integers (bit b is block b), or many at once as rows of booleans or 64-bit words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from pipectl.arrays import Flags, Words
+from pipectl.graph import topological_order
+from pipectl.profile import Operator, Profile
+
+
+def bits(members: int) -> Iterator[int]:
+    """Positions of the set bits, ascending."""
+    while members:
+        low = members & -members
+        yield low.bit_length() - 1
+        members ^= low
+
+
+def bitset(positions: Iterable[int]) -> int:
+    """The integer with these bits set; positions must be distinct."""
+    return sum(1 << position for position in positions)
+
+
+def membership(bitsets: Sequence[int], width: int) -> Flags:
+    """Bitsets as rows of booleans; shape [bitsets, width]."""
+    size = -(-width // 8)
+    packed = b"".join(members.to_bytes(size, "little") for members in bitsets)
+    rows = np.frombuffer(packed, dtype=np.uint8).reshape(len(bitsets), size)
+    return np.unpackbits(rows, axis=1, bitorder="little")[:, :width].astype(np.bool_)
+
+
+def words_of(rows: Flags) -> Words:
+    """Rows of booleans, packed; shape [rows, words]. Which bit is which does not matter."""
+    packed = np.packbits(rows, axis=1)
+    packed = np.pad(packed, ((0, 0), (0, -packed.shape[1] % 8)))
+    return np.ascontiguousarray(packed).view(np.uint64)
+
+
+def follows(rows: Flags) -> Flags:
+    """Which set holds all of which other, and more; shape [rows, rows], the larger one last."""
+    words = words_of(rows)
+    inside = np.ones((len(words), len(words)), np.bool_)
+    for column in words.T:
+        inside &= (column[:, None] & ~column[None, :]) == 0
+    np.fill_diagonal(inside, val=False)
+    return inside
+
+
+@dataclass(frozen=True)
+class Block:
+    """Operators that share a stage.
+
+    Args:
+        operators: indices into the profile's operators, ascending.
+        parameters: bytes of every parameter by name; one that several operators use occurs once.
+        saved: bytes of every value kept for the backward by name; aliases occur once.
+    """
+
+    operators: tuple[int, ...]
+    parameters: dict[str, int]
+    saved: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Value:
+    """An operator's output that leaves its block.
+
+    Args:
+        producer: block that computes it.
+        blocks: bitset of the producer and of every block that reads it.
+        size_bytes: of its activation message.
+        gradient_bytes: of its gradient message; 0 where no gradient comes back.
+    """
+
+    producer: int
+    blocks: int
+    size_bytes: int
+    gradient_bytes: int
+
+
+Held = tuple[int, int]
+"""Bitset of the blocks that name something, and its bytes."""
+
+
+@dataclass(frozen=True)
+class Condensed:
+    """A DAG of blocks in an order that is topological and follows the operators' order.
+
+    Args:
+        predecessors: bitset of the direct predecessors of every block.
+        successors: bitset of the direct successors of every block.
+        values: every output that several blocks use.
+    """
+
+    blocks: tuple[Block, ...]
+    predecessors: tuple[int, ...]
+    successors: tuple[int, ...]
+    values: tuple[Value, ...]
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def everything(self) -> int:
+        """Bitset of all blocks."""
+        return (1 << len(self.blocks)) - 1
+
+    @cached_property
+    def ancestors(self) -> tuple[int, ...]:
+        """Bitset of everything each block depends on."""
+        return _closure(self.predecessors, range(len(self)))
+
+    @cached_property
+    def descendants(self) -> tuple[int, ...]:
+        """Bitset of everything that depends on each block."""
+        return _closure(self.successors, range(len(self) - 1, -1, -1))
+
+    @cached_property
+    def block_of(self) -> tuple[int, ...]:
+        """The block of every operator."""
+        home = {index: place for place, b in enumerate(self.blocks) for index in b.operators}
+        return tuple(home[index] for index in range(len(home)))
+
+    @cached_property
+    def parameters(self) -> tuple[Held, ...]:
+        """Every parameter."""
+        return held_by(block.parameters for block in self.blocks)
+
+    @cached_property
+    def saved(self) -> tuple[Held, ...]:
+        """Every value that is kept for the backward."""
+        return held_by(block.saved for block in self.blocks)
+
+    def operators_of(self, blocks: int) -> list[int]:
+        """Indices of the operators in a bitset of blocks, ascending."""
+        return sorted(index for block in bits(blocks) for index in self.blocks[block].operators)
+
+
+def held_by(blocks: Iterable[Mapping[str, int]]) -> tuple[Held, ...]:
+    """What blocks name, equal names once.
+
+    Args:
+        blocks: bytes by name of every block.
+    """
+    users: dict[str, int] = {}
+    sizes: dict[str, int] = {}
+    for position, named in enumerate(blocks):
+        bit = 1 << position
+        for name in named:
+            users[name] = users.get(name, 0) | bit
+        sizes.update(named)
+    return tuple((users[name], sizes[name]) for name in users)
+
+
+def _closure(direct: Sequence[int], order: Iterable[int]) -> tuple[int, ...]:
+    """What each block reaches; ``order`` has a block behind everything it reaches."""
+    reached = list(direct)
+    for block in order:
+        for neighbour in bits(direct[block]):
+            reached[block] |= reached[neighbour]
+    return tuple(reached)
+
+
+def condense(profile: Profile) -> Condensed:
+    """Contract groups and whatever lies between their members."""
+    return contract(profile.operators, profile.edge_indices, group_labels(profile.operators))
+
+
+def contract(
+    operators: Sequence[Operator], edges: Sequence[tuple[int, int]], labels: Sequence[int]
+) -> Condensed:
+    """The DAG of blocks when operators of an equal label share a block.
+
+    Args:
+        labels: for every operator, any number; equal numbers are contracted.
+    """
+    arcs = {(labels[source], labels[target]) for source, target in edges}
+    component = _components(sorted(set(labels)), sorted(arcs))
+    first: dict[int, int] = {}
+    home = [first.setdefault(component[label], number) for number, label in enumerate(labels)]
+    order = topological_order(sorted(first.values()), {(home[u], home[v]) for u, v in edges})
+    position = {number: place for place, number in enumerate(order)}
+    return _assemble(operators, edges, [position[number] for number in home])
+
+
+def group_labels(operators: Sequence[Operator]) -> list[int]:
+    """The index of the first operator of each operator's group."""
+    first: dict[str, int] = {}
+    return [
+        number if operator.group is None else first.setdefault(operator.group, number)
+        for number, operator in enumerate(operators)
+    ]
+
+
+def _components(nodes: Sequence[int], arcs: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """A representative of every node's strongly connected component (Kosaraju)."""
+    onward: dict[int, list[int]] = {node: [] for node in nodes}
+    back: dict[int, list[int]] = {node: [] for node in nodes}
+    for source, target in arcs:
+        onward[source].append(target)
+        back[target].append(source)
+    component: dict[int, int] = {}
+    for root in reversed(_postorder(nodes, onward)):
+        pending = [] if root in component else [root]
+        while pending:
+            node = pending.pop()
+            component[node] = root
+            pending += [source for source in back[node] if source not in component]
+    return component
+
+
+def _postorder(nodes: Iterable[int], targets: Mapping[int, Sequence[int]]) -> list[int]:
+    """Nodes in the order in which a depth-first search leaves them."""
+    seen: set[int] = set()
+    left: list[int] = []
+    for root in nodes:
+        path = [] if root in seen else [(root, iter(targets[root]))]
+        seen.add(root)
+        while path:
+            node, remaining = path[-1]
+            target = next((target for target in remaining if target not in seen), None)
+            if target is None:
+                left.append(node)
+                path.pop()
+            else:
+                seen.add(target)
+                path.append((target, iter(targets[target])))
+    return left
+
+
+def _assemble(
+    operators: Sequence[Operator], edges: Iterable[tuple[int, int]], block_of: Sequence[int]
+) -> Condensed:
+    """Blocks, their edges and the values between them."""
+    members: list[list[int]] = [[] for _ in range(max(block_of) + 1)]
+    for number, block in enumerate(block_of):
+        members[block].append(number)
+    predecessors = [0] * len(members)
+    successors = [0] * len(members)
+    users: dict[int, int] = {}
+    for source, target in edges:
+        producer, consumer = block_of[source], block_of[target]
+        if producer != consumer:
+            successors[producer] |= 1 << consumer
+            predecessors[consumer] |= 1 << producer
+            users[source] = users.get(source, 1 << producer) | 1 << consumer
+    return Condensed(
+        blocks=tuple(_block(operators, numbers) for numbers in members),
+        predecessors=tuple(predecessors),
+        successors=tuple(successors),
+        values=tuple(
+            Value(block_of[n], users[n], operators[n].output_bytes, operators[n].gradient_bytes)
+            for n in sorted(users)
+        ),
+    )
+
+
+def _block(operators: Sequence[Operator], numbers: Sequence[int]) -> Block:
+    inside = [operators[number] for number in numbers]
+    return Block(
+        operators=tuple(numbers),
+        parameters=dict(pair for operator in inside for pair in operator.parameters),
+        saved=dict(pair for operator in inside for pair in operator.saved),
+    )

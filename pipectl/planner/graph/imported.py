@@ -1,0 +1,145 @@
+"""Profiles of others as the planner takes them.
+
+PipeDream's profiler records the input pipeline (``Input0``) and the unpacking of tuples
+(``__getitem__(0)``) as nodes. Its planner, and DAPPLE's, which reads the same files, drop them
+before they partition; whoever compares with these planners drops them too.
+
+Some profiles have backward operators as nodes of their own. Such an operator stands where the
+forward operator would that it is the backward of: what it reads from other backward operators
+comes back to it from them, as gradients do::
+
+    f0 ──► f1          f0 ──► f1           values of f0, gradients of b0's
+           │     is                        f0 and b0 in one stage, f1 and b1 in one
+    b0 ◄── b1          b0 ──► b1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from pipectl.graph import topological_order
+from pipectl.planner.graph.blocks import contract, group_labels
+from pipectl.profile import Operator, Profile
+
+PIPEDREAM_FILES = ("pipedream-", "dapple-")
+"""How the names of profiles begin to which PipeDream's rule applies."""
+
+
+def prepared(profile: Profile) -> Profile:
+    """The profile as the planner takes it: by PipeDream's rule where its name tells that source."""
+    return pipedream_pruned(profile) if profile.name.startswith(PIPEDREAM_FILES) else profile
+
+
+def pipedream_pruned(profile: Profile) -> Profile:
+    """Drop sources called ``Input…``, then those sinks called ``__getitem__…`` that there are."""
+    targets = {target for _, target in profile.edges}
+    without_inputs = _without(profile, "Input", targets)
+    sources = {source for source, _ in without_inputs.edges}
+    return _without(without_inputs, "__getitem__", sources)
+
+
+def _without(profile: Profile, prefix: str, kept: Iterable[str]) -> Profile:
+    """The profile without the operators of a prefix that are not in ``kept``."""
+    stays = set(kept)
+    dropped = {o.id for o in profile.operators if o.name.startswith(prefix) and o.id not in stays}
+    edges = [edge for edge in profile.edges if not dropped.intersection(edge)]
+    return replace(
+        profile,
+        operators=tuple(o for o in profile.operators if o.id not in dropped),
+        edges=tuple(edges),
+        edge_bytes={e: size for e, size in profile.edge_bytes.items() if e in set(edges)},
+    )
+
+
+BACKWARD = "backward"
+
+
+def folded(profile: Profile, stages: Sequence[Sequence[str]] = ()) -> Profile:
+    """The profile with the edges of backward operators turned to the way the pipeline goes.
+
+    Values that backward operators send become gradients; they keep nothing for a backward. Values
+    of forward operators that a backward operator reads travel with the forward, or, where that is
+    in front of it, with the backward.
+
+    Args:
+        profile: returned as it is if no operator is a backward one.
+        stages: ids of the operators of stages that are chosen already, in their order; values
+            then travel between these, even where the graph alone leaves open which comes first.
+    """
+    if all(operator.phase != BACKWARD for operator in profile.operators):
+        return profile
+    place = _places(profile, stages)
+    edges: set[tuple[int, int]] = set()
+    gradients = [operator.gradient_bytes for operator in profile.operators]
+    for source, target in profile.edge_indices:
+        turned, is_gradient = _turned(profile.operators, place, source, target)
+        if turned is not None:
+            edges.add(turned)
+        if turned is not None and is_gradient:
+            size_bytes = profile.operators[source].output_bytes
+            gradients[turned[0]] = max(gradients[turned[0]], size_bytes)
+    return _rebuilt(profile, sorted(edges), gradients)
+
+
+def _turned(
+    operators: Sequence[Operator], place: Sequence[tuple[int, int]], source: int, target: int
+) -> tuple[tuple[int, int] | None, bool]:
+    """An edge as the pipeline goes, and whether its value travels with the backward.
+
+    None where it stays in one place and says nothing about the forward.
+    """
+    sends, reads = (operators[index].phase == BACKWARD for index in (source, target))
+    if place[source] == place[target] and sends:
+        return ((target, source) if reads else None), True
+    if place[source] <= place[target]:
+        return (source, target), sends
+    return (target, source), True
+
+
+def _places(profile: Profile, stages: Sequence[Sequence[str]]) -> list[tuple[int, int]]:
+    """Stage and block of every operator: what travels goes to a larger one in the forward."""
+    operators = profile.operators
+    arcs = stage_edges(operators, profile.edge_indices)
+    graph = contract(operators, arcs, group_labels(operators))
+    stage_of: Mapping[str, int] = {node: s for s, nodes in enumerate(stages) for node in nodes}
+    return [
+        (stage_of.get(o.id, 0), block) for o, block in zip(operators, graph.block_of, strict=True)
+    ]
+
+
+def _rebuilt(
+    profile: Profile, edges: Sequence[tuple[int, int]], gradients: Sequence[int]
+) -> Profile:
+    """The profile with other edges and gradients, its operators in an order of these edges."""
+    order = topological_order(range(len(profile.operators)), edges)
+    operators = [
+        _folded(operator, gradient_bytes)
+        for operator, gradient_bytes in zip(profile.operators, gradients, strict=True)
+    ]
+    return replace(
+        profile,
+        operators=tuple(operators[index] for index in order),
+        edges=tuple((operators[u].id, operators[v].id) for u, v in edges),
+        edge_bytes={},
+    )
+
+
+def _folded(operator: Operator, gradient_bytes: int) -> Operator:
+    if operator.phase != BACKWARD:
+        return replace(operator, phase=None, gradient_bytes=gradient_bytes)
+    return replace(operator, phase=None, output_bytes=0, gradient_bytes=gradient_bytes, saved=())
+
+
+def stage_edges(
+    operators: Sequence[Operator], edges: Sequence[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """The edges that stages have to follow."""
+    backward = [operator.phase == "backward" for operator in operators]
+    forward = {o.group for o in operators if o.phase != "backward"} - {None}
+    alone = [back and o.group not in forward for back, o in zip(backward, operators, strict=True)]
+    return [edge for edge in edges if not backward[edge[0]] and not backward[edge[1]]] + [
+        (target, source)
+        for source, target in edges
+        if backward[source] and backward[target] and (alone[source] or alone[target])
+    ]

@@ -1,1 +1,0 @@
-"""What stages hold at once."""
