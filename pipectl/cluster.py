@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from math import inf
@@ -14,6 +14,7 @@ from pipectl.errors import DataFileError
 from pipectl.fields import Count, Positive, read_fields
 from pipectl.files import read_json, write_json
 from pipectl.link import Link
+from pipectl.row_times import RowTimes
 
 VERSION = 1
 ASSUMED_WITHIN = Link(latency_s=20e-6, bandwidth_bytes_per_s=2e9, assumed=True)
@@ -46,6 +47,7 @@ class Device:
         memory_bytes: of one rank; None if unknown.
         host_link: the rank's way to the memory of its host, for offloading; None if unknown.
         disk_link: its way to a disk of its node, likewise.
+        rows: what its program takes besides computing; None if unknown, and taken as nothing.
     """
 
     kind: str
@@ -53,6 +55,7 @@ class Device:
     memory_bytes: int | None = None
     host_link: Link | None = None
     disk_link: Link | None = None
+    rows: RowTimes | None = None
 
     def offload_link(self, target: OffloadTarget) -> Link:
         """The way of what is offloaded; an assumed one if nobody measured."""
@@ -156,6 +159,18 @@ class Cluster:
         limits = (limit_bytes, self.device(rank).memory_bytes)
         return min((limit for limit in limits if limit is not None), default=inf)
 
+    def with_rows(self, rows: RowTimes | None) -> Cluster:
+        """The cluster with the times of rows that a profile has, where its devices have none."""
+        if rows is None or all(node.device.rows is not None for node in self.nodes):
+            return self
+        nodes = tuple(
+            node
+            if node.device.rows is not None
+            else replace(node, device=replace(node.device, rows=rows))
+            for node in self.nodes
+        )
+        return replace(self, nodes=nodes)
+
     def save(self, path: Path) -> None:
         """Write ``cluster.json`` whole."""
         write_json(path, self.to_json())
@@ -244,5 +259,7 @@ def _node_json(node: Node) -> dict[str, Any]:
         device["host_link"] = node.device.host_link.to_json()
     if node.device.disk_link is not None:
         device["disk_link"] = node.device.disk_link.to_json()
+    if node.device.rows is not None:
+        device["rows"] = node.device.rows.to_json()
     found = {"name": node.name, "ranks": node.ranks, "cores": node.cores, "device": device}
     return found if node.switch is None else {**found, "switch": node.switch}

@@ -94,7 +94,8 @@ def prepare_run(run: RunDirectory, clock: Callable[[], float] = time.time) -> No
         from pipectl.jobs.planning import find_plan, write_plan
 
         heartbeat.beat("planning")
-        cluster = Cluster.load(run.cluster)
+        cluster = Cluster.load(run.cluster).with_rows(profile.rows)
+        cluster.save(run.cluster)
         plan = find_plan(spec, profile, cluster, keep=True)
         write_plan(run, plan, cluster)
         _share(run, plan, plan_path(spec))

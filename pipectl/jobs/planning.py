@@ -258,7 +258,8 @@ def gather(
     kept = None if new_micro_batches or nodes is not None else kept_micro_batches(spec)
     machines = find_machines(spec, scheduler_name(spec, scheduler))
     warnings += [machines.warning, coupling_warning(spec, measured)]
-    used = _use_devices(machines.cluster, devices, "--nodes 1,2,4 plans for other sizes")
+    rows = machines.cluster.with_rows(measured.rows)
+    used = _use_devices(rows, devices, "--nodes 1,2,4 plans for other sizes")
     return PlanInputs(
         profile=measured,
         cluster=used,

@@ -85,7 +85,13 @@ def prepare(
                     job, progress, save=key == own, make_missing=make_missing, must_run=must_run
                 )
         same = profiled[key]
-        jobs[index] = replace(job, profile=same.profile, measurement=same.measurement)
+        rows = None if same.profile is None else same.profile.rows
+        jobs[index] = replace(
+            job,
+            cluster=job.cluster and job.cluster.with_rows(rows),
+            profile=same.profile,
+            measurement=same.measurement,
+        )
     if points:
         own, *keys = map(plan_key, [spec, *specs])
     plans: dict[str, Plan | None] = {}

@@ -42,7 +42,7 @@ _IN_ALLOCATION = {
     "pbs": ("PBS_JOBID", "PBS_NODEFILE"),
 }
 """Variables that are set on compute nodes."""
-_MEASURING_CODE = ("capture", "profiler")
+_MEASURING_CODE = ("capture", "profiler", "runtime")
 
 Progress = Callable[[int, int, str], None]
 """Called with (done, total, what is or was done); a total of 0 says that nobody knows how long."""
@@ -170,6 +170,7 @@ def _find_or_measure(
             raise Interrupted(len(journal)) from stop
         neighbours = profile.device.neighbours if profile.device else 0
         profile = replace(profile, device=replace(device, neighbours=neighbours))
+        profile = _with_rows(profile, spec, progress)
         now, host, resumed = time.time(), socket.gethostname(), journal.resumed
         measurement = Measurement(profile, now, host, round(now - started, 3), resumed=resumed)
         document = {"version": _CACHE_VERSION, "identity": identity, **measurement.to_json()}
@@ -177,6 +178,18 @@ def _find_or_measure(
         journal.remove()
     _remove_oldest(directory)
     return measurement
+
+
+def _with_rows(profile: Profile, spec: JobSpec, progress: Progress | None) -> Profile:
+    """The profile with what rows of programs take, or with what is assumed instead."""
+    from pipectl.jobs.rows import measure_rows
+
+    if progress is not None:
+        progress(0, 0, "measuring messages")
+    within = (name for name, known in _IN_ALLOCATION.items() if all(k in os.environ for k in known))
+    rows, assumption = measure_rows(spec, next(within, LOCAL))
+    assumptions = (*profile.assumptions, assumption) if assumption else profile.assumptions
+    return replace(profile, rows=rows, assumptions=assumptions)
 
 
 def require_compute_node(scheduler: str) -> None:

@@ -161,6 +161,8 @@ def _plan_again(
     if plan is None:
         return job
     profile = Profile.load(run.profile)
+    job = replace(job, cluster=job.cluster.with_rows(profile.rows))
+    assert job.cluster is not None
     if fresh_plan(job.spec, profile, job.cluster, run.plan) is not None:
         return replace(job, profile=profile, plan=plan)
     spec = job.spec

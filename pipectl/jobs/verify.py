@@ -211,7 +211,7 @@ def _fresh_profile(job: Path, overrides: Sequence[str]) -> Profile | None:
 def _find_plan(spec: JobSpec, profile: Profile) -> Plan:
     from pipectl.jobs.planning import find_plan
 
-    return find_plan(spec, profile, find_machines(spec, LOCAL).cluster)
+    return find_plan(spec, profile, find_machines(spec, LOCAL).cluster.with_rows(profile.rows))
 
 
 def _like(spec: JobSpec, plan: Plan, ranks: int) -> JobSpec:

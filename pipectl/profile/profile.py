@@ -18,6 +18,7 @@ from pipectl.files import read_json, write_json
 from pipectl.graph import topological_order
 from pipectl.profile.operators import NO_TEMPORARIES, Operator
 from pipectl.profile.overhead import OptimizerCost, StageOverhead
+from pipectl.row_times import RowTimes
 
 VERSION = 1
 _CURE = "write a new one with: pipectl profile JOB.yaml"
@@ -60,6 +61,7 @@ class Profile:
         cluster: what an imported profile says of the devices it is meant for, as it says it.
         loading_s: to load a micro-batch, which the forwards of the operators that read inputs and
             targets first contain; 0 where processes beside the ranks load.
+        rows: what rows of programs take on the node it was measured on; None if nobody measured.
         coupled: names of the operators that compute over all samples of a micro-batch, as batch
             norm does, besides the loss.
     """
@@ -79,6 +81,7 @@ class Profile:
     edge_bytes: Annotated[Mapping[tuple[str, str], int], dict] = field(default_factory=dict)
     cluster: Mapping[str, Any] = field(default_factory=dict)
     loading_s: float = 0.0
+    rows: RowTimes | None = None
     coupled: tuple[str, ...] = ()
 
     @cached_property
@@ -142,6 +145,8 @@ class Profile:
             document["cluster"] = dict(self.cluster)
         if self.loading_s:
             document["loading_s"] = self.loading_s
+        if self.rows is not None:
+            document["rows"] = self.rows.to_json()
         if self.coupled:
             document["coupled"] = list(self.coupled)
         document["nodes"] = [operator.to_json() for operator in self.operators]

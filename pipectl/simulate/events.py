@@ -13,6 +13,7 @@ from pipectl.compiled import compiled_in_place, part_of_kernel
 from pipectl.simulate.cores import begin_work, end_work, next_end
 from pipectl.simulate.heap import drop_first, push
 from pipectl.simulate.tables import (
+    COMPUTE,
     KIND,
     MEETING,
     MET,
@@ -45,10 +46,10 @@ def advance(programs: Programs, costs: Costs, network: Network, state: State, ev
         drop_first(state.event_time, state.event_number, state.event_item, 0, state.counter[QUEUED])
         state.counter[QUEUED] -= 1
         if item < ranks:
-            state.now[0] = now
+            state.now[0] = max(state.now[0], now)
             _go_on(programs, costs, network, state, item, now)
         elif state.pool_alarm[item - ranks] == number:
-            state.now[0] = now
+            state.now[0] = max(state.now[0], now)
             rank = end_work(costs, state, item - ranks, now)
             _set_alarm(costs, state, item - ranks)
             _go_on(programs, costs, network, state, rank, now)
@@ -57,38 +58,86 @@ def advance(programs: Programs, costs: Costs, network: Network, state: State, ev
 
 @part_of_kernel
 def _go_on(
-    programs: Programs, costs: Costs, network: Network, state: State, rank: int, now: float
+    programs: Programs, costs: Costs, network: Network, state: State, rank: int, event_s: float
 ) -> None:
-    """Execute rows of a rank until one takes time."""
+    """Execute rows of a rank until one takes time.
+
+    What follows a wait or a computation takes time of the rank alone, by which it runs ahead of the
+    queue; what others see, the start of a transfer, happens when the queue is there, too.
+    """
     begun = state.since[rank]
+    now = max(event_s, begun)
     position = state.position[rank]
+    if begun < 0 and position == programs.first[rank]:
+        now += _own_s(costs, state, rank, costs.begin_s[rank])
     while position < programs.end[rank]:
         operation = programs.operation[programs.rows[position, KIND]]
-        if operation == START:
-            _start(programs, costs, network, state, rank, position, now)
-            position += 1
-            continue
+        pending = begun < 0
         if operation == WAIT:
             pending = _is_pending(programs, network, state, rank, position, now)
-        elif begun >= 0:
-            pending = False
-        elif operation == MEETING:
-            _meet(state, rank, now)
-            pending = True
-        else:
+        elif operation == START and begun < 0:
+            end = now + _row_s(programs, costs, state, rank, position)
+            pending = end > event_s
+            if pending:
+                _foresee(state, end, rank)
+        elif operation == MEETING and begun < 0:
+            _meet(costs, state, rank, now)
+        elif begun < 0:
             _compute(programs, costs, state, rank, position, now)
-            pending = True
         if pending:
             state.position[rank] = position
-            state.since[rank] = now
+            state.since[rank] = now if begun < 0 else begun
             return
-        if begun >= 0:
-            if operation <= UPDATE:
-                state.busy_s[rank] += now - begun
-            _record(state, rank, position, begun, now)
-            begun = -1.0
+        if operation == START:
+            _start(programs, costs, network, state, rank, position, now)
+        now = _end_row(programs, costs, state, rank, position, begun, now)
+        begun = -1.0
         position += 1
     state.position[rank] = position
+    state.since[rank] = -1.0
+    state.now[0] = max(state.now[0], now)
+
+
+@part_of_kernel
+def _end_row(
+    programs: Programs, costs: Costs, state: State, rank: int, position: int, begun: float,
+    now: float,
+) -> float:  # fmt: skip
+    """End a row whose wait or computation is over; returns when the next one begins.
+
+    Args:
+        begun: when the rank began it, if that took time; else below 0.
+    """
+    operation = programs.operation[programs.rows[position, KIND]]
+    after = now
+    if operation == WAIT:
+        after += _row_s(programs, costs, state, rank, position)
+    if begun >= 0 or after > now:
+        if operation <= UPDATE:
+            state.busy_s[rank] += now - begun
+        _record(state, rank, position, begun if begun >= 0 else now, after)
+    if operation == COMPUTE:
+        after += _own_s(costs, state, rank, costs.after_s[rank])
+    return after
+
+
+@part_of_kernel
+def _row_s(programs: Programs, costs: Costs, state: State, rank: int, position: int) -> float:
+    """Time of the rank that a row of a message takes."""
+    row = costs.message_row[programs.rows[position, KIND]]
+    if row < 0 or costs.message_s.shape[1] == 0:
+        return 0.0
+    row_s = costs.message_s[row, _stream(programs, rank, position)]
+    return _own_s(costs, state, rank, row_s * costs.share[programs.rows[position, SIZE]])
+
+
+@part_of_kernel
+def _own_s(costs: Costs, state: State, rank: int, time_s: float) -> float:
+    """Time by which a rank runs ahead; nothing on shared cores, where it is work that it owes."""
+    if costs.pool[rank] < 0:
+        return time_s
+    state.owed_s[rank] += time_s
+    return 0.0
 
 
 @part_of_kernel
@@ -204,13 +253,14 @@ def _is_pending(
 
 
 @part_of_kernel
-def _meet(state: State, rank: int, now: float) -> None:
-    """All ranks go on when the last one is there."""
+def _meet(costs: Costs, state: State, rank: int, now: float) -> None:
+    """All ranks go on when the last one is there, and they have agreed."""
     state.met[state.counter[MET]] = rank
     state.counter[MET] += 1
+    state.now[1] = max(state.now[1], now)
     if state.counter[MET] == len(state.met):
         for index in range(len(state.met)):
-            _foresee(state, now, state.met[index])
+            _foresee(state, state.now[1] + costs.agree_s, state.met[index])
         state.counter[MET] = 0
 
 
@@ -230,6 +280,8 @@ def _compute(
     if pool < 0:
         _foresee(state, now + work_s, rank)
     else:
+        work_s += state.owed_s[rank]
+        state.owed_s[rank] = 0.0
         begin_work(costs, state, pool, rank, work_s, now)
         _set_alarm(costs, state, pool)
 

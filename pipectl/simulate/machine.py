@@ -10,6 +10,7 @@ from pipectl.arrays import Floats, Integers
 from pipectl.cluster import Cluster
 from pipectl.errors import ScheduleError
 from pipectl.plan import Plan, Stage
+from pipectl.row_times import FREE_ROWS, RowTimes, seconds_of
 from pipectl.schedule.actions import Kind, Program
 from pipectl.schedule.lowering import lower
 from pipectl.schedule.memory import peak_memory_bytes
@@ -19,7 +20,9 @@ from pipectl.simulate.rows import flatten, given_parts, parts_of
 from pipectl.simulate.streams import Numbering, streams_of
 from pipectl.simulate.tables import (
     KIND,
+    MESSAGE_ROWS,
     MICRO_BATCH,
+    OPERATIONS,
     RECORDED,
     SAMPLES,
     STAGE,
@@ -59,7 +62,7 @@ class Machine:
             if programs is None
             else given_parts(plan, numbering, programs)
         )
-        self.costs = costs_of(plan, cluster)
+        self.costs = costs_of(plan, cluster, numbering)
         self.network = tables(streams_of(plan, cluster, numbering))
         self.state = new_state(self.programs, self.costs, self.network, record=record)
 
@@ -121,8 +124,8 @@ def _named(known: Integers, base: Integers, slots: Rows) -> Integers:
     return found
 
 
-def costs_of(plan: Plan, cluster: Cluster) -> Costs:
-    """What computing takes on a cluster."""
+def costs_of(plan: Plan, cluster: Cluster, numbering: Numbering) -> Costs:
+    """What computing, and the rows of programs, take on a cluster."""
     work_s = np.zeros((len(Kind), len(plan.stages)))
     for index, stage in enumerate(plan.stages):
         for kind, time_s in _works(stage):
@@ -137,15 +140,38 @@ def costs_of(plan: Plan, cluster: Cluster) -> Costs:
     cores = np.array([node.cores for node in cluster.nodes], dtype=np.int64)
     crowded = ranks > cores
     pools = np.where(crowded, np.cumsum(crowded) - 1, -1)
+    rows = [cluster.nodes[node].device.rows or FREE_ROWS for node in plan.node_of_rank]
+    message_row = np.full(len(OPERATIONS), -1, dtype=np.int64)
+    message_row[list(MESSAGE_ROWS)] = range(len(MESSAGE_ROWS))
     return Costs(
         work_s=work_s,
-        update_s=update_s,
+        update_s=update_s + [each.end for each in rows] * speeds[nodes],
         speed=speeds[nodes],
         share=_shares(plan),
         pool=pools[nodes],
         pool_cores=cores[crowded],
         pool_base=np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(ranks[crowded])]),
+        message_row=message_row,
+        message_s=_message_rows(rows, numbering),
+        after_s=np.array([each.compute for each in rows]),
+        begin_s=np.array([each.begin for each in rows]),
+        agree_s=max(each.agree for each in rows),
     )
+
+
+def _message_rows(rows: Sequence[RowTimes], numbering: Numbering) -> Floats:
+    """Seconds of the rows of every message; see :class:`Costs`."""
+    if all(each is FREE_ROWS for each in rows):
+        return np.zeros((len(MESSAGE_ROWS), 0))
+    found = np.zeros((len(MESSAGE_ROWS), numbering.streams))
+    for index, channel in enumerate(numbering.connections):
+        if not channel.is_local:
+            ends = rows[channel.source_rank], rows[channel.target_rank]
+            tables = (
+                ends[0].send_start, ends[0].send_wait, ends[1].receive_start, ends[1].receive_wait
+            )  # fmt: skip
+            found[:, index] = [seconds_of(table, channel.size_bytes) for table in tables]
+    return found
 
 
 def _works(stage: Stage) -> Iterator[tuple[Kind, float]]:

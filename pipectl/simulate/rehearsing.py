@@ -76,8 +76,8 @@ def rehearsal_of(plan: Plan, cluster: Cluster, ranks_per_core: float) -> Rehears
     busy_s = [share * step_s for share in simulation.utilisation]
     average_s = _average_s(programs, busy_s)
     stretch = _rounded(max(1.0, max(SHORTEST_S, PAUSES * pause_s) / average_s))
-    costs = costs_of(plan, seen)
     numbering = Numbering(plan)
+    costs = costs_of(plan, seen, numbering)
     streams = streams_of(plan, seen, numbering)
     return Rehearsal(
         stretch=stretch,
@@ -95,8 +95,12 @@ def rehearsal_of(plan: Plan, cluster: Cluster, ranks_per_core: float) -> Rehears
 
 
 def as_rehearsed(cluster: Cluster) -> Cluster:
-    """The cluster with a core for every rank, and links that nobody shares."""
-    nodes = tuple(replace(node, cores=max(node.cores, node.ranks)) for node in cluster.nodes)
+    """The cluster with a core for every rank, links that nobody shares, and rows that take none of
+    the plan's time: those of the rehearsal take their own."""
+    nodes = tuple(
+        replace(node, cores=max(node.cores, node.ranks), device=replace(node.device, rows=None))
+        for node in cluster.nodes
+    )
     switches = cluster.between_switches
     return replace(
         cluster,

@@ -2,9 +2,12 @@
 
 What is modelled:
 
-- A rank runs its rows in order. START rows take no time, WAIT rows last until what was started is
-  over. Computing takes its share of what a full micro-batch takes, over the device's speed;
-  a recomputation takes as long as the forward, the halves of a split backward what the plan says.
+- A rank runs its rows in order. WAIT rows last until what was started is over. Computing takes its
+  share of what a full micro-batch takes, over the device's speed; a recomputation takes as long as
+  the forward, the halves of a split backward what the plan says.
+- Where the cluster knows it, the rows of messages take time of the rank itself, and so do the begin
+  of a step, what follows a computation, the meeting before an update and its end
+  (:mod:`pipectl.row_times`). On shared cores the time of rows is added to the next computation.
 - A message moves once both ends have started it (rendezvous) and passes links that it may share
   (:mod:`pipectl.simulate.network`, :mod:`pipectl.simulate.way`).
 - Copies to and from the memory of the host follow one another in each direction.

@@ -41,6 +41,9 @@ def _operation(kind: Kind) -> int:
 OPERATIONS = np.array([*map(_operation, Kind), MEETING], dtype=np.int64)
 """Operation of every kind, MEET last."""
 
+MESSAGE_ROWS = (Kind.SEND_START, Kind.SEND_WAIT, Kind.RECEIVE_START, Kind.RECEIVE_WAIT)
+"""Rows that take time of their own; see :class:`pipectl.row_times.RowTimes`."""
+
 
 class Programs(NamedTuple):
     """What every rank executes.
@@ -74,6 +77,12 @@ class Costs(NamedTuple):
         pool: of every rank, the shared cores it computes on; -1 if it has a core of its own.
         pool_cores: cores of every pool.
         pool_base: where the ranks that compute on a pool are in the arrays of :class:`State`.
+        message_row: by kind, its place in ``MESSAGE_ROWS``; -1 for others.
+        message_s: seconds of these rows for a full micro-batch, by place and stream; no streams if
+            no rows of any rank take time.
+        after_s: of every rank, from a forward or backward to the next row.
+        begin_s: of every rank, before its first row.
+        agree_s: from when the last rank comes to its update until all go on.
     """
 
     work_s: Floats
@@ -83,6 +92,11 @@ class Costs(NamedTuple):
     pool: Integers
     pool_cores: Integers
     pool_base: Integers
+    message_row: Integers
+    message_s: Floats
+    after_s: Floats
+    begin_s: Floats
+    agree_s: float
 
 
 class Network(NamedTuple):
@@ -123,10 +137,11 @@ class State(NamedTuple):
     """How far everything is.
 
     Args:
-        now: one element, the time of the last event.
+        now: the end of what is over, and when the last rank that met came there.
         counter: see ``COUNTERS``.
         position, since: of every rank, its row, and when it began that; below 0 if it has not.
         busy_s: of every rank.
+        owed_s: of every rank on shared cores, what its rows take, for the next computation.
         started: of every transfer, how many rows have started it.
         over_at: of every transfer; infinite while it does not move.
         waiting: of every transfer, the last rank that waits for it, -1 if none does.
@@ -146,6 +161,7 @@ class State(NamedTuple):
     position: Integers
     since: Floats
     busy_s: Floats
+    owed_s: Floats
     started: Rows
     over_at: Floats
     waiting: Rows
@@ -180,11 +196,12 @@ def new_state(programs: Programs, costs: Costs, network: Network, *, record: boo
     shared = int(costs.pool_base[-1])
     rows = int((programs.end - programs.first).sum()) if record else 0
     return State(
-        now=np.zeros(1),
+        now=np.zeros(2),
         counter=counter,
         position=programs.first.copy(),
         since=np.full(ranks, -1.0),
         busy_s=np.zeros(ranks),
+        owed_s=np.zeros(ranks),
         started=np.zeros(transfers, dtype=np.int32),
         over_at=np.full(transfers, np.inf),
         waiting=np.full(transfers, -1, dtype=np.int32),

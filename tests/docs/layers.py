@@ -29,7 +29,7 @@ LAYERS = (
         "faults",
         "directives",
     ),
-    ("spec", "graph", "profile", "link", "cluster", "plan", "timeline", "rehearsal"),
+    ("spec", "graph", "profile", "link", "row_times", "cluster", "plan", "timeline", "rehearsal"),
     ("planner", "schedule", "simulate"),
     ("batch", "runs", "report", "watch"),
     ("capture", "profiler", "runtime"),

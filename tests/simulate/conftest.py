@@ -9,6 +9,7 @@ import pytest
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
 from pipectl.plan import Blocks, Plan, Replication, Stage, StageCost, StagePeaks
+from pipectl.row_times import RowTimes
 
 
 def random_link(draw, *, between=False):
@@ -23,6 +24,12 @@ def random_link(draw, *, between=False):
     )
 
 
+def random_rows(draw):
+    """What rows take; the longer, the larger a message."""
+    tables = [((1, draw.uniform(0, 0.1)), (200, draw.uniform(0.1, 0.3))) for _ in range(4)]
+    return RowTimes(*tables, *(draw.uniform(0, 0.2) for _ in range(4)))
+
+
 def random_cluster(draw, sizes):
     """Nodes of the given numbers of ranks, at up to two switches."""
     nodes = tuple(
@@ -30,7 +37,12 @@ def random_cluster(draw, sizes):
             f"n{index}",
             size,
             draw.randint(1, size),
-            Device("cpu", draw.uniform(0.5, 2), host_link=draw.choice([None, random_link(draw)])),
+            Device(
+                "cpu",
+                draw.uniform(0.5, 2),
+                host_link=draw.choice([None, random_link(draw)]),
+                rows=draw.choice([None, random_rows(draw)]),
+            ),
             switch=draw.choice(["a", "b"]),
         )
         for index, size in enumerate(sizes)

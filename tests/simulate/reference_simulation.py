@@ -8,6 +8,7 @@ from collections import Counter
 from itertools import permutations
 
 from pipectl.cluster import ASSUMED_HOST
+from pipectl.row_times import RowTimes, seconds_of
 from pipectl.schedule import Kind, channels
 
 TINY = 1e-9
@@ -25,7 +26,10 @@ class Reference:
         self.over = {}  # transfer -> time
         self.free = {}  # part of a way -> time
         self.busy = [0.0] * plan.ranks
-        self.now, self.met = 0.0, False
+        self.now, self.met_at = 0.0, None
+        self.until = {}  # rank -> when the row of a message, or what follows one, is over
+        self.owed = [0.0] * plan.ranks  # rank on shared cores -> work of rows for its next one
+        self.resting = {rank: self.rows(rank).begin for rank in range(plan.ranks)}
         self.last = {}  # part of a way -> when a transfer last came to it
         self.tied = False  # whether two came at once: which goes first is then left open
 
@@ -39,36 +43,75 @@ class Reference:
 
     def step(self, rank):
         """Execute one row if that is possible at this instant."""
-        if not self.todo[rank]:
+        if not self.passes(rank, self.resting.get(rank, 0.0)):
             return False
-        action = self.todo[rank][0]
-        if action.kind in STARTS:
-            self.start(rank, action)
-        elif action.kind not in COMPUTATIONS:
-            if self.over.get(self.name(rank, action), float("inf")) > self.now + TINY:
+        self.resting.pop(rank, None)
+        return bool(self.todo[rank]) and self.execute(rank, self.todo[rank][0])
+
+    def execute(self, rank, action):
+        if action.kind not in COMPUTATIONS:
+            over = self.over.get(self.name(rank, action), float("inf")) <= self.now + TINY
+            starts = action.kind in STARTS
+            if not (starts or over) or not self.passes(rank, self.message_s(rank, action)):
                 return False
+            if starts:
+                self.start(rank, action)
         elif rank not in self.left:
             if action.kind is Kind.UPDATE and not self.meet():
                 return False
-            self.left[rank] = self.work(rank, action)
+            self.left[rank] = self.work(rank, action) + self.owed[rank]
+            self.owed[rank] = 0.0
             return True
         elif self.left[rank] > TINY:
             return False
         else:
             del self.left[rank]
+            if action.kind is not Kind.UPDATE:
+                self.resting[rank] = self.rows(rank).compute
         self.todo[rank].pop(0)
         return True
 
     def meet(self):
         """Whether all ranks have been at UPDATE at once."""
-        self.met = self.met or all(rows and rows[0].kind is Kind.UPDATE for rows in self.todo)
-        return self.met
+        if self.met_at is None and all(
+            rows and rows[0].kind is Kind.UPDATE and rank not in self.resting
+            for rank, rows in enumerate(self.todo)
+        ):
+            self.met_at = self.now + max(self.rows(rank).agree for rank in range(self.plan.ranks))
+        return self.met_at is not None and self.met_at <= self.now + TINY
+
+    def node(self, rank):
+        return self.cluster.nodes[self.plan.node_of_rank[rank]]
+
+    def rows(self, rank):
+        return self.node(rank).device.rows or RowTimes()
+
+    def message_s(self, rank, action):
+        """What the row of a message takes of its rank's time."""
+        if action.channel < 0 or channels(self.plan)[action.channel].is_local:
+            return 0.0
+        table = getattr(self.rows(rank), action.kind.name.lower())
+        size = channels(self.plan)[action.channel].size_bytes
+        return seconds_of(table, size) * self.share(action)
+
+    def passes(self, rank, time_s):
+        """Whether a rank has spent so much time of its own; on shared cores, it owes it."""
+        if time_s == 0:
+            return True
+        node = self.plan.node_of_rank[rank]
+        if self.plan.node_of_rank.count(node) > self.cluster.nodes[node].cores:
+            self.owed[rank] += time_s
+            return True
+        if self.until.setdefault(rank, self.now + time_s) > self.now + TINY:
+            return False
+        del self.until[rank]
+        return True
 
     def work(self, rank, action):
         speed = self.cluster.nodes[self.plan.node_of_rank[rank]].device.speed
         if action.kind is Kind.UPDATE:
             mine = [stage for stage in self.plan.stages if rank in stage.updating_ranks]
-            return sum(stage.cost.update_s for stage in mine) / speed
+            return sum(stage.cost.update_s for stage in mine) / speed + self.rows(rank).end
         cost = self.plan.stages[action.stage].cost
         forward = action.kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.EVALUATE)
         weight_s = cost.backward_s / 2 if cost.weight_s is None else cost.weight_s
@@ -182,6 +225,8 @@ class Reference:
             rates[rank] = min(1.0, self.cluster.nodes[node].cores / computing)
         ends = [self.now + self.left[rank] / rates[rank] for rank in self.left]
         ends += [time for time in self.over.values() if time > self.now + TINY]
+        ends += [time for time in self.until.values() if time > self.now + TINY]
+        ends += [self.met_at] if self.met_at is not None and self.met_at > self.now + TINY else []
         step = min(ends) - self.now
         for rank, rate in rates.items():
             self.left[rank] -= step * rate

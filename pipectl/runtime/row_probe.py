@@ -1,0 +1,193 @@
+"""The row probe: two ranks of a node train a small model, and rank 0 writes what rows take.
+
+``mpiexec -n 2 python -m mpi4py -m pipectl.runtime.row_probe --run DIRECTORY --output FILE``. The
+model's only purpose is to have messages of some sizes: `Setup` and `Trainer` are those of every
+training, so what is read from the recorded steps holds for them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from mpi4py import MPI
+from torch import Tensor, nn
+
+from pipectl.capture import CapturedJob, Cut
+from pipectl.files import make_private_directory, write_json
+from pipectl.plan import Plan, Stage, StageCost, Transfer
+from pipectl.row_times import RowTimes
+from pipectl.runs import RunDirectory
+from pipectl.runtime.device import choose_device
+from pipectl.runtime.failure import Doing
+from pipectl.runtime.process import settle_process
+from pipectl.runtime.setup import Setup
+from pipectl.runtime.trainer import Trainer
+from pipectl.runtime.waiting import broadcast
+from pipectl.schedule import channels
+from pipectl.schedule.measured_rows import Steps, row_times_of
+from pipectl.spec import JobSpec
+from pipectl.timeline import Timeline
+
+SAMPLES = (1, 16, 64, 256)
+"""Of a micro-batch: messages of 4 KiB, 64 KiB, 256 KiB and 1 MiB."""
+MICRO_BATCHES = 8
+WARM_UP, STEPS = 4, 15
+_WIDTH, _HIDDEN, _ROWS, _BLOCKS = 1024, 256, 64, 8
+
+
+class Half(nn.Module):
+    """Layers on values of its own, for some milliseconds, and a scale for the samples' columns.
+
+    The layers run the operators and go through the memory of a usual stage: after it, Python and
+    MPI do not find in the caches what they had there. Few of their parameters are trained, since an
+    update's time for parameters is the optimizer's.
+    """
+
+    hidden: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("hidden", torch.ones(_ROWS, _HIDDEN))
+        blocks = [
+            nn.Sequential(
+                nn.LayerNorm(_HIDDEN),
+                nn.Linear(_HIDDEN, 2 * _HIDDEN),
+                nn.GELU(),
+                nn.Linear(2 * _HIDDEN, _HIDDEN),
+            )
+            for _ in range(_BLOCKS)
+        ]
+        self.blocks = nn.ModuleList(blocks)
+        for weight in self.parameters():
+            weight.requires_grad_(weight.dim() == 1)
+        self.scale = nn.Parameter(torch.ones(_WIDTH))
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Columns, each multiplied by its scale and one factor for all."""
+        hidden = self.hidden
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return values * self.scale * hidden.mean()
+
+
+class Samples(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """As many as one step takes, all alike."""
+
+    def __init__(self, count: int) -> None:
+        self._count, self._sample = count, (torch.ones(_WIDTH), torch.zeros(_WIDTH))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if not 0 <= index < self._count:
+            raise IndexError(index)
+        return self._sample
+
+
+def build() -> nn.Module:
+    """The model: a half for each stage."""
+    return nn.Sequential(Half(), Half())
+
+
+def _spec(samples: int, threads: int) -> JobSpec:
+    """The job whose micro-batches have so many samples."""
+    here = "pipectl.runtime.row_probe:"
+    batch = samples * MICRO_BATCHES
+    return JobSpec.model_validate(
+        {
+            "name": "rows",
+            "model": {"factory": f"{here}build"},
+            "loss": {"factory": "torch.nn:MSELoss"},
+            "data": {"factory": f"{here}Samples", "kwargs": {"count": batch}},
+            "optimizer": {"factory": "torch.optim:SGD", "kwargs": {"lr": 0.0}},
+            "training": {"steps": WARM_UP + STEPS, "batch_size": batch},
+            "pipeline": {"micro_batches": MICRO_BATCHES},
+            "resources": {"tasks_per_node": 2, "cpus_per_task": threads},
+            "trace": {"every": 1},
+        }
+    )
+
+
+def _plan(job: CapturedJob, samples: int) -> Plan:
+    """A half on each rank."""
+    graph = job.training_graph(samples)
+    stage_of = {}
+    for node in graph.operators:
+        paths = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()]
+        stage_of[node.name] = int(not any(path.endswith("model.0") for path in paths))
+    cut = Cut(graph, stage_of, training=True)
+    size_bytes = samples * _WIDTH * 4
+    return Plan(
+        name=job.spec.name,
+        fingerprint=graph.fingerprint,
+        schedule="1f1b",
+        warm_up=(2, 1),
+        batch_size=job.spec.training.batch_size,
+        micro_batch_size=samples,
+        micro_batches=MICRO_BATCHES,
+        stages=tuple(
+            Stage(tuple(cut.operators(rank)), (rank,), StageCost(0.0, 0.0, 0.0, 0, 0, 0))
+            for rank in (0, 1)
+        ),
+        transfers=tuple(
+            Transfer(lane.kind, lane.source, lane.target, size_bytes) for lane in cut.lanes
+        ),
+        node_of_rank=(0, 0),
+    )
+
+
+def _train(communicator: MPI.Intracomm, directory: Path, samples: int, threads: int) -> Steps:
+    """Steps with messages of one size, as they were recorded."""
+    run = RunDirectory(directory / f"{samples}")
+    if communicator.rank == 0:
+        for place in (run.path, run.path / "trace", run.checkpoints, run.logs):
+            make_private_directory(place)
+    communicator.Barrier()
+    job = CapturedJob(_spec(samples, threads))
+    plan = _plan(job, samples)
+    setup = Setup(communicator, job, plan, choose_device(0, 0), Doing())
+    Trainer(setup, run, 1).train()
+    communicator.Barrier()
+    if communicator.rank:
+        return Steps(channels(plan), (), ())
+    steps = range(WARM_UP + 1, WARM_UP + STEPS + 1)
+    lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    times_s = {line["step"]: line["step_time_s"] for line in lines if "step_time_s" in line}
+    recorded = tuple(Timeline.load(run.measured_of(step)) for step in steps)
+    return Steps(channels(plan), recorded, tuple(times_s[step] for step in steps))
+
+
+def measure_rows(
+    communicator: MPI.Intracomm, directory: Path, threads: int, sizes: Sequence[int] = SAMPLES
+) -> RowTimes:
+    """What rows take on this node; collective over two ranks.
+
+    Args:
+        directory: for files of the trainings, empty.
+        threads: of each rank.
+    """
+    settle_process(threads)
+    steps = [_train(communicator, directory, samples, threads) for samples in sizes]
+    mine = RowTimes() if communicator.rank else row_times_of(steps)
+    return broadcast(communicator, mine)
+
+
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run", type=Path, required=True, help="an empty directory")
+    parser.add_argument("--output", type=Path, required=True, help="file for the times")
+    parser.add_argument("--threads", type=int, default=1)
+    arguments = parser.parse_args()
+    found = measure_rows(MPI.COMM_WORLD, arguments.run, arguments.threads)
+    if MPI.COMM_WORLD.rank == 0:
+        write_json(arguments.output, found.to_json())
+
+
+if __name__ == "__main__":
+    main()

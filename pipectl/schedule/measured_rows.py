@@ -1,0 +1,134 @@
+"""What rows of programs take, read from steps that ranks have recorded."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from statistics import median
+from typing import NamedTuple
+
+from pipectl.row_times import RowTimes
+from pipectl.schedule.actions import EVENT_NAMES, Kind
+from pipectl.schedule.channel import Channel
+from pipectl.timeline import Event, Timeline
+
+COMPUTATIONS = frozenset(
+    kind.name.lower() for kind in Kind if kind.is_compute and kind is not Kind.UPDATE
+)
+_MESSAGES = ("send_start", "send_wait", "receive_start", "receive_wait")
+_MARGIN_S = 100e-6
+"""A message is there if its sender has sent it so long before."""
+_LEAST = 5
+"""Of messages that were there before their receiver; of fewer, the quickest tenth of all count."""
+
+
+class Steps(NamedTuple):
+    """Steps of one plan.
+
+    Args:
+        channels: of the plan.
+        recorded: what its ranks did.
+        time_s: of every recorded step, on rank 0.
+    """
+
+    channels: Sequence[Channel]
+    recorded: Sequence[Timeline]
+    time_s: Sequence[float]
+
+
+def row_times_of(measured: Sequence[Steps]) -> RowTimes:
+    """Medians over all steps, and by the size of messages.
+
+    The time between computations and the rows after them holds what MPI does for messages that
+    are under way. What is more of it than with the smallest messages counts as receiving.
+    """
+    rows: dict[str, dict[int, list[float]]] = {name: defaultdict(list) for name in _MESSAGES}
+    after: dict[int, list[float]] = defaultdict(list)
+    waits: dict[int, list[float]] = defaultdict(list)
+    begin, end, agree = [], [], []
+    for steps in measured:
+        for timeline, time_s in zip(steps.recorded, steps.time_s, strict=True):
+            largest = max((channel.size_bytes for channel in steps.channels), default=0)
+            after[largest] += _after(timeline)
+            for name, size, spent_s in _messages(timeline, steps.channels, waits):
+                rows[name][size].append(spent_s)
+            begin.append(min((each[0].start_s for each in _by_rank(timeline)), default=0.0))
+            end.append(_end(timeline, time_s, begin[-1]))
+            agree.append(_least_wait(timeline))
+    for size, found in waits.items():
+        if len(rows["receive_wait"][size]) < _LEAST:
+            rows["receive_wait"][size] = sorted(found)[: 1 + len(found) // 10]
+    between = {size: median(found) for size, found in after.items() if found}
+    compute_s = min(between.values(), default=0.0)
+    by_size = {
+        name: {size: median(found) for size, found in sorted(table.items()) if found}
+        for name, table in rows.items()
+    }
+    for size in by_size["receive_wait"]:
+        by_size["receive_wait"][size] += max(0.0, between.get(size, compute_s) - compute_s)
+    return RowTimes(
+        **{name: tuple(table.items()) for name, table in by_size.items()},
+        compute=compute_s,
+        begin=median(begin or [0.0]),
+        end=max(0.0, median(end or [0.0])),
+        agree=median(agree or [0.0]),
+    )
+
+
+def _by_rank(timeline: Timeline) -> list[list[Event]]:
+    """The events of every rank that has some, in order."""
+    ranks: dict[int, list[Event]] = defaultdict(list)
+    for event in timeline.events:
+        ranks[event.rank].append(event)
+    return [sorted(events, key=lambda event: event.start_s) for events in ranks.values()]
+
+
+def _after(timeline: Timeline) -> list[float]:
+    """From the end of every forward and backward to the next row."""
+    return [
+        later.start_s - event.end_s
+        for events in _by_rank(timeline)
+        for event, later in pairwise(events)
+        if event.kind in COMPUTATIONS
+    ]
+
+
+def _messages(
+    timeline: Timeline, channels: Sequence[Channel], waits: Mapping[int, list[float]]
+) -> Iterator[tuple[str, int, float]]:
+    """Name, bytes and seconds of every row of a message that waited for nobody.
+
+    Args:
+        waits: collects the seconds of all ``receive_wait``, by bytes.
+    """
+    sent = {
+        (event.channel, event.micro_batch): event.end_s
+        for event in timeline.events
+        if event.kind == "send_start"
+    }
+    for event in timeline.events:
+        if event.kind not in _MESSAGES or not 0 <= event.channel < len(channels):
+            continue
+        size, spent_s = channels[event.channel].size_bytes, event.end_s - event.start_s
+        if event.kind == "receive_wait":
+            waits[size].append(spent_s)
+            sent_s = sent.get((event.channel, event.micro_batch))
+            if sent_s is None or sent_s + _MARGIN_S > event.start_s:
+                continue
+        yield event.kind, size, spent_s
+
+
+def _end(timeline: Timeline, time_s: float, begin_s: float) -> float:
+    """Of rank 0: the update, and what follows it within the step."""
+    events = next((each for each in _by_rank(timeline) if each[0].rank == 0), [])
+    if not events:
+        return 0.0
+    update_s = sum(e.end_s - e.start_s for e in events if e.kind == "update")
+    return update_s + time_s - begin_s - (events[-1].end_s - events[0].start_s)
+
+
+def _least_wait(timeline: Timeline) -> float:
+    """How long the last rank waits at its update: for the messages by which all agree."""
+    waits = [e.end_s - e.start_s for e in timeline.events if e.kind == EVENT_NAMES[-1]]
+    return min(waits, default=0.0)
