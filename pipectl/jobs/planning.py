@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from pipectl.cluster import ASSUMED_BETWEEN, Cluster, Device, Node
 from pipectl.compiled import compiling_s
 from pipectl.errors import DataFileError, InfeasibleError, UsageError
+from pipectl.jobs.learning import corrected_profile
 from pipectl.jobs.places import find_machines, plan_path, profile_path, scheduler_name
 from pipectl.jobs.profiles import is_fresh
 from pipectl.jobs.schedules import schedule_of_job
@@ -36,7 +37,7 @@ from pipectl.planner.explain.what_if import with_bandwidth, with_ranks
 from pipectl.planner.graph.imported import folded, prepared
 from pipectl.planner.search import MOST_ALTERNATIVES, Found, search_plans
 from pipectl.profile import Profile
-from pipectl.runs import RunDirectory
+from pipectl.runs import RunDirectory, find_run
 from pipectl.simulate import Simulation, simulate
 from pipectl.spec import load, plan_key
 from pipectl.units import parse_bytes
@@ -221,6 +222,7 @@ def gather(
     devices: int | None = None,
     nodes: Sequence[int] | None = None,
     new_micro_batches: bool = False,
+    from_run: str | None = None,
 ) -> PlanInputs:
     """What there is to plan.
 
@@ -231,6 +233,7 @@ def gather(
         cluster: description of the machines, of which so many ``devices`` are used.
         nodes: numbers of nodes to compare.
         new_micro_batches: whether their number may differ from that of the job's last plan.
+        from_run: name of a run of the job, whose recorded steps correct its profile.
 
     Raises:
         UsageError: nothing says on how many devices to plan, or there are fewer.
@@ -246,8 +249,11 @@ def gather(
         name = json.dumps(str(cluster.absolute()), ensure_ascii=False)
         overrides = (*overrides, f"cluster={name}")
     spec = load(job, overrides)
-    path = profile or profile_path(spec)
-    measured, warnings = Profile.load(path), []
+    path, warnings = profile or profile_path(spec), []
+    if from_run is None:
+        measured = Profile.load(path)
+    else:
+        measured = corrected_profile(find_run(Path(spec.output.directory), from_run))
     if not is_fresh(spec, measured):
         changes = (word for each in overrides for word in ("--set", each))
         again = shlex.join(["pipectl", "profile", str(job), *changes])

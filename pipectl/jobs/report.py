@@ -15,6 +15,7 @@ from pipectl.report.charts import steps_svg
 from pipectl.report.comparison import (
     Comparison,
     compare,
+    divide_difference,
     find_bottleneck,
     find_largest_difference,
 )
@@ -24,6 +25,8 @@ from pipectl.schedule import channels
 from pipectl.timeline import Timeline
 
 _MAX_RANKS = 64
+_MAX_EVENTS = 20_000
+"""Of a step that `status` compares, so that it answers at once."""
 _CURVES = {"loss": "loss", "samples/s": "samples_per_s"}
 """What is drawn, by its key in the lines of metrics."""
 
@@ -80,6 +83,16 @@ def load_step(run: RunDirectory, step: int | None = None) -> RecordedStep:
             cure="it is of an earlier plan; `--step` chooses another",
         )
     return RecordedStep(run, plan, steps, predicted, measured)
+
+
+def divide_last_step(run: RunDirectory) -> tuple[int, dict[str, float]] | None:
+    """The last recorded step, and by how many seconds it is longer than predicted, by the names in
+    :data:`pipectl.report.comparison.SPENT`; None if none can be compared."""
+    with suppress(PipectlError):
+        recorded = load_step(run)
+        if len(recorded.measured.events) <= _MAX_EVENTS and recorded.measured.step is not None:
+            return recorded.measured.step, divide_difference(recorded.compare())
+    return None
 
 
 def make_page(run: RunDirectory, now: float, step: int | None = None) -> str:

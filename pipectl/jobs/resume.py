@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pipectl.batch import JobState
-from pipectl.errors import UsageError
+from pipectl.errors import PipectlError, UsageError
 from pipectl.files import make_directory
 from pipectl.jobs.places import find_machines, load_run, scheduler_name
 from pipectl.jobs.profiles import is_fresh
@@ -154,17 +155,17 @@ def _plan_again(
     with another model has those that suit it. Ranks can change without another profile: it is near
     enough if it is of the same model and loss.
     """
+    from pipectl.jobs.learning import corrected_profile
     from pipectl.jobs.planning import find_plan, fresh_plan
     from pipectl.runtime.supported import check_supported
 
     assert job.cluster is not None
     if plan is None:
         return job
-    profile = Profile.load(run.profile)
-    job = replace(job, cluster=job.cluster.with_rows(profile.rows))
-    assert job.cluster is not None
-    if fresh_plan(job.spec, profile, job.cluster, run.plan) is not None:
-        return replace(job, profile=profile, plan=plan)
+    profile, machines = Profile.load(run.profile), job.cluster
+    cluster = machines.with_rows(profile.rows)
+    if fresh_plan(job.spec, profile, cluster, run.plan) is not None:
+        return replace(job, cluster=cluster, profile=profile, plan=plan)
     spec = job.spec
     like_before = before.model_copy(update={"model": spec.model, "loss": spec.loss})
     same_model = is_fresh(like_before, profile)
@@ -174,9 +175,12 @@ def _plan_again(
         return replace(job, spec=spec)
     if profile.key is not None:  # that of the job from here on, so that later changes are seen
         profile = replace(profile, key=profile_key(spec))
-    plan = find_plan(spec, profile, job.cluster)
+    with suppress(PipectlError):  # of a run that recorded no step, the profile stays as it is
+        profile = replace(corrected_profile(run), key=profile.key)
+        cluster = machines.with_rows(profile.rows)
+    plan = find_plan(spec, profile, cluster)
     check_supported(plan, str(run.plan))
-    return replace(job, spec=spec, profile=profile, plan=plan)
+    return replace(job, spec=spec, cluster=cluster, profile=profile, plan=plan)
 
 
 def _submit_again(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from pipectl.fields import FieldError, NamedBytes, Size, read_value
@@ -71,6 +71,20 @@ class Operator:
     phase: Phase | None = None
     memory_bytes: Size | None = None
     transfer_s: float | None = None
+
+    def scaled(self, forward: float, backward: float) -> Operator:
+        """With the times of forward and backward multiplied, at every size."""
+
+        def times(known: Times) -> Times:
+            return {size: (f * forward, b * backward) for size, (f, b) in known.items()}
+
+        return replace(
+            self,
+            forward_s=self.forward_s * forward,
+            backward_s=self.backward_s * backward,
+            timings=times(self.timings),
+            cached=times(self.cached),
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The documented JSON object, without absent options."""

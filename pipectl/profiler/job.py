@@ -229,11 +229,7 @@ class _Profiling:
             fit = fit_stages(samples, operator_times(profile, size), inplace.cache_bytes)
             self._records.note_fit(fit)
         self._work.end(_STAGES)
-        forward, backward = fit.factors
-        operators = tuple(
-            _changed(operator, size, lambda _, f, b: (f * forward, b * backward))
-            for operator in profile.operators
-        )
+        operators = tuple(operator.scaled(*fit.factors) for operator in profile.operators)
         return replace(profile, operators=operators, stage=fit.stage)
 
     def _in_place(self, size: int, working_set: Mapping[str, float]) -> InPlace:

@@ -137,6 +137,7 @@ class Comparison:
         parts: by rank, stage and kind.
         ranks: those that were recorded.
         critical_s: seconds of the measured step's critical path, by the names in ``SPENT``.
+        expected_s: the same of the predicted step.
         unpaired: computations that only one of the timelines has.
     """
 
@@ -145,6 +146,7 @@ class Comparison:
     parts: tuple[Part, ...]
     ranks: tuple[RankStep, ...]
     critical_s: Mapping[str, float]
+    expected_s: Mapping[str, float]
     unpaired: int
     clock_error_s: float
 
@@ -155,6 +157,7 @@ class Comparison:
             **self.time.to_json(),
             "clock_error_s": self.clock_error_s,
             "unpaired": self.unpaired,
+            "difference_s": divide_difference(self),
             "parts": [
                 {key: value for key, value in part._asdict().items() if key != "time"}
                 | part.time.to_json()
@@ -180,9 +183,8 @@ def compare(predicted: Timeline, measured: Timeline, channels: Sequence[Channel]
     for key in paired:
         rank, stage, kind, _ = key
         times[rank, stage, kind].append(Both(ours[key], theirs[key]))
-    sent = _find_send_times(measured, channels)
-    before = _spent(predicted, _find_send_times(predicted, channels))
-    after = _spent(measured, sent)
+    foreseen, sent = (_find_send_times(each, channels) for each in (predicted, measured))
+    before, after = _spent(predicted, foreseen), _spent(measured, sent)
     return Comparison(
         step=measured.step,
         time=Both(predicted.end_s, measured.end_s),
@@ -195,6 +197,7 @@ def compare(predicted: Timeline, measured: Timeline, channels: Sequence[Channel]
             for rank in ranks
         ),
         critical_s=_critical_path(measured, channels, sent),
+        expected_s=_critical_path(predicted, channels, foreseen),
         unpaired=len(ours) + len(theirs) - 2 * len(paired),
         clock_error_s=measured.clock_error_s,
     )
@@ -292,6 +295,14 @@ def find_largest_difference(comparison: Comparison) -> str:
     if both.ratio is not None and both.ratio <= _MAX_RATIO:
         times = f"takes {both.ratio:.2f} times what was predicted, {amount},"
     return f"{_capital(what)} {times} on rank {-rank}: {SPENT[name].advice}{note}."
+
+
+def divide_difference(comparison: Comparison) -> dict[str, float]:
+    """By how many seconds the measured step is longer, by the names in ``SPENT``.
+
+    The parts are those of the two critical paths, so that they add up to the whole difference.
+    """
+    return {name: comparison.critical_s[name] - comparison.expected_s[name] for name in SPENT}
 
 
 def find_bottleneck(comparison: Comparison) -> list[str]:

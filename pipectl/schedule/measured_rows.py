@@ -30,11 +30,13 @@ class Steps(NamedTuple):
         channels: of the plan.
         recorded: what its ranks did.
         time_s: of every recorded step, on rank 0.
+        update_s: what the optimizer takes for the parameters of rank 0, by the plan.
     """
 
     channels: Sequence[Channel]
     recorded: Sequence[Timeline]
     time_s: Sequence[float]
+    update_s: float = 0.0
 
 
 def row_times_of(measured: Sequence[Steps]) -> RowTimes:
@@ -54,7 +56,7 @@ def row_times_of(measured: Sequence[Steps]) -> RowTimes:
             for name, size, spent_s in _messages(timeline, steps.channels, waits):
                 rows[name][size].append(spent_s)
             begin.append(min((each[0].start_s for each in _by_rank(timeline)), default=0.0))
-            end.append(_end(timeline, time_s, begin[-1]))
+            end.append(_end(timeline, time_s, begin[-1]) - steps.update_s)
             agree.append(_least_wait(timeline))
     for size, found in waits.items():
         if len(rows["receive_wait"][size]) < _LEAST:

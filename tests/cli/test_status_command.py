@@ -269,6 +269,23 @@ def details(status: RunStatus) -> dict[str, str]:
     return {line[2:16].strip(): line[16:] for line in lines}
 
 
+def test_the_parts_of_a_difference_come_largest_first_and_small_ones_not_at_all(
+    tmp_path: Path,
+) -> None:
+    parts = {"computing": 0.004, "communication": 0.009, "sums": 1e-5, "between_actions": -0.002}
+    lines = [line.plain for line in run_lines(status_of(tmp_path), None, (10, parts), files=False)]
+    assert [line for line in lines if "step 10" in line] == [
+        "  difference    step 10 was 11.0 ms longer: "
+        "9.00 ms more waiting for messages on their way, 4.00 ms more computing, "
+        "2.00 ms less time between actions (Python)"
+    ]
+
+
+def test_a_run_as_predicted_has_no_difference(tmp_path: Path) -> None:
+    lines = run_lines(status_of(tmp_path), None, (10, {"computing": 5e-5}), files=False)
+    assert not any("step 10" in line.plain for line in lines)
+
+
 @pytest.mark.parametrize(
     ("waiting", "words", "waits_for"),
     [

@@ -7,6 +7,7 @@ from pipectl.report.comparison import (
     Both,
     Part,
     compare,
+    divide_difference,
     find_bottleneck,
     find_largest_difference,
 )
@@ -157,6 +158,14 @@ def test_the_critical_path_has_no_waits_for_others_and_is_as_long_as_the_step(pi
     assert find_bottleneck(found)[1].startswith(
         "Waiting for messages on their way takes most of the step, 3.50 s; rank 1, which computes "
     )
+
+
+def test_the_parts_of_a_difference_add_up_to_it(pipeline):
+    slower = (FORWARD_0._replace(end_s=3.0), *STEP[1:])
+    found = compare(Timeline(STEP, 2), Timeline(slower, 2, 3), channels(pipeline(2, 1)))
+    parts = divide_difference(found)
+    assert set(parts) == set(SPENT)
+    assert sum(parts.values()) == pytest.approx(found.time.more_s)
 
 
 def test_actions_are_paired_by_rank_kind_stage_and_micro_batch(pipeline):

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from pipectl.cli.console import note, output, plain, say, say_json, warn
+from pipectl.cli.console import note, output, plain, say, say_json, short_path, warn
 from pipectl.cli.options import Json, Overrides, SchedulerOption, refuse
 from pipectl.cli.progress import progress_bar
 from pipectl.cli.views.plan import (
@@ -73,6 +73,14 @@ def command(
             help="Do not keep the number of micro-batches of the previous plan.",
         ),
     ] = False,
+    from_run: Annotated[
+        str | None,
+        typer.Option(
+            "--from-run",
+            metavar="RUN",
+            help="Correct the profile by what the recorded steps of a run took.",
+        ),
+    ] = None,
     explain: Explain = False,
     output_file: Annotated[
         Path | None,
@@ -82,15 +90,24 @@ def command(
     as_json: Json = False,
     overrides: Overrides = None,
 ) -> None:
-    about_jobs = {"--scheduler": scheduler, "--new-micro-batches": new_micro_batches}
+    about_jobs = {
+        "--scheduler": scheduler,
+        "--new-micro-batches": new_micro_batches,
+        "--from-run": from_run,
+    }
     if job is None:
         refuse(about_jobs, "needs a JOB.yaml")
     of_one_plan = {"--devices": devices, "-o": output_file, "--svg": svg, "--explain": explain}
     counts = node_counts(nodes, of_one_plan)
     inputs = gather(
         job, profile_file, overrides or (), scheduler=scheduler, cluster=cluster, devices=devices,
-        nodes=counts, new_micro_batches=new_micro_batches,
-    ).fold()  # fmt: skip
+        nodes=counts, new_micro_batches=new_micro_batches, from_run=from_run,
+    )  # fmt: skip
+    if from_run is not None and inputs.plan_file is not None and output_file is None:
+        corrected = inputs.plan_file.with_name(f"{inputs.request.name}.profile.json")
+        inputs.profile.save(corrected)
+        note(f"profile: {short_path(corrected)}, {inputs.profile.source.rpartition('; ')[2]}")
+    inputs = inputs.fold()
     for warning in inputs.warnings:
         warn(warning)
     if counts is not None:
