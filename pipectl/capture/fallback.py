@@ -33,10 +33,8 @@ from pipectl.capture.opaque import (
     Opaque,
     Outline,
     States,
-    UnpredictableError,
+    UnsuitableError,
     anchored,
-    outline_of,
-    see,
 )
 from pipectl.capture.patches import Mask
 from pipectl.capture.python_state import own_generators, states_of, undisturbed
@@ -62,20 +60,6 @@ _MAX_SAMPLES = 9
 _ROOT = "model"
 """The user's model. It is kept whole only if that is sure to be what it takes, or if it is a
 library's, so that its user cannot put the line that breaks into a submodule."""
-
-
-class UnsuitableError(Exception):
-    """A submodule that cannot be an operator of its own; the text says why.
-
-    Args:
-        path: of the submodule.
-        cure: what to change, if it is not what it returns.
-    """
-
-    def __init__(self, path: str, why: str, cure: str | None = None) -> None:
-        super().__init__(why)
-        self.path = path
-        self.cure = cure
 
 
 @dataclass(frozen=True)
@@ -156,27 +140,25 @@ class Fallback:
         modules = {path: self._modules[path] for path in self._paths()}
         if not modules:
             return Kept(unrolls=self._unrolls)
-        samples = example(_MAX_SAMPLES)
-        batches = [(stop - start, _rows(samples, start, stop)) for start, stop in _SAMPLES]
-        try:
-            found = observe(self._step, modules, batches, self._make)
-            return Kept(modules, found, unrolls=self._unrolls)
-        except (UnsuitableError, CaptureError):
-            raise
-        except Exception:  # perhaps a model for one batch size
-            batches = [(size, example(size))]
-        try:
-            found = observe(self._step, modules, batches, self._make)
-        except (UnsuitableError, CaptureError):
-            raise
-        except Exception as error:
-            explained = explain(error)
-            explained.__cause__ = error
-            if self._is_inside(self._path(culprit(error))):
-                raise explained from error
-            self._keep(explained)  # a model without memory shows its further faults only now
-            return self._observe(size, example)
-        return Kept(modules, found, fixed=True, unrolls=self._unrolls)
+        failure: Exception | None = None
+        for fixed in (False, True):  # perhaps it is a model for one batch size
+            samples = example(size if fixed else _MAX_SAMPLES)
+            ranges = [(0, size)] if fixed else _SAMPLES
+            batches = [(stop - start, _rows(samples, start, stop)) for start, stop in ranges]
+            try:
+                found = observe(self._step, modules, batches, self._make)
+                return Kept(modules, found, fixed, self._unrolls)
+            except (UnsuitableError, CaptureError):
+                raise
+            except Exception as error:
+                failure = error
+        assert failure is not None
+        explained = explain(failure)
+        explained.__cause__ = failure
+        if self._is_inside(self._path(culprit(failure))):
+            raise explained
+        self._keep(explained)  # a model without memory shows its further faults only now
+        return self._observe(size, example)
 
     def _keep(self, error: CaptureError) -> None:
         """Keep the submodule in which an export failed; raise if there is none to blame."""
@@ -295,13 +277,21 @@ def observe(
     outlines: dict[str, list[Outline]] = {}
     for path in opaque:
         calls = [run[path] for run in runs]
-        if len({len(some) for some in calls}) > 1:
-            raise UnsuitableError(path, "is called more or less often, depending on the data")
-        try:
-            outlines[path] = [outline_of(sizes, same) for same in zip(*calls, strict=True)]
-        except UnpredictableError as error:
-            raise UnsuitableError(path, str(error)) from None
+        with _named(path):
+            if len({len(some) for some in calls}) > 1:
+                raise UnsuitableError("is called more or less often, depending on the data")
+            outlines[path] = [Outline.of_calls(sizes, same) for same in zip(*calls, strict=True)]
     return outlines
+
+
+@contextmanager
+def _named(path: str) -> Iterator[None]:
+    """Say of which submodule an error inside is."""
+    try:
+        yield
+    except UnsuitableError as error:
+        error.path = error.path or path
+        raise
 
 
 class _Watch:
@@ -317,10 +307,8 @@ class _Watch:
         self._make = make
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
-        try:
+        with _named(self.path):
             return self._watched(Arguments(args, kwargs))
-        except UnpredictableError as error:
-            raise UnsuitableError(self.path, str(error)) from None
 
     def _watched(self, arguments: Arguments) -> Any:
         given = [*self._states.now(), *arguments.tensors]
@@ -337,9 +325,8 @@ class _Watch:
             if state.shape != shape:
                 raise resized(places[0][2], shape, state.shape)
         written = {i for i, tensor in enumerate(tensors) if tensor._version != versions[i]}
-        leaves, structure = pytree.tree_flatten(result)
         draws = self._generators() != generators
-        self.calls.append(see(leaves, structure, tensors, frozenset(written), draws))
+        self.calls.append(Outline.of_call(result, tensors, frozenset(written), draws))
         mode = detect_fake_mode(given)
         return result if mode is None else pytree.tree_map_only(Tensor, _hollow(mode), result)
 
@@ -350,7 +337,6 @@ class _Watch:
             if "appears to not have been used in the graph" not in str(error):
                 raise
             raise UnsuitableError(
-                self.path,
                 "differentiates what was computed outside of it" + place_of(error),
                 "form the derivative in the module that computes what is differentiated",
             ) from error
@@ -394,7 +380,7 @@ _calls: dict[str, Opaque] = {}
 
 def _blank(call: str, batch: Any, tensors: Sequence[Tensor], _: Sequence[Any]) -> list[Tensor]:
     device = next((tensor.device for tensor in tensors), None)
-    return [form.at(batch).blank(device) for form in _calls[call].outline.forms]
+    return [form.blank(batch, device) for form in _calls[call].outline.forms]
 
 
 torch.library.register_fake("pipectl::opaque", _blank, lib=_LIBRARY)
@@ -427,7 +413,7 @@ def traced(step: Step, kept: Kept) -> Iterator[dict[str, Opaque]]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             outline = next(waiting, None)
             if outline is None:
-                raise UnsuitableError(path, "is called more often than when the model runs")
+                raise UnsuitableError("is called more often than when the model runs", path=path)
             arguments = Arguments(args, kwargs)
             name = f"{path} {len(_calls)}"
             outline = replace(outline, written=outline.written | own)

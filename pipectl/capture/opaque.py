@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakSet
 
 import torch
@@ -31,8 +31,22 @@ _TENSOR, _NUMBER = object(), object()
 """Stand for tensors and symbolic sizes among the arguments of a call."""
 
 
-class UnpredictableError(Exception):
-    """A call has no outline; the text says why, with the called module as its subject."""
+class UnsuitableError(Exception):
+    """A submodule that cannot be an operator of its own; the text says why, with it as subject.
+
+    Args:
+        cure: what to change, if it is not what the submodule returns.
+        path: of the submodule; whoever calls it adds it.
+    """
+
+    def __init__(self, why: str, cure: str | None = None, *, path: str = "") -> None:
+        super().__init__(why)
+        self.cure = cure
+        self.path = path
+
+
+class UnsteadyError(Exception):
+    """A model reads a part of a result that no two calls give in one structure."""
 
 
 class States:
@@ -93,7 +107,7 @@ class Arguments:
         tensors, numbers: tensors and symbolic sizes among them, in order.
 
     Raises:
-        UnpredictableError: one of them holds tensors that cannot be taken out.
+        UnsuitableError: one of them holds tensors that cannot be taken out.
     """
 
     def __init__(self, args: Any, kwargs: Any) -> None:
@@ -112,7 +126,7 @@ class Arguments:
                 held = pytree.tree_leaves(list(getattr(leaf, "__dict__", {}).values()))
                 if any(isinstance(each, Tensor) for each in held):
                     kind = type(leaf).__name__
-                    raise UnpredictableError(f"is called with a {kind} that holds tensors")
+                    raise UnsuitableError(f"is called with a {kind} that holds tensors")
                 self._rest.append(leaf)
 
     def filled(self, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> Any:
@@ -224,20 +238,20 @@ class Opaque:
                 if type(leaf) is not type(expected) or leaf != expected:
                     raise self._changed(f"gave {leaf!r}", repr(expected))
                 continue
-            form = expected.at(batch)
-            self._check(leaf, form)
-            borrowed = form.origin is None and leaf.untyped_storage()._cdata in memories
-            if leaf.stride() != form.strides:
-                leaf = form.blank(leaf.device).copy_(leaf)
+            sizes, strides, _ = expected.layout_at(batch)
+            self._check(leaf, expected, sizes)
+            borrowed = expected.origin is None and leaf.untyped_storage()._cdata in memories
+            if leaf.stride() != strides:
+                leaf = expected.blank(batch, leaf.device).copy_(leaf)
             found.append(leaf.clone() if borrowed else leaf)
         return found
 
-    def _check(self, leaf: Any, form: Form) -> None:
+    def _check(self, leaf: Any, form: Form, sizes: tuple[int, ...]) -> None:
         if not isinstance(leaf, Tensor):
             raise self._changed(f"gave a {type(leaf).__name__}", "a tensor")
-        if (leaf.dtype, tuple(leaf.shape)) != (form.dtype, form.sizes):
+        if (leaf.dtype, leaf.shape) != (form.dtype, sizes):
             raise self._changed(
-                f"gave {list(leaf.shape)} of {leaf.dtype}", f"{list(form.sizes)} of {form.dtype}"
+                f"gave {list(leaf.shape)} of {leaf.dtype}", f"{list(sizes)} of {form.dtype}"
             )
         if leaf.requires_grad and not form.requires_grad:
             raise CaptureError(
@@ -349,68 +363,49 @@ class _Once:
         self._own = {}
 
 
-@dataclass(frozen=True)
-class Linear:
-    """A number that is linear in the batch size."""
-
-    factor: int
-    rest: int
-
-    def at(self, batch: Any) -> Any:
-        """The number for ``batch`` samples; symbolic if ``batch`` is."""
-        return self.factor * batch + self.rest if self.factor else self.rest
-
-    @classmethod
-    def fit(cls, batches: Sequence[int], numbers: Sequence[int]) -> Linear:
-        """The rule that gives ``numbers`` at ``batches``.
-
-        Raises:
-            UnpredictableError: there is none.
-        """
-        pairs = sorted(zip(batches, numbers, strict=True))
-        (low, first), (high, last) = pairs[0], pairs[-1]
-        factor = (last - first) // (high - low) if high > low else 0
-        rule = cls(factor, first - factor * low)
-        if any(rule.at(batch) != n for batch, n in zip(batches, numbers, strict=True)):
-            raise UnpredictableError(
-                "gives a tensor whose size depends on the data, not on the batch size"
-            )
-        return rule
-
-
-@dataclass(frozen=True)
-class Form:
-    """A tensor of a result: of one call with integers, of all calls with linear rules.
+class Form(NamedTuple):
+    """A tensor of a result.
 
     Args:
         origin: index of the argument in whose memory it lies; None for memory of its own.
-        memory: number of the memory among those that the result brings; several tensors may
+        memory: number of the memory among those of arguments and result; several tensors may
             share one.
-        memory_size: its elements.
+        layout: sizes, strides and offset in one row, each as (factor, rest) of the batch size.
     """
 
     dtype: torch.dtype
     requires_grad: bool
     origin: int | None
     memory: int
-    sizes: tuple[Any, ...]
-    strides: tuple[Any, ...]
-    offset: Any
-    memory_size: Any
+    layout: tuple[tuple[int, int], ...]
 
-    def at(self, batch: Any) -> Form:
-        """The form at one batch size."""
-        sizes, strides = (tuple(n.at(batch) for n in some) for some in (self.sizes, self.strides))
-        offset, memory_size = self.offset.at(batch), self.memory_size.at(batch)
-        return replace(self, sizes=sizes, strides=strides, offset=offset, memory_size=memory_size)
+    def layout_at(self, batch: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], Any]:
+        """Sizes, strides and offset for ``batch`` samples; symbolic if ``batch`` is."""
+        numbers = [factor * batch + rest if factor else rest for factor, rest in self.layout]
+        dims = len(numbers) // 2
+        return tuple(numbers[:dims]), tuple(numbers[dims:-1]), numbers[-1]
 
-    def blank(self, device: torch.device | None = None) -> Tensor:
+    def blank(self, batch: Any, device: torch.device | None = None) -> Tensor:
         """A tensor of this form without values, in memory of its own."""
-        return torch.empty_strided(self.sizes, self.strides, dtype=self.dtype, device=device)
+        sizes, strides, _ = self.layout_at(batch)
+        return torch.empty_strided(sizes, strides, dtype=self.dtype, device=device)
+
+    def extent(self, batch: int) -> int:
+        """Elements of memory that it needs, up to its last."""
+        sizes, strides, offset = self.layout_at(batch)
+        pairs = zip(sizes, strides, strict=True)
+        return max(0, int(offset + 1 + sum((size - 1) * stride for size, stride in pairs)))
+
+    def in_own_memory(self) -> Form:
+        """The same in memory that nothing else has."""
+        return self._replace(origin=None, memory=-1 - self.memory, layout=(*self.layout[:-1], _NIL))
+
+
+_NIL = (0, 0)
 
 
 class Unsteady:
-    """Stands for a part of a result that no call gives in the structure of another.
+    """Stands for a part of a result that no two calls give in one structure.
 
     Nothing may be read of it but its type.
 
@@ -426,9 +421,7 @@ class Unsteady:
         return self._kind
 
     def _refuse(self, *_: object) -> Any:
-        raise UnpredictableError(
-            "reads a part of a result that has another structure from call to call"
-        )
+        raise UnsteadyError
 
     __getattr__ = __getitem__ = __iter__ = __len__ = __bool__ = __contains__ = __add__ = _refuse
 
@@ -448,6 +441,55 @@ class Outline:
     structure: Any
     written: frozenset[int]
     draws: bool
+
+    @classmethod
+    def of_call(
+        cls, result: Any, arguments: Sequence[Tensor], written: frozenset[int], draws: bool
+    ) -> Outline:
+        """The outline of one call.
+
+        Raises:
+            UnsuitableError: the result holds something that is neither a tensor nor plain.
+        """
+        leaves, structure = pytree.tree_flatten(result)
+        memories: dict[int, int] = {}
+        for index, argument in enumerate(arguments):
+            memories.setdefault(argument.untyped_storage()._cdata, index)
+        trained = any(argument.requires_grad for argument in arguments)
+        found: list[Any] = []
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor):
+                if not isinstance(leaf, _PLAIN):
+                    raise UnsuitableError(f"gives a {type(leaf).__name__}, which is not a tensor")
+                found.append(leaf)
+                continue
+            number = len(arguments) + len(memories)
+            memory = memories.setdefault(leaf.untyped_storage()._cdata, number)
+            origin = memory if memory < len(arguments) else None
+            numbers = (*leaf.shape, *leaf.stride(), int(leaf.storage_offset()))
+            layout = tuple((0, number) for number in numbers)
+            form = Form(leaf.dtype, leaf.requires_grad, origin, memory, layout)
+            if draws and origin not in written:
+                # Another draw may give more than an argument as it is.
+                grad = form.requires_grad or (trained and form.dtype.is_floating_point)
+                form = (form if origin is None else form.in_own_memory())._replace(
+                    requires_grad=grad
+                )
+            found.append(form)
+        return cls(tuple(found), structure, written, draws)
+
+    @classmethod
+    def of_calls(cls, batches: Sequence[int], calls: Sequence[Outline]) -> Outline:
+        """The outline that agrees with calls at several batch sizes.
+
+        Raises:
+            UnsuitableError: there is none.
+        """
+        columns = [call.leaves for call in calls]
+        structure, shared = _shared([call.structure for call in calls], columns)
+        leaves = tuple(_common(batches, column) for column in shared)
+        written = frozenset[int]().union(*(call.written for call in calls))
+        return cls(leaves, structure, written, any(call.draws for call in calls))
 
     @property
     def forms(self) -> tuple[Form, ...]:
@@ -475,20 +517,21 @@ class Outline:
         """
         for index in self.written:
             torch.autograd.graph.increment_version(arguments[index])
-        memory: dict[int, Tensor] = {}
-        return [_imitation(form.at(batch), arguments, memory) for form in self.forms]
-
-
-def outline_of(batches: Sequence[int], seen: Sequence[Outline]) -> Outline:
-    """The outline that agrees with the calls seen at several batch sizes.
-
-    Raises:
-        UnpredictableError: there is none.
-    """
-    structure, columns = _shared([call.structure for call in seen], [call.leaves for call in seen])
-    leaves = tuple(_common(batches, column) for column in columns)
-    written = frozenset[int]().union(*(call.written for call in seen))
-    return Outline(leaves, structure, written, any(call.draws for call in seen))
+        bases: dict[tuple[int | None, int], Tensor] = {
+            (index, index): argument for index, argument in enumerate(arguments)
+        }
+        found = []
+        for form in self.forms:
+            key = form.origin, form.memory
+            if key not in bases:
+                same = [other for other in self.forms if other.memory == form.memory]
+                size = max(other.extent(batch) for other in same)
+                base = torch.empty(size, dtype=form.dtype)
+                grad = form.requires_grad and torch.is_grad_enabled()
+                bases[key] = anchored(base) if grad else base
+            made = bases[key].as_strided(*form.layout_at(batch))
+            found.append(made if form.requires_grad else made.detach())
+        return found
 
 
 def _shared(
@@ -499,128 +542,65 @@ def _shared(
     A part of one type in which they differ, as a list of another length, is one unsteady leaf.
 
     Raises:
-        UnpredictableError: a part is of another type from call to call.
+        UnsuitableError: a part is of another type from call to call.
     """
     first = structures[0]
     if all(other == first for other in structures):
         return first, list(zip(*calls, strict=True))
     if any(other.is_leaf() or other.type is not first.type for other in structures):
-        raise UnpredictableError("gives a result of another structure from call to call")
+        raise UnsuitableError("gives a result of another structure from call to call")
     if any((o.context, o.num_children) != (first.context, first.num_children) for o in structures):
         return pytree.treespec_leaf(), [(Unsteady(first.type),) * len(calls)]
     children, columns = [], []
     rest = [iter(leaves) for leaves in calls]
     for parts in zip(*(structure.children() for structure in structures), strict=True):
-        taken = [
+        below = [
             list(islice(leaves, part.num_leaves)) for leaves, part in zip(rest, parts, strict=True)
         ]
-        child, below = _shared(parts, taken)
+        child, shared = _shared(parts, below)
         children.append(child)
-        columns += below
+        columns += shared
     return pytree.TreeSpec(first.type, first.context, children), columns
 
 
-def see(
-    leaves: Sequence[Any],
-    structure: Any,
-    arguments: Sequence[Tensor],
-    written: frozenset[int],
-    draws: bool,
-) -> Outline:
-    """The outline of one call, with integers for sizes.
+def _common(batches: Sequence[int], column: Sequence[Any]) -> Any:
+    """What one leaf of the result has in common over several calls.
 
     Raises:
-        UnpredictableError: the result holds something that is neither a tensor nor plain.
+        UnsuitableError: nothing that follows from the batch size.
     """
-    memories: dict[int, int] = {}
-    for index, argument in reversed(list(enumerate(arguments))):
-        memories[argument.untyped_storage()._cdata] = index
-    forms = [_form(leaf, memories, len(arguments)) for leaf in leaves]
-    if draws:  # another draw may give more than an argument as it is
-        trained = any(argument.requires_grad for argument in arguments)
-        forms = [_computed(form, written, trained=trained) for form in forms]
-    return Outline(tuple(forms), structure, written, draws)
-
-
-def _computed(form: Any, written: frozenset[int], *, trained: bool) -> Any:
-    """The form of a result that may have been computed from the arguments, in memory of its own."""
-    if not isinstance(form, Form) or form.origin in written:
-        return form
-    grad = form.requires_grad or (trained and form.dtype.is_floating_point)
-    if form.origin is None:
-        return replace(form, requires_grad=grad)
-    size = _extent(form)
-    memory = -1 - form.memory
-    return replace(form, requires_grad=grad, origin=None, memory=memory, offset=0, memory_size=size)
-
-
-def _form(leaf: Any, memories: dict[int, int], arguments: int) -> Any:
-    if not isinstance(leaf, Tensor):
-        if not isinstance(leaf, _PLAIN):
-            raise UnpredictableError(f"gives a {type(leaf).__name__}, which is not a tensor")
-        return leaf
-    storage = leaf.untyped_storage()
-    memory = memories.setdefault(storage._cdata, arguments + len(memories))
-    return Form(
-        leaf.dtype,
-        leaf.requires_grad,
-        memory if memory < arguments else None,
-        memory,
-        tuple(leaf.shape),
-        leaf.stride(),
-        int(leaf.storage_offset()),
-        storage.nbytes() // leaf.element_size(),
-    )
-
-
-def _common(batches: Sequence[int], column: Sequence[Any]) -> Any:
-    """The rule for one leaf of the result."""
     first = column[0]
     if type(first) is Unsteady:
         return first
     if not isinstance(first, Form):
         if any(type(other) is not type(first) or other != first for other in column):
-            raise UnpredictableError(f"gives a {type(first).__name__} that changes with the data")
+            raise UnsuitableError(f"gives a {type(first).__name__} that changes with the data")
         return first
-    if any(not isinstance(o, Form) or len(o.sizes) != len(first.sizes) for o in column):
-        raise UnpredictableError(
-            "gives a tensor with another number of dimensions from call to call"
-        )
+    if any(not isinstance(o, Form) or len(o.layout) != len(first.layout) for o in column):
+        raise UnsuitableError("gives a tensor with another number of dimensions from call to call")
     if any(other.dtype != first.dtype for other in column):
-        raise UnpredictableError("gives a tensor of another type from call to call")
-
-    def fit(numbers: Sequence[int]) -> Linear:
-        return Linear.fit(batches, numbers)
-
+        raise UnsuitableError("gives a tensor of another type from call to call")
     if any(other.memory != first.memory for other in column):
         # Sometimes an argument itself, sometimes not: taken to be none.
-        column = [replace(o, origin=None, memory=-1 - first.memory, offset=0) for o in column]
-        column = [replace(other, memory_size=_extent(other)) for other in column]
-    first = column[0]
-    return replace(
-        first,
-        requires_grad=any(other.requires_grad for other in column),
-        sizes=tuple(map(fit, zip(*(other.sizes for other in column), strict=True))),
-        strides=tuple(map(fit, zip(*(other.strides for other in column), strict=True))),
-        offset=fit([other.offset for other in column]),
-        memory_size=fit([0 if other.origin is not None else other.memory_size for other in column]),
-    )
+        column = [other.in_own_memory() for other in column]
+        column = [other._replace(memory=-1 - first.memory) for other in column]
+    rows = zip(*([rest for _, rest in form.layout] for form in column), strict=True)
+    layout = tuple(_linear(batches, numbers) for numbers in rows)
+    return column[0]._replace(layout=layout, requires_grad=any(o.requires_grad for o in column))
 
 
-def _extent(form: Form) -> int:
-    """Elements of memory that a tensor needs from its first to its last."""
-    pairs = zip(form.sizes, form.strides, strict=True)
-    return int(1 + sum((size - 1) * stride for size, stride in pairs))
+def _linear(batches: Sequence[int], numbers: Sequence[int]) -> tuple[int, int]:
+    """(factor, rest) of the rule that gives ``numbers`` at ``batches``.
 
-
-def _imitation(form: Form, arguments: Sequence[Tensor], memory: dict[int, Tensor]) -> Tensor:
-    if form.origin is not None:
-        base = arguments[form.origin]
-    elif form.memory in memory:
-        base = memory[form.memory]
-    else:
-        base = torch.empty(form.memory_size, dtype=form.dtype)
-        base = anchored(base) if form.requires_grad and torch.is_grad_enabled() else base
-        memory[form.memory] = base
-    made = base.as_strided(form.sizes, form.strides, form.offset)
-    return made if form.requires_grad else made.detach()
+    Raises:
+        UnsuitableError: there is none.
+    """
+    pairs = sorted(zip(batches, numbers, strict=True))
+    (low, first), (high, last) = pairs[0], pairs[-1]
+    factor = (last - first) // (high - low) if high > low else 0
+    rest = first - factor * low
+    if any(factor * batch + rest != number for batch, number in pairs):
+        raise UnsuitableError(
+            "gives a tensor whose size depends on the data, not on the batch size"
+        )
+    return factor, rest
