@@ -35,85 +35,64 @@ class Attribute(NamedTuple):
     name: str
 
 
-class Assigned:
-    """What an export has left in plain attributes.
+class Assignments:
+    """While a step is exported: finds what every step would assign anew to plain attributes.
 
     Attributes:
         tensors: attributes that got tensors which follow from the batch, or from what was there.
         numbers: numbers that are others now, by name, with what they were and what they are.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, step: nn.Module) -> None:
         self.tensors: list[Attribute] = []
         self.numbers: dict[str, tuple[Any, Any]] = {}
-
-
-@contextmanager
-def assigned(step: nn.Module) -> Iterator[Assigned]:
-    """While a step is exported: find what every step would assign anew."""
-    watch = _Watch(step)
-    before = step.register_forward_pre_hook(watch.begin)
-    behind = step.register_forward_hook(watch.end)
-    try:
-        yield watch.found
-    finally:
-        before.remove()
-        behind.remove()
-        watch.tidy()
-
-
-class _Watch:
-    """Compares the attributes of modules before and behind a forward."""
-
-    def __init__(self, step: nn.Module) -> None:
-        self.found = Assigned()
         self._modules: dict[str, nn.Module] = dict(step.named_modules())
         self._before = {path: dict(vars(module)) for path, module in self._modules.items()}
         self._buffers = {path: dict(module._buffers) for path, module in self._modules.items()}
         self._numbers = numbers_in(step)
         self._extra = extra_states(step)
         self._batch: set[fx.Node] = set()
+        self._hooks = [
+            step.register_forward_pre_hook(lambda _, batch: self._batch.update(_nodes(batch))),
+            step.register_forward_hook(lambda *_: self._compare()),
+        ]
 
-    def begin(self, _: nn.Module, batch: Any) -> None:
-        """Note the batch."""
-        self._batch = set(_nodes(batch))
+    def __enter__(self) -> Assignments:
+        return self
 
-    def end(self, step: nn.Module, *_: Any) -> None:
-        """Find what was assigned."""
-        refuse_extra_states(step, self._extra)
-        for path, module in self._modules.items():
-            for name, value in vars(module).items():
-                old = self._before[path].get(name)
-                if value is not old and self._changes(old, value):
-                    self.found.tensors.append(Attribute(module, path, name))
-        caching = {path for path, module in self._modules.items() if self._caches(path, module)}
-        for name, number in numbers_in(self._modules[""]).items():
-            before = self._numbers.get(name)
-            if before is None or number.path in caching:
-                continue
-            if type(number.value) is type(before.value) and number.value != before.value:
-                self.found.numbers[name] = before.value, number.value
-
-    def tidy(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Drop new attributes with tensors of the export, which torch leaves.
 
         Others may say what a forward has done for good (put hooks on modules, say).
         """
+        for hook in self._hooks:
+            hook.remove()
         for path, module in self._modules.items():
             for name in vars(module).keys() - self._before[path].keys():
                 if _tensors(vars(module)[name]):
                     del vars(module)[name]
-        for name in self.found.numbers:
-            number = self._numbers[name]
-            number.holder[number.key] = number.value
+        for name in self.numbers:
+            self._numbers[name].set(self._numbers[name].value)
 
-    def _caches(self, path: str, module: nn.Module) -> bool:
-        """Whether a forward has assigned a tensor: numbers may then say of what it is."""
-        before = {**self._before[path], **self._buffers[path]}
-        return any(
-            isinstance(value, Tensor) and value is not before.get(name)
-            for name, value in (*vars(module).items(), *module._buffers.items())
-        )
+    def _compare(self) -> None:
+        refuse_extra_states(self._modules[""], self._extra)
+        caching: set[str] = set()  # modules that assigned tensors: numbers may say of what they are
+        for path, module in self._modules.items():
+            before = {**self._before[path], **self._buffers[path]}
+            for name, value in (*vars(module).items(), *module._buffers.items()):
+                old = before.get(name)
+                if value is old:
+                    continue
+                if isinstance(value, Tensor):
+                    caching.add(path)
+                if name in vars(module) and self._changes(old, value):
+                    self.tensors.append(Attribute(module, path, name))
+        for name, number in numbers_in(self._modules[""]).items():
+            known = self._numbers.get(name)
+            if known is None or number.path in caching:
+                continue
+            if type(number.value) is type(known.value) and number.value != known.value:
+                self.numbers[name] = known.value, number.value
 
     def _changes(self, old: Any, new: Any) -> bool:
         """Whether tensors follow from the batch or, other than by a conversion, from old ones."""
@@ -184,12 +163,12 @@ def later(step: nn.Module, numbers: Mapping[str, Any]) -> Iterator[None]:
     """While a step is exported once more: with other numbers, by name, as later steps have them."""
     known = numbers_in(step)
     for name, value in numbers.items():
-        known[name].holder[known[name].key] = value
+        known[name].set(value)
     try:
         yield
     finally:
         for name in numbers:
-            known[name].holder[known[name].key] = known[name].value
+            known[name].set(known[name].value)
 
 
 def extra_states(model: nn.Module) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
-from pipectl.capture.carried import Assigned, Attribute, assigned, later
+from pipectl.capture.carried import Assignments, Attribute, later
 from pipectl.capture.checks import drop_conditions
 from pipectl.capture.fallback import Kept, call_modules, traced
 from pipectl.capture.opaque import UnsuitableError
@@ -86,21 +86,21 @@ def _refuse_counts(
     """
     known = _text(program)
 
-    def rerun(values: Mapping[str, Any]) -> tuple[bool, Assigned]:
-        """Whether the step has another graph with other numbers, and what it then changes."""
+    def rerun(values: Mapping[str, Any]) -> tuple[bool, Mapping[str, Any]]:
+        """Whether the step has another graph with other numbers, and which it then changes."""
         try:
             with later(step, values):
                 again, found = _program(step, batch, kept, free=free)
         except UnrolledError:
-            return True, Assigned()
+            return True, {}
         except Exception:  # what else such a step needs is not known
-            return False, Assigned()
-        return _text(again) != known, found
+            return False, {}
+        return _text(again) != known, found.numbers
 
     values = {name: after for name, (_, after) in numbers.items()}
-    matters, found = rerun(values)
+    matters, changed = rerun(values)
     if not matters:  # a maximum stays where it is; a schedule may wait for many steps
-        counts = {n: pair for n, pair in numbers.items() if n in found.numbers}
+        counts = {n: pair for n, pair in numbers.items() if n in changed}
         values = {n: first + _MANY_STEPS * (then - first) for n, (first, then) in counts.items()}
         matters = bool(values) and rerun(values)[0]
     if not matters:
@@ -128,13 +128,13 @@ def _text(program: ExportedProgram) -> str:
 
 def _program(
     step: Step, batch: tuple[Any, Any], kept: Kept, *, free: bool
-) -> tuple[ExportedProgram, Assigned]:
+) -> tuple[ExportedProgram, Assignments]:
     """The program, and what every step assigns anew."""
     shapes = pytree.tree_map(_free_batch, batch) if free else None
     with ExitStack() as stack:
         functions = stack.enter_context(patched_export(step, unrolls=kept.unrolls))
         calls = stack.enter_context(traced(step, kept))
-        found = stack.enter_context(assigned(step))
+        found = stack.enter_context(Assignments(step))
         program = torch.export.export(step, batch, dynamic_shapes=shapes, strict=False)
     call_functions(program, functions)
     call_modules(program, calls)

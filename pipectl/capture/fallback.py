@@ -9,7 +9,6 @@ gives. While it is exported, an operator of torch stands for each call.
 from __future__ import annotations
 
 import operator
-import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, fx, nn
 from torch._guards import detect_fake_mode
@@ -37,7 +35,12 @@ from pipectl.capture.opaque import (
     anchored,
 )
 from pipectl.capture.patches import Mask
-from pipectl.capture.python_state import own_generators, states_of, undisturbed
+from pipectl.capture.python_state import (
+    SHARED_GENERATORS,
+    own_generators,
+    states_of,
+    undisturbed,
+)
 from pipectl.capture.randomness import seed_everything
 from pipectl.capture.refusals import (
     AS_IT_IS,
@@ -262,25 +265,25 @@ def observe(
     sizes = [size for size, _ in batches]
     runs = []
     for seed, (_, batch) in enumerate(batches):  # with another seed it may give something else
-        watches = [_Watch(path, module, make) for path, module in opaque.items()]
+        calls: dict[str, list[Outline]] = {path: [] for path in opaque}
         buffers = [each for each in step.buffers() if not isinstance(each, FakeTensor)]
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(undisturbed(step, buffers))
-            for watch in watches:
-                stack.enter_context(watch.mask.worn())
+            for path, module in opaque.items():
+                stack.enter_context(_watch(path, module, make, calls[path]).worn())
             before = extra_states(step)
             seed_everything(seed)
             step(*batch)
             refuse_extra_states(step, before)
-        runs.append({watch.path: watch.calls for watch in watches})
+        runs.append(calls)
     outlines: dict[str, list[Outline]] = {}
     for path in opaque:
-        calls = [run[path] for run in runs]
+        each = [run[path] for run in runs]
         with _named(path):
-            if len({len(some) for some in calls}) > 1:
+            if len({len(some) for some in each}) > 1:
                 raise UnsuitableError("is called more or less often, depending on the data")
-            outlines[path] = [Outline.of_calls(sizes, same) for same in zip(*calls, strict=True)]
+            outlines[path] = [Outline.of_calls(sizes, same) for same in zip(*each, strict=True)]
     return outlines
 
 
@@ -294,45 +297,34 @@ def _named(path: str) -> Iterator[None]:
         raise
 
 
-class _Watch:
-    """Stands in for a submodule, calls it, and notes what it gave."""
+def _watch(path: str, module: nn.Module, make: Make, calls: list[Outline]) -> Mask:
+    """A mask that calls the module, and notes what it gave."""
+    states = States(module)
+    count = len(states.places)
+    generators = [*SHARED_GENERATORS, *own_generators(module)]
 
-    def __init__(self, path: str, module: nn.Module, make: Make) -> None:
-        self.path = path
-        self.calls: list[Outline] = []
-        self.mask = Mask(module, self._call)
-        self._module = module
-        self._own = own_generators(module)
-        self._states = States(module)
-        self._make = make
-
-    def _call(self, *args: Any, **kwargs: Any) -> Any:
-        with _named(self.path):
-            return self._watched(Arguments(args, kwargs))
-
-    def _watched(self, arguments: Arguments) -> Any:
-        given = [*self._states.now(), *arguments.tensors]
-        count = len(self._states.places)
-        made = [self._make(state) for state in given[:count]]
-        tensors = [*made, *map(_sample, given[count:])]
-        shapes = [tensor.shape for tensor in made]
+    def call(*args: Any, **kwargs: Any) -> Any:
+        arguments = Arguments(args, kwargs)
+        given = [*states.now(), *arguments.tensors]
+        tensors = [*map(make, given[:count]), *map(_sample, given[count:])]
+        shapes = [tensor.shape for tensor in tensors]
         versions = [tensor._version for tensor in tensors]
-        generators = self._generators()
+        before = states_of(generators)
         args, kwargs = arguments.filled(tensors[count:], [])
-        with self.mask.lifted(), self._states.replaced(tensors[:count]):
-            result = make_known(self._result(args, kwargs))
-        for state, shape, places in zip(made, shapes, self._states.places, strict=True):
-            if state.shape != shape:
-                raise resized(places[0][2], shape, state.shape)
-        written = {i for i, tensor in enumerate(tensors) if tensor._version != versions[i]}
-        draws = self._generators() != generators
-        self.calls.append(Outline.of_call(result, tensors, frozenset(written), draws))
+        with mask.lifted(), states.replaced(tensors[:count]):
+            result = make_known(call_module(args, kwargs))
+        for tensor, shape, places in zip(tensors, shapes, states.places, strict=False):
+            if tensor.shape != shape:
+                raise resized(places[0][2], shape, tensor.shape)
+        written = frozenset(i for i, t in enumerate(tensors) if t._version != versions[i])
+        draws = states_of(generators) != before
+        calls.append(Outline.of_call(result, tensors, written, draws))
         mode = detect_fake_mode(given)
         return result if mode is None else pytree.tree_map_only(Tensor, _hollow(mode), result)
 
-    def _result(self, args: Any, kwargs: Any) -> Any:
+    def call_module(args: Any, kwargs: Any) -> Any:
         try:
-            return self._module(*args, **kwargs)
+            return module(*args, **kwargs)
         except RuntimeError as error:
             if "appears to not have been used in the graph" not in str(error):
                 raise
@@ -341,12 +333,12 @@ class _Watch:
                 "form the derivative in the module that computes what is differentiated",
             ) from error
 
-    def _generators(self) -> tuple[Any, ...]:
-        """The states of all generators that a forward may draw from."""
-        torch_state = torch.random.get_rng_state().numpy().tobytes()
-        numpy_state: Any = np.random.get_state()
-        shared = random.getstate(), numpy_state[1].tobytes(), numpy_state[2:]
-        return torch_state, *shared, states_of(self._own)
+    def named_call(*args: Any, **kwargs: Any) -> Any:
+        with _named(path):
+            return call(*args, **kwargs)
+
+    mask = Mask(module, named_call)
+    return mask
 
 
 def _sample(tensor: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ from pipectl.capture.carried import Attribute
 from pipectl.capture.checks import is_caught, mark_condition, passing_answer
 from pipectl.capture.factories import is_torch_code
 from pipectl.capture.operators import Applied
-from pipectl.capture.python_state import generator_places
+from pipectl.capture.python_state import LIBRARY_GENERATORS, generator_places, states_of
 from pipectl.capture.refusals import (
     HOOK_CURE,
     DrawError,
@@ -75,7 +75,8 @@ def patched_export(step: nn.Module, *, unrolls: bool) -> Iterator[Functions]:
     """
     with ExitStack() as stack:
         stack.enter_context(_quiet())
-        stack.enter_context(_refused_draws(step))
+        stack.enter_context(_refused_library_draws())
+        stack.enter_context(_refused_own_draws(step))
         stack.enter_context(_left_out_checks())
         stack.enter_context(_WatchedCalls(unrolls=unrolls))
         stack.enter_context(_marked_regions())
@@ -97,62 +98,59 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _refused_draws(step: nn.Module) -> Iterator[None]:
-    """Let generators other than torch's own fail: a graph would freeze what they draw.
+def _refused_library_draws() -> Iterator[None]:
+    """Let the functions of ``random`` and ``numpy.random`` fail: a graph would freeze the numbers.
 
     Raises:
-        DrawError: from the export; or when it is over, if only the states of the shared generators
-            show that somebody drew.
+        DrawError: from the export; or when it is over, if only the states of the generators show
+            that somebody drew, by a function imported by its name.
+    """
+    known = states_of(LIBRARY_GENERATORS)
+
+    def check() -> None:
+        if states_of(LIBRARY_GENERATORS) != known:
+            raise DrawError
+
+    def refuse_all_but_torch(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal known
+            if not is_torch_code(sys._getframe(1).f_code.co_filename):
+                raise DrawError
+            check()
+            result = function(*args, **kwargs)
+            known = states_of(LIBRARY_GENERATORS)
+            return result
+
+        return call
+
+    with ExitStack() as stack:
+        for module in (random, np.random):
+            for name, function in list(vars(module).items()):
+                if callable(function) and getattr(function, "__self__", None) in LIBRARY_GENERATORS:
+                    patched = refuse_all_but_torch(function)
+                    stack.enter_context(mock.patch.object(module, name, patched))
+        yield
+        check()
+
+
+@contextmanager
+def _refused_own_draws(step: nn.Module) -> Iterator[None]:
+    """The same for generators of the model's own and for the system's.
+
+    Raises:
+        DrawError: from the export.
     """
 
     def refuse(*_: Any) -> Any:
         raise DrawError
 
-    generators = _SharedGenerators()
-    shared = (random.Random, np.random.RandomState)
     with ExitStack() as stack:
-        for module in (random, np.random):
-            for name, function in list(vars(module).items()):
-                if callable(function) and isinstance(getattr(function, "__self__", None), shared):
-                    refusing = generators.refusing(function)
-                    stack.enter_context(mock.patch.object(module, name, refusing))
-        for name in ("random", "getrandbits"):  # the system's, even if made in the forward
+        for name in ("random", "getrandbits"):  # of those made in the forward, too
             stack.enter_context(mock.patch.object(random.SystemRandom, name, refuse))
         for own, name in generator_places(step):
             if not isinstance(own[name], torch.Generator):  # their use is seen as an argument
                 stack.enter_context(mock.patch.dict(own, {name: _RefusingGenerator()}))
         yield
-        generators.check()
-
-
-class _SharedGenerators:
-    """What the functions of ``random`` and ``numpy.random`` draw from; made before these fail."""
-
-    def __init__(self) -> None:
-        self._python, self._numpy = random.getstate, np.random.get_state
-        self._known = self._states()
-
-    def check(self) -> None:
-        """Raise if somebody drew, by a function that the model imported by its name."""
-        if self._states() != self._known:
-            raise DrawError
-
-    def refusing(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that torch may call, and nobody else."""
-
-        def refuse(*args: Any, **kwargs: Any) -> Any:
-            if not is_torch_code(sys._getframe(1).f_code.co_filename):
-                raise DrawError
-            self.check()
-            result = function(*args, **kwargs)
-            self._known = self._states()
-            return result
-
-        return refuse
-
-    def _states(self) -> tuple[Any, ...]:
-        _, keys, *rest = self._numpy()
-        return self._python(), np.asarray(keys).tobytes(), *rest
 
 
 class _RefusingGenerator:

@@ -23,6 +23,10 @@ from pipectl.faults import is_user_code
 
 _PLAIN = (str, bytes, int, float, complex, type(None), type, FunctionType, ModuleType, nn.Parameter)
 _GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+_LIBRARIES: tuple[Any, ...] = (random.getstate, np.random.get_state)
+LIBRARY_GENERATORS = tuple(function.__self__ for function in _LIBRARIES)
+"""What the functions of ``random`` and ``numpy.random`` draw from."""
+SHARED_GENERATORS = (torch.default_generator, *LIBRARY_GENERATORS)
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 _CONTAINERS = (*_MAPPINGS, list, deque, set)
 _SHARED = frozenset({*sys.stdlib_module_names, "torch"})
@@ -45,6 +49,10 @@ class Number(NamedTuple):
     module: nn.Module | None
     path: str
 
+    def set(self, value: Any) -> None:
+        """Put another number in its place."""
+        self.holder[self.key] = value
+
 
 class _Item(NamedTuple):
     """A container, generator or array that a model leads to; ``module`` if these are its own."""
@@ -58,16 +66,13 @@ class _Item(NamedTuple):
 @contextmanager
 def undisturbed(model: nn.Module, tensors: Iterable[Tensor]) -> Iterator[None]:
     """Afterwards these tensors, what modules keep in Python, and generators are as before."""
-    kept = [(each, each.detach().clone()) for each in tensors if _is_restorable(each)]
-    before = [(item.value, _copy(item.value)) for item in _items(model)]
-    state, numpy_state = random.getstate(), np.random.get_state()
+    own = [item.value for item in _items(model)]
+    values = [*SHARED_GENERATORS, *own, *filter(_is_restorable, tensors)]
+    before = [(value, _copy(value)) for value in values]
     try:
-        with torch.random.fork_rng(devices=[]):
-            yield
+        yield
     finally:
-        random.setstate(state)
-        np.random.set_state(numpy_state)
-        for value, copy in (*before, *kept):
+        for value, copy in before:
             with suppress(RuntimeError, TypeError, ValueError):  # it takes no values
                 _restore(value, copy)
 
