@@ -3,18 +3,22 @@
 A graph holds no branch on values. Where one side of such a branch only raises an exception, the
 other side is what every step that goes on has taken, so that side alone is captured. This is how
 models guard themselves (``assert not x.isnan().any()``) and how ``torch.distributions`` checks
-arguments. Which sides raise is read from the bytecode of the code that asks, and whether the model
+arguments. Which sides raise is read from the source of the code that asks, and whether the model
 catches what they raise from that of its callers. From 2.15 on, torch asserts asynchronously where
 it exports its own checks; such an operator counts as one of them.
 """
 
 from __future__ import annotations
 
+import ast
 import dis
 import inspect
+import linecache
 import operator
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -25,9 +29,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from pipectl.capture.step import Step
 
-_JUMPS_ON = {"FALSE": False, "TRUE": True}
-_LOADS = ("LOAD_GLOBAL", "LOAD_FAST", "LOAD_DEREF", "LOAD_NAME")
-_MAX_INSTRUCTIONS = 1000
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+_SIMPLE = (ast.Expr, ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Import, ast.ImportFrom, ast.Pass)
 _UNCAUGHT = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 """Where the code lies that catches no exception of a model for good."""
 _KEY = "pipectl_condition"
@@ -67,17 +70,16 @@ def _acts(node: fx.Node) -> bool:
 
 def passing_answer(frame: FrameType) -> bool | None:
     """The answer with which a frame that asks goes on; None if it goes on with both."""
-    body = _body(frame.f_code)
-    sides = body.sides(frame.f_lasti)
-    if sides is None:
+    path = _path(frame.f_code, frame.f_lasti)
+    node = path[-1]
+    if dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("CALL"):
+        function = getattr(node, "func", None)
+        if not (isinstance(function, ast.Name) and function.id == "bool"):
+            return None  # all([...]) asks, say, and answers something else
+    raises = [_leads_to_raise(path, answer) for answer in (True, False)]
+    if raises[0] is raises[1] or _catches(frame, path) or is_caught(frame.f_back):
         return None
-    raises = [
-        offset is not None and not _catches(frame, offset)
-        for offset in map(body.raise_from, sides.values())
-    ]
-    if raises[0] is raises[1] or is_caught(frame.f_back):
-        return None
-    return list(sides)[raises.index(False)]
+    return raises[1]
 
 
 def is_caught(frame: FrameType | None) -> bool:
@@ -86,131 +88,123 @@ def is_caught(frame: FrameType | None) -> bool:
     The handlers of torch and of pipectl, which every call of a module passes, raise it again.
     """
     while frame is not None and frame.f_code is not Step.forward.__code__:
-        if not frame.f_code.co_filename.startswith(_UNCAUGHT) and _catches(frame, frame.f_lasti):
+        is_users = not frame.f_code.co_filename.startswith(_UNCAUGHT)
+        if is_users and _catches(frame, _path(frame.f_code, frame.f_lasti)):
             return True
         frame = frame.f_back
     return False
 
 
-def _catches(frame: FrameType, offset: int) -> bool:
-    """Whether a frame may go on after an exception at an instruction."""
-    body = _body(frame.f_code)
-    waiting = [offset]
-    seen: set[int] = set()
-    while waiting:
-        offset = waiting.pop()
-        handler = body.handler_of(offset)
-        if handler is None or handler in seen:
-            continue
-        seen.add(handler)
-        manager = body.manager_at(handler)
-        catches, raises = body.handling(handler)
-        if catches and not (manager and _lets_pass(frame, manager)):
-            return True
-        waiting += raises
+@lru_cache(maxsize=1024)
+def _path(code: CodeType, offset: int) -> list[ast.AST]:
+    """The syntax around an instruction, from its function to the smallest that holds all of it."""
+    position = list(code.co_positions())[offset // 2]
+    path: list[ast.AST] = [_tree(code.co_filename)]
+    while (inner := _holding(path[-1], position)) is not None:
+        path.append(inner)
+    first = max((i for i, node in enumerate(path) if isinstance(node, _FUNCTIONS)), default=0)
+    return path[first:]
+
+
+@lru_cache(maxsize=64)
+def _tree(filename: str) -> ast.Module:
+    try:
+        return ast.parse("".join(linecache.getlines(filename)))
+    except SyntaxError:
+        return ast.Module([], [])
+
+
+def _holding(node: ast.AST, position: tuple[Any, ...]) -> ast.AST | None:
+    """The child of a node that holds all of a position."""
+    if None in position:
+        return None
+    line, last_line, column, last_column = position
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.expr | ast.stmt | ast.ExceptHandler):
+            start, end = (child.lineno, child.col_offset), (child.end_lineno, child.end_col_offset)
+            holds = start <= (line, column) and (last_line, last_column) <= end
+        else:  # such as an item of a with
+            holds = _holding(child, position) is not None
+        if holds:
+            return child
+    return None
+
+
+def _leads_to_raise(path: Sequence[ast.AST], answer: bool) -> bool:
+    """Whether all that follows the answer to a question of an ``if`` or ``assert`` is a raise."""
+    node = path[-1]
+    if isinstance(node, ast.If | ast.Assert):  # Python 3.11 asks at the place of the statement
+        above = [*path, node.test]
+        while isinstance(above[-1], ast.UnaryOp) and isinstance(above[-1].op, ast.Not):
+            above.append(above[-1].operand)
+    else:
+        above = [*path]
+    if isinstance(above[-1], ast.Compare) and len(above[-1].ops) > 1 and answer:
+        return False  # the next comparison decides
+    for inner, outer in pairwise(reversed(above)):
+        if isinstance(outer, ast.UnaryOp) and isinstance(outer.op, ast.Not):
+            answer = not answer
+        elif isinstance(outer, ast.BoolOp):
+            if answer is not isinstance(outer.op, ast.Or) and inner is not outer.values[-1]:
+                return False  # the next operand decides
+        elif isinstance(outer, ast.Assert):
+            return inner is outer.test and not answer
+        elif isinstance(outer, ast.If) and inner is outer.test:
+            side = outer.body if answer else outer.orelse
+            return _raises([*side, *_following(above[above.index(outer) - 1], outer)])
+        else:
+            return False
     return False
 
 
-def _lets_pass(frame: FrameType, manager: tuple[str, ...]) -> bool:
+def _following(block: ast.AST, statement: ast.stmt) -> list[ast.stmt]:
+    """The statements after one in the same block."""
+    for name in ("body", "orelse", "finalbody"):
+        statements = getattr(block, name, None)
+        if isinstance(statements, list) and statement in statements:
+            return statements[statements.index(statement) + 1 :]
+    return []
+
+
+def _raises(statements: Iterable[ast.stmt]) -> bool:
+    """Whether statements, run in order, surely end in a raise of their own."""
+    for statement in statements:
+        if isinstance(statement, ast.Assert):
+            if isinstance(statement.test, ast.Constant) and not statement.test.value:
+                return True
+        elif not isinstance(statement, _SIMPLE):
+            return isinstance(statement, ast.Raise)
+    return False
+
+
+def _catches(frame: FrameType, path: Sequence[ast.AST]) -> bool:
+    """Whether a frame may go on after an exception at the end of a path."""
+    if len(path) == 1:  # its source is not known
+        return bool(frame.f_code.co_exceptiontable)
+    for outer, inner in pairwise(path):
+        if isinstance(outer, ast.Try | ast.TryStar) and inner in outer.body:
+            leaves = any(isinstance(n, ast.Return) for s in outer.finalbody for n in ast.walk(s))
+            catches = leaves or not all(_raises(handler.body) for handler in outer.handlers)
+        elif isinstance(outer, ast.With | ast.AsyncWith) and inner in outer.body:
+            catches = not all(_lets_pass(frame, item.context_expr) for item in outer.items)
+        else:
+            catches = False
+        if catches:
+            return True
+    return False
+
+
+def _lets_pass(frame: FrameType, manager: ast.expr) -> bool:
     """Whether the context manager of a ``with`` is known to catch nothing, as those of torch."""
-    name, *attributes = manager
-    known = {**frame.f_builtins, **frame.f_globals, **frame.f_locals}
-    value = known.get(name)
-    for attribute in attributes:
-        value = inspect.getattr_static(value, attribute, None)
-    return value is nullcontext or str(getattr(value, "__module__", "")).startswith("torch.")
-
-
-class _Body:
-    """The instructions of a function, by offset."""
-
-    def __init__(self, code: CodeType) -> None:
-        bytecode: Any = dis.Bytecode(code)
-        self._at: dict[int, dis.Instruction] = {each.offset: each for each in bytecode}
-        self._following = dict(zip(self._at, list(self._at)[1:], strict=False))
-        self._handlers = [(e.start, e.end, e.target) for e in bytecode.exception_entries]
-
-    def sides(self, offset: int) -> dict[bool, int] | None:
-        """Where a question leads, by its answer; None if it is no question of an ``if``."""
-        if self._at[offset].opname == "TO_BOOL":  # Python 3.13 asks before it jumps
-            offset = self._following[offset]
-        jump = self._at[offset]
-        answer = _JUMPS_ON.get(jump.opname.rpartition("_")[2])
-        if "POP_JUMP" not in jump.opname or answer is None:
-            return None
-        return {answer: jump.argval, not answer: self._following[offset]}
-
-    def raise_from(self, offset: int) -> int | None:
-        """Where all that runs from an instruction on ends in a ``raise``; None if it may not."""
-        for _ in range(_MAX_INSTRUCTIONS):
-            name = self._at[offset].opname
-            if name == "RAISE_VARARGS":
-                return offset
-            if name.startswith("RETURN") and name != "RETURN_GENERATOR":
-                return None
-            if name.startswith("JUMP_FORWARD"):
-                offset = self._at[offset].argval
-            elif "JUMP" in name or name in ("FOR_ITER", "SEND", "YIELD_VALUE"):
-                return None
-            else:
-                offset = self._following.get(offset, -1)
-                if offset < 0:
-                    return None
-        return None
-
-    def handler_of(self, offset: int) -> int | None:
-        """Where an exception at an instruction leads; None if out of the function."""
-        targets = (target for start, end, target in self._handlers if start <= offset < end)
-        return next(targets, None)
-
-    def handling(self, handler: int) -> tuple[bool, list[int]]:
-        """Whether some way through a handler ends the exception, and where others raise again."""
-        waiting, seen, raises = [handler], {handler}, []
-        catches = False
-        while waiting:
-            offset = waiting.pop()
-            following = self._following.get(offset, offset)
-            name = self._at[offset].opname
-            if name in ("RERAISE", "RAISE_VARARGS"):
-                raises.append(offset)
-            elif name == "POP_EXCEPT" and self._at[following].opname != "RERAISE":
-                catches = True
-            else:
-                ways = [] if name.startswith("JUMP") else [following]
-                if "JUMP" in name or name in ("FOR_ITER", "SEND"):
-                    ways.append(self._at[offset].argval)
-                waiting += [way for way in ways if way not in seen]
-                seen.update(ways)
-        return catches, raises
-
-    def manager_at(self, handler: int) -> tuple[str, ...]:
-        """The name that gives the context manager of a ``with``; empty if nothing so plain does."""
-        if self._at[self._following.get(handler, handler)].opname != "WITH_EXCEPT_START":
-            return ()
-        start = min(start for start, _, target in self._handlers if target == handler)
-        before = [each for each in self._at.values() if each.offset < start]
-        while before and before.pop().opname not in ("BEFORE_WITH", "COPY"):
-            pass
-        place = before[-1].positions if before else None
-        spans = [each for each in before if _lies_in(each.positions, place)]
-        names: list[str] = []
-        for each in spans:
-            plain = each.opname.startswith(("LOAD_ATTR", "LOAD_METHOD") if names else _LOADS)
-            if plain and isinstance(each.argval, str):
-                names.append(each.argval)
-            elif each.opname != "PUSH_NULL":
-                break
-        return () if any("JUMP" in each.opname for each in spans) else tuple(names)
-
-
-@lru_cache(maxsize=1024)
-def _body(code: CodeType) -> _Body:
-    return _Body(code)
-
-
-def _lies_in(inner: Any, outer: Any) -> bool:
-    """Whether one stretch of source text lies in another."""
-    if not inner or not outer or None in inner or None in outer:
+    expression = manager.func if isinstance(manager, ast.Call) else manager
+    names: list[str] = []
+    while isinstance(expression, ast.Attribute):
+        names.insert(0, expression.attr)
+        expression = expression.value
+    if not isinstance(expression, ast.Name):
         return False
-    (first, last, left, right), (start, end, begin, stop) = inner, outer
-    return bool((start, begin) <= (first, left) and (last, right) <= (end, stop))
+    known = {**frame.f_builtins, **frame.f_globals, **frame.f_locals}
+    value = known.get(expression.id)
+    for name in names:
+        value = inspect.getattr_static(value, name, None)
+    return value is nullcontext or str(getattr(value, "__module__", "")).startswith("torch.")

@@ -107,6 +107,8 @@ CHECKS = {
     "raise": "if x.isnan().any():\n            text = 'nan'\n            raise ValueError(text)",
     "number": "if x.max().item() > 1e9:\n            raise ValueError('large')",
     "with": "with torch.no_grad():\n            assert x.isfinite().all()",
+    "bool": "assert bool(x.isfinite().all())",
+    "chain": "assert -1e9 < x.sum() < 1e9",
     "asynchronous": "torch._assert_async(x.isfinite().all(), 'not finite')",
     "distribution": "torch.distributions.Categorical(logits=x, validate_args=True)",
     "raised again": "try:\n            assert x.isfinite().all()\n"
