@@ -7,7 +7,7 @@ graph order holds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -61,53 +61,86 @@ def find_aliases(graph: CapturedGraph, states: Mapping[str, Tensor]) -> Aliases:
     Args:
         states: parameters and buffers by full name, for shapes, dtypes and ``requires_grad``.
     """
-    return _FakeRun(graph, states).result()
+    run = _FakeRun(graph, states)
+    operators, index = graph.operators, run.index
+    found = Aliases(_groups(operators, _joined(operators, run)), {}, run.returned_argument)
+    for node, value in run.values.items():
+        last = max((run.last_write.get(each, -1) for each in _storages(value)), default=-1)
+        if node.op == "placeholder":
+            if node.name in graph.states and value._version != run.first_version[node]:
+                found.rewritten.add(node.name)
+            if last >= 0:
+                found.written[node.name] = operators[last].name
+        elif node in index:
+            # Only now: a write through a view may have given a value its gradient.
+            leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+            found.requires_grad[node.name] = any(leaf.requires_grad for leaf in leaves)
+            if last > index[node]:
+                found.settled[node.name] = operators[last].name
+    return found
+
+
+def _joined(operators: Sequence[fx.Node], run: _FakeRun) -> Iterator[list[fx.Node]]:
+    """Operators that must share a stage."""
+    for storage, last in run.last_write.items():
+        # Parameters, buffers and inputs exist once per rank, so later readers stay as well.
+        whole = storage in run.persistent
+        yield [node for node in run.touched[storage] if whole or run.index[node] <= last]
+    for node in operators:
+        # A tuple does not travel, its items do: they are taken out where it is made.
+        if not isinstance(run.values[node], Tensor):
+            yield [node, *(user for user in node.users if user in run.index)]
+    for node, following in pairwise(operators):
+        # An operator without neighbours in the graph (BatchNorm's counter) stays with the next.
+        if not node.users and not any(source in run.index for source in node.all_input_nodes):
+            yield [node, following]
+
+
+def _groups(operators: Sequence[fx.Node], joined: Iterable[Sequence[fx.Node]]) -> dict[str, str]:
+    """For operators that others are joined to, directly or by others: the first of all these."""
+    members: dict[fx.Node, set[fx.Node]] = {}
+    for nodes in joined:
+        group = set(nodes).union(*(members.get(node, ()) for node in nodes))
+        members.update(dict.fromkeys(group, group))
+    first: dict[int, str] = {}
+    return {
+        node.name: first.setdefault(id(members[node]), node.name)
+        for node in operators
+        if len(members.get(node, ())) > 1
+    }
 
 
 class _FakeRun:
-    """One pass over the graph; values stay referenced, so that storage addresses stay unique."""
+    """One pass over the graph; values stay referenced, so that storage addresses stay unique.
+
+    Attributes:
+        touched: operators that read or write each storage, in order.
+        last_write: index of the last operator that writes a storage.
+        persistent: storages of states and inputs.
+    """
 
     def __init__(self, graph: CapturedGraph, states: Mapping[str, Tensor]) -> None:
         self._graph = graph
-        self._found = Aliases()
-        self._index = {node: i for i, node in enumerate(graph.operators)}
-        self._touched: dict[int, list[fx.Node]] = {}
-        self._last_write: dict[int, int] = {}
-        self._persistent: set[int] = set()
-        self._first_version: dict[fx.Node, int] = {}
-        self._parent: dict[fx.Node, fx.Node] = {}
+        self.index = {node: i for i, node in enumerate(graph.operators)}
+        self.values: dict[fx.Node, Any] = {}
+        self.touched: dict[int, list[fx.Node]] = {}
+        self.last_write: dict[int, int] = {}
+        self.persistent: set[int] = set()
+        self.first_version: dict[fx.Node, int] = {}
+        self.returned_argument: dict[str, fx.Node] = {}
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self._values: dict[fx.Node, Any] = {}
         with mode, torch.enable_grad():
             for node in graph.graph.nodes:
-                self._visit(node, mode, states)
-
-    def result(self) -> Aliases:
-        self._note_gradients()
-        self._group_mutated()
-        self._group_tuples()
-        self._group_counters()
-        self._settle()
-        self._note_rewritten()
-        members: dict[fx.Node, list[fx.Node]] = {}
-        for node in self._graph.operators:
-            members.setdefault(self._root(node), []).append(node)
-        for group in members.values():
-            if len(group) > 1:
-                self._found.groups.update({node.name: group[0].name for node in group})
-        return self._found
-
-    def _visit(self, node: fx.Node, mode: FakeTensorMode, states: Mapping[str, Tensor]) -> None:
-        if node.op == "placeholder":
-            self._values[node] = value = self._placeholder(node, mode, states)
-            self._first_version[node] = value._version if isinstance(value, Tensor) else 0
-            self._persistent |= set(_storages(self._values[node]))
-        elif node.op == "get_attr":
-            self._values[node] = self._graph.root.get_submodule(str(node.target))
-        elif self._graph.is_size(node):
-            self._values[node] = self._graph.size_at(node, self._graph.batch_size)
-        elif node in self._index:
-            self._values[node] = self._run(node)
+                if node.op == "placeholder":
+                    self.values[node] = value = self._placeholder(node, mode, states)
+                    self.first_version[node] = value._version if isinstance(value, Tensor) else 0
+                    self.persistent.update(_storages(value))
+                elif node.op == "get_attr":
+                    self.values[node] = graph.root.get_submodule(str(node.target))
+                elif graph.is_size(node):
+                    self.values[node] = graph.size_at(node, graph.batch_size)
+                elif node in self.index:
+                    self.values[node] = self._run(node)
 
     def _placeholder(
         self, node: fx.Node, mode: FakeTensorMode, states: Mapping[str, Tensor]
@@ -126,7 +159,7 @@ class _FakeRun:
         return torch.empty(shape, dtype=value.dtype)
 
     def _run(self, node: fx.Node) -> Any:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._values.__getitem__)
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.values.__getitem__)
         if getattr(node.target, "__module__", "") == _TRANSFORMS:
             place = place_in(node.meta.get("stack_trace") or "")
             raise EagerError(
@@ -145,74 +178,16 @@ class _FakeRun:
                 + place_in(node.meta.get("stack_trace") or ""),
                 cure=f"give the tensor a fixed size (padding and a mask, say), or {AS_IT_IS}",
             ) from None
-        index = self._index[node]
+        index = self.index[node]
         for storage in {*_storages(tensors), *_storages(result)}:
-            self._touched.setdefault(storage, []).append(node)
+            self.touched.setdefault(storage, []).append(node)
         written = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
         for tensor in (*written, *_declared_writes(node.target, args, kwargs)):
-            self._last_write.update(dict.fromkeys(_storages(tensor), index))
-            self._note_returned(node, tensor, result)
+            self.last_write.update(dict.fromkeys(_storages(tensor), index))
+            for source in node.all_input_nodes:
+                if self.values[source] is tensor is result:
+                    self.returned_argument[node.name] = source
         return result
-
-    def _note_returned(self, node: fx.Node, written: Tensor, result: Any) -> None:
-        for source in node.all_input_nodes:
-            if self._values[source] is written is result:
-                self._found.returned_argument[node.name] = source
-
-    def _note_gradients(self) -> None:
-        """Only at the end: a write through a view may have given a value its gradient."""
-        for node in self._graph.operators:
-            leaves = pytree.tree_leaves(self._values[node])
-            found = (leaf.requires_grad for leaf in leaves if isinstance(leaf, Tensor))
-            self._found.requires_grad[node.name] = any(found)
-
-    def _group_mutated(self) -> None:
-        for storage, last in self._last_write.items():
-            # Parameters, buffers and inputs exist once a rank, so later readers stay as well.
-            whole = storage in self._persistent
-            nodes = [n for n in self._touched[storage] if whole or self._index[n] <= last]
-            self._join(nodes)
-
-    def _group_tuples(self) -> None:
-        """A tuple does not travel, its items do: they are taken out where it is made."""
-        for node in self._graph.operators:
-            if not isinstance(self._values[node], Tensor):
-                self._join([node, *(user for user in node.users if user in self._index)])
-
-    def _group_counters(self) -> None:
-        """An operator without neighbours in the graph (BatchNorm's counter) stays with the next."""
-        for node, following in pairwise(self._graph.operators):
-            if not node.users and not any(s in self._index for s in node.all_input_nodes):
-                self._join([node, following])
-
-    def _settle(self) -> None:
-        for index, node in enumerate(self._graph.operators):
-            last = max(
-                (self._last_write.get(s, -1) for s in _storages(self._values[node])), default=-1
-            )
-            if last > index:
-                self._found.settled[node.name] = self._graph.operators[last].name
-
-    def _note_rewritten(self) -> None:
-        for node, value in self._values.items():
-            if node.name in self._graph.states and value._version != self._first_version[node]:
-                self._found.rewritten.add(node.name)
-            writes = [self._last_write[s] for s in _storages(value) if s in self._last_write]
-            if node.op == "placeholder" and writes:
-                self._found.written[node.name] = self._graph.operators[max(writes)].name
-
-    def _join(self, nodes: list[fx.Node]) -> None:
-        for node in nodes[1:]:
-            low, high = sorted(
-                (self._root(nodes[0]), self._root(node)), key=self._index.__getitem__
-            )
-            if low is not high:
-                self._parent[high] = low
-
-    def _root(self, node: fx.Node) -> fx.Node:
-        while node in self._parent:
-            node = self._parent[node]
-        return node
 
 
 def _declared_writes(target: Any, args: Any, kwargs: Any) -> list[Tensor]:

@@ -95,11 +95,33 @@ class Deferred:
 
     def values(self, tensor: Tensor) -> Tensor:
         """The tensor with the values it has by now."""
-        history = self._history(Place.of(tensor))
-        for draw in (write.draw for write in history if write.draw is not None):
-            self._origins.setdefault(draw, (draw,))
+        storages: dict[int, torch.UntypedStorage] = {}
+
+        def laid_out(place: Place) -> Tensor:
+            empty = torch.empty(0, dtype=place.dtype)
+            return empty.set_(storages[place.storage], place.offset, place.sizes, place.strides)
+
+        def argument(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Generator):
+                return None
+            return leaf.clone() if isinstance(leaf, Tensor) else leaf
+
+        target = Place.of(tensor)
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            return Replay(self._seed, self._origins).result(history, Place.of(tensor))
+            for write in self._history(target):
+                leaves = [
+                    laid_out(leaf) if isinstance(leaf, Place) else argument(leaf)
+                    for leaf in write.arguments
+                ]
+                args, kwargs = pytree.tree_unflatten(leaves, write.structure)
+                if write.draw is not None:
+                    origin = self._origins.setdefault(write.draw, (write.draw,))
+                    seed = seed_of(self._seed, "initialise", *origin)
+                    torch.default_generator.manual_seed(seed)
+                made = pytree.tree_leaves(write.function(*args, **kwargs))
+                for index, place in write.made.items():
+                    storages[place.storage] = place.storage_of(made[index])
+            return laid_out(target)
 
     def note(self, function: Any, arguments: Any, places: Sequence[Any], result: Any) -> None:
         """Note a call, if it wrote anything.
@@ -218,14 +240,18 @@ class Place:
         """Where the tensor lies."""
         storage = tensor.untyped_storage()
         sizes, strides = tuple(tensor.shape), tensor.stride()
-        return cls(
-            storage._cdata,
-            storage.nbytes(),
-            tensor.dtype,
-            sizes,
-            strides,
-            int(tensor.storage_offset()),
-        )
+        offset = int(tensor.storage_offset())
+        return cls(storage._cdata, storage.nbytes(), tensor.dtype, sizes, strides, offset)
+
+    def storage_of(self, tensor: Tensor) -> torch.UntypedStorage:
+        """The storage of a tensor with memory, in the size and layout that were noted."""
+        storage = tensor.untyped_storage()
+        same = (tensor.stride(), tensor.storage_offset()) == (self.strides, self.offset)
+        if not same or storage.nbytes() != self.storage_bytes:
+            storage = torch.empty(self.storage_bytes, dtype=torch.uint8).untyped_storage()
+            target = torch.empty(0, dtype=self.dtype)
+            target.set_(storage, self.offset, self.sizes, self.strides).copy_(tensor)
+        return storage
 
 
 @dataclass(frozen=True)
@@ -249,51 +275,3 @@ class Write:
     def places(self) -> list[Place]:
         """The tensors without values among the arguments."""
         return [argument for argument in self.arguments if isinstance(argument, Place)]
-
-
-class Replay:
-    """Runs noted calls on memory of its own."""
-
-    def __init__(self, seed: int, origins: Mapping[int, tuple[str | int, ...]]) -> None:
-        self._seed = seed
-        self._origins = origins
-        self._storages: dict[int, torch.UntypedStorage] = {}
-
-    def result(self, history: Sequence[Write], target: Place) -> Tensor:
-        """What the calls, run in this order, leave in the target."""
-        for write in history:
-            self._run(write)
-        return self._tensor(target)
-
-    def _run(self, write: Write) -> None:
-        leaves = [self._argument(leaf) for leaf in write.arguments]
-        args, kwargs = pytree.tree_unflatten(leaves, write.structure)
-        if write.draw is not None:
-            origin = self._origins[write.draw]
-            torch.default_generator.manual_seed(seed_of(self._seed, "initialise", *origin))
-        made = pytree.tree_leaves(write.function(*args, **kwargs))
-        for index, place in write.made.items():
-            self._storages[place.storage] = _laid_out(made[index], place).untyped_storage()
-
-    def _argument(self, leaf: Any) -> Any:
-        if isinstance(leaf, Place):
-            return self._tensor(leaf)
-        if isinstance(leaf, torch.Generator):
-            return None
-        return leaf.clone() if isinstance(leaf, Tensor) else leaf
-
-    def _tensor(self, place: Place) -> Tensor:
-        storage = self._storages[place.storage]
-        empty = torch.empty(0, dtype=place.dtype)
-        return empty.set_(storage, place.offset, place.sizes, place.strides)
-
-
-def _laid_out(tensor: Tensor, place: Place) -> Tensor:
-    """The tensor in a storage of the noted size and layout."""
-    same = (tensor.stride(), tensor.storage_offset()) == (place.strides, place.offset)
-    if same and tensor.untyped_storage().nbytes() == place.storage_bytes:
-        return tensor
-    storage = torch.empty(place.storage_bytes, dtype=torch.uint8).untyped_storage()
-    target = torch.empty(0, dtype=place.dtype)
-    target.set_(storage, place.offset, place.sizes, place.strides)
-    return target.copy_(tensor)

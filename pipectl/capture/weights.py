@@ -95,9 +95,10 @@ class Materializer:
             [(states[name], own, name in persistent) for name, own in self._names.items()]
         )
         for name, tensor in states.items():
-            if not is_deferred(tensor) and (stored := self._stored(name, tensor)) is not None:
+            stored = self._weights.name_of(self._names.get(name, []))
+            if stored is not None and not is_deferred(tensor):
                 with torch.no_grad():
-                    tensor.copy_(stored)
+                    tensor.copy_(self._weights.load(stored, tensor))
 
     def make(self, name: str, tensor: Tensor) -> Tensor:
         """The values of a tensor without memory; a parameter stays one.
@@ -105,19 +106,13 @@ class Materializer:
         Raises:
             CaptureError: neither the checkpoint nor the factory gives it values.
         """
-        stored = self._stored(name, tensor)
-        if stored is None:
+        stored = self._weights.name_of(self._names.get(name, [])) if self._weights else None
+        if self._weights is None or stored is None:
             assert self._deferred is not None
             return self._deferred.make(tensor, own_name(name))
+        loaded = self._weights.load(stored, tensor)
         is_parameter = isinstance(tensor, nn.Parameter)
-        return nn.Parameter(stored, tensor.requires_grad) if is_parameter else stored
-
-    def _stored(self, name: str, like: Tensor) -> Tensor | None:
-        stored = self._weights.name_of(self._names.get(name, [])) if self._weights else None
-        if stored is None:
-            return None
-        assert self._weights is not None
-        return self._weights.load(stored, like)
+        return nn.Parameter(loaded, tensor.requires_grad) if is_parameter else loaded
 
 
 class Weights:
@@ -137,9 +132,6 @@ class Weights:
         for file in _files(path):
             self._read_header(file)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._file_of
-
     def check(self, states: Sequence[tuple[Tensor, Sequence[str], bool]]) -> None:
         """Compare the checkpoint with a model.
 
@@ -151,16 +143,10 @@ class Weights:
             DataFileError: listing names that are missing or too many, and wrong shapes and types.
         """
         known = {name for _, names, _ in states for name in names}
-        problems = [
-            f"has no {names[0]!r}"
-            for _, names, is_needed in states
-            if is_needed and self.name_of(names) is None
-        ]
-        problems += [
-            f"{name!r} is not in the model{did_you_mean(name, known)}"
-            for name in self._file_of
-            if name not in known
-        ]
+        lacking = [names[0] for _, names, needed in states if needed and not self.name_of(names)]
+        unknown = [name for name in self._file_of if name not in known]
+        problems = [f"has no {name!r}" for name in lacking]
+        problems += [f"{n!r} is not in the model{did_you_mean(n, known)}" for n in unknown]
         for tensor, names, _ in states:
             problems += self._differences(names, tensor)
         if problems:
@@ -179,7 +165,7 @@ class Weights:
 
     def name_of(self, names: Sequence[str]) -> str | None:
         """The first of several names that the checkpoint has."""
-        return next((name for name in names if name in self), None)
+        return next((name for name in names if name in self._file_of), None)
 
     def _differences(self, names: Sequence[str], tensor: Tensor) -> Iterator[str]:
         name = self.name_of(names)
