@@ -56,9 +56,13 @@ class LocalScheduler:
     """
 
     name = "local"
+    resubmits = False
 
     def __init__(self, grace_s: float = 5.0) -> None:
         self._grace_s = grace_s
+
+    def ping(self) -> None:
+        """Nothing to ask: there is no queue."""
 
     def render(self, request: JobRequest) -> str:
         """See :class:`~pipectl.batch.protocol.Scheduler`."""
@@ -114,6 +118,10 @@ class LocalScheduler:
 
     def array_id(self, task_id: str) -> str:
         """See :class:`~pipectl.batch.protocol.Scheduler`; jobs are ended one by one."""
+        return task_id
+
+    def dependency_id(self, task_id: str) -> str:
+        """See :class:`~pipectl.batch.protocol.Scheduler`."""
         return task_id
 
     def estimate(self, script: Path) -> str | None:  # noqa: ARG002

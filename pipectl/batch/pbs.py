@@ -32,6 +32,7 @@ class PbsScheduler(BatchCommands):
     """
 
     name = "pbs"
+    resubmits = True
     title = "PBS"
     submit_command = ("qsub", "-C", "#PBS")
     id_pattern = re.compile(r"([0-9]{1,18}(?:\[[0-9]*\])?(?:\.[A-Za-z0-9._-]+)?)")
@@ -51,6 +52,10 @@ class PbsScheduler(BatchCommands):
         ("illegal attribute", "correct pbs.options"),
         ("cannot connect", "PBS's server cannot be reached; check the login node or PBS_SERVER"),
     )
+
+    def ping(self) -> None:
+        """See :class:`~pipectl.batch.protocol.Scheduler`."""
+        self._ask("qselect", "-u", getpass.getuser())
 
     def render(self, request: JobRequest) -> str:
         """See :class:`~pipectl.batch.protocol.Scheduler`."""
@@ -120,6 +125,10 @@ class PbsScheduler(BatchCommands):
     def array_id(self, task_id: str) -> str:
         """See :class:`~pipectl.batch.protocol.Scheduler`."""
         return re.sub(r"\[[0-9]+\]", "[]", task_id)
+
+    def dependency_id(self, task_id: str) -> str:
+        """See :class:`~pipectl.batch.protocol.Scheduler`."""
+        return self.array_id(task_id)
 
     def estimate(self, script: Path) -> str | None:  # noqa: ARG002
         """Always None: PBS forecasts only jobs that it has."""

@@ -236,6 +236,11 @@ class Scheduler(Protocol):
     """A batch system. Every method raises SchedulerError when the system fails or refuses."""
 
     name: str
+    resubmits: bool
+    """Whether job scripts submit themselves again, instead of being requeued."""
+
+    def ping(self) -> None:
+        """Ask for something that costs the system little, to see whether it answers."""
 
     def render(self, request: JobRequest) -> str:
         """The job script; InvalidInputError if the request cannot be written down safely."""
@@ -248,6 +253,10 @@ class Scheduler(Protocol):
 
     def array_id(self, task_id: str) -> str:
         """The id by which ``cancel`` ends all jobs of an array; else that of the job itself."""
+
+    def dependency_id(self, task_id: str) -> str:
+        """The id by which other jobs wait for the end of this one: that of its whole array, if
+        nothing can wait for one job of it."""
 
     def query(self, ids: Sequence[str], *, since: float | None = None) -> Mapping[str, JobStatus]:
         """States by id; ids that the system does not know are absent, which proves nothing.

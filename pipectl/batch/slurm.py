@@ -36,6 +36,7 @@ class SlurmScheduler(BatchCommands):
     """
 
     name = "slurm"
+    resubmits = False
     title = "Slurm"
     submit_command = ("sbatch", "--parsable")
     id_pattern = re.compile(r"([0-9]{1,18})(?:;\S+)?")
@@ -68,6 +69,10 @@ class SlurmScheduler(BatchCommands):
         ("time limit", "lower resources.walltime; `sinfo -o '%P %l'` shows the limits"),
         ("unrecognized option", "correct slurm.options"),
     )
+
+    def ping(self) -> None:
+        """See :class:`~pipectl.batch.protocol.Scheduler`."""
+        self._squeue("--me")
 
     def render(self, request: JobRequest) -> str:
         """See :class:`~pipectl.batch.protocol.Scheduler`."""
@@ -120,6 +125,10 @@ class SlurmScheduler(BatchCommands):
     def array_id(self, task_id: str) -> str:
         """See :class:`~pipectl.batch.protocol.Scheduler`."""
         return array_of(task_id)
+
+    def dependency_id(self, task_id: str) -> str:
+        """See :class:`~pipectl.batch.protocol.Scheduler`."""
+        return task_id
 
     def estimate(self, script: Path) -> str | None:
         """The forecast of ``sbatch --test-only``; it knows no time limits of partitions."""

@@ -19,7 +19,7 @@ from pipectl.errors import UnknownRunError, UsageError
 from pipectl.jobs.places import LOCAL
 from pipectl.jobs.state import Measured, Poller, RunStatus, get_status, read_measured
 from pipectl.plan import Plan
-from pipectl.runs import PROFILING, Record, RunDirectory, as_typed
+from pipectl.runs import PROFILING, Record, RunDirectory, SweepDirectory, as_typed
 
 NO_PROFILE = "no fresh profile: the job measures the model first, in its allocation"
 _POLL_S = 0.5
@@ -41,6 +41,21 @@ def submission_json(run: RunDirectory, record: Record, **more: Any) -> dict[str,
         "job_id": record.job_id,
         **more,
     }
+
+
+def print_submission(run: RunDirectory | SweepDirectory, what: str, *lines: str) -> None:
+    """Say what the batch system has now, and how to follow it.
+
+    Args:
+        what: ``submitted: gpt (slurm job 36)``; ``lines`` come after it.
+    """
+    for line in (what, *lines, f"see: pipectl status {as_typed(run)}"):
+        say(line)
+
+
+def job_of(record: Record) -> str:
+    """``slurm job 36``."""
+    return f"{record.scheduler} job {record.job_id}"
 
 
 def print_launch(launch: MpiChoice, warning: str) -> None:

@@ -8,11 +8,9 @@ from enum import Enum
 from pipectl.batch import CHECKPOINTED, JobState, JobStatus, get
 from pipectl.errors import UnknownRunError
 from pipectl.jobs.recover import BY_TAG, recover_locked
-from pipectl.jobs.state import ask_schedulers, get_statuses
+from pipectl.jobs.state import get_status, get_statuses
 from pipectl.runs import Record, RunDirectory, SweepDirectory, locked, read_exit_code
 
-_RESUBMITS = "pbs"
-"""The batch system on which job scripts submit themselves again."""
 _PATIENCE_S, _PAUSE_S = 10.0, 0.2
 
 
@@ -44,11 +42,10 @@ def cancel(run: RunDirectory, now: float) -> Cancellation:
                 f"{run.name}: its submission was never confirmed, and no job carries its tag",
                 cure=f"if nothing runs, remove {run.path}",
             )
-        answers = ask_schedulers([record])
-        job = get_statuses([run], now, lambda _: answers)[0].job
-        if job.state.final and answers[record.scheduler].error is None:
+        status = get_status(run, now)
+        if status.job.state.final and status.query_error is None:
             return Cancellation.OVER
-        return _end(run, record, job, record.job_id, now)
+        return _end(run, record, status.job, record.job_id, now)
 
 
 def cancel_sweep(sweep: SweepDirectory, now: float) -> int:
@@ -112,7 +109,7 @@ def _end(
     if has_ended:
         return Cancellation.REMOVED
     record.after(now, "cancelled").save(run.record)
-    if record.scheduler != _RESUBMITS or not run.stopped.exists():
+    if not scheduler.resubmits or not run.stopped.exists():
         return Cancellation.ASKED
     deadline = time.monotonic() + _PATIENCE_S
     while (newest := recover_locked(run, now)).job_id == record.job_id:

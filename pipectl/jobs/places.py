@@ -72,7 +72,7 @@ def check_answering(spec: JobSpec, scheduler: str | None) -> None:
     if (scheduler or spec.launch.scheduler) != AUTO or (name := detect_scheduler()) == LOCAL:
         return
     try:
-        get(name).find("answering?")
+        get(name).ping()
     except SchedulerError as error:
         raise SchedulerError(
             f"{_TITLES[name]} is installed here, but does not answer: "

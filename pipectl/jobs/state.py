@@ -148,6 +148,7 @@ class RunStatus:
         plan: None before the job has made one.
         failure: the first one that was reported, if any was.
         restarts: how often the job was started again.
+        query_error: why the batch system could not be asked; None if it answered.
     """
 
     run: RunDirectory
@@ -159,6 +160,7 @@ class RunStatus:
     ranks: tuple[Mapping[str, Any], ...]
     failure: FirstFailure | None
     restarts: int = 0
+    query_error: str | None = None
 
     @property
     def stalled(self) -> str:
@@ -259,59 +261,91 @@ def get_status(run: RunDirectory, now: float) -> RunStatus:
     return get_statuses([run], now)[0]
 
 
-def get_statuses(
-    runs: Sequence[RunDirectory],
-    now: float,
-    ask: Callable[[Sequence[Record]], Answers] = ask_schedulers,
-) -> list[RunStatus]:
+def get_statuses(runs: Sequence[RunDirectory], now: float) -> list[RunStatus]:
     """The state of several runs, with one question per batch system.
 
     Args:
         now: seconds since the epoch.
-        ask: what the batch systems say of the jobs in these records.
     """
-    records: dict[RunDirectory, Record] = {}
-    damage: dict[RunDirectory, str] = {}
-    for run in runs:
-        try:
-            records[run] = recover(run, now)
-        except DataFileError as error:
-            damage[run] = error.message
-    # A batch system that hangs is not waited for if the files say how every run is.
-    files_tell = all(run.heartbeat.exists() or run.exit_code.exists() for run in runs)
-    with process.patience(_SHORT_PATIENCE_S if files_tell else inf):
-        answers = ask(list(records.values()))
-        newer = {run: add_next_job(run, record, now) for run, record in records.items()}
-        if newer != records:
-            records, answers = newer, ask(list(newer.values()))
-    statuses = []
-    for run in runs:
-        heartbeat = _read_heartbeat(run)  # after the question, as all files
-        record = records.get(run)
-        measured = read_measured(run, record)
-        if record is None:
-            job = JobStatus(JobState.UNKNOWN, reason=damage[run], source="none")
-        else:
-            answer = answers.get(record.scheduler, Answer({}))
-            job = _resolve(run, record, answer, heartbeat, measured.step_time_s, now)
-        plan = None
-        with suppress(DataFileError):  # a damaged plan does not hide the state
-            plan = Plan.load(run.plan)
-        statuses.append(
-            RunStatus(
-                run=run,
-                record=record,
-                job=job,
-                phase="" if job.state.waits else heartbeat.get("state") or "",
-                # Nobody knows the pace of a start that is yet to come.
-                measured=replace(measured, steps=None) if job.state.waits else measured,
-                plan=plan,
-                ranks=tuple(heartbeat.get("ranks") or ()),
-                failure=find_first_failure(run),
-                restarts=max(0, (heartbeat.get("attempt") or 1) - 1),
+    return Poller().get_statuses(runs, now)
+
+
+class Poller:
+    """The state of runs again and again, for somebody who watches them.
+
+    What jobs write is read every time. Batch systems serve many people: they are asked at once
+    about a job that they were not asked about before, and then ever more rarely.
+
+    Args:
+        clock: in seconds, of any origin.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._pause_s, self._due_s = _MIN_PAUSE_S, 0.0
+        self._asked: frozenset[tuple[str, str | None]] = frozenset()
+        self._answers: Answers = {}
+
+    def get_statuses(self, runs: Sequence[RunDirectory], now: float) -> list[RunStatus]:
+        """As they are now; what a batch system said may be up to a minute old.
+
+        Args:
+            now: seconds since the epoch.
+        """
+        records: dict[RunDirectory, Record] = {}
+        damage: dict[RunDirectory, str] = {}
+        for run in runs:
+            try:
+                records[run] = recover(run, now)
+            except DataFileError as error:
+                damage[run] = error.message
+        # A batch system that hangs is not waited for if the files say how every run is.
+        files_tell = all(run.heartbeat.exists() or run.exit_code.exists() for run in runs)
+        with process.patience(_SHORT_PATIENCE_S if files_tell else inf):
+            answers = self._ask(list(records.values()))
+            newer = {run: add_next_job(run, record, now) for run, record in records.items()}
+            if newer != records:
+                records, answers = newer, self._ask(list(newer.values()))
+        statuses = []
+        for run in runs:
+            heartbeat = _read_heartbeat(run)  # after the question, as all files
+            record = records.get(run)
+            measured = read_measured(run, record)
+            answer = answers.get(record.scheduler if record else "", Answer({}))
+            if record is None:
+                job = JobStatus(JobState.UNKNOWN, reason=damage[run], source="none")
+            else:
+                job = _resolve(run, record, answer, heartbeat, measured.step_time_s, now)
+            plan = None
+            with suppress(DataFileError):  # a damaged plan does not hide the state
+                plan = Plan.load(run.plan)
+            statuses.append(
+                RunStatus(
+                    run=run,
+                    record=record,
+                    job=job,
+                    phase="" if job.state.waits else heartbeat.get("state") or "",
+                    # Nobody knows the pace of a start that is yet to come.
+                    measured=replace(measured, steps=None) if job.state.waits else measured,
+                    plan=plan,
+                    ranks=tuple(heartbeat.get("ranks") or ()),
+                    failure=find_first_failure(run),
+                    restarts=max(0, (heartbeat.get("attempt") or 1) - 1),
+                    query_error=answer.error,
+                )
             )
-        )
-    return statuses
+        return statuses
+
+    def _ask(self, records: Sequence[Record]) -> Answers:
+        here = [record for record in records if record.scheduler == LOCAL]
+        away = [record for record in records if record.scheduler != LOCAL]
+        jobs = frozenset((record.scheduler, record.job_id) for record in away)
+        known = jobs <= self._asked
+        if not known or self._clock() >= self._due_s:
+            self._pause_s = min(self._pause_s * _GROWTH, _MAX_PAUSE_S) if known else _MIN_PAUSE_S
+            self._asked, self._answers = jobs, ask_schedulers(away)
+            self._due_s = self._clock() + self._pause_s
+        return {**self._answers, **ask_schedulers(here)}
 
 
 def _resolve(
@@ -346,42 +380,6 @@ def _resolve(
     if job.state is JobState.PREEMPTED and (error := read_requeue_error(run)):
         return replace(job, reason=f"{job.reason}; it could not be started again: {error}")
     return job
-
-
-class Poller:
-    """The state of runs again and again, for somebody who watches them.
-
-    What jobs write is read every time. Batch systems serve many people: they are asked at once
-    about a job that they were not asked about before, and then ever more rarely.
-
-    Args:
-        clock: in seconds, of any origin.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._pause_s, self._due_s = _MIN_PAUSE_S, 0.0
-        self._asked: frozenset[tuple[str, str | None]] = frozenset()
-        self._answers: Answers = {}
-
-    def get_statuses(self, runs: Sequence[RunDirectory], now: float) -> list[RunStatus]:
-        """As they are now; what a batch system said may be up to a minute old.
-
-        Args:
-            now: seconds since the epoch.
-        """
-        return get_statuses(runs, now, self._ask)
-
-    def _ask(self, records: Sequence[Record]) -> Answers:
-        here = [record for record in records if record.scheduler == LOCAL]
-        away = [record for record in records if record.scheduler != LOCAL]
-        jobs = frozenset((record.scheduler, record.job_id) for record in away)
-        known = jobs <= self._asked
-        if not known or self._clock() >= self._due_s:
-            self._pause_s = min(self._pause_s * _GROWTH, _MAX_PAUSE_S) if known else _MIN_PAUSE_S
-            self._asked, self._answers = jobs, ask_schedulers(away)
-            self._due_s = self._clock() + self._pause_s
-        return {**self._answers, **ask_schedulers(here)}
 
 
 def read_measured(run: RunDirectory, record: Record | None) -> Measured:

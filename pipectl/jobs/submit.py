@@ -222,7 +222,7 @@ def write_job(run: RunDirectory, spec: JobSpec, template: Template | None) -> No
 def ids_to_wait_for(runs: Sequence[RunDirectory], scheduler: str, now: float) -> tuple[str, ...]:
     """The ids of the jobs of runs, without those of runs that have completed already.
 
-    On PBS nothing can wait for a single job of an array, so that all of its runs must be named.
+    If nothing can wait for a single job of an array, as on PBS, all of its runs must be named.
 
     Raises:
         UsageError: a run has failed, is not on ``scheduler``, or its job is not known.
@@ -247,14 +247,12 @@ def ids_to_wait_for(runs: Sequence[RunDirectory], scheduler: str, now: float) ->
                 f"--after {run.name}: is on {record.scheduler}, and this job goes to {scheduler}",
                 cure=f"wait for its end, or submit with --scheduler {record.scheduler}",
             )
-        job_id = record.job_id
-        if scheduler == "pbs":
-            job_id = get(scheduler).array_id(job_id)
+        job_id = get(scheduler).dependency_id(record.job_id)
         if record.sweep is not None and job_id != record.job_id:
             sweep = sweep_of(run, record.sweep.name)
             if not set(sweep.runs()) <= set(runs):
                 raise UsageError(
-                    f"--after {run.name}: on PBS, a job cannot wait for one job of an array",
+                    f"--after {run.name}: a job on {scheduler} cannot wait for one job of an array",
                     cure=f"wait for the whole array: --after {as_typed(sweep)}",
                 )
         ids[job_id] = None

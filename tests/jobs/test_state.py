@@ -11,7 +11,7 @@ import pytest
 
 from pipectl.batch import JobState, JobStatus
 from pipectl.jobs import state
-from pipectl.jobs.state import Answer, Measured, Poller, RunStatus, get_statuses, sum_up
+from pipectl.jobs.state import Measured, Poller, RunStatus, get_statuses, sum_up
 from pipectl.plan import Plan, Stage, StageCost
 from pipectl.runs import Record, RunDirectory, beat
 
@@ -78,13 +78,18 @@ def test_a_job_less_is_no_reason_to_ask(tmp_path: Path, schedulers: dict[str, Sc
 
 
 @pytest.mark.parametrize("state", [JobState.QUEUED, JobState.RUNNING])
-def test_while_the_next_start_waits_nothing_is_going_on(tmp_path: Path, state: JobState) -> None:
+def test_while_the_next_start_waits_nothing_is_going_on(
+    tmp_path: Path,
+    schedulers: dict[str, Scheduler],
+    monkeypatch: pytest.MonkeyPatch,
+    state: JobState,
+) -> None:
     waiting = run(tmp_path, "41")
     beat(waiting, "training", 2, 9)
     line = {"attempt": 1, "step": 2, "steps": 9, "loss": 1.5, "step_time_s": 0.1}
     waiting.metrics.write_text(json.dumps(line) + "\n")
-    answers = {"slurm": Answer({"41": JobStatus(state)})}
-    (found,) = get_statuses([waiting], 1.7e9, lambda _: answers)
+    monkeypatch.setattr(schedulers["slurm"], "query", lambda *_, **__: {"41": JobStatus(state)})
+    (found,) = get_statuses([waiting], 1.7e9)
     going = state is JobState.RUNNING
     assert found.phase == ("training" if going else "")
     assert (found.measured.remaining_s is not None) == going

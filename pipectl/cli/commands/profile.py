@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from pipectl.cli.console import note, output, say, say_json, short_path, warn
-from pipectl.cli.follow import follow_or_exit, submission_json
+from pipectl.cli.follow import follow_or_exit, job_of, print_submission, submission_json
 from pipectl.cli.options import JobFile, Json, Overrides, SchedulerOption, refuse
 from pipectl.cli.progress import profiling_progress
 from pipectl.cli.views.profile import links_view, show_measurement
@@ -21,7 +21,6 @@ from pipectl.jobs.places import cluster_path, profile_path, scheduler_name
 from pipectl.jobs.profiles import Measurement, measure, require_compute_node
 from pipectl.jobs.submit import Submission
 from pipectl.jobs.trust import warning_of_code
-from pipectl.runs import as_typed
 from pipectl.spec import JobSpec, load
 
 
@@ -81,7 +80,7 @@ def command(
             _show_submission(submission, "the profile", path, as_json=as_json)
             return
         if not as_json:
-            _print_submission(submission)
+            print_submission(submission.run, _submitted(submission))
         run = submission.run
         follow_or_exit(run, as_json=as_json)
         measurement = Measurement.load(run.profile, run.measurement)
@@ -102,7 +101,7 @@ def _measure_links(
     if not wait:
         _show_submission(submission, "the cluster", path, as_json=as_json)
         return
-    note(f"measuring: {submission.run.name} ({scheduler} job {submission.record.job_id})")
+    note(f"measuring: {submission.run.name} ({job_of(submission.record)})")
     follow_or_exit(submission.run, as_json=as_json)
     cluster = Cluster.load(path)
     if as_json:
@@ -123,11 +122,9 @@ def _show_submission(submission: Submission, what: str, path: Path, *, as_json: 
         file = str(path.absolute())
         say_json(submission_json(submission.run, submission.record, file=file))
     else:
-        _print_submission(submission)
-        say(f"{what} will be in {short_path(path.absolute())}")
+        result = f"{what} will be in {short_path(path.absolute())}"
+        print_submission(submission.run, _submitted(submission), result)
 
 
-def _print_submission(submission: Submission) -> None:
-    run, record = submission.run, submission.record
-    say(f"submitted: {run.name} ({record.scheduler} job {record.job_id})")
-    say(f"see: pipectl status {as_typed(run)}")
+def _submitted(submission: Submission) -> str:
+    return f"submitted: {submission.run.name} ({job_of(submission.record)})"

@@ -7,12 +7,19 @@ from typing import Annotated
 
 import typer
 
-from pipectl.cli.console import say, say_json
-from pipectl.cli.follow import follow_or_exit, print_launch, print_plan, submission_json
+from pipectl.cli.console import say_json
+from pipectl.cli.follow import (
+    follow_or_exit,
+    job_of,
+    print_launch,
+    print_plan,
+    print_submission,
+    submission_json,
+)
 from pipectl.cli.options import RUNS, Json, Overrides, RunName, RunsDirectory, TrustOwner, Wait
 from pipectl.cli.views.run import print_run
 from pipectl.jobs.resume import resume
-from pipectl.runs import as_typed, find_run
+from pipectl.runs import find_run
 
 
 def command(
@@ -36,8 +43,7 @@ def command(
             print_plan(job.plan, "new plan: ")
         begin = "from the beginning: no checkpoint yet"
         begin = f"from step {resumed.step}" if resumed.step else begin
-        say(f"resumed: {record.name} ({record.scheduler} job {record.job_id}), {begin}")
-        say(f"see: pipectl status {as_typed(run)}")
+        print_submission(run, f"resumed: {record.name} ({job_of(record)}), {begin}")
     if wait:
         print_run(follow_or_exit(run, as_json=as_json), as_json=as_json)
     elif as_json:

@@ -18,8 +18,10 @@ from pipectl.cli.follow import (
     exit_code,
     follow,
     follow_or_exit,
+    job_of,
     print_launch,
     print_plan,
+    print_submission,
     submission_json,
 )
 from pipectl.cli.options import (
@@ -43,7 +45,7 @@ from pipectl.jobs.state import get_statuses
 from pipectl.jobs.submit import estimate, render, submit
 from pipectl.jobs.sweep import SweepSubmission, render_array, submit_sweep
 from pipectl.jobs.trust import warning_of_code
-from pipectl.runs import as_typed, find_runs
+from pipectl.runs import find_runs
 from pipectl.spec import JobSpec, Point, load_sweep
 
 
@@ -174,9 +176,8 @@ def _submit(
     run, record = submission.run, submission.record
     if not as_json:
         print_plan(job.plan)
-        say(f"submitted: {record.name} ({record.scheduler} job {record.job_id})")
-        say(f"run directory: {short_path(run.path)}")
-        say(f"see: pipectl status {as_typed(run)}")
+        what = f"submitted: {record.name} ({job_of(record)})"
+        print_submission(run, what, f"run directory: {short_path(run.path)}")
     if wait:
         print_run(follow_or_exit(run, as_json=as_json), as_json=as_json)
     elif as_json:
@@ -198,9 +199,8 @@ def _report_sweep(sweep: SweepSubmission, *, wait: bool, as_json: bool) -> None:
                 "first, in their allocation"
             )
         job = "" if first.scheduler == LOCAL else f" ({first.scheduler} job {sweep.job_id})"
-        say(f"submitted: {runs} runs of {first.name}{job}")
-        say(f"sweep directory: {short_path(sweep.sweep.path)}")
-        say(f"see: pipectl status {as_typed(sweep.sweep)}")
+        what = f"submitted: {runs} runs of {first.name}{job}"
+        print_submission(sweep.sweep, what, f"sweep directory: {short_path(sweep.sweep.path)}")
     if wait:
         codes = []
         for submission in sweep.submissions:
