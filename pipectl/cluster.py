@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipectl.errors import DataFileError
-from pipectl.fields import Count, Positive, read_fields
+from pipectl.fields import Count, Positive, read_fields, write_value
 from pipectl.files import read_json, write_json
 from pipectl.link import Link
 from pipectl.row_times import RowTimes
@@ -177,25 +177,9 @@ class Cluster:
 
     def to_json(self) -> dict[str, Any]:
         """The documented JSON object."""
-        links = {
-            "within_node": self.within_node.to_json(),
-            "between_nodes": self.between_nodes.to_json(),
-        }
-        if self.between_switches is not None:
-            links["between_switches"] = self.between_switches.to_json()
-        document: dict[str, Any] = {
-            "version": VERSION,
-            "name": self.name,
-            "source": self.source,
-            "assumed": self.assumed,
-            "nodes": [_node_json(node) for node in self.nodes],
-            "links": links,
-        }
-        if self.allreduce:
-            document["allreduce"] = [list(row) for row in self.allreduce]
-        if self.key is not None:
-            document["key"] = self.key
-        return document
+        document = {"version": VERSION, **write_value(self)}
+        links = {name: document.pop(name) for name in _Links._fields if name in document}
+        return {**document, "links": links}
 
     @classmethod
     def load(cls, path: Path) -> Cluster:
@@ -249,17 +233,3 @@ def with_assumed_links(name: str, nodes: Sequence[Node]) -> Cluster:
         between_nodes=ASSUMED_BETWEEN,
         assumed=True,
     )
-
-
-def _node_json(node: Node) -> dict[str, Any]:
-    device: dict[str, Any] = {"kind": node.device.kind, "speed": node.device.speed}
-    if node.device.memory_bytes is not None:
-        device["memory_bytes"] = node.device.memory_bytes
-    if node.device.host_link is not None:
-        device["host_link"] = node.device.host_link.to_json()
-    if node.device.disk_link is not None:
-        device["disk_link"] = node.device.disk_link.to_json()
-    if node.device.rows is not None:
-        device["rows"] = node.device.rows.to_json()
-    found = {"name": node.name, "ranks": node.ranks, "cores": node.cores, "device": device}
-    return found if node.switch is None else {**found, "switch": node.switch}

@@ -1,4 +1,4 @@
-"""JSON objects read into dataclasses and named tuples, checked by their type hints.
+"""Dataclasses and named tuples as JSON: read and checked by their type hints, and written.
 
 A hint says what a value must be. An ``int`` is whole (3.0 is, too) and at least 0, a ``float`` is
 finite and at least 0; ``tuple[X, ...]`` is a list, ``tuple[X, Y]`` a list of two values, and
@@ -125,6 +125,19 @@ def _fields_of(kind: Any) -> list[tuple[str, str, bool, Convert]]:
     return [(name, key, name in needed, _converter(hints[name])) for name, key in keys.items()]
 
 
+@cache
+def _written_fields(kind: Any) -> list[tuple[str, str, bool]]:
+    """Of every field its name, its key in the file, and whether it is written when empty."""
+    return [
+        (
+            each.name,
+            each.metadata.get("key", each.name),
+            each.metadata.get("explicit", each.default is each.default_factory is MISSING),
+        )
+        for each in fields(kind)
+    ]
+
+
 def _to_instance(kind: Any, known: list[tuple[str, str, bool, Convert]], value: Any) -> Any:
     if isinstance(value, kind):
         return value
@@ -238,6 +251,25 @@ def _convert_at(key: str | int, convert: Convert, value: Any) -> Any:
     except FieldError as error:
         error.path.append(key)
         raise
+
+
+def write_value(value: Any) -> Any:
+    """JSON that :func:`read_value` reads as the same value.
+
+    A named tuple is a list. Fields of dataclasses are left out if they are None, or if they are
+    empty and have a default, unless ``{"explicit": True}`` is in their metadata.
+    """
+    if is_dataclass(value):
+        kind: Any = type(value)
+        return {
+            key: write_value(item)
+            for name, key, is_explicit in _written_fields(kind)
+            if (item := getattr(value, name)) is not None
+            if is_explicit or item not in ((), {})
+        }
+    if isinstance(value, Mapping):
+        return {str(key): write_value(item) for key, item in value.items()}
+    return [write_value(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _fault(value: Any, words: str) -> FieldError:

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Annotated, Any
+from typing import Annotated
 
 from pipectl.fields import Positive, Rule
 
@@ -39,15 +39,6 @@ class Observed:
     pairs: int = 0
     at_once: float | None = None
     overlap: tuple[tuple[int, float, float], ...] = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """The documented JSON object."""
-        return {
-            "both_ways": self.both_ways,
-            "pairs": self.pairs,
-            "at_once": self.at_once,
-            "overlap": [list(row) for row in self.overlap],
-        }
 
 
 @dataclass(frozen=True)
@@ -100,25 +91,6 @@ class Link:
             return low_s + (size_bytes - low) / self.bandwidth_bytes_per_s
         high, high_s = self.timings[above]
         return low_s + (high_s - low_s) * (size_bytes - low) / (high - low)
-
-    def to_json(self) -> dict[str, Any]:
-        """The documented JSON object; what was not measured is left out."""
-        found: dict[str, Any] = {
-            "latency_s": self.latency_s,
-            "bandwidth_bytes_per_s": self.bandwidth_bytes_per_s,
-            "duplex": self.duplex,
-        }
-        if not self.shared:
-            found["shared"] = False
-        if self.interface:
-            found["interface"] = True
-        if self.assumed:
-            found["assumed"] = True
-        if self.timings:
-            found["timings"] = [list(row) for row in self.timings]
-        if self.observed is not None:
-            found["observed"] = self.observed.to_json()
-        return found
 
 
 def measured_link(timings: Sequence[tuple[int, float]]) -> Link:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from pipectl.fields import Count, Positive, read_fields
+from pipectl.fields import Count, Positive, read_fields, write_value
 from pipectl.files import read_json, write_json
 
 VERSION = 1
@@ -79,21 +79,7 @@ class Rehearsal:
 
     def save(self, path: Path) -> None:
         """Write ``rehearsal.json`` whole."""
-        write_json(path, self.to_json())
-
-    def to_json(self) -> dict[str, Any]:
-        """The documented JSON object."""
-        return {
-            "version": VERSION,
-            **{name: getattr(self, name) for name in _NUMBERS},
-            "work_s": {kind: list(times) for kind, times in self.work_s.items()},
-            "update_s": list(self.update_s),
-            "speed": list(self.speed),
-            "messages": [list(passage) for passage in self.messages],
-            "meetings": [
-                {**item._asdict(), "passage": list(item.passage)} for item in self.meetings
-            ],
-        }
+        write_json(path, {"version": VERSION, **write_value(self)})
 
     @classmethod
     def load(cls, path: Path) -> Rehearsal:
@@ -104,6 +90,3 @@ class Rehearsal:
         """
         document = read_json(path, cure=_CURE)
         return read_fields(cls, document, file=str(path), cure=_CURE, version=VERSION)
-
-
-_NUMBERS = ("stretch", "message_share", "pause_s", "late_s", "steps", "predicted_s")

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Annotated, Any
+from typing import Annotated
 
 from pipectl.fields import Rule
 
@@ -47,10 +47,6 @@ class RowTimes:
     begin: float = 0.0
     end: float = 0.0
     agree: float = 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        """The documented JSON object."""
-        return asdict(self)
 
 
 FREE_ROWS = RowTimes()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from pipectl.cluster import ASSUMED_BETWEEN, Cluster, Device, Node, assumed_cluster
 from pipectl.errors import DataFileError
-from pipectl.fields import read_value
+from pipectl.fields import read_value, write_value
 from pipectl.link import Link, Observed, measured_link
 
 LINK = Link(1e-5, 1e9, timings=((1, 1e-5), (1024, 3e-5), (4096, 3e-5), (10000, 9e-5)))
@@ -76,7 +76,7 @@ def test_larger_messages_never_take_less(times: list[float], sizes: list[float])
     link = measured_link([(4**power, time_s) for power, time_s in enumerate(times)])
     found = [link.transfer_s(size) for size in sorted(sizes)]
     assert all(a <= b * (1 + 1e-12) for a, b in pairwise(found))
-    assert read_value(Link, link.to_json()) == link
+    assert read_value(Link, write_value(link)) == link
 
 
 def test_a_measured_cluster_survives_the_file(tmp_path: Path) -> None:

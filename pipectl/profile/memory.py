@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil
-from typing import Any
 
 from pipectl.fields import NamedBytes
 
@@ -32,19 +31,6 @@ class OperatorMemory:
     gradients: NamedBytes = ()
     buffers: NamedBytes = ()
 
-    def to_json(self) -> dict[str, Any]:
-        """The documented JSON object."""
-        document: dict[str, Any] = {
-            "made_bytes": self.made_bytes,
-            "storage": self.storage,
-            "forward_bytes": self.forward_bytes,
-            "backward_bytes": self.backward_bytes,
-            "gradients": [list(pair) for pair in self.gradients],
-        }
-        if self.buffers:
-            document["buffers"] = [list(pair) for pair in self.buffers]
-        return document
-
 
 @dataclass(frozen=True)
 class StepMemory:
@@ -65,7 +51,3 @@ class StepMemory:
         pairs = pairwise((0, *parameters))
         alone = max((self.current * now + self.previous * last for last, now in pairs), default=0)
         return ceil(alone + self.everything * sum(parameters))
-
-    def to_json(self) -> dict[str, float]:
-        """The documented JSON object."""
-        return {"current": self.current, "previous": self.previous, "everything": self.everything}

@@ -62,7 +62,7 @@ class Operator:
     output_bytes: Size
     gradient_bytes: Size
     parameters: NamedBytes = ()
-    saved: NamedBytes = ()
+    saved: NamedBytes = field(default=(), metadata={"explicit": True})
     timings: Times = field(default_factory=dict)
     cached: Times = field(default_factory=dict)
     group: Annotated[str | None, _to_group] = None
@@ -86,31 +86,6 @@ class Operator:
             cached=times(self.cached),
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """The documented JSON object, without absent options."""
-        item: dict[str, Any] = {
-            "id": self.id,
-            "name": self.name,
-            "forward_s": self.forward_s,
-            "backward_s": self.backward_s,
-            "parameter_bytes": self.parameter_bytes,
-            "output_bytes": self.output_bytes,
-            "gradient_bytes": self.gradient_bytes,
-        }
-        if self.parameters:
-            item["parameters"] = [list(pair) for pair in self.parameters]
-        item["saved"] = [list(pair) for pair in self.saved]
-        if self.timings:
-            item["timings"] = _timings_json(self.timings)
-        if self.cached:
-            item["cached"] = _timings_json(self.cached)
-        if self.memory is not None:
-            item["memory"] = self.memory.to_json()
-        for key in ("group", "signature", "phase", "memory_bytes", "transfer_s"):
-            if getattr(self, key) is not None:
-                item[key] = getattr(self, key)
-        return item
-
     @staticmethod
     def complete_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
         """With what a file may leave out."""
@@ -128,7 +103,3 @@ class Operator:
             "group": known.get("colocate"),  # as some call it, and number it
             **known,
         }
-
-
-def _timings_json(times: Mapping[int, tuple[float, float]]) -> dict[str, list[float]]:
-    return {str(size): list(pair) for size, pair in sorted(times.items())}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from pipectl.profile.memory import StepMemory
 
@@ -19,14 +18,6 @@ class OptimizerCost:
     state_bytes_per_parameter_byte: float = field(metadata={"key": "state_bytes_per_parameter"})
     step_s_per_byte: float
     step_memory: StepMemory = field(default_factory=StepMemory)
-
-    def to_json(self) -> dict[str, Any]:
-        """The documented JSON object."""
-        return {
-            "state_bytes_per_parameter": self.state_bytes_per_parameter_byte,
-            "step_s_per_byte": self.step_s_per_byte,
-            "step_memory": self.step_memory.to_json(),
-        }
 
 
 @dataclass(frozen=True)
@@ -57,7 +48,3 @@ class StageOverhead:
         if not self.cache_bytes:
             return 1.0
         return min(1.0, max(0.0, 2 * (working_set_bytes / self.cache_bytes - 1)))
-
-    def to_json(self) -> dict[str, Any]:
-        """The documented JSON object, without what is not known."""
-        return {key: value for key, value in asdict(self).items() if value is not None}

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from pipectl.errors import DataFileError
-from pipectl.fields import Count, read_fields
+from pipectl.fields import Count, read_fields, write_value
 from pipectl.files import read_json, write_json
 from pipectl.graph import topological_order
 from pipectl.profile.operators import NO_TEMPORARIES, Operator
@@ -123,37 +123,12 @@ class Profile:
 
     def to_json(self) -> dict[str, Any]:
         """The documented JSON object, without absent options."""
-        document: dict[str, Any] = {
-            "version": VERSION,
-            "name": self.name,
-            "source": self.source,
-            "units": {"time": "s", "bytes": "B"},
-            "micro_batch_size": self.micro_batch_size,
-            "fingerprint": self.fingerprint,
-            "key": self.key,
-            "process_baseline_bytes": self.process_baseline_bytes,
-        }
-        if self.device is not None:
-            document["device"] = asdict(self.device)
-        if self.optimizer is not None:
-            document["optimizer"] = self.optimizer.to_json()
-        if self.stage != StageOverhead():
-            document["stage"] = self.stage.to_json()
-        if self.assumptions:
-            document["assumptions"] = list(self.assumptions)
-        if self.cluster:
-            document["cluster"] = dict(self.cluster)
-        if self.loading_s:
-            document["loading_s"] = self.loading_s
-        if self.rows is not None:
-            document["rows"] = self.rows.to_json()
-        if self.coupled:
-            document["coupled"] = list(self.coupled)
-        document["nodes"] = [operator.to_json() for operator in self.operators]
-        document["edges"] = [list(edge) for edge in self.edges]
+        document = {"version": VERSION, "units": {"time": "s", "bytes": "B"}, **write_value(self)}
+        for key in ("nodes", "edges"):  # the long ones come last
+            document[key] = document.pop(key)
         if self.edge_bytes:
             document["edge_bytes"] = [self.edge_bytes[edge] for edge in self.edges]
-        return {key: value for key, value in document.items() if value is not None}
+        return document
 
     @classmethod
     def load(cls, path: Path) -> Profile:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pipectl.access import open_regular
 from pipectl.errors import DataFileError
-from pipectl.fields import Count, FieldError, Rule, read_fields
+from pipectl.fields import Count, FieldError, Rule, read_fields, write_value
 from pipectl.files import read_json, write_json
 
 VERSION = 1
@@ -63,15 +63,6 @@ class Shard:
         except OSError:
             return False
 
-    def to_json(self) -> dict[str, Any]:
-        """As it stands in the manifest."""
-        return {
-            "file": self.file,
-            "bytes": self.size_bytes,
-            "sha256": self.sha256,
-            "names": list(self.names),
-        }
-
 
 class LossScaleState(NamedTuple):
     """Of float16: the scale, and how many steps it has been good for."""
@@ -97,8 +88,8 @@ class Manifest:
     step: int
     micro_batch_size: Count
     aliases: Mapping[str, str]
-    weights: tuple[Shard, ...] = field(default=(), metadata={"key": "shards"})
-    training: tuple[Shard, ...] = ()
+    weights: tuple[Shard, ...] = field(default=(), metadata={"key": "shards", "explicit": True})
+    training: tuple[Shard, ...] = field(default=(), metadata={"explicit": True})
     updates: int = 0
     losses: Annotated[tuple[float, ...], _to_losses] = ()
     loss_scale: LossScaleState | None = None
@@ -110,18 +101,8 @@ class Manifest:
 
     def save(self, directory: Path) -> None:
         """Write it into the directory of its files."""
-        scale = self.loss_scale
-        document = {
-            "version": VERSION,
-            "step": self.step,
-            "micro_batch_size": self.micro_batch_size,
-            "updates": self.updates,
-            "losses": [loss if math.isfinite(loss) else str(loss) for loss in self.losses],
-            "loss_scale": None if scale is None else scale._asdict(),
-            "shards": [shard.to_json() for shard in self.weights],
-            "training": [shard.to_json() for shard in self.training],
-            "aliases": dict(self.aliases),
-        }
+        losses = [loss if math.isfinite(loss) else str(loss) for loss in self.losses]
+        document = {"version": VERSION, **write_value(self), "losses": losses}
         write_json(directory / _NAME, document)
 
     @classmethod

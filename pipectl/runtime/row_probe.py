@@ -17,6 +17,7 @@ from mpi4py import MPI
 from torch import Tensor, nn
 
 from pipectl.capture import CapturedJob, Cut
+from pipectl.fields import write_value
 from pipectl.files import make_private_directory, write_json
 from pipectl.plan import Plan, Stage, StageCost, Transfer
 from pipectl.row_times import RowTimes
@@ -186,7 +187,7 @@ def main() -> None:
     arguments = parser.parse_args()
     found = measure_rows(MPI.COMM_WORLD, arguments.run, arguments.threads)
     if MPI.COMM_WORLD.rank == 0:
-        write_json(arguments.output, found.to_json())
+        write_json(arguments.output, write_value(found))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import numpy as np
 from mpi4py import MPI
 
 from pipectl.errors import UsageError
-from pipectl.fields import read_fields
+from pipectl.fields import read_fields, write_value
 from pipectl.files import make_private_directory
 from pipectl.runs import LossScaleState, Manifest, Shard, checkpoints, step_of
 from pipectl.runtime.checkpoint.snapshot import Snapshot, sync
@@ -219,8 +219,8 @@ def _written(partial: Path, rank: int, snapshot: Snapshot) -> dict[str, Any]:
     finally:
         snapshot.given_back.set()  # whatever failed: updates wait for it
     return {
-        "weights": [shard.to_json() for shard in weights],
-        "training": [shard.to_json() for shard in training],
+        "weights": write_value(weights),
+        "training": write_value(training),
         "updates": snapshot.updates,
         "losses": snapshot.losses,
         "loss_scale": snapshot.loss_scale,
