@@ -19,7 +19,7 @@ from pipectl.planner.explain.what_if import (
     with_slower_links,
 )
 from pipectl.planner.graph.imported import folded, prepared
-from pipectl.planner.plans.given_stages import plan_of_stages
+from pipectl.planner.judge import plan_of_stages
 from pipectl.units import did_you_mean, format_bytes
 
 TECHNIQUES: dict[str, dict[str, Any]] = {

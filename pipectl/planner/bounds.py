@@ -13,9 +13,15 @@ which is smallest when all stages take equally long, each load 1 - r/full of the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from math import ceil
 
-from pipectl.planner.graph.blocks import Condensed, bits
+from pipectl.cluster import Cluster
+from pipectl.plan import Plan
+from pipectl.planner.costs.operator_times import operator_times
+from pipectl.planner.graph.blocks import BlockGraph, bits
+from pipectl.planner.request import PlanRequest, micro_batch_sizes
+from pipectl.profile import Profile
 
 
 def outlook_s(
@@ -34,7 +40,7 @@ def outlook_s(
     return max(full * bottleneck_s, through_s)
 
 
-def longest_path_s(graph: Condensed, times_s: Sequence[float]) -> float:
+def longest_path_s(graph: BlockGraph, times_s: Sequence[float]) -> float:
     """The longest path along which gradients come back.
 
     Args:
@@ -50,3 +56,38 @@ def longest_path_s(graph: Condensed, times_s: Sequence[float]) -> float:
         for reader in bits(returning.get(block, 0)):
             behind[reader] = max(behind[reader], behind[block])
     return max(behind)
+
+
+def least_step_s(plan: Plan, cluster: Cluster) -> float:
+    """No simulation of a plan takes less: its busiest rank computes all it has to.
+
+    Replicas count as if they shared their stage's work by their speeds.
+    """
+    share = plan.batch_size / plan.micro_batch_size
+    loads = [0.0] * plan.ranks
+    for stage in plan.stages:
+        for ranks, time_s in (
+            (stage.ranks, stage.cost.forward_s),
+            (stage.updating_ranks, stage.cost.backward_s),
+        ):
+            speed = sum(cluster.device(rank).speed for rank in ranks)
+            for rank in ranks:
+                loads[rank] += time_s * share / speed
+    return max(loads)
+
+
+def work_s(
+    profile: Profile, cluster: Cluster, request: PlanRequest, tried: Iterable[int] = ()
+) -> float:
+    """All work of a step, at the size at which a sample takes least, spread over all devices.
+
+    Args:
+        tried: micro-batch sizes besides those that a search with open ones tries.
+    """
+    speed = sum(cluster.device(rank).speed for rank in range(cluster.ranks))
+    sizes = {*tried, *micro_batch_sizes(request, request.batch_size)}
+    slices = {ceil(size / count) for size in sizes for count in range(1, cluster.ranks + 1)}
+    samples_s = (
+        sum(map(sum, operator_times(profile, size).cached)) / size for size in sorted(slices)
+    )
+    return min(samples_s) * request.batch_size / speed

@@ -15,6 +15,7 @@ from pipectl.errors import InfeasibleError
 from pipectl.plan import Plan
 from pipectl.planner.assumptions import baseline_bytes
 from pipectl.planner.costs.stage_costs import with_halves
+from pipectl.planner.judge import Trials
 from pipectl.planner.request import PlanRequest
 from pipectl.planner.techniques.given_ranks import on_ranks
 from pipectl.planner.techniques.placed import (
@@ -23,7 +24,6 @@ from pipectl.planner.techniques.placed import (
     fastest_that_fits,
     one_rank_a_stage,
 )
-from pipectl.planner.trials import Trials
 from pipectl.profile import Profile
 from pipectl.schedule.listed import Listed
 

@@ -15,9 +15,9 @@ from time import perf_counter
 from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
-from pipectl.planner.exploring.judge import TIE
+from pipectl.planner.bounds import work_s
+from pipectl.planner.judge import TIE
 from pipectl.planner.listed import listed_plan
-from pipectl.planner.rating import work_s
 from pipectl.planner.replication.copies import copied_plans, one_copy
 from pipectl.planner.replication.replicated import replicated_plans
 from pipectl.planner.request import PLACED, PlanRequest

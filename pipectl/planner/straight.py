@@ -28,13 +28,13 @@ from pipectl.planner.exploring.explorer import Explorer
 from pipectl.planner.exploring.first_plan import first_choices
 from pipectl.planner.exploring.infeasible import infeasible, least_demanding
 from pipectl.planner.exploring.judge import Verdict
-from pipectl.planner.graph.blocks import Condensed, condense
+from pipectl.planner.graph.blocks import BlockGraph, condense
+from pipectl.planner.judge import PLANNER, largest_load_s, out_of_time
 from pipectl.planner.partition.cut_space import CutSpace
 from pipectl.planner.partition.cutter import Cutter
-from pipectl.planner.problem import Choice, Problem
-from pipectl.planner.rating import PLANNER, largest_load_s
-from pipectl.planner.request import PlanRequest, stage_counts
-from pipectl.planner.trials import out_of_time
+from pipectl.planner.partition.estimate import Layout
+from pipectl.planner.problem import Problem
+from pipectl.planner.request import Order, PlanRequest, stage_counts
 from pipectl.profile import Profile
 
 
@@ -78,10 +78,11 @@ def straight_plans(
     ]
 
 
-def _examine(explorer: Explorer, choices: Iterable[Choice]) -> None:
-    for choice in choices:
-        micro_batches = explorer.problem.micro_batches(choice.size)
-        explorer.judge.examine(Candidate(choice, micro_batches, 0.0))
+def _examine(explorer: Explorer, found: Iterable[tuple[Layout, int, Order]]) -> None:
+    problem = explorer.problem
+    for layout, size, order in found:
+        choice = problem.choice(layout, size, order)
+        explorer.judge.examine(Candidate(choice, layout, problem.micro_batches(size), 0.0))
 
 
 def _examine_least_demanding(explorer: Explorer, cutter: Cutter, counts: Sequence[int]) -> None:
@@ -91,8 +92,8 @@ def _examine_least_demanding(explorer: Explorer, cutter: Cutter, counts: Sequenc
         InfeasibleError: it does not fit either.
         OutOfTimeError: time was over before it was found.
     """
-    choice, demand = least_demanding(explorer.problem, cutter, counts)
-    _examine(explorer, [choice])
+    candidate, demand = least_demanding(explorer.problem, cutter, counts)
+    _examine(explorer, [candidate])
     if explorer.judge.best() is None:
         raise infeasible(explorer.problem, cutter, demand)
 
@@ -136,7 +137,7 @@ def _search(explorer: Explorer, found: Verdict, least_s: float, *, finished: boo
     return search.bounded(found.simulation.step_time_s, least_s)
 
 
-def _space(graph: Condensed, profile: Profile, stages: int) -> CutSpace:
+def _space(graph: BlockGraph, profile: Profile, stages: int) -> CutSpace:
     """What to search; small blocks stay apart if there would be too few for the stages."""
     space = CutSpace.of(graph, profile)
     return space if len(space.graph) >= stages else CutSpace.sample(graph)

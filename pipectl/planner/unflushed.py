@@ -18,7 +18,8 @@ from pipectl.planner.activations.blocks import in_blocks
 from pipectl.planner.activations.modes import guessed_traffic, settled_traffic
 from pipectl.planner.assumptions import baseline_bytes
 from pipectl.planner.graph.blocks import condense
-from pipectl.planner.plans.new_plan import other_count
+from pipectl.planner.judge import Trials
+from pipectl.planner.partition.plans import other_count
 from pipectl.planner.request import PlanRequest, micro_batch_sizes, stage_counts
 from pipectl.planner.techniques.placed import (
     TimedPlanner,
@@ -26,7 +27,6 @@ from pipectl.planner.techniques.placed import (
     fastest_that_fits,
     one_rank_a_stage,
 )
-from pipectl.planner.trials import Trials
 from pipectl.profile import Profile
 from pipectl.schedule import SCHEDULES, default_warm_up
 

@@ -20,11 +20,10 @@ from pipectl.plan import Search as Findings
 from pipectl.planner.activations.blocks import BlockPlans
 from pipectl.planner.activations.modes import Keeping, ways
 from pipectl.planner.assumptions import baseline_bytes
-from pipectl.planner.exploring.judge import TIE
-from pipectl.planner.rating import PLANNER, largest_load_s, least_step_s, preference, work_s
+from pipectl.planner.bounds import least_step_s, work_s
+from pipectl.planner.judge import PLANNER, TIE, Trials, largest_load_s, out_of_time, preference
 from pipectl.planner.request import PlanRequest
 from pipectl.planner.techniques.proposals import MOST_RANKS, Proposals, Search
-from pipectl.planner.trials import Trials, out_of_time
 from pipectl.profile import Profile
 
 Key = tuple[object, ...]

@@ -9,7 +9,7 @@ from itertools import combinations, pairwise
 import pytest
 from hypothesis import strategies as st
 
-from pipectl.planner.graph.blocks import Condensed, bits
+from pipectl.planner.graph.blocks import BlockGraph, bits
 from pipectl.profile import Operator, OptimizerCost, Profile, StageOverhead
 
 Graphs = st.SearchStrategy[Profile]
@@ -94,7 +94,7 @@ def profiles() -> Callable[..., Graphs]:
     return random_profiles
 
 
-def every_partition(graph: Condensed, stages: int) -> Iterator[tuple[int, ...]]:
+def every_partition(graph: BlockGraph, stages: int) -> Iterator[tuple[int, ...]]:
     """All ways to cut a graph into convex stages, by trying every stage of every block."""
 
     def extend(done: int, left: int) -> Iterator[tuple[int, ...]]:
@@ -115,5 +115,5 @@ def every_partition(graph: Condensed, stages: int) -> Iterator[tuple[int, ...]]:
 
 
 @pytest.fixture(scope="session")
-def partitions_of() -> Callable[[Condensed, int], Iterator[tuple[int, ...]]]:
+def partitions_of() -> Callable[[BlockGraph, int], Iterator[tuple[int, ...]]]:
     return every_partition

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
 from pipectl.planner import PlanRequest, make_plan
-from pipectl.planner.exploring.judge import TIE
 from pipectl.planner.graph.blocks import bits, condense
+from pipectl.planner.judge import TIE
 from pipectl.planner.problem import Choice, Problem
 from pipectl.planner.request import micro_batch_sizes, open_orders
 from pipectl.simulate import simulate

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipectl.planner.graph.blocks import Condensed, bits, condense, contract
+from pipectl.planner.graph.blocks import BlockGraph, bits, condense, contract
 
 
 def reach(count, edges):
@@ -59,7 +59,7 @@ def test_blocks_are_groups_and_all_that_lies_between(data, make_operator) -> Non
     assert_is_ordered(graph)
 
 
-def assert_is_ordered(graph: Condensed) -> None:
+def assert_is_ordered(graph: BlockGraph) -> None:
     """Edges lead forward, both directions agree, and values know their users."""
     for position in range(len(graph)):
         assert all(before < position for before in bits(graph.predecessors[position]))

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pipectl.planner.plans.replica_costs import ReplicaChoice, ReplicaPlans
 from validator import validate
 
 from pipectl.cluster import Cluster, Device, Node
@@ -13,11 +14,10 @@ from pipectl.link import Link
 from pipectl.plan import Replication
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.assumptions import DEFAULT_BASELINE_BYTES
+from pipectl.planner.bounds import work_s
 from pipectl.planner.graph.blocks import condense
 from pipectl.planner.hybrid.model import costs_of
 from pipectl.planner.hybrid.states import States
-from pipectl.planner.plans.replica_costs import ReplicaChoice, ReplicaPlans
-from pipectl.planner.rating import work_s
 from pipectl.planner.replication.figures import figures_of, states_of
 from pipectl.planner.replication.replicated import MANY_RANKS, replicated_plans
 from pipectl.planner.request import micro_batch_sizes

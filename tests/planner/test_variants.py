@@ -10,7 +10,7 @@ from pipectl.cluster import Cluster, Device, Node
 from pipectl.errors import InfeasibleError, InvalidInputError, OutOfTimeError
 from pipectl.link import Link
 from pipectl.planner import PlanRequest, make_plan, search_plans
-from pipectl.planner.rating import least_step_s
+from pipectl.planner.bounds import least_step_s
 from pipectl.planner.variants import varied_plans
 from pipectl.schedule import lower
 from pipectl.simulate import simulate

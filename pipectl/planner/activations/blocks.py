@@ -29,7 +29,7 @@ from pipectl.planner.costs.footprint import Footprint, Footprints
 from pipectl.planner.costs.liveness import memory_of
 from pipectl.planner.costs.operator_times import operator_times
 from pipectl.planner.costs.stage_costs import stage_times
-from pipectl.planner.plans.replica_costs import Members, members_of
+from pipectl.planner.partition.plans import Members
 from pipectl.profile import Operator, Profile
 
 LIMITS = tuple(0.7**power for power in range(1, 13))
@@ -137,7 +137,8 @@ class BlockPlans:
 
     def of(self, plan: Plan) -> list[Blocks | None]:
         """The blocks of every stage if it recomputes; None where it is better not cut."""
-        members = members_of(self._profile, (stage.nodes for stage in plan.stages))
+        index_of = self._profile.index_of
+        members = tuple(tuple(map(index_of.__getitem__, stage.nodes)) for stage in plan.stages)
         samples = tuple(_samples(plan, stage) for stage in plan.stages)
         key = members, samples, plan.micro_batch_size
         if key not in self._known:

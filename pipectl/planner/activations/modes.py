@@ -28,8 +28,7 @@ from typing import NamedTuple
 
 from pipectl.cluster import Cluster
 from pipectl.plan import Blocks, OffloadTarget, Plan, Stage
-from pipectl.planner.exploring.judge import TIE
-from pipectl.planner.trials import Trials
+from pipectl.planner.judge import TIE, Trials
 
 
 def guessed_traffic(plan: Plan, cluster: Cluster, trials: Trials) -> Plan:

@@ -146,7 +146,7 @@ def some_apart(plan: Plan, cluster: Cluster, *, every: bool) -> Iterator[tuple[b
             yield tuple(index in chosen for index in range(stages))
 
 
-def ranks_of(apart: Sequence[bool], cluster: Cluster) -> list[tuple[int, ...]]:
+def ranks_of(apart: Sequence[bool], cluster: Cluster) -> tuple[tuple[int, ...], ...]:
     """One rank for each stage, or two, in the same node if one has them."""
     free: list[list[int]] = [[] for _ in cluster.nodes]
     for rank, node in enumerate(cluster.node_of_rank):
@@ -163,4 +163,4 @@ def ranks_of(apart: Sequence[bool], cluster: Cluster) -> list[tuple[int, ...]]:
             taken = free[last][:needs]
         free = [[rank for rank in ranks if rank not in taken] for ranks in free]
         found.append(tuple(taken))
-    return found
+    return tuple(found)

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipectl.arrays import Floats, Integers
-from pipectl.planner.graph.blocks import Condensed, bits, contract, group_labels
+from pipectl.planner.graph.blocks import BlockGraph, bits, contract, group_labels
 from pipectl.planner.graph.imported import stage_edges
 from pipectl.profile import Profile
 
@@ -257,7 +257,7 @@ def load_model(profile: Profile, request: BalanceRequest) -> LoadModel:
     )
 
 
-def _free(graph: Condensed, costs: tuple[Sequence[float], Sequence[float]]) -> list[bool]:
+def _free(graph: BlockGraph, costs: tuple[Sequence[float], Sequence[float]]) -> list[bool]:
     """Whether each block costs nothing."""
     return [
         not any(column[number] for column in costs for number in block.operators)
@@ -270,7 +270,7 @@ def _sums(numbers: Sequence[Sequence[int]], costs: Sequence[float]) -> Floats:
 
 
 def _values(
-    graph: Condensed, edges: Sequence[tuple[int, int]], transfers: Sequence[float]
+    graph: BlockGraph, edges: Sequence[tuple[int, int]], transfers: Sequence[float]
 ) -> tuple[list[list[int]], list[float]]:
     """The blocks of every value that several use and that takes time, and that time.
 
@@ -288,7 +288,7 @@ def _values(
     return [list(users) for users in together], list(together.values())
 
 
-def _joined(free: Sequence[bool], graph: Condensed, values: Sequence[Sequence[int]]) -> list[int]:
+def _joined(free: Sequence[bool], graph: BlockGraph, values: Sequence[Sequence[int]]) -> list[int]:
     """For every block the one whose stage it shares by the first rule; itself if it has none."""
     near = zip(graph.predecessors, graph.successors, strict=True)
     neighbours = [set(bits(before | after)) for before, after in near]
@@ -317,7 +317,7 @@ def _joined(free: Sequence[bool], graph: Condensed, values: Sequence[Sequence[in
 
 
 def _loose(
-    free: Sequence[bool], graph: Condensed, values: Sequence[Sequence[int]]
+    free: Sequence[bool], graph: BlockGraph, values: Sequence[Sequence[int]]
 ) -> tuple[list[int], list[int]]:
     """The blocks that may stand in the first stage, and in the last, by the second rule."""
     moving = {block for users in values for block in users}

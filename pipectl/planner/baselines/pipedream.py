@@ -25,7 +25,7 @@ import numpy as np
 
 from pipectl.arrays import Floats, Integers
 from pipectl.planner.baselines.policy import PolicyPlan, Prefixes, Work
-from pipectl.planner.graph.blocks import Condensed, bits, bitset, condense
+from pipectl.planner.graph.blocks import BlockGraph, bits, bitset, condense
 from pipectl.planner.graph.downsets import prefix_downsets
 from pipectl.planner.hybrid.links import LinkRules
 from pipectl.planner.hybrid.placing import consecutive
@@ -45,7 +45,7 @@ def antichain_states(profile: Profile) -> States:
     return States.chosen(graph, found, complete=False)
 
 
-def _sequence(graph: Condensed) -> list[int]:
+def _sequence(graph: BlockGraph) -> list[int]:
     """Downsets in the order in which a depth-first search leaves them, reversed."""
     source = next(b for b, before in enumerate(graph.predecessors) if not before)
     start: tuple[int, ...] = (source,)
@@ -67,14 +67,14 @@ def _sequence(graph: Condensed) -> list[int]:
     return [_downset(graph, antichain) for antichain in reversed(left)]
 
 
-def _downset(graph: Condensed, antichain: Sequence[int]) -> int:
+def _downset(graph: BlockGraph, antichain: Sequence[int]) -> int:
     inside = bitset(antichain)
     for block in antichain:
         inside |= graph.ancestors[block]
     return inside
 
 
-def _augmented(graph: Condensed, antichain: Sequence[int]) -> list[int]:
+def _augmented(graph: BlockGraph, antichain: Sequence[int]) -> list[int]:
     """The antichain and every ancestor with a reader outside what one of its operators needs."""
     extra = 0
     for block in antichain:
@@ -85,7 +85,7 @@ def _augmented(graph: Condensed, antichain: Sequence[int]) -> list[int]:
     return [*bits(extra), *(block for block in antichain if not extra >> block & 1)]
 
 
-def _steps(graph: Condensed, antichain: tuple[int, ...]) -> list[tuple[int, ...]]:
+def _steps(graph: BlockGraph, antichain: tuple[int, ...]) -> list[tuple[int, ...]]:
     """The antichains that follow: one operator of the augmented antichain steps on."""
     augmented = _augmented(graph, antichain)
     members = bitset(augmented)
@@ -98,7 +98,7 @@ def _steps(graph: Condensed, antichain: tuple[int, ...]) -> list[tuple[int, ...]
     return found
 
 
-def _maximal(graph: Condensed, blocks: set[int]) -> tuple[int, ...]:
+def _maximal(graph: BlockGraph, blocks: set[int]) -> tuple[int, ...]:
     """Without operators on which others depend."""
     inside = bitset(blocks)
     return tuple(sorted(b for b in blocks if not graph.descendants[b] & inside))

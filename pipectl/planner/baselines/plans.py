@@ -15,7 +15,7 @@ from pipectl.plan import Plan, Replication
 from pipectl.planner.baselines import POLICIES, PolicyPlan, Work, dapple, pipedream
 from pipectl.planner.explain.what_if import with_ranks
 from pipectl.planner.hybrid import ClusterRules
-from pipectl.planner.plans.replica_costs import ReplicaChoice
+from pipectl.planner.partition.plans import Choice
 from pipectl.planner.replication.replica_judge import judged
 from pipectl.planner.replication.replicated import replica_orders
 from pipectl.planner.request import PLACED, PlanRequest, micro_batch_sizes
@@ -64,7 +64,7 @@ def policy_plans(
 
 def _choices(
     name: str, profile: Profile, cluster: Cluster, request: PlanRequest
-) -> Iterator[ReplicaChoice]:
+) -> Iterator[Choice]:
     """Every micro-batch size, schedule and warm-up; none in which a replica gets no sample."""
     way = REPLICATING.get(name, Replication.WHOLE)
     for size in micro_batch_sizes(request, _MICRO_BATCHES_PER_RANK * cluster.ranks):
@@ -73,7 +73,7 @@ def _choices(
         if way is Replication.SPLIT and max(replicas) > size:
             continue
         for schedule, warm_up in replica_orders(replicas, way, size, request):
-            yield ReplicaChoice(members, found.ranks, size, way, schedule, warm_up)
+            yield Choice(members, found.ranks, size, schedule, warm_up, way)
 
 
 def _given(

@@ -152,6 +152,11 @@ _MOST_NODES = 8
 """More stages have too many placements to try them all."""
 
 
+def one_each(placement: Placement) -> tuple[tuple[int, ...], ...]:
+    """The ranks of stages with one replica each."""
+    return tuple((rank,) for rank in placement)
+
+
 def placements(cluster: Cluster, devices: Sequence[Pool], kinds: Sequence[int]) -> list[Placement]:
     """Ways to put stages on ranks: node by node, and spread so that nodes share no core.
 

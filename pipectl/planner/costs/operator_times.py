@@ -52,6 +52,7 @@ class OperatorTimes:
         uncached = [{**o.timings, own: (o.forward_s, o.backward_s)} for o in operators]
         cached = [o.cached or points for o, points in zip(operators, uncached, strict=True)]
         self._uncached, self._cached = _Points(uncached), _Points(cached)
+        self._known: dict[int, tuple[Floats, Floats]] = {}
 
     def at(self, size: int) -> Times:
         """Forward and backward time of every operator for ``size`` samples."""
@@ -60,8 +61,10 @@ class OperatorTimes:
 
     def arrays_at(self, size: int) -> tuple[Floats, Floats]:
         """The same as arrays, cached and uncached; shapes [2, operators]."""
-        uncached = self._uncached.at(size)
-        return np.minimum(self._cached.at(size), uncached), uncached
+        if size not in self._known:
+            uncached = self._uncached.at(size)
+            self._known[size] = np.minimum(self._cached.at(size), uncached), uncached
+        return self._known[size]
 
 
 def _pairs(times: Floats) -> Pairs:

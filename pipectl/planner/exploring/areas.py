@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from pipectl.planner.bounds import longest_path_s, outlook_s
-from pipectl.planner.costs.devices import Mix, Placement, every_placement, mixes, placements
+from pipectl.planner.costs.devices import (
+    Mix,
+    Placement,
+    every_placement,
+    mixes,
+    one_each,
+    placements,
+)
 from pipectl.planner.graph.downsets import Enumeration
 from pipectl.planner.partition.cut_space import CutSpace
 from pipectl.planner.partition.cutter import Bound, Cut, Cutter
@@ -119,7 +126,7 @@ class Areas:
     def layouts(self, cuts: Iterable[Cut]) -> list[Layout]:
         """Cuts with every placement."""
         return [
-            Layout(cut.partition, place, self._recompute(cut))
+            Layout(cut.partition, one_each(place), self._recompute(cut))
             for cut in cuts
             for place in self._placements(cut.kinds)
         ]
@@ -145,7 +152,8 @@ class Areas:
             return None
         partitions = self._enumeration.every_partition(stages)
         again = (True,) * stages if self._problem.request.recompute else ()
-        return [Layout(partition, place, again) for partition in partitions for place in places]
+        ranks = list(map(one_each, places))
+        return [Layout(partition, held, again) for partition in partitions for held in ranks]
 
     @cached_property
     def _enumeration(self) -> Enumeration | None:

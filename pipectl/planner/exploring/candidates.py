@@ -13,7 +13,8 @@ from math import inf
 import numpy as np
 
 from pipectl.planner.partition.estimate import Layout
-from pipectl.planner.problem import Choice, Problem
+from pipectl.planner.partition.plans import Choice
+from pipectl.planner.problem import Problem
 from pipectl.planner.request import Order
 
 Simplicity = tuple[int, int, int, int]
@@ -28,6 +29,7 @@ class Candidate:
     """
 
     choice: Choice
+    layout: Layout
     micro_batches: int
     bound_s: float
 
@@ -37,7 +39,7 @@ class Candidate:
         where times tie."""
         choice = self.choice
         again = sum(choice.recompute)
-        return len(choice.placement), again, sum(choice.warm_up), self.micro_batches
+        return len(choice.ranks), again, sum(choice.warm_up), self.micro_batches
 
 
 class Candidates:
@@ -53,6 +55,7 @@ class Candidates:
     def __init__(
         self, problem: Problem, layouts: Sequence[Layout], size: int, orders: Sequence[Order]
     ) -> None:
+        self._problem = problem
         self._layouts = list(dict.fromkeys(layouts))
         self._size = size
         self._orders = orders
@@ -64,7 +67,7 @@ class Candidates:
             self._rank(problem)
 
     def _rank(self, problem: Problem) -> None:
-        bounds = problem.bounds_s(self._layouts, self._size, self._orders).ravel()
+        bounds = problem.estimates_s(self._layouts, self._size, self._orders).ravel()
         again = [sum(layout.recompute) for layout in self._layouts]
         depth = [sum(warm_up) for _, warm_up in self._orders]
         keys = np.tile(depth, len(again)), np.repeat(again, len(depth)), bounds
@@ -103,6 +106,6 @@ class Candidates:
 
     def _candidate(self, number: int) -> Candidate:
         layout, order = divmod(number, len(self._orders))
-        partition, placement, again = self._layouts[layout]
-        choice = Choice(partition, placement, self._size, *self._orders[order], recompute=again)
-        return Candidate(choice, self._micro_batches, self._bounds_s[number])
+        chosen = self._layouts[layout]
+        choice = self._problem.choice(chosen, self._size, self._orders[order])
+        return Candidate(choice, chosen, self._micro_batches, self._bounds_s[number])

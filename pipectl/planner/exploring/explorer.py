@@ -17,8 +17,9 @@ from pipectl.planner.partition.cut_space import CutSpace
 from pipectl.planner.partition.cutter import Bound, Cutter, plain_fit
 from pipectl.planner.partition.estimate import Layout
 from pipectl.planner.partition.moves import neighbours
+from pipectl.planner.partition.plans import Choice
 from pipectl.planner.partition.programme import Check
-from pipectl.planner.problem import Choice, Problem
+from pipectl.planner.problem import Problem
 from pipectl.planner.request import micro_batch_sizes, open_orders
 
 MOST_LOOKS = 2_000_000
@@ -276,10 +277,9 @@ class Explorer:
     def _near(self, candidate: Candidate, *, every: bool = False) -> Candidates:
         """The neighbours of a candidate, in every order; none once enough were looked at."""
         self._check()
-        area, choice = self._area_of(candidate), candidate.choice
+        area = self._area_of(candidate)
         times = self.problem.block_times(area.size)
-        layout = Layout(choice.partition, choice.placement, choice.recompute)
-        found = neighbours(layout, self.problem.graph, times, every=every)
+        found = neighbours(candidate.layout, self.problem.graph, times, every=every)
         look = len(self.problem.profile.operators) + 2 * area.micro_batches * area.stages
         near = list(islice(found, max(0, self._looks // look)))
         self._looks -= max(1, len(near)) * look
@@ -287,4 +287,4 @@ class Explorer:
 
     def _area_of(self, candidate: Candidate) -> Area:
         choice = candidate.choice
-        return self._areas.of(len(choice.placement), choice.size)
+        return self._areas.of(len(choice.ranks), choice.size)

@@ -7,15 +7,17 @@ from itertools import pairwise
 
 import numpy as np
 
+from pipectl.planner.costs.devices import one_each
 from pipectl.planner.graph.blocks import bitset
 from pipectl.planner.graph.downsets import Partition
-from pipectl.planner.problem import Choice, Problem
-from pipectl.planner.request import micro_batch_sizes, open_orders
+from pipectl.planner.partition.estimate import Layout
+from pipectl.planner.problem import Problem
+from pipectl.planner.request import Order, micro_batch_sizes, open_orders
 
 _MICRO_BATCHES_PER_STAGE = 4
 
 
-def first_choices(problem: Problem, counts: Sequence[int]) -> Iterator[Choice]:
+def first_choices(problem: Problem, counts: Sequence[int]) -> Iterator[tuple[Layout, int, Order]]:
     """Even cuts of the graph's own order into the most stages and the fewest.
 
     With micro-batches near the measured size, and with the smallest that are worth a try, which
@@ -29,10 +31,10 @@ def first_choices(problem: Problem, counts: Sequence[int]) -> Iterator[Choice]:
         sizes = micro_batch_sizes(request, _MICRO_BATCHES_PER_STAGE * stages)
         near = min(sizes, key=lambda size: (abs(size - measured), size))
         for size in dict.fromkeys((near, min(sizes))):
-            schedule, warm_up = open_orders(request, stages, problem.micro_batches(size))[0]
+            order = open_orders(request, stages, problem.micro_batches(size))[0]
             again = (bool(request.recompute),) * stages if request.recompute else ()
             cut = _even(problem.block_times(size), stages)
-            yield Choice(cut, _fastest(problem, stages), size, schedule, warm_up, again)
+            yield Layout(cut, one_each(_fastest(problem, stages)), again), size, order
 
 
 def _fastest(problem: Problem, stages: int) -> tuple[int, ...]:

@@ -8,24 +8,27 @@ from math import ceil
 
 from pipectl.errors import InfeasibleError
 from pipectl.plan import Plan
-from pipectl.planner.costs.devices import Mix, mixes, placements
+from pipectl.planner.costs.devices import Mix, mixes, one_each, placements
 from pipectl.planner.costs.peaks import largest_peak_bytes
 from pipectl.planner.partition.cutter import Cut, Cutter, Fit, plain_fit
-from pipectl.planner.problem import Choice, Problem
-from pipectl.planner.request import PlanRequest, micro_batch_sizes, open_orders
+from pipectl.planner.partition.estimate import Layout
+from pipectl.planner.problem import Problem
+from pipectl.planner.request import Order, PlanRequest, micro_batch_sizes, open_orders
 from pipectl.schedule.gpipe import GPIPE
 from pipectl.schedule.one_f_one_b import ONE_F_ONE_B
 from pipectl.simulate import simulate
 from pipectl.units import format_bytes
 
 _FEW = 8
+Candidate = tuple[Layout, int, Order]
+"""A layout, a micro-batch size and an order."""
 Demand = tuple[Plan, tuple[int, ...]]
 """A plan and the peak of each of its ranks."""
 
 
 def least_demanding(
     problem: Problem, cutter: Cutter, counts: Sequence[int]
-) -> tuple[Choice, Demand]:
+) -> tuple[Candidate, Demand]:
     """What was made for little memory and exceeds its limits least, or does not.
 
     Args:
@@ -51,19 +54,20 @@ def infeasible(problem: Problem, cutter: Cutter, demand: Demand) -> InfeasibleEr
 
 def _smallest_peaks(
     problem: Problem, cutter: Cutter, counts: Sequence[int]
-) -> Iterator[tuple[Choice, Demand]]:
+) -> Iterator[tuple[Candidate, Demand]]:
     """Plans made for little memory, with what each of their ranks needs."""
     request = problem.request
     size = micro_batch_sizes(request, request.batch_size)[-1]
     for stages in _some(counts):
-        schedule, warm_up = open_orders(request, stages, problem.micro_batches(size))[0]
-        for cut in _smallest(problem, cutter, size, warm_up):
+        order = open_orders(request, stages, problem.micro_batches(size))[0]
+        for cut in _smallest(problem, cutter, size, order[1]):
             for placement in placements(problem.cluster, problem.devices, cut.kinds):
                 again = (True,) * stages if request.recompute else cut.recompute
-                choice = Choice(cut.partition, placement, size, schedule, warm_up, again)
-                plan, baseline = problem.plan(choice), problem.baseline_bytes
+                layout = Layout(cut.partition, one_each(placement), again)
+                plan = problem.plan(problem.choice(layout, size, order))
+                baseline = problem.baseline_bytes
                 found = simulate(plan, problem.cluster, process_baseline_bytes=baseline)
-                yield choice, (plan, found.peak_memory_bytes)
+                yield (layout, size, order), (plan, found.peak_memory_bytes)
 
 
 def _some(counts: Sequence[int]) -> Sequence[int]:

@@ -8,12 +8,12 @@ from math import inf
 from pipectl.plan import Plan
 from pipectl.planner.costs.peaks import least_peaks_bytes
 from pipectl.planner.exploring.candidates import Candidate, Candidates, Simplicity
+from pipectl.planner.judge import TIE
 from pipectl.planner.partition.estimate import ROUNDING
-from pipectl.planner.problem import Choice, Problem
+from pipectl.planner.partition.plans import Choice, Ranks
+from pipectl.planner.problem import Problem
 from pipectl.simulate import Simulation, simulate
 
-TIE = 1e-3
-"""Step times that differ by less than this share are equal: the simplest of these plans wins."""
 MOST_ACTIONS = 200_000
 """Simulated forwards and backwards in all; keeps planning for many ranks to seconds."""
 
@@ -123,11 +123,14 @@ class Judge:
         problem, choice = self._problem, candidate.choice
         if not problem.has_limits:
             return True
-        table, shares = problem.table(choice.partition, choice.size), problem.shares(choice.size)
+        table, shares = (
+            problem.builder.table(choice.members, choice.size),
+            problem.shares(choice.size),
+        )
         peaks = least_peaks_bytes(table, choice.warm_up, shares, choice.recompute)
         return all(
             problem.baseline_bytes + peak <= problem.limit_bytes(rank)
-            for peak, rank in zip(peaks.tolist(), choice.placement, strict=True)
+            for peak, (rank,) in zip(peaks.tolist(), choice.ranks, strict=True)
         )
 
     def _simulate(self, plan: Plan) -> Simulation:
@@ -137,12 +140,12 @@ class Judge:
         return simulate(plan, self._problem.cluster, process_baseline_bytes=baseline)
 
 
-def _preference(verdict: Verdict) -> tuple[Simplicity, float, tuple[int, ...]]:
+def _preference(verdict: Verdict) -> tuple[Simplicity, float, Ranks]:
     candidate = verdict.candidate
-    return candidate.simplicity, verdict.simulation.step_time_s, candidate.choice.placement
+    return candidate.simplicity, verdict.simulation.step_time_s, candidate.choice.ranks
 
 
 def family_of(candidate: Candidate) -> Family:
     """What tells plans apart that differ in more than their cuts."""
     choice = candidate.choice
-    return len(choice.placement), choice.size, choice.schedule, choice.warm_up
+    return len(choice.ranks), choice.size, choice.schedule, choice.warm_up

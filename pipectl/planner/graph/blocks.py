@@ -97,7 +97,7 @@ Held = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Condensed:
+class BlockGraph:
     """A DAG of blocks in an order that is topological and follows the operators' order.
 
     Args:
@@ -175,14 +175,14 @@ def _closure(direct: Sequence[int], order: Iterable[int]) -> tuple[int, ...]:
     return tuple(reached)
 
 
-def condense(profile: Profile) -> Condensed:
+def condense(profile: Profile) -> BlockGraph:
     """Contract groups and whatever lies between their members."""
     return contract(profile.operators, profile.edge_indices, group_labels(profile.operators))
 
 
 def contract(
     operators: Sequence[Operator], edges: Sequence[tuple[int, int]], labels: Sequence[int]
-) -> Condensed:
+) -> BlockGraph:
     """The DAG of blocks when operators of an equal label share a block.
 
     Args:
@@ -244,7 +244,7 @@ def _postorder(nodes: Iterable[int], targets: Mapping[int, Sequence[int]]) -> li
 
 def _assemble(
     operators: Sequence[Operator], edges: Iterable[tuple[int, int]], block_of: Sequence[int]
-) -> Condensed:
+) -> BlockGraph:
     """Blocks, their edges and the values between them."""
     members: list[list[int]] = [[] for _ in range(max(block_of) + 1)]
     for number, block in enumerate(block_of):
@@ -258,7 +258,7 @@ def _assemble(
             successors[producer] |= 1 << consumer
             predecessors[consumer] |= 1 << producer
             users[source] = users.get(source, 1 << producer) | 1 << consumer
-    return Condensed(
+    return BlockGraph(
         blocks=tuple(_block(operators, numbers) for numbers in members),
         predecessors=tuple(predecessors),
         successors=tuple(successors),

@@ -12,14 +12,14 @@ from itertools import pairwise
 
 import numpy as np
 
-from pipectl.planner.graph.blocks import Condensed, bits, bitset, membership
+from pipectl.planner.graph.blocks import BlockGraph, bits, bitset, membership
 
 Partition = tuple[int, ...]
 """Bitset of blocks of every stage, in pipeline order."""
 Rank = Callable[[int], tuple[int, ...]]
 
 
-def all_downsets(graph: Condensed, cap: int) -> list[int] | None:
+def all_downsets(graph: BlockGraph, cap: int) -> list[int] | None:
     """Every downset by rising size, or None if there are more than ``cap``.
 
     Level by level: the downsets of n + 1 blocks are those of n blocks with one block added whose
@@ -36,7 +36,7 @@ def all_downsets(graph: Condensed, cap: int) -> list[int] | None:
     return found
 
 
-def _next_level(graph: Condensed, level: dict[int, int], room: int) -> dict[int, int]:
+def _next_level(graph: BlockGraph, level: dict[int, int], room: int) -> dict[int, int]:
     """Downsets with one block more and their addable blocks; stops early beyond ``room``."""
     following: dict[int, int] = {}
     for downset, addable in level.items():
@@ -49,13 +49,13 @@ def _next_level(graph: Condensed, level: dict[int, int], room: int) -> dict[int,
     return following
 
 
-def _opened(graph: Condensed, downset: int, added: int) -> int:
+def _opened(graph: BlockGraph, downset: int, added: int) -> int:
     """Successors of ``added`` whose predecessors are now all inside."""
     successors = bits(graph.successors[added])
     return bitset(after for after in successors if not graph.predecessors[after] & ~downset)
 
 
-def prefix_downsets(graph: Condensed, cap: int) -> list[int]:
+def prefix_downsets(graph: BlockGraph, cap: int) -> list[int]:
     """The prefixes of several topological orders by rising size, without duplicates.
 
     A sample of the downsets. The graph's own order is always among them, others while they fit
@@ -70,7 +70,7 @@ def prefix_downsets(graph: Condensed, cap: int) -> list[int]:
     return sorted(found, key=lambda downset: (downset.bit_count(), downset))
 
 
-def _prefixes(graph: Condensed, rank: Rank) -> Iterator[int]:
+def _prefixes(graph: BlockGraph, rank: Rank) -> Iterator[int]:
     """The prefixes of the topological order that always takes the ready block of lowest rank."""
     yield 0
     downset = 0
@@ -83,7 +83,7 @@ def _prefixes(graph: Condensed, rank: Rank) -> Iterator[int]:
         yield downset
 
 
-def _rankings(graph: Condensed) -> list[Rank]:
+def _rankings(graph: BlockGraph) -> list[Rank]:
     """Which ready block comes first: by place, by depth from either end, and depth first."""
     count = len(graph)
     depth = [0] * count

@@ -17,10 +17,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from pipectl.planner.graph.blocks import Condensed, bits, contract
+from pipectl.planner.graph.blocks import BlockGraph, bits, contract
 from pipectl.profile import Profile
 
-Neighbour = Callable[[Condensed, int], int | None]
+Neighbour = Callable[[BlockGraph, int], int | None]
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class Merged:
         moved: indices of the operators of the merged blocks.
     """
 
-    graph: Condensed
+    graph: BlockGraph
     moved: tuple[int, ...]
 
 
-def merge_negligible(graph: Condensed, profile: Profile, share: float) -> Merged:
+def merge_negligible(graph: BlockGraph, profile: Profile, share: float) -> Merged:
     """Merge the cheapest blocks that can be, which together take ``share`` of the whole time."""
     small = _cheapest(graph, profile, share)
     moved: set[int] = set()
@@ -45,7 +45,7 @@ def merge_negligible(graph: Condensed, profile: Profile, share: float) -> Merged
     return Merged(graph, tuple(sorted(moved)))
 
 
-def _cheapest(graph: Condensed, profile: Profile, share: float) -> frozenset[int]:
+def _cheapest(graph: BlockGraph, profile: Profile, share: float) -> frozenset[int]:
     """Operators of the cheapest blocks."""
     times = [
         sum(profile.operators[i].forward_s + profile.operators[i].backward_s for i in b.operators)
@@ -62,8 +62,8 @@ def _cheapest(graph: Condensed, profile: Profile, share: float) -> frozenset[int
 
 
 def _merge(
-    graph: Condensed, profile: Profile, small: frozenset[int], neighbour: Neighbour
-) -> tuple[Condensed, set[int]]:
+    graph: BlockGraph, profile: Profile, small: frozenset[int], neighbour: Neighbour
+) -> tuple[BlockGraph, set[int]]:
     """Merge every small block into its neighbour, if it has one; also the operators that moved."""
     home = list(range(len(graph)))
     moved: set[int] = set()
@@ -83,21 +83,21 @@ def _final(home: Sequence[int], block: int) -> int:
     return block
 
 
-def _behind(graph: Condensed, block: int) -> int | None:
+def _behind(graph: BlockGraph, block: int) -> int | None:
     """The predecessor of which all others are ancestors."""
     before = graph.predecessors[block]
     last = before.bit_length() - 1
     return last if before and not before & ~(graph.ancestors[last] | 1 << last) else None
 
 
-def _ahead(graph: Condensed, block: int) -> int | None:
+def _ahead(graph: BlockGraph, block: int) -> int | None:
     """The successor of which all others are descendants."""
     after = graph.successors[block]
     first = next(bits(after), 0)
     return first if after and not after & ~(graph.descendants[first] | 1 << first) else None
 
 
-def _beside(graph: Condensed, block: int) -> int | None:
+def _beside(graph: BlockGraph, block: int) -> int | None:
     """The next block, if this one has no edges."""
     alone = not graph.predecessors[block] | graph.successors[block]
     return block + 1 if alone and block + 1 < len(graph) else None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipectl.arrays import Flags
-from pipectl.planner.graph.blocks import Condensed, condense, follows, membership
+from pipectl.planner.graph.blocks import BlockGraph, condense, follows, membership
 from pipectl.planner.graph.downsets import all_downsets, prefix_downsets
 from pipectl.profile import Profile
 
@@ -62,7 +62,7 @@ class States:
         return cls.chosen(graph, downsets, complete=complete)
 
     @classmethod
-    def chosen(cls, graph: Condensed, downsets: Sequence[int], *, complete: bool) -> States:
+    def chosen(cls, graph: BlockGraph, downsets: Sequence[int], *, complete: bool) -> States:
         """Given downsets of the condensed graph, as bitsets of its blocks by rising size."""
         rows = membership(downsets, len(graph))
         return cls(rows[:, list(graph.block_of)], follows(rows), complete)

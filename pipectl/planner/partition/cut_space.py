@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from pipectl.arrays import Flags, Floats, Words
-from pipectl.planner.graph.blocks import Condensed, membership, words_of
+from pipectl.planner.graph.blocks import BlockGraph, membership, words_of
 from pipectl.planner.graph.downsets import Partition, all_downsets, prefix_downsets
 from pipectl.planner.graph.negligible import merge_negligible
 from pipectl.profile import Profile
@@ -34,13 +34,13 @@ class CutSpace:
         moved: operators of negligible blocks that were merged into others to get there.
     """
 
-    graph: Condensed
+    graph: BlockGraph
     downsets: tuple[int, ...]
     complete: bool
     moved: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, graph: Condensed, profile: Profile, cap: int = MAX_DOWNSETS) -> CutSpace:
+    def of(cls, graph: BlockGraph, profile: Profile, cap: int = MAX_DOWNSETS) -> CutSpace:
         """All downsets if there are at most ``cap``, or else as many as can be.
 
         That is those which part no negligible block from its neighbour, and if these are still too
@@ -57,13 +57,13 @@ class CutSpace:
         return cls.sample(graph, cap)
 
     @classmethod
-    def plain(cls, graph: Condensed) -> CutSpace:
+    def plain(cls, graph: BlockGraph) -> CutSpace:
         """All downsets if they are few, or else prefixes: no block is merged into another."""
         everything = all_downsets(graph, MAX_DOWNSETS)
         return cls.sample(graph) if everything is None else cls(graph, tuple(everything), True)
 
     @classmethod
-    def sample(cls, graph: Condensed, cap: int = MAX_DOWNSETS) -> CutSpace:
+    def sample(cls, graph: BlockGraph, cap: int = MAX_DOWNSETS) -> CutSpace:
         """Prefixes of several topological orders."""
         return cls(graph, tuple(prefix_downsets(graph, cap)), False)
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import combinations
 
-from pipectl.planner.graph.blocks import Condensed, bits, bitset
+from pipectl.planner.graph.blocks import BlockGraph, bits, bitset
 from pipectl.planner.graph.downsets import Partition
 from pipectl.planner.partition.estimate import Layout
+from pipectl.planner.partition.plans import Ranks
 
 FRACTIONS = (1 / 2, 1 / 4, 1 / 8, 1 / 16, 0.0)
 """Of a stage's load that moves to its neighbour; 0 is a single block."""
@@ -22,7 +23,7 @@ _MOST_EXCHANGES = 16
 
 
 def neighbours(
-    layout: Layout, graph: Condensed, loads: Sequence[float], *, every: bool = False
+    layout: Layout, graph: BlockGraph, loads: Sequence[float], *, every: bool = False
 ) -> Iterator[Layout]:
     """Every layout in which one stage gives some load to a neighbour, or two exchange ranks.
 
@@ -35,12 +36,12 @@ def neighbours(
     fractions = () if every else FRACTIONS
     for partition in near_partitions(layout.partition, graph, loads, fractions):
         yield layout._replace(partition=partition)
-    for placement in _exchanges(layout.placement):
-        yield layout._replace(placement=placement)
+    for ranks in _exchanges(layout.ranks):
+        yield layout._replace(ranks=ranks)
 
 
 def near_partitions(
-    partition: Partition, graph: Condensed, loads: Sequence[float], fractions: Sequence[float]
+    partition: Partition, graph: BlockGraph, loads: Sequence[float], fractions: Sequence[float]
 ) -> Iterator[Partition]:
     """Every partition in which one stage gives some load to the next or to the previous one.
 
@@ -91,12 +92,12 @@ def _with_border(partition: Partition, border: int, before: int, after: int) -> 
     return (*partition[: border - 1], before, after, *partition[border + 1 :])
 
 
-def _exchanges(placement: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Placements with the ranks of two stages exchanged."""
-    stages = range(len(placement))
-    near = len(placement) > _MOST_EXCHANGES
+def _exchanges(ranks: Ranks) -> Iterator[Ranks]:
+    """With the ranks of two stages exchanged."""
+    stages = range(len(ranks))
+    near = len(ranks) > _MOST_EXCHANGES
     for one, other in combinations(stages, 2):
         if not near or other == one + 1:
-            changed = list(placement)
-            changed[one], changed[other] = placement[other], placement[one]
+            changed = list(ranks)
+            changed[one], changed[other] = ranks[other], ranks[one]
             yield tuple(changed)

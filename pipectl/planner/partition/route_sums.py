@@ -15,8 +15,8 @@ import numpy as np
 
 from pipectl.arrays import Floats, Integers
 from pipectl.compiled import compiled, part_of_kernel
-from pipectl.planner.costs.liveness import memory_of
-from pipectl.planner.graph.blocks import Condensed, membership
+from pipectl.planner.costs.liveness import memory_of, parameter_gradients
+from pipectl.planner.graph.blocks import BlockGraph, membership
 from pipectl.planner.graph.downsets import Partition
 from pipectl.profile import Profile
 
@@ -29,6 +29,7 @@ class Graph(NamedTuple):
         output_bytes, gradient_bytes: of every operator's messages.
         storage: name of the memory that each value lies in.
         kept_bytes: what the stage of an operator keeps of its value if that is sent.
+        trained_bytes: of the parameters' gradients that each operator makes.
         parameter, parameter_bytes, first_parameter: by operator, as readers.
         saved, saved_bytes, first_saved: the same.
         names: how many there are.
@@ -40,6 +41,7 @@ class Graph(NamedTuple):
     gradient_bytes: Integers
     storage: Integers
     kept_bytes: Integers
+    trained_bytes: Integers
     parameter: Integers
     parameter_bytes: Integers
     first_parameter: Integers
@@ -53,7 +55,8 @@ class Sums(NamedTuple):
     """What partitions need, to be filled in.
 
     Args:
-        parameter_bytes, saved_bytes: shape [partitions, stages].
+        parameter_bytes, gradient_bytes, saved_bytes: shape [partitions, stages]; the second of the
+            parameters' gradients.
         values: numbers of values that enter and leave; shape [partitions, stages, 4].
         source, target, size_bytes: transfers; of every partition activations, then gradients, each
             by rising source and target.
@@ -61,6 +64,7 @@ class Sums(NamedTuple):
     """
 
     parameter_bytes: Integers
+    gradient_bytes: Integers
     saved_bytes: Integers
     values: Integers
     source: Integers
@@ -160,6 +164,8 @@ def _sum_cut(graph: Graph, partition: int, sums: Sums, scratch: Scratch) -> None
     _forget(scratch.stamp)
     for producer in range(len(scratch.stage_of)):
         _send(graph, producer, partition, sums.values, scratch)
+        home = scratch.stage_of[producer]
+        sums.gradient_bytes[partition, home] += graph.trained_bytes[producer]
     _flatten(partition, sums, scratch)
     routes = scratch.used[1]
     _by_stage(scratch.stage_of, len(scratch.stage_of), scratch.member, scratch.first_member)
@@ -397,7 +403,7 @@ class PartitionSums:
         graph: condensed; partitions are of its blocks.
     """
 
-    def __init__(self, profile: Profile, graph: Condensed) -> None:
+    def __init__(self, profile: Profile, graph: BlockGraph) -> None:
         self._profile = profile
         self._graph = _arrays(profile)
         self._block_of = np.array(graph.block_of, dtype=np.int64)
@@ -413,6 +419,7 @@ class PartitionSums:
         shape = len(partitions), stages
         sums = Sums(
             parameter_bytes=np.zeros(shape, dtype=np.int64),
+            gradient_bytes=np.zeros(shape, dtype=np.int64),
             saved_bytes=np.zeros(shape, dtype=np.int64),
             values=np.zeros((*shape, 4), dtype=np.int64),
             source=np.zeros(room, dtype=np.int64),
@@ -440,6 +447,7 @@ def _arrays(profile: Profile) -> Graph:
         _integers(operator.gradient_bytes for operator in operators),
         _integers(names.setdefault(m.storage, len(names)) for m in memory),
         _integers(kept),
+        _integers(sum(size for _, size in parameter_gradients(each)) for each in operators),
         *_named([dict(operator.parameters) for operator in operators], parameters),
         *_named([dict(operator.saved) for operator in operators], names),
         max(len(parameters), len(names)),

@@ -10,7 +10,7 @@ from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError
 from pipectl.plan import Plan, Replication
 from pipectl.planner.explain.what_if import with_ranks
-from pipectl.planner.plans.replica_costs import ReplicaChoice, members_of
+from pipectl.planner.partition.plans import Choice, PlanBuilder
 from pipectl.planner.replication.replica_judge import judged
 from pipectl.planner.replication.replicated import replica_orders
 from pipectl.planner.request import PLACED, Order, PlanRequest
@@ -78,7 +78,9 @@ def copied_plans(
     Raises:
         InfeasibleError: none fits.
     """
-    choices = (choice for plan in alone for choice in _copied(profile, plan, request, copies))
+    choices = (
+        choice for plan in alone for choice in _copied(profile, cluster, plan, request, copies)
+    )
     found = judged(profile, cluster, request, choices)
     if not found:
         raise InfeasibleError(
@@ -89,10 +91,10 @@ def copied_plans(
 
 
 def _copied(
-    profile: Profile, plan: Plan, request: PlanRequest, copies: int
-) -> Iterator[ReplicaChoice]:
+    profile: Profile, cluster: Cluster, plan: Plan, request: PlanRequest, copies: int
+) -> Iterator[Choice]:
     """With replicas that are neighbours, and with copies one behind the other."""
-    members = members_of(profile, (stage.nodes for stage in plan.stages))
+    members = PlanBuilder(profile, cluster, request).members(stage.nodes for stage in plan.stages)
     firsts = [stage.ranks[0] for stage in plan.stages]
     together = tuple(tuple(first * copies + copy for copy in range(copies)) for first in firsts)
     apart = tuple(tuple(first + copy * plan.ranks for copy in range(copies)) for first in firsts)
@@ -100,7 +102,7 @@ def _copied(
         for way in request.replications:
             size = size_together(plan.micro_batch_size, request, copies, way)
             for schedule, warm_up in _orders(plan, request, copies, way, size):
-                yield ReplicaChoice(members, ranks, size, way, schedule, warm_up)
+                yield Choice(members, ranks, size, schedule, warm_up, way)
 
 
 def _orders(

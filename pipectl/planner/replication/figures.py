@@ -19,7 +19,7 @@ from pipectl.cluster import Cluster
 from pipectl.planner.assumptions import baseline_bytes
 from pipectl.planner.costs.held import held_bytes
 from pipectl.planner.costs.operator_times import operator_times
-from pipectl.planner.graph.blocks import Condensed, bits, condense, follows, membership
+from pipectl.planner.graph.blocks import BlockGraph, bits, condense, follows, membership
 from pipectl.planner.graph.downsets import all_downsets, prefix_downsets
 from pipectl.profile import Profile
 from pipectl.simulate.reduction import reduction_s
@@ -65,7 +65,7 @@ class Figures(NamedTuple):
 class States(NamedTuple):
     """Downsets by rising size, as bitsets of the blocks of a graph."""
 
-    graph: Condensed
+    graph: BlockGraph
     downsets: list[int]
 
 
@@ -136,7 +136,7 @@ def _work(profile: Profile, size: int) -> Floats:
     return np.array([forward_s + backward_s for forward_s, backward_s in times])
 
 
-def _crossing(graph: Condensed, downsets: Sequence[int]) -> Floats:
+def _crossing(graph: BlockGraph, downsets: Sequence[int]) -> Floats:
     """Bytes that a cut at each downset sends on and gets back; shape [2, downsets]."""
     found = np.zeros((2, len(downsets)))
     for place, downset in enumerate(downsets):

@@ -10,12 +10,12 @@ from pipectl.cluster import Cluster
 from pipectl.plan import Plan, Search
 from pipectl.planner.activations.blocks import BlockPlans
 from pipectl.planner.activations.modes import Keeping, ways
-from pipectl.planner.assumptions import assumptions_of, baseline_bytes
+from pipectl.planner.assumptions import baseline_bytes
+from pipectl.planner.bounds import work_s
 from pipectl.planner.costs.stage_costs import with_halves
-from pipectl.planner.plans.replica_costs import ReplicaChoice, ReplicaPlans
-from pipectl.planner.rating import PLANNER, largest_load_s, preference, work_s
+from pipectl.planner.judge import PLANNER, Trials, largest_load_s, preference
+from pipectl.planner.partition.plans import Choice, PlanBuilder
 from pipectl.planner.request import PlanRequest
-from pipectl.planner.trials import Trials
 from pipectl.profile import Profile
 
 MOST_ACTIONS = 400_000
@@ -26,7 +26,7 @@ def judged(
     profile: Profile,
     cluster: Cluster,
     request: PlanRequest,
-    choices: Iterable[ReplicaChoice],
+    choices: Iterable[Choice],
     expired: Callable[[], bool] = lambda: False,
     *,
     planner: str = PLANNER,
@@ -40,9 +40,9 @@ def judged(
         expired: asked now and then; once it is true, what was found so far is returned.
         planner: who chose.
     """
-    makers = ReplicaPlans(profile, cluster, request, assumptions_of(profile, cluster))
+    makers = PlanBuilder(profile, cluster, request)
     limit_bytes, baseline = request.memory_limit_bytes, baseline_bytes(profile)
-    trials = Trials(cluster, limit_bytes, baseline, expired, most_actions=MOST_ACTIONS)
+    trials = Trials(cluster, limit_bytes, baseline, expired, max_actions=MOST_ACTIONS)
     allowed = ways(request.recompute_choices, (False,), request.block_choices)
     keeping = Keeping(allowed, trials, cluster, BlockPlans(profile).of)
     found: list[Plan] = []

@@ -20,7 +20,7 @@ from pipectl.plan import Plan, Replication
 from pipectl.planner.assumptions import baseline_bytes
 from pipectl.planner.hybrid import ClusterRules, HybridRequest, States, hybrid_plans
 from pipectl.planner.hybrid.placing import consecutive
-from pipectl.planner.plans.replica_costs import Members, ReplicaChoice, members_of
+from pipectl.planner.partition.plans import Choice, Members, PlanBuilder
 from pipectl.planner.replication import replica_counts
 from pipectl.planner.replication.replica_judge import judged
 from pipectl.planner.request import Order, PlanRequest, micro_batch_sizes, open_orders
@@ -132,7 +132,11 @@ def _of_many_ranks(
         if request.fixed_stages in (None, len(one.stages))
     ]
     for _, size, one in sorted(found, key=lambda rated: rated[:2])[:PROPOSALS]:
-        yield _Proposal(members_of(profile, one.stages), consecutive(one.replicas), size)
+        yield _Proposal(
+            PlanBuilder(profile, cluster, request).members(one.stages),
+            consecutive(one.replicas),
+            size,
+        )
 
 
 def most_at_work(size: int, way: Replication, request: PlanRequest) -> int:
@@ -144,7 +148,7 @@ def most_at_work(size: int, way: Replication, request: PlanRequest) -> int:
     return size if way is Replication.SPLIT else ceil(request.batch_size / size)
 
 
-def _ways(proposal: _Proposal, request: PlanRequest) -> Iterator[ReplicaChoice]:
+def _ways(proposal: _Proposal, request: PlanRequest) -> Iterator[Choice]:
     """A proposal in every way that is allowed."""
     members = proposal.members
     for way in request.replications:
@@ -156,7 +160,7 @@ def _ways(proposal: _Proposal, request: PlanRequest) -> Iterator[ReplicaChoice]:
             if max(replicas) == 1:
                 continue
             for schedule, warm_up in replica_orders(replicas, way, size, request, warm_ups):
-                yield ReplicaChoice(members, ranks, size, way, schedule, warm_up)
+                yield Choice(members, ranks, size, schedule, warm_up, way)
 
 
 def _sizes(size: int, replicas: Sequence[int], request: PlanRequest, *, split: bool) -> list[int]:

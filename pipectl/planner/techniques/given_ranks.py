@@ -10,13 +10,14 @@ from math import inf
 from pipectl.cluster import Cluster
 from pipectl.errors import OutOfTimeError
 from pipectl.plan import Plan
-from pipectl.planner.costs.devices import Mix, pools
+from pipectl.planner.costs.devices import Mix, one_each, pools
 from pipectl.planner.graph.blocks import condense
 from pipectl.planner.graph.downsets import Partition
+from pipectl.planner.judge import largest_stage_load_s
 from pipectl.planner.partition.cut_space import CutSpace
 from pipectl.planner.partition.cutter import Cutter, Fit
-from pipectl.planner.problem import Choice, Problem
-from pipectl.planner.rating import largest_stage_load_s
+from pipectl.planner.partition.estimate import Layout
+from pipectl.planner.problem import Problem
 from pipectl.planner.request import PlanRequest
 from pipectl.profile import Profile
 
@@ -52,7 +53,8 @@ def on_ranks(
         for partition in cuts_for(
             problem, Cutter(problem, CutSpace.plain(problem.graph)), ranks, size
         ):
-            cut = problem.plan(Choice(partition, tuple(ranks), size, plan.schedule, plan.warm_up))
+            layout = Layout(partition, one_each(tuple(ranks)))
+            cut = problem.plan(problem.choice(layout, size, (plan.schedule, plan.warm_up)))
             found.append(replace(found[0], stages=cut.stages, transfers=cut.transfers))
     return min(found, key=lambda each: largest_stage_load_s(each, cluster))
 

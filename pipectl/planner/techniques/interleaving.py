@@ -11,7 +11,7 @@ from math import ceil
 
 from pipectl.plan import Plan
 from pipectl.planner.partition.cutter import Cutter
-from pipectl.planner.plans.making import Maker
+from pipectl.planner.partition.plans import PlanBuilder
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import PlanRequest, micro_batch_sizes
 from pipectl.planner.techniques.given_ranks import cuts_for
@@ -23,7 +23,7 @@ MOST_ACTIONS = 150_000
 
 
 def interleaved_proposals(
-    problem: Problem, cutter: Cutter, maker: Maker, found: Sequence[Plan]
+    problem: Problem, cutter: Cutter, maker: PlanBuilder, found: Sequence[Plan]
 ) -> Iterator[Plan]:
     """Plans without predictions; cut for the micro-batch size of the best plan.
 
@@ -35,7 +35,7 @@ def interleaved_proposals(
     for stages in _totals(request, ranks, len(problem.graph)):
         around = [stage % ranks for stage in range(stages)]
         for partition in cuts_for(problem, cutter, around, sizes[0]):
-            members = tuple(tuple(problem.graph.operators_of(blocks)) for blocks in partition)
+            members = problem.members(partition)
             for size in sizes:
                 if 2 * stages * problem.micro_batches(size) <= MOST_ACTIONS:
                     yield maker.interleaved(members, ranks, size)

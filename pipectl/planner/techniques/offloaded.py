@@ -11,9 +11,10 @@ from contextlib import suppress
 
 from pipectl.errors import OutOfTimeError
 from pipectl.plan import Plan
-from pipectl.planner.costs.devices import mixes, placements
+from pipectl.planner.costs.devices import mixes, one_each, placements
 from pipectl.planner.partition.cutter import Cut, Cutter, Fit, plain_fit
-from pipectl.planner.problem import Choice, Problem
+from pipectl.planner.partition.estimate import Layout
+from pipectl.planner.problem import Problem
 from pipectl.planner.request import micro_batch_sizes, open_orders, stage_counts
 
 ON_THE_DEVICE = 2
@@ -52,8 +53,9 @@ class OffloadedCuts:
         orders = open_orders(request, stages, problem.micro_batches(size))
         for cut in self._cuts(stages, size, orders[0][1]):
             for place in placements(problem.cluster, problem.devices, cut.kinds):
+                layout = Layout(cut.partition, one_each(place))
                 for order in orders:
-                    yield problem.plan(Choice(cut.partition, place, size, *order))
+                    yield problem.plan(problem.choice(layout, size, order))
 
     def _cuts(self, stages: int, size: int, warm_up: Sequence[int]) -> Iterator[Cut]:
         problem = self._problem

@@ -17,14 +17,13 @@ from pipectl.plan import Plan
 from pipectl.planner.activations.blocks import BlockPlans
 from pipectl.planner.activations.modes import Keeping, ways
 from pipectl.planner.assumptions import baseline_bytes
+from pipectl.planner.bounds import work_s
 from pipectl.planner.costs.stage_costs import with_halves
-from pipectl.planner.exploring.judge import TIE
 from pipectl.planner.graph.blocks import condense
-from pipectl.planner.plans.new_plan import other_count
-from pipectl.planner.rating import largest_stage_load_s, work_s
+from pipectl.planner.judge import TIE, Trials, largest_stage_load_s, out_of_time
+from pipectl.planner.partition.plans import other_count
 from pipectl.planner.request import Order, PlanRequest, micro_batch_sizes
 from pipectl.planner.techniques.given_ranks import on_ranks
-from pipectl.planner.trials import Trials, out_of_time
 from pipectl.profile import Profile
 from pipectl.schedule import SCHEDULES
 from pipectl.schedule.one_f_one_b import ONE_F_ONE_B

@@ -14,7 +14,7 @@ from pipectl.planner.graph.blocks import condense
 from pipectl.planner.hybrid import States
 from pipectl.planner.partition.cut_space import CutSpace
 from pipectl.planner.partition.cutter import Cutter
-from pipectl.planner.plans.making import Maker
+from pipectl.planner.partition.plans import Members, PlanBuilder
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import PLACED, PlanRequest, micro_batch_sizes
 from pipectl.planner.techniques.interleaving import interleaved_proposals
@@ -59,7 +59,7 @@ class Proposals:
         self._problem = Problem(profile, cluster, request.without_variants, graph)
         self._cutter = Cutter(self._problem, CutSpace.plain(graph), self._check)
         self.offloaded = OffloadedCuts(self._problem, self._cutter)
-        self._maker = Maker(profile, cluster, request)
+        self._builder = PlanBuilder(profile, cluster, request)
 
     def elsewhere(self, found: Sequence[Plan]) -> Iterator[Plan]:
         """All that is allowed on other ranks than plans that were found use."""
@@ -69,7 +69,7 @@ class Proposals:
         if request.backward_apart is not False and self._is_flushed:
             yield from self._apart(found)
         if request.interleave:
-            yield from interleaved_proposals(self._problem, self._cutter, self._maker, found)
+            yield from interleaved_proposals(self._problem, self._cutter, self._builder, found)
 
     def plain(self, request: PlanRequest) -> Sequence[Plan]:
         """What the search finds for a request without variants."""
@@ -101,9 +101,12 @@ class Proposals:
         """Other warm-ups of the same stages, which stages that hold less may have room for."""
         for plan in found if self._is_flushed else ():
             if all(stage.replicas == 1 for stage in plan.stages):
-                ranks = [stage.ranks for stage in plan.stages]
+                ranks = tuple(stage.ranks for stage in plan.stages)
                 size = plan.micro_batch_size
-                yield from self._maker.flushed(self._maker.members(plan), ranks, size)
+                yield from self._builder.flushed(self._members(plan), ranks, size)
+
+    def _members(self, plan: Plan) -> Members:
+        return self._builder.members(stage.nodes for stage in plan.stages)
 
     def _apart(self, found: Sequence[Plan]) -> Iterator[Plan]:
         every = self._request.backward_apart is True
@@ -111,7 +114,7 @@ class Proposals:
             for apart in some_apart(plan, self._cluster, every=every):
                 ranks = ranks_of(apart, self._cluster)
                 size = plan.micro_batch_size
-                yield from self._maker.flushed(self._maker.members(plan), ranks, size)
+                yield from self._builder.flushed(self._members(plan), ranks, size)
         if self._request.fixed_stages is None:
             yield from self._cut_for_apart(every=every)
 
@@ -124,4 +127,4 @@ class Proposals:
             cut = apart_cut(*given, every=every, recompute=self._request.recompute)
             if cut is not None and any(cut.apart):
                 ranks = ranks_of(cut.apart, self._cluster)
-                yield from self._maker.flushed(cut.members, ranks, size)
+                yield from self._builder.flushed(cut.members, ranks, size)

@@ -1,0 +1,235 @@
+"""What messages between stages, and sums of gradients over replicas, take on a cluster.
+
+The links are the simulator's (:mod:`pipectl.simulate.network`), taken for one border alone. Sender
+i of n holds samples [i/n, (i+1)/n) of a micro-batch, receivers likewise; what two of them have in
+common is one message. Messages on one link follow each other, those on different links travel at
+once. Pairs of groups of ranks whose messages take the same are of one *class*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from pipectl.arrays import Floats, Integers
+from pipectl.cluster import Cluster
+from pipectl.link import Link
+from pipectl.simulate.network import way_between, way_latency_s
+from pipectl.simulate.reduction import reduction_s
+
+REFERENCE_BYTES = 2**20
+"""A message of this size says what a link takes per byte."""
+Ranks = tuple[int, ...]
+"""Of the replicas of a stage."""
+
+
+class Message(NamedTuple):
+    """What one micro-batch takes over one border.
+
+    Args:
+        hold_s: until the next micro-batch can follow.
+        late_s: from then to the arrival.
+    """
+
+    hold_s: float
+    late_s: float
+
+
+class _Class(NamedTuple):
+    """The links of a border: each with the shares of a micro-batch that pass it one by one."""
+
+    loads: frozenset[tuple[int, tuple[float, ...]]]
+    late_s: float
+
+
+class Links:
+    """The links of one cluster."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self._links: list[Link] = []
+        self._classes: dict[_Class, int] = {}
+        self._class_of: dict[tuple[Ranks, Ranks], int] = {}
+
+    @property
+    def node_of_rank(self) -> Sequence[int]:
+        """The node of every rank."""
+        return self.cluster.node_of_rank
+
+    def class_of(self, senders: Ranks, receivers: Ranks) -> int:
+        """The number of the class of a border."""
+        key = senders, receivers
+        if key not in self._class_of:
+            found = self._describe(*key)
+            self._class_of[key] = self._classes.setdefault(found, len(self._classes))
+        return self._class_of[key]
+
+    def late_s(self) -> Floats:
+        """Latency of every class."""
+        return np.array([each.late_s for each in self._classes])
+
+    def hold_s(self, sizes: Floats, last_share: float = 1.0) -> Floats:
+        """Time of full messages in which the busiest link takes no other; shape [classes, sizes].
+
+        Args:
+            last_share: size of the last micro-batch relative to the others, which is taken to need
+                its share of the time; full messages are less where it needs less than that.
+        """
+        found = np.zeros((len(self._classes), len(sizes)))
+        for row, each in enumerate(self._classes):
+            for number, parts in each.loads:
+                link = self._links[number]
+                held = sum(hold_s(link, sizes * part) for part in parts)
+                if last_share < 1 and link.timings:
+                    last = sum(hold_s(link, sizes * part * last_share) for part in parts)
+                    held = np.minimum(held, last / last_share)
+                found[row] = np.maximum(found[row], held)
+        return found
+
+    def transfer_s(
+        self, size_bytes: float, senders: Sequence[int], receivers: Sequence[int]
+    ) -> Message:
+        """A value of one micro-batch, which lies in parts on the senders, to the receivers."""
+        number = self.class_of(tuple(senders), tuple(receivers))
+        held = self.hold_s(np.array([float(size_bytes)]))[number, 0]
+        return Message(float(held), float(self.late_s()[number]))
+
+    def reduce_s(self, size_bytes: float, ranks: Sequence[int]) -> float:
+        """The sum of gradients of ``size_bytes`` on each of the ranks, as it is simulated."""
+        return reduction_s(self.cluster, self.node_of_rank, ranks, size_bytes)
+
+    def reduction_rate(self, ranks: Sequence[int]) -> tuple[float, float]:
+        """Seconds of a sum of nothing, and per byte."""
+        none_s = self.reduce_s(0.0, ranks)
+        return none_s, (self.reduce_s(REFERENCE_BYTES, ranks) - none_s) / REFERENCE_BYTES
+
+    def _describe(self, senders: Ranks, receivers: Ranks) -> _Class:
+        loads: dict[object, tuple[int, list[float]]] = {}
+        late_s = 0.0
+        for sender, receiver, part in shares(senders, receivers):
+            if sender != receiver:
+                way = way_between(self.cluster, self.node_of_rank, sender, receiver)
+                late_s = max(late_s, way_latency_s(way))
+                for key, link in way:
+                    loads.setdefault(key, (self._number(link), []))[1].append(part)
+        return _Class(frozenset((link, tuple(parts)) for link, parts in loads.values()), late_s)
+
+    def _number(self, link: Link) -> int:
+        for number, known in enumerate(self._links):
+            if known is link:
+                return number
+        self._links.append(link)
+        return len(self._links) - 1
+
+
+def shares(senders: Sequence[int], receivers: Sequence[int]) -> Iterator[tuple[int, int, float]]:
+    """What each sender has for each receiver, as share of the micro-batch."""
+    left, right = len(senders), len(receivers)
+    sent = received = 0
+    done = 0
+    while sent < left and received < right:
+        until = min((sent + 1) * right, (received + 1) * left)
+        yield senders[sent], receivers[received], (until - done) / (left * right)
+        done = until
+        sent += until == (sent + 1) * right
+        received += until == (received + 1) * left
+
+
+def hold_s(link: Link, sizes: Floats) -> Floats:
+    """:meth:`pipectl.link.Link.hold_s` of many sizes."""
+    if not link.timings:
+        return sizes / link.bandwidth_bytes_per_s
+    known, times = np.array(link.timings, dtype=float).T
+    beyond = np.maximum(sizes - known[-1], 0.0) / link.bandwidth_bytes_per_s
+    held: Floats = np.maximum(np.interp(sizes, known, times) + beyond - link.latency_s, 0.0)
+    return held
+
+
+class RankGroups:
+    """Groups of ranks that hold a stage, by number, as arrays.
+
+    Args:
+        limit_bytes: memory of any rank, besides its device's.
+    """
+
+    def __init__(self, links: Links, limit_bytes: float | None = None) -> None:
+        self._links = links
+        self._limit_bytes = limit_bytes
+        self._numbers: dict[Ranks, int] = {}
+        self._classes = np.full((8, 8), -1, dtype=np.int64)
+        self._reductions: dict[int, tuple[float, float]] = {}
+        self._arrays: dict[str, Floats] = {}
+
+    def number(self, layouts: Sequence[Sequence[Ranks]]) -> Integers:
+        """The groups of layouts with equally many stages; shape [layouts, stages]."""
+        numbers, before = self._numbers, len(self._numbers)
+        found = [[numbers.setdefault(held, len(numbers)) for held in each] for each in layouts]
+        if len(numbers) > before:
+            self._arrays.clear()
+        if len(numbers) > len(self._classes):
+            larger = np.full((2 * len(numbers),) * 2, -1, dtype=np.int64)
+            larger[: len(self._classes), : len(self._classes)] = self._classes
+            self._classes = larger
+        return np.array(found, dtype=np.int64)
+
+    def classes(self, senders: Integers, receivers: Integers) -> Integers:
+        """The classes of pairs of groups, those of the given pairs at least; shape [groups] * 2."""
+        missing = self._classes[senders, receivers] < 0
+        pairs = np.unique(np.stack([senders[missing], receivers[missing]], axis=1), axis=0)
+        groups = list(self._numbers)
+        for sender, receiver in pairs.tolist():
+            number = self._links.class_of(groups[sender], groups[receiver])
+            self._classes[sender, receiver] = number
+        return self._classes
+
+    @property
+    def sizes(self) -> Floats:
+        """Ranks of every group."""
+        return self._by_group("sizes")
+
+    @property
+    def slowness(self) -> Floats:
+        """Of the slowest rank of every group, relative to the profile's device."""
+        return self._by_group("slowness")
+
+    @property
+    def limits_bytes(self) -> Floats:
+        """Of the rank of every group with the least memory."""
+        return self._by_group("limits")
+
+    @property
+    def on_nodes(self) -> Floats:
+        """Ranks on every node; shape [groups, nodes]."""
+        return self._by_group("nodes")
+
+    def reduce_s(self, groups: Integers, size_bytes: Floats) -> Floats:
+        """Sums of gradients; linear between none and the reference size."""
+        if (self.sizes[groups] == 1).all():
+            return np.zeros(groups.shape)
+        known = list(self._numbers)
+        for number in np.unique(groups).tolist():
+            if number not in self._reductions:
+                self._reductions[number] = self._links.reduction_rate(known[number])
+        rates = np.array([self._reductions.get(n, (0.0, 0.0)) for n in range(len(known))])
+        found: Floats = rates[groups, 0] + size_bytes * rates[groups, 1]
+        return np.where(size_bytes > 0, found, 0.0)
+
+    def _by_group(self, figure: str) -> Floats:
+        if figure not in self._arrays:
+            cluster, groups = self._links.cluster, list(self._numbers)
+            rows: list[float] | list[Integers]
+            if figure == "sizes":
+                rows = [float(len(ranks)) for ranks in groups]
+            elif figure == "slowness":
+                rows = [1.0 / min(cluster.device(rank).speed for rank in held) for held in groups]
+            elif figure == "limits":
+                limit = self._limit_bytes
+                rows = [min(cluster.memory_of(rank, limit) for rank in held) for held in groups]
+            else:
+                nodes = np.array(cluster.node_of_rank)
+                count = len(cluster.nodes)
+                rows = [np.bincount(nodes[list(held)], minlength=count) for held in groups]
+            self._arrays[figure] = np.array(rows, dtype=np.float64)
+        return self._arrays[figure]

@@ -1,1 +1,0 @@
-"""Plans put together from stages that are known."""
