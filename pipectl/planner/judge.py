@@ -1,7 +1,7 @@
 """Plans on trial: simulated, held against the memory of every rank, and compared.
 
-Every plan that the planner returns was simulated here. Of plans that fit, the fastest is best; those
-whose steps differ by less than ``TIE`` are equal, and the simplest of them wins.
+Every plan that the planner returns was simulated here. Of plans that fit, the fastest is best;
+those whose steps differ by less than ``TIE`` are equal, and the simplest of them wins.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The search for the best plan, with whatever the request allows.
 
 With one rank a stage, see :mod:`pipectl.planner.straight`; with replicas,
-:mod:`pipectl.planner.replication`; with offload, backwards on other ranks or several stages a
+:mod:`pipectl.planner.replicas`; with offload, backwards on other ranks or several stages a
 rank, :mod:`pipectl.planner.variants`.
 """
 
@@ -18,8 +18,7 @@ from pipectl.plan import Plan
 from pipectl.planner.bounds import work_s
 from pipectl.planner.judge import TIE
 from pipectl.planner.listed import listed_plan
-from pipectl.planner.replication.copies import copied_plans, one_copy
-from pipectl.planner.replication.replicated import replicated_plans
+from pipectl.planner.replicas import copied_plans, one_copy, replicated_plans
 from pipectl.planner.request import PLACED, PlanRequest
 from pipectl.planner.straight import straight_plans
 from pipectl.planner.techniques.placed import placed_plan

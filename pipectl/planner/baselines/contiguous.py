@@ -16,19 +16,19 @@ import numpy as np
 
 from pipectl.arrays import Floats
 from pipectl.planner.baselines.policy import PolicyPlan, Prefixes, Work
+from pipectl.planner.costs.links import Links
 from pipectl.planner.graph.blocks import condense
 from pipectl.planner.graph.downsets import prefix_downsets
-from pipectl.planner.hybrid.links import LinkRules
-from pipectl.planner.hybrid.placing import consecutive
-from pipectl.planner.hybrid.states import States
+from pipectl.planner.partition.cut_space import CutSpace
+from pipectl.planner.partition.replicas import consecutive
 from pipectl.profile import Profile
 
 
-def chain_states(profile: Profile) -> States:
+def chain_states(profile: Profile) -> CutSpace:
     """The prefixes of the graph's own order."""
     graph = condense(profile)
     downsets = prefix_downsets(graph, 0)
-    return States.chosen(graph, downsets, complete=False)
+    return CutSpace(graph, tuple(downsets), False)
 
 
 def balanced(sums: Floats, count: int) -> tuple[tuple[int, ...], float]:
@@ -52,24 +52,24 @@ def balanced(sums: Floats, count: int) -> tuple[tuple[int, ...], float]:
     return (0, *cuts[::-1]), float(largest[-1])
 
 
-def by_count(profile: Profile, rules: LinkRules, work: Work) -> PolicyPlan:
+def by_count(profile: Profile, links: Links, work: Work) -> PolicyPlan:
     """Equal numbers of blocks; the objective is the largest stage's time."""
-    states, count = _states(profile, rules)
+    states, count = _states(profile, links)
     cuts = tuple(int(at) for at in np.round(np.linspace(0, len(states) - 1, count + 1)))
     return _plan(profile, states, cuts, work)
 
 
-def by_parameters(profile: Profile, rules: LinkRules, work: Work) -> PolicyPlan:
+def by_parameters(profile: Profile, links: Links, work: Work) -> PolicyPlan:
     """Parameter bytes as even as can be; the objective is the most of a stage."""
-    states, count = _states(profile, rules)
+    states, count = _states(profile, links)
     sums = Prefixes.of(profile, states, work.micro_batch_size).parameter_bytes
     cuts, largest = balanced(sums, count)
     return PolicyPlan(states, cuts, consecutive((1,) * count), largest)
 
 
-def by_hash(profile: Profile, rules: LinkRules, work: Work) -> PolicyPlan:
+def by_hash(profile: Profile, links: Links, work: Work) -> PolicyPlan:
     """As many blocks as names hash to each stage, at least one."""
-    states, count = _states(profile, rules)
+    states, count = _states(profile, links)
     names = [profile.operators[b.operators[0]].id for b in condense(profile).blocks]
     spare = len(names) - count
     sizes = [1] * count
@@ -78,26 +78,26 @@ def by_hash(profile: Profile, rules: LinkRules, work: Work) -> PolicyPlan:
     return _plan(profile, states, (0, *accumulate(sizes)), work)
 
 
-def by_time(profile: Profile, rules: LinkRules, work: Work) -> PolicyPlan:
+def by_time(profile: Profile, links: Links, work: Work) -> PolicyPlan:
     """Time as even as can be, as torchgpipe does; messages do not count.
 
     Source: Kim et al., "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant Models",
     2020, section on automatic balancing, which cites Barany and Grinberg, "Block Partitions of
     Sequences", 2015. Here the least largest sum is found exactly.
     """
-    states, count = _states(profile, rules)
+    states, count = _states(profile, links)
     times = Prefixes.of(profile, states, work.micro_batch_size).time_s
     cuts, largest_s = balanced(times, count)
     return PolicyPlan(states, cuts, consecutive((1,) * count), largest_s)
 
 
-def _states(profile: Profile, rules: LinkRules) -> tuple[States, int]:
+def _states(profile: Profile, links: Links) -> tuple[CutSpace, int]:
     """Where to cut, and the number of stages: one per device, if there are blocks enough."""
     states = chain_states(profile)
-    return states, min(len(rules.machine_of), len(states) - 1)
+    return states, min(len(links.node_of_rank), len(states) - 1)
 
 
-def _plan(profile: Profile, states: States, cuts: tuple[int, ...], work: Work) -> PolicyPlan:
+def _plan(profile: Profile, states: CutSpace, cuts: tuple[int, ...], work: Work) -> PolicyPlan:
     times = Prefixes.of(profile, states, work.micro_batch_size).time_s
     largest_s = float(np.diff(times[list(cuts)]).max())
     return PolicyPlan(states, cuts, consecutive((1,) * (len(cuts) - 1)), largest_s)

@@ -23,8 +23,9 @@ import numpy as np
 
 from pipectl.planner.baselines.pipedream import antichain_states
 from pipectl.planner.baselines.policy import PolicyPlan, Prefixes, Work
-from pipectl.planner.hybrid.links import LinkRules
-from pipectl.planner.hybrid.placing import POLICIES, Ranks
+from pipectl.planner.costs.links import Links
+from pipectl.planner.partition.plans import Ranks
+from pipectl.planner.partition.replicas import POLICIES
 from pipectl.profile import Profile
 
 NAME = "dapple"
@@ -82,19 +83,19 @@ class _Partial:
 
 
 class _Planner:
-    def __init__(self, profile: Profile, rules: LinkRules, work: Work) -> None:
+    def __init__(self, profile: Profile, links: Links, work: Work) -> None:
         self.states = antichain_states(profile)
         self._prefixes = Prefixes.of(profile, self.states, work.micro_batch_size)
         self._alone_s = float(self._prefixes.time_s[-1])
-        self._rules = rules
+        self._links = links
         self._micro_batches = work.micro_batches
         self._times = self._prefixes.time_s.tolist()
         self._held = self._prefixes.parameter_bytes.tolist()
         self._sizes_out = self._prefixes.output_bytes.tolist()
         self._messages: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
         self._reductions: dict[tuple[int, ...], float] = {}
-        machines: list[list[int]] = [[] for _ in range(max(rules.machine_of) + 1)]
-        for rank, machine in enumerate(rules.machine_of):
+        machines: list[list[int]] = [[] for _ in range(max(links.node_of_rank) + 1)]
+        for rank, machine in enumerate(links.node_of_rank):
             machines[machine].append(rank)
         self._sizes = [len(ranks) for ranks in machines]
         self._all_free = tuple(map(tuple, machines))
@@ -196,26 +197,26 @@ class _Planner:
     def _reduce_rate(self, ranks: tuple[int, ...]) -> float:
         """Seconds per byte of a large reduction."""
         if ranks not in self._reductions:
-            self._reductions[ranks] = self._rules.reduce_s(LARGE_BYTES, ranks) / LARGE_BYTES
+            self._reductions[ranks] = self._links.reduce_s(LARGE_BYTES, ranks) / LARGE_BYTES
         return self._reductions[ranks]
 
     def _message_rate(self, senders: tuple[int, ...], receivers: tuple[int, ...]) -> float:
         """Seconds per byte of a large message."""
         key = (senders, receivers)
         if key not in self._messages:
-            message = self._rules.transfer_s(LARGE_BYTES, senders, receivers)
+            message = self._links.transfer_s(LARGE_BYTES, senders, receivers)
             self._messages[key] = (message.hold_s + message.late_s) / LARGE_BYTES
         return self._messages[key]
 
 
-def plan(profile: Profile, rules: LinkRules, work: Work) -> PolicyPlan:
+def plan(profile: Profile, links: Links, work: Work) -> PolicyPlan:
     """The plan with the least latency by the formula."""
-    return _Planner(profile, rules, work).run()
+    return _Planner(profile, links, work).run()
 
 
 def formula_s(
-    profile: Profile, rules: LinkRules, work: Work, cuts: tuple[int, ...], ranks: Ranks
+    profile: Profile, links: Links, work: Work, cuts: tuple[int, ...], ranks: Ranks
 ) -> float:
     """The formula's latency of a given plan; cuts are entries of the antichain states."""
-    planner = _Planner(profile, rules, work)
+    planner = _Planner(profile, links, work)
     return planner.latency_s(cuts, ranks)

@@ -25,24 +25,24 @@ import numpy as np
 
 from pipectl.arrays import Floats, Integers
 from pipectl.planner.baselines.policy import PolicyPlan, Prefixes, Work
+from pipectl.planner.costs.links import Links
 from pipectl.planner.graph.blocks import BlockGraph, bits, bitset, condense
 from pipectl.planner.graph.downsets import prefix_downsets
-from pipectl.planner.hybrid.links import LinkRules
-from pipectl.planner.hybrid.placing import consecutive
-from pipectl.planner.hybrid.states import States
+from pipectl.planner.partition.cut_space import CutSpace
+from pipectl.planner.partition.replicas import consecutive
 from pipectl.profile import Profile
 
 MOST_STATES = 1500
 """With more antichains, the prefixes of one topological order are taken."""
 
 
-def antichain_states(profile: Profile) -> States:
+def antichain_states(profile: Profile) -> CutSpace:
     """Nothing, then every state of the sequence; the last one is everything."""
     graph = condense(profile)
     found = [0, *_sequence(graph)] if profile.edge_indices else None
     if not found or len(found) > MOST_STATES or found[-1] != graph.everything:
         found = prefix_downsets(graph, 0)
-    return States.chosen(graph, found, complete=False)
+    return CutSpace(graph, tuple(found), False)
 
 
 def _sequence(graph: BlockGraph) -> list[int]:
@@ -125,20 +125,20 @@ class _Level:
     tail: Integers
 
 
-def plan(profile: Profile, rules: LinkRules, work: Work) -> PolicyPlan:
-    """The plan for the rules' machines, their bandwidths taken from messages of one megabyte."""
-    machines = max(rules.machine_of) + 1
-    within = len(rules.machine_of) // machines
-    bandwidths = [bandwidth(rules, 0, 1)] if within > 1 else []
-    bandwidths += [bandwidth(rules, 0, len(rules.machine_of) - 1)] if machines > 1 else []
+def plan(profile: Profile, links: Links, work: Work) -> PolicyPlan:
+    """The plan for the cluster's nodes, their bandwidths taken from messages of one megabyte."""
+    machines = max(links.node_of_rank) + 1
+    within = len(links.node_of_rank) // machines
+    bandwidths = [bandwidth(links, 0, 1)] if within > 1 else []
+    bandwidths += [bandwidth(links, 0, len(links.node_of_rank) - 1)] if machines > 1 else []
     counts = [count for count in (within, machines) if count > 1]
     return solved(profile, work, counts, bandwidths, straight=False)
 
 
-def bandwidth(rules: LinkRules, sender: int, receiver: int) -> float:
+def bandwidth(links: Links, sender: int, receiver: int) -> float:
     """Bytes per second of a message of one megabyte; its time may be no longer than a latency."""
     size = 1e6
-    return size / max(rules.transfer_s(size, [sender], [receiver]).hold_s, _LEAST_S)
+    return size / max(links.transfer_s(size, [sender], [receiver]).hold_s, _LEAST_S)
 
 
 def solved(
@@ -243,10 +243,10 @@ def _stages(
     return [*_stages(levels, level - 1, (start, end), inside, copies * devices), *found]
 
 
-def straight_plan(profile: Profile, rules: LinkRules, work: Work) -> PolicyPlan:
+def straight_plan(profile: Profile, links: Links, work: Work) -> PolicyPlan:
     """A straight pipeline on all devices, or on as many as there are states; links count once."""
-    devices = len(rules.machine_of)
-    between = bandwidth(rules, 0, devices - 1) if devices > 1 else 1.0
+    devices = len(links.node_of_rank)
+    between = bandwidth(links, 0, devices - 1) if devices > 1 else 1.0
     for count in range(devices, 1, -1):
         found = solved(profile, work, [count], [between], straight=True)
         if found.value_s < float("inf"):

@@ -13,11 +13,10 @@ from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError
 from pipectl.plan import Plan, Replication
 from pipectl.planner.baselines import POLICIES, PolicyPlan, Work, dapple, pipedream
+from pipectl.planner.costs.links import Links
 from pipectl.planner.explain.what_if import with_ranks
-from pipectl.planner.hybrid import ClusterRules
 from pipectl.planner.partition.plans import Choice
-from pipectl.planner.replication.replica_judge import judged
-from pipectl.planner.replication.replicated import replica_orders
+from pipectl.planner.replicas import judged, replica_orders
 from pipectl.planner.request import PLACED, PlanRequest, micro_batch_sizes
 from pipectl.profile import Profile
 
@@ -83,7 +82,7 @@ def _given(
     stages = request.fixed_stages
     if stages is not None and name not in REPLICATING:
         cluster = with_ranks(cluster, min(stages, cluster.ranks))
-    found = POLICIES[name](profile, ClusterRules(cluster), Work(request.batch_size, size))
+    found = POLICIES[name](profile, Links(cluster), Work(request.batch_size, size))
     if stages not in (None, len(found.ranks)):
         made = f"{name} makes {len(found.ranks)} stages here, not {stages}"
         raise InfeasibleError(f"no feasible plan: {made}", cure=_CURE)

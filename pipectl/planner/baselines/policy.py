@@ -9,9 +9,9 @@ from itertools import pairwise
 import numpy as np
 
 from pipectl.arrays import Floats
-from pipectl.planner.hybrid.links import LinkRules
-from pipectl.planner.hybrid.placing import Ranks
-from pipectl.planner.hybrid.states import States
+from pipectl.planner.costs.links import Links
+from pipectl.planner.partition.cut_space import CutSpace
+from pipectl.planner.partition.plans import Ranks
 from pipectl.profile import Profile
 
 
@@ -43,7 +43,7 @@ class PolicyPlan:
         value_s: the policy's objective; not comparable with other policies'.
     """
 
-    states: States
+    states: CutSpace
     cuts: tuple[int, ...]
     ranks: Ranks
     value_s: float
@@ -54,7 +54,7 @@ class PolicyPlan:
         return tuple(tuple(self.states.between(*ends)) for ends in pairwise(self.cuts))
 
 
-Policy = Callable[[Profile, LinkRules, Work], PolicyPlan]
+Policy = Callable[[Profile, Links, Work], PolicyPlan]
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,15 @@ class Prefixes:
     output_bytes: Floats
 
     @classmethod
-    def of(cls, profile: Profile, states: States, size: float) -> Prefixes:
+    def of(cls, profile: Profile, states: CutSpace, size: float) -> Prefixes:
         """Times and messages in proportion to ``size`` samples."""
         scale = size / profile.micro_batch_size
-        members = states.members.astype(np.float64)
-        crossing = states.crossing(profile.edge_indices).astype(np.float64)
+        inside = states.operators
+        members = inside.astype(np.float64)
+        read = np.zeros_like(inside)
+        for source, target in profile.edge_indices:
+            read[:, source] |= ~inside[:, target]
+        crossing = (read & inside).astype(np.float64)
         operators = profile.operators
         return cls(
             members @ np.array([o.forward_s + o.backward_s for o in operators]) * scale,

@@ -8,7 +8,7 @@ where values skip stages.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,12 +24,14 @@ class CostTable(NamedTuple):
     """Sums by downset for one micro-batch size; bytes as float64.
 
     Args:
-        work_s: forward and backward in stages whose data stays in the cache, and in others; shape
-            [2, downsets].
-        forward_s: of a recomputation; shape [downsets].
-        stage_s: what a stage takes besides.
+        work_s: forward and backward in stages whose data stays in the cache, and in others; one row
+            per number of samples that a replica may get; shape [rows, 2, downsets].
+        forward_s: of a recomputation; shape [rows, downsets].
+        stage_s: what a stage takes besides its operators.
+        stage_forward_s: the part of it in a forward.
         cache_bytes: 0 if no data stays in a cache.
-        resident_bytes: parameters, gradients and the optimizer's state.
+        summed_bytes: the parameters' gradients.
+        state_bytes: of the optimizer.
         saved_bytes: kept for the backward of a micro-batch, besides what enters the stage.
         activation_bytes, gradient_bytes: what crosses a cut at the downset, and comes back.
     """
@@ -37,9 +39,11 @@ class CostTable(NamedTuple):
     work_s: Floats
     forward_s: Floats
     stage_s: float
+    stage_forward_s: float
     cache_bytes: float
     parameter_bytes: Floats
-    resident_bytes: Floats
+    summed_bytes: Floats
+    state_bytes: Floats
     saved_bytes: Floats
     activation_bytes: Floats
     gradient_bytes: Floats
@@ -59,14 +63,14 @@ def cost_table(
     profile: Profile,
     scale: float,
     work_s: Floats,
-    forward_s: Sequence[float],
+    forward_s: Floats,
 ) -> CostTable:
     """The table of a micro-batch size.
 
     Args:
         scale: micro-batch size over the profile's.
-        work_s: forward and backward of every block, cached and not; shape [2, blocks].
-        forward_s: of every block.
+        work_s: forward and backward of every block, cached and not; shape [rows, 2, blocks].
+        forward_s: of every block; shape [rows, blocks].
     """
     graph, operators = space.graph, profile.operators
     inside = [[operators[index] for index in block.operators] for block in graph.blocks]
@@ -90,14 +94,16 @@ def cost_table(
     )
     overhead = profile.stage
     # One product per row: other products round otherwise, and ties between chains depend on that.
-    work = (work_s[:, None] @ space.rows.T)[:, 0]
+    work = (work_s[:, :, None] @ space.rows.T)[:, :, 0]
     return CostTable(
         work_s=np.ascontiguousarray(work),
-        forward_s=space.sums(forward_s),
+        forward_s=np.stack([space.sums(row) for row in forward_s.tolist()]),
         stage_s=overhead.forward_s + overhead.backward_s,
+        stage_forward_s=overhead.forward_s,
         cache_bytes=float(overhead.cache_bytes or 0),
         parameter_bytes=parameters,
-        resident_bytes=parameters + gradients + state * trained,
+        summed_bytes=gradients,
+        state_bytes=state * trained,
         saved_bytes=space.sums(_first_uses(block.saved for block in graph.blocks)) * scale,
         activation_bytes=sent,
         gradient_bytes=returned,

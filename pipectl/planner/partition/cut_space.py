@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from pipectl.arrays import Flags, Floats, Words
-from pipectl.planner.graph.blocks import BlockGraph, membership, words_of
+from pipectl.planner.graph.blocks import BlockGraph, follows, membership, words_of
 from pipectl.planner.graph.downsets import Partition, all_downsets, prefix_downsets
 from pipectl.planner.graph.negligible import merge_negligible
 from pipectl.profile import Profile
@@ -79,6 +79,22 @@ class CutSpace:
     def words(self) -> Words:
         """The same as packed bits; shape [downsets, words]."""
         return words_of(self.rows)
+
+    @cached_property
+    def operators(self) -> Flags:
+        """Whether each downset holds each operator; shape [downsets, operators]."""
+        found: Flags = self.rows[:, list(self.graph.block_of)]
+        return found
+
+    @cached_property
+    def follows(self) -> Flags:
+        """Whether each downset holds all of another, and more; the larger one last."""
+        return follows(self.rows)
+
+    def between(self, start: int, end: int) -> list[int]:
+        """Indices of the operators of the stage between two downsets, ascending."""
+        inside = self.operators[end] & ~self.operators[start]
+        return [int(index) for index in np.flatnonzero(inside)]
 
     def sums(self, figures: Sequence[float]) -> Floats:
         """The sum of figures of the blocks that each downset holds."""

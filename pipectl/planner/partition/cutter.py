@@ -19,20 +19,25 @@ from math import inf, isfinite
 import numpy as np
 
 from pipectl.planner.costs.devices import Mix
+from pipectl.planner.costs.links import REFERENCE_BYTES
 from pipectl.planner.costs.liveness import memory_of
 from pipectl.planner.costs.table import CostTable, cost_table
 from pipectl.planner.graph.downsets import Partition
 from pipectl.planner.partition.cut_space import CutSpace
 from pipectl.planner.partition.programme import (
     ADDED,
+    ELSEWHERE,
+    KEEP,
     LATENCY,
     LOAD,
     MEMORY,
     OVERLAPPED,
+    RECOMPUTE,
+    RECOMPUTE_ELSEWHERE,
     Chains,
     Check,
-    Devices,
     Goal,
+    Options,
     best_chains,
 )
 from pipectl.planner.problem import Problem
@@ -53,11 +58,18 @@ and of buffers and temporary values; from too little to too much."""
 
 @dataclass(frozen=True)
 class Cut:
-    """A partition, the kind of device of every stage, and which stages recompute (empty: none)."""
+    """A partition, and what every stage takes and does.
+
+    Args:
+        kinds: of device.
+        recompute: which stages do; empty if none.
+        devices: of every stage: replicas, or two if its backward is elsewhere.
+    """
 
     partition: Partition
     kinds: tuple[int, ...]
     recompute: tuple[bool, ...] = ()
+    devices: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -171,7 +183,6 @@ class Cutter:
                 + buffers * self._problem.scale(fit.size) * self._temporary,
                 buffers=buffers,
                 entering=entering,
-                modes=2 if fit.recompute else 1,
             )
             limits = fit.limits_bytes
             if objective == MEMORY:
@@ -191,20 +202,21 @@ class Cutter:
         table = self._table(space, fit.size)
         mix = mix.up_to(stages) if mix.kinds == 1 else mix
         tallies, speed = mix.tallies(stages), min(self._problem.speeds)
-        total_s = float(table.work_s[1, -1]) / speed
+        modes = (KEEP, RECOMPUTE) if fit.recompute else (KEEP,)
+        total_s = float(table.work_s[0, 1, -1]) / speed
         largest_s = float(max(self._problem.block_times(fit.size))) / speed
         best: list[Cut] = []
         goal = goal._replace(limit_bytes=max(limits))
         for cap_s in (2 * total_s / stages + largest_s + 2 * table.stage_s, inf):
-            chains = self._run(space, table, mix, goal._replace(cap_s=cap_s), limits)
+            chains = self._run(space, table, mix, goal._replace(cap_s=cap_s), limits, modes)
             value = chains.value(tallies)
             if isfinite(value):
-                best = [self._cut(space, chains, mix, stages)]
+                best = [self._cut(space, chains, mix, stages, modes)]
                 if goal.objective == LOAD:
                     for slack in SLACKS:
                         near = goal._replace(objective=LATENCY, cap_s=value * slack)
-                        chains = self._run(space, table, mix, near, limits)
-                        best.append(self._cut(space, chains, mix, stages))
+                        chains = self._run(space, table, mix, near, limits, modes)
+                        best.append(self._cut(space, chains, mix, stages, modes))
                     return best
                 goal = goal._replace(bound=value)
         return best
@@ -222,28 +234,106 @@ class Cutter:
             if mix.kinds == 1:  # enough for the fewest stages that share this table
                 fewest = 1 << (int(mix.used[-1]).bit_length() - 1)
                 largest_s = max(self._problem.block_times(size))
-                cap_s = float(table.work_s[1, -1]) * 2 / fewest + largest_s + 2 * table.stage_s
+                cap_s = float(table.work_s[0, 1, -1]) * 2 / fewest + largest_s + 2 * table.stage_s
                 cap_s /= min(self._problem.speeds)
             self._bottlenecks[key] = self._run(self._space, table, mix, Goal(LOAD, cap_s))
         return self._bottlenecks[key]
 
     def _run(
-        self, space: CutSpace, table: CostTable, mix: Mix, goal: Goal, limits: Sequence[float] = ()
+        self,
+        space: CutSpace,
+        table: CostTable,
+        mix: Mix,
+        goal: Goal,
+        limits: Sequence[float] = (),
+        modes: Sequence[int] = (KEEP,),
     ) -> Chains:
-        problem, link, reference = self._problem, self._problem.widest_link, 2.0**20
-        devices = Devices(
-            following=mix.following,
-            slowness=np.array([1.0 / speed for speed in problem.speeds]),
-            limit_bytes=np.array(limits or (inf,) * mix.kinds, dtype=np.float64),
-            latency_s=link.latency_s,
-            s_per_byte=link.hold_s(reference) / reference,
+        """One device per stage, of any kind and with any of some modes."""
+        problem, link = self._problem, self._problem.widest_link
+        kind = np.repeat(np.arange(mix.kinds), len(modes))
+        ones = np.ones(len(kind))
+        options = Options(
+            following=np.ascontiguousarray(mix.following[:, kind]),
+            kind=kind,
+            mode=np.tile(np.array(modes, dtype=np.int64), mix.kinds),
+            row=np.zeros_like(kind),
+            devices=ones,
+            replicas=ones,
+            slowness=np.array([1.0 / speed for speed in problem.speeds])[kind],
+            limit_bytes=np.array(limits or (inf,) * mix.kinds, dtype=np.float64)[kind],
+            state_share=ones,
+            latency_s=link.latency_s * ones,
+            s_per_byte=link.hold_s(REFERENCE_BYTES) / REFERENCE_BYTES * ones,
+            sum_s_per_byte=0.0 * ones,
+            copy_s_per_byte=0.0,
         )
-        return best_chains(space, table, devices, goal, self._check)
+        return best_chains(space, table, options, goal, self._check)
 
-    def _cut(self, space: CutSpace, chains: Chains, mix: Mix, stages: int) -> Cut:
+    def _cut(
+        self,
+        space: CutSpace,
+        chains: Chains,
+        mix: Mix,
+        stages: int,
+        modes: Sequence[int] = (KEEP,),
+    ) -> Cut:
         chain = chains.chain(mix.tallies(stages))
-        again = tuple(mode == 1 for mode in chain.modes) if any(chain.modes) else ()
-        return Cut(space.partition(chain.cuts), chain.kinds, again)
+        kinds, chosen = zip(*(divmod(each, len(modes)) for each in chain.options), strict=True)
+        again = tuple(modes[mode] == RECOMPUTE for mode in chosen) if any(chosen) else ()
+        return Cut(space.partition(chain.cuts), kinds, again)
+
+    def with_backwards_elsewhere(
+        self, size: int, *, every: bool, recompute: bool | None
+    ) -> Cut | None:
+        """The smallest bottleneck if backwards of stages may have devices of their own (PipeFB).
+
+        Two devices take the longer of a stage's forward and backward, as long as the saved values
+        of a micro-batch travel in no more time; or, if it recomputes, the longest of both
+        computations and of the way of its inputs. Memory does not count.
+
+        Args:
+            every: whether all backwards have devices of their own.
+            recompute: whether these compute their forward once more; None if stage by stage.
+
+        Returns:
+            None if there are too few devices.
+        """
+        problem, space = self._problem, self._fitting_space
+        away = {False: (ELSEWHERE,), True: (RECOMPUTE_ELSEWHERE,)}
+        apart = (ELSEWHERE, RECOMPUTE_ELSEWHERE) if recompute is None else away[recompute]
+        modes = apart if every else (KEEP, *apart)
+        devices = np.array([1 if mode == KEEP else 2 for mode in modes])
+        ranks, count = problem.cluster.ranks, len(modes)
+        tallies = np.arange(ranks + 1)[:, None] + devices
+        within = any(node.ranks > 1 for node in problem.cluster.nodes)
+        link = problem.cluster.within_node if within else problem.cluster.between_nodes
+        options = Options(
+            following=np.where(tallies <= ranks, tallies, -1),
+            kind=np.zeros(count, dtype=np.int64),
+            mode=np.array(modes, dtype=np.int64),
+            row=np.zeros(count, dtype=np.int64),
+            devices=devices.astype(np.float64),
+            replicas=np.ones(count),
+            slowness=np.ones(count),
+            limit_bytes=np.full(count, inf),
+            state_share=np.ones(count),
+            latency_s=np.zeros(count),
+            s_per_byte=np.zeros(count),
+            sum_s_per_byte=np.zeros(count),
+            copy_s_per_byte=1.0 / link.bandwidth_bytes_per_s,
+        )
+        chains = best_chains(space, self._table(space, size), options, Goal(LOAD), self._check)
+        everywhere = np.arange(ranks + 1)
+        if not isfinite(chains.value(everywhere)):
+            return None
+        chain = chains.chain(everywhere)
+        chosen = [modes[option] for option in chain.options]
+        return Cut(
+            space.partition(chain.cuts),
+            (0,) * len(chosen),
+            tuple(mode == RECOMPUTE_ELSEWHERE for mode in chosen),
+            tuple(1 if mode == KEEP else 2 for mode in chosen),
+        )
 
     def _cache_matters(self, size: int) -> bool:
         times = (self._problem.block_times(size, cached=each) for each in (True, False))
@@ -253,15 +343,7 @@ class Cutter:
         """Sums at a micro-batch size; at least, merged negligible blocks take nothing."""
         key = len(space), size, least
         if key not in self._tables:
-            problem, free = self._problem, space.moved if least else ()
-            times = [problem.block_times(size, free, cached=each) for each in (True, False)]
-            table = cost_table(
-                space,
-                problem.profile,
-                problem.scale(size),
-                np.array(times),
-                problem.forward_block_times(size),
-            )
+            table = table_of(self._problem, space, size, free=space.moved if least else ())
             self._tables[key] = table._replace(stage_s=0.0) if least else table
         return self._tables[key]
 
@@ -271,3 +353,23 @@ def plain_fit(
 ) -> Fit:
     """A fit within the limits of a problem's devices."""
     return Fit(size, tuple(warm_up), mix, problem.kind_limits_bytes, recompute)
+
+
+def table_of(
+    problem: Problem,
+    space: CutSpace,
+    size: int,
+    samples: Sequence[int] = (),
+    free: Sequence[int] = (),
+) -> CostTable:
+    """The cost table of micro-batches of ``size`` samples.
+
+    Args:
+        samples: that replicas may get of them, one row each; by default all.
+        free: indices of operators that take no time.
+    """
+    rows = samples or (size,)
+    work = [[problem.block_times(row, free, cached=each) for each in (True, False)] for row in rows]
+    forward = [problem.forward_block_times(row) for row in rows]
+    scale = problem.scale(size)
+    return cost_table(space, problem.profile, scale, np.array(work), np.array(forward))

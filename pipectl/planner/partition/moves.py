@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import combinations
+from typing import NamedTuple
 
 from pipectl.planner.graph.blocks import BlockGraph, bits, bitset
 from pipectl.planner.graph.downsets import Partition
@@ -18,6 +19,10 @@ from pipectl.planner.partition.plans import Ranks
 
 FRACTIONS = (1 / 2, 1 / 4, 1 / 8, 1 / 16, 0.0)
 """Of a stage's load that moves to its neighbour; 0 is a single block."""
+MANY_BLOCKS = 60
+"""With more, replicas are moved with some fractions of the load."""
+SPLITS = 8
+"""Parts of a stage's load at whose borders it is split."""
 _MOST_EXCHANGES = 16
 """Stages up to which any two exchange their ranks; of more, only neighbours do."""
 
@@ -101,3 +106,111 @@ def _exchanges(ranks: Ranks) -> Iterator[Ranks]:
             changed = list(ranks)
             changed[one], changed[other] = ranks[other], ranks[one]
             yield tuple(changed)
+
+
+class Draft(NamedTuple):
+    """Stages and their numbers of replicas, before they have ranks."""
+
+    partition: Partition
+    replicas: tuple[int, ...]
+
+
+def replica_moves(
+    draft: Draft,
+    graph: BlockGraph,
+    loads: Sequence[float],
+    ranks: int,
+    max_replicas: int,
+    *,
+    keep_stages: bool,
+) -> Iterator[Draft]:
+    """Drafts one move away.
+
+    A border moves, alone or with a replica to or from the neighbour; a replica moves from any stage
+    to any other, to a spare rank or from it; two stages exchange their replicas; a stage is split
+    with any share of its replicas; two neighbours are merged.
+
+    Args:
+        loads: of every block.
+        max_replicas: of a stage.
+        keep_stages: whether none is split or merged.
+    """
+    partition, replicas = draft
+    stages, spare = len(partition), ranks - sum(replicas)
+    fractions = () if len(graph) <= MANY_BLOCKS else FRACTIONS
+    for moved in near_partitions(partition, graph, loads, fractions):
+        border = next(at for at in range(stages) if moved[at] != partition[at])
+        for shift in (0, -1, 1):
+            changed = list(replicas)
+            changed[border] += shift
+            changed[border + 1] -= shift
+            if min(changed) > 0 and max(changed) <= max_replicas:
+                yield Draft(moved, tuple(changed))
+    for changed in _shifts(replicas, spare):
+        if min(changed) > 0 and max(changed) <= max_replicas:
+            yield Draft(partition, tuple(changed))
+    if not keep_stages:
+        yield from _splits(draft, loads, spare, max_replicas)
+        yield from _merges(draft, max_replicas)
+
+
+def _shifts(replicas: Sequence[int], spare: int) -> Iterator[list[int]]:
+    """One replica from any stage to any other or away, a spare one to any, any two exchanged."""
+    for one in range(len(replicas)):
+        for gained in (1, -1)[not spare :]:
+            changed = list(replicas)
+            changed[one] += gained
+            yield changed
+        for other in range(len(replicas)):
+            if other != one:
+                changed = list(replicas)
+                changed[one], changed[other] = replicas[one] - 1, replicas[other] + 1
+                yield changed
+            if one < other:
+                changed = list(replicas)
+                changed[one], changed[other] = replicas[other], replicas[one]
+                yield changed
+
+
+def kicks(draft: Draft, loads: Sequence[float]) -> Iterator[Draft]:
+    """Every merge of two stages, and every stage split evenly; to start again from."""
+    yield from _merges(draft, sum(draft.replicas))
+    for stage, count in enumerate(draft.replicas):
+        blocks = list(bits(draft.partition[stage]))
+        half = _count(blocks, loads, sum(loads[block] for block in blocks) / 2)
+        if count > 1 and half < len(blocks):
+            yield _split(draft, stage, bitset(blocks[:half]), (count // 2, count - count // 2))
+
+
+def _splits(draft: Draft, loads: Sequence[float], spare: int, max_replicas: int) -> Iterator[Draft]:
+    """Every stage split in graph order, at even steps of its load, with any share of replicas."""
+    for stage, count in enumerate(draft.replicas):
+        blocks, room = list(bits(draft.partition[stage])), count + spare
+        total = sum(loads[block] for block in blocks)
+        places = {_count(blocks, loads, total * step / SPLITS) for step in range(1, SPLITS)}
+        step = max(1, room // SPLITS)
+        for place in sorted(places - {len(blocks)}):
+            for first in range(1, room, step):
+                pair = first, room - first
+                if max(pair) <= max_replicas:
+                    yield _split(draft, stage, bitset(blocks[:place]), pair)
+
+
+def _split(draft: Draft, stage: int, first: int, pair: tuple[int, int]) -> Draft:
+    partition, replicas = draft
+    second = partition[stage] & ~first
+    return Draft(
+        (*partition[:stage], first, second, *partition[stage + 1 :]),
+        (*replicas[:stage], *pair, *replicas[stage + 1 :]),
+    )
+
+
+def _merges(draft: Draft, max_replicas: int) -> Iterator[Draft]:
+    partition, replicas = draft
+    for stage in range(len(partition) - 1):
+        both = partition[stage] | partition[stage + 1]
+        count = min(max_replicas, replicas[stage] + replicas[stage + 1])
+        yield Draft(
+            (*partition[:stage], both, *partition[stage + 2 :]),
+            (*replicas[:stage], count, *replicas[stage + 2 :]),
+        )

@@ -1,14 +1,15 @@
 """The dynamic programme: the best chain of stages over all downsets of a space, from the end.
 
-    best[start, devices after and of it] = best over (end, devices, mode) of
-        the stage from start to end, joined with best[end, devices after it]
+    best[start, tally after and of it] = best over (end, option) of
+        the stage from start to end, joined with best[end, tally after it]
 
-Built from the end of the pipeline, where the micro-batches in flight are known. A chain is judged
-by its largest load, by one micro-batch's way through all stages and back while no load is above a
-cap, or by the largest memory. Over all downsets it is exact (Tarnawski et al., "Efficient
-algorithms for device placement of DNN graph operators", NeurIPS 2020, solve the first objective
-this way); over a sample of them it is the best among the chains of the sample. Ties go to the chain
-that was met first, so the result is the same on every machine.
+An option is a kind of device, a number of replicas and a mode. Built from the end of the pipeline,
+where the micro-batches in flight are known. A chain is judged by its largest load, by one
+micro-batch's way through all stages and back while no load is above a cap, by the largest memory,
+or by the devices it takes while no load is above a cap. Over all downsets it is exact (Tarnawski et
+al., "Efficient algorithms for device placement of DNN graph operators", NeurIPS 2020, solve the
+first objective this way); over a sample of them it is the best among the chains of the sample. Ties
+go to the chain that was met first, so the result is the same on every machine.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from pipectl.compiled import compiled, part_of_kernel
 from pipectl.planner.costs.table import CostTable
 from pipectl.planner.partition.cut_space import CutSpace
 
-LOAD, LATENCY, MEMORY = range(3)
+LOAD, LATENCY, MEMORY, DEVICES = range(4)
 """What a chain is judged by."""
 FREE, ADDED, OVERLAPPED = range(3)
 """How messages count as load: not at all, on top of the compute, or if they take longer."""
-KEEP, RECOMPUTE = range(2)
-"""What a stage does with what its backward needs."""
+KEEP, RECOMPUTE, ELSEWHERE, RECOMPUTE_ELSEWHERE = range(4)
+"""What a stage does with what its backward needs; the last two have a second device for it."""
 STEPS = 10**8
 """Of the inner loop between two looks at the time."""
 
@@ -39,35 +40,53 @@ Check = Callable[[], None]
 """Called now and then; raises to end the search."""
 
 
-class Devices(NamedTuple):
-    """Kinds of devices that a stage may take. A *tally* says which are taken, from the end.
+class Options(NamedTuple):
+    """What a stage may take and do. A *tally* says what is taken, from the end of the pipeline.
 
     Args:
-        following: the tally after a stage on each kind, -1 if there is none; shape
-            [tallies, kinds].
-        slowness: relative to the profile's device; shape [kinds].
-        limit_bytes: memory; shape [kinds].
-        latency_s, s_per_byte: of messages between stages.
+        following: the tally after a stage with each option, -1 if there is none; shape
+            [tallies, options].
+        kind: of device.
+        mode: KEEP or another.
+        row: of the table's times.
+        devices: that it takes.
+        replicas: that share the micro-batch.
+        slowness: relative to the profile's device.
+        limit_bytes: memory of a device.
+        state_share: part of the optimizer's state that a device holds.
+        latency_s, s_per_byte: of messages between stages, by bytes of a whole micro-batch.
+        sum_s_per_byte: of the sum of gradients over the replicas, spread over the micro-batches.
+        copy_s_per_byte: between the two devices of a stage.
     """
 
     following: Integers
+    kind: Integers
+    mode: Integers
+    row: Integers
+    devices: Floats
+    replicas: Floats
     slowness: Floats
     limit_bytes: Floats
-    latency_s: float
-    s_per_byte: float
+    state_share: Floats
+    latency_s: Floats
+    s_per_byte: Floats
+    sum_s_per_byte: Floats
+    copy_s_per_byte: float
+
+    def __len__(self) -> int:
+        return len(self.kind)
 
 
 class Goal(NamedTuple):
     """What a chain of stages shall be.
 
     Args:
-        objective: LOAD, LATENCY or MEMORY.
+        objective: LOAD, LATENCY, MEMORY or DEVICES.
         cap_s: no stage has a larger load.
         messages: FREE, ADDED or OVERLAPPED.
         flying: micro-batches in flight by number of stages after; empty if memory does not matter.
         temporary_bytes: what one operator allocates at once.
         buffers: how often messages count as memory besides.
-        modes: 1 to keep, 2 if stages may recompute.
         entering: how much of what crosses its start a stage is taken to hold.
         bound: values from here on are of no interest.
         limit_bytes: of the largest device, for MEMORY, which counts what is above a rank's limit.
@@ -79,7 +98,6 @@ class Goal(NamedTuple):
     flying: Floats = np.zeros(0)
     temporary_bytes: float = 0.0
     buffers: float = 0.0
-    modes: int = 1
     entering: float = 1.0
     bound: float = inf
     limit_bytes: float = inf
@@ -91,7 +109,7 @@ class Best(NamedTuple):
     Args:
         value: infinite where there is none.
         end, rest: downset and tally that the first stage is followed by.
-        option: kind times modes plus mode of the first stage.
+        option: of the first stage.
         depth: stages.
         reached: range of the tallies that chains from every downset have; shape [downsets, 2].
     """
@@ -106,11 +124,10 @@ class Best(NamedTuple):
 
 @dataclass(frozen=True)
 class Chain:
-    """Places of downsets from the empty to the full one; kind and mode of the stages between."""
+    """Places of downsets from the empty to the full one; options of the stages between."""
 
     cuts: tuple[int, ...]
-    kinds: tuple[int, ...]
-    modes: tuple[int, ...]
+    options: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -118,7 +135,6 @@ class Chains:
     """What the programme found."""
 
     best: Best
-    modes: int
     order: Integers
 
     def value(self, tallies: Integers) -> float:
@@ -128,20 +144,18 @@ class Chains:
     def chain(self, tallies: Integers) -> Chain:
         """That chain; there must be one."""
         state = 0, int(tallies[self.best.value[0, tallies].argmin()])
-        cuts, kinds, modes = [0], [], []
+        cuts, options = [0], []
         while int(self.best.depth[state]):
-            kind, mode = divmod(int(self.best.option[state]), self.modes)
-            kinds.append(kind)
-            modes.append(mode)
+            options.append(int(self.best.option[state]))
             state = int(self.best.end[state]), int(self.best.rest[state])
             cuts.append(int(self.order[state[0]]))
-        return Chain(tuple(cuts), tuple(kinds), tuple(modes))
+        return Chain(tuple(cuts), tuple(options))
 
 
 def best_chains(
     space: CutSpace,
     costs: CostTable,
-    devices: Devices,
+    options: Options,
     goal: Goal,
     check: Check = lambda: None,
 ) -> Chains:
@@ -153,29 +167,28 @@ def best_chains(
     order, words = _by_work(space, costs)
     table = costs.reordered(order)
     states = len(space)
-    shape = states, len(devices.following)
+    shape = states, len(options.following)
     best = Best(
         np.full(shape, inf),
         np.zeros(shape, dtype=np.int32),
         np.zeros(shape, dtype=np.int32),
         np.zeros(shape, dtype=np.int16),
         np.zeros(shape, dtype=np.int32),
-        np.tile(np.array([len(devices.following), 0]), (states, 1)),
+        np.tile(np.array([len(options.following), 0]), (states, 1)),
     )
     best.value[-1, 0] = -inf if goal.objective == MEMORY else 0.0
     best.reached[-1] = 0, 1
-    steps = states * devices.following.size * goal.modes
-    chunk = max(1, STEPS // max(1, steps))
+    chunk = max(1, STEPS // max(1, states * options.following.size))
     for stop in range(states - 1, 0, -chunk):
         check()
-        _extend(words, table, devices, goal, best, max(0, stop - chunk), stop)
-    return Chains(best, goal.modes, order)
+        _extend(words, table, options, goal, best, max(0, stop - chunk), stop)
+    return Chains(best, order)
 
 
 def _by_work(space: CutSpace, costs: CostTable) -> tuple[Integers, Words]:
     """The downsets by rising work, smaller ones first; chains begin at the first."""
     size = space.rows.sum(axis=1)
-    order = np.lexsort((np.arange(len(space)), size, costs.work_s[0]))
+    order = np.lexsort((np.arange(len(space)), size, costs.work_s[0, 0]))
     return order, np.ascontiguousarray(space.words[order])
 
 
@@ -183,7 +196,7 @@ def _by_work(space: CutSpace, costs: CostTable) -> tuple[Integers, Words]:
 def _extend(
     words: Words,
     costs: CostTable,
-    devices: Devices,
+    options: Options,
     goal: Goal,
     best: Best,
     begin: int,
@@ -191,15 +204,16 @@ def _extend(
 ) -> None:
     """Put a stage that begins at each downset from ``stop`` - 1 down to ``begin`` before chains."""
     states, width = words.shape
-    kinds, least_slow = len(devices.slowness), devices.slowness.min()
+    work_s = costs.work_s[0, 0]
+    least_slow = (options.slowness / options.devices).min()
+    plain = options.kind.max() == 0 and options.devices.max() == 1.0
     for start in range(stop - 1, begin - 1, -1):
-        most = len(devices.following) - 1
-        if kinds == 1 and goal.cap_s > 0.0:  # what is before needs stages, too
-            before_s = (costs.work_s[0, start] - costs.work_s[0, 0]) * least_slow
+        most = len(options.following) - 1
+        if plain and goal.cap_s > 0.0:  # what is before needs stages, too
+            before_s = (work_s[start] - work_s[0]) * least_slow
             most -= min(most, int(np.ceil(before_s / goal.cap_s - 1e-9)))
         for end in range(start + 1, states):
-            work_s = costs.work_s[0, end] - costs.work_s[0, start]
-            if work_s * least_slow > goal.cap_s:
+            if (work_s[end] - work_s[start]) * least_slow > goal.cap_s:
                 break
             if best.reached[end, 0] >= min(best.reached[end, 1], most):
                 continue
@@ -210,22 +224,24 @@ def _extend(
                     break
             if inside:
                 stage = _stage(costs, goal, start, end)
-                for kind in range(kinds):
-                    _extend_by_stage(stage, devices, goal, best, start, end, kind)
+                for option in range(len(options.kind)):
+                    _extend_by_stage(stage, costs, options, goal, best, start, end, option)
 
 
 class _Stage(NamedTuple):
-    """What a stage between two downsets costs on the profile's device."""
+    """What a stage between two downsets holds and sends."""
 
-    work_s: float
-    again_s: float
-    resident_bytes: float
+    uncached: float
+    fixed_bytes: float
+    state_bytes: float
+    summed_bytes: float
     touched_bytes: float
     kept_bytes: float
     buffer_bytes: float
     there_bytes: float
     back_bytes: float
     crossing_bytes: float
+    entering_bytes: float
 
 
 @part_of_kernel
@@ -233,50 +249,85 @@ def _stage(costs: CostTable, goal: Goal, start: int, end: int) -> _Stage:
     touched = costs.saved_bytes[end] - costs.saved_bytes[start]
     entering, returning = costs.activation_bytes[start], costs.gradient_bytes[start]
     there, back = costs.activation_bytes[end], costs.gradient_bytes[end]
+    parameters = costs.parameter_bytes[end] - costs.parameter_bytes[start]
+    summed = costs.summed_bytes[end] - costs.summed_bytes[start]
     share = 1.0
     if costs.cache_bytes > 0.0:
-        parameters = costs.parameter_bytes[end] - costs.parameter_bytes[start]
         size = 2.0 * parameters + touched + goal.entering * entering
         share = min(1.0, max(0.0, 2.0 * (size / costs.cache_bytes - 1.0)))
-    fast = costs.work_s[0, end] - costs.work_s[0, start]
-    slow = costs.work_s[1, end] - costs.work_s[1, start]
     return _Stage(
-        fast + (slow - fast) * share + costs.stage_s,
-        costs.forward_s[end] - costs.forward_s[start],
-        costs.resident_bytes[end] - costs.resident_bytes[start],
+        share,
+        parameters + summed,
+        costs.state_bytes[end] - costs.state_bytes[start],
+        summed,
         touched,
         goal.entering * entering,
         goal.buffers * (entering + there),
         there,
         back,
         entering + returning + there + back,
+        entering,
     )
 
 
 @part_of_kernel
-def _excess_bytes(stage: _Stage, goal: Goal, depth: int, mode: int, limit_bytes: float) -> float:
+def _load_s(
+    stage: _Stage, costs: CostTable, options: Options, start: int, end: int, option: int
+) -> float:
+    """What the busiest device of a stage computes, or copies, for one micro-batch."""
+    row, mode, slowness = options.row[option], options.mode[option], options.slowness[option]
+    fast = costs.work_s[row, 0, end] - costs.work_s[row, 0, start]
+    slow = costs.work_s[row, 1, end] - costs.work_s[row, 1, start]
+    work_s = fast + (slow - fast) * stage.uncached + costs.stage_s
+    again_s = costs.forward_s[row, end] - costs.forward_s[row, start]
+    if mode == KEEP:
+        return float(work_s * slowness + stage.summed_bytes * options.sum_s_per_byte[option])
+    if mode == RECOMPUTE:
+        return float((work_s + again_s) * slowness)
+    if mode == ELSEWHERE:
+        forward_s = again_s + costs.stage_forward_s
+        longer_s = max(forward_s, work_s - forward_s) * slowness
+        return float(max(longer_s, stage.touched_bytes * options.copy_s_per_byte))
+    return float(max(work_s * slowness, stage.entering_bytes * options.copy_s_per_byte))
+
+
+@part_of_kernel
+def _excess_bytes(stage: _Stage, options: Options, goal: Goal, depth: int, option: int) -> float:
     """Memory above the limit of a stage with so many stages after it."""
     if len(goal.flying) == 0:
         return -np.inf
     flying = goal.flying[min(depth, len(goal.flying) - 1)]
-    taken = stage.resident_bytes + goal.temporary_bytes - limit_bytes
-    if mode == RECOMPUTE:
+    taken = stage.fixed_bytes + stage.state_bytes * options.state_share[option]
+    taken += goal.temporary_bytes - options.limit_bytes[option]
+    if options.mode[option] == RECOMPUTE:
         return float(taken + flying * stage.kept_bytes + stage.touched_bytes + stage.buffer_bytes)
     held = stage.touched_bytes + stage.kept_bytes + stage.buffer_bytes
+    replicas = options.replicas[option]
+    if replicas > 1.0:
+        summing = stage.summed_bytes * (2.0 - 1.0 / replicas)
+        return float(taken + max(flying * held / replicas, summing))
     return float(taken + flying * held)
 
 
 @part_of_kernel
 def _joined(
-    stage: _Stage, devices: Devices, goal: Goal, value: float, load_s: float, excess: float
+    stage: _Stage,
+    options: Options,
+    goal: Goal,
+    option: int,
+    value: float,
+    load_s: float,
+    excess: float,
 ) -> float:
     """The value of a chain with one stage more before it."""
-    rate = devices.s_per_byte
+    rate = options.s_per_byte[option]
     if goal.objective == LATENCY:
         sent_s = (stage.there_bytes + stage.back_bytes) * rate
-        return float(value + load_s + sent_s + 2.0 * devices.latency_s)
+        return float(value + load_s + sent_s + 2.0 * options.latency_s[option])
     if goal.objective == MEMORY:
         return max(value, excess)
+    if goal.objective == DEVICES:
+        return float(value + options.devices[option])
     if goal.messages == ADDED:
         load_s += stage.crossing_bytes * rate
     elif goal.messages == OVERLAPPED:
@@ -286,30 +337,40 @@ def _joined(
 
 @part_of_kernel
 def _extend_by_stage(
-    stage: _Stage, devices: Devices, goal: Goal, best: Best, start: int, end: int, kind: int
+    stage: _Stage,
+    costs: CostTable,
+    options: Options,
+    goal: Goal,
+    best: Best,
+    start: int,
+    end: int,
+    option: int,
 ) -> None:
     """Put one stage before the chains that begin at its end."""
-    least = stage.resident_bytes + goal.temporary_bytes - goal.limit_bytes
+    least = stage.fixed_bytes + stage.state_bytes + goal.temporary_bytes - goal.limit_bytes
     if goal.objective == MEMORY and least >= goal.bound:
         return
+    load_s = _load_s(stage, costs, options, start, end, option)
+    if load_s > goal.cap_s:
+        return
+    if goal.objective == DEVICES and goal.messages == OVERLAPPED:
+        crossing_s = max(stage.there_bytes, stage.back_bytes) * options.s_per_byte[option]
+        if crossing_s > goal.cap_s:
+            return
     for tally in range(best.reached[end, 0], best.reached[end, 1]):
-        new = devices.following[tally, kind]
+        new = options.following[tally, option]
         if new < 0 or best.value[end, tally] == np.inf:
             continue
-        for mode in range(goal.modes):
-            load_s = (stage.work_s + stage.again_s * mode) * devices.slowness[kind]
-            if load_s > goal.cap_s:
-                continue
-            depth, limit = best.depth[end, tally], devices.limit_bytes[kind]
-            excess = _excess_bytes(stage, goal, depth, mode, limit)
-            if goal.objective != MEMORY and excess > 0.0:
-                continue
-            value = _joined(stage, devices, goal, best.value[end, tally], load_s, excess)
-            if value < goal.bound and value < best.value[start, new]:
-                best.value[start, new] = value
-                best.end[start, new] = end
-                best.rest[start, new] = tally
-                best.option[start, new] = kind * goal.modes + mode
-                best.depth[start, new] = depth + 1
-                best.reached[start, 0] = min(best.reached[start, 0], new)
-                best.reached[start, 1] = max(best.reached[start, 1], new + 1)
+        depth = best.depth[end, tally]
+        excess = _excess_bytes(stage, options, goal, depth, option)
+        if goal.objective != MEMORY and excess > 0.0:
+            continue
+        value = _joined(stage, options, goal, option, best.value[end, tally], load_s, excess)
+        if value < goal.bound and value < best.value[start, new]:
+            best.value[start, new] = value
+            best.end[start, new] = end
+            best.rest[start, new] = tally
+            best.option[start, new] = option
+            best.depth[start, new] = depth + 1
+            best.reached[start, 0] = min(best.reached[start, 0], new)
+            best.reached[start, 1] = max(best.reached[start, 1], new + 1)

@@ -9,9 +9,8 @@ from dataclasses import replace
 from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
-from pipectl.planner.activations.pipefb import apart_cut, ranks_of, some_apart
+from pipectl.planner.activations.pipefb import ranks_of, some_apart
 from pipectl.planner.graph.blocks import condense
-from pipectl.planner.hybrid import States
 from pipectl.planner.partition.cut_space import CutSpace
 from pipectl.planner.partition.cutter import Cutter
 from pipectl.planner.partition.plans import Members, PlanBuilder
@@ -119,12 +118,13 @@ class Proposals:
             yield from self._cut_for_apart(every=every)
 
     def _cut_for_apart(self, *, every: bool) -> Iterator[Plan]:
-        states = States.of(self._profile)
         for size in micro_batch_sizes(self._request, MICRO_BATCHES * self._cluster.ranks):
             if self._expired():
                 return
-            given = self._profile, self._cluster, states, size
-            cut = apart_cut(*given, every=every, recompute=self._request.recompute)
-            if cut is not None and any(cut.apart):
-                ranks = ranks_of(cut.apart, self._cluster)
-                yield from self._builder.flushed(cut.members, ranks, size)
+            recompute = self._request.recompute
+            with suppress(OutOfTimeError):
+                cut = self._cutter.with_backwards_elsewhere(size, every=every, recompute=recompute)
+                if cut is not None and max(cut.devices) > 1:
+                    ranks = ranks_of([count > 1 for count in cut.devices], self._cluster)
+                    members = self._problem.members(cut.partition)
+                    yield from self._builder.flushed(members, ranks, size)

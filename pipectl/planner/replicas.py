@@ -1,0 +1,254 @@
+"""Plans in which stages have several replicas: as many as serve the step best, or as asked.
+
+Proposals split every micro-batch over the replicas of a stage. Replicas that take whole
+micro-batches in turn do the same work on smaller micro-batches, so a proposal is tried in the ways
+that are allowed, the second with the samples that one replica got of a split micro-batch. If every
+stage shall have as many replicas, these are copies of a whole pipeline, each with its share of a
+step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from math import ceil, inf
+
+from pipectl.cluster import Cluster
+from pipectl.errors import InfeasibleError
+from pipectl.plan import Plan, Replication, Search
+from pipectl.planner.activations.blocks import BlockPlans
+from pipectl.planner.activations.modes import Keeping, ways
+from pipectl.planner.assumptions import baseline_bytes
+from pipectl.planner.bounds import work_s
+from pipectl.planner.costs.stage_costs import with_halves
+from pipectl.planner.explain.what_if import with_ranks
+from pipectl.planner.graph.blocks import condense
+from pipectl.planner.judge import PLANNER, Trials, largest_load_s, preference
+from pipectl.planner.partition.cut_space import CutSpace
+from pipectl.planner.partition.estimate import Layout
+from pipectl.planner.partition.plans import Choice, PlanBuilder
+from pipectl.planner.partition.replicas import MANY_RANKS, ReplicaSearch
+from pipectl.planner.problem import Problem
+from pipectl.planner.request import PLACED, Order, PlanRequest, micro_batch_sizes, open_orders
+from pipectl.planner.techniques.placed import placed_orders
+from pipectl.profile import Profile
+from pipectl.schedule.one_f_one_b import policy_a, policy_b
+
+MAX_ACTIONS = 400_000
+"""Simulated forwards and backwards of all replicas."""
+MICRO_BATCHES_PER_RANK = 8
+PROPOSALS = 8
+"""That are tried in every way."""
+MAX_SIZES = 8
+"""Micro-batch sizes that are tried on very many ranks, the smallest ones."""
+
+Expired = Callable[[], bool]
+
+
+def replicated_plans(
+    profile: Profile,
+    cluster: Cluster,
+    request: PlanRequest,
+    expired: Expired = lambda: False,
+) -> list[Plan]:
+    """Plans in which some stage has several replicas, with predictions, fastest first.
+
+    Args:
+        expired: asked now and then; once it is true, what was found so far is returned.
+    """
+    graph = condense(profile)
+    problem = Problem(profile, cluster, request, graph)
+    if cluster.ranks > MANY_RANKS:
+        sizes = micro_batch_sizes(request, request.batch_size)[-MAX_SIZES:]
+    else:
+        sizes = micro_batch_sizes(request, MICRO_BATCHES_PER_RANK * cluster.ranks)
+    search = ReplicaSearch(problem, CutSpace.plain(graph), sizes, expired)
+    choices = (
+        choice
+        for proposal in search.proposals(PROPOSALS)
+        for choice in _ways(problem, proposal.layout, proposal.size)
+    )
+    return judged(profile, cluster, request, choices, expired)
+
+
+def _ways(problem: Problem, layout: Layout, shared_size: int) -> Iterator[Choice]:
+    """A proposal in every way that is allowed, with no replica that has nothing to do."""
+    request, ranks = problem.request, layout.ranks
+    members = problem.members(layout.partition)
+    for way in request.replications:
+        sizes = [shared_size]
+        if way is Replication.WHOLE and request.micro_batches is None:
+            sizes = sorted({ceil(shared_size / len(held)) for held in ranks}, reverse=True)
+        for size in sizes:
+            most = size if way is Replication.SPLIT else ceil(request.batch_size / size)
+            held = tuple(each[:most] for each in ranks)
+            replicas = tuple(map(len, held))
+            if max(replicas) > 1:
+                for order in replica_orders(replicas, way, size, request):
+                    yield Choice(members, held, size, *order, way)
+
+
+def replica_orders(
+    replicas: Sequence[int], replication: Replication, size: int, request: PlanRequest
+) -> list[Order]:
+    """Orders to try with stages that have replicas.
+
+    Args:
+        replicas: of every stage.
+        size: samples of a micro-batch.
+    """
+    stages, count = len(replicas), ceil(request.batch_size / size)
+    in_turn = replicas if replication is Replication.WHOLE else None
+    warm_ups = [policy(stages, count, in_turn) for policy in (policy_a, policy_b)]
+    return open_orders(request, stages, count, warm_ups)
+
+
+def judged(
+    profile: Profile,
+    cluster: Cluster,
+    request: PlanRequest,
+    choices: Iterable[Choice],
+    expired: Expired = lambda: False,
+    *,
+    planner: str = PLANNER,
+) -> list[Plan]:
+    """The plans of choices that fit, with predictions, the fastest first.
+
+    Of plans with equal numbers of stages, replicas and micro-batches the best stands there. Those
+    that do not fit recompute if they may, as long as that could be faster than what does.
+
+    Args:
+        expired: asked now and then; once it is true, what was found so far is returned.
+        planner: who chose.
+    """
+    builder = PlanBuilder(profile, cluster, request)
+    limit_bytes, baseline = request.memory_limit_bytes, baseline_bytes(profile)
+    trials = Trials(cluster, limit_bytes, baseline, expired, max_actions=MAX_ACTIONS)
+    allowed = ways(request.recompute_choices, (False,), request.block_choices)
+    keeping = Keeping(allowed, trials, cluster, BlockPlans(profile).of)
+    found: list[Plan] = []
+    unfit: list[Plan] = []
+    finished = True
+    for choice in choices:
+        if found and trials.are_over:
+            finished = False
+            break
+        tried = keeping.simplest(with_halves(builder.plan(choice), profile))
+        (found if trials.fits(tried) else unfit).append(tried)
+    best_s = min((plan.predicted_step_s for plan in found), default=inf)
+    for plan in sorted(unfit, key=preference):
+        if best_s < inf and (trials.are_over or plan.predicted_step_s >= best_s):
+            break
+        again = keeping.within_memory(plan)
+        if again is not None:
+            found.append(again)
+            best_s = min(best_s, again.predicted_step_s)
+    shapes: dict[object, Plan] = {}
+    for plan in sorted(found, key=preference):
+        replicas = tuple(stage.replicas for stage in plan.stages)
+        shapes.setdefault((replicas, plan.micro_batches, plan.replication), plan)
+    bound_s = work_s(profile, cluster, request)
+    return [
+        replace(plan, search=_search(plan, cluster, planner, bound_s, finished=finished))
+        for plan in shapes.values()
+    ]
+
+
+def _search(
+    plan: Plan, cluster: Cluster, planner: str, bound_s: float, *, finished: bool
+) -> Search:
+    """What is known of how good a plan is: of its step, nothing but the work there is."""
+    search = Search(
+        planner=planner,
+        max_stage_load_s=largest_load_s(plan, cluster),
+        lower_bound_s=bound_s / plan.micro_batches,
+        exact=False,
+        planning_s=0.0,
+        finished=finished,
+    )
+    return search.bounded(plan.predicted_step_s, bound_s)
+
+
+def one_copy(
+    profile: Profile, cluster: Cluster, request: PlanRequest, copies: int
+) -> tuple[Profile, Cluster, PlanRequest]:
+    """What one of several copies has for itself: the first ranks, and samples of a step.
+
+    If copies share out the optimizer's state, the profile has an even share of it.
+
+    Raises:
+        InfeasibleError: more copies than ranks.
+    """
+    if copies > cluster.ranks:
+        raise InfeasibleError(
+            f"no feasible plan: {copies} replicas of every stage, but only {cluster.ranks} ranks",
+            cure="use fewer replicas, or ask for more ranks",
+        )
+    if request.shard_optimizer:
+        optimizer = profile.optimizer_cost
+        state = optimizer.state_bytes_per_parameter_byte / copies
+        optimizer = replace(optimizer, state_bytes_per_parameter_byte=state)
+        profile = replace(profile, optimizer=optimizer)
+    batches = request.micro_batches
+    alone = replace(
+        request,
+        replicas=1,
+        batch_size=ceil(request.batch_size / copies),
+        micro_batches=None if batches is None else ceil(batches / copies),
+    )
+    return profile, with_ranks(cluster, cluster.ranks // copies), alone
+
+
+def copied_plans(
+    profile: Profile,
+    cluster: Cluster,
+    request: PlanRequest,
+    alone: Sequence[Plan],
+    copies: int,
+) -> list[Plan]:
+    """Plans of all copies together, with predictions, fastest first.
+
+    Args:
+        alone: plans of one copy; see :func:`one_copy`.
+
+    Raises:
+        InfeasibleError: none fits.
+    """
+    builder = PlanBuilder(profile, cluster, request)
+    choices = (choice for plan in alone for choice in _copied(builder, plan, copies))
+    found = judged(profile, cluster, request, choices)
+    if not found:
+        raise InfeasibleError(
+            f"no feasible plan: {copies} replicas of every stage take too much memory",
+            cure="use fewer replicas, so that every pipeline has more ranks",
+        )
+    return found
+
+
+def _copied(builder: PlanBuilder, plan: Plan, copies: int) -> Iterator[Choice]:
+    """With replicas that are neighbours, and with copies one after the other."""
+    members, request = builder.members(stage.nodes for stage in plan.stages), builder.request
+    firsts = [stage.ranks[0] for stage in plan.stages]
+    together = tuple(tuple(first * copies + copy for copy in range(copies)) for first in firsts)
+    apart = tuple(tuple(first + copy * plan.ranks for copy in range(copies)) for first in firsts)
+    for ranks in (together, apart):
+        for way in request.replications:
+            size = plan.micro_batch_size
+            if way is Replication.SPLIT and request.micro_batches is None:
+                size *= copies
+            elif way is Replication.SPLIT:
+                assert request.micro_batches is not None
+                size = max(copies, ceil(request.batch_size / request.micro_batches))
+            for order in _copied_orders(plan, request, copies, way, size):
+                yield Choice(members, ranks, size, *order, way)
+
+
+def _copied_orders(
+    plan: Plan, request: PlanRequest, copies: int, way: Replication, size: int
+) -> list[Order]:
+    """Orders to try of copies of a plan, in micro-batches of ``size`` samples."""
+    replicas = (copies,) * len(plan.stages)
+    if request.schedule not in PLACED:
+        return replica_orders(replicas, way, size, request)
+    in_turn = replicas if way is Replication.WHOLE else None
+    return placed_orders(plan, request, ceil(request.batch_size / size), in_turn)
