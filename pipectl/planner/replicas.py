@@ -25,9 +25,8 @@ from pipectl.planner.explain.what_if import with_ranks
 from pipectl.planner.graph.blocks import condense
 from pipectl.planner.judge import PLANNER, Trials, largest_load_s, preference
 from pipectl.planner.partition.cut_space import CutSpace
-from pipectl.planner.partition.estimate import Layout
 from pipectl.planner.partition.plans import Choice, PlanBuilder
-from pipectl.planner.partition.replicas import MANY_RANKS, ReplicaSearch
+from pipectl.planner.partition.replicas import MANY_RANKS, Proposal, ReplicaSearch
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import PLACED, Order, PlanRequest, micro_batch_sizes, open_orders
 from pipectl.planner.techniques.placed import placed_orders
@@ -39,6 +38,8 @@ MAX_ACTIONS = 400_000
 MICRO_BATCHES_PER_RANK = 8
 PROPOSALS = 8
 """That are tried in every way."""
+NEAR = 12
+"""Of what is one move away from the best, so many are simulated, those with the least estimates."""
 MAX_SIZES = 8
 """Micro-batch sizes that are tried on very many ranks, the smallest ones."""
 
@@ -63,29 +64,57 @@ def replicated_plans(
     else:
         sizes = micro_batch_sizes(request, MICRO_BATCHES_PER_RANK * cluster.ranks)
     search = ReplicaSearch(problem, CutSpace.plain(graph), sizes, expired)
-    choices = (
-        choice
+    proposals = {
+        choice: proposal
         for proposal in search.proposals(PROPOSALS)
-        for choice in _ways(problem, proposal.layout, proposal.size)
+        for choice in _ways(problem, proposal)
+    }
+    plans = judged(profile, cluster, request, proposals, expired)
+    if cluster.ranks > MANY_RANKS:
+        return plans
+    best = None
+    while plans and plans[0] is not best and not expired():
+        best = plans[0]
+        near = search.near(next(p for c, p in proposals.items() if _is_of(best, c, problem)))
+        fresh = {
+            choice: proposal
+            for proposal in near[:NEAR]
+            for choice in _ways(problem, proposal)
+            if choice not in proposals and choice.replication is best.replication
+        }
+        proposals |= fresh
+        better = judged(profile, cluster, request, fresh, expired)
+        if better and better[0].predicted_step_s < best.predicted_step_s:
+            plans = [*better, *plans]
+    return plans
+
+
+def _is_of(plan: Plan, choice: Choice, problem: Problem) -> bool:
+    """Whether a plan was made of a choice, whatever its order."""
+    return (
+        choice.size == plan.micro_batch_size
+        and choice.replication is plan.replication
+        and choice.ranks == tuple(stage.ranks for stage in plan.stages)
+        and choice.members == problem.builder.members(stage.nodes for stage in plan.stages)
     )
-    return judged(profile, cluster, request, choices, expired)
 
 
-def _ways(problem: Problem, layout: Layout, shared_size: int) -> Iterator[Choice]:
+def _ways(problem: Problem, proposal: Proposal) -> Iterator[Choice]:
     """A proposal in every way that is allowed, with no replica that has nothing to do."""
-    request, ranks = problem.request, layout.ranks
-    members = problem.members(layout.partition)
+    _, shared_size, layout = proposal
+    request, members = problem.request, problem.members(layout.partition)
     for way in request.replications:
         sizes = [shared_size]
         if way is Replication.WHOLE and request.micro_batches is None:
-            sizes = sorted({ceil(shared_size / len(held)) for held in ranks}, reverse=True)
+            counts = {len(held) for held in layout.ranks}
+            sizes = sorted({ceil(shared_size / count) for count in counts}, reverse=True)
         for size in sizes:
             most = size if way is Replication.SPLIT else ceil(request.batch_size / size)
-            held = tuple(each[:most] for each in ranks)
-            replicas = tuple(map(len, held))
+            ranks = tuple(held[:most] for held in layout.ranks)
+            replicas = tuple(map(len, ranks))
             if max(replicas) > 1:
                 for order in replica_orders(replicas, way, size, request):
-                    yield Choice(members, held, size, *order, way)
+                    yield Choice(members, ranks, size, *order, way)
 
 
 def replica_orders(

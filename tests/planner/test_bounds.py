@@ -4,12 +4,13 @@ from hypothesis import strategies as st
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
 from pipectl.planner import PlanRequest
+from pipectl.planner.costs.devices import one_each
 from pipectl.planner.costs.peaks import least_peaks_bytes
 from pipectl.planner.exploring.candidates import Candidates
 from pipectl.planner.exploring.judge import Judge
 from pipectl.planner.graph.blocks import condense
 from pipectl.planner.partition.estimate import Layout
-from pipectl.planner.problem import Choice, Problem
+from pipectl.planner.problem import Problem
 from pipectl.planner.request import open_orders
 from pipectl.simulate import simulate
 
@@ -51,20 +52,14 @@ def test_nothing_is_simulated_below_the_bounds(
         return
     size = min(size, batch)
     options = open_orders(problem.request, stages, problem.micro_batches(size))
-    placement = tuple(range(stages))
-    choice = Choice(
-        data.draw(st.sampled_from(partitions)),
-        placement,
-        size,
-        *data.draw(st.sampled_from(options)),
-    )
-    plan = problem.plan(choice)
+    layout = Layout(data.draw(st.sampled_from(partitions)), one_each(tuple(range(stages))))
+    order = data.draw(st.sampled_from(options))
+    plan = problem.plan(problem.choice(layout, size, order))
     found = simulate(plan, cluster, process_baseline_bytes=problem.baseline_bytes)
-    table, shares = problem.table(choice.partition, size), problem.shares(size)
-    layout, order = Layout(choice.partition, placement), (choice.schedule, choice.warm_up)
-    ((bound_s,),) = problem.bounds_s([layout], size, [order])
+    table, shares = problem.table(layout.partition, size), problem.shares(size)
+    ((bound_s,),) = problem.estimates_s([layout], size, [order])
     assert bound_s <= found.step_time_s * (1 + 1e-12)
-    least = least_peaks_bytes(table, choice.warm_up, shares)
+    least = least_peaks_bytes(table, order[1], shares)
     for stage in range(stages):
         assert problem.baseline_bytes + least[stage] <= found.peak_memory_bytes[stage] + 1
 
@@ -74,8 +69,8 @@ def test_judge_returns_what_does_not_fit(chain) -> None:
     request = PlanRequest("job", 8, memory_limit_bytes=10_000)
     problem = Problem(profile, CLUSTERS[0], request, condense(profile))
     judge = Judge(problem)
-    small = Candidates(problem, [Layout((0b1, 0b1110), (0, 1))], 1, [("1f1b", (2, 1))])
-    large = Candidates(problem, [Layout((0b1111,), (0,))], 8, [("gpipe", (1,))])
+    small = Candidates(problem, [Layout((0b1, 0b1110), ((0,), (1,)))], 1, [("1f1b", (2, 1))])
+    large = Candidates(problem, [Layout((0b1111,), ((0,),))], 8, [("gpipe", (1,))])
     assert judge.consider(large) == large.taken
     assert judge.consider(small) == []
     assert judge.best().candidate == small.taken[0]

@@ -34,7 +34,9 @@ def test_candidates_come_by_their_bounds_and_the_simplest_of_equals_first(
     request = PlanRequest("job", 32)
     problem = Problem(chain(5), CLUSTER, request, condense(chain(5)))
     orders = open_orders(request, 3, 4)
-    layouts = [Layout(partition, (0, 1, 2)) for partition in partitions_of(problem.graph, 3)]
+    layouts = [
+        Layout(partition, ((0,), (1,), (2,))) for partition in partitions_of(problem.graph, 3)
+    ]
     candidates = Candidates(problem, layouts, 8, orders)
     everything = list(candidates)
     assert len({each.choice for each in everything}) == len(layouts) * len(orders)
@@ -61,7 +63,7 @@ def test_what_is_near_a_layout_is_a_partition_again(data, every, profiles, parti
     partitions = set(partitions_of(graph, 3))
     if not partitions:
         return
-    layout = Layout(data.draw(st.sampled_from(sorted(partitions))), (0, 1, 2))
+    layout = Layout(data.draw(st.sampled_from(sorted(partitions))), ((0,), (1,), (2,)))
     near = list(neighbours(layout, graph, [1.0] * len(graph), every=every))
     assert {one.partition for one in near} <= partitions
     single = [

@@ -50,12 +50,13 @@ def test_arrays_say_the_same_as_footprints(
         return
     scale = size / profile.micro_batch_size
     cuts = PartitionSums(profile, problem.graph).cut(partitions)
-    times = cuts.times_s(problem.timings(size), scale)
+    times = cuts.times_s(problem.builder.times.arrays_at(size), scale)
     for place, partition in enumerate(partitions):
         members = [problem.graph.operators_of(blocks) for blocks in partition]
         parts = Footprints(profile).of(members)
         costs = stage_costs(parts, operator_times(profile, size), scale, profile)
         assert cuts.sums.parameter_bytes[place].tolist() == [c.parameter_bytes for c in costs]
+        assert cuts.sums.gradient_bytes[place].tolist() == [c.accumulated_bytes for c in costs]
         assert cuts.sums.saved_bytes[place].tolist() == list(parts.saved_bytes)
         assert times[0, place].tolist() == pytest.approx([cost.forward_s for cost in costs])
         assert times[1, place].tolist() == pytest.approx([cost.backward_s for cost in costs])

@@ -16,9 +16,10 @@ from pipectl.errors import InfeasibleError
 from pipectl.link import Link
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest, make_plan
-from pipectl.planner.costs.devices import placements
+from pipectl.planner.costs.devices import one_each, placements
 from pipectl.planner.graph.blocks import condense
-from pipectl.planner.problem import Choice, Problem
+from pipectl.planner.partition.estimate import Layout
+from pipectl.planner.problem import Problem
 from pipectl.planner.request import open_orders
 from pipectl.schedule import channels, lower
 from pipectl.simulate import simulate
@@ -107,7 +108,9 @@ def test_plans_are_near_the_best_of_all(make_profile, make_operator, partitions_
         request = PlanRequest("job", 8 * micro_batches, micro_batches, stages)
         problem = Problem(profile, cluster, request, condense(profile))
         best_s = min(
-            simulate(problem.plan(Choice(one, placement, 8, *order)), cluster).step_time_s
+            simulate(
+                problem.plan(problem.choice(Layout(one, one_each(placement)), 8, order)), cluster
+            ).step_time_s
             for one in partitions_of(problem.graph, stages)
             for placement in placements(cluster, problem.devices, [0] * stages)
             for order in open_orders(request, stages, micro_batches)

@@ -4,19 +4,19 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from published import DappleRules
 
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
 from pipectl.planner.baselines import NAMES, POLICIES, Work
 from pipectl.planner.baselines.contiguous import balanced
-from pipectl.planner.baselines.dapple_rules import DappleRules
 from pipectl.planner.baselines.pipedream import antichain_states
-from pipectl.planner.hybrid import ClusterRules
+from pipectl.planner.costs.links import Links
 
 
 def rules_of(machines):
     nodes = tuple(Node(f"node{i}", n, n, Device("cpu")) for i, n in enumerate(machines))
-    return ClusterRules(Cluster("test", "test", nodes, Link(1e-5, 1e9), Link(1e-4, 1e8)))
+    return Links(Cluster("test", "test", nodes, Link(1e-5, 1e9), Link(1e-4, 1e8)))
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -71,7 +71,7 @@ def test_antichain_states_of_a_diamond(make_operator, make_profile):
     """0 feeds 1 and 2, which feed 3: the second branch is left out or in."""
     profile = make_profile([make_operator(i) for i in range(4)], [(0, 1), (0, 2), (1, 3), (2, 3)])
     states = antichain_states(profile)
-    inside = [frozenset(np.flatnonzero(row).tolist()) for row in states.members]
+    inside = [frozenset(np.flatnonzero(row).tolist()) for row in states.operators]
     assert inside[0] == frozenset()
     assert inside[1] == {0}
     assert set(inside[2:-2]) == {frozenset({0, 1}), frozenset({0, 2})}
@@ -94,5 +94,5 @@ def test_dapple_links():
 def test_links_whose_time_is_all_latency_are_no_fault(chain, name):
     link = Link(1e-3, 1e9, timings=((1, 1e-3), (2_000_000, 1e-3)))
     nodes = tuple(Node(f"node{i}", 2, 2, Device("cpu")) for i in range(2))
-    rules = ClusterRules(Cluster("test", "test", nodes, link, link))
+    rules = Links(Cluster("test", "test", nodes, link, link))
     assert POLICIES[name](chain(6), rules, Work(64, 8)).ranks

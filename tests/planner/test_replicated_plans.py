@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipectl.planner.plans.replica_costs import ReplicaChoice, ReplicaPlans
 from validator import validate
 
 from pipectl.cluster import Cluster, Device, Node
@@ -13,13 +12,11 @@ from pipectl.errors import InfeasibleError
 from pipectl.link import Link
 from pipectl.plan import Replication
 from pipectl.planner import PlanRequest, make_plan
-from pipectl.planner.assumptions import DEFAULT_BASELINE_BYTES
 from pipectl.planner.bounds import work_s
 from pipectl.planner.graph.blocks import condense
-from pipectl.planner.hybrid.model import costs_of
-from pipectl.planner.hybrid.states import States
-from pipectl.planner.replication.figures import figures_of, states_of
-from pipectl.planner.replication.replicated import MANY_RANKS, replicated_plans
+from pipectl.planner.partition.plans import Choice, PlanBuilder
+from pipectl.planner.partition.replicas import MANY_RANKS
+from pipectl.planner.replicas import replicated_plans
 from pipectl.planner.request import micro_batch_sizes
 from pipectl.planner.search import search_plans
 from pipectl.profile import OperatorMemory, OptimizerCost
@@ -48,7 +45,7 @@ def splits(ranks, stages):
 
 def every_plan(profile, cluster, request, partitions_of):
     """Written to be obviously complete, not fast; ranks are alike, so they go in order."""
-    graph, makers = condense(profile), ReplicaPlans(profile, cluster, request)
+    graph, makers = condense(profile), PlanBuilder(profile, cluster, request)
     for stages in range(1, cluster.ranks + 1):
         for partition in partitions_of(graph, stages):
             members = tuple(tuple(graph.operators_of(blocks)) for blocks in partition)
@@ -60,7 +57,7 @@ def every_plan(profile, cluster, request, partitions_of):
                         replicas = counts if way is Replication.WHOLE else None
                         depths = policy_a(stages, -(-request.batch_size // size), replicas)
                         yield makers.plan(
-                            ReplicaChoice(members, ranks, size, way, ONE_F_ONE_B.name, depths)
+                            Choice(members, ranks, size, ONE_F_ONE_B.name, depths, way)
                         )
 
 
@@ -252,24 +249,10 @@ def test_frozen_parameters_have_neither_gradients_nor_state(make_operator, make_
     ]
     profile = make_profile(operators, [(i, i + 1) for i in range(11)])
     limit = 1_200_000
-    states = states_of(profile)
-    costs = costs_of(profile, States.of(profile), 8, [1, 2], fractions=False)
-    figures = figures_of(profile, cluster_of(3), states, 8, 4, float(limit))
-    trained = 9 * 100
-    assert costs.reduced_bytes[-1] == figures.trained_bytes[-1] == trained
-    held = 3 * 10**6 + trained + 3 * trained
-    assert {*costs.resident_bytes[:, -1], *figures.resident_bytes[:, -1]} == {held}
     for replicas in (1, None):
         request = PlanRequest("job", 16, stages=3, replicas=replicas, memory_limit_bytes=limit)
         plan = make_plan(profile, cluster_of(3), request)
         assert max(plan.prediction.peak_memory_bytes) <= limit
-
-
-def test_a_process_that_was_not_measured_takes_what_is_assumed(chain) -> None:
-    profile = replace(chain(4), process_baseline_bytes=None)
-    limit = float(DEFAULT_BASELINE_BYTES + 1000)
-    figures = figures_of(profile, cluster_of(2), states_of(profile), 8, 4, limit)
-    assert figures.limit_bytes == 1000
 
 
 def owning(make_operator, make_profile, sizes, state=6.0):
@@ -311,8 +294,8 @@ def test_the_owner_of_most_state_counts(make_operator, make_profile, sizes, repl
     profile = owning(make_operator, make_profile, sizes)
     request = PlanRequest("job", 16, replicas=replicas, shard_optimizer=True)
     members, ranks = (tuple(range(len(sizes))),), (tuple(range(replicas)),)
-    choice = ReplicaChoice(members, ranks, 4, Replication.WHOLE, ONE_F_ONE_B.name, (1,))
-    plan = ReplicaPlans(profile, cluster_of(replicas), request).plan(choice)
+    choice = Choice(members, ranks, 4, ONE_F_ONE_B.name, (1,))
+    plan = PlanBuilder(profile, cluster_of(replicas), request).plan(choice)
     assert plan.stages[0].cost.optimizer_bytes == 6 * most
 
 
@@ -323,6 +306,6 @@ def test_all_replicas_keep_the_state_of_parameters_with_several_uses(
     tied = [replace(o, parameters=(*o.parameters, ("tied", 1000))) for o in profile.operators[:2]]
     profile = replace(profile, operators=(*tied, profile.operators[2]))
     request = PlanRequest("job", 16, replicas=2, shard_optimizer=True)
-    choice = ReplicaChoice(((0, 1), (2,)), ((0, 1), (2, 3)), 4, Replication.WHOLE, "1f1b", (2, 1))
-    plan = ReplicaPlans(profile, cluster_of(4), request).plan(choice)
+    choice = Choice(((0, 1), (2,)), ((0, 1), (2, 3)), 4, "1f1b", (2, 1))
+    plan = PlanBuilder(profile, cluster_of(4), request).plan(choice)
     assert [stage.cost.optimizer_bytes for stage in plan.stages] == [6 * 1100, 6 * 100]

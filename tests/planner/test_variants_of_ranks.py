@@ -12,8 +12,11 @@ from pipectl.cluster import Cluster, Device, Node
 from pipectl.errors import InfeasibleError
 from pipectl.link import Link
 from pipectl.planner import PlanRequest, make_plan, search_plans
-from pipectl.planner.activations.pipefb import apart_cut, ranks_of
-from pipectl.planner.hybrid import States
+from pipectl.planner.activations.pipefb import ranks_of
+from pipectl.planner.graph.blocks import condense
+from pipectl.planner.partition.cut_space import CutSpace
+from pipectl.planner.partition.cutter import Cutter
+from pipectl.planner.problem import Problem
 from pipectl.schedule import lower
 from pipectl.schedule.interleaved import INTERLEAVED
 from pipectl.simulate import simulate
@@ -87,22 +90,24 @@ def test_saved_values_that_travel_too_long_stay(lopsided) -> None:
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_no_chain_has_a_smaller_bottleneck(profiles, data) -> None:
-    profile = data.draw(profiles(6, caches=True))
+    profile = data.draw(profiles(6))
     ranks = data.draw(st.integers(2, 5))
-    states = States.of(profile)
+    graph = condense(profile)
+    states = CutSpace.plain(graph)
     cluster = cluster_of([ranks])
     every = data.draw(st.booleans())
-    cut = apart_cut(profile, cluster, states, 8, every=every)
+    problem = Problem(profile, cluster, PlanRequest("job", 64), graph)
+    cut = Cutter(problem, states).with_backwards_elsewhere(8, every=every, recompute=False)
     least_s = _least_s(profile, states, ranks, every=every)
     assert cut is not None
-    loads = [_loads(profile, members) for members in cut.members]
-    pairs = zip(loads, cut.apart, strict=True)
+    stages = problem.members(cut.partition)
+    loads = [_loads(profile, members) for members in stages]
+    apart = [count > 1 for count in cut.devices]
+    pairs = zip(loads, apart, strict=True)
     found_s = max(max(pair) if alone else sum(pair) for pair, alone in pairs)
-    assert sum(1 + alone for alone in cut.apart) <= ranks
+    assert sum(cut.devices) <= ranks
     assert found_s <= least_s + 1e-5
-    assert sorted(i for members in cut.members for i in members) == list(
-        range(len(profile.operators))
-    )
+    assert sorted(i for members in stages for i in members) == list(range(len(profile.operators)))
 
 
 def _loads(profile, members):
@@ -130,9 +135,9 @@ def _least_s(profile, states, ranks, *, every):
 
 def test_pairs_of_ranks_share_a_node_where_one_has_two() -> None:
     cluster = cluster_of([2, 2])
-    assert ranks_of([False, True, False], cluster) == [(0,), (2, 3), (1,)]
-    assert ranks_of([True, True], cluster) == [(0, 1), (2, 3)]
-    assert ranks_of([True, False], cluster_of([1, 1, 1])) == [(0, 1), (2,)]
+    assert ranks_of([False, True, False], cluster) == ((0,), (2, 3), (1,))
+    assert ranks_of([True, True], cluster) == ((0, 1), (2, 3))
+    assert ranks_of([True, False], cluster_of([1, 1, 1])) == ((0, 1), (2,))
 
 
 def test_several_stages_a_rank_are_faster_with_few_micro_batches(chain) -> None:

@@ -28,7 +28,7 @@ from pipectl.arrays import Floats, Integers
 from pipectl.planner.partition.cut_space import CutSpace
 from pipectl.planner.partition.cutter import table_of
 from pipectl.planner.partition.estimate import Layout
-from pipectl.planner.partition.moves import Draft, kicks, replica_moves
+from pipectl.planner.partition.moves import Draft, kicks, near_partitions, replica_moves
 from pipectl.planner.partition.plans import Ranks
 from pipectl.planner.partition.programme import (
     DEVICES,
@@ -45,7 +45,7 @@ from pipectl.schedule.one_f_one_b import policy_a, policy_b
 
 MAX_CUTS = 64
 """Downsets that stages are cut at first: in each part of the work, those that send least."""
-SLACKS = (1.03, 1.1, 1.2, 1.4, 1.8, 2.5, 5.0, 1e9)
+SLACKS = (1.03, 1.06, 1.1, 1.15, 1.2, 1.3, 1.5, 1.8, 2.5, 5.0, 1e9)
 """Caps of the load, relative to work that is spread evenly over all ranks."""
 MANY_RANKS = 48
 """Beyond, a proposal is the least load for a number of stages, and no moves are made."""
@@ -54,9 +54,9 @@ PRECISION = 0.005
 """How far above the least load of a number of stages a proposal may be."""
 EVERY_COUNT = 24
 """Up to so many replicas, every number is tried; beyond, about six per doubling."""
-DESCENTS, KICKED = 8, 2
+DESCENTS, KICKED = 20, 6
 """Proposals that are improved, and that are disturbed and improved again."""
-PER_SIZE = 3
+PER_SIZE = 5
 """Proposals of one micro-batch size that are improved, at most."""
 BETTER = 1 - 1e-9
 """A move must gain more than rounding."""
@@ -109,8 +109,8 @@ class ReplicaSearch:
         if self._ranks <= MANY_RANKS:
             chosen: list[_Start] = []
             for start in sorted(starts):
-                same = sum(each.size == start.size for each in chosen)
-                if same < PER_SIZE and len(chosen) < DESCENTS:
+                same = [each.draft for each in chosen if each.size == start.size]
+                if start.draft not in same and len(same) < PER_SIZE and len(chosen) < DESCENTS:
                     chosen.append(start)
             found = [self._descend(start) for start in chosen]
             for start in sorted(set(found))[:KICKED]:
@@ -125,6 +125,19 @@ class ReplicaSearch:
             for proposal in self._placed(start):
                 placed.setdefault((proposal.size, proposal.layout), proposal)
         return sorted(placed.values())[:count]
+
+    def near(self, proposal: Proposal) -> list[Proposal]:
+        """What is one move of a border away, on the same ranks, best first."""
+        _, size, layout = proposal
+        loads, graph = self._problem.block_times(size), self._problem.graph
+        partitions = dict.fromkeys(near_partitions(layout.partition, graph, loads, ()))
+        layouts = [layout._replace(partition=each) for each in partitions]
+        if not layouts:
+            return []
+        steps_s = self._steps_s(layouts, size).tolist()
+        return sorted(
+            Proposal(*each) for each in zip(steps_s, [size] * len(layouts), layouts, strict=True)
+        )
 
     def _starts(self) -> list[_Start]:
         """What the programme proposes for every size, rated on every order of the ranks."""

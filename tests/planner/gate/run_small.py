@@ -46,7 +46,7 @@ def best_step_s(profile: Profile, cluster: Cluster, request: PlanRequest) -> flo
     enumeration, judge = Enumeration(downsets), Judge(problem)
     for stages in range(1, min(cluster.ranks, len(graph)) + 1):
         layouts = [
-            Layout(partition, place)
+            Layout(partition, tuple((rank,) for rank in place))
             for partition in enumeration.every_partition(stages)
             for place in placements(cluster, stages)
         ]

@@ -1,0 +1,180 @@
+"""Proposals of stages with replicas against trying everything, and what they rest on."""
+
+from itertools import pairwise
+from math import gcd
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipectl.cluster import Cluster, Device, Node
+from pipectl.link import Link
+from pipectl.plan import Replication
+from pipectl.planner import PlanRequest
+from pipectl.planner.costs.links import Links, shares
+from pipectl.planner.graph.blocks import condense
+from pipectl.planner.partition.cut_space import CutSpace
+from pipectl.planner.partition.estimate import Layout
+from pipectl.planner.partition.replicas import (
+    MANY_RANKS,
+    POLICIES,
+    ReplicaSearch,
+    consecutive,
+    device_orders,
+    placed,
+    replica_counts,
+)
+from pipectl.planner.problem import Problem
+from pipectl.schedule.one_f_one_b import policy_a, policy_b
+from pipectl.simulate import simulate
+
+
+def cluster_of(machines, speeds=None, memory_bytes=None, **between):
+    nodes = tuple(
+        Node(f"node{i}", ranks, ranks, Device("cpu", (speeds or [1.0] * 9)[i], memory_bytes))
+        for i, ranks in enumerate(machines)
+    )
+    return Cluster("test", "test", nodes, Link(1e-5, 1e8), Link(1e-4, 1e6, **between))
+
+
+def problem_of(profile, cluster, batch=64, **asked):
+    request = PlanRequest("job", batch, replicas=None, **asked)
+    return Problem(profile, cluster, request, condense(profile))
+
+
+def proposals(problem, sizes=(8,), count=4, expired=lambda: False):
+    space = CutSpace.plain(problem.graph)
+    return ReplicaSearch(problem, space, sizes, expired).proposals(count)
+
+
+def splits(ranks, stages):
+    """Ways to give stages their numbers of replicas, with ranks to spare."""
+    if stages == 0:
+        yield ()
+        return
+    for count in range(1, ranks - stages + 2):
+        for rest in splits(ranks - count, stages - 1):
+            yield (count, *rest)
+
+
+@settings(max_examples=25, derandomize=True, deadline=None)
+@given(data=st.data())
+def test_no_plan_of_small_graphs_is_much_better(data, profiles, partitions_of) -> None:
+    """A search by proposals and moves: nearly always the best plan, never far from it."""
+    profile = data.draw(profiles(6))
+    machines = data.draw(st.sampled_from([[4], [2, 2], [1, 1, 1], [3, 1]]))
+    cluster = cluster_of(machines, data.draw(st.sampled_from([None, [1.0, 3.0, 2.0]])))
+    problem = problem_of(profile, cluster, data.draw(st.sampled_from([8, 24, 44])))
+    found = proposals(problem)[0]
+    for stages in range(1, min(cluster.ranks, len(problem.graph)) + 1):
+        given = stages, problem.micro_batches(8)
+        layouts = [
+            Layout(partition, consecutive(counts))
+            for partition in partitions_of(problem.graph, stages)
+            for counts in splits(cluster.ranks, stages)
+            if max(counts) <= 8
+        ]
+        if layouts:
+            steps_s = problem.estimator.steps_s(layouts, 8, [policy_a(*given), policy_b(*given)])
+            assert found.step_s <= steps_s.min() * 1.15
+
+
+@settings(max_examples=40, derandomize=True, deadline=None)
+@given(data=st.data(), batch=st.sampled_from([8, 24, 44]))
+def test_estimates_are_what_is_simulated_if_messages_are_short(data, batch, profiles) -> None:
+    """On nodes with links of their own, for replicas that split micro-batches."""
+    node = Node("n", 4, 4, Device("cpu"))
+    cluster = Cluster("test", "test", (node,), Link(1e-6, 1e12), Link(1e-6, 1e12))
+    problem = problem_of(data.draw(profiles(5)), cluster, batch)
+    for proposal in proposals(problem):
+        given = len(proposal.layout.partition), problem.micro_batches(8)
+        for warm_up in (policy_a(*given), policy_b(*given)):
+            ((step_s,),) = problem.estimator.steps_s([proposal.layout], 8, [warm_up])
+            order = "1f1b", warm_up
+            choice = problem.choice(proposal.layout, 8, order, Replication.SPLIT)
+            assert simulate(problem.plan(choice), cluster).step_time_s == pytest.approx(
+                step_s, rel=1e-3, abs=2e-5
+            )
+
+
+@pytest.mark.parametrize("ranks", [4, MANY_RANKS + 1])
+def test_proposals_come_best_first_cover_the_graph_and_repeat(chain, ranks) -> None:
+    problem = problem_of(chain(9), cluster_of([ranks]))
+    found = proposals(problem, (8, 16))
+    assert found == proposals(problem, (8, 16))
+    assert found == sorted(found)
+    for _, size, layout in found:
+        assert sum(layout.partition) == problem.graph.everything
+        held = [rank for ranks in layout.ranks for rank in ranks]
+        assert len(set(held)) == len(held)
+        assert max(map(len, layout.ranks)) <= size
+
+
+def test_time_that_is_up_still_gives_a_proposal(chain) -> None:
+    problem = problem_of(chain(9), cluster_of([2, 2]))
+    early = proposals(problem, (8, 16), expired=lambda: True)
+    assert early
+    assert early[0].step_s >= proposals(problem, (8, 16))[0].step_s
+
+
+@pytest.mark.parametrize("ranks", [4, MANY_RANKS + 1])
+def test_stages_that_are_asked_for_are_kept(chain, ranks) -> None:
+    found = proposals(problem_of(chain(9), cluster_of([ranks]), stages=3))
+    assert {len(each.layout.partition) for each in found} == {3}
+
+
+@pytest.mark.parametrize("ranks", [4, MANY_RANKS + 1])
+def test_memory_asks_for_stages(chain, ranks) -> None:
+    """Parameters, gradients and two of optimizer state: 4000 bytes per operator, 1000 saved."""
+    profile = chain(4, parameter_bytes=1000, parameters=(("p", 1000),))
+    for limit, least in (40_000, 1), (18_000, 2):
+        problem = problem_of(profile, cluster_of([ranks]), 16, memory_limit_bytes=limit)
+        layout = proposals(problem)[0].layout
+        given = len(layout.partition), problem.micro_batches(8)
+        assert problem.estimator.excess([layout], 8, [policy_a(*given)]).max() == 0
+        assert len(layout.partition) >= least
+
+
+def test_sums_take_what_they_take_in_the_simulator() -> None:
+    """Of the messages between four replicas on two nodes, four share the link at a time."""
+    assert Links(cluster_of([1])).reduce_s(1e6, [0]) == 0.0
+    assert Links(cluster_of([2])).reduce_s(1e6, [0, 1]) == pytest.approx(2 * (1e-5 + 5e-3))
+    four = Links(cluster_of([2, 2], shared=True)).reduce_s(1e6, range(4))
+    assert four == pytest.approx(2 * (1e-4 + 4 * 0.25))
+
+
+def test_messages_that_share_a_link_follow_each_other() -> None:
+    """Two halves over one link between nodes take as long as the whole; over two, half of it."""
+    links = Links(cluster_of([2, 2], shared=True))
+    assert links.transfer_s(1e6, [0, 1], [2, 3]) == pytest.approx((1.0, 1e-4))
+    assert links.transfer_s(1e6, [0], [1]) == pytest.approx((1e-2, 1e-5))
+    apart = Links(cluster_of([2, 2], shared=False))
+    assert apart.transfer_s(1e6, [0, 1], [2, 3]) == pytest.approx((0.5, 1e-4))
+    assert links.transfer_s(1e6, [0], [0]) == (0.0, 0.0)
+
+
+def test_placement_policies() -> None:
+    node_of = [0] * 4 + [1] * 4
+    replicas = (2, 2, 3, 1)
+    assert placed(node_of, replicas, POLICIES["append"]) == ((0, 1), (2, 3), (4, 5, 6), (7,))
+    assert placed(node_of, replicas, POLICIES["fresh"]) == ((0, 1), (4, 5), (2, 3, 6), (7,))
+    assert placed(node_of, replicas, POLICIES["scatter"]) == ((0, 4), (1, 5), (2, 3, 6), (7,))
+    assert device_orders(node_of) == [(0, 1, 2, 3, 4, 5, 6, 7), (0, 4, 1, 5, 2, 6, 3, 7)]
+    assert device_orders([0, 1, 2]) == [(0, 1, 2)]
+
+
+def test_every_number_of_replicas_is_tried_if_they_are_few() -> None:
+    assert replica_counts(24) == list(range(1, 25))
+    many = replica_counts(1024)
+    assert many[-1] == 1024
+    assert all(after <= 1.2 * before for before, after in pairwise(many[24:]))
+
+
+@pytest.mark.parametrize(("left", "right"), [(1, 1), (1, 3), (2, 3), (4, 2), (5, 3)])
+def test_messages_between_replicas_carry_the_micro_batch_once(left, right) -> None:
+    found = list(shares(range(left), range(right)))
+    assert sum(share for *_, share in found) == pytest.approx(1.0)
+    assert len(found) == left + right - gcd(left, right)
+    for sender in range(left):
+        assert np.isclose(sum(s for a, _, s in found if a == sender), 1 / left)
