@@ -17,11 +17,11 @@ from pipectl.planner.assumptions import baseline_bytes
 from pipectl.planner.costs.stage_costs import with_halves
 from pipectl.planner.judge import Trials
 from pipectl.planner.request import PlanRequest
-from pipectl.planner.techniques.given_ranks import on_ranks
-from pipectl.planner.techniques.placed import (
+from pipectl.planner.schedules.several_stages import (
     TimedPlanner,
     balanced,
     fastest_that_fits,
+    on_ranks,
     one_rank_a_stage,
 )
 from pipectl.profile import Profile

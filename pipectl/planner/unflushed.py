@@ -21,7 +21,7 @@ from pipectl.planner.graph.blocks import condense
 from pipectl.planner.judge import Trials
 from pipectl.planner.partition.plans import other_count
 from pipectl.planner.request import PlanRequest, micro_batch_sizes, stage_counts
-from pipectl.planner.techniques.placed import (
+from pipectl.planner.schedules.several_stages import (
     TimedPlanner,
     balanced,
     fastest_that_fits,

@@ -19,11 +19,11 @@ from pipectl.plan import OffloadTarget, Plan
 from pipectl.plan import Search as Findings
 from pipectl.planner.activations.blocks import BlockPlans
 from pipectl.planner.activations.modes import Keeping, ways
+from pipectl.planner.activations.proposals import MOST_RANKS, Proposals, Search
 from pipectl.planner.assumptions import baseline_bytes
 from pipectl.planner.bounds import least_step_s, work_s
 from pipectl.planner.judge import PLANNER, TIE, Trials, largest_load_s, out_of_time, preference
 from pipectl.planner.request import PlanRequest
-from pipectl.planner.techniques.proposals import MOST_RANKS, Proposals, Search
 from pipectl.profile import Profile
 
 Key = tuple[object, ...]

@@ -6,9 +6,8 @@ from pipectl.link import Link
 from pipectl.planner import PlanRequest
 from pipectl.planner.costs.devices import one_each
 from pipectl.planner.costs.peaks import least_peaks_bytes
-from pipectl.planner.exploring.candidates import Candidates
-from pipectl.planner.exploring.judge import Judge
 from pipectl.planner.graph.blocks import condense
+from pipectl.planner.judge import Candidates, Judge
 from pipectl.planner.partition.estimate import Layout
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import open_orders

@@ -12,7 +12,7 @@ from pipectl.cluster import Cluster, Device, Node
 from pipectl.errors import InfeasibleError
 from pipectl.link import Link
 from pipectl.planner import PlanRequest, make_plan, search_plans
-from pipectl.planner.activations.pipefb import ranks_of
+from pipectl.planner.activations.proposals import ranks_of
 from pipectl.planner.graph.blocks import condense
 from pipectl.planner.partition.cut_space import CutSpace
 from pipectl.planner.partition.cutter import Cutter

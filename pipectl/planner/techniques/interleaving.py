@@ -14,8 +14,7 @@ from pipectl.planner.partition.cutter import Cutter
 from pipectl.planner.partition.plans import PlanBuilder
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import PlanRequest, micro_batch_sizes
-from pipectl.planner.techniques.given_ranks import cuts_for
-from pipectl.planner.techniques.placed import MICRO_BATCHES_PER_RANK
+from pipectl.planner.schedules.several_stages import MICRO_BATCHES_PER_RANK, cuts_for
 from pipectl.schedule.interleaved import INTERLEAVED
 
 MOST_ACTIONS = 150_000

@@ -16,10 +16,9 @@ from gate_corpus import GRAPHS, cluster_of, profile_of
 
 from pipectl.cluster import Cluster
 from pipectl.planner import PlanRequest, make_plan
-from pipectl.planner.exploring.candidates import Candidates
-from pipectl.planner.exploring.judge import Judge
 from pipectl.planner.graph.blocks import condense
 from pipectl.planner.graph.downsets import Enumeration, all_downsets
+from pipectl.planner.judge import Candidates, Judge
 from pipectl.planner.partition.estimate import Layout
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import micro_batch_sizes, open_orders

@@ -1,4 +1,14 @@
-"""What plans could become: deeper warm-ups, looser cuts, backwards elsewhere, several chunks."""
+"""What plans could become: deeper warm-ups, looser cuts, backwards elsewhere, several chunks.
+
+If some operator takes longer than its share, no cut balances the stages; with the forward on one
+rank and the backward on another (PipeFB), what takes longest is the longer of the two, as long as
+the saved values of a micro-batch travel in no more time. The dynamic programme cuts stages for that
+(:meth:`pipectl.planner.partition.cutter.Cutter.with_backwards_elsewhere`), and the largest stages
+of plans that were found without use ranks that are left.
+
+With offload a device holds about two micro-batches of a stage, whatever its warm-up; so stages are
+cut for the memory limit as if no more were in flight.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +19,108 @@ from dataclasses import replace
 from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
-from pipectl.planner.activations.pipefb import ranks_of, some_apart
+from pipectl.planner.costs.devices import mixes, one_each, placements
 from pipectl.planner.graph.blocks import condense
 from pipectl.planner.partition.cut_space import CutSpace
-from pipectl.planner.partition.cutter import Cutter
+from pipectl.planner.partition.cutter import Cut, Cutter, Fit, plain_fit
+from pipectl.planner.partition.estimate import Layout
 from pipectl.planner.partition.plans import Members, PlanBuilder
 from pipectl.planner.problem import Problem
-from pipectl.planner.request import PLACED, PlanRequest, micro_batch_sizes
+from pipectl.planner.request import (
+    PLACED,
+    PlanRequest,
+    micro_batch_sizes,
+    open_orders,
+    stage_counts,
+)
 from pipectl.planner.techniques.interleaving import interleaved_proposals
-from pipectl.planner.techniques.offloaded import OffloadedCuts
 from pipectl.profile import Profile
+
+
+def some_apart(plan: Plan, cluster: Cluster, *, every: bool) -> Iterator[tuple[bool, ...]]:
+    """Stages of a plan that may use ranks it leaves free: the largest, one or more of them."""
+    stages, spare = len(plan.stages), cluster.ranks - len(plan.stages)
+    loads = [stage.cost.forward_s + stage.cost.backward_s for stage in plan.stages]
+    largest = sorted(range(stages), key=lambda index: (-loads[index], index))
+    most = min(stages, spare)
+    for count in sorted({most, *(1 << power for power in range(most.bit_length()))}):
+        if 0 < count <= most and (count == stages or not every):
+            chosen = set(largest[:count])
+            yield tuple(index in chosen for index in range(stages))
+
+
+def ranks_of(apart: Sequence[bool], cluster: Cluster) -> tuple[tuple[int, ...], ...]:
+    """One rank for each stage, or two, in the same node if one has them."""
+    free: list[list[int]] = [[] for _ in cluster.nodes]
+    for rank, node in enumerate(cluster.node_of_rank):
+        free[node].append(rank)
+    found, last = [], 0
+    for needs in (1 + alone for alone in apart):
+        nodes = [*range(last, len(free)), *range(last)]
+        last = next((node for node in nodes if len(free[node]) >= needs), -1)
+        if last < 0:  # no node has two
+            last = next(node for node in nodes if free[node])
+            left = sorted(rank for ranks in free for rank in ranks)
+            taken = [free[last][0], next(rank for rank in left if rank != free[last][0])]
+        else:
+            taken = free[last][:needs]
+        free = [[rank for rank in ranks if rank not in taken] for ranks in free]
+        found.append(tuple(taken))
+    return tuple(found)
+
+
+ON_THE_DEVICE = 2
+"""Micro-batches of an offloading stage."""
+
+
+class OffloadedCuts:
+    """Cuts within memory, if all stages offload."""
+
+    def __init__(self, problem: Problem, cutter: Cutter) -> None:
+        self._problem = problem
+        self._cutter = cutter
+        self._known: set[tuple[int, int]] = set()
+
+    def like(self, plans: Sequence[Plan]) -> Iterator[Plan]:
+        """With as many stages and as large micro-batches as some plans have."""
+        for plan in plans:
+            yield from self._plans(len(plan.stages), plan.micro_batch_size)
+
+    def sizes(self) -> Iterator[Iterator[Plan]]:
+        """All numbers of stages that are open, for one micro-batch size after the other.
+
+        Raises:
+            InfeasibleError: more stages or micro-batches were asked for than there can be.
+        """
+        problem, request = self._problem, self._problem.request
+        counts = stage_counts(request, problem.cluster.ranks, len(problem.graph))
+        for size in micro_batch_sizes(request, request.batch_size):
+            yield (plan for stages in reversed(counts) for plan in self._plans(stages, size))
+
+    def _plans(self, stages: int, size: int) -> Iterator[Plan]:
+        problem, request = self._problem, self._problem.request
+        if (stages, size) in self._known or not problem.could_hold(stages):
+            return
+        self._known.add((stages, size))
+        orders = open_orders(request, stages, problem.micro_batches(size))
+        for cut in self._cuts(stages, size, orders[0][1]):
+            for place in placements(problem.cluster, problem.devices, cut.kinds):
+                layout = Layout(cut.partition, one_each(place))
+                for order in orders:
+                    yield problem.plan(problem.choice(layout, size, order))
+
+    def _cuts(self, stages: int, size: int, warm_up: Sequence[int]) -> Iterator[Cut]:
+        problem = self._problem
+        held = tuple(min(depth, ON_THE_DEVICE) for depth in warm_up)
+        recompute = problem.request.recompute is not False
+        for mix in mixes(problem.devices, len(problem.graph) + 1, stages, stages):
+            yield from self._balanced(plain_fit(problem, size, held, mix, recompute=recompute))
+
+    def _balanced(self, fit: Fit) -> list[Cut]:
+        with suppress(OutOfTimeError):
+            return self._cutter.balanced(fit)
+        return []
+
 
 Search = Callable[[Profile, Cluster, PlanRequest, Callable[[], bool]], Sequence[Plan]]
 """Plans for a request without variants, the best first.

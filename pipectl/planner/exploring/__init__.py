@@ -1,1 +1,0 @@
-"""Which partitions are tried, in which order, until no other can be faster."""

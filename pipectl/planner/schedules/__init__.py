@@ -1,0 +1,1 @@
+"""Schedules with several stages per rank, or that split backwards."""
