@@ -75,7 +75,6 @@ mutants: $(INSTALLED) ## say how many deliberate faults the tests of the pure la
 
 golden: $(INSTALLED) ## rewrite the golden files and the generated reference; look at the diff
 	PIPECTL_GOLDEN=write $(BIN)/python -m pytest $$(grep -rlE --include='test_*.py' 'PIPECTL_GOLDEN|golden\(' tests)
-	$(BIN)/python -m pipectl.spec.reference .
 
 clean: ## remove what make and the tools made; runs/ stays
 	rm -rf .venv .venv-lowest .venv-newest .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage build dist

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import NamedTuple
 
 Value = str | bool | tuple[str, ...]
@@ -13,11 +14,15 @@ or several texts for an option that is written several times."""
 
 RESOURCES = re.compile(r"[A-Za-z0-9_=:.,+*~/@-]*")
 """What may stand in ``-l`` of qsub, where nothing is quoted."""
-_OPTIONAL = ("cpus-per-task", "gpus-per-node", "mem", "time")
-"""Options of sbatch that pipectl writes unless a job says false."""
+REPLACEMENTS = {
+    "cpus-per-task": ("cpus-per-task",),
+    "gpus-per-node": ("gpus-per-node",),
+    "mem": ("mem", "mem-per-cpu", "mem-per-gpu"),
+    "time": ("time",),
+}
+"""Options of sbatch that follow from ``resources``, with those of a job that take their place, also
+if they are false."""
 _LETTERS = {"c": "cpus-per-task", "t": "time"}
-_WRITTEN_OUT = ("gpus-per-node", "mem-per-cpu", "mem-per-gpu")
-"""Options that replace what pipectl writes, which it knows by their whole names."""
 _LOG = "remove it; output and errors are in logs/job.log"
 
 
@@ -158,13 +163,16 @@ def fault_of_option(syntax: Syntax, name: str, value: Value) -> str:
             return f"cannot be false; {dropped}"
         if name in _LETTERS:
             return f"cannot be false; write {_LETTERS[name]}: false"
-        optional = f"{', '.join(_OPTIONAL[:-1])} and {_OPTIONAL[-1]}"
-        return "" if name in _OPTIONAL else f"cannot be false, as {optional} can; {dropped}"
-    for whole in _WRITTEN_OUT if syntax is SBATCH else ():
-        if whole != name and whole.startswith(name) and len(name) > whole.rindex("-") + 1:
-            return f"cannot be abbreviated; write {whole}"
+        *others, last = REPLACEMENTS
+        optional = f"{', '.join(others)} and {last}"
+        return "" if name in REPLACEMENTS else f"cannot be false, as {optional} can; {dropped}"
     faults = (_fault_of_text(syntax, *option) for option in options_of(name, value))
-    return next(filter(None, faults), "")
+    if (fault := next(filter(None, faults), "")) or syntax is QSUB or len(name) == 1:
+        return fault
+    for whole in chain(*REPLACEMENTS.values()):  # before its last word, a prefix is of others too
+        if whole != name and whole.startswith(name) and len(name) > whole.rfind("-") + 1:
+            return f"cannot be abbreviated; write {whole}"
+    return ""
 
 
 def _fault_of_text(syntax: Syntax, dashed: str, text: str | None) -> str:

@@ -12,6 +12,14 @@ _HARMFUL = re.compile(
 """What moves the cursor, changes colours or turns text around, apart from newlines and tabs."""
 
 
+def first_harmful(text: str) -> str | None:
+    """The first such character of a text."""
+    if text.isascii() and text.isprintable():
+        return None
+    match = _HARMFUL.search(text)
+    return match and match[0]
+
+
 def printable(text: object) -> str:
     """A text without what a terminal would obey instead of show."""
     shown = str(text)

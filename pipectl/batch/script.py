@@ -19,6 +19,7 @@ from pipectl.batch.launchers import launch_command
 from pipectl.batch.protocol import JobRequest, Template
 from pipectl.directives import Syntax, fault_of_line, find_dependency, options_of
 from pipectl.errors import InvalidInputError, PipectlError, Problem, SpecError
+from pipectl.printable import first_harmful
 from pipectl.units import did_you_mean, format_clock
 
 if TYPE_CHECKING:
@@ -108,13 +109,12 @@ def _refuse_controls(text: str, what: str) -> None:
     Raises:
         InvalidInputError: naming ``what``.
     """
-    for character in text:
-        code = ord(character)  # C0 and C1 controls, DEL, and the Unicode line separators
-        if code < 0x20 or 0x7F <= code < 0xA0 or code in (0x2028, 0x2029):
-            raise InvalidInputError(
-                f"{what}: holds the control character {character!r}, which no job script can carry",
-                cure="remove it; a value must be one line of printable text",
-            )
+    breaks = (character for character in text if character in "\n\t")
+    if character := first_harmful(text) or next(breaks, None):
+        raise InvalidInputError(
+            f"{what}: holds the control character {character!r}, which no job script can carry",
+            cure="remove it; a value must be one line of printable text",
+        )
 
 
 def slurm_value(text: str) -> str:

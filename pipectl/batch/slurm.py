@@ -19,8 +19,9 @@ from pipectl.batch.commands import QUEUES_TIMEOUT_S, BatchCommands, number_of, p
 from pipectl.batch.launchers import AUTO
 from pipectl.batch.protocol import JobRequest, JobState, JobStatus, Queue
 from pipectl.batch.script import render_script
-from pipectl.directives import SBATCH
+from pipectl.directives import REPLACEMENTS, SBATCH
 from pipectl.errors import SchedulerError
+from pipectl.units import format_clock
 
 SQUEUE_FORMAT = "%i|%T|%D|%S|%e|%N|%k|%r"
 SACCT_FORMAT = "JobID,State,ExitCode,Submit,Start,End,NodeList"
@@ -80,11 +81,23 @@ class SlurmScheduler(BatchCommands):
             "HYDRA_LAUNCHER", "HYDRA_BOOTSTRAP"
         )
         own = any(word.startswith(("-launcher", "-bootstrap")) for word in request.launch.args)
+        resources, memory = request.resources, request.memory_per_node_mib
+        values = {
+            "cpus-per-task": resources.cpus_per_task,
+            "gpus-per-node": resources.gpus_per_node,
+            "mem": memory and f"{memory}M",
+            "time": format_clock(resources.walltime),
+        }
         return render_script(
             "slurm.sh.j2",
             request,
             self.name,
             SBATCH,
+            from_resources=[
+                (option, value)
+                for option, value in values.items()
+                if value and request.slurm.options.keys().isdisjoint(REPLACEMENTS[option])
+            ],
             agent=hydra and not own,
             array_index="SLURM_ARRAY_TASK_ID",
         )

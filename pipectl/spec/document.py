@@ -7,7 +7,6 @@ field that reads a scalar decides whether ``account: 0042`` is a number or a tex
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,15 +16,15 @@ import yaml
 from yaml.reader import ReaderError
 
 from pipectl.errors import Problem, SpecError
+from pipectl.printable import first_harmful
 
 KeyPath = tuple[str | int, ...]
 
 MAX_BYTES = 2**20
 MAX_DEPTH = 40
 MAX_VALUES = 20_000
+_UNPRINTABLE = "contains the unprintable character U+{:04X}; remove it"
 _PLAIN, _QUOTED, _STRING = "pipectl:plain", "pipectl:quoted", "tag:yaml.org,2002:str"
-# Line and paragraph separators, and marks that reorder what a person reads.
-_INVISIBLE = re.compile("[\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 # Bounded digits: Python refuses to convert a number of more than 4300 digits.
 _INTEGER = re.compile(r"[-+]?[0-9]{1,300}")
 _OTHER_BASE = re.compile(r"0o[0-7]{1,300}|0x[0-9a-fA-F]{1,300}")
@@ -232,7 +231,7 @@ class _Loader(yaml.SafeLoader):
                 self._note(key, path, "a key must be text, not a list or mapping")
                 continue
             self._check_tag_and_text(key, path)
-            if _unprintable(key.value):
+            if first_harmful(key.value):
                 continue
             place, inner = self.place(key.start_mark), (*path, key.value)
             if key.value == "<<" and key.tag == _PLAIN:
@@ -250,8 +249,8 @@ class _Loader(yaml.SafeLoader):
         if node.tag not in (_PLAIN, _QUOTED, _STRING, ""):
             tag = repr(node.tag.replace("tag:yaml.org,2002:", "!!")[:60])
             self._note(node, path, f"the YAML tag {tag} is not supported; remove it")
-        if isinstance(node, yaml.ScalarNode) and (hidden := _unprintable(node.value)):
-            self._note(node, path, f"contains the unprintable character {hidden}; remove it")
+        if isinstance(node, yaml.ScalarNode) and (hidden := first_harmful(node.value)):
+            self._note(node, path, _UNPRINTABLE.format(ord(hidden)))
 
     def _note(self, node: yaml.Node, path: KeyPath, message: str) -> None:
         where = f"{path_text(path)}: " if path else ""
@@ -262,25 +261,12 @@ class _Loader(yaml.SafeLoader):
         return SpecError([self.place(mark).problem(message)])
 
 
-def _unprintable(text: str) -> str | None:
-    """``U+001B`` for the first character that could mislead a terminal, script or reader."""
-    if text.isascii() and text.isprintable():
-        return None
-    for character in text:
-        category = unicodedata.category(character)
-        hidden = category == "Cs" or (category == "Cc" and character not in "\n\t")
-        if hidden or _INVISIBLE.match(character):
-            return f"U+{ord(character):04X}"
-    return None
-
-
 def _explain_syntax(error: yaml.YAMLError, text: str) -> tuple[int, int, str]:
     """Line, column (from 1) and explanation of a syntax error in ``text``."""
     if isinstance(error, ReaderError):
         before = text[: error.position]
         line, column = before.count("\n") + 1, error.position - before.rfind("\n")
-        hidden = f"U+{int(error.character):04X}"
-        return line, column, f"contains the unprintable character {hidden}; remove it"
+        return line, column, _UNPRINTABLE.format(int(error.character))
     if not isinstance(error, yaml.MarkedYAMLError):
         return 1, 1, "not valid YAML"
     end = error.problem_mark or error.context_mark

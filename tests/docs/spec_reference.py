@@ -1,36 +1,17 @@
-"""``docs/spec-reference.md``, made from the JSON Schema of the models.
-
-``python -m pipectl.spec.reference DIRECTORY`` writes it and ``configs/job.schema.json`` into a
-checkout.
-"""
+"""``docs/spec-reference.md``, made from the JSON Schema of the models."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
-from pipectl.files import write_json, write_text
 from pipectl.spec.schema import Schema, alternatives, json_schema, properties, words
 
-REFERENCE = Path("docs/spec-reference.md")
-SCHEMA = Path("configs/job.schema.json")
-
-_MARK = (
-    "<!-- What follows is made by python -m pipectl.spec.reference; edit the models instead. -->"
-)
+_MARK = "<!-- What follows is made by make golden; edit the models instead. -->"
 
 
 def reference_markdown(page: str) -> str:
     """The page with its introduction as it is, and new tables after it."""
     return "\n".join([page.partition(_MARK)[0] + _MARK, "", *_parts()])
-
-
-def write(checkout: Path) -> None:
-    """Write the reference and the schema into a checkout."""
-    page = checkout / REFERENCE
-    write_text(page, reference_markdown(page.read_text(encoding="utf-8")))
-    write_json(checkout / SCHEMA, json_schema())
 
 
 def _parts() -> Iterator[str]:
@@ -96,7 +77,3 @@ def _value(schema: Schema, anchor: str) -> str:
             kind = "[factories](#factories)" if properties(values) else words(values)
             return f"mapping of names to {kind}"
     return words(schema)
-
-
-if __name__ == "__main__":
-    write(Path(sys.argv[1]))
