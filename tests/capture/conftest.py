@@ -30,16 +30,21 @@ def _one_thread() -> Any:
 
 @pytest.fixture(scope="session")
 def make_spec(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., JobSpec]:
-    """``make_spec(model, loss=, data=, **sections)``: names of models.py or with a colon."""
+    """``make_spec(model, loss=, data=, **sections)``: names of models.py or with a colon.
+
+    ``kwargs``, ``materialize``, ``opaque`` and ``weights`` are those of the model.
+    """
 
     def make(
         model: str, *, loss: str = "torch.nn:CrossEntropyLoss", data: str = "Vectors", **more: Any
     ) -> JobSpec:
+        keys = more.keys() & {"materialize", "opaque", "weights"}
+        options = {key: more.pop(key) for key in keys}
         document = {
             "version": 1,
             "name": "job",
             "site_defaults": False,
-            "model": _factory(model, more.pop("kwargs", {})),
+            "model": {**_factory(model, more.pop("kwargs", {})), **options},
             "loss": _factory(loss, more.pop("loss_kwargs", {})),
             "data": _factory(data, more.pop("data_kwargs", {})),
             "training": {"steps": 1, "batch_size": 8},
@@ -76,14 +81,19 @@ def graph_of(job_of: Callable[[str], CapturedJob]) -> Callable[[str], CapturedGr
 
 
 @pytest.fixture(scope="session")
-def real_job(make_job: JobMaker) -> Callable[[str], CapturedJob]:
-    """The job of a model of the equality table: gpt, tied, cnn or dense."""
+def make_real_job(make_job: JobMaker) -> JobMaker:
+    """A job of its own of a model of the equality table: gpt, tied, cnn or dense."""
 
-    @cache
-    def make(name: str) -> CapturedJob:
+    def make(name: str, **more: Any) -> CapturedJob:
         tokens = name in ("gpt", "tied")
         loss = f"{EQUALITY}:token_loss" if tokens else "torch.nn:CrossEntropyLoss"
         data = f"{EQUALITY}:{'Tokens' if tokens else 'Images'}"
-        return make_job(f"{EQUALITY}:{name}", loss=loss, data=data)
+        return make_job(f"{EQUALITY}:{name}", loss=loss, data=data, **more)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def real_job(make_real_job: JobMaker) -> Callable[[str], CapturedJob]:
+    """The same, shared by all tests, which must leave it as it was."""
+    return cache(make_real_job)

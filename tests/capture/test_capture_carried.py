@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from pipectl.capture import CapturedJob
 from pipectl.capture.opaque import Opaque
 from pipectl.errors import CaptureError
 
@@ -138,13 +137,11 @@ UNTOUCHED = {
 
 
 @pytest.mark.parametrize("kind", UNTOUCHED)
-def test_what_has_no_values_to_restore_is_left_alone(make_spec, tmp_path: Path, kind: str) -> None:
+def test_what_has_no_values_to_restore_is_left_alone(make_job, tmp_path: Path, kind: str) -> None:
     first, code = UNTOUCHED[kind]
     path = tmp_path / "keeps.py"
     path.write_text(SOURCE.format(first=first, code=code))
-    spec = make_spec(f"{path}:layers")
-    spec = spec.model_copy(update={"model": spec.model.model_copy(update={"opaque": ("1",)})})
-    job = CapturedJob(spec)
+    job = make_job(f"{path}:layers", opaque=["1"])
     kept = job.model[1].kept
     assert any(isinstance(node.target, Opaque) for node in job.training_graph(4).operators)
     assert job.model[1].kept is kept
@@ -167,21 +164,19 @@ def test_numbers_deeper_than_attributes_are_refused_and_left_as_they_were(
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["captured", "kept whole"])
-def test_a_parameter_that_a_forward_writes_is_refused(make_spec, tmp_path, whole: bool) -> None:
+def test_a_parameter_that_a_forward_writes_is_refused(make_job, tmp_path, whole: bool) -> None:
     """Its other uses, replicas and recomputed forwards would each have one of their own."""
     path = tmp_path / "writes.py"
     path.write_text(WRITING)
-    spec = make_spec(f"{path}:layers", data=f"{path}:tokens")
-    if whole:
-        spec = spec.model_copy(update={"model": spec.model.model_copy(update={"opaque": ("0",)})})
+    job = make_job(f"{path}:layers", data=f"{path}:tokens", opaque=["0"] if whole else [])
     with pytest.raises(
         CaptureError, match=r"^model: writes the parameter '0\.weight' in its forward"
     ):
-        CapturedJob(spec).training_graph(4)
+        job.training_graph(4)
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["captured", "kept whole"])
-def test_an_extra_state_that_a_forward_changes_is_refused(make_spec, tmp_path, whole) -> None:
+def test_an_extra_state_that_a_forward_changes_is_refused(make_job, tmp_path, whole) -> None:
     path = tmp_path / "extra.py"
     more = """
     def get_extra_state(self):
@@ -192,13 +187,11 @@ def test_an_extra_state_that_a_forward_changes_is_refused(make_spec, tmp_path, w
 class Whole"""
     source = SOURCE.format(first="0", code="self.kept += 1")
     path.write_text(source.replace("\nclass Whole", more, 1))
-    spec = make_spec(f"{path}:layers")
-    if whole:
-        spec = spec.model_copy(update={"model": spec.model.model_copy(update={"opaque": ("1",)})})
+    job = make_job(f"{path}:layers", opaque=["1"] if whole else [])
     with pytest.raises(
         CaptureError, match=r"^model: 1 changes its extra state \(get_extra_state\)"
     ):
-        CapturedJob(spec).training_graph(4)
+        job.training_graph(4)
 
 
 @pytest.mark.parametrize("changes", [False, True])
@@ -232,13 +225,12 @@ def test_a_tensor_in_a_new_attribute_is_gone_after_the_capture(make_job, written
 
 
 def test_a_submodule_that_keeps_something_stays_as_it_is_where_the_spec_says_so(
-    make_spec, written
+    make_job, written
 ) -> None:
-    spec = make_spec(f"{written('mean')}:layers")
+    layers = f"{written('mean')}:layers"
     with pytest.raises(CaptureError, match=r"^model: keeps '1\.kept' from one step to the next"):
-        CapturedJob(spec).training_graph(4)
-    named = spec.model.model_copy(update={"opaque": ("1",)})
-    job = CapturedJob(spec.model_copy(update={"model": named}))
+        make_job(layers).training_graph(4)
+    job = make_job(layers, opaque=["1"])
     kept = [n.target for n in job.training_graph(4).operators if isinstance(n.target, Opaque)]
     assert [operator.path for operator in kept] == ["1"]
     assert torch.equal(job.model[1].kept, torch.zeros(6))

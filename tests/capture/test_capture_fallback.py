@@ -443,28 +443,22 @@ def test_a_loss_that_breaks_becomes_one_operator(make_job, further: str) -> None
     assert graph.requires_grad[graph.loss]
 
 
-def test_submodules_named_in_the_spec_are_kept(make_spec, job_of) -> None:
-    spec = make_spec("mlp")
-    spec = spec.model_copy(update={"model": spec.model.model_copy(update={"opaque": ("0",)})})
-    graph = CapturedJob(spec).training_graph(4)
+def test_submodules_named_in_the_spec_are_kept(make_job, job_of) -> None:
+    graph = make_job("mlp", opaque=["0"]).training_graph(4)
     assert operators(graph) == ["0"]
     assert len(graph.operators) == len(job_of("mlp").training_graph(4).operators)
 
 
-def test_a_pattern_that_matches_nothing_is_an_error(make_spec) -> None:
-    spec = make_spec("mlp")
-    model = spec.model.model_copy(update={"opaque": ("blocks.*",)})
+def test_a_pattern_that_matches_nothing_is_an_error(make_job) -> None:
     with pytest.raises(CaptureError, match=r"^model.opaque: 'blocks.\*' matches no submodule"):
-        CapturedJob(spec.model_copy(update={"model": model}))
+        make_job("mlp", opaque=["blocks.*"])
 
 
 def test_a_model_without_memory_is_observed_with_parameters_of_one_operator(
-    make_spec, further: str
+    make_job, further: str
 ) -> None:
-    spec = make_spec(f"{further}:two")
-    model = spec.model.model_copy(update={"materialize": "per_rank"})
-    job = CapturedJob(spec.model_copy(update={"model": model}))
+    job = make_job(f"{further}:two", materialize="per_rank")
     graph = job.training_graph(4)
     assert operators(graph) == ["1", "3"]
-    assert graph.fingerprint == CapturedJob(spec).training_graph(4).fingerprint
+    assert graph.fingerprint == make_job(f"{further}:two").training_graph(4).fingerprint
     assert all(is_deferred(tensor) for tensor in job.states.values())

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipectl.capture import CapturedJob, Cut, build_stage
+from pipectl.capture import Cut, build_stage
 from pipectl.errors import CaptureError
 
 MODELS = Path(__file__).with_name("models.py")
@@ -82,13 +82,10 @@ def test_a_backward_hook_on_a_module_is_refused(make_job) -> None:
 
 @pytest.mark.parametrize("materialize", ["eager", "per_rank"])
 @pytest.mark.parametrize("kind", ["gradient", "accumulated"])
-def test_a_hook_on_a_trained_parameter_is_refused(make_spec, kind: str, materialize: str) -> None:
+def test_a_hook_on_a_trained_parameter_is_refused(make_job, kind: str, materialize: str) -> None:
     """Tied parameters, versions of weights and weights made on their rank would not run it."""
-    spec = make_spec("ParameterHook", kwargs={"kind": kind})
-    model = spec.model.model_copy(update={"materialize": materialize})
-    spec = spec.model_copy(update={"model": model})
     with pytest.raises(CaptureError) as raised:
-        CapturedJob(spec)
+        make_job("ParameterHook", kwargs={"kind": kind}, materialize=materialize)
     assert raised.value.message == (
         "model: parameter inner.0.weight has a hook on its gradient, which would not run in every "
         "plan"

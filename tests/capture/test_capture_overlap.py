@@ -43,21 +43,19 @@ APART = {
 }
 
 
-def job_of(make_spec: Callable[..., Any], folder: Path, code: str, materialize: str) -> CapturedJob:
+def job_of(make_job: Callable[..., Any], folder: Path, code: str, materialize: str) -> CapturedJob:
     (folder / "parts.py").write_text(SOURCE.format(code=code))
-    spec = make_spec(f"{folder / 'parts.py'}:Model")
-    model = spec.model.model_copy(update={"materialize": materialize})
-    return CapturedJob(spec.model_copy(update={"model": model}))
+    return make_job(f"{folder / 'parts.py'}:Model", materialize=materialize)
 
 
 @pytest.mark.parametrize("materialize", ["eager", "per_rank"])
 @pytest.mark.parametrize("kind", SHARED)
 def test_a_view_of_a_trained_parameter_is_refused(
-    kind: str, materialize: str, make_spec: Callable[..., Any], tmp_path: Path
+    kind: str, materialize: str, make_job: Callable[..., Any], tmp_path: Path
 ) -> None:
     code, name = SHARED[kind]
     with pytest.raises(CaptureError, match=rf"model: a\.weight and {name} share memory") as found:
-        job_of(make_spec, tmp_path, code, materialize)
+        job_of(make_job, tmp_path, code, materialize)
     assert ".clone()" in found.value.cure
     assert ("self.b.weight = self.a.weight" in found.value.cure) == (kind != "buffer")
 
@@ -65,9 +63,9 @@ def test_a_view_of_a_trained_parameter_is_refused(
 @pytest.mark.parametrize("materialize", ["eager", "per_rank"])
 @pytest.mark.parametrize("kind", APART)
 def test_one_parameter_of_two_names_and_memory_of_its_own_are_fine(
-    kind: str, materialize: str, make_spec: Callable[..., Any], tmp_path: Path
+    kind: str, materialize: str, make_job: Callable[..., Any], tmp_path: Path
 ) -> None:
-    assert job_of(make_spec, tmp_path, APART[kind], materialize).states
+    assert job_of(make_job, tmp_path, APART[kind], materialize).states
 
 
 def parameters(**tensors: Tensor) -> dict[str, Tensor]:

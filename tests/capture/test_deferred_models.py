@@ -5,20 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch import Tensor, nn
 
-from pipectl.capture import CapturedJob
 from pipectl.capture.deferred import Deferred, settle
 from pipectl.capture.step import is_deferred
 from pipectl.errors import CaptureError
-from pipectl.spec import load
-
-EQUALITY = Path(__file__).parents[1] / "equality" / "models.py"
 
 
 class Block(nn.Module):
@@ -147,26 +141,9 @@ def test_a_parameter_without_values() -> None:
     assert "model.weights" in found.value.cure
 
 
-def job(tmp_path: Path, model: str, materialize: str, **more: Any) -> CapturedJob:
-    tokens = model in ("gpt", "tied")
-    loss = f"{EQUALITY}:token_loss" if tokens else "torch.nn:CrossEntropyLoss"
-    document = {
-        "version": 1,
-        "name": "deferred",
-        "site_defaults": False,
-        "model": {"factory": f"{EQUALITY}:{model}", "materialize": materialize, **more},
-        "loss": {"factory": loss},
-        "data": {"factory": f"{EQUALITY}:{'Tokens' if tokens else 'Images'}"},
-        "training": {"steps": 1, "batch_size": 4},
-    }
-    path = tmp_path / "job.yaml"
-    path.write_text(yaml.safe_dump(document))
-    return CapturedJob(load(path))
-
-
 @pytest.mark.parametrize("model", ["gpt", "tied", "cnn", "dense"])
-def test_the_graphs_are_those_of_an_ordinary_model(tmp_path: Path, model: str) -> None:
-    eager, per_rank = (job(tmp_path, model, how) for how in ("eager", "per_rank"))
+def test_the_graphs_are_those_of_an_ordinary_model(make_real_job, model: str) -> None:
+    eager, per_rank = (make_real_job(model, materialize=how) for how in ("eager", "per_rank"))
     for graph in ("training_graph", "evaluation_graph"):
         expected, found = getattr(eager, graph)(2), getattr(per_rank, graph)(2)
         assert found.fingerprint == expected.fingerprint
@@ -176,15 +153,15 @@ def test_the_graphs_are_those_of_an_ordinary_model(tmp_path: Path, model: str) -
     assert per_rank.tied == eager.tied
 
 
-def test_only_what_is_asked_for_is_materialized(tmp_path: Path) -> None:
-    captured = job(tmp_path, "cnn", "per_rank")
+def test_only_what_is_asked_for_is_materialized(make_real_job) -> None:
+    captured = make_real_job("cnn", materialize="per_rank")
     captured.materialize(["model.head.weight", "model.stem.1.running_var"])
     real = [name for name, tensor in captured.states.items() if not is_deferred(tensor)]
     assert sorted(real) == ["model.head.weight", "model.stem.1.running_var"]
     assert torch.equal(captured.states["model.stem.1.running_var"], torch.ones(8))
 
 
-def test_a_factory_that_needs_values_names_the_way_out(tmp_path: Path) -> None:
+def test_a_factory_that_needs_values_names_the_way_out(make_job, tmp_path: Path) -> None:
     (tmp_path / "needy.py").write_text(
         "import torch\n"
         "class Needy(torch.nn.Linear):\n"
@@ -193,7 +170,7 @@ def test_a_factory_that_needs_values_names_the_way_out(tmp_path: Path) -> None:
         "        self.weight.detach().numpy()\n"
     )
     with pytest.raises(CaptureError, match=r"needy.py:5.*materialize: per_rank") as found:
-        job(tmp_path, "cnn", "per_rank", factory=f"{tmp_path / 'needy.py'}:Needy")
+        make_job(f"{tmp_path / 'needy.py'}:Needy", materialize="per_rank")
     assert found.value.cure is not None
     assert "materialize: eager" in found.value.cure
 

@@ -8,39 +8,23 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import save_file, save_model
 from torch import Tensor, nn
 
 from pipectl.capture import CapturedJob
 from pipectl.capture.weights import Weights
 from pipectl.errors import DataFileError, SpecError
-from pipectl.spec import load
 
 EQUALITY = Path(__file__).parents[1] / "equality" / "models.py"
 Start = Callable[..., dict[str, Tensor]]
 
 
 @pytest.fixture(params=["eager", "per_rank"])
-def start(request: pytest.FixtureRequest, tmp_path: Path) -> Start:
+def start(request: pytest.FixtureRequest, make_real_job: Callable[..., CapturedJob]) -> Start:
     """``start(path, model)``: the states of a job by the names of the user's model."""
 
     def started(path: Path, model: str = "gpt") -> dict[str, Tensor]:
-        document = {
-            "version": 1,
-            "name": "started",
-            "site_defaults": False,
-            "model": {
-                "factory": f"{EQUALITY}:{model}",
-                "materialize": request.param,
-                "weights": str(path),
-            },
-            "loss": {"factory": f"{EQUALITY}:token_loss"},
-            "data": {"factory": f"{EQUALITY}:Tokens"},
-            "training": {"steps": 1, "batch_size": 4, "seed": 8},
-        }
-        (tmp_path / "job.yaml").write_text(yaml.safe_dump(document))
-        job = CapturedJob(load(tmp_path / "job.yaml"))
+        job = make_real_job(model, materialize=request.param, weights=str(path))
         job.materialize(job.states)
         return {name.removeprefix("model."): tensor for name, tensor in job.states.items()}
 
