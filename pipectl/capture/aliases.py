@@ -41,7 +41,8 @@ class Aliases:
         groups: a group's id for every operator that must share a stage with others.
         requires_grad: whether the operator's value has a gradient, once all its writes are done.
         returned_argument: the argument node that an in-place operator returned itself.
-        settled: for values that are written after they are made: the operator of the last write.
+        last_writer: for values that are written after they are computed: the last operator that
+            does.
         rewritten: placeholders of the buffers that are written, other than by a norm itself.
         written: placeholders of all states and inputs that are written, each with the operator of
             its last write.
@@ -50,7 +51,7 @@ class Aliases:
     groups: dict[str, str] = field(default_factory=dict)
     requires_grad: dict[str, bool] = field(default_factory=dict)
     returned_argument: dict[str, fx.Node] = field(default_factory=dict)
-    settled: dict[str, str] = field(default_factory=dict)
+    last_writer: dict[str, str] = field(default_factory=dict)
     rewritten: set[str] = field(default_factory=set)
     written: dict[str, str] = field(default_factory=dict)
 
@@ -76,7 +77,7 @@ def find_aliases(graph: CapturedGraph, states: Mapping[str, Tensor]) -> Aliases:
             leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
             found.requires_grad[node.name] = any(leaf.requires_grad for leaf in leaves)
             if last > index[node]:
-                found.settled[node.name] = operators[last].name
+                found.last_writer[node.name] = operators[last].name
     return found
 
 
@@ -87,7 +88,7 @@ def _joined(operators: Sequence[fx.Node], run: _FakeRun) -> Iterator[list[fx.Nod
         whole = storage in run.persistent
         yield [node for node in run.touched[storage] if whole or run.index[node] <= last]
     for node in operators:
-        # A tuple does not travel, its items do: they are taken out where it is made.
+        # A tuple does not travel, its items do: they are taken out in the stage that computes it.
         if not isinstance(run.values[node], Tensor):
             yield [node, *(user for user in node.users if user in run.index)]
     for node, following in pairwise(operators):

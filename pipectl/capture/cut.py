@@ -70,12 +70,12 @@ class Cut:
         return [node.name for node in self.graph.operators if self.stage_of[node.name] == stage]
 
     def received(self, stage: int) -> list[Slot]:
-        """What a stage receives: one slot a value, or one a use where uses travel apart."""
+        """What a stage receives: one slot per value, or one per use if uses travel separately."""
         found = []
         for lane, slots in self.lanes.items():
             if lane.kind is TransferKind.ACTIVATION and lane.target == stage:
                 for value, _ in slots:
-                    found += self._uses_apart(value, stage) or [Slot(value)]
+                    found += self._separate_uses(value, stage) or [Slot(value)]
         return sorted(found, key=self._order)
 
     def forked(self, stage: int) -> list[str]:
@@ -95,10 +95,10 @@ class Cut:
         for route in routes(name, stage, uses, has_gradient=has_gradient):
             lane = Lane(route.kind, route.source, route.target)
             returns = route.kind is TransferKind.GRADIENT
-            apart = self._uses_apart(name, route.source) if returns else []
-            self.lanes.setdefault(lane, []).extend(apart or [Slot(name)])
+            separate = self._separate_uses(name, route.source) if returns else []
+            self.lanes.setdefault(lane, []).extend(separate or [Slot(name)])
 
-    def _uses_apart(self, value: str, stage: int) -> list[Slot]:
+    def _separate_uses(self, value: str, stage: int) -> list[Slot]:
         if value not in self.split_uses:
             return []
         users = self.graph.users[value]
@@ -147,13 +147,13 @@ def evaluation_stages(
     sources[graph.loss] += [name for name in graph.outputs if name in sources]
     stage_of = dict.fromkeys(sources, 0)
     lowest_of_group = dict.fromkeys(graph.groups.values(), 0)
-    settled = False
-    while not settled:  # a member of a group may have to wait for one that comes later
-        settled = True
+    changed = True
+    while changed:  # a member of a group may have to wait for one that comes later
+        changed = False
         for name, group in ((name, graph.groups.get(name, "")) for name in sources):
             earliest = max(stage_of.get(source, 0) for source in (*sources[name], name))
             stage = _first_allowed(name, allowed, max(earliest, lowest_of_group.get(group, 0)))
-            settled = settled and stage == stage_of[name]
+            changed = changed or stage != stage_of[name]
             stage_of[name] = stage
             if group:
                 lowest_of_group[group] = stage

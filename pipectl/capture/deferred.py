@@ -10,7 +10,7 @@ A random draw is seeded by the name of the tensor it is made for and by its numb
 history, so layers that are added or moved leave the values of all others as they are. A draw that
 reaches several tensors (copies of a block, two halves of one tensor) belongs to the first of them
 in the order of the model. Where the factory looked at values, there were no names yet: the draws
-behind what it saw are seeded by their number in the whole factory.
+that led to what it saw are seeded by their number in the whole factory.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Deferred:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Let tensors that are made inside have no memory, and note how they are made."""
+        """Let tensors that are created inside have no memory, and note how."""
         with copyable_without_values(), FakeTensorMode(allow_non_fake_inputs=True), _Recorder(self):
             yield
 
@@ -59,7 +59,7 @@ class Deferred:
         """Let every draw belong to the first tensor that follows from it.
 
         Args:
-            tensors: all that the factory made, by name, in the order of the model.
+            tensors: all that the factory created, by name, in the order of the model.
         """
         for name, tensor in tensors.items():
             if is_deferred(tensor):
@@ -69,7 +69,7 @@ class Deferred:
                     self._origins.setdefault(draw, (name, number))
 
     def make(self, tensor: Tensor, name: str) -> Tensor:
-        """The values of a tensor that the factory made; a parameter stays one.
+        """The values of a tensor that the factory created; a parameter stays one.
 
         Args:
             name: of the parameter or buffer, for messages.
@@ -83,15 +83,14 @@ class Deferred:
                 cure="initialise it in the factory, or name a checkpoint: model.weights",
             )
         try:
-            made = self.values(tensor)
+            values = self.values(tensor)
         except Exception as error:
             raise CaptureError(
                 f"model: {name} cannot be initialised on its own: {type(error).__name__}: {error}",
                 cure="name a checkpoint that holds it (model.weights), or set materialize: eager",
             ) from error
-        return (
-            nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
-        )
+        is_parameter = isinstance(tensor, nn.Parameter)
+        return nn.Parameter(values, tensor.requires_grad) if is_parameter else values
 
     def values(self, tensor: Tensor) -> Tensor:
         """The tensor with the values it has by now."""
@@ -118,9 +117,9 @@ class Deferred:
                     origin = self._origins.setdefault(write.draw, (write.draw,))
                     seed = seed_of(self._seed, "initialise", *origin)
                     torch.default_generator.manual_seed(seed)
-                made = pytree.tree_leaves(write.function(*args, **kwargs))
-                for index, place in write.made.items():
-                    storages[place.storage] = place.storage_of(made[index])
+                results = pytree.tree_leaves(write.function(*args, **kwargs))
+                for index, place in write.created.items():
+                    storages[place.storage] = place.storage_of(results[index])
             return laid_out(target)
 
     def note(self, function: Any, arguments: Any, places: Sequence[Any], result: Any) -> None:
@@ -132,18 +131,18 @@ class Deferred:
         """
         known = {place.storage for place in places if isinstance(place, Place)}
         leaves = pytree.tree_leaves(result)
-        made = {
+        created = {
             index: Place.of(leaf)
             for index, leaf in enumerate(leaves)
             if isinstance(leaf, FakeTensor) and leaf.untyped_storage()._cdata not in known
         }
         written = {place.storage for place in _written(function, arguments)}
-        if not made and not written:
+        if not created and not written:
             return
         self._alive += [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, FakeTensor)]
         structure = pytree.tree_structure(arguments)
-        self._writes.append(Write(function, places, structure, made, self._draw(function)))
-        storages = written | {place.storage for place in made.values()}
+        self._writes.append(Write(function, places, structure, created, self._draw(function)))
+        storages = written | {place.storage for place in created.values()}
         for storage in storages:
             self._writes_of.setdefault(storage, []).append(len(self._writes) - 1)
         if "empty" not in str(function):
@@ -256,19 +255,19 @@ class Place:
 
 @dataclass(frozen=True)
 class Write:
-    """A call that made or changed storages.
+    """A call that created or changed storages.
 
     Args:
         arguments: (args, kwargs), flattened, with places for tensors without values.
         structure: how to put the arguments together again.
-        made: place of every tensor of the result that has a storage of its own, by its index.
+        created: place of every tensor of the result that has a storage of its own, by its index.
         draw: number of the random draw in the factory; None for operators that draw nothing.
     """
 
     function: Any
     arguments: Sequence[Any]
     structure: Any
-    made: dict[int, Place]
+    created: dict[int, Place]
     draw: int | None
 
     @property

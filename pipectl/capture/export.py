@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from pipectl.capture.carried import Assignments, Attribute, later
 from pipectl.capture.checks import drop_conditions
 from pipectl.capture.fallback import Kept, call_modules, traced
-from pipectl.capture.opaque import UnsuitableError
+from pipectl.capture.outline import UnsuitableError
 from pipectl.capture.patches import (
     call_functions,
     patched_export,

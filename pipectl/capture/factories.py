@@ -46,7 +46,7 @@ def find(factory: str, base: Path) -> Callable[..., Any]:
         if not hasattr(found, part):
             raise CaptureError(
                 f"{factory}: {where} has no {attribute!r}{did_you_mean(part, dir(found))}",
-                cure="correct the name behind the colon in the spec",
+                cure="correct the name after the colon in the spec",
             )
         found = getattr(found, part)
     if not callable(found):

@@ -29,11 +29,10 @@ from pipectl.capture.graph import CapturedGraph
 from pipectl.capture.opaque import (
     Arguments,
     Opaque,
-    Outline,
     States,
-    UnsuitableError,
     anchored,
 )
+from pipectl.capture.outline import Outline, UnsuitableError
 from pipectl.capture.patches import Mask
 from pipectl.capture.python_state import (
     SHARED_GENERATORS,
@@ -344,19 +343,19 @@ def _watch(path: str, module: nn.Module, make: Make, calls: list[Outline]) -> Ma
 def _sample(tensor: Tensor) -> Tensor:
     """A tensor with values: random, or 0, which is a valid index, if it has none."""
     if not isinstance(tensor, FakeTensor):  # not connected, as it will not be on a stage
-        made = tensor.detach()
+        sample = tensor.detach()
     else:
-        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        sample = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
         if not tensor.is_floating_point():
-            return made.fill_(tensor.dtype is torch.bool)
-        made = made.normal_()
-    return anchored(made) if tensor.requires_grad else made
+            return sample.fill_(tensor.dtype is torch.bool)
+        sample = sample.normal_()
+    return anchored(sample) if tensor.requires_grad else sample
 
 
 def _hollow(mode: FakeTensorMode) -> Callable[[Tensor], Tensor]:
     def hollow(tensor: Tensor) -> Tensor:
-        made = mode.from_tensor(tensor.detach())
-        return anchored(made) if tensor.requires_grad else made
+        fake = mode.from_tensor(tensor.detach())
+        return anchored(fake) if tensor.requires_grad else fake
 
     return hollow
 
@@ -399,7 +398,7 @@ def traced(step: Step, kept: Kept) -> Iterator[dict[str, Opaque]]:
     def stand_in(path: str, module: nn.Module) -> Callable[..., Any]:
         states = States(module)
         # Another call may write a buffer that the observed ones did not.
-        own = states.buffers_apart(step) if module.training else frozenset[int]()
+        own = states.own_buffers(step) if module.training else frozenset[int]()
         waiting = iter(kept.outlines[path])
 
         def forward(*args: Any, **kwargs: Any) -> Any:

@@ -67,7 +67,7 @@ class CapturedGraph:
         outputs: what the model returned, flattened: names of tensors, nodes of sizes, or constants
             as they are.
         output_spec: pytree structure of ``outputs``.
-        groups, requires_grad, settled, rewritten, written: see
+        groups, requires_grad, last_writer, rewritten, written: see
             :class:`pipectl.capture.aliases.Aliases`.
         batch_size: the size it was exported with, and, if ``fixed``, the only one it holds for.
         symbols: that stand for the number of samples in sizes; none if ``fixed``.
@@ -100,7 +100,7 @@ class CapturedGraph:
         self._rename_mutated(aliases)
         self.groups = aliases.groups
         self.requires_grad = aliases.requires_grad
-        self.settled = aliases.settled
+        self.last_writer = aliases.last_writer
         self.rewritten = aliases.rewritten
         self.written = aliases.written
         self.loss, self.outputs, self.output_spec = _results(program)

@@ -9,44 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
-from typing import Any, NamedTuple
-from weakref import WeakSet
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from pipectl.capture.outline import Form, Outline, Unsteady, UnsuitableError
 from pipectl.capture.python_state import own_generators, reseed
 from pipectl.capture.step import make_known, own_name
 from pipectl.errors import CaptureError
 
 Place = tuple[nn.Module, str, str]
 """A module, ``_parameters`` or ``_buffers``, and the name of an entry."""
-_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
 _TENSOR, _NUMBER = object(), object()
 """Stand for tensors and symbolic sizes among the arguments of a call."""
-
-
-class UnsuitableError(Exception):
-    """A submodule that cannot be an operator of its own; the text says why, with it as subject.
-
-    Args:
-        cure: what to change, if it is not what the submodule returns.
-        path: of the submodule; whoever calls it adds it.
-    """
-
-    def __init__(self, why: str, cure: str | None = None, *, path: str = "") -> None:
-        super().__init__(why)
-        self.cure = cure
-        self.path = path
-
-
-class UnsteadyError(Exception):
-    """A model reads a part of a result that no two calls give in one structure."""
 
 
 class States:
@@ -60,7 +40,7 @@ class States:
         """What stands in the module at present."""
         return [vars(owner)[kind][name] for (owner, kind, name), *_ in self.places]
 
-    def buffers_apart(self, root: nn.Module) -> frozenset[int]:
+    def own_buffers(self, root: nn.Module) -> frozenset[int]:
         """Indices of the buffers that no other part of ``root`` has."""
         everywhere = _places(root)
         return frozenset(
@@ -101,7 +81,7 @@ def _places(module: nn.Module) -> dict[int, list[Place]]:
 
 
 class Arguments:
-    """Positional and keyword arguments of a call, taken apart.
+    """Positional and keyword arguments of a call, flattened.
 
     Attributes:
         tensors, numbers: tensors and symbolic sizes among them, in order.
@@ -161,7 +141,7 @@ class Opaque:
         self._tensors = len(states.places) + len(arguments.tensors)
         forms = outline.forms
         memories = [form.memory for form in forms]
-        self._apart = [  # what shares memory with nothing else
+        self._unshared = [  # what shares memory with nothing else
             index
             for index, form in enumerate(forms)
             if form.origin is None and memories.count(form.memory) == 1
@@ -190,17 +170,40 @@ class Opaque:
         """
         tensors, numbers = list(given[: self._tensors]), given[self._tensors :]
         if any(isinstance(tensor, FakeTensor) for tensor in tensors):
-            results = self.outline.imitate(batch, tensors)
+            results = self._imitate(batch, tensors)
         else:
             anchor = self._enter(tensors) if torch.is_grad_enabled() else None
             results = self._checked(self._run(tensors, numbers), batch, tensors)
             if anchor is not None:
                 forms = self.outline.forms
-                wanted = [index for index in self._apart if forms[index].requires_grad]
+                wanted = [index for index in self._unshared if forms[index].requires_grad]
                 left = leave(anchor, [results[index] for index in wanted])
                 for index, tensor in zip(wanted, left, strict=True):
                     results[index] = tensor
         return results[0] if len(results) == 1 else tuple(results)
+
+    def _imitate(self, batch: int, arguments: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors that share memory and have gradients as those of a real call; values are none.
+
+        Arguments that a call writes are marked as written.
+        """
+        forms = self.outline.forms
+        for index in self.outline.written:
+            torch.autograd.graph.increment_version(arguments[index])
+        bases: dict[tuple[int | None, int], Tensor] = {
+            (index, index): argument for index, argument in enumerate(arguments)
+        }
+        results = []
+        for form in forms:
+            key = form.origin, form.memory
+            if key not in bases:
+                size = max(other.extent(batch) for other in forms if other.memory == form.memory)
+                base = torch.empty(size, dtype=form.dtype)
+                grad = form.requires_grad and torch.is_grad_enabled()
+                bases[key] = anchored(base) if grad else base
+            view = bases[key].as_strided(*form.layout_at(batch))
+            results.append(view if form.requires_grad else view.detach())
+        return results
 
     def _enter(self, tensors: list[Tensor]) -> Tensor:
         """Replace those of the inputs that have a gradient and are not changed by their aliases."""
@@ -309,8 +312,8 @@ class _Enter(torch.autograd.Function):
         results = []
         for gradient, (sizes, strides, dtype, device) in zip(gradients, ctx.layouts, strict=False):
             if gradient is None or gradient.stride() != strides:
-                made = torch.empty_strided(sizes, strides, dtype=dtype, device=device)
-                gradient = made.zero_() if gradient is None else made.copy_(gradient)
+                blank = torch.empty_strided(sizes, strides, dtype=dtype, device=device)
+                gradient = blank.zero_() if gradient is None else blank.copy_(gradient)
             results.append(gradient)
         return tuple(results)
 
@@ -326,7 +329,8 @@ class _Leave(torch.autograd.Function):
         return (torch.zeros(0), *gradients)
 
 
-_prepared: WeakSet[nn.Module] = WeakSet()
+_lent: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
+"""Modules that write their buffers once, with their own buffers while copies stand in for them."""
 
 
 def write_buffers_once(model: nn.Module) -> None:
@@ -337,270 +341,20 @@ def write_buffers_once(model: nn.Module) -> None:
     the schedule's.
     """
     for module in model.modules():
-        if any(buffer is not None for buffer in module._buffers.values()):
-            if module not in _prepared:
-                _Once(module)
-            _prepared.add(module)
+        if module not in _lent and any(each is not None for each in module._buffers.values()):
+            _lent[module] = {}
+            module.register_forward_pre_hook(_lend_copies)
+            # Also where torch ends such a call early, by an exception.
+            module.register_forward_hook(_take_back, always_call=True)
 
 
-class _Once:
-    """Gives one module copies of its buffers for a call within a backward."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._own: dict[str, Tensor] = {}
-        module.register_forward_pre_hook(self._begin)
-        # Also where torch ends such a call early, by an exception.
-        module.register_forward_hook(self._end, always_call=True)
-
-    def _begin(self, module: nn.Module, _: Any) -> None:
-        if torch._C._current_graph_task_id() != -1:  # what torch's own checkpoint asks, too
-            buffers = module._buffers.items()
-            self._own = {name: each for name, each in buffers if each is not None}
-            module._buffers.update({n: each.detach().clone() for n, each in self._own.items()})
-
-    def _end(self, module: nn.Module, *_: Any) -> None:
-        module._buffers.update(self._own)
-        self._own = {}
+def _lend_copies(module: nn.Module, _: Any) -> None:
+    if torch._C._current_graph_task_id() != -1:  # what torch's own checkpoint asks, too
+        own = {name: each for name, each in module._buffers.items() if each is not None}
+        _lent[module] = own
+        module._buffers.update({name: each.detach().clone() for name, each in own.items()})
 
 
-class Form(NamedTuple):
-    """A tensor of a result.
-
-    Args:
-        origin: index of the argument in whose memory it lies; None for memory of its own.
-        memory: number of the memory among those of arguments and result; several tensors may
-            share one.
-        layout: sizes, strides and offset in one row, each as (factor, rest) of the batch size.
-    """
-
-    dtype: torch.dtype
-    requires_grad: bool
-    origin: int | None
-    memory: int
-    layout: tuple[tuple[int, int], ...]
-
-    def layout_at(self, batch: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], Any]:
-        """Sizes, strides and offset for ``batch`` samples; symbolic if ``batch`` is."""
-        numbers = [factor * batch + rest if factor else rest for factor, rest in self.layout]
-        dims = len(numbers) // 2
-        return tuple(numbers[:dims]), tuple(numbers[dims:-1]), numbers[-1]
-
-    def blank(self, batch: Any, device: torch.device | None = None) -> Tensor:
-        """A tensor of this form without values, in memory of its own."""
-        sizes, strides, _ = self.layout_at(batch)
-        return torch.empty_strided(sizes, strides, dtype=self.dtype, device=device)
-
-    def extent(self, batch: int) -> int:
-        """Elements of memory that it needs, up to its last."""
-        sizes, strides, offset = self.layout_at(batch)
-        pairs = zip(sizes, strides, strict=True)
-        return max(0, int(offset + 1 + sum((size - 1) * stride for size, stride in pairs)))
-
-    def in_own_memory(self) -> Form:
-        """The same in memory that nothing else has."""
-        return self._replace(origin=None, memory=-1 - self.memory, layout=(*self.layout[:-1], _NIL))
-
-
-_NIL = (0, 0)
-
-
-class Unsteady:
-    """Stands for a part of a result that no two calls give in one structure.
-
-    Nothing may be read of it but its type.
-
-    Args:
-        kind: that type.
-    """
-
-    def __init__(self, kind: type) -> None:
-        self._kind = kind
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return self._kind
-
-    def _refuse(self, *_: object) -> Any:
-        raise UnsteadyError
-
-    __getattr__ = __getitem__ = __iter__ = __len__ = __bool__ = __contains__ = __add__ = _refuse
-
-
-@dataclass(frozen=True)
-class Outline:
-    """What a call gives.
-
-    Args:
-        leaves: the flat result, with forms for tensors.
-        structure: pytree structure of the result.
-        written: indices of the tensor arguments whose memory a call wrote.
-        draws: whether a call drew random numbers.
-    """
-
-    leaves: tuple[Any, ...]
-    structure: Any
-    written: frozenset[int]
-    draws: bool
-
-    @classmethod
-    def of_call(
-        cls, result: Any, arguments: Sequence[Tensor], written: frozenset[int], draws: bool
-    ) -> Outline:
-        """The outline of one call.
-
-        Raises:
-            UnsuitableError: the result holds something that is neither a tensor nor plain.
-        """
-        leaves, structure = pytree.tree_flatten(result)
-        memories: dict[int, int] = {}
-        for index, argument in enumerate(arguments):
-            memories.setdefault(argument.untyped_storage()._cdata, index)
-        trained = any(argument.requires_grad for argument in arguments)
-        found: list[Any] = []
-        for leaf in leaves:
-            if not isinstance(leaf, Tensor):
-                if not isinstance(leaf, _PLAIN):
-                    raise UnsuitableError(f"gives a {type(leaf).__name__}, which is not a tensor")
-                found.append(leaf)
-                continue
-            number = len(arguments) + len(memories)
-            memory = memories.setdefault(leaf.untyped_storage()._cdata, number)
-            origin = memory if memory < len(arguments) else None
-            numbers = (*leaf.shape, *leaf.stride(), int(leaf.storage_offset()))
-            layout = tuple((0, number) for number in numbers)
-            form = Form(leaf.dtype, leaf.requires_grad, origin, memory, layout)
-            if draws and origin not in written:
-                # Another draw may give more than an argument as it is.
-                grad = form.requires_grad or (trained and form.dtype.is_floating_point)
-                form = (form if origin is None else form.in_own_memory())._replace(
-                    requires_grad=grad
-                )
-            found.append(form)
-        return cls(tuple(found), structure, written, draws)
-
-    @classmethod
-    def of_calls(cls, batches: Sequence[int], calls: Sequence[Outline]) -> Outline:
-        """The outline that agrees with calls at several batch sizes.
-
-        Raises:
-            UnsuitableError: there is none.
-        """
-        columns = [call.leaves for call in calls]
-        structure, shared = _shared([call.structure for call in calls], columns)
-        leaves = tuple(_common(batches, column) for column in shared)
-        written = frozenset[int]().union(*(call.written for call in calls))
-        return cls(leaves, structure, written, any(call.draws for call in calls))
-
-    @property
-    def forms(self) -> tuple[Form, ...]:
-        """The forms of the tensors of the result, in order."""
-        return tuple(leaf for leaf in self.leaves if isinstance(leaf, Form))
-
-    def leaves_of(self, result: Any) -> list[Any] | None:
-        """The flat result of another call; None if its structure is not this one."""
-        try:
-            leaves: list[Any] = self.structure.flatten_up_to(result)
-        except ValueError:
-            return None
-        return leaves
-
-    def result(self, tensors: Sequence[Any]) -> Any:
-        """The result with these tensors in it."""
-        waiting = iter(tensors)
-        flat = [next(waiting) if isinstance(leaf, Form) else leaf for leaf in self.leaves]
-        return self.structure.unflatten(flat)
-
-    def imitate(self, batch: int, arguments: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors that share memory and have gradients as those of a real call; values are none.
-
-        Arguments that a call writes are marked as written.
-        """
-        for index in self.written:
-            torch.autograd.graph.increment_version(arguments[index])
-        bases: dict[tuple[int | None, int], Tensor] = {
-            (index, index): argument for index, argument in enumerate(arguments)
-        }
-        found = []
-        for form in self.forms:
-            key = form.origin, form.memory
-            if key not in bases:
-                same = [other for other in self.forms if other.memory == form.memory]
-                size = max(other.extent(batch) for other in same)
-                base = torch.empty(size, dtype=form.dtype)
-                grad = form.requires_grad and torch.is_grad_enabled()
-                bases[key] = anchored(base) if grad else base
-            made = bases[key].as_strided(*form.layout_at(batch))
-            found.append(made if form.requires_grad else made.detach())
-        return found
-
-
-def _shared(
-    structures: Sequence[Any], calls: Sequence[Sequence[Any]]
-) -> tuple[Any, list[tuple[Any, ...]]]:
-    """The structure that several results share, and for each of its leaves theirs.
-
-    A part of one type in which they differ, as a list of another length, is one unsteady leaf.
-
-    Raises:
-        UnsuitableError: a part is of another type from call to call.
-    """
-    first = structures[0]
-    if all(other == first for other in structures):
-        return first, list(zip(*calls, strict=True))
-    if any(other.is_leaf() or other.type is not first.type for other in structures):
-        raise UnsuitableError("gives a result of another structure from call to call")
-    if any((o.context, o.num_children) != (first.context, first.num_children) for o in structures):
-        return pytree.treespec_leaf(), [(Unsteady(first.type),) * len(calls)]
-    children, columns = [], []
-    rest = [iter(leaves) for leaves in calls]
-    for parts in zip(*(structure.children() for structure in structures), strict=True):
-        below = [
-            list(islice(leaves, part.num_leaves)) for leaves, part in zip(rest, parts, strict=True)
-        ]
-        child, shared = _shared(parts, below)
-        children.append(child)
-        columns += shared
-    return pytree.TreeSpec(first.type, first.context, children), columns
-
-
-def _common(batches: Sequence[int], column: Sequence[Any]) -> Any:
-    """What one leaf of the result has in common over several calls.
-
-    Raises:
-        UnsuitableError: nothing that follows from the batch size.
-    """
-    first = column[0]
-    if type(first) is Unsteady:
-        return first
-    if not isinstance(first, Form):
-        if any(type(other) is not type(first) or other != first for other in column):
-            raise UnsuitableError(f"gives a {type(first).__name__} that changes with the data")
-        return first
-    if any(not isinstance(o, Form) or len(o.layout) != len(first.layout) for o in column):
-        raise UnsuitableError("gives a tensor with another number of dimensions from call to call")
-    if any(other.dtype != first.dtype for other in column):
-        raise UnsuitableError("gives a tensor of another type from call to call")
-    if any(other.memory != first.memory for other in column):
-        # Sometimes an argument itself, sometimes not: taken to be none.
-        column = [other.in_own_memory() for other in column]
-        column = [other._replace(memory=-1 - first.memory) for other in column]
-    rows = zip(*([rest for _, rest in form.layout] for form in column), strict=True)
-    layout = tuple(_linear(batches, numbers) for numbers in rows)
-    return column[0]._replace(layout=layout, requires_grad=any(o.requires_grad for o in column))
-
-
-def _linear(batches: Sequence[int], numbers: Sequence[int]) -> tuple[int, int]:
-    """(factor, rest) of the rule that gives ``numbers`` at ``batches``.
-
-    Raises:
-        UnsuitableError: there is none.
-    """
-    pairs = sorted(zip(batches, numbers, strict=True))
-    (low, first), (high, last) = pairs[0], pairs[-1]
-    factor = (last - first) // (high - low) if high > low else 0
-    rest = first - factor * low
-    if any(factor * batch + rest != number for batch, number in pairs):
-        raise UnsuitableError(
-            "gives a tensor whose size depends on the data, not on the batch size"
-        )
-    return factor, rest
+def _take_back(module: nn.Module, *_: Any) -> None:
+    module._buffers.update(_lent.get(module, {}))
+    _lent[module] = {}

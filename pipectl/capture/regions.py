@@ -2,7 +2,7 @@
 
 Exported under autocast, a graph holds no casts: autocast makes them when an operator runs. So the
 graph can be cut anywhere, and every stage runs its part in the same context. What the model itself
-asks of a dtype (``x.to(y.dtype)``) is settled while it is captured, which therefore happens in
+asks of a dtype (``x.to(y.dtype)``) is answered while it is captured, which therefore happens in
 this context too.
 
 Parts of a model may run under an autocast of their own, or without gradients. While it traces,
@@ -48,7 +48,7 @@ class Region(NamedTuple):
     """What holds for an operator, beside what holds for the whole model.
 
     Args:
-        autocasts: one a device, in the order of their names.
+        autocasts: one per device, in the order of their names.
         gradients: False under ``torch.no_grad()``.
     """
 

@@ -47,7 +47,7 @@ def build_stage(cut: Cut, stage: int, samples: Samples, device: torch.device = _
     """The code of ``stage`` for micro-batches of so many samples, or for a part of them.
 
     Args:
-        device: that it runs on; tensors that it makes are made there.
+        device: that it runs on, and creates tensors on.
 
     Raises:
         CaptureError: the graph was captured for another, fixed, batch size.
@@ -144,14 +144,14 @@ class _Builder:
         return [name for name in self._captured.inputs if name in wanted]
 
     def _state_slot(self, placeholder: str, user: str) -> Slot:
-        apart = self._cut.training and uses_of_parameter(self._captured, placeholder)
-        return Slot(placeholder, user if apart else "")
+        per_use = self._cut.training and uses_of_parameter(self._captured, placeholder)
+        return Slot(placeholder, user if per_use else "")
 
     def _forks(self) -> dict[str, list[str]]:
-        """Values to fork behind each operator: where their memory is written for the last time."""
+        """Values to fork after each operator: the last that writes their memory."""
         found: dict[str, list[str]] = {}
         for name in self._cut.forked(self._stage):
-            found.setdefault(self._captured.settled.get(name, name), []).append(name)
+            found.setdefault(self._captured.last_writer.get(name, name), []).append(name)
         return found
 
     def _copy(self, node: fx.Node) -> fx.Node:
@@ -172,16 +172,15 @@ class _Builder:
             return own_use if own_use is not None else self._local[Slot(source.name)]
 
         args, kwargs = fx.node.map_arg(on_device((node.args, node.kwargs), self._device), local)
-        made = self._graph.create_node("call_function", target, args, kwargs, node.name)
+        copy = self._graph.create_node("call_function", target, args, kwargs, node.name)
         if region_of(node).gradients or not gives_views(target):
-            return made
-        return self._graph.call_function(without_gradient, (made, [*args, *kwargs.values()]))
+            return copy
+        return self._graph.call_function(without_gradient, (copy, [*args, *kwargs.values()]))
 
-    def _fork(self, name: str, behind: str) -> None:
+    def _fork(self, name: str, writer: str) -> None:
         """Give every later use of a value an alias of its own, with gradients summed in order."""
         position = self._captured.position
-        later = position[behind]
-        users = [user for user in self._captured.users[name] if position[user] > later]
+        users = [u for u in self._captured.users[name] if position[u] > position[writer]]
         self._switch.to(WHOLE)
         fork = self._graph.call_function(fork_uses, (self._local[Slot(name)], len(users)))
         for index, user in enumerate(users):
@@ -217,7 +216,7 @@ class _Builder:
 
 
 def fork_uses(value: Tensor, uses: int) -> tuple[Tensor, ...]:
-    """Aliases of ``value``, one a use; gradients are summed last use first, as autograd does."""
+    """Aliases of ``value``, one per use; gradients are summed last use first, as autograd does."""
     return _Fork.apply(value, uses)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -258,6 +257,6 @@ class Receive(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None, None, None]:
-        """Keep the gradient; there is nothing behind the anchor."""
+        """Keep the gradient; it goes no further."""
         ctx.caught[ctx.slot] = gradient
         return None, None, None, None

@@ -63,7 +63,7 @@ def test_readers_of_a_written_value_read_the_writing_operator(graph_of) -> None:
 def test_a_value_written_through_a_view_is_settled_by_the_last_write(graph_of) -> None:
     graph = graph_of("Crossing")
     write = next(node.name for node in graph.operators if node.name.startswith("mul_"))
-    assert graph.settled["linear"] == write
+    assert graph.last_writer["linear"] == write
     assert members(graph, "linear") == members(graph, write)
 
 
