@@ -17,13 +17,13 @@ from pipectl.runtime.apart import BackwardHalf, ForwardHalf
 from pipectl.runtime.device import Device
 from pipectl.runtime.failure import Doing
 from pipectl.runtime.layout import Tensors
-from pipectl.runtime.origins import Origins
 from pipectl.runtime.passes import Loaded
 from pipectl.runtime.reduction import Reducer
 from pipectl.runtime.slicing import Piece, Slicing
 from pipectl.runtime.stage import StageRuntime
 from pipectl.runtime.step_input import StepInput, StepOutput, Update
 from pipectl.runtime.transport import Message, Posted, Transport
+from pipectl.runtime.vote import Origins
 from pipectl.runtime.wiring import Range, Wiring
 from pipectl.schedule import Action, Actions, Channel, Kind
 

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-import numpy as np
 import torch
-from mpi4py import MPI
 from torch import Tensor, nn
 
 from pipectl.capture.step import own_name
 from pipectl.errors import CaptureError
 from pipectl.runs import LossScaleState
-from pipectl.runtime.waiting import wait
 from pipectl.spec.models import LossScale as LossScaleSpec
 
 GROWTH, BACKOFF = 2.0, 0.5
@@ -27,21 +24,14 @@ class LossScale:
     """The scale of a training, the same on all ranks at all times.
 
     Args:
-        communicator: of its own.
         parameters: this rank's trained parameters, by full name.
 
     Raises:
         CaptureError: a parameter is in float16 itself, so that its gradient cannot be unscaled.
     """
 
-    def __init__(
-        self,
-        communicator: MPI.Comm,
-        spec: LossScaleSpec,
-        parameters: Mapping[str, nn.Parameter],
-    ) -> None:
+    def __init__(self, spec: LossScaleSpec, parameters: Mapping[str, nn.Parameter]) -> None:
         refuse_half_parameters(parameters)
-        self._communicator = communicator
         self._parameters = tuple(parameters.values())
         self._interval = spec.growth_interval
         self._scale = torch.tensor(spec.initial, dtype=torch.float32)
@@ -63,29 +53,30 @@ class LossScale:
         self._steps_since.fill_(state.steps_since)
 
     def unscale(self) -> bool:
-        """Divide all gradients by the scale and choose the next one. Collective.
-
-        Returns:
-            Whether every gradient of every rank is finite: otherwise the step must be skipped.
-        """
-        found = np.array([self._unscale_own()], dtype=np.float32)
-        wait([self._communicator.Iallreduce(MPI.IN_PLACE, found, MPI.MAX)])
-        overflow = torch.from_numpy(found)[0]
-        torch._amp_update_scale_(
-            self._scale, self._steps_since, overflow, GROWTH, BACKOFF, self._interval
-        )
-        return not overflow
-
-    def _unscale_own(self) -> float:
-        """1 if a gradient of this rank is infinite or undefined, else 0."""
+        """Divide this rank's gradients by the scale; whether one is infinite or undefined."""
         inverse = self._scale.double().reciprocal().float()
-        overflow = 0.0
+        overflow = False
         for gradients in alike(p.grad for p in self._parameters if p.grad is not None):
             device = gradients[0].device
             found = torch.zeros((), device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse.to(device))
-            overflow = max(overflow, float(found))
+            overflow = overflow or bool(found)
         return overflow
+
+    def update(self, *, overflow: bool) -> None:
+        """Choose the scale of the next step.
+
+        Args:
+            overflow: whether any rank found one.
+        """
+        torch._amp_update_scale_(
+            self._scale,
+            self._steps_since,
+            torch.tensor(float(overflow)),
+            GROWTH,
+            BACKOFF,
+            self._interval,
+        )
 
 
 def refuse_half_parameters(parameters: Mapping[str, nn.Parameter]) -> None:

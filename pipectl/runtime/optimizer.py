@@ -1,11 +1,12 @@
-"""The end of a step: shared gradients and clipping by global norm.
+"""Gradients at the end of a step: shared ones, their norms, and clipping by global norm.
 
-Both give the same bits in every plan: sums and norms are formed in model order, never by rank.
+All give the same bits in every plan: sums and norms are formed in model order, never by rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+import math
+from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from pipectl.capture import Slot
+from pipectl.runtime.loss_scale import alike
 from pipectl.runtime.waiting import gather_all, wait
 
 Uses = list[tuple[Slot, int]]
@@ -151,58 +153,55 @@ def _bytes(gradient: Tensor) -> np.ndarray[Any, Any]:
     return host.view(-1).view(torch.uint8).numpy()
 
 
-class Clipping:
-    """Clipping by the norm of all gradients of all ranks, with torch's formula in model order.
+def gradient_norms(parameters: Mapping[str, nn.Parameter]) -> dict[str, float]:
+    """The norm of every gradient by the parameter's name; gradients are read once."""
+    gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    norms: dict[int, float] = {}
+    for same in alike(gradients.values()):
+        values = torch.stack(torch._foreach_norm(same)).double().tolist()
+        norms.update(zip(map(id, same), values, strict=True))
+    return {name: norms[id(gradient)] for name, gradient in gradients.items()}
+
+
+def not_finite(parameters: Mapping[str, nn.Parameter], norms: Mapping[str, float]) -> list[str]:
+    """The parameters whose gradient has an element that is not finite.
+
+    A norm is finite only if all elements are; it may be infinite though they are finite.
+    """
+    suspects = (name for name in parameters if not math.isfinite(norms.get(name, 0.0)))
+    gradients = ((name, parameters[name].grad) for name in suspects)
+    return [name for name, grad in gradients if grad is not None and not grad.isfinite().all()]
+
+
+def total_norm(norms: Sequence[float | None], dtypes: Sequence[torch.dtype]) -> Tensor:
+    """The norm of all gradients by torch's formula.
 
     Args:
-        dtypes: of every trained parameter by name, in model order, tied ones once.
-        owned: this rank's parameters whose norm no lower rank contributes.
-        held: all of this rank's parameters.
+        norms: of each gradient in model order, tied parameters once; None without a gradient.
+            Float64 holds the norm of a narrower type to the bit.
+        dtypes: of the parameters.
     """
+    pairs = zip(norms, dtypes, strict=True)
+    given = [(norm, dtype) for norm, dtype in pairs if norm is not None]
+    types = [dtype for _, dtype in given]
+    values = torch.tensor([norm for norm, _ in given], dtype=torch.float64)[_grouped(types)]
+    widest = reduce(torch.promote_types, types or [torch.float32])
+    norm: Tensor = torch.linalg.vector_norm(values.to(widest))
+    return norm
 
-    def __init__(
-        self,
-        communicator: MPI.Comm,
-        dtypes: Mapping[str, torch.dtype],
-        owned: Mapping[str, nn.Parameter],
-        held: Mapping[str, nn.Parameter],
-    ) -> None:
-        self._communicator = communicator
-        self._dtypes = tuple(dtypes.values())
-        self._index = {name: index for index, name in enumerate(dtypes)}
-        self._owned = owned
-        self._held = held
 
-    def clip(self, largest: float) -> float:
-        """Scale all gradients to a norm of at most ``largest``; returns the norm before."""
-        total = self._norm()
-        factor = torch.clamp(largest / (total + 1e-6), max=1.0)
-        for parameter in self._held.values():
-            if parameter.grad is not None:
-                parameter.grad.mul_(factor.to(parameter.grad.device))
-        return float(total)
-
-    def _norm(self) -> Tensor:
-        # Row 0 holds the norms, row 1 marks who has a gradient. Adding zeros changes no bit, nor
-        # does float64 on the way: torch's norm is of the widest type among the gradients.
-        table = np.zeros((2, len(self._index)), dtype=np.float64)
-        for name, parameter in self._owned.items():
-            if parameter.grad is not None:
-                table[0, self._index[name]] = float(torch.linalg.vector_norm(parameter.grad))
-                table[1, self._index[name]] = 1
-        wait([self._communicator.Iallreduce(MPI.IN_PLACE, table)])
-        marked = table[1] > 0
-        dtypes = [dtype for dtype, found in zip(self._dtypes, marked, strict=True) if found]
-        norms = torch.from_numpy(table[0][marked])[_grouped(dtypes)]
-        widest = reduce(torch.promote_types, dtypes or [torch.float32])
-        norm: Tensor = torch.linalg.vector_norm(norms.to(widest))
-        return norm
+def clip_gradients(parameters: Iterable[nn.Parameter], total: Tensor, max_norm: float) -> None:
+    """Scale gradients so that a norm of ``total`` becomes at most ``max_norm``."""
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor.to(parameter.grad.device))
 
 
 def _grouped(dtypes: Sequence[torch.dtype]) -> list[int]:
     """The order in which torch takes gradients of these types: one type after another."""
     if len(set(dtypes)) < 2:
         return list(range(len(dtypes)))
-    alike: list[list[Tensor | None]] = [[torch.empty(0, dtype=dtype) for dtype in dtypes]]
-    groups = _group_tensors_by_device_and_dtype(alike, with_indices=True)
+    columns: list[list[Tensor | None]] = [[torch.empty(0, dtype=dtype) for dtype in dtypes]]
+    groups = _group_tensors_by_device_and_dtype(columns, with_indices=True)
     return [index for _, indices in groups.values() for index in indices]

@@ -38,9 +38,9 @@ from pipectl.errors import PipectlError
 from pipectl.files import write_json
 from pipectl.printable import printable
 from pipectl.runtime.device import choose_device
-from pipectl.runtime.guard import not_finite
 from pipectl.runtime.loss_scale import refuse_half_parameters
 from pipectl.runtime.memories import kept_apart
+from pipectl.runtime.optimizer import gradient_norms, not_finite
 from pipectl.runtime.process import settle_process
 from pipectl.runtime.stepper import Stepper, make_stepper
 from pipectl.spec import JobSpec, load
@@ -74,7 +74,7 @@ def train(spec: JobSpec, micro_batch_size: int, directory: Path) -> None:
         losses.append(weighted(found, shares))
         faulty = skips and (
             first_undefined(found, shares) is not None
-            or bool(not scaler.is_enabled() and not_finite(parameters))
+            or bool(not scaler.is_enabled() and not_finite(parameters, gradient_norms(parameters)))
         )
         _update(stepper, scaler, spec.training.clip_grad_norm, parameters, faulty=faulty)
         if faulty:

@@ -14,14 +14,26 @@ import torch
 from torch import Tensor, nn
 
 from pipectl.errors import UsageError
-from pipectl.runtime.guard import Fault, Guard
 from pipectl.runtime.loss_scale import LossScale
-from pipectl.runtime.optimizer import Clipping, SharedGradients
-from pipectl.runtime.origins import origins_of
+from pipectl.runtime.optimizer import (
+    SharedGradients,
+    clip_gradients,
+    gradient_norms,
+    total_norm,
+)
 from pipectl.runtime.recording import Recording
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.stage_states import shared_uses
 from pipectl.runtime.stepper import make_stepper
+from pipectl.runtime.vote import (
+    Fault,
+    Origin,
+    Origins,
+    Result,
+    Vote,
+    fault_of_gradients,
+    fault_of_losses,
+)
 
 IGNORE, SKIP = "ignore", "skip"
 
@@ -32,7 +44,6 @@ class StepEnd:
     Attributes:
         updated: the parameters that this rank updates, by full name.
         told: of these, those that it speaks for among all ranks that hold them.
-        guard: None where nobody looks for what is not finite.
         gradient_norm, used_rate, skipped: of the last step.
 
     Args:
@@ -49,15 +60,23 @@ class StepEnd:
         own = setup.replicas.updates
         self.updated = {n: p for n, p in setup.parameters.items() if own(n)}
         self._held = _trained(setup.parameters)
+        self._trained_of = {each.index: _trained(each.parameters) for each in setup.updated_stages}
         self.told = {n: p for n, p in self._held.items() if self._tells(n)}
         self.stepper = make_stepper(setup.job, self.updated)
         self._sharings = setup.replicas.sharings()
         self.shared = self._make_shared()
-        self._clipping = self._make_clipping()
-        self.loss_scale = self._make_loss_scale()
-        self.guard = self._make_guard()
-        self._origins = origins_of(setup.cut)
-        if self.guard is not None:
+        self.loss_scale = (
+            LossScale(self._training.loss_scale, self._held)
+            if self._training.precision == "float16"
+            else None
+        )
+        # Of every trained parameter, in model order, tied ones once.
+        states = setup.job.states.items()
+        self._dtypes = {name: tensor.dtype for name, tensor in states if tensor.requires_grad}
+        self._clips = self._training.clip_grad_norm is not None
+        self._vote = Vote(setup.communicator.Dup(), [*self._dtypes], with_norms=self._clips)
+        self._origins = Origins.of(setup.cut)
+        if self._looks:
             setup.training.origins = self._origins
         self.gradient_norm = self.used_rate = math.nan
         self.skipped = False
@@ -85,26 +104,44 @@ class StepEnd:
                     buffers[name].copy_(before)
         return self._undoes
 
-    def run(self, step: int, fault_of_loss: int, recording: Recording | None) -> None:
+    def run(
+        self,
+        step: int,
+        micro_batches: Sequence[int],
+        losses: Sequence[Tensor],
+        weights: Sequence[float],
+        recording: Recording | None,
+    ) -> None:
         """Update, or leave the step out. Collective.
 
         Args:
-            fault_of_loss: see :meth:`Guard.in_losses`.
+            micro_batches: whose losses this rank has computed.
+            weights: of all micro-batches of the step.
 
         Raises:
             WorkerError: something is not finite, and the job is to stop then.
         """
         self.shared.reduce()
         self.gradient_norm, self.used_rate = math.nan, self.stepper.learning_rate
-        self._tell(step, fault_of_loss)
-        self.skipped = self.loss_scale is not None and not self.loss_scale.unscale()
-        if not self.skipped and self._training.clip_grad_norm is not None:
-            self.gradient_norm = self._clipping.clip(self._training.clip_grad_norm)
-        self._undoes = self._meets and self._is_faulty()
-        if self._undoes or self.skipped:
-            self.skipped, self.gradient_norm = True, math.nan
+        overflow = self.loss_scale is not None and self.loss_scale.unscale()
+        if not self._meets:
+            self.settle()  # what was voted a step ago
+        fault = fault_of_losses(micro_batches, losses, weights) if self._looks else 0
+        self._cast(step, fault, self._origins.first(), overflow=overflow)
+        self.skipped = self._undoes = False
+        result = self._vote.count() if self._meets else None
+        if result is not None:
+            self._undoes = self._is_faulty(result)
+            self.skipped = self._undoes or result.overflow
+            if self.loss_scale is not None:
+                self.loss_scale.update(overflow=result.overflow)
+        if self.skipped:
             self.stepper.skip()
             return
+        if result is not None and self._training.clip_grad_norm is not None:
+            total = total_norm(result.norms, [*self._dtypes.values()])
+            clip_gradients(self._held.values(), total, self._training.clip_grad_norm)
+            self.gradient_norm = float(total)
         if recording is not None:
             recording.met()
         self.stepper.step()
@@ -119,7 +156,7 @@ class StepEnd:
         weights: Sequence[float],
         before: int,
     ) -> None:
-        """Where steps overlap: tell what is not finite here, and hear what all have told so far.
+        """If steps overlap: vote on this one, and count what all ranks have voted so far.
 
         Args:
             before: micro-batches of earlier steps.
@@ -127,25 +164,31 @@ class StepEnd:
         Raises:
             WorkerError: something was not finite in an earlier step.
         """
-        if self.guard is None:
+        if not self._looks:
             return
-        fault = self.guard.heard(at_once=True)
-        if fault is not None:
-            self._record(fault)
-            self.guard.stop(fault, together=False)
-        of_loss = self.guard.in_losses(micro_batches, losses, weights) if losses else 0
+        while (result := self._vote.count(at_once=True)) is not None:
+            if result.fault is not None:
+                self._record(result.fault)
+                self._vote.stop(result, together=False)
+        fault = fault_of_losses(micro_batches, losses, weights) if losses else 0
         origin = self._origins.first(range(before, before + len(micro_batches)))
         if origin is not None:
             origin = origin._replace(micro_batch=origin.micro_batch - before)
-        self.guard.tell(step, of_loss or self.guard.in_gradients(), origin)
+        self._cast(step, fault, origin)
 
     def settle(self) -> None:
-        """Hear of all steps so far, before something is made of them. Collective.
+        """Count all votes so far, before something is made of their steps. Collective.
 
         Raises:
             WorkerError: one was not finite.
         """
-        self._is_faulty()
+        while (result := self._vote.count()) is not None:
+            self._is_faulty(result)
+
+    @property
+    def _looks(self) -> bool:
+        """Whether anybody looks for what is not finite."""
+        return self._training.on_nonfinite != IGNORE
 
     @property
     def _skips(self) -> bool:
@@ -154,38 +197,36 @@ class StepEnd:
 
     @property
     def _meets(self) -> bool:
-        """Whether all ranks wait for one another before an update anyway."""
-        clips = self._training.clip_grad_norm is not None
-        return self._skips or clips or self.loss_scale is not None
+        """Whether all ranks wait for one another before an update."""
+        return self._skips or self._clips or self.loss_scale is not None
 
-    def _tell(self, step: int, fault_of_loss: int) -> None:
-        if self.guard is None:
+    def _cast(
+        self, step: int, fault: int, origin: Origin | None, *, overflow: bool = False
+    ) -> None:
+        """Vote on a step, if anybody needs the result; gradients are read once."""
+        if not self._looks and not self._meets:
             return
-        if not self._meets:
-            self.settle()  # what was told a step ago
         scaled = self.loss_scale is not None  # which looks at gradients itself
-        found = fault_of_loss or (0 if scaled else self.guard.in_gradients())
-        self.guard.tell(step, found, self._origins.first())
+        norms = gradient_norms(self._held) if self._clips or not scaled else {}
+        if self._looks and not fault and not scaled:
+            fault = fault_of_gradients(self._trained_of, norms, [*self._dtypes])
+        told = {name: norm for name, norm in norms.items() if name in self.told}
+        self._vote.cast(step, fault, origin, overflow=overflow, norms=told)
 
-    def _is_faulty(self) -> bool:
-        """Whether what was told is to be left out."""
-        fault = None if self.guard is None else self.guard.heard()
-        if fault is None:
+    def _is_faulty(self, result: Result) -> bool:
+        """Whether a step is to be left out.
+
+        Raises:
+            WorkerError: the training is to stop instead.
+        """
+        if result.fault is None:
             return False
-        self._record(fault)
+        self._record(result.fault)
         if not self._skips:
-            assert self.guard is not None
             with suppress(UsageError):  # of the last checkpoint, of which rank 0 has warned
                 self._finish()
-            self.guard.stop(fault, together=True)
+            self._vote.stop(result, together=True)
         return True
-
-    def _make_guard(self) -> Guard | None:
-        if self._training.on_nonfinite == IGNORE:
-            return None
-        setup = self._setup
-        trained = {stage.index: _trained(stage.parameters) for stage in setup.updated_stages}
-        return Guard(setup.communicator.Dup(), [*self._dtypes()], trained)
 
     def _make_shared(self) -> SharedGradients:
         setup = self._setup
@@ -198,25 +239,10 @@ class StepEnd:
             setup.branching,
         )
 
-    def _make_loss_scale(self) -> LossScale | None:
-        training = self._training
-        if training.precision != "float16":
-            return None
-        return LossScale(self._setup.communicator.Dup(), training.loss_scale, self._held)
-
-    def _make_clipping(self) -> Clipping:
-        communicator = self._setup.communicator.Dup()
-        return Clipping(communicator, self._dtypes(), self.told, self._held)
-
     def _tells(self, name: str) -> bool:
         """Whether of all ranks that hold a parameter, this one speaks for it."""
         first = self._setup.owners[name] == self._setup.communicator.rank
         return self._setup.replicas.counts(name, first=first)
-
-    def _dtypes(self) -> dict[str, torch.dtype]:
-        """Of every trained parameter, in model order, tied ones once."""
-        states = self._setup.job.states.items()
-        return {name: tensor.dtype for name, tensor in states if tensor.requires_grad}
 
 
 def _trained(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:

@@ -174,13 +174,8 @@ class Trainer:
 
     def _compute(self, step: int, doing: Pass, given: StepInput) -> StepOutput:
         def update(_: Action, out: StepOutput) -> None:
-            guard = self._end.guard
-            fault = (
-                0
-                if guard is None
-                else guard.in_losses(self._loss_shares.computed(doing), out.losses, given.weights)
-            )
-            self._end.run(step, fault, self._recording)
+            computed = self._loss_shares.computed(doing)
+            self._end.run(step, computed, out.losses, given.weights, self._recording)
 
         return self._setup.training.run_parts([(doing.actions, 0)], given, update)
 

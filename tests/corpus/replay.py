@@ -30,7 +30,7 @@ from pipectl.runtime.engine import Engine
 from pipectl.runtime.failure import Doing
 from pipectl.runtime.layout import Layout
 from pipectl.runtime.offload import StageOffload, mover_of
-from pipectl.runtime.optimizer import Clipping, SharedGradients
+from pipectl.runtime.optimizer import SharedGradients, clip_gradients, gradient_norms, total_norm
 from pipectl.runtime.stage import StageRuntime
 from pipectl.runtime.stage_states import branching_stages, shared_uses
 from pipectl.runtime.step_input import StepInput
@@ -219,7 +219,7 @@ class _Step:
         self._shared = SharedGradients(alone, *given)
         self._knows_uses = False
         held = {n: p for n, p in runtime.parameters.items() if p.requires_grad}
-        self._clipping = Clipping(alone, {name: p.dtype for name, p in held.items()}, held, held)
+        self._held = held
         self._stepper = make_stepper(job, runtime.parameters)
 
     def given(self) -> StepInput:
@@ -235,7 +235,9 @@ class _Step:
             self._shared.learn()
             self._knows_uses = True
         self._shared.reduce()
-        self._clipping.clip(1.0)
+        norms = gradient_norms(self._held)
+        given = [(norms.get(name), p.dtype) for name, p in self._held.items()]
+        clip_gradients(self._held.values(), total_norm(*zip(*given, strict=True)), 1.0)
         self._stepper.step()
 
     def resident_bytes(self) -> int:

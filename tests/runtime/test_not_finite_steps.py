@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +22,18 @@ from pipectl.profile import Profile
 from pipectl.runs import RunDirectory, read_errors, read_metrics
 from pipectl.runtime import checkpoint
 from pipectl.runtime.failure import Doing
-from pipectl.runtime.guard import Fault, Guard, _number, _origin, not_finite
-from pipectl.runtime.origins import Origin, Origins
+from pipectl.runtime.optimizer import gradient_norms
 from pipectl.runtime.trainer import Trainer
+from pipectl.runtime.vote import (
+    Fault,
+    Origin,
+    Origins,
+    Vote,
+    _number,
+    _origin,
+    fault_of_gradients,
+    fault_of_losses,
+)
 from pipectl.schedule import Kind
 from pipectl.watch.board import Activity
 
@@ -41,10 +51,21 @@ def layers() -> nn.Sequential:
     return model
 
 
-def guard_of(model: nn.Module) -> Guard:
+def vote_on(model: nn.Module) -> Vote:
+    return Vote(MPI.COMM_SELF, [name for name, _ in model.named_parameters()])
+
+
+def fault_of(model: nn.Module) -> int:
+    """Of two stages."""
     named = dict(model.named_parameters())
     stages = {s: {n: p for n, p in named.items() if n.startswith(str(s))} for s in (0, 1)}
-    return Guard(MPI.COMM_SELF, list(named), stages)
+    return fault_of_gradients(stages, gradient_norms(named), list(named))
+
+
+def fault_in(vote: Vote) -> Fault | None:
+    result = vote.count()
+    assert result is not None
+    return result.fault
 
 
 def test_finite_gradients_are_no_fault_however_large() -> None:
@@ -53,8 +74,7 @@ def test_finite_gradients_are_no_fault_however_large() -> None:
     model[0].weight.grad.fill_(3e38)
     model[1].bias.grad = None
     assert not math.isfinite(float(model[0].weight.grad.norm()))
-    assert not_finite(dict(model.named_parameters())) == []
-    assert guard_of(model).in_gradients() == 0
+    assert fault_of(model) == 0
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -62,30 +82,47 @@ def test_the_gradient_that_a_backward_made_first_is_named(value: float) -> None:
     """Backwards begin at the last stage; within one, parameters are told in model order."""
     model = layers()
     model[0].weight.grad[1, 1] = value
-    guard = guard_of(model)
-    guard.tell(3, guard.in_gradients())
-    assert guard.heard() == Fault(3, stage=0, parameter="0.weight")
+    vote = vote_on(model)
+    vote.cast(3, fault_of(model))
+    assert fault_in(vote) == Fault(3, stage=0, parameter="0.weight")
     for parameter in model[1].parameters():
         parameter.grad.view(-1)[0] = value
-    guard.tell(4, guard.in_gradients())
-    fault = guard.heard()
-    assert fault == Fault(4, stage=1, parameter="1.weight")
+    vote.cast(4, fault_of(model))
+    result = vote.count()
+    assert result is not None
+    assert result.fault == Fault(4, stage=1, parameter="1.weight")
     with pytest.raises(WorkerError, match=r"step 4: the gradient of '1\.weight' in stage 1 is not"):
-        guard.stop(fault, together=True)
-    assert guard.heard() is None
+        vote.stop(result, together=True)
+    assert vote.count() is None
 
 
 def test_a_loss_comes_before_gradients_and_the_first_micro_batch_before_others() -> None:
     model = layers()
     model[1].weight.grad[0, 0] = math.nan
-    guard = guard_of(model)
+    vote = vote_on(model)
     losses = [torch.tensor(x) for x in (math.nan, 1.0, math.inf, math.nan)]
-    found = guard.in_losses([0, 2, 4, 6], losses, [0.0, 9.0, 0.5, 9.0, 0.3, 9.0, 0.2])
-    assert found > guard.in_gradients() > 0
-    guard.tell(1, found)
-    guard.tell(2, 0)
-    assert guard.heard(at_once=True) == Fault(1, micro_batch=4)
-    assert guard.heard() is None
+    fault = fault_of_losses([0, 2, 4, 6], losses, [0.0, 9.0, 0.5, 9.0, 0.3, 9.0, 0.2])
+    assert fault > fault_of(model) > 0
+    vote.cast(1, fault)
+    vote.cast(2)
+    assert fault_in(vote) == Fault(1, micro_batch=4)
+    assert fault_in(vote) is None
+
+
+def test_a_vote_carries_overflow_and_norms_to_the_bit() -> None:
+    norms = {"a": 0.0, "c": math.inf, "d": 0.1, "e": -math.nan, "f": 5e-324}
+    vote = Vote(MPI.COMM_SELF, list("abcdef"), with_norms=True)
+    vote.cast(1, overflow=True, norms=norms)
+    vote.cast(2)
+    first, second = vote.count(), vote.count()
+    assert first is not None
+    assert second is not None
+    assert (first.step, first.fault, first.overflow) == (1, None, True)
+    a, b, c, d, e, f = first.norms
+    assert (a, b, c, d, f) == (0.0, None, math.inf, 0.1, 5e-324)
+    assert e is not None
+    assert math.isnan(e)
+    assert (second.overflow, second.norms) == (False, [None] * 6)
 
 
 def test_the_first_stage_is_named_that_handed_on_what_was_not_finite() -> None:
@@ -98,11 +135,11 @@ def test_the_first_stage_is_named_that_handed_on_what_was_not_finite() -> None:
     assert origins.first(range(2)) is None
     assert origins.first() == Origin(2, 1)
     assert origins.first() is None
-    guard = guard_of(layers())
-    of_loss = guard.in_losses([2], [torch.tensor(math.nan)], [0.0, 0.0, 1.0])
+    vote = vote_on(layers())
+    of_loss = fault_of_losses([2], [torch.tensor(math.nan)], [0.0, 0.0, 1.0])
     for origin, stage in ((Origin(2, 1), 1), (Origin(0, 0), -1), (None, -1)):
-        guard.tell(1, of_loss, origin)
-        assert guard.heard() == Fault(1, micro_batch=2, origin=stage)
+        vote.cast(1, of_loss, origin)
+        assert fault_in(vote) == Fault(1, micro_batch=2, origin=stage)
     assert Fault(1, 2, origin=1).where == "; stage 1 was the first to hand on something that is not"
 
 
@@ -166,15 +203,12 @@ def test_a_checkpoint_that_takes_long_before_the_job_stops_is_no_row() -> None:
 
 def test_where_steps_overlap_a_rank_without_the_fault_says_the_same() -> None:
     """It must not wait for a rank that may wait for it."""
-    model = layers()
-    model[1].bias.grad[0] = math.nan
-    guard = guard_of(model)
-    guard.tell(3, guard.in_gradients())
-    fault = guard.heard()
-    assert fault is not None
-    guard._found_here = False
-    with pytest.raises(WorkerError, match=r"step 3: the gradient of '1\.bias' in stage 1 is not"):
-        guard.stop(fault, together=False)
+    vote = vote_on(layers())
+    vote.cast(3, fault_of_losses([0], [torch.tensor(math.nan)], [1.0]))
+    result = vote.count()
+    assert result is not None
+    with pytest.raises(WorkerError, match=r"step 3: the loss of micro-batch 0 is not"):
+        vote.stop(replace(result, is_mine=False), together=False)
 
 
 @pytest.mark.mpi

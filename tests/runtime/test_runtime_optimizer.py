@@ -14,8 +14,14 @@ from pipectl.capture import CapturedJob, Slot
 from pipectl.errors import CaptureError
 from pipectl.runs import read_errors
 from pipectl.runtime.coupling import refuse_coupled_updates
-from pipectl.runtime.optimizer import Clipping, SharedGradients
+from pipectl.runtime.optimizer import (
+    SharedGradients,
+    clip_gradients,
+    gradient_norms,
+    total_norm,
+)
 from pipectl.runtime.stepper import make_optimizer
+from pipectl.runtime.vote import Vote
 
 
 def model_with_gradients() -> nn.Module:
@@ -27,17 +33,23 @@ def model_with_gradients() -> nn.Module:
     return model
 
 
-def clipping(model: nn.Module) -> Clipping:
-    held = dict(model.named_parameters())
-    dtypes = {name: parameter.dtype for name, parameter in held.items()}
-    return Clipping(MPI.COMM_SELF, dtypes, held, held)
+def clip(model: nn.Module, max_norm: float) -> float:
+    """Clip by norms that have travelled in a vote; the norm before."""
+    parameters = dict(model.named_parameters())
+    vote = Vote(MPI.COMM_SELF, list(parameters), with_norms=True)
+    vote.cast(1, norms=gradient_norms(parameters))
+    result = vote.count()
+    assert result is not None
+    total = total_norm(result.norms, [parameter.dtype for parameter in parameters.values()])
+    clip_gradients(parameters.values(), total, max_norm)
+    return float(total)
 
 
 @pytest.mark.parametrize("largest", [1e-3, 0.5, 30.0, 1e9])
 def test_clipping_on_one_rank_is_torchs_to_the_bit(largest: float) -> None:
     mine, torchs = model_with_gradients(), model_with_gradients()
     expected = torch.nn.utils.clip_grad_norm_(torchs.parameters(), largest)
-    assert clipping(mine).clip(largest) == float(expected)
+    assert clip(mine, largest) == float(expected)
     for ours, other in zip(mine.parameters(), torchs.parameters(), strict=True):
         assert (ours.grad is None) == (other.grad is None)
         assert ours.grad is None or torch.equal(ours.grad, other.grad)
@@ -61,13 +73,13 @@ def test_clipping_computes_in_the_types_that_torch_does(dtypes: list[torch.dtype
             parameter.data = parameter.data.to(dtype)
             parameter.grad = None if gradient is None else gradient.to(dtype)
     expected = torch.nn.utils.clip_grad_norm_(torchs.parameters(), 0.5)
-    assert clipping(mine).clip(0.5) == float(expected)
+    assert clip(mine, 0.5) == float(expected)
     for ours, other in zip(mine.parameters(), torchs.parameters(), strict=True):
         assert ours.grad is None or torch.equal(ours.grad, other.grad)
 
 
 def test_without_any_gradient_the_norm_is_zero() -> None:
-    assert clipping(nn.Linear(2, 2)).clip(1.0) == 0.0
+    assert clip(nn.Linear(2, 2), 1.0) == 0.0
 
 
 def test_gradients_of_several_uses_are_summed_in_graph_order() -> None:
