@@ -8,6 +8,7 @@ takes no room on a CPU.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,19 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipectl.capture.operators import arguments_by_name
+
+_ATEN = torch.ops.aten
+_NORMS = frozenset(
+    {
+        _ATEN.native_layer_norm.default,
+        _ATEN.native_group_norm.default,
+        _ATEN.native_batch_norm.default,
+        _ATEN._native_batch_norm_legit.default,
+        _ATEN._native_batch_norm_legit.no_stats,
+        _ATEN._batch_norm_with_update.default,
+    }
+)
+"""Operators whose statistics are as wide as their parameters, which fake tensors do not know."""
 
 
 class Valueless(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -41,12 +55,23 @@ class Valueless(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with self._forms:
             known = pytree.tree_map_only(Tensor, blank, (args, kwargs))
             result = func(*known[0], **known[1])
+            if func in _NORMS:
+                result = _with_wide_statistics(result, args)
         if func._schema.is_mutable:
             return _in_place(func, result, args, kwargs)
         return pytree.tree_map_only(Tensor, self._real, result)
 
     def _real(self, form: Tensor) -> Tensor:
         return blank(form)
+
+
+def _with_wide_statistics(result: tuple[Tensor, ...], args: Sequence[Any]) -> tuple[Tensor, ...]:
+    """Results of a norm on a CPU: parameters wider than the values give wider statistics."""
+    values, *parameters = (item for item in args if isinstance(item, Tensor))
+    if values.device.type != "cpu" or not parameters or parameters[0].dtype == values.dtype:
+        return result
+    wide = parameters[0].dtype
+    return result[0], *(x.to(wide) if x.dtype == values.dtype else x for x in result[1:])
 
 
 def blank(like: Tensor) -> Tensor:

@@ -148,6 +148,11 @@ def normed() -> nn.Module:
     return nn.Sequential(Normed(), Normed())
 
 
+def normed_after_linear() -> nn.Module:
+    norms = nn.LayerNorm(WIDTH), nn.GroupNorm(2, 6), nn.BatchNorm1d(6)
+    return nn.Sequential(*(m for norm in norms for m in (nn.Linear(WIDTH, WIDTH), norm)))
+
+
 def patched() -> nn.Module:
     return Patched()
 

@@ -36,8 +36,10 @@ def test_gradients_that_left_a_stage_stay_as_they_are(steps, recompute, versions
         assert all(torch.equal(left, copy) for left, copy in step.returned)
 
 
-def test_half_precision_too(steps):
-    assert_equal(*steps("attention", 2, "bf16"))
+@pytest.mark.parametrize("model", ["attention", "normed_after_linear"])
+def test_half_precision_too(steps, model):
+    """Norms keep statistics in float32 if their values are in bfloat16 and their weights not."""
+    assert_equal(*steps(model, 2, "bf16"))
 
 
 def test_each_memory_travels_once_and_weights_do_not(steps):
