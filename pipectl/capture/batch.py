@@ -61,19 +61,49 @@ def check_samples(inputs: Any, targets: Any, size: int) -> None:
             )
 
 
-def by_name(graph: CapturedGraph, batch: Any, *, training: bool = True) -> dict[str, Any]:
-    """Tensors and numbers of ``(inputs, targets)``, which are known by their places in it.
+class Reader:
+    """Finds the tensors and numbers of batches by their names in a graph.
 
-    So keys of dictionaries may come in any order.
+    They are known by their places in ``(inputs, targets)``, so keys of dictionaries may come in any
+    order. Where a name is follows from the structure of a batch; it is found once for each.
 
     Args:
-        training: whether it is a batch of ``data``, or of ``evaluation.data``.
+        training: whether it reads batches of ``data``, or of ``evaluation.data``.
+    """
+
+    def __init__(self, graph: CapturedGraph, *, training: bool = True) -> None:
+        self._graph = graph
+        self._training = training
+        self._structure: tuple[pytree.TreeSpec, list[type]] | None = None
+        self._index: dict[str, int] = {}
+
+    def read(self, batch: Any) -> dict[str, Any]:
+        """Tensors and numbers by name.
+
+        Raises:
+            CaptureError: there are others of them than were captured.
+        """
+        leaves, spec = pytree.tree_flatten(batch)
+        structure = spec, list(map(type, leaves))
+        if structure != self._structure:
+            self._index = _index_by_name(self._graph, batch, training=self._training)
+            self._structure = structure
+        return {name: leaves[index] for name, index in self._index.items()}
+
+
+def by_name(graph: CapturedGraph, batch: Any, *, training: bool = True) -> dict[str, Any]:
+    """What a :class:`Reader` reads of one batch."""
+    return Reader(graph, training=training).read(batch)
+
+
+def _index_by_name(graph: CapturedGraph, batch: Any, *, training: bool) -> dict[str, int]:
+    """The index among all leaves of every tensor and number, by name.
 
     Raises:
         CaptureError: there are others of them than were captured.
     """
-    leaves = pytree.tree_flatten_with_path(batch)[0]
-    given = {(_kind(leaf), place): leaf for place, leaf in leaves if _kind(leaf)}
+    leaves = enumerate(pytree.tree_flatten_with_path(batch)[0])
+    given = {(_kind(leaf), place): index for index, (place, leaf) in leaves if _kind(leaf)}
     captured = graph.inputs.items()
     wanted = {(_kind(v), graph.places[name]): name for name, v in captured if _kind(v)}
     if given.keys() == wanted.keys():

@@ -23,18 +23,24 @@ _CURE = "let replicas take whole micro-batches"
 class Rows(NamedTuple):
     """Samples ``start`` to ``stop`` of a micro-batch of ``whole``."""
 
-    whole: int
     start: int
     stop: int
+    whole: int
 
+    @classmethod
+    def of(cls, samples: int) -> Rows:
+        """All samples of a micro-batch."""
+        return cls(0, samples, samples)
 
-Samples = int | Rows
-"""What a stage computes at once: all samples of a micro-batch, or a part of them."""
+    @property
+    def size(self) -> int:
+        """How many samples."""
+        return self.stop - self.start
 
-
-def count_of(samples: Samples) -> int:
-    """How many samples."""
-    return samples if isinstance(samples, int) else samples.stop - samples.start
+    @property
+    def is_whole(self) -> bool:
+        """Whether these are all samples of the micro-batch."""
+        return self.stop - self.start == self.whole
 
 
 def batch_dimension(graph: CapturedGraph, node: fx.Node) -> int | None:

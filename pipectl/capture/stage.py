@@ -14,7 +14,7 @@ from pipectl.capture.graph import CapturedGraph
 from pipectl.capture.operators import gives_views, is_random, seeder_of
 from pipectl.capture.randomness import seed_of
 from pipectl.capture.regions import WHOLE, Switch, region_of, without_gradient
-from pipectl.capture.slices import Rows, Samples, count_of, whole_draw
+from pipectl.capture.slices import Rows, whole_draw
 from pipectl.errors import CaptureError
 
 
@@ -43,23 +43,24 @@ class StageCode:
 _CPU = torch.device("cpu")
 
 
-def build_stage(cut: Cut, stage: int, samples: Samples, device: torch.device = _CPU) -> StageCode:
-    """The code of ``stage`` for micro-batches of so many samples, or for a part of them.
+def build_stage(cut: Cut, stage: int, rows: Rows | int, device: torch.device = _CPU) -> StageCode:
+    """The code of ``stage`` for some samples of a micro-batch.
 
     Args:
+        rows: of the micro-batch; a number stands for a whole one of so many samples.
         device: that it runs on, and creates tensors on.
 
     Raises:
         CaptureError: the graph was captured for another, fixed, batch size.
     """
-    graph = cut.graph
-    if graph.fixed and graph.batch_size != samples:
+    graph, rows = cut.graph, Rows.of(rows) if isinstance(rows, int) else rows
+    if graph.fixed and rows != Rows.of(graph.batch_size):
         raise CaptureError(
-            f"model: captured for {graph.batch_size} samples, not for {count_of(samples)}",
+            f"model: captured for {graph.batch_size} samples, not for {rows.size}",
             cure="let replicas take whole micro-batches",
         )
     place_subgraphs(graph.root, device)
-    return _Builder(cut, stage, samples, device).build()
+    return _Builder(cut, stage, rows, device).build()
 
 
 def on_device(arguments: Any, device: torch.device) -> Any:
@@ -90,10 +91,10 @@ def uses_of_parameter(graph: CapturedGraph, placeholder: str) -> tuple[str, ...]
 class _Builder:
     """Copies a stage's operators into a graph of its own."""
 
-    def __init__(self, cut: Cut, stage: int, samples: Samples, device: torch.device) -> None:
+    def __init__(self, cut: Cut, stage: int, rows: Rows, device: torch.device) -> None:
         self._cut = cut
         self._captured = cut.graph
-        self._samples = samples
+        self._rows = rows
         self._stage = stage
         self._device = device
         self._graph = fx.Graph()
@@ -156,10 +157,10 @@ class _Builder:
 
     def _copy(self, node: fx.Node) -> fx.Node:
         target: Any = node.target
-        batch = count_of(self._samples)
-        if isinstance(self._samples, Rows) and is_random(node, self._captured.root):
-            target = whole_draw(self._captured, node, self._samples)
-            batch = self._samples.whole
+        batch = self._rows.size
+        if not self._rows.is_whole and is_random(node, self._captured.root):
+            target = whole_draw(self._captured, node, self._rows)
+            batch = self._rows.whole
 
         def local(source: fx.Node) -> Any:
             if source.op == "get_attr":

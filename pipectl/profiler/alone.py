@@ -14,14 +14,14 @@ from torch import Tensor
 
 from pipectl.capture import Cut, Slot
 from pipectl.capture.batch import spared
+from pipectl.capture.slices import Rows
 from pipectl.graph import TransferKind
 from pipectl.profiler.marks import Cost, Marked, Spent, clock_of
 from pipectl.profiler.subject import Subject
 from pipectl.runtime.layout import Tensors
-from pipectl.runtime.stage import StageRuntime
+from pipectl.runtime.stage import MicroBatch, Stage
 
 _SEED = 1
-_MICRO_BATCH = 0
 
 
 @dataclass
@@ -45,13 +45,13 @@ class AloneStages:
         self, subject: Subject, states: Mapping[str, Tensor], stage_of: Mapping[str, int]
     ) -> None:
         self.cut = Cut(subject.graph, stage_of, training=True)
-        self._size = subject.size
+        rows = Rows.of(subject.size)
+        self._micro_batch = MicroBatch(0, rows, _SEED)
         self._clock = clock_of(subject.device)
-        self._loss = Slot(subject.graph.loss)
-        self._key = (True, subject.size)
+        self._key = (True, rows)
         device, precision = subject.device, subject.precision
         self._stages = [
-            StageRuntime(index, {self._key: self.cut}, states, device, precision=precision)
+            Stage(index, {self._key: self.cut}, states, device, precision=precision)
             for index in range(1 + max(stage_of.values()))
         ]
         self._marked: dict[int, Marked] = {}
@@ -79,15 +79,15 @@ class AloneStages:
         Args:
             cost: of measuring.
         """
-        codes = self._stages[index].codes
-        plain = codes[self._key]
+        code = self._stages[index].segments[0].codes[self._key]
+        plain = code.stage
         if index not in self._marked:
             operators = self.cut.graph.position
             self._marked[index] = Marked(plain, operators, self._clock, cost)
         marked = self._marked[index]
-        codes[self._key] = replace(plain, module=marked)
+        code.stage = replace(plain, module=marked)
         self._forward(index, self._inputs(index))
-        codes[self._key] = plain
+        code.stage = plain
         marked.watch_backward()
         self._backward(index)
         return marked.spent(self._clock())
@@ -110,11 +110,11 @@ class AloneStages:
 
     def _forward(self, index: int, inputs: Mapping[str, Tensor]) -> Tensors:
         stage, arrived = self._stages[index], self._given[index].activations
-        return stage.forward(_MICRO_BATCH, self._size, _SEED, inputs, arrived)
+        return stage.forward(self._micro_batch, inputs, arrived)
 
     def _backward(self, index: int) -> Tensors:
         given = dict(self._given[index].gradients)
-        return self._stages[index].backward(_MICRO_BATCH, given, self._loss, 1.0)
+        return self._stages[index].backward(self._micro_batch, given, 1.0)
 
     def _deliver(self, kind: TransferKind, source: int, made: Tensors) -> None:
         for lane, slots in self.cut.lanes.items():

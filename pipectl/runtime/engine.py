@@ -2,115 +2,104 @@
 
 from __future__ import annotations
 
-import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from pipectl.capture import CapturedGraph, Cut, Slot
-from pipectl.capture.batch import Number, by_name, expected_of
-from pipectl.capture.slices import Rows, Samples, count_of
+from pipectl.capture.batch import Number, Reader, Sample, expected_of
 from pipectl.graph import TransferKind
-from pipectl.runtime.apart import BackwardHalf, ForwardHalf
 from pipectl.runtime.device import Device
 from pipectl.runtime.failure import Doing
 from pipectl.runtime.layout import Tensors
-from pipectl.runtime.passes import Loaded
 from pipectl.runtime.reduction import Reducer
 from pipectl.runtime.slicing import Piece, Slicing
-from pipectl.runtime.stage import StageRuntime
-from pipectl.runtime.step_input import StepInput, StepOutput, Update
+from pipectl.runtime.stage import MicroBatch, Stage
+from pipectl.runtime.step import Loaded, Row, Step, StepInput
 from pipectl.runtime.transport import Message, Posted, Transport
 from pipectl.runtime.vote import Origins
-from pipectl.runtime.wiring import Range, Wiring
-from pipectl.schedule import Action, Actions, Channel, Kind
+from pipectl.schedule import Actions, Kind
 
-_OFFLOAD = (Kind.OFFLOAD_START, Kind.OFFLOAD_WAIT, Kind.FETCH_START, Kind.FETCH_WAIT)
-_BETWEEN_HALVES = (TransferKind.SAVED, TransferKind.WEIGHT)
+_HALVES = (TransferKind.SAVED, TransferKind.WEIGHT)
+"""Messages between the two ranks of a stage, which know what they hold."""
+
+
+@dataclass
+class StepRun:
+    """The state of one execution of a step.
+
+    Attributes:
+        inbox: what arrived for a computation, by kind, stage and micro-batch.
+        outbox: what the last computation made, by kind and stage, with its first sample; it is sent
+            by the rows that follow.
+        sends, receives: under way, by channel and micro-batch.
+        losses: of every micro-batch, or part of one, that this rank computes, in order.
+        busy_s: time in forwards and backwards.
+    """
+
+    step: Step
+    given: StepInput
+    loaded: Loaded
+    inbox: dict[tuple[TransferKind, int, int], list[Piece]] = field(default_factory=dict)
+    outbox: dict[tuple[TransferKind, int], tuple[int, Tensors]] = field(default_factory=dict)
+    sends: dict[tuple[int, int], Posted] = field(default_factory=dict)
+    receives: dict[tuple[int, int], Posted] = field(default_factory=dict)
+    losses: list[Tensor] = field(default_factory=list)
+    busy_s: float = 0.0
+
+
+Update = Callable[[Row, StepRun], None]
+"""Called at an UPDATE, with what the run gave so far."""
+
+
+class _Inputs(NamedTuple):
+    """How batches of one size are read."""
+
+    reader: Reader
+    expected: Mapping[str, Sample | Number]
 
 
 class Engine:
-    """Runs the programs of one rank.
+    """Runs the steps of one rank.
 
     Args:
         stages: the rank's stages by index.
         cut: of the training or evaluation graph; any batch size serves.
-        channels: what the channel column of a program refers to, unless a pass brings its own.
         reducer: sums gradients over replicas.
         graphs: by samples of a micro-batch, where they are several.
+
+    Attributes:
+        origins: is shown what the stages make, if anybody looks for what is not finite.
+        on_evaluated: called with (samples, results, targets) where the loss of an evaluation is
+            computed.
     """
 
     def __init__(
         self,
-        rank: int,
-        stages: Mapping[int, StageRuntime],
+        stages: Mapping[int, Stage],
         cut: Cut,
-        channels: Sequence[Channel],
         transport: Transport,
         device: Device,
         doing: Doing,
         reducer: Reducer | None = None,
         graphs: Mapping[int, CapturedGraph] | None = None,
     ) -> None:
-        self._rank = rank
+        self.cut = cut
         self._stages = stages
-        self._cut = cut
-        self._own_wiring = Wiring.plain(channels, rank)
         self._slicing = Slicing(cut.graph)
         self._reducer = reducer or Reducer(())
         self._transport = transport
-        self._device = device
+        self._device = device.torch_device
         self._board = doing.board
         self._loss = Slot(cut.graph.loss)
         self._graphs = graphs or {}
-        self._expected = {
-            graph: expected_of(graph) for graph in {cut.graph, *self._graphs.values()}
-        }
+        self._inputs: dict[int, _Inputs] = {}
         self.origins: Origins | None = None
-        # Called with (samples, results, targets) where the loss of an evaluation is computed.
         self.on_evaluated: Callable[[int, Tensors, Any], None] | None = None
-        self._handlers = self._handlers_by_kind()
-
-    @property
-    def loss_stage(self) -> int:
-        """The stage that computes the loss."""
-        return self._cut.loss_stage
-
-    def run(self, actions: Actions, given: StepInput, update: Callable[[], None]) -> StepOutput:
-        """Execute one body; ``update`` is called for its UPDATE."""
-        return self.run_parts([(actions, 0)], given, lambda *_: update())
-
-    def run_parts(
-        self, parts: Iterable[tuple[Actions, int]], given: StepInput, update: Update
-    ) -> StepOutput:
-        """Execute rows that follow one another.
-
-        Args:
-            parts: rows, with what is to be added to their micro-batches.
-        """
-        self._given, self._out = given, StepOutput()
-        self._sends: dict[tuple[int, int], Posted] = {}
-        self._receives: dict[tuple[int, int], Posted] = {}
-        self._arrived: dict[tuple[TransferKind, int, int], list[Piece]] = {}
-        self._made: dict[tuple[TransferKind, int], Tensors] = {}
-        self._origin: dict[tuple[TransferKind, int], int] = {}
-        self._wiring = given.wiring or self._own_wiring
-        self._loaded = Loaded(given.batches, given.pieces)
-        for actions, more in parts:
-            found = actions.shifted(more).rows
-            if given.recording is not None:
-                given.recording.expect(found)
-            rows = found.tolist()
-            self._loaded.expect(_reads(rows))
-            for row in rows:
-                self._execute(Action(*row), update)
-        return self._out
-
-    def _handlers_by_kind(self) -> dict[int, Callable[[Action], None]]:
-        """What executes an action; updates are the caller's."""
-        return {
+        self._handlers: dict[Kind, Callable[[StepRun, Row], None]] = {
             Kind.FORWARD: self._forward,
             Kind.RECOMPUTE: self._recompute,
             Kind.BACKWARD: self._backward,
@@ -121,197 +110,193 @@ class Engine:
             Kind.SEND_WAIT: self._send_wait,
             Kind.RECEIVE_START: self._receive_start,
             Kind.RECEIVE_WAIT: self._receive_wait,
-            **dict.fromkeys(_OFFLOAD, self._offload),
-            Kind.REDUCE_START: lambda action: self._reducer.start(action.stage),
-            Kind.REDUCE_WAIT: lambda action: self._reducer.finish(action.stage),
+            Kind.OFFLOAD_START: self._offload,
+            Kind.OFFLOAD_WAIT: self._offload,
+            Kind.FETCH_START: self._offload,
+            Kind.FETCH_WAIT: self._offload,
+            Kind.REDUCE_START: lambda _, row: self._reducer.start(row.stage),
+            Kind.REDUCE_WAIT: lambda _, row: self._reducer.finish(row.stage),
         }
 
-    def _execute(self, action: Action, update: Update) -> None:
-        start = time.perf_counter()
-        kind = Kind(action.kind)
-        self._board.row(kind.name, action.stage, action.micro_batch)
-        if kind.is_compute:
-            self._made.clear()  # what was made before is sent, or waits with its send
-        if action.kind == Kind.UPDATE:
-            update(action, self._out)
-        else:
-            self._handlers[action.kind](action)
-        self._record(action, start)
+    def run(
+        self,
+        step: Step,
+        given: StepInput,
+        update: Update = lambda *_: None,
+        parts: Iterable[tuple[Actions, int]] | None = None,
+    ) -> StepRun:
+        """Execute a step.
 
-    def _record(self, action: Action, start: float) -> None:
-        end = time.perf_counter()
-        if self._given.recording is not None:
-            self._given.recording.add(start, end)
-        if Kind(action.kind).is_compute:
-            self._out.busy_s += end - start if action.kind != Kind.UPDATE else 0.0
-            self._transport.progress()
-            self._reducer.advance()
+        Args:
+            update: called for every UPDATE.
+            parts: rows that follow one another, with what is to be added to their micro-batches;
+                by default the step's.
+        """
+        run = StepRun(step, given, Loaded(given.batches, step.pieces))
+        if parts is None:
+            self._run_rows(run, step.table(self.cut), step.actions, update)
+            return run
+        for actions, more in parts:
+            shifted = actions.shifted(more)
+            self._run_rows(run, list(step.rows_of(shifted, self.cut)), shifted, update)
+        return run
 
-    def _forward(self, action: Action) -> None:
-        stage, micro_batch = action.stage, action.micro_batch
-        runtime, size = self._stages[stage], self._samples(action)
-        arrived = self._take(TransferKind.ACTIVATION, action)
-        inputs = self._inputs(runtime, action)
-        self._loaded.done(micro_batch)
-        seed = self._given.seed_of(micro_batch)
-        made = runtime.forward(micro_batch, size, seed, inputs, arrived, action.weight_version)
-        if self._loss in made:
-            loss = made[self._loss]
-            assert loss is not None
-            self._out.losses.append(loss)
-        if self.origins is not None:
-            self.origins.note(micro_batch, stage, made)
-        self._deliver(TransferKind.ACTIVATION, action, made)
+    def _run_rows(
+        self, run: StepRun, rows: Sequence[Row], actions: Actions, update: Update
+    ) -> None:
+        if run.given.recording is not None:
+            run.given.recording.expect(actions.rows)
+        run.loaded.expect(rows)
+        for row in rows:
+            self._execute(run, row, update)
 
-    def _recompute(self, action: Action) -> None:
-        self._stages[action.stage].recompute(action.micro_batch, action.weight_version)
-
-    def _backward(self, action: Action) -> None:
-        stage, micro_batch = action.stage, action.micro_batch
-        gradients = self._take(TransferKind.GRADIENT, action)
-        if action.kind == Kind.BACKWARD and self._wiring.closing.get(stage) == micro_batch:
-            self._reducer.arm(stage)
-        ordered = dict(sorted(gradients.items(), key=self._latest_use, reverse=True))
-        weight, scale = self._given.weights[micro_batch], self._given.scale
-        made = self._stages[stage].backward(
-            micro_batch, ordered, self._loss, weight, scale, action.weight_version
-        )
-        self._deliver(TransferKind.GRADIENT, action, made)
-
-    def _backward_weight(self, action: Action) -> None:
-        self._stages[action.stage].finish_backward(action.micro_batch)
-
-    def _evaluate(self, action: Action) -> None:
-        stage, micro_batch = action.stage, action.micro_batch
-        runtime, size = self._stages[stage], self._given.sizes[micro_batch]
-        arrived = self._take(TransferKind.ACTIVATION, action)
-        inputs = self._inputs(runtime, action, training=False)
-        made = runtime.evaluate(size, self._given.seed_of(micro_batch), inputs, arrived)
-        if stage == self._cut.loss_stage and self.on_evaluated is not None:
-            targets = self._loaded.part(micro_batch, Range())[1]
-            self.on_evaluated(size, {**arrived, **made}, targets)
-        self._loaded.done(micro_batch)
-        self._deliver(TransferKind.ACTIVATION, action, made)
-
-    def _deliver(self, kind: TransferKind, action: Action, made: Tensors) -> None:
-        """Keep results for the sends that follow; hand them to stages on this rank at once."""
-        self._made[kind, action.stage] = made
-        self._origin[kind, action.stage] = max(0, action.start)
-        for index, lane, carried in self._wiring.local_lanes:
-            here = carried is None or action.micro_batch in carried
-            if lane.kind is kind and lane.source == action.stage and here:
-                rows = Range() if carried is None else carried[action.micro_batch]
-                place = kind, lane.target, action.micro_batch
-                found = self._message(action._replace(channel=index, start=rows[0], stop=rows[1]))
-                self._arrived.setdefault(place, []).append(Piece(rows, found))
-
-    def _message(self, action: Action) -> Tensors:
-        """What a message holds of what its stage has just made."""
-        lane = self._wiring.lanes[action.channel]
-        place = lane.kind, action.stage
-        made = {slot: self._made[place].get(slot) for slot in self._cut.lanes[lane]}
-        if action.start < 0:
-            return made
-        leads = self._wiring.heads[action.channel, action.micro_batch] == action.start
-        rows = Range(action.start, action.stop)
-        return self._slicing.part(made, self._origin[place], rows, leads=leads)
-
-    def _take(self, kind: TransferKind, action: Action) -> Tensors:
-        """What arrived for a computation, from all stages and replicas."""
-        place = kind, action.stage, action.micro_batch
-        return self._slicing.joined(self._arrived.pop(place, []))
-
-    def _send_start(self, action: Action) -> None:
-        self._sends[action.channel, action.micro_batch] = self._transport.start_send(
-            Message(self._wiring.lanes[action.channel], action.micro_batch),
-            self._whole(action),
-            self._wiring.channels[action.channel].target_rank,
-            self._leaving(action),
-        )
-
-    def _send_wait(self, action: Action) -> None:
-        channel = self._wiring.channels[action.channel]
-        message, peer = _name_message(channel, action), channel.target_rank
-        self._board.awaits(peer, f"rank {peer} to take {message} of stage {action.stage}")
-        self._transport.finish_send(self._sends.pop((action.channel, action.micro_batch)))
-
-    def _receive_start(self, action: Action) -> None:
-        self._receives[action.channel, action.micro_batch] = self._transport.start_receive(
-            Message(self._wiring.lanes[action.channel], action.micro_batch),
-            self._whole(action),
-            self._wiring.channels[action.channel].source_rank,
-        )
-
-    def _receive_wait(self, action: Action) -> None:
-        lane, channel = self._wiring.lanes[action.channel], self._wiring.channels[action.channel]
-        message, peer = _name_message(channel, action), channel.source_rank
-        self._board.awaits(peer, f"{message} of stage {channel.source_stage} from rank {peer}")
-        tensors = self._transport.finish_receive(
-            Message(lane, action.micro_batch),
-            channel.source_rank,
-            self._receives.pop((action.channel, action.micro_batch)),
-        )
-        if lane.kind in _BETWEEN_HALVES:
-            seed, size = self._given.seed_of(action.micro_batch), self._whole(action)
-            self._half(action).arriving(action.micro_batch, size, seed, tensors)
+    def _execute(self, run: StepRun, row: Row, update: Update) -> None:
+        start = perf_counter()
+        kind, recording = row.kind, run.given.recording
+        self._board.program_row(row.text, row.stage)
+        if kind > Kind.EVALUATE:
+            self._handlers[kind](run, row)
+            if recording is not None:
+                recording.add(start, perf_counter())
             return
-        place = lane.kind, action.stage, action.micro_batch
-        piece = Piece(Range(action.start, action.stop), tensors)
-        self._arrived.setdefault(place, []).append(piece)
+        run.outbox.clear()  # what was made before is sent, or waits with its send
+        if kind is Kind.UPDATE:
+            update(row, run)
+        else:
+            self._handlers[kind](run, row)
+        end = perf_counter()
+        if recording is not None:
+            recording.add(start, end)
+        if kind is not Kind.UPDATE:
+            run.busy_s += end - start
+        self._transport.progress()
+        self._reducer.advance()
 
-    def _leaving(self, action: Action) -> Tensors:
-        """What a message holds."""
-        if self._wiring.lanes[action.channel].kind in _BETWEEN_HALVES:
-            return self._half(action).leaving(action.micro_batch)
-        return self._message(action)
+    def _forward(self, run: StepRun, row: Row) -> None:
+        stage, micro_batch = self._stages[row.stage], self._micro_batch(run, row)
+        arrived = self._take(run, TransferKind.ACTIVATION, row)
+        inputs = self._read(run, row, stage.inputs(True, row.rows), training=True)
+        run.loaded.done(row.micro_batch)
+        made = stage.forward(micro_batch, inputs, arrived)
+        loss = made.get(self._loss)
+        if loss is not None:
+            run.losses.append(loss)
+        if self.origins is not None:
+            self.origins.note(row.micro_batch, row.stage, made)
+        self._deliver(run, TransferKind.ACTIVATION, row, made)
 
-    def _half(self, action: Action) -> ForwardHalf | BackwardHalf:
-        half = self._stages[action.stage]
-        assert isinstance(half, ForwardHalf | BackwardHalf)
-        return half
+    def _recompute(self, _: StepRun, row: Row) -> None:
+        micro_batch = MicroBatch(row.micro_batch, row.rows, age=row.age)
+        self._stages[row.stage].recompute(micro_batch)
 
-    def _offload(self, action: Action) -> None:
-        offload = self._stages[action.stage].offload
+    def _backward(self, run: StepRun, row: Row) -> None:
+        gradients = self._take(run, TransferKind.GRADIENT, row)
+        if row.kind is Kind.BACKWARD and run.step.closing.get(row.stage) == row.micro_batch:
+            self._reducer.arm(row.stage)
+        if len(gradients) > 1:  # autograd adds later uses first
+            last_use = self.cut.graph.last_use
+            ordered = sorted(gradients, key=lambda slot: last_use(slot.value), reverse=True)
+            gradients = {slot: gradients[slot] for slot in ordered}
+        weight, scale = run.given.weights[row.micro_batch], run.given.scale
+        micro_batch = MicroBatch(row.micro_batch, row.rows, age=row.age)
+        made = self._stages[row.stage].backward(micro_batch, gradients, weight, scale)
+        self._deliver(run, TransferKind.GRADIENT, row, made)
+
+    def _backward_weight(self, _: StepRun, row: Row) -> None:
+        self._stages[row.stage].finish_backward(MicroBatch(row.micro_batch, row.rows))
+
+    def _evaluate(self, run: StepRun, row: Row) -> None:
+        stage = self._stages[row.stage]
+        arrived = self._take(run, TransferKind.ACTIVATION, row)
+        inputs = self._read(run, row, stage.inputs(False, row.rows), training=False)
+        made = stage.evaluate(self._micro_batch(run, row), inputs, arrived)
+        if row.stage == self.cut.loss_stage and self.on_evaluated is not None:
+            targets = run.loaded.part(row.micro_batch, row.rows)[1]
+            self.on_evaluated(row.rows.size, {**arrived, **made}, targets)
+        run.loaded.done(row.micro_batch)
+        self._deliver(run, TransferKind.ACTIVATION, row, made)
+
+    def _micro_batch(self, run: StepRun, row: Row) -> MicroBatch:
+        return MicroBatch(row.micro_batch, row.rows, run.given.seed_of(row.micro_batch), row.age)
+
+    def _deliver(self, run: StepRun, kind: TransferKind, row: Row, made: Tensors) -> None:
+        """Keep results for the sends that follow; hand them to stages on this rank at once."""
+        run.outbox[kind, row.stage] = row.rows.start, made
+        for channel, lane, carried in run.step.local.get((kind, row.stage), ()):
+            if carried is None or row.micro_batch in carried:
+                rows = row.rows if carried is None else carried[row.micro_batch]
+                sent = row._replace(
+                    channel=channel, lane=lane, slots=self.cut.lanes[lane], rows=rows
+                )
+                piece = Piece(rows, self._message(run, sent))
+                run.inbox.setdefault((kind, lane.target, row.micro_batch), []).append(piece)
+
+    def _message(self, run: StepRun, row: Row) -> Tensors:
+        """What a message holds of what its stage has just made."""
+        lane = row.lane
+        assert lane is not None
+        if lane.kind in _HALVES:
+            return self._stages[row.stage].leaving(row.micro_batch)
+        origin, results = run.outbox[lane.kind, row.stage]
+        made = {slot: results.get(slot) for slot in row.slots}
+        if row.rows.is_whole:
+            return made
+        leads = run.step.heads[row.channel, row.micro_batch] == row.rows.start
+        return self._slicing.part(made, origin, row.rows, leads=leads)
+
+    def _take(self, run: StepRun, kind: TransferKind, row: Row) -> Tensors:
+        """What arrived for a computation, from all stages and replicas."""
+        return self._slicing.joined(run.inbox.pop((kind, row.stage, row.micro_batch), ()))
+
+    def _send_start(self, run: StepRun, row: Row) -> None:
+        assert row.lane is not None
+        message = Message(row.lane, row.micro_batch)
+        run.sends[row.channel, row.micro_batch] = self._transport.start_send(
+            message, row.rows.whole, row.peer, self._message(run, row)
+        )
+
+    def _send_wait(self, run: StepRun, row: Row) -> None:
+        self._board.awaits(row.peer, row.awaited)
+        self._transport.finish_send(run.sends.pop((row.channel, row.micro_batch)))
+
+    def _receive_start(self, run: StepRun, row: Row) -> None:
+        assert row.lane is not None
+        message = Message(row.lane, row.micro_batch)
+        run.receives[row.channel, row.micro_batch] = self._transport.start_receive(
+            message, row.rows.whole, row.peer
+        )
+
+    def _receive_wait(self, run: StepRun, row: Row) -> None:
+        assert row.lane is not None
+        self._board.awaits(row.peer, row.awaited)
+        posted = run.receives.pop((row.channel, row.micro_batch))
+        message = Message(row.lane, row.micro_batch)
+        tensors = self._transport.finish_receive(message, row.peer, posted)
+        if row.lane.kind in _HALVES:
+            self._stages[row.stage].arriving(self._micro_batch(run, row), tensors)
+            return
+        place = row.lane.kind, row.stage, row.micro_batch
+        run.inbox.setdefault(place, []).append(Piece(row.rows, tensors))
+
+    def _offload(self, _: StepRun, row: Row) -> None:
+        offload = self._stages[row.stage].offload
         assert offload is not None
-        offload.run(Kind(action.kind), action.micro_batch)
+        offload.run(row.kind, row.micro_batch)
 
-    def _whole(self, action: Action) -> int:
-        """Samples of the micro-batch that a message belongs to; 0 for weights."""
-        weights = self._wiring.lanes[action.channel].kind is TransferKind.WEIGHT
-        return 0 if weights else self._given.sizes[action.micro_batch]
-
-    def _samples(self, action: Action) -> Samples:
-        """Samples that an action computes."""
-        whole = self._given.sizes[action.micro_batch]
-        return whole if action.start < 0 else Rows(whole, action.start, action.stop)
-
-    def _inputs(
-        self, runtime: StageRuntime, action: Action, *, training: bool = True
+    def _read(
+        self, run: StepRun, row: Row, names: Sequence[str], *, training: bool
     ) -> dict[str, Tensor]:
-        samples = self._samples(action)
-        names = runtime.inputs(training, samples)
+        """The tensors of the batch that a stage reads."""
         if not names:
             return {}
-        wanted = Range(action.start, action.stop)
-        graph = self._graphs.get(self._given.sizes[action.micro_batch], self._cut.graph)
-        loaded = self._loaded.part(action.micro_batch, wanted)
-        known = by_name(graph, loaded, training=training)
-        target, whole = self._device.torch_device, isinstance(samples, int)
-        for name, expected in self._expected[graph].items():
-            if name in names or (whole and isinstance(expected, Number)):
-                expected.check(name, known[name], count_of(samples), training=training)
-        return {name: known[name].to(target) for name in names}
-
-    def _latest_use(self, item: tuple[Slot, Any]) -> int:
-        """Position of the last use of a value: autograd adds later uses first."""
-        return self._cut.graph.last_use(item[0].value)
-
-
-def _reads(rows: Sequence[Sequence[int]]) -> Counter[int]:
-    """How many actions may read each loaded micro-batch."""
-    return Counter(row[2] for row in rows if row[0] in (Kind.FORWARD, Kind.EVALUATE))
-
-
-def _name_message(channel: Channel, action: Action) -> str:
-    """``activation 5``, or ``weights`` of what belongs to all micro-batches."""
-    return f"{channel.kind}{'s' if action.micro_batch < 0 else f' {action.micro_batch}'}"
+        rows = row.rows
+        inputs = self._inputs.get(rows.whole)
+        if inputs is None:
+            graph = self._graphs.get(rows.whole, self.cut.graph)
+            inputs = _Inputs(Reader(graph, training=training), expected_of(graph))
+            self._inputs[rows.whole] = inputs
+        known = inputs.reader.read(run.loaded.part(row.micro_batch, rows))
+        for name, expected in inputs.expected.items():
+            if name in names or (rows.is_whole and isinstance(expected, Number)):
+                expected.check(name, known[name], rows.size, training=training)
+        return {name: known[name].to(self._device) for name in names}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,11 +10,10 @@ from pipectl.capture import CapturedJob
 from pipectl.capture.data import split_batch
 from pipectl.capture.step import target_weight
 from pipectl.runtime.evaluation import Metrics
-from pipectl.runtime.passes import Batch
 from pipectl.runtime.setup import Setup
-from pipectl.runtime.step_input import StepInput
+from pipectl.runtime.step import Batch, Step, StepInput
 from pipectl.runtime.waiting import barrier
-from pipectl.schedule import Actions, lower_evaluation
+from pipectl.schedule import lower_evaluation
 
 
 class Evaluator:
@@ -33,7 +32,7 @@ class Evaluator:
         for size in setup.division.evaluation_sizes:
             held_out = setup.evaluation_loader or setup.job.loader
             assert setup.evaluating is not None
-            setup.evaluating.run(self._program(1), self._example(size, held_out), lambda: None)
+            setup.evaluating.run(self._step([size]), self._example(size, held_out))
 
     def evaluate(self, step: int) -> dict[str, float]:
         """The loss and every metric by name, on every rank.
@@ -48,10 +47,10 @@ class Evaluator:
         metrics = Metrics(self._metrics, setup.job.evaluation_graph, self._weigh)
         setup.evaluating.on_evaluated = metrics.add
         seed = self._seed, "evaluation", step
-        given = StepInput(sizes, (), self._batches(setup.division.evaluation_samples), seed)
-        setup.evaluating.run(self._program(len(sizes)), given, lambda: None)
+        given = StepInput((), self._batches(setup.division.evaluation_samples), seed)
+        setup.evaluating.run(self._step(sizes), given)
         barrier(setup.communicator)
-        root = setup.rank_of_stage[setup.evaluating.loss_stage]
+        root = setup.rank_of_stage[setup.evaluating.cut.loss_stage]
         mine = metrics.result() if self._rank == root else None
         result: dict[str, float] = setup.communicator.bcast(mine, root)
         return result
@@ -64,12 +63,13 @@ class Evaluator:
 
     def _example(self, size: int, loader: Any) -> StepInput:
         batches = iter([loader.example(size)]) if self._setup.evaluated else iter(())
-        return StepInput([size], [1.0], batches, (self._seed, "layouts"))
+        return StepInput((), batches, (self._seed, "layouts"))
 
-    def _program(self, micro_batches: int) -> Actions:
-        setup = self._setup
-        found, stages = setup.evaluation_channels, setup.evaluated
-        return lower_evaluation(found, stages, self._rank, micro_batches).body
+    def _step(self, sizes: Sequence[int]) -> Step:
+        """Forwards of micro-batches of these sizes."""
+        found, stages = self._setup.evaluation_channels, self._setup.evaluated
+        actions = lower_evaluation(found, stages, self._rank, len(sizes)).body
+        return Step.plain(actions, found, self._rank, sizes)
 
 
 def _weight_of(job: CapturedJob) -> Callable[[Any], float] | None:

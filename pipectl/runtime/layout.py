@@ -82,7 +82,8 @@ class Layout:
         Raises:
             ValueError: the layout has one row that repeats, the tensor has rows of its own.
         """
-        tensor = tensor.resolve_conj().resolve_neg()
+        if tensor.is_conj() or tensor.is_neg():
+            tensor = tensor.resolve_conj().resolve_neg()
         if not self.is_dense:
             return self._stored(tensor).contiguous().view(-1)
         if tensor.stride() != self.strides:

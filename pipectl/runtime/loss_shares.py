@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,11 +11,9 @@ from torch import Tensor
 
 from pipectl.capture.step import target_weight, weighted
 from pipectl.runtime.exchange import group_of
-from pipectl.runtime.passes import Batch, Pass, narrowed, parts_of
 from pipectl.runtime.setup import Setup
-from pipectl.runtime.step_input import StepInput
+from pipectl.runtime.step import Batch, Step, StepInput, narrowed
 from pipectl.runtime.waiting import wait
-from pipectl.runtime.wiring import Range
 
 
 class LossShares:
@@ -51,57 +49,50 @@ class LossShares:
         """Whether this rank must see all its targets before the step begins."""
         return self._weigh is not None and self._group is not None
 
-    def of(self, step: Pass, batches: Sequence[Batch] = ()) -> list[float]:
+    def of(self, step: Step, batches: Sequence[Batch] = ()) -> list[float]:
         """The weight of every micro-batch, or of this rank's part of it. Collective if they
         depend on targets.
 
         Args:
             batches: of the pieces of the pass, where they do.
         """
-        parts = parts_of(step.plan, self._rank, self._stage)
         if self.reads_targets:
-            return self._by_targets(step, parts, batches)
-        total = step.plan.batch_size
-        return [
-            _samples(parts.get(index, Range()), size) / total
-            for index, size in enumerate(step.sizes)
-        ]
+            return self._by_targets(step, batches)
+        parts, total = step.parts(self._rank, self._stage), sum(step.sizes)
+        sizes = [parts[i].size if i in parts else size for i, size in enumerate(step.sizes)]
+        return [size / total for size in sizes]
 
     def step_input(
-        self, step: Pass, batches: Iterator[Batch], seed: tuple[int | str, ...], scale: float = 1.0
+        self, step: Step, batches: Iterator[Batch], seed: tuple[int | str, ...], scale: float = 1.0
     ) -> StepInput:
         """What a pass works on; batches are read at once where weights depend on them."""
         known = list(batches) if self.reads_targets else []
         return StepInput(
-            sizes=step.sizes,
             weights=self.of(step, known),
             batches=iter(known) if self.reads_targets else batches,
             seed=seed,
             scale=scale,
-            wiring=step.wiring,
-            pieces=step.pieces,
         )
 
-    def computed(self, step: Pass) -> list[int]:
+    def computed(self, step: Step) -> list[int]:
         """The micro-batches whose loss, or part of it, this rank computes; in order."""
-        return list(parts_of(step.plan, self._rank, self._stage))
+        return list(step.parts(self._rank, self._stage))
 
-    def loss(self, step: Pass, losses: Sequence[Tensor], weights: Sequence[float]) -> float:
+    def loss(self, step: Step, losses: Sequence[Tensor], weights: Sequence[float]) -> float:
         """What this rank adds to the loss of the step; NaN where it computes none of it."""
         own = self.computed(step)
         if not own:
             return 0.0 if self._group is not None else float("nan")
         return weighted(losses, [weights[index] for index in own])
 
-    def _by_targets(
-        self, step: Pass, parts: Mapping[int, Range], batches: Sequence[Batch]
-    ) -> list[float]:
+    def _by_targets(self, step: Step, batches: Sequence[Batch]) -> list[float]:
         assert self._weigh is not None
         assert self._group is not None
+        assert step.pieces is not None
         loaded = dict(zip(step.pieces, batches, strict=True))
         table = np.zeros((len(step.sizes), self._group.size))
-        for index, part in parts.items():
-            targets = _targets(loaded[index], step.pieces[index], part)
+        for index, rows in step.parts(self._rank, self._stage).items():
+            targets = narrowed(loaded[index][1], rows, step.pieces[index])
             table[index, self._group.rank] = target_weight(self._weigh, self._name, targets)
         if self._group.size > 1:
             wait([self._group.Iallreduce(MPI.IN_PLACE, table)])  # adding zeros changes no bit
@@ -121,14 +112,3 @@ def loss_shares_of(setup: Setup) -> LossShares:
         group = group_of(setup.communicator, ranks, len(setup.plan.stages))
     weigh, name = setup.job.weight(), setup.job.spec.loss.weight
     return LossShares(rank, stage, weigh, group, name, apart=apart)
-
-
-def _targets(batch: Batch, piece: Range, part: Range) -> Any:
-    if part == piece or part.start < 0:
-        return batch[1]
-    first = max(0, piece.start)
-    return narrowed(batch[1], part.start - first, part.stop - first)
-
-
-def _samples(part: Range, size: int) -> int:
-    return size if part.start < 0 else part.stop - part.start

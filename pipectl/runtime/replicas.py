@@ -12,10 +12,10 @@ from pipectl.plan import Plan, Replication
 from pipectl.runtime.device import Device
 from pipectl.runtime.exchange import Exchange, group_of
 from pipectl.runtime.likeness import check_alike
-from pipectl.runtime.passes import parts_of
 from pipectl.runtime.reduction import Reducer, StageReduction
 from pipectl.runtime.sharding import Sharing, owners_of
-from pipectl.runtime.stage import StageRuntime
+from pipectl.runtime.stage import Stage
+from pipectl.runtime.step import parts_of
 from pipectl.runtime.transport import Progress
 from pipectl.runtime.waiting import wait
 
@@ -32,7 +32,7 @@ class Replicas:
         self,
         communicator: MPI.Comm,
         plan: Plan,
-        stages: Mapping[int, StageRuntime],
+        stages: Mapping[int, Stage],
         device: Device,
         progress: Progress,
         written: Iterable[str] = (),

@@ -10,25 +10,23 @@ from torch import Tensor, nn
 
 from pipectl.capture import CapturedJob, Cut, Lane, evaluation_stages
 from pipectl.capture.data import Loader
-from pipectl.capture.slices import Rows, Samples
+from pipectl.capture.slices import Rows
 from pipectl.capture.step import is_deferred
 from pipectl.errors import MismatchError
 from pipectl.plan import Plan, Replication
-from pipectl.runtime.apart import Announcements, add_lanes, make_half
-from pipectl.runtime.blocked_stage import BlockedStage
 from pipectl.runtime.checkpoint import Stored
 from pipectl.runtime.device import Device
 from pipectl.runtime.division import Division
 from pipectl.runtime.engine import Engine
 from pipectl.runtime.failure import Doing
 from pipectl.runtime.offload import StageOffload, mover_of, offload_directory
-from pipectl.runtime.passes import parts_of
+from pipectl.runtime.pipefb import Announcements, add_lanes, make_half
 from pipectl.runtime.replicas import Replicas
-from pipectl.runtime.stage import StageRuntime
+from pipectl.runtime.stage import Stage
 from pipectl.runtime.stage_states import branching_stages
+from pipectl.runtime.step import parts_of
 from pipectl.runtime.transport import CHECK_VARIABLE, Progress, Transport
 from pipectl.runtime.waiting import barrier, broadcast
-from pipectl.runtime.wiring import Range
 from pipectl.schedule import Channel, channels, plan_of_trial, splits_backwards
 
 
@@ -129,7 +127,7 @@ class Setup:
         return {name: found[name] for name in self.job.states if name in found}
 
     @property
-    def updated_stages(self) -> list[StageRuntime]:
+    def updated_stages(self) -> list[Stage]:
         """The stages whose backwards run on this rank."""
         me = self.communicator.rank
         plan = self.plan.stages
@@ -152,7 +150,7 @@ class Setup:
         persistent = self.persistent
         return {name: first for name, first in self.job.tied.items() if name in persistent}
 
-    def _stages(self, cuts: Mapping[tuple[bool, int], Cut]) -> dict[int, StageRuntime]:
+    def _stages(self, cuts: Mapping[tuple[bool, int], Cut]) -> dict[int, Stage]:
         apart = any(stage.backward_ranks for stage in self.plan.stages)
         own = self.communicator.Dup() if apart else self.communicator  # MPI has some thousands
         announcements = Announcements(own, self.progress)
@@ -161,15 +159,14 @@ class Setup:
 
     def _stage(
         self, index: int, cuts: Mapping[tuple[bool, int], Cut], announcements: Announcements
-    ) -> StageRuntime:
+    ) -> Stage:
         stage, rank = self.plan.stages[index], self.communicator.rank
         given = self.job.states, self.device, self.job.spec.training.precision
-        if stage.updating_ranks != stage.ranks:
-            return make_half(stage, index, rank, announcements, cuts, *given)
         own, offload = self._cuts_of_stage(cuts, index), self._offload(index)
-        if stage.blocks is not None:
-            return BlockedStage(index, own, stage.blocks.firsts, *given, offload=offload)
-        return StageRuntime(index, own, *given, recompute=stage.recompute, offload=offload)
+        if stage.updating_ranks != stage.ranks:
+            return make_half(stage, index, rank, announcements, own, *given, offload)
+        firsts = () if stage.blocks is None else stage.blocks.firsts
+        return Stage(index, own, *given, recompute=stage.recompute, firsts=firsts, offload=offload)
 
     def _cuts(self) -> dict[tuple[bool, int], Cut]:
         """A cut for every micro-batch size; sizes share the graph where its batch is free."""
@@ -186,16 +183,14 @@ class Setup:
 
     def _cuts_of_stage(
         self, cuts: Mapping[tuple[bool, int], Cut], stage: int
-    ) -> dict[tuple[bool, Samples], Cut]:
+    ) -> dict[tuple[bool, Rows], Cut]:
         """By what this rank computes of a stage at once: micro-batches, or parts of them."""
-        found: dict[tuple[bool, Samples], Cut] = {}
+        found: dict[tuple[bool, Rows], Cut] = {}
         for (training, size), cut in cuts.items():
             trial = plan_of_trial(self.plan, size)
             parts = parts_of(trial, self.communicator.rank, stage) if training else {}
-            start, stop = parts.get(0, Range())
-            samples: Samples = size if start < 0 else Rows(size, start, stop)
             if parts or not training or self.plan.replication is Replication.WHOLE:
-                found[training, samples] = cut
+                found[training, parts.get(0, Rows.of(size))] = cut
         return found
 
     def _make_engines(self, cuts: Mapping[tuple[bool, int], Cut]) -> None:
@@ -209,14 +204,14 @@ class Setup:
             )
         add_lanes(self.cut, self.job.states, lanes)
         wires = self._transport(self.cut)
-        self.training = self._engine(self.cut, planned, wires, cuts)
+        self.training = self._engine(self.cut, wires, cuts)
         self.evaluating: Engine | None = None
         self.evaluation_channels: tuple[Channel, ...] = ()
         if self.division.evaluation_sizes:
             cut = cuts[False, self.division.evaluation_sizes[0]]
             self.evaluation_channels = tuple(self._channel(lane) for lane in sorted(cut.lanes))
             wires = self._transport(cut)
-            self.evaluating = self._engine(cut, self.evaluation_channels, wires, cuts)
+            self.evaluating = self._engine(cut, wires, cuts)
 
     def _transport(self, cut: Cut) -> Transport:
         return Transport(
@@ -230,14 +225,13 @@ class Setup:
     def _engine(
         self,
         cut: Cut,
-        found: tuple[Channel, ...],
         wires: Transport,
         cuts: Mapping[tuple[bool, int], Cut],
     ) -> Engine:
         alike = {size: each for (kind, size), each in cuts.items() if kind is cut.training}
         graphs = {size: each.graph for size, each in alike.items()}
-        rank, given = self.communicator.rank, (self.device, self.doing, self.reducer)
-        return Engine(rank, self.stages, cut, found, wires, *given, graphs=graphs)
+        given = self.device, self.doing, self.reducer
+        return Engine(self.stages, cut, wires, *given, graphs=graphs)
 
     def _channel(self, lane: Lane) -> Channel:
         ranks = self.rank_of_stage[lane.source], self.rank_of_stage[lane.target]

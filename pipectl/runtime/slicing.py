@@ -16,15 +16,14 @@ import torch
 from torch import Tensor
 
 from pipectl.capture import CapturedGraph, Slot
-from pipectl.capture.slices import batch_dimension
+from pipectl.capture.slices import Rows, batch_dimension
 from pipectl.runtime.layout import Tensors
-from pipectl.runtime.wiring import Range
 
 
 class Piece(NamedTuple):
     """What arrived of a micro-batch from one replica."""
 
-    rows: Range
+    rows: Rows
     tensors: Tensors
 
 
@@ -36,7 +35,7 @@ class Slicing:
         self._nodes = {node.name: node for node in graph.operators}
         self._dimension = cache(self._dimension_of)
 
-    def part(self, made: Tensors, origin: int, rows: Range, *, leads: bool) -> Tensors:
+    def part(self, made: Tensors, origin: int, rows: Rows, *, leads: bool) -> Tensors:
         """Rows of what a replica made.
 
         Args:
@@ -51,7 +50,7 @@ class Slicing:
 
     def joined(self, pieces: Sequence[Piece]) -> Tensors:
         """What arrived from all replicas, as one."""
-        if not any(piece.rows.start >= 0 for piece in pieces):
+        if all(piece.rows.is_whole for piece in pieces):
             return {slot: tensor for piece in pieces for slot, tensor in piece.tensors.items()}
         found: dict[Slot, list[Tensor]] = {}
         for piece in sorted(pieces, key=lambda item: item.rows):
@@ -62,15 +61,14 @@ class Slicing:
         return {slot: self._join(slot, tensors) for slot, tensors in found.items()}
 
     def _rows(
-        self, slot: Slot, tensor: Tensor, origin: int, rows: Range, leads: bool
+        self, slot: Slot, tensor: Tensor, origin: int, rows: Rows, leads: bool
     ) -> Tensor | None:
         dim = self._dimension(slot.value)
         if dim is None:
             return tensor if leads else None
-        count = rows.stop - rows.start
-        if tensor.shape[dim] == count:
+        if tensor.shape[dim] == rows.size:
             return tensor
-        return tensor.narrow(dim, rows.start - origin, count).contiguous()
+        return tensor.narrow(dim, rows.start - origin, rows.size).contiguous()
 
     def _join(self, slot: Slot, tensors: Sequence[Tensor]) -> Tensor | None:
         if len(tensors) < 2:

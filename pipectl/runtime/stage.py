@@ -1,234 +1,468 @@
-"""One stage on its rank: parameters, and the forward and backward of its micro-batches."""
+"""One stage on its rank: parameters, and the forward and backward of its micro-batches.
+
+A stage is a list of segments of its operators, in graph order, which compute what stages of one
+rank would. Mostly there is one, whose forward keeps what autograd saves, or what it starts from if
+the stage recomputes. Recomputation block by block is several::
+
+    forward     segment 0 -> 1 -> 2     each keeps what it starts from
+    recompute                     2
+    backward                      2
+                             1          forward once more, then backward
+                0                       forward once more, then backward
+
+So while the backward of one segment runs, nothing of the others is in memory but their inputs. Only
+the last one's forward can run before the gradients of the stage's results are there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipectl.capture import CapturedGraph, Cut, Slot, build_stage
 from pipectl.capture.batch import spared
+from pipectl.capture.randomness import SEEDERS
 from pipectl.capture.regions import arithmetic
-from pipectl.capture.slices import Samples
-from pipectl.capture.stage import Receive
-from pipectl.runtime.compiling import compile_stage
+from pipectl.capture.slices import Rows
+from pipectl.capture.stage import Receive, StageCode
+from pipectl.errors import CaptureError
+from pipectl.graph import TransferKind
 from pipectl.runtime.device import Device
 from pipectl.runtime.halves import Deferred, split_backwards
-from pipectl.runtime.in_flight import Live, Start
 from pipectl.runtime.layout import Tensors
 from pipectl.runtime.memories import kept_apart
-from pipectl.runtime.offload import Pool, StageOffload
+from pipectl.runtime.offload import Pool, StageOffload, unpack
 from pipectl.runtime.stage_states import StageStates, before, rewriting
-from pipectl.runtime.ticks import insert_ticks
 from pipectl.runtime.versions import Version, Versions
 
+Backend = str | Callable[..., Any]
+Key = tuple[bool, Rows]
+"""Whether a code is for training, and what it computes at once."""
 
-class StageRuntime:
-    """The part of the model that one stage computes.
+TICK_EVERY = 4
+"""Operators between two ticks."""
+
+
+class MicroBatch(NamedTuple):
+    """What a computation is for.
 
     Args:
-        index: of the stage.
-        cuts: by (training, samples), for all that it will compute at once.
-        states: the model's parameters and buffers by full name; those of this stage are moved to
-            the device in place.
-        precision: as in the spec.
-        recompute: whether a forward keeps only what it starts from, until :meth:`recompute`.
-        offload: takes what forwards keep; None if it stays.
-
-    Attributes:
-        runs_forwards: whether forwards and evaluations run here, and not only backwards.
-        codes: what it runs, by (training, samples).
-        versions: of the weights, where steps are not flushed; see :meth:`keep_versions`.
+        rows: that are computed.
+        seed: of (run, step, micro-batch), for random operators.
+        age: of the weights, in updates.
     """
 
-    runs_forwards = True
+    number: int
+    rows: Rows
+    seed: int = 0
+    age: int = 0
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a forward starts from, and starts from again if it is computed twice.
+
+    Args:
+        buffers: values before the forward of those it writes, by index of the state argument.
+        version: of the weights; None if there is only one.
+    """
+
+    micro_batch: MicroBatch
+    inputs: Mapping[str, Any]
+    arrived: Mapping[Slot, Any]
+    buffers: Mapping[int, Tensor]
+    version: Version | None = None
+
+    def map_tensors(self, change: Callable[[Any], Any]) -> Start:
+        """With its tensors packed into a pool, or unpacked from one."""
+        inputs = {name: change(tensor) for name, tensor in self.inputs.items()}
+        arrived = {s: None if t is None else change(t) for s, t in self.arrived.items()}
+        return replace(self, inputs=inputs, arrived=arrived)
+
+
+@dataclass
+class Live:
+    """A micro-batch between its forward and its backward.
+
+    It holds where the backward enters the graph, not the values there: only what the graph itself
+    has saved stays in memory. The loss is small, and its seed is like it.
+    """
+
+    roots: dict[Slot, GradientEdge]
+    loss: Tensor | None
+    caught: dict[Slot, Tensor | None]
+    deferred: Deferred
+    version: Version | None
+
+    def seeded(
+        self, gradients: Mapping[Slot, Tensor | None], scale: float, weight: float
+    ) -> tuple[list[Any], list[Tensor]]:
+        """Where the backward enters the graph, the loss first, and with which gradients."""
+        roots: list[Any] = []
+        seeds: list[Tensor] = []
+        if self.loss is not None:
+            roots.append(self.loss)
+            seeds.append(torch.full_like(self.loss, scale) * weight)
+        for slot, gradient in gradients.items():
+            root = self.roots.get(slot)
+            if root is not None and gradient is not None:
+                roots.append(root)
+                seeds.append(gradient)
+        return roots, seeds
+
+
+@dataclass
+class Code:
+    """What a segment runs for some rows.
+
+    Args:
+        arguments: the parameters and buffers it is called with.
+        received: slots it reads, each with that of its message and whether it has a gradient.
+        returning: slots of the gradients that its backward begins with, in the order in which
+            autograd adds them; of segments of several.
+        written: indices of the buffers that must not be written where they are.
+    """
+
+    stage: StageCode
+    cut: Cut
+    arguments: list[Tensor]
+    received: list[tuple[Slot, Slot, bool]]
+    returning: list[Slot]
+    written: list[int]
+    loss: Slot
+
+
+class Segment:
+    """A part of a stage's operators, which run at once.
+
+    Args:
+        number: of the segment as a stage of the cuts.
+        cuts: by key, for all that it will compute.
+        recompute: whether a forward keeps only what it starts from.
+    """
 
     def __init__(
         self,
-        index: int,
-        cuts: Mapping[tuple[bool, Samples], Cut],
-        states: Mapping[str, Tensor],
-        device: Device,
-        precision: str = "float32",
+        number: int,
+        cuts: Mapping[Key, Cut],
+        states: StageStates,
+        device: torch.device,
+        precision: str,
         *,
-        recompute: bool = False,
-        offload: StageOffload | None = None,
+        recompute: bool,
     ) -> None:
-        self.index = index
-        self.offload = offload
-        self._recompute = recompute
-        self._device = device
-        self._precision = precision
-        self.codes = {
-            key: build_stage(cut, index, key[1], device.torch_device) for key, cut in cuts.items()
-        }
-        self._cuts = cuts
+        self.recomputes = recompute
+        self._device, self._precision = device, precision
         self._anchor = torch.zeros((), requires_grad=True)
-        self._live: dict[int, Live] = {}
+        self.codes: dict[Key, Code] = {}
+        for key, cut in cuts.items():
+            self.codes[key] = self._build(number, key, cut, states)
+        training = [code for key, code in self.codes.items() if key[0]]
+        trained = (t for code in training for t in code.arguments if t.requires_grad)
+        self._leaves = list({id(tensor): tensor for tensor in trained}.values())
+        self.live: dict[int, Live] = {}
+        self.starts: dict[int, Start] = {}
         self._deferring = Deferred()
         self._deferred: dict[int, Deferred] = {}
-        self._starts: dict[int, Start] = {}
-        self.versions: Versions | None = None
-        own = StageStates(states, device)
-        self.parameters, self.buffers, self.uses = own.parameters, own.buffers, own.uses
-        self._arguments = {k: own.arguments(cuts[k], code) for k, code in self.codes.items()}
-        self._leaves = self._trained()
 
-    def inputs(self, training: bool, size: Samples) -> tuple[str, ...]:
-        """Names of the batch tensors this stage reads."""
-        return self.codes[training, size].inputs
+    def _build(self, number: int, key: Key, cut: Cut, states: StageStates) -> Code:
+        code, graph = build_stage(cut, number, key[1], self._device), cut.graph
+        names = graph.written if self.recomputes and key[0] else graph.rewritten
+        return Code(
+            code,
+            cut,
+            states.arguments(cut, code),
+            [(s, Slot(s.value), graph.requires_grad[s.value]) for s in code.received],
+            _returning(cut, number),
+            [index for index, slot in enumerate(code.states) if slot.value in names],
+            Slot(graph.loss),
+        )
 
-    @property
-    def reads(self) -> bool:
-        """Whether it reads the batch in training."""
-        return any(code.inputs for (training, _), code in self.codes.items() if training)
+    def forward(self, start: Start, pool: Pool | None) -> dict[Slot, Tensor]:
+        """Run a training forward and keep what its backward needs; returns the results."""
+        index = start.micro_batch.number
+        if not self.recomputes:
+            self.live[index], results = self.run(start, again=False, pool=pool)
+            return results
+        code = self.codes[True, start.micro_batch.rows]
+        # The forward leaves the memory of buffers behind: see rewriting().
+        buffers = {index: code.arguments[index].detach() for index in code.written}
+        kept = replace(start, inputs=spared(code.cut.graph, start.inputs), buffers=buffers)
+        self.starts[index] = kept if pool is None else kept.map_tensors(pool.pack)
+        # Its graph ends here. Gradients stay on, since operators may choose their kernels by
+        # whether their inputs have one.
+        return self.run(start, again=False)[1]
 
-    def arguments(self, size: int) -> list[Tensor]:
-        """The state arguments of its training code for micro-batches of a size."""
-        return self._arguments[True, size]
+    def recompute(self, index: int) -> None:
+        """Run a forward once more, just before its backward; buffers stay as they are."""
+        self.live[index], _ = self.run(self.starts.pop(index).map_tensors(unpack), again=True)
 
-    def graph(self, size: int) -> CapturedGraph:
-        """The captured graph for micro-batches of a size."""
-        return self._cuts[True, size].graph
-
-    def forward(
-        self,
-        micro_batch: int,
-        size: Samples,
-        seed: int,
-        inputs: Mapping[str, Tensor],
-        arrived: Tensors,
-        age: int = 0,
-    ) -> Tensors:
-        """Run the training forward of a micro-batch and keep what its backward needs.
-
-        Args:
-            seed: of (run, step, micro-batch), for random operators.
-            inputs: the batch tensors by name.
-            arrived: activations by the slot of their message.
-            age: of the weights, in updates.
-
-        Returns:
-            The stage's results by slot.
-        """
-        version = None if self.versions is None else self.versions.of_age(age)
-        start = Start(size, seed, inputs, arrived, {}, version)
-        pool = self._pool(micro_batch, size, version)
-        if self._recompute:
-            kept = self._preserved(start)
-            self._starts[micro_batch] = kept if pool is None else kept.packed(pool)
-            # Its graph ends here. Gradients stay on, since operators may choose their kernels by
-            # whether their inputs have one.
-            _, results = self._run(start, again=False)
-        else:
-            self._live[micro_batch], results = self._run(start, again=False, pool=pool)
-        return {slot: tensor.detach() for slot, tensor in results.items()}
-
-    def recompute(self, micro_batch: int, age: int = 0) -> None:  # noqa: ARG002
-        """Run a forward once more, just before its backward; buffers stay as they are.
-
-        Args:
-            age: of the weights by now, in updates; where the forward ran here, they are known.
-        """
-        start = self._starts.pop(micro_batch).unpacked()
-        self._live[micro_batch], _ = self._run(start, again=True)
-
-    def backward(
-        self,
-        micro_batch: int,
-        gradients: Tensors,
-        loss: Slot,
-        weight: float,
-        scale: float = 1.0,
-        age: int = 0,  # noqa: ARG002
-    ) -> Tensors:
-        """Run the backward of a micro-batch, or its first half; parameter gradients accumulate.
-
-        Args:
-            gradients: of the stage's results and of received values that later stages use too.
-            loss: slot of the loss, seeded with ``weight`` where this stage computes it.
-            scale: of the loss, in float16; so are then all gradients.
-            age: see :meth:`recompute`.
-
-        Returns:
-            Gradients of what the stage received, by slot.
-        """
-        live = self._live.pop(micro_batch)
-        if self.offload is not None:
-            self.offload.end(micro_batch)
-        roots, seeds = live.seeded(gradients, loss, scale, weight)
+    def backward(self, index: int, gradients: Tensors, weight: float, scale: float) -> Live:
+        """Run the backward of a micro-batch; parameter gradients accumulate."""
+        live = self.live.pop(index)
+        roots, seeds = live.seeded(gradients, scale, weight)
         others = chain(gradients.values(), live.caught.values(), live.deferred.gradients)
         leaves = self._leaves if live.version is None else live.version.leaves.values()
         if roots:
             with kept_apart(leaves, others):
                 torch.autograd.backward(roots, seeds)
-        if self.versions is not None and live.version is not None:
-            self.versions.collect(live.version)
         if live.deferred.roots:
-            self._deferred[micro_batch] = live.deferred
-        return live.caught
+            self._deferred[index] = live.deferred
+        return live
 
-    def finish_backward(self, micro_batch: int) -> None:
+    def finish_backward(self, index: int) -> None:
         """Run the second half of a backward: the gradients of weights that were put off."""
-        deferred = self._deferred.pop(micro_batch, None)
+        deferred = self._deferred.pop(index, None)
         if deferred is not None:
             deferred.run()
 
-    def evaluate(
-        self, size: int, seed: int, inputs: Mapping[str, Tensor], arrived: Tensors
-    ) -> Tensors:
-        """Run the evaluation forward of a micro-batch; returns the results by slot."""
-        received = {slot: arrived[slot] for slot in self.codes[False, size].received}
-        with torch.no_grad(), self._rewriting((False, size)) as states:
-            return dict(self._call((False, size), seed, states, inputs, received))
+    def forget(self) -> None:
+        """Drop unfinished micro-batches."""
+        self.live.clear()
+        self.starts.clear()
+        self._deferred.clear()
+
+    def run(
+        self, start: Start, *, again: bool, pool: Pool | None = None
+    ) -> tuple[Live, dict[Slot, Tensor]]:
+        """A training forward; ``again`` if it was run before and is to leave no trace."""
+        micro_batch, version = start.micro_batch, start.version
+        code = self.codes[True, micro_batch.rows]
+        caught: dict[Slot, Tensor | None] = {}
+        values: dict[Slot, Tensor] = {}
+        for slot, source, has_gradient in code.received:
+            tensor = start.arrived[source]
+            values[slot] = (
+                Receive.apply(self._anchor, tensor, caught, slot)  # type: ignore[no-untyped-call]
+                if has_gradient
+                else tensor
+            )
+        self._deferring = deferring = Deferred()
+        states_of: AbstractContextManager[Sequence[Tensor]] = nullcontext(code.arguments)
+        if again:
+            states_of = before(code.arguments, start.buffers)
+        elif code.written:
+            states_of = rewriting(code.arguments, code.written)
+        with states_of as states, nullcontext() if pool is None else pool.hooks():
+            used = states if version is None else version.among(states)
+            results = self.call(code, micro_batch.seed, used, start.inputs, values.values())
+        values.update(results)
+        roots = {slot: get_gradient_edge(value) for slot, value in values.items()
+                 if value.requires_grad}  # fmt: skip
+        return Live(roots, results.get(code.loss), caught, deferring, version), results
+
+    def call(
+        self,
+        code: Code,
+        seed: int,
+        states: Sequence[Tensor],
+        inputs: Mapping[str, Tensor],
+        received: Any,
+    ) -> dict[Slot, Tensor]:
+        """Call a code; returns its results by slot."""
+        batch = [inputs[name] for name in code.stage.inputs]
+        with arithmetic(self._precision, self._device):
+            results = code.stage.module(seed, *states, *batch, *received)
+        return dict(zip(code.stage.results, results, strict=True))
 
     def split_backwards(self) -> None:
         """Have every backward leave work for :meth:`finish_backward`."""
-        for (training, size), code in self.codes.items():
+        for (training, _), code in self.codes.items():
             if training:
-                states = self._cuts[training, size].graph.states
-                split_backwards(code, states, lambda: self._deferring)
+                split_backwards(code.stage, code.cut.graph.states, lambda: self._deferring)
+
+
+class Stage:
+    """The part of the model that one stage computes.
+
+    Args:
+        index: of the stage.
+        cuts: by (training, rows), for all that it will compute at once.
+        states: the model's parameters and buffers by full name; those of this stage are moved to
+            the device in place.
+        precision: as in the spec.
+        recompute: whether a forward keeps only what it starts from, until :meth:`recompute`.
+        firsts: the first operator of every segment but the first one; several segments recompute.
+        offload: takes what forwards keep; None if it stays.
+
+    Attributes:
+        parameters, buffers, uses: see :class:`StageStates`.
+        segments: what training runs, in order.
+        versions: of the weights, where steps are not flushed; see :meth:`keep_versions`.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        cuts: Mapping[Key, Cut],
+        states: Mapping[str, Tensor],
+        device: Device,
+        precision: str = "float32",
+        *,
+        recompute: bool = False,
+        firsts: Sequence[str] = (),
+        offload: StageOffload | None = None,
+    ) -> None:
+        self.index = index
+        self.offload = offload
+        self.device, self.precision = device.torch_device, precision
+        self.versions: Versions | None = None
+        own = StageStates(states, device)
+        training = {key: cut for key, cut in cuts.items() if key[0]}
+        evaluating = {key: cut for key, cut in cuts.items() if not key[0]}
+        inner = {key: cut_segments(cut, index, firsts) for key, cut in training.items()}
+        given = own, self.device, precision
+        again = recompute or bool(firsts)
+        self.segments = [
+            Segment(number, inner, *given, recompute=again)
+            for number in range(index, index + len(firsts) + 1)
+        ]
+        self._evaluation = Segment(index, evaluating, *given, recompute=False)
+        self.parameters, self.buffers, self.uses = own.parameters, own.buffers, own.uses
+        self._inputs = {key: self._find_inputs(key) for key in cuts}
+        self._results = {key: _sent(cut, index) for key, cut in training.items()}
+        self._live: dict[int, Rows] = {}
+
+    def _find_inputs(self, key: Key) -> tuple[str, ...]:
+        segments = self.segments if key[0] else [self._evaluation]
+        names = (name for segment in segments for name in segment.codes[key].stage.inputs)
+        return tuple(dict.fromkeys(names))
+
+    def inputs(self, training: bool, rows: Rows) -> tuple[str, ...]:
+        """Names of the batch tensors this stage reads."""
+        return self._inputs[training, rows]
+
+    @property
+    def reads(self) -> bool:
+        """Whether it reads the batch in training."""
+        return any(names for (training, _), names in self._inputs.items() if training)
+
+    def forward(
+        self, micro_batch: MicroBatch, inputs: Mapping[str, Tensor], arrived: Tensors
+    ) -> Tensors:
+        """Run the training forward of a micro-batch and keep what its backward needs.
+
+        Args:
+            inputs: the batch tensors by name.
+            arrived: activations by the slot of their message.
+
+        Returns:
+            The stage's results by slot.
+        """
+        index, rows = micro_batch.number, micro_batch.rows
+        version = None if self.versions is None else self.versions.of_age(micro_batch.age)
+        pool = self._pool(micro_batch, version)
+        if len(self.segments) == 1:
+            start = Start(micro_batch, inputs, arrived, {}, version)
+            results = self.segments[0].forward(start, pool)
+            return {slot: tensor.detach() for slot, tensor in results.items()}
+        self._live[index] = rows
+        values = dict(arrived)
+        for segment in self.segments:
+            code = segment.codes[True, rows]
+            batch = {name: inputs[name] for name in code.stage.inputs}
+            entering = {source: values[source] for _, source, _ in code.received}
+            results = segment.forward(Start(micro_batch, batch, entering, {}, version), pool)
+            values |= {slot: tensor.detach() for slot, tensor in results.items()}
+        return {slot: values[slot] for slot in self._results[True, rows] if slot in values}
+
+    def recompute(self, micro_batch: MicroBatch) -> None:
+        """Run a forward once more, of several segments the last one's."""
+        self.segments[-1].recompute(micro_batch.number)
+
+    def backward(
+        self, micro_batch: MicroBatch, gradients: Tensors, weight: float, scale: float = 1.0
+    ) -> Tensors:
+        """Run the backward of a micro-batch, or its first half; parameter gradients accumulate.
+
+        Args:
+            gradients: of the stage's results and of received values that later stages use too, in
+                the order in which autograd adds them.
+            weight: of the micro-batch in the loss, where this stage computes it.
+            scale: of the loss, in float16; so are then all gradients.
+
+        Returns:
+            Gradients of what the stage received, by slot.
+        """
+        index = micro_batch.number
+        if self.offload is not None:
+            self.offload.end(index)
+        last = self.segments[-1]
+        if len(self.segments) == 1:
+            live = last.backward(index, gradients, weight, scale)
+            returned = live.caught
+        else:
+            rows, returned = self._live.pop(index), dict(gradients)
+            for segment in reversed(self.segments):
+                if segment is not last:
+                    segment.recompute(index)
+                slots = segment.codes[True, rows].returning
+                given = {slot: returned.pop(slot, None) for slot in slots}
+                live = segment.backward(index, given, weight, scale)
+                returned |= live.caught
+        if self.versions is not None and live.version is not None:
+            self.versions.collect(live.version)
+        return returned
+
+    def finish_backward(self, micro_batch: MicroBatch) -> None:
+        """Run the second half of a backward: the gradients of weights that were put off."""
+        for segment in reversed(self.segments):
+            segment.finish_backward(micro_batch.number)
+
+    def evaluate(
+        self, micro_batch: MicroBatch, inputs: Mapping[str, Tensor], arrived: Tensors
+    ) -> Tensors:
+        """Run the evaluation forward of a micro-batch; returns the results by slot."""
+        code = self._evaluation.codes[False, micro_batch.rows]
+        received = [arrived[slot] for slot in code.stage.received]
+        with torch.no_grad(), rewriting(code.arguments, code.written) as states:
+            return dict(self._evaluation.call(code, micro_batch.seed, states, inputs, received))
+
+    def split_backwards(self) -> None:
+        """Have every backward leave work for :meth:`finish_backward`."""
+        for segment in self.segments:
+            segment.split_backwards()
 
     def compile(self) -> None:
-        """Have ``torch.compile`` compile the training code, each size when it is first run."""
-        for key in self.codes:
-            if key[0]:
-                self.codes[key] = compile_stage(self.codes[key])
+        """Have ``torch.compile`` compile the training code, each part when it is first run."""
+        for segment in self.segments:
+            for code in segment.codes.values():
+                code.stage = compile_stage(code.stage)
+
+    def let_advance(self, advance: Callable[[], None]) -> None:
+        """Have ``advance`` called between operators, forward and backward."""
+        for segment in (*self.segments, self._evaluation):
+            for code in segment.codes.values():
+                assert isinstance(code.stage.module, fx.GraphModule)
+                insert_ticks(code.stage.module, advance)
 
     def keep_versions(self, kept: int) -> None:
         """From now on, forwards can use the weights of up to ``kept`` - 1 updates ago."""
         self.versions = Versions(self.parameters.values(), kept)
 
-    def restart_versions(self) -> None:
-        """Drop all versions of the weights but the newest, between stretches."""
-        assert self.versions is not None
-        self.versions.restart()
-
     @contextmanager
     def updating(self) -> Iterator[None]:
         """Around an update of the parameters, while backwards of older versions are to come."""
         assert self.versions is not None
-        waiting: list[Live | Start] = [*self._live.values(), *self._starts.values()]
+        waiting: list[Live | Start] = []
+        for segment in self.segments:
+            waiting += [*segment.live.values(), *segment.starts.values()]
         self.versions.before_update([each.version for each in waiting if each.version is not None])
         yield
         self.versions.after_update()
 
-    def let_advance(self, advance: Callable[[], None]) -> None:
-        """Have ``advance`` called between operators, forward and backward."""
-        for code in self.codes.values():
-            assert isinstance(code.module, fx.GraphModule)
-            insert_ticks(code.module, advance)
-
     def forget(self) -> None:
         """Drop gradients and unfinished micro-batches."""
         self._live.clear()
-        self._deferred.clear()
-        self._starts.clear()
+        for segment in self.segments:
+            segment.forget()
         if self.offload is not None:
             self.offload.forget()
         for tensor in (*self.parameters.values(), *self.uses.values()):
@@ -236,79 +470,140 @@ class StageRuntime:
         if self.versions is not None:
             self.versions.forget()
 
-    def _trained(self) -> list[Tensor]:
-        """What training gives gradients."""
-        found = [tensor for key, each in self._arguments.items() if key[0] for tensor in each]
-        return list({id(tensor): tensor for tensor in found if tensor.requires_grad}.values())
+    def graph(self, rows: Rows) -> CapturedGraph:
+        """The captured graph for some rows."""
+        return self.segments[0].codes[True, rows].cut.graph
 
-    def _pool(self, micro_batch: int, size: Samples, version: Version | None) -> Pool | None:
-        """What takes what a micro-batch keeps."""
+    def leaving(self, index: int) -> Tensors:
+        """What a message to the other half of this stage holds; see :mod:`pipefb`."""
+        raise NotImplementedError
+
+    def arriving(self, micro_batch: MicroBatch, message: Tensors) -> None:
+        """Take a message of the other half of this stage."""
+        raise NotImplementedError
+
+    def _pool(self, micro_batch: MicroBatch, version: Version | None) -> Pool | None:
+        """What takes what a micro-batch keeps, if it leaves; parameters and buffers stay."""
         if self.offload is None:
             return None
-        states = self._arguments[True, size]
-        return self.offload.pool(micro_batch, states if version is None else version.among(states))
+        key = True, micro_batch.rows
+        states = [t for segment in self.segments for t in segment.codes[key].arguments]
+        used = states if version is None else version.among(states)
+        return self.offload.pool(micro_batch.number, used)
 
-    def _run(
-        self, start: Start, *, again: bool, pool: Pool | None = None
-    ) -> tuple[Live, dict[Slot, Tensor]]:
-        """A training forward; ``again`` if it was run before and is to leave no trace."""
-        key = True, start.size
-        caught: dict[Slot, Tensor | None] = {}
-        received = self._entered(start, caught)
-        self._deferring = deferring = Deferred()
-        arguments = self._arguments[key]
-        states_of = before(arguments, start.buffers) if again else self._rewriting(key)
-        with states_of as states, nullcontext() if pool is None else pool.hooks():
-            used = states if start.version is None else start.version.among(states)
-            results = self._call(key, start.seed, used, start.inputs, received)
-        loss = Slot(self._cuts[key].graph.loss)
-        losses = {loss: results[loss]} if loss in results else {}
-        values = {**received, **results}.items()
-        roots = {slot: get_gradient_edge(value) for slot, value in values if value.requires_grad}
-        return Live(roots, losses, caught, deferring, start.version), results
 
-    def _entered(self, start: Start, caught: dict[Slot, Tensor | None]) -> dict[Slot, Tensor]:
-        """What arrived, as values of a graph that catches their gradients."""
-        code, graph = self.codes[True, start.size], self._cuts[True, start.size].graph
-        received: dict[Slot, Tensor] = {}
-        for slot in code.received:
-            tensor = start.arrived[Slot(slot.value)]
-            assert tensor is not None
-            received[slot] = (
-                Receive.apply(self._anchor, tensor, caught, slot)  # type: ignore[no-untyped-call]
-                if graph.requires_grad[slot.value]
-                else tensor
-            )
-        return received
+def cut_segments(cut: Cut, stage: int, firsts: Sequence[str]) -> Cut:
+    """A cut with the segments of one stage as stages, from its number on; later ones move up.
 
-    def _call(
-        self,
-        key: tuple[bool, Samples],
-        seed: int,
-        states: list[Tensor],
-        inputs: Mapping[str, Tensor],
-        received: Mapping[Slot, Tensor | None],
-    ) -> dict[Slot, Tensor]:
-        code = self.codes[key]
-        batch = [inputs[name] for name in code.inputs]
-        values = [received[slot] for slot in code.received]
-        with arithmetic(self._precision, self._device.torch_device):
-            results = code.module(seed, *states, *batch, *values)
-        return dict(zip(code.results, results, strict=True))
+    Args:
+        firsts: the first operator of every segment but the first one.
+    """
+    if not firsts:
+        return cut
+    stage_of, segment = {}, stage
+    for node in cut.graph.operators:
+        home = cut.stage_of[node.name]
+        if home == stage:
+            segment += node.name in firsts
+            stage_of[node.name] = segment
+        else:
+            stage_of[node.name] = home + len(firsts) * (home > stage)
+    return Cut(cut.graph, stage_of, training=cut.training)
 
-    def _rewriting(self, key: tuple[bool, Samples]) -> AbstractContextManager[list[Tensor]]:
-        return rewriting(self._arguments[key], self._written(key))
 
-    def _preserved(self, start: Start) -> Start:
-        """What a forward starts from, safe from what it writes."""
-        key = True, start.size
-        inputs = spared(self._cuts[key].graph, start.inputs)
-        # The forward leaves this memory behind: see rewriting().
-        buffers = {index: self._arguments[key][index].detach() for index in self._written(key)}
-        return replace(start, inputs=inputs, buffers=buffers)
+def _sent(cut: Cut, stage: int) -> list[Slot]:
+    """What leaves a stage in a forward: the loss, and what other stages read."""
+    found = {Slot(cut.graph.loss): None}
+    for lane, slots in cut.lanes.items():
+        if lane.kind is TransferKind.ACTIVATION and lane.source == stage:
+            found.update(dict.fromkeys(slots))
+    return list(found)
 
-    def _written(self, key: tuple[bool, Samples]) -> list[int]:
-        """The buffers among the state arguments that must not be written where they are."""
-        graph = self._cuts[key].graph
-        names = graph.written if self._recompute and key[0] else graph.rewritten
-        return [index for index, slot in enumerate(self.codes[key].states) if slot.value in names]
+
+def _returning(cut: Cut, stage: int) -> list[Slot]:
+    """Gradients that come to a stage, those of values that are used last first."""
+    found: dict[Slot, None] = {}
+    for lane, slots in cut.lanes.items():
+        if lane.kind is TransferKind.GRADIENT and lane.target == stage:
+            found.update(dict.fromkeys(slots))
+    return sorted(found, key=lambda slot: cut.graph.last_use(slot.value), reverse=True)
+
+
+def insert_ticks(module: fx.GraphModule, advance: Callable[[], None]) -> None:
+    """Call ``advance`` after every few operators of a stage's code, and in their backward.
+
+    Neither sees a tensor, so no bit changes.
+    """
+
+    def tick(value: Any) -> None:
+        advance()
+        if isinstance(value, Tensor) and value.grad_fn is not None and torch.is_grad_enabled():
+            value.grad_fn.register_prehook(lambda _: advance())
+
+    operators = [node for node in module.graph.nodes if node.op == "call_function"]
+    for node in operators[TICK_EVERY - 1 :: TICK_EVERY]:
+        with module.graph.inserting_after(node):
+            module.graph.call_function(tick, (node,))
+    module.recompile()
+
+
+def compile_stage(code: StageCode, backend: Backend = "inductor") -> StageCode:
+    """The same code, compiled when it is first called, for the sizes it is called with.
+
+    What draws random numbers, and what seeds it, runs as it is between compiled pieces: a
+    compiler's own dropout draws other masks than the operator. All else may be fused, so sums are
+    rounded in another order than without, and results agree within a tolerance only.
+
+    Args:
+        backend: of ``torch.compile``, or a name of one.
+
+    The first call raises CaptureError if nothing can be compiled.
+    """
+    return replace(code, module=_Compiled(code, backend))
+
+
+class _Compiled:
+    """A stage's function. The seed goes past the compiler, which would compile anew for each."""
+
+    def __init__(self, code: StageCode, backend: Backend) -> None:
+        assert isinstance(code.module, fx.GraphModule)
+        self._seed = 0
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(code.module.graph, {}))
+        drawing = False
+        for node in graph.nodes:
+            seeds = node.op == "call_function" and node.target in SEEDERS
+            if seeds:
+                node.target = self._seeding(node.target, node.args[1])
+                node.args = ()
+            elif drawing:
+                node.target = _uncompiled(node.target)
+            drawing = seeds
+        graph.erase_node(next(iter(graph.nodes)))
+        module = fx.GraphModule(code.module, graph)
+        self._run = torch.compile(module, backend=backend, dynamic=False)
+
+    def __call__(self, seed: int, *arguments: Any) -> tuple[Tensor, ...]:
+        self._seed = seed
+        try:
+            return self._run(*arguments)  # type: ignore[no-any-return]
+        except Exception as error:
+            if not type(error).__module__.startswith(("torch._inductor", "torch._dynamo")):
+                raise
+            raise CaptureError(
+                f"training.compile: torch.compile fails: {str(error).splitlines()[0]}",
+                cure="see to a C++ compiler on the nodes (the variable CXX names it), "
+                "or set training.compile: false",
+            ) from error
+
+    def _seeding(self, seeder: Callable[[int, int], None], key: int) -> Callable[[], None]:
+        return _uncompiled(lambda: seeder(self._seed, key))
+
+
+def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that the compiler calls without compiling it."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return torch.compiler.disable(call)  # type: ignore[no-any-return, no-untyped-call]

@@ -20,14 +20,15 @@ from pipectl.capture.randomness import seed_of
 from pipectl.capture.step import own_name, sample_shares, target_shares, weighted
 from pipectl.errors import CaptureError, MismatchError
 from pipectl.plan import Plan
-from pipectl.runtime.passes import Batch
+from pipectl.runtime.engine import StepRun
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.stage_states import shared_uses
+from pipectl.runtime.step import Batch, Row, Step, StepInput
 from pipectl.runtime.step_end import StepEnd
-from pipectl.runtime.step_input import StepInput, StepOutput
 from pipectl.runtime.telemetry import StepReport, Telemetry
 from pipectl.runtime.tracing import Tracing
-from pipectl.schedule import Action
+from pipectl.schedule import channels
+from pipectl.schedule.actions import EMPTY
 from pipectl.schedule.lowering import stretch
 from pipectl.schedule.unflushed import steps_apart, versions_kept
 from pipectl.spec.models import Training
@@ -127,7 +128,8 @@ class Stretches:
             loaded: the micro-batches of these steps and all later ones.
         """
         for stage in self._setup.updated_stages:
-            stage.restart_versions()
+            assert stage.versions is not None
+            stage.versions.restart()
         self._end.begin({})
         self._first, self._batches = first, batches
         self._given = self._make_input(loaded)
@@ -136,8 +138,11 @@ class Stretches:
         if self._traced:
             self._given.recording = self._tracing.begin(first)
         self._started = self._since = time.perf_counter()
-        rows = stretch(self._plan, self._setup.communicator.rank, len(batches))
-        self._setup.training.run_parts(rows, self._given, self._update)
+        rank, size = self._setup.communicator.rank, self._plan.micro_batch_size
+        parts = stretch(self._plan, rank, len(batches))
+        sizes = [count for each in batches for count in split_batch(len(each), size)]
+        step = Step.plain(EMPTY, channels(self._plan), rank, sizes)
+        self._setup.training.run(step, self._given, self._update, parts)
         self._end_trace()
 
     def _make_input(self, loaded: Iterator[Batch]) -> StretchInput:
@@ -149,7 +154,6 @@ class Stretches:
             weights = read = _Weights(micro_batches, count, self._shares, needed=self._reads)
             micro_batches = read.batches()
         return StretchInput(
-            sizes=[size for sizes in steps for size in sizes],
             weights=weights,
             batches=micro_batches,
             seed=(self._setup.job.spec.training.seed,),
@@ -168,50 +172,50 @@ class Stretches:
         targets = [targets for _, targets in step]
         return target_shares(self._weigh, self._setup.job.spec.loss.weight, targets)
 
-    def _update(self, action: Action, out: StepOutput) -> None:
+    def _update(self, row: Row, run: StepRun) -> None:
         """The end of a step on this rank: an update, or behind the last of its forwards."""
-        index = action.micro_batch // self._plan.micro_batches
+        index = row.micro_batch // self._plan.micro_batches
         rate = self._stepper.learning_rate
-        if action.stage in self._setup.stages:
-            with self._setup.stages[action.stage].updating():
-                self._look(index, out)
+        if row.stage in self._setup.stages:
+            with self._setup.stages[row.stage].updating():
+                self._look(index, run)
                 self._stepper.step()
         else:
-            self._look(index, out)
+            self._look(index, run)
         self._setup.doing.step = self._first + index + 1
         if index == steps_apart(self._plan):
             self._end_trace()
         self._tracing.advance()
         self._save_on()
-        self._report(index, rate, out)
+        self._report(index, rate, run)
 
-    def _look(self, index: int, out: StepOutput) -> None:
+    def _look(self, index: int, run: StepRun) -> None:
         """Tell the others of what is not finite here, and hear of them."""
         count = self._plan.micro_batches
         weights = self._given.weights[index * count : (index + 1) * count]
         before = index * count
-        self._end.look(self._first + index, range(count), out.losses[:count], weights, before)
+        self._end.look(self._first + index, range(count), run.losses[:count], weights, before)
 
-    def _report(self, index: int, rate: float, out: StepOutput) -> None:
+    def _report(self, index: int, rate: float, run: StepRun) -> None:
         count = self._plan.micro_batches
         now = time.perf_counter()
         self._setup.doing.board.pace(now - self._since)
         weights = self._given.weights[index * count : (index + 1) * count]
-        losses = out.losses[:count]
-        del out.losses[:count]
+        losses = run.losses[:count]
+        del run.losses[:count]
         self._telemetry.report(
             StepReport(
                 step=self._first + index,
                 loss=weighted(losses, weights),
                 learning_rate=rate,
                 gradient_norm=math.nan,
-                busy_s=out.busy_s,
+                busy_s=run.busy_s,
                 step_time_s=now - self._since,
                 samples=len(self._batches[index]),
                 peak_bytes=self._setup.device.peak_bytes(),
             )
         )
-        self._since, out.busy_s = now, 0.0
+        self._since, run.busy_s = now, 0.0
 
     def _end_trace(self) -> None:
         if self._traced:

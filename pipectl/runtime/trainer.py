@@ -15,21 +15,20 @@ from pipectl.runs import RunDirectory
 from pipectl.runtime.callbacks import Callbacks
 from pipectl.runtime.checkpoint import Stored
 from pipectl.runtime.continuation import Continuation
+from pipectl.runtime.engine import StepRun
 from pipectl.runtime.evaluator import Evaluator
 from pipectl.runtime.failure import warn
 from pipectl.runtime.loss_shares import loss_shares_of
-from pipectl.runtime.passes import Batch, Pass, pass_of
-from pipectl.runtime.recording import Recording
 from pipectl.runtime.setup import Setup
+from pipectl.runtime.step import Batch, Row, Step, StepInput
 from pipectl.runtime.step_end import StepEnd
-from pipectl.runtime.step_input import StepInput, StepOutput
 from pipectl.runtime.stopping import Stopping
 from pipectl.runtime.stretches import Stretches
 from pipectl.runtime.telemetry import StepReport, Telemetry
 from pipectl.runtime.tracing import Tracing
 from pipectl.runtime.waiting import barrier
 from pipectl.runtime.warm_up import learn_layouts
-from pipectl.schedule import Action, is_unflushed, lower, lower_renewal, plan_of_step
+from pipectl.schedule import channels, is_unflushed, lower, lower_renewal, plan_of_step
 
 _CHECK_REPLICAS_EVERY = 100
 """Steps."""
@@ -68,11 +67,10 @@ class Trainer:
         self._tracing = Tracing(
             setup.communicator, run, self._spec.trace, self._spec.training.steps, rows
         )
-        self._recording: Recording | None = None
         self._loss_shares = loss_shares_of(setup)
         self._end = StepEnd(setup, self._telemetry.fault, self._finish_saving)
         self._evaluator = Evaluator(setup)
-        self._pass = cache(self._make_pass)
+        self._step_of = cache(self._make_step)
         self._continuation = self._make_continuation(run, attempt)
         self._stopping = Stopping(setup.communicator.Dup(), run.stop)
         self._stopped = False
@@ -140,44 +138,46 @@ class Trainer:
 
     def _step(self, step: int, samples: int, loaded: Iterator[Batch]) -> None:
         traced = self._tracing.wants(step)
-        self._recording = self._tracing.begin(step) if traced else None
+        recording = self._tracing.begin(step) if traced else None
         start = time.perf_counter()
         seed = (self._spec.training.seed, step)
         loss_scale = self._end.loss_scale
         scale = 1.0 if loss_scale is None else loss_scale.value
-        doing = self._pass(samples)
+        doing = self._step_of(samples)
+        assert doing.plan is not None
+        assert doing.pieces is not None
         batches = islice(loaded, len(doing.pieces))
         given = self._loss_shares.step_input(doing, batches, seed, scale)
-        given.recording = self._recording
+        given.recording = recording
         self._end.begin(self._setup.written)
-        out = self._compute(step, doing, given)
+        run = self._run_step(step, doing, given)
         if not self._end.undo(self._setup.written):
             self._setup.replicas.agree_on_buffers(doing.plan)
         if traced:
-            self._tracing.end(step, self._recording, start)
+            self._tracing.end(step, recording, start)
         self._tracing.advance()
         self._setup.doing.board.pace(time.perf_counter() - start)
         self._telemetry.report(
             StepReport(
                 step=step,
-                loss=self._loss_shares.loss(doing, out.losses, given.weights),
+                loss=self._loss_shares.loss(doing, run.losses, given.weights),
                 learning_rate=self._end.used_rate,
                 gradient_norm=self._end.gradient_norm,
                 loss_scale=math.nan if loss_scale is None else scale,
                 skipped=self._end.skipped,
-                busy_s=out.busy_s,
+                busy_s=run.busy_s,
                 step_time_s=time.perf_counter() - start,
                 samples=samples,
                 peak_bytes=self._setup.device.peak_bytes(),
             )
         )
 
-    def _compute(self, step: int, doing: Pass, given: StepInput) -> StepOutput:
-        def update(_: Action, out: StepOutput) -> None:
+    def _run_step(self, step: int, doing: Step, given: StepInput) -> StepRun:
+        def update(_: Row, run: StepRun) -> None:
             computed = self._loss_shares.computed(doing)
-            self._end.run(step, computed, out.losses, given.weights, self._recording)
+            self._end.run(step, computed, run.losses, given.weights, given.recording)
 
-        return self._setup.training.run_parts([(doing.actions, 0)], given, update)
+        return self._setup.training.run(doing, given, update)
 
     def _between_steps(self, step: int) -> None:
         if self._stops_behind(step):
@@ -244,12 +244,12 @@ class Trainer:
         loader = self._setup.loader
         if loader is None:
             return iter(())
-        return loader.pieces(planned, lambda samples: self._pass(samples).positions, self._done)
+        return loader.pieces(planned, lambda samples: self._step_of(samples).positions, self._done)
 
-    def _make_pass(self, samples: int) -> Pass:
+    def _make_step(self, samples: int) -> Step:
         setup = self._setup
         plan, whole = plan_of_step(setup.plan, samples), setup.job.loader.takes_whole
-        return pass_of(plan, self._rank, setup.reading, whole=whole)
+        return Step.of(plan, self._rank, setup.reading, load_whole=whole)
 
     def learn_layouts(self) -> None:
         """Send micro-batches of every size over every channel; see :func:`learn_layouts`."""
@@ -257,8 +257,10 @@ class Trainer:
 
     def _renew_weights(self) -> None:
         """Send weights to where forwards run without the backwards, as the next step does too."""
-        program = lower_renewal(self._setup.plan, self._rank).body
-        self._setup.training.run(program, StepInput([], [], iter(()), ()), lambda: None)
+        plan = self._setup.plan
+        actions = lower_renewal(plan, self._rank).body
+        step = Step.plain(actions, channels(plan), self._rank, ())
+        self._setup.training.run(step, StepInput((), iter(()), ()))
 
     def _make_continuation(self, run: RunDirectory, attempt: int) -> Continuation:
         end, reported = self._end, self._telemetry.has_written

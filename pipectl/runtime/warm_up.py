@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from pipectl.capture.python_state import undisturbed
+from pipectl.capture.slices import Rows
 from pipectl.runtime.loss_shares import LossShares
 from pipectl.runtime.optimizer import SharedGradients
-from pipectl.runtime.passes import Batch, narrowed, pass_of
 from pipectl.runtime.setup import Setup
+from pipectl.runtime.step import Batch, Step, narrowed
 from pipectl.schedule import is_unflushed, plan_of_trial
 from pipectl.schedule.one_f_one_b import ONE_F_ONE_B
 
@@ -38,14 +39,13 @@ def _try(size: int, setup: Setup, loss_shares: LossShares, shared: SharedGradien
     if is_unflushed(plan):  # a trial is flushed; its messages are the same
         plan = replace(plan, schedule=ONE_F_ONE_B.name)
     rank, loader = setup.communicator.rank, setup.job.loader
-    trial = pass_of(plan_of_trial(plan, size), rank, setup.reading, whole=loader.takes_whole)
+    trial = Step.of(plan_of_trial(plan, size), rank, setup.reading, load_whole=loader.takes_whole)
+    assert trial.pieces is not None
     whole: Any = loader.example(size) if setup.reading else None
-    batches: list[Batch] = [
-        whole if piece.start < 0 else narrowed(whole, *piece) for piece in trial.pieces.values()
-    ]
+    batches: list[Batch] = [narrowed(whole, rows, Rows.of(size)) for rows in trial.pieces.values()]
     seed = setup.job.spec.training.seed, "layouts"
     given = loss_shares.step_input(trial, iter(batches), seed)
-    setup.training.run(trial.actions, given, lambda: None)
+    setup.training.run(trial, given)
     shared.learn()
     setup.reducer.learn()
     for stage in setup.stages.values():

@@ -81,6 +81,13 @@ class Board:
         text = kind if micro_batch < 0 else f"{kind} micro-batch {micro_batch}"
         self._begin(text, stage, in_program=True)
 
+    def program_row(self, text: bytes, stage: int) -> None:
+        """The same, in encoded words that were made before."""
+        memory = self._memory
+        memory.peer, memory.stage, memory.in_program = -1, stage, True
+        memory.action = text[:_TEXT]
+        memory.moves += 1
+
     def phase(self, text: str) -> None:
         """Something begins that is not in the program."""
         self._begin(text, -1, in_program=False)
@@ -89,9 +96,9 @@ class Board:
         """What was interrupted by a phase goes on."""
         self._begin(activity.action, activity.stage, in_program=activity.in_program)
 
-    def awaits(self, peer: int, awaited: str) -> None:
-        """The action under way depends on a rank."""
-        self._memory.peer, self._memory.awaited = peer, _encode(awaited)
+    def awaits(self, peer: int, awaited: bytes) -> None:
+        """The action under way depends on a rank; encoded words say what for."""
+        self._memory.peer, self._memory.awaited = peer, awaited[:_TEXT]
 
     def step(self, number: int) -> None:
         """A step begins."""

@@ -12,12 +12,13 @@ import torch
 
 from pipectl.capture import CapturedJob, Cut
 from pipectl.capture.batch import by_name
-from pipectl.runtime.blocked_stage import BlockedStage
+from pipectl.capture.slices import Rows
 from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.offload import HostStore, Mover, StageOffload
-from pipectl.runtime.stage import StageRuntime
+from pipectl.runtime.stage import MicroBatch, Stage
 
 KINDS = ("keeping", "recomputing", "in blocks")
+ROWS = Rows.of(4)
 CPU = torch.device("cpu")
 
 
@@ -27,20 +28,21 @@ def job(job_of: Any) -> Any:
     return job_of("deeper")
 
 
-def stage_of(job: CapturedJob, kind: str, offload: StageOffload | None = None) -> StageRuntime:
+def stage_of(job: CapturedJob, kind: str, offload: StageOffload | None = None) -> Stage:
     """All of a model."""
     graph = job.training_graph(4)
-    cuts = {(True, 4): Cut(graph, {node.name: 0 for node in graph.operators}, training=True)}
+    cuts = {(True, ROWS): Cut(graph, {node.name: 0 for node in graph.operators}, training=True)}
     if kind == "in blocks":
         firsts = [graph.operators[-4].name]
-        return BlockedStage(0, cuts, firsts, job.states, CpuDevice(), offload=offload)
+        return Stage(0, cuts, job.states, CpuDevice(), firsts=firsts, offload=offload)
     recompute = kind == "recomputing"
-    return StageRuntime(0, cuts, job.states, CpuDevice(), recompute=recompute, offload=offload)
+    return Stage(0, cuts, job.states, CpuDevice(), recompute=recompute, offload=offload)
 
 
-def forward(job: CapturedJob, stage: StageRuntime) -> None:
+def forward(job: CapturedJob, stage: Stage) -> None:
     known = by_name(job.training_graph(4), job.loader.example(4))
-    stage.forward(0, 4, 0, {name: known[name] for name in stage.inputs(True, 4)}, {})
+    inputs = {name: known[name] for name in stage.inputs(True, ROWS)}
+    stage.forward(MicroBatch(0, ROWS), inputs, {})
 
 
 @pytest.mark.parametrize("kind", KINDS)

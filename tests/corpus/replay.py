@@ -18,22 +18,22 @@ from torch import Tensor
 
 from pipectl.capture import CapturedJob, Cut, Lane, Slot
 from pipectl.capture.randomness import seed_of
+from pipectl.capture.slices import Rows
 from pipectl.plan import Plan, Stage
 from pipectl.planner.costs.footprint import Footprints
 from pipectl.planner.costs.operator_times import operator_times
 from pipectl.planner.costs.stage_costs import scaled_transfers, stage_costs
 from pipectl.profile import Profile
 from pipectl.profiler.allocated import record_allocated
-from pipectl.runtime.blocked_stage import BlockedStage
 from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.engine import Engine
 from pipectl.runtime.failure import Doing
 from pipectl.runtime.layout import Layout
 from pipectl.runtime.offload import StageOffload, mover_of
 from pipectl.runtime.optimizer import SharedGradients, clip_gradients, gradient_norms, total_norm
-from pipectl.runtime.stage import StageRuntime
+from pipectl.runtime.stage import Stage as RankStage
 from pipectl.runtime.stage_states import branching_stages, shared_uses
-from pipectl.runtime.step_input import StepInput
+from pipectl.runtime.step import Step, StepInput
 from pipectl.runtime.stepper import make_stepper
 from pipectl.runtime.transport import Message
 from pipectl.schedule import channels, lower, memory_bytes
@@ -169,27 +169,24 @@ def peak_of_stage(
     """
     mover = mover_of(plan, plan.stages[stage].ranks[0], torch.device("cpu"), directory)
     held = plan.stages[stage]
-    given = {(True, plan.micro_batch_size): cut}, _copies(job), CpuDevice()
+    given = {(True, Rows.of(plan.micro_batch_size)): cut}, _copies(job), CpuDevice()
     offload = None if mover is None else StageOffload(mover, torch.device("cpu"))
-    runtime = (
-        StageRuntime(stage, *given, recompute=held.recompute, offload=offload)
-        if held.blocks is None
-        else BlockedStage(stage, given[0], held.blocks.firsts, *given[1:], offload=offload)
-    )
+    firsts = () if held.blocks is None else held.blocks.firsts
+    runtime = RankStage(stage, *given, recompute=held.recompute, firsts=firsts, offload=offload)
     engine = Engine(
-        stage,
         {stage: runtime},
         cut,
-        channels(plan),
         Replay(messages),
         CpuDevice(),
         Doing(),  # type: ignore[arg-type]
     )
     program = lower(plan, stage)
     step = _Step(job, plan, stage, runtime, cut)
-    engine.run(program.body, step.given(), step.update)
+    sizes = [plan.micro_batch_size] * plan.micro_batches
+    given_rows = Step.plain(program.body, channels(plan), stage, sizes)
+    engine.run(given_rows, step.given(), step.update)
     with record_allocated(torch.device("cpu")) as recording:
-        engine.run(program.body, step.given(), step.update)
+        engine.run(given_rows, step.given(), step.update)
     if mover is not None:
         mover.close()
     resident = step.resident_bytes()
@@ -210,7 +207,7 @@ class _Step:
     """The end of a step as the trainer does it, and its input."""
 
     def __init__(
-        self, job: CapturedJob, plan: Plan, stage: int, runtime: StageRuntime, cut: Cut
+        self, job: CapturedJob, plan: Plan, stage: int, runtime: RankStage, cut: Cut
     ) -> None:
         self._job, self._plan, self._runtime = job, plan, runtime
         ranks = [(rank,) for rank in range(len(plan.stages))]
@@ -227,10 +224,9 @@ class _Step:
         plan = self._plan
         batches = (self._job.loader.example(plan.micro_batch_size) for _ in plan.micro_batch_shares)
         share = 1 / plan.micro_batches
-        sizes = [plan.micro_batch_size] * plan.micro_batches
-        return StepInput(sizes, [share] * plan.micro_batches, batches, ("memory",))
+        return StepInput([share] * plan.micro_batches, batches, ("memory",))
 
-    def update(self) -> None:
+    def update(self, *_: Any) -> None:
         if not self._knows_uses:
             self._shared.learn()
             self._knows_uses = True

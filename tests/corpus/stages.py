@@ -16,10 +16,11 @@ from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedJob, Cut, Slot, evaluation_stages
 from pipectl.capture.randomness import seed_of
+from pipectl.capture.slices import Rows
 from pipectl.graph import TransferKind
 from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.layout import Layout
-from pipectl.runtime.stage import StageRuntime
+from pipectl.runtime.stage import MicroBatch, Stage
 from pipectl.runtime.stage_states import shared_uses
 
 RATE, MOMENTUM = 0.001, 0.9
@@ -63,15 +64,15 @@ class Stages:
     ) -> None:
         training = job.training_graph(size)
         self.cut = Cut(training, stage_of, training=True)
-        self._job, self._size, self._recompute = job, size, recompute
-        cuts = {(True, size): self.cut}
+        self._job, self._rows, self._recompute = job, Rows.of(size), recompute
+        cuts = {(True, self._rows): self.cut}
         if evaluates:
             evaluation = job.evaluation_graph(size)
             in_evaluation = evaluation_stages(evaluation, training, stage_of)
             self.evaluation_cut = Cut(evaluation, in_evaluation, training=False)
-            cuts[False, size] = self.evaluation_cut
+            cuts[False, self._rows] = self.evaluation_cut
         self.stages = [
-            StageRuntime(index, cuts, _Own(job.states), CpuDevice(), recompute=recompute)
+            Stage(index, cuts, _Own(job.states), CpuDevice(), recompute=recompute)
             for index in range(1 + max(stage_of.values()))
         ]
         self._loss = Slot(training.loss)
@@ -119,8 +120,10 @@ class Stages:
         known = dict(zip(cut.graph.inputs, pytree.tree_leaves(batch), strict=True))
         arrived: dict[int, dict[Slot, Tensor | None]] = defaultdict(dict)
         for index, stage in enumerate(self.stages):
-            inputs = {name: known[name] for name in stage.inputs(False, self._size)}
-            made = stage.evaluate(self._size, seed_of("evaluation"), inputs, arrived[index])
+            inputs = {name: known[name] for name in stage.inputs(False, self._rows)}
+            made = stage.evaluate(
+                MicroBatch(0, self._rows, seed_of("evaluation")), inputs, arrived[index]
+            )
             arrived[index].update(made)
             for lane, slots in cut.lanes.items():
                 if lane.source == index:
@@ -134,9 +137,9 @@ class Stages:
         known = dict(zip(self.cut.graph.inputs, pytree.tree_leaves(batch), strict=True))
         loss: Tensor | None = None
         for index, stage in enumerate(self.stages):
-            inputs = {name: known[name] for name in stage.inputs(True, self._size)}
+            inputs = {name: known[name] for name in stage.inputs(True, self._rows)}
             given = self._arrived.pop((TransferKind.ACTIVATION, index, micro_batch), {})
-            made = stage.forward(micro_batch, self._size, seed, inputs, given)
+            made = stage.forward(MicroBatch(micro_batch, self._rows, seed), inputs, given)
             loss = made.get(self._loss, loss)
             self._deliver(TransferKind.ACTIVATION, index, micro_batch, made)
         assert loss is not None
@@ -147,8 +150,8 @@ class Stages:
             gradients = self._arrived.pop((TransferKind.GRADIENT, index, micro_batch), {})
             latest_first = dict(sorted(gradients.items(), key=self._latest_use, reverse=True))
             if self._recompute:
-                stage.recompute(micro_batch)
-            made = stage.backward(micro_batch, latest_first, self._loss, weight)
+                stage.recompute(MicroBatch(micro_batch, self._rows))
+            made = stage.backward(MicroBatch(micro_batch, self._rows), latest_first, weight)
             self._deliver(TransferKind.GRADIENT, index, micro_batch, made)
 
     def _deliver(

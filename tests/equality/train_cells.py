@@ -30,12 +30,12 @@ from pipectl.plan import Plan
 from pipectl.runs import RunDirectory
 from pipectl.runtime import replicas as replicas_module
 from pipectl.runtime import stage as stage_module
-from pipectl.runtime.compiling import compile_stage
 from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.failure import Doing
 from pipectl.runtime.offload import StageOffload
 from pipectl.runtime.reduction import StageReduction
 from pipectl.runtime.setup import Setup
+from pipectl.runtime.stage import compile_stage
 from pipectl.runtime.trainer import Trainer
 from pipectl.runtime.waiting import barrier
 from pipectl.spec import load

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from pipectl.capture import CapturedJob, Cut, Slot
+from pipectl.capture.slices import Rows
 from pipectl.capture.stage import StageCode
 from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.halves import Deferred, split_backwards
-from pipectl.runtime.stage import StageRuntime
+from pipectl.runtime.stage import MicroBatch, Stage
 
 PARTS = Path(__file__).with_name("job_parts.py")
 
@@ -222,18 +223,21 @@ def test_weight_halves_that_come_late_use_the_gradients_of_their_own_micro_batch
     """The gradient of the place, behind a view, is in the memory of the linear layer's."""
     job = CapturedJob(make_spec(1, model={"factory": f"{PARTS}:Placed"}))
     graph = job.training_graph(1)
-    cuts = {(True, 1): Cut(graph, {node.name: 0 for node in graph.operators}, training=True)}
+    cuts = {
+        (True, Rows.of(1)): Cut(graph, {node.name: 0 for node in graph.operators}, training=True)
+    }
     found = []
     for halves in (False, True):
-        stage = StageRuntime(0, cuts, job.states, CpuDevice())
+        stage = Stage(0, cuts, job.states, CpuDevice())
         if halves:
             stage.split_backwards()
         for number in range(2):
             values = torch.full((1, 6), 1.0 + number), torch.tensor([[0, 1, 2]])
-            stage.forward(number, 1, 0, dict(zip(graph.inputs, values, strict=True)), {})
-            stage.backward(number, {}, Slot(graph.loss), 1.0)
+            micro_batch = MicroBatch(number, Rows.of(1))
+            stage.forward(micro_batch, dict(zip(graph.inputs, values, strict=True)), {})
+            stage.backward(micro_batch, {}, 1.0)
         for number in range(2):
-            stage.finish_backward(number)
+            stage.finish_backward(MicroBatch(number, Rows.of(1)))
         found.append({name: tensor.grad for name, tensor in stage.parameters.items()})
         stage.forget()
     whole, late = found

@@ -3,13 +3,13 @@
 import torch
 from torch import fx
 
-from pipectl.runtime.ticks import EVERY, insert_ticks
+from pipectl.runtime.stage import TICK_EVERY, insert_ticks
 
 
 def test_every_few_operators_there_is_a_call_forward_and_backward():
     graph = fx.Graph()
     value = graph.placeholder("x")
-    for _ in range(2 * EVERY):
+    for _ in range(2 * TICK_EVERY):
         value = graph.call_function(torch.sin, (value,))
     graph.output(value)
     module = fx.GraphModule(torch.nn.Module(), graph)

@@ -19,7 +19,7 @@ def test_another_mapping_sees_what_is_written() -> None:
     assert read_activity(other) == Activity(2, action="capturing the model")
     board.step(7)
     board.row("FORWARD", 1, 5)
-    board.awaits(2, "activation 5 of stage 0 from rank 2")
+    board.awaits(2, b"activation 5 of stage 0 from rank 2")
     board.waits(True)
     board.pace(0.5)
     seen = read_activity(other)

@@ -13,7 +13,6 @@ import json
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from mpi4py import MPI
@@ -79,9 +78,9 @@ class Transport:
         self._check = check
         self._tags = _tags(lanes, largest_tag(communicator))
         self._layouts: dict[tuple[Lane, int, int], Layouts] = {}
-        # By rank and tag, while it is under way: a transfer holds the memory it sends.
-        self._last_sent: WeakValueDictionary[tuple[int, int], Transfer] = WeakValueDictionary()
-        self._last_received: WeakValueDictionary[tuple[int, int], Transfer] = WeakValueDictionary()
+        # By rank and tag; of one that is over, no memory is held.
+        self._last_sent: dict[tuple[int, int], Transfer] = {}
+        self._last_received: dict[tuple[int, int], Transfer] = {}
         # Of each lane and rank, receives in the order in which they started.
         self._unposted: defaultdict[tuple[Lane, int], deque[Posted]] = defaultdict(deque)
         self._without_note: defaultdict[tuple[Lane, int], deque[Posted]] = defaultdict(deque)
@@ -310,6 +309,13 @@ def _layout(tensor: Tensor | None) -> Layout | None:
 
 def _flat(lane: Lane, slot: Slot, layout: Layout | None, tensor: Tensor | None) -> Tensor | None:
     """A tensor as it is sent; None where there never is one."""
+    if (
+        tensor is not None
+        and layout is not None
+        and tensor.dtype is layout.dtype
+        and tensor.shape == layout.sizes
+    ):
+        return layout.flatten(tensor.detach() if tensor.requires_grad else tensor)
     expected = None if layout is None else (layout.dtype, layout.sizes)
     found = None if tensor is None else (tensor.dtype, tuple(tensor.shape))
     if found != expected:
@@ -319,7 +325,7 @@ def _flat(lane: Lane, slot: Slot, layout: Layout | None, tensor: Tensor | None) 
             cure="a model where shapes, or which tensors have a gradient, depend on the data "
             "cannot be split here",
         )
-    return None if layout is None or tensor is None else layout.flatten(tensor.detach())
+    return None
 
 
 def _words(form: tuple[torch.dtype, tuple[int, ...]] | None) -> str:

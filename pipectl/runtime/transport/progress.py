@@ -4,7 +4,7 @@ Many MPIs advance a large message only within calls of the two ranks that share 
 such calls during the computation:
 
 - ``none``: none is needed, because the library or the hardware works by itself;
-- ``poll``: between operators (:mod:`~pipectl.runtime.ticks`);
+- ``poll``: between operators of a stage;
 - ``thread``: by a thread that works in bursts. A burst goes on while its calls move data, which
   they do one fragment at a time, and ends when they find nothing, so that the thread takes little
   of a core that computes. While a message is expected but does not come, pauses grow.
@@ -62,7 +62,8 @@ class Progress:
         with self._lock:
             transfer = start()
             self._transfers.append(transfer)
-        self._wanted.set()
+        if self._thread is not None:
+            self._wanted.set()
         return transfer
 
     def wait(self, transfers: Sequence[Transfer]) -> None:

@@ -121,7 +121,8 @@ class Transfer:
         while self._under_way and self._done(*self._under_way[0]):
             self._under_way.popleft()
             self._start_next()
-        self.done = not self._unstarted and not self._under_way
+        if not self._unstarted and not self._under_way:
+            self.done, self._start = True, _start_nothing  # which held the memory
         return self.done
 
     def _done(self, request: MPI.Request, size_bytes: int) -> bool:
@@ -163,6 +164,10 @@ class Transfer:
             self._under_way.append((request, size_bytes))
             self._offset += size_bytes
             self._unstarted -= 1
+
+
+def _start_nothing(_offset: int, _size_bytes: int) -> None:
+    """Of a transfer that is over."""
 
 
 def memory(vector: Tensor, offset: int, size_bytes: int) -> tuple[MPI.memory, MPI.Datatype]:

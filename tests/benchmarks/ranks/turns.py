@@ -31,16 +31,15 @@ from pipectl.plan import Plan
 from pipectl.runs import RunDirectory
 from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.failure import Doing
-from pipectl.runtime.passes import pass_of
 from pipectl.runtime.process import settle_process
 from pipectl.runtime.recording import Recording
 from pipectl.runtime.reduction import Reducer
 from pipectl.runtime.setup import Setup
-from pipectl.runtime.step_input import StepInput
+from pipectl.runtime.step import Step as RankStep
+from pipectl.runtime.step import StepInput
 from pipectl.runtime.trainer import Trainer
 from pipectl.runtime.transport import Progress
 from pipectl.runtime.waiting import barrier
-from pipectl.schedule import Kind
 from pipectl.spec import JobSpec, load
 
 Step = Callable[[int], None]
@@ -53,7 +52,7 @@ class Training:
     setup: Setup
     step: Step
     rows: int
-    trainer: Trainer
+    recording: Recording | None = None
 
 
 def trained(
@@ -63,7 +62,8 @@ def trained(
     setup = Setup(world, CapturedJob(spec), plan, CpuDevice(), Doing(), progress)
     trainer = Trainer(setup, RunDirectory(folder), 1)
     trainer.learn_layouts()
-    doing = pass_of(plan, world.rank, setup.reading)
+    doing = RankStep.of(plan, world.rank, setup.reading)
+    assert doing.pieces is not None
     weights = [size / plan.batch_size for size in doing.sizes]
     cut = (tensor[: plan.batch_size].split(plan.micro_batch_size) for tensor in batch)
     parts = list(zip(*cut, strict=True))
@@ -71,18 +71,16 @@ def trained(
 
     def step(number: int) -> None:
         given = StepInput(
-            sizes=doing.sizes,
             weights=weights,
             batches=iter(mine),
             seed=(0, number),
-            wiring=doing.wiring,
-            pieces=doing.pieces,
-            recording=trainer._recording,
+            recording=training.recording,
         )
-        trainer._end.begin(trainer._changing())
-        trainer._compute(number, doing, given)
+        trainer._end.begin(setup.written)
+        trainer._run_step(number, doing, given)
 
-    return Training(setup, step, len(doing.actions), trainer)
+    training = Training(setup, step, len(doing.actions))
+    return training
 
 
 def timed(step: Step, steps: int, world: MPI.Intracomm) -> float:
@@ -104,10 +102,10 @@ def recorded(training: Training, steps: int, world: MPI.Intracomm) -> list[dict[
     """Steps one by one, and what this rank did in them."""
     found = []
     for number in range(steps):
-        recording = training.trainer._recording = Recording()
+        recording = training.recording = Recording()
         seconds = clocked(partial(training.step, number), world)
         found.append({"seconds": seconds, "table": recording.table().tolist()})
-    training.trainer._recording = None
+    training.recording = None
     return found
 
 
@@ -145,10 +143,10 @@ class Watch:
         self._execute = engine._execute
         engine._execute = self._timed  # type: ignore[method-assign]
 
-    def _timed(self, action: Any, update: Any) -> None:
+    def _timed(self, run: Any, row: Any, update: Any) -> None:
         start = time.perf_counter()
-        self._execute(action, update)
-        self.seconds.setdefault(Kind(action.kind).name, []).append(time.perf_counter() - start)
+        self._execute(run, row, update)
+        self.seconds.setdefault(row.kind.name, []).append(time.perf_counter() - start)
 
     def medians(self) -> dict[str, float]:
         """Seconds by kind, and of all rows together."""

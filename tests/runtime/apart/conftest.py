@@ -13,13 +13,11 @@ import yaml
 from torch import Tensor, nn
 
 from pipectl.capture import CapturedJob, Cut, Lane, Slot
+from pipectl.capture.slices import Rows
 from pipectl.graph import TransferKind
-from pipectl.runtime.apart.agreement import Agreement
-from pipectl.runtime.apart.backward_half import BackwardHalf
-from pipectl.runtime.apart.ends import Ends, places_of
-from pipectl.runtime.apart.forward_half import ForwardHalf
 from pipectl.runtime.device import CpuDevice
-from pipectl.runtime.stage import StageRuntime
+from pipectl.runtime.pipefb.stages import Agreement, BackwardHalf, Ends, ForwardHalf, places_of
+from pipectl.runtime.stage import MicroBatch, Stage
 from pipectl.spec import load
 
 HERE = Path(__file__).parent
@@ -32,11 +30,11 @@ class Told:
 
     agreements: dict[int, list[Agreement]] = field(default_factory=dict)
 
-    def tell(self, stage: int, _rank: int, agreement: Agreement) -> None:
+    def send(self, stage: int, _rank: int, agreement: Agreement) -> None:
         fields = agreement.to_json()
         self.agreements.setdefault(stage, []).append(Agreement.from_json(fields))
 
-    def hear(self, stage: int, _rank: int) -> Agreement:
+    def receive(self, stage: int, _rank: int) -> Agreement:
         return self.agreements[stage].pop(0)
 
 
@@ -91,15 +89,15 @@ class Step:
         size: int = 2,
     ) -> None:
         self.cut, self.size = cut, size
-        cuts, told = {(True, size): cut}, Told()
+        cuts, told = {(True, Rows.of(size)): cut}, Told()
         stages = range(1 + max(cut.stage_of.values()))
         shared = (CpuDevice(), job.spec.training.precision)
-        self.forwards: list[StageRuntime] = []
-        self.backwards: list[StageRuntime] = []
+        self.forwards: list[Stage] = []
+        self.backwards: list[Stage] = []
         for index in stages:
             if not apart:
                 states = copies(job.states)
-                whole = StageRuntime(index, cuts, states, *shared, recompute=recompute)
+                whole = Stage(index, cuts, states, *shared, recompute=recompute)
                 self.forwards.append(whole)
                 self.backwards.append(whole)
                 continue
@@ -122,26 +120,27 @@ class Step:
     def _forward(self, number: int, batch: dict[str, Tensor]) -> None:
         values: dict[Slot, Tensor | None] = {}
         for index, (front, back) in enumerate(zip(self.forwards, self.backwards, strict=True)):
-            code = front.codes[True, self.size]
+            code = front.segments[0].codes[True, Rows.of(self.size)].stage
+            micro_batch = MicroBatch(number, Rows.of(self.size), 7 + number)
             inputs = {name: batch[name].clone() for name in code.inputs}
             arrived = {Slot(s.value): copied(values[Slot(s.value)]) for s in code.received}
-            made = front.forward(number, self.size, 7 + number, inputs, arrived)
+            made = front.forward(micro_batch, inputs, arrived)
             values.update({Slot(slot.value): tensor for slot, tensor in made.items()})
             if isinstance(front, ForwardHalf) and isinstance(back, BackwardHalf):
                 message = {slot: copied(t) for slot, t in front.leaving(number).items()}
                 self.messages.append(message)
                 places = places_of(self.cut, index)
                 everything = {Slot(str(p)): message.get(Slot(str(p))) for p in range(places)}
-                back.arriving(number, self.size, 7 + number, everything)
+                back.arriving(micro_batch, everything)
 
     def _backward(self, number: int) -> None:
         gradients: dict[tuple[int, Slot], Tensor | None] = {}
-        loss = Slot(self.cut.graph.loss)
+        micro_batch = MicroBatch(number, Rows.of(self.size))
         for index in reversed(range(len(self.backwards))):
             if self.recompute:
-                self.backwards[index].recompute(number)
+                self.backwards[index].recompute(micro_batch)
             mine = {slot: t for (stage, slot), t in gradients.items() if stage == index}
-            made = self.backwards[index].backward(number, mine, loss, 0.5)
+            made = self.backwards[index].backward(micro_batch, mine, 0.5)
             self.returned += [(t, t.clone()) for t in made.values() if t is not None]
             for lane, slots in self.cut.lanes.items():
                 if lane.kind is TransferKind.GRADIENT and lane.source == index:

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from pipectl.capture.slices import Rows
 from pipectl.errors import MismatchError
-from pipectl.runtime.apart import packet
-from pipectl.runtime.apart.refusal import check_operators
+from pipectl.runtime.pipefb import messages
+from pipectl.runtime.pipefb.stages import Agreement, check_operators
+from pipectl.runtime.stage import MicroBatch
 
 
 def assert_equal(whole, apart):
@@ -44,11 +46,12 @@ def test_half_precision_too(steps, model):
 
 def test_each_memory_travels_once_and_weights_do_not(steps):
     _, apart = steps("attention")
-    agreed = apart.forwards[0]._agreed[2]
+    agreed = apart.forwards[0]._agreed[Rows.of(2)]
     states = [view for view in agreed.contents.views if view.source == "state"]
     assert len(agreed.contents.parts) < len(agreed.contents.views) - len(states)
+    code = apart.forwards[0].segments[0].codes[True, Rows.of(2)].stage
     assert {view.number for view in states} >= {
-        index for index, slot in enumerate(apart.forwards[0].codes[True, 2].states)
+        index for index, slot in enumerate(code.states)
         if "out_weight" in slot.value or "qkv_weight" in slot.value
     }  # fmt: skip
 
@@ -60,12 +63,12 @@ def test_recomputation_sends_what_a_forward_starts_from(steps):
 
 
 def test_nothing_of_a_forward_outlives_its_message(steps, monkeypatch):
-    monkeypatch.setattr(packet, "BUNDLED_BYTES", 0)  # small tensors would be copied
+    monkeypatch.setattr(messages, "BUNDLED_BYTES", 0)  # small tensors would be copied
     _, apart = steps("attention")
     (front,) = apart.forwards
-    inputs = {name: torch.zeros(2, 6, 24) for name in front.codes[True, 2].inputs[:1]}
-    inputs |= {name: torch.zeros(2) for name in front.codes[True, 2].inputs[1:]}
-    front.forward(0, 2, 7, inputs, {})
+    first, *others = front.inputs(True, Rows.of(2))
+    inputs = {first: torch.zeros(2, 6, 24), **{name: torch.zeros(2) for name in others}}
+    front.forward(MicroBatch(0, Rows.of(2), 7), inputs, {})
     message = front.leaving(0)
     sent = [StorageWeakRef(t.untyped_storage()) for t in message.values() if t is not None]
     inputs.clear()
@@ -94,14 +97,12 @@ def test_code_that_no_graph_holds_is_refused(capture):
 
 
 def test_a_forward_that_makes_another_graph_is_told(steps, monkeypatch):
-    from pipectl.runtime.apart import agreement
-
-    told = agreement.Agreement.check
+    check = Agreement.check
 
     def other(self, stage, graph):
         graph.saved[3] = (torch.float64, (1,))
-        told(self, stage, graph)
+        check(self, stage, graph)
 
-    monkeypatch.setattr(agreement.Agreement, "check", other)
+    monkeypatch.setattr(Agreement, "check", other)
     with pytest.raises(MismatchError, match=r"saved tensor 3 is .* instead of"):
         steps("attention")

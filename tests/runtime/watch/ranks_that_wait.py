@@ -66,7 +66,7 @@ def pass_on(
 def receive(world: MPI.Intracomm, doing: Doing, source: int, micro_batch: int) -> None:
     doing.board.row("RECEIVE_WAIT", world.rank, micro_batch)
     words = f"activation {micro_batch} of stage {source} from rank {source}"
-    doing.board.awaits(source, words)
+    doing.board.awaits(source, words.encode())
     wait([world.Irecv(np.zeros(1), source)])
 
 

@@ -4,6 +4,11 @@ The stage's code runs once for every size without computing anything. Autograd r
 other run. Where it saves a tensor, it saves the tensor's number instead, and finds in the backward
 of a micro-batch what the forward's rank sent under that number. Parameters are the real ones, so
 gradients accumulate in them.
+
+Everything above the operators' kernels is as ever: autograd and autocast see ordinary tensors, so
+they record the same graph as with values, views that are written included. (On fake tensors torch
+records such views otherwise, and gradients may come in another layout.) Memory that nobody writes
+takes no room on a CPU.
 """
 
 from __future__ import annotations
@@ -14,16 +19,32 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipectl.capture import Slot
+from pipectl.capture.operators import arguments_by_name
 from pipectl.capture.regions import arithmetic
 from pipectl.capture.stage import Receive, StageCode
 from pipectl.errors import MismatchError
-from pipectl.runtime.apart.valueless import Valueless
 from pipectl.runtime.layout import Layout
 from pipectl.runtime.memories import kept_apart
+
+_ATEN = torch.ops.aten
+_NORMS = frozenset(
+    {
+        _ATEN.native_layer_norm.default,
+        _ATEN.native_group_norm.default,
+        _ATEN.native_batch_norm.default,
+        _ATEN._native_batch_norm_legit.default,
+        _ATEN._native_batch_norm_legit.no_stats,
+        _ATEN._batch_norm_with_update.default,
+    }
+)
+"""Operators whose statistics are as wide as their parameters, which fake tensors do not know."""
 
 TOGETHER = "set pipeline.backward to together: its backward has to stay with its forward"
 _PLAIN = (int, float, str, type(None), torch.dtype, torch.device)
@@ -32,7 +53,7 @@ Form = tuple[torch.dtype, tuple[int, ...]]
 """Type and sizes of a tensor."""
 
 
-class Given(NamedTuple):
+class Call(NamedTuple):
     """What a stage's code is called with, but for its states.
 
     Args:
@@ -64,7 +85,7 @@ class Graph:
         stage: int,
         code: StageCode,
         states: Sequence[Tensor],
-        given: Given,
+        call: Call,
         precision: str,
         device: torch.device,
     ) -> None:
@@ -77,7 +98,7 @@ class Graph:
         self._edges: dict[Slot, GradientEdge] = {}
         self._forms: dict[Slot, Form] = {}
         try:
-            self._record(states, given, precision)
+            self._record(states, call, precision)
         except Exception as error:
             reason = str(error).strip().partition("\n")[0]
             raise MismatchError(
@@ -123,12 +144,12 @@ class Graph:
         dtype, sizes = self._forms[slot]
         return torch.full(sizes, value, dtype=dtype, device=self._device)
 
-    def _record(self, states: Sequence[Tensor], given: Given, precision: str) -> None:
+    def _record(self, states: Sequence[Tensor], call: Call, precision: str) -> None:
         anchor = torch.zeros((), requires_grad=True)
         with Valueless(), torch.enable_grad(), saved_tensors_hooks(self._pack, self._unpack):
-            inputs = [_blank(layout, self._device) for layout in given.inputs]
+            inputs = [_blank(layout, self._device) for layout in call.inputs]
             received: dict[Slot, Tensor] = {}
-            for slot, (layout, grad) in zip(self._code.received, given.received, strict=True):
+            for slot, (layout, grad) in zip(self._code.received, call.received, strict=True):
                 value = _blank(layout, self._device)
                 received[slot] = (
                     Receive.apply(anchor, value, self._caught, slot) if grad else value  # type: ignore[no-untyped-call]
@@ -189,3 +210,72 @@ def _check_functions(stage: int, nodes: Sequence[Node]) -> None:
                 cure="keep tensors with ctx.save_for_backward(), or set pipeline.backward to "
                 "together",
             )
+
+
+class Valueless(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While it is entered, operators give tensors of the right form with arbitrary contents.
+
+    Raises:
+        RuntimeError: from an operator whose result's form depends on values.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._forms = FakeTensorMode()
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """The result of one operator."""
+        kwargs = kwargs or {}
+        if func.is_view:
+            return func(*args, **kwargs)
+        with self._forms:
+            known = pytree.tree_map_only(Tensor, blank, (args, kwargs))
+            result = func(*known[0], **known[1])
+            if func in _NORMS:
+                result = _with_wide_statistics(result, args)
+        if func._schema.is_mutable:
+            return _in_place(func, result, args, kwargs)
+        return pytree.tree_map_only(Tensor, self._real, result)
+
+    def _real(self, form: Tensor) -> Tensor:
+        return blank(form)
+
+
+def _with_wide_statistics(result: tuple[Tensor, ...], args: Sequence[Any]) -> tuple[Tensor, ...]:
+    """Results of a norm on a CPU: parameters wider than the values give wider statistics."""
+    values, *parameters = (item for item in args if isinstance(item, Tensor))
+    if values.device.type != "cpu" or not parameters or parameters[0].dtype == values.dtype:
+        return result
+    wide = parameters[0].dtype
+    return result[0], *(x.to(wide) if x.dtype == values.dtype else x for x in result[1:])
+
+
+def blank(like: Tensor) -> Tensor:
+    """A tensor of the same form in memory of its own."""
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+
+
+def _in_place(func: OpOverload, result: Any, args: Any, kwargs: Any) -> Any:
+    """Results that are arguments are those arguments; the others are new."""
+    given = arguments_by_name(func._schema, args, kwargs)
+    alone = not isinstance(result, tuple)
+    found = []
+    for form, returned in zip((result,) if alone else result, func._schema.returns, strict=True):
+        written = returned.alias_info
+        found.append(_written(func, written, given) if written is not None else _new(form))
+    return found[0] if alone else tuple(found)
+
+
+def _new(form: Any) -> Any:
+    return pytree.tree_map_only(Tensor, blank, form)
+
+
+def _written(func: OpOverload, alias: Any, given: dict[str, Any]) -> Any:
+    """The argument that a result is an alias of."""
+    return next(
+        given[argument.name]
+        for argument in func._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.before_set == alias.before_set
+    )

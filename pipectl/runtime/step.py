@@ -1,0 +1,304 @@
+"""A step of one rank: its rows, the channels they refer to, and what it reads of the data.
+
+All of it follows from the plan and the number of samples, and is made once for each such number.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from pipectl.capture import Cut, Lane, Slot
+from pipectl.capture.data import micro_batches_of
+from pipectl.capture.randomness import seed_of
+from pipectl.capture.slices import Rows
+from pipectl.graph import TransferKind
+from pipectl.plan import Plan, Replication
+from pipectl.runtime.recording import Recording
+from pipectl.schedule import Actions, Channel, Kind, Portion, channels, lower, portion, roles
+from pipectl.schedule import messages as messages_of
+
+Batch = tuple[Any, Any]
+
+
+class Row(NamedTuple):
+    """One action, with all that it refers to.
+
+    Args:
+        rows: of the micro-batch that are computed or moved; none for weights.
+        age: of the weights that a computation uses, in updates.
+        text: what the rank does, for whoever watches it.
+        lane, slots, peer: of a message, with the rank at its other end.
+        awaited: what a wait is for, likewise in words.
+    """
+
+    kind: Kind
+    stage: int
+    micro_batch: int
+    channel: int
+    rows: Rows
+    age: int
+    text: bytes
+    lane: Lane | None = None
+    slots: Sequence[Slot] = ()
+    peer: int = -1
+    awaited: bytes = b""
+
+
+class LocalLane(NamedTuple):
+    """A channel whose ends share this rank.
+
+    Args:
+        carried: what of every micro-batch; None for all of each.
+    """
+
+    channel: int
+    lane: Lane
+    carried: Mapping[int, Rows] | None
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """What a rank does with so many samples.
+
+    Args:
+        actions: of one step; empty where steps overlap, and come in parts.
+        channels: what the channel column refers to.
+        sizes: samples of every micro-batch.
+        plan: of this step; None if it is not a step of training.
+        pieces: what is loaded at once: some rows of each micro-batch that is needed, by rising
+            micro-batch; None for every micro-batch as a whole.
+        local: channels that stay on this rank, by kind and source stage.
+        heads: by channel and micro-batch, where the part of the replica behind it begins; empty
+            where micro-batches are not split.
+        closing: of every stage whose gradients are summed, its last backward's micro-batch.
+    """
+
+    actions: Actions
+    channels: Sequence[Channel]
+    sizes: Sequence[int]
+    plan: Plan | None = None
+    pieces: Mapping[int, Rows] | None = None
+    local: Mapping[tuple[TransferKind, int], Sequence[LocalLane]] = field(default_factory=dict)
+    heads: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    closing: Mapping[int, int] = field(default_factory=dict)
+    _table: list[Row] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, plan: Plan, rank: int, reading: Sequence[int], *, load_whole: bool = False) -> Step:
+        """A step of training.
+
+        Args:
+            plan: of this step.
+            reading: the rank's stages that read the batch.
+            load_whole: whether micro-batches are loaded whole, also where they are split.
+
+        Raises:
+            ScheduleError: see :func:`pipectl.schedule.lower`.
+        """
+        actions, found = lower(plan, rank).body, channels(plan)
+        sizes = _sizes(plan)
+        local: dict[tuple[TransferKind, int], list[LocalLane]] = {}
+        for index, channel in enumerate(found):
+            if channel.is_local and channel.source_rank == rank:
+                carried = _rows_of(messages_of(plan, channel, plan.micro_batches), sizes)
+                item = LocalLane(index, _lane(channel), carried)
+                local.setdefault((channel.kind, channel.source_stage), []).append(item)
+        pieces = _pieces(plan, rank, reading)
+        if load_whole:
+            pieces = {index: Rows.of(rows.whole) for index, rows in pieces.items()}
+        heads, closing = _heads(plan, found, rank), _closing(actions)
+        return cls(actions, found, sizes, plan, pieces, local, heads, closing)
+
+    @classmethod
+    def plain(
+        cls, actions: Actions, found: Sequence[Channel], rank: int, sizes: Sequence[int]
+    ) -> Step:
+        """Other rows, over channels that all carry every micro-batch as a whole."""
+        local: dict[tuple[TransferKind, int], list[LocalLane]] = {}
+        for index, channel in enumerate(found):
+            if channel.is_local and channel.source_rank == rank:
+                item = LocalLane(index, _lane(channel), None)
+                local.setdefault((channel.kind, channel.source_stage), []).append(item)
+        return cls(actions, found, sizes, local=local)
+
+    @property
+    def positions(self) -> list[range]:
+        """The loaded pieces as positions within the batch."""
+        assert self.plan is not None
+        assert self.pieces is not None
+        whole = micro_batches_of(self.plan.batch_size, self.plan.micro_batch_size)
+        return [whole[i][piece.start : piece.stop] for i, piece in self.pieces.items()]
+
+    def parts(self, rank: int, stage: int) -> dict[int, Rows]:
+        """What a rank computes of a stage; see :func:`parts_of`."""
+        assert self.plan is not None
+        return parts_of(self.plan, rank, stage)
+
+    def table(self, cut: Cut) -> list[Row]:
+        """The rows of its actions, made once."""
+        if not self._table:
+            self._table.extend(self.rows_of(self.actions, cut))
+        return self._table
+
+    def rows_of(self, actions: Actions, cut: Cut) -> Iterator[Row]:
+        """Actions with all that they refer to."""
+        lanes = [_lane(channel) for channel in self.channels]
+        for number, stage, micro_batch, channel, start, stop, age in actions.rows.tolist():
+            kind = Kind(number)
+            text = kind.name if micro_batch < 0 else f"{kind.name} micro-batch {micro_batch}"
+            weights = channel >= 0 and lanes[channel].kind is TransferKind.WEIGHT
+            whole = 0 if micro_batch < 0 or weights else self.sizes[micro_batch]
+            rows = Rows(0, whole, whole) if start < 0 else Rows(start, stop, whole)
+            row = Row(kind, stage, micro_batch, channel, rows, age, text.encode())
+            if channel < 0:
+                yield row
+                continue
+            end, lane = self.channels[channel], lanes[channel]
+            message = f"{lane.kind}s" if micro_batch < 0 else f"{lane.kind} {micro_batch}"
+            if kind in (Kind.SEND_START, Kind.SEND_WAIT):
+                peer = end.target_rank
+                awaited = f"rank {peer} to take {message} of stage {stage}"
+            else:
+                peer = end.source_rank
+                awaited = f"{message} of stage {lane.source} from rank {peer}"
+            yield row._replace(
+                lane=lane, slots=cut.lanes[lane], peer=peer, awaited=awaited.encode()
+            )
+
+
+@dataclass
+class StepInput:
+    """What one execution of a step works on.
+
+    Args:
+        weights: weight in the loss of every micro-batch, or of this rank's part of it; empty in
+            evaluation.
+        batches: yields (inputs, targets) of every piece; empty if no stage reads them.
+        seed: parts from which random operators are seeded.
+        scale: of the loss in backwards.
+        recording: is told when every row began and ended.
+    """
+
+    weights: Sequence[float]
+    batches: Iterator[Batch]
+    seed: tuple[int | str, ...]
+    scale: float = 1.0
+    recording: Recording | None = None
+
+    def seed_of(self, micro_batch: int) -> int:
+        """What random operators of one micro-batch are seeded from."""
+        return seed_of(*self.seed, micro_batch)
+
+
+class Loaded:
+    """The loaded pieces of one step, each until its last reader.
+
+    Args:
+        batches: yields the pieces in order.
+        pieces: what each is; None if all are whole micro-batches, in order.
+    """
+
+    def __init__(self, batches: Iterator[Batch], pieces: Mapping[int, Rows] | None) -> None:
+        self._batches = batches
+        self._pieces = pieces
+        self._waiting = count() if pieces is None else iter(pieces)
+        self._reads: Counter[int] = Counter()
+        self._held: dict[int, Batch] = {}
+
+    def expect(self, rows: Sequence[Row]) -> None:
+        """Count the readers of each micro-batch, after the last of which it is dropped."""
+        reading = (Kind.FORWARD, Kind.EVALUATE)
+        self._reads.update(row.micro_batch for row in rows if row.kind in reading)
+
+    def part(self, micro_batch: int, rows: Rows) -> Batch:
+        """Some samples of a micro-batch."""
+        while micro_batch not in self._held:
+            index = next(self._waiting)
+            self._held[index] = next(self._batches)
+        batch = self._held[micro_batch]
+        if rows.is_whole or self._pieces is None:
+            return batch
+        inputs, targets = narrowed(batch, rows, self._pieces[micro_batch])
+        return inputs, targets
+
+    def done(self, micro_batch: int) -> None:
+        """One action that may have read a micro-batch is over."""
+        self._reads[micro_batch] -= 1
+        if not self._reads[micro_batch]:
+            del self._reads[micro_batch]
+            self._held.pop(micro_batch, None)
+
+
+def narrowed(batch: Any, rows: Rows, piece: Rows) -> Any:
+    """Some rows of every tensor of a loaded piece."""
+    if rows == piece:
+        return batch
+    part = slice(rows.start - piece.start, rows.stop - piece.start)
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor[part], batch)
+
+
+def parts_of(plan: Plan, rank: int, stage: int) -> dict[int, Rows]:
+    """What a rank computes of a stage, by micro-batch; nothing of others' stages."""
+    for role in roles(plan, rank):
+        if role.stage == stage and role.kind is Kind.FORWARD:
+            mine = portion(plan, stage, role.replica, plan.micro_batches)
+            return _rows_of(mine, _sizes(plan))
+    return {}
+
+
+def _sizes(plan: Plan) -> list[int]:
+    return [len(each) for each in micro_batches_of(plan.batch_size, plan.micro_batch_size)]
+
+
+def _lane(channel: Channel) -> Lane:
+    return Lane(channel.kind, channel.source_stage, channel.target_stage)
+
+
+def _rows_of(given: Portion, sizes: Sequence[int]) -> dict[int, Rows]:
+    """A portion by micro-batch."""
+    index = given.micro_batches
+    start, stop = (np.broadcast_to(np.asarray(edge), index.shape) for edge in given[1:])
+    return {
+        i: Rows.of(sizes[i]) if first < 0 else Rows(first, last, sizes[i])
+        for i, first, last in zip(index.tolist(), start.tolist(), stop.tolist(), strict=True)
+    }
+
+
+def _pieces(plan: Plan, rank: int, reading: Sequence[int]) -> dict[int, Rows]:
+    """The smallest range of each micro-batch that serves all of the rank's reading stages."""
+    found: dict[int, Rows] = {}
+    for stage in reading:
+        for index, part in parts_of(plan, rank, stage).items():
+            known = found.get(index, part)
+            start, stop = min(known.start, part.start), max(known.stop, part.stop)
+            found[index] = Rows(start, stop, part.whole)
+    return dict(sorted(found.items()))
+
+
+def _heads(plan: Plan, found: Sequence[Channel], rank: int) -> dict[tuple[int, int], int]:
+    """Of the end of every channel of a rank that reads values and makes gradients."""
+    if plan.replication is Replication.WHOLE:
+        return {}
+    heads = {}
+    for index, channel in enumerate(found):
+        if rank not in (channel.source_rank, channel.target_rank):
+            continue
+        source = channel.source_stage, channel.source_replica
+        target = channel.target_stage, channel.target_replica
+        mine = _rows_of(portion(plan, *max(source, target), plan.micro_batches), _sizes(plan))
+        heads.update({(index, i): rows.start for i, rows in mine.items()})
+    return heads
+
+
+def _closing(actions: Actions) -> dict[int, int]:
+    rows = actions.rows.tolist()
+    summed = {row[1] for row in rows if row[0] == Kind.REDUCE_START}
+    return {row[1]: row[2] for row in rows if row[0] == Kind.BACKWARD and row[1] in summed}
