@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from pipectl.capture.graph import State
 from pipectl.capture.stage import StageCode
-from pipectl.runtime.memories import kept_apart
+from pipectl.runtime.saved_tensors import kept_apart
 
 _ATEN = torch.ops.aten
 SPLIT = frozenset(

@@ -10,7 +10,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from pipectl.capture.step import target_weight, weighted
-from pipectl.runtime.exchange import group_of
+from pipectl.runtime.reduction import group_of
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.step import Batch, Step, StepInput, narrowed
 from pipectl.runtime.waiting import wait

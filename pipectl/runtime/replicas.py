@@ -1,23 +1,144 @@
-"""What the replicas of a stage do together: sum gradients, agree on buffers."""
+"""What the replicas of a stage do together: sum gradients, agree on buffers, share an optimizer.
+
+Optimizer state may be shared out among the replicas (ZeRO stage 1). Every parameter then has one
+replica that gets the sum of its gradients, keeps its optimizer state and updates it; the others
+receive the parameter. A parameter stays whole, so that any optimizer works, and one that several
+operators use is updated by all its holders alike. The bits are those of replicas that all update
+everything. (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+Models", SC 2020.)
+
+Replicas sum the same gradients and make the same updates. If a node computes wrongly, or user code
+does something of its own on each rank, they drift apart, and nothing else would show it. So sums of
+the bits of every parameter are compared now and then.
+
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
+import numpy as np
 import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from pipectl.plan import Plan, Replication
+from pipectl.capture.step import own_name
+from pipectl.errors import WorkerError
+from pipectl.plan import Plan, Replication, owners
 from pipectl.runtime.device import Device
-from pipectl.runtime.exchange import Exchange, group_of
-from pipectl.runtime.likeness import check_alike
-from pipectl.runtime.reduction import Reducer, StageReduction
-from pipectl.runtime.sharding import Sharing, owners_of
+from pipectl.runtime.reduction import Exchange, Received, Reducer, Sent, StageReduction, group_of
 from pipectl.runtime.stage import Stage
 from pipectl.runtime.step import parts_of
 from pipectl.runtime.transport import Progress
-from pipectl.runtime.waiting import wait
+from pipectl.runtime.waiting import barrier, wait
+
+
+def owners_of(parameters: Mapping[str, Tensor], replicas: int) -> dict[str, int]:
+    """The replica that updates each parameter, by the rule that plans count its state by."""
+    return owners.owners_of({name: each.nbytes for name, each in parameters.items()}, replicas)
+
+
+class Sharing:
+    """Updated parameters of one stage on their way from their owners to the other replicas.
+
+    Args:
+        parameters: by name, the same on all replicas.
+        owners: the replica that updates each.
+    """
+
+    def __init__(
+        self, exchange: Exchange, parameters: Mapping[str, Tensor], owners: Mapping[str, int]
+    ) -> None:
+        self._exchange = exchange
+        self._parameters = [
+            (tag, parameters[name], owner) for tag, (name, owner) in enumerate(owners.items())
+        ]
+
+    def share(self) -> None:
+        """Give every replica the parameters that others have updated."""
+        sent: list[Sent] = []
+        received: list[tuple[Tensor, Received]] = []
+        for tag, parameter, owner in self._parameters:
+            if owner == self._exchange.replica:
+                vector = parameter.detach().contiguous().view(-1)
+                sent += [self._exchange.send(vector, other, tag) for other in self._exchange.others]
+            else:
+                found = self._exchange.receive(parameter.numel(), parameter.dtype, owner, tag)
+                received.append((parameter, found))
+        self._exchange.wait([*sent, *(message for _, message in received)])
+        with torch.no_grad():
+            for parameter, message in received:
+                parameter.copy_(self._exchange.arrived(message).view(parameter.shape))
+
+
+_WORD = 8
+
+
+def check_alike(
+    group: MPI.Comm, ranks: Sequence[int], stage: int, step: int, weights: Mapping[str, Tensor]
+) -> None:
+    """Compare the weights of one stage's replicas; collective among them.
+
+    Args:
+        group: of the replicas, in their order.
+        ranks: of the replicas.
+        weights: by full name, the same on all.
+
+    Raises:
+        WorkerError: on a replica that differs from most, naming all that do and the first
+            parameter; the others wait until that has ended the job.
+    """
+    mine = np.array([checksum(tensor) for tensor in weights.values()], dtype=np.int64)
+    everyone = np.empty((group.size, mine.size), dtype=np.int64)
+    wait([group.Iallgather(mine, everyone)])
+    apart = (everyone != everyone[0]).any(axis=0).nonzero()[0]
+    if not len(apart):
+        return
+    first = int(apart[0])
+    odd = odd_ones_out(everyone[:, first].tolist())
+    if group.rank == odd[0]:
+        name = own_name(list(weights)[first])
+        raise _difference(name, stage, step, [ranks[index] for index in odd], ranks)
+    barrier(group)
+
+
+def checksum(tensor: Tensor) -> int:
+    """The sum of a tensor's bits, read as whole numbers, modulo 2 ** 64."""
+    octets = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if octets.storage_offset() % _WORD:
+        octets = octets.clone()
+    words = octets.numel() // _WORD * _WORD
+    total = int(octets[:words].view(torch.int64).sum()) + int(octets[words:].sum())
+    return (total + 2**63) % 2**64 - 2**63
+
+
+def odd_ones_out(found: Sequence[int]) -> list[int]:
+    """Who differs from what most have; all, where no value is more common than another."""
+    (common, count), *others = Counter(found).most_common()
+    if others and others[0][1] == count:
+        return list(range(len(found)))
+    return [index for index, value in enumerate(found) if value != common]
+
+
+def _difference(
+    name: str, stage: int, step: int, odd: Sequence[int], ranks: Sequence[int]
+) -> WorkerError:
+    if len(odd) == len(ranks):
+        who = f"which of ranks {_listed(ranks)} is right cannot be told"
+    else:
+        who = f"rank {_listed(odd)} differs from the others of ranks {_listed(ranks)}"
+    return WorkerError(
+        f"step {step}: the replicas of stage {stage} no longer hold the same weights: {name!r}; "
+        f"{who}",
+        cure="a model, loss or optimizer that does something else on every rank does this, and so "
+        "does a node that computes wrongly; pipectl resume goes on from the last checkpoint, "
+        "before which replicas were compared, too",
+    )
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 class Replicas:
@@ -100,7 +221,7 @@ class Replicas:
         """Compare the weights of all these stages' replicas, behind a step.
 
         Raises:
-            WorkerError: they differ; see :func:`pipectl.runtime.likeness.check_alike`.
+            WorkerError: they differ; see :func:`check_alike`.
         """
         for index, group in self._groups.items():
             ranks = self._plan.stages[index].updating_ranks

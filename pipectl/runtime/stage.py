@@ -37,8 +37,8 @@ from pipectl.graph import TransferKind
 from pipectl.runtime.device import Device
 from pipectl.runtime.halves import Deferred, split_backwards
 from pipectl.runtime.layout import Tensors
-from pipectl.runtime.memories import kept_apart
-from pipectl.runtime.offload import Pool, StageOffload, unpack
+from pipectl.runtime.offload import StageOffload
+from pipectl.runtime.saved_tensors import SavedTensors, kept_apart, unpack
 from pipectl.runtime.stage_states import StageStates, before, rewriting
 from pipectl.runtime.versions import Version, Versions
 
@@ -185,7 +185,7 @@ class Segment:
             Slot(graph.loss),
         )
 
-    def forward(self, start: Start, pool: Pool | None) -> dict[Slot, Tensor]:
+    def forward(self, start: Start, pool: SavedTensors | None) -> dict[Slot, Tensor]:
         """Run a training forward and keep what its backward needs; returns the results."""
         index = start.micro_batch.number
         if not self.recomputes:
@@ -230,7 +230,7 @@ class Segment:
         self._deferred.clear()
 
     def run(
-        self, start: Start, *, again: bool, pool: Pool | None = None
+        self, start: Start, *, again: bool, pool: SavedTensors | None = None
     ) -> tuple[Live, dict[Slot, Tensor]]:
         """A training forward; ``again`` if it was run before and is to leave no trace."""
         micro_batch, version = start.micro_batch, start.version
@@ -482,7 +482,7 @@ class Stage:
         """Take a message of the other half of this stage."""
         raise NotImplementedError
 
-    def _pool(self, micro_batch: MicroBatch, version: Version | None) -> Pool | None:
+    def _pool(self, micro_batch: MicroBatch, version: Version | None) -> SavedTensors | None:
         """What takes what a micro-batch keeps, if it leaves; parameters and buffers stay."""
         if self.offload is None:
             return None

@@ -1,34 +1,175 @@
-"""The training loop of one rank."""
+"""The training loop of one rank: the warm-up before the first step, steps, and checkpoints."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from itertools import islice, pairwise
 from typing import Any
 
+from torch import nn
+
+from pipectl.capture.python_state import undisturbed
+from pipectl.capture.slices import Rows
+from pipectl.cluster import Cluster
 from pipectl.files import write_text
-from pipectl.runs import RunDirectory
+from pipectl.runs import Manifest, RunDirectory
 from pipectl.runtime.callbacks import Callbacks
-from pipectl.runtime.checkpoint import Stored
-from pipectl.runtime.continuation import Continuation
+from pipectl.runtime.checkpoint import Keep, Saver, Stored, plain_name, take_snapshot
 from pipectl.runtime.engine import StepRun
-from pipectl.runtime.evaluator import Evaluator
+from pipectl.runtime.evaluation import Evaluator
 from pipectl.runtime.failure import warn
-from pipectl.runtime.loss_shares import loss_shares_of
+from pipectl.runtime.loss_scale import LossScale
+from pipectl.runtime.loss_shares import LossShares, loss_shares_of
+from pipectl.runtime.optimizer import SharedGradients
 from pipectl.runtime.setup import Setup
-from pipectl.runtime.step import Batch, Row, Step, StepInput
+from pipectl.runtime.step import Batch, Row, Step, StepInput, narrowed
 from pipectl.runtime.step_end import StepEnd
+from pipectl.runtime.stepper import Stepper
 from pipectl.runtime.stopping import Stopping
 from pipectl.runtime.stretches import Stretches
 from pipectl.runtime.telemetry import StepReport, Telemetry
 from pipectl.runtime.tracing import Tracing
 from pipectl.runtime.waiting import barrier
-from pipectl.runtime.warm_up import learn_layouts
-from pipectl.schedule import channels, is_unflushed, lower, lower_renewal, plan_of_step
+from pipectl.schedule import (
+    channels,
+    is_unflushed,
+    lower,
+    lower_renewal,
+    plan_of_step,
+    plan_of_trial,
+)
+from pipectl.schedule.memory import room_bytes
+from pipectl.schedule.one_f_one_b import ONE_F_ONE_B
+
+
+def learn_layouts(
+    setup: Setup, loss_shares: LossShares, shared: SharedGradients, evaluation: Callable[[], None]
+) -> None:
+    """Send micro-batches of every size over every channel, so that all ends know all layouts.
+
+    It leaves no trace: buffers and what modules keep in Python objects are put back, gradients are
+    dropped.
+
+    Args:
+        evaluation: does the same for evaluations.
+    """
+    with undisturbed(setup.job.step, setup.written.values()):
+        for size in setup.division.sizes:
+            _try(size, setup, loss_shares, shared)
+        evaluation()
+
+
+def _try(size: int, setup: Setup, loss_shares: LossShares, shared: SharedGradients) -> None:
+    """A short step without an update."""
+    plan = setup.plan
+    if is_unflushed(plan):  # a trial is flushed; its messages are the same
+        plan = replace(plan, schedule=ONE_F_ONE_B.name)
+    rank, loader = setup.communicator.rank, setup.job.loader
+    trial = Step.of(plan_of_trial(plan, size), rank, setup.reading, load_whole=loader.takes_whole)
+    assert trial.pieces is not None
+    whole: Any = loader.example(size) if setup.reading else None
+    batches: list[Batch] = [narrowed(whole, rows, Rows.of(size)) for rows in trial.pieces.values()]
+    seed = setup.job.spec.training.seed, "layouts"
+    given = loss_shares.step_input(trial, iter(batches), seed)
+    setup.training.run(trial, given)
+    shared.learn()
+    setup.reducer.learn()
+    for stage in setup.stages.values():
+        stage.forget()
+
+
+class Continuation:
+    """Checkpoints of one rank's share of a training; making one is collective.
+
+    Where samples stand, and which random numbers come next, follows from the number of steps.
+
+    Args:
+        told: the parameters whose optimizer state is this rank's to save.
+        attempt: number of the job's start, from 1.
+        reported: whether the figures of all steps up to one are written (asked on rank 0).
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        run: RunDirectory,
+        attempt: int,
+        stepper: Stepper,
+        loss_scale: LossScale | None,
+        told: Mapping[str, nn.Parameter],
+        reported: Callable[[int], bool],
+    ) -> None:
+        self._setup = setup
+        self._stepper = stepper
+        self._loss_scale = loss_scale
+        self._told = told
+        self._persistent = setup.persistent
+        self._aliases = _plain_aliases(setup.saved_aliases)
+        spec = setup.job.spec.checkpoint
+        keep = Keep(spec.keep, spec.keep_every)
+        communicator = setup.communicator.Dup()
+        self._saver = Saver(communicator, run.checkpoints, keep, attempt, warn, reported)
+        self._room_bytes = _room_bytes(setup, run)
+        self.poll = self._saver.poll
+        self.finish = self._saver.finish
+        stepper.before_update = self._give_back
+
+    def save(self, step: int) -> None:
+        """Begin to write a checkpoint behind a step; collective."""
+        setup, scale = self._setup, self._loss_scale
+        own = take_snapshot(
+            setup.saved_states,
+            self._persistent,
+            self._stepper,
+            self._told,
+            None if scale is None else scale.state,
+            self._room_bytes,
+        )
+        manifest = Manifest(step, setup.plan.micro_batch_size, self._aliases)
+        self._saver.start(manifest, own)
+
+    def _give_back(self) -> None:
+        """Before an update: what had no room for a copy must be written now."""
+        if self._saver.borrows:
+            self._setup.doing.action = "saving"
+            self._saver.give_back()
+
+    def take_up(self, stored: Stored, updated: Mapping[str, nn.Parameter]) -> None:
+        """Put back what is not in the model.
+
+        Args:
+            updated: the parameters that this rank updates.
+        """
+        manifest, optimizer = stored.manifest, self._stepper.optimizer
+        if optimizer is not None:
+            stored.restore_optimizer(optimizer, updated)
+        self._stepper.move_on(manifest.updates, manifest.losses)
+        if self._loss_scale is not None and manifest.loss_scale is not None:
+            self._loss_scale.restore(manifest.loss_scale)
+        stored.close()
+
+
+def _room_bytes(setup: Setup, run: RunDirectory) -> int | None:
+    """For copies; beside an accelerator, whose memory the plan counts, the host has enough."""
+    if setup.device.torch_device.type != "cpu":
+        return None
+    plan, rank = setup.plan, setup.communicator.rank
+    limit_bytes: float | None = plan.memory_limit_bytes
+    if run.cluster.exists():
+        limit_bytes = Cluster.load(run.cluster).memory_of(rank, limit_bytes)
+    return room_bytes(plan, rank, limit_bytes)
+
+
+def _plain_aliases(aliases: Mapping[str, str]) -> dict[str, str]:
+    """By the names in the user's model."""
+    pairs = [(plain_name(alias), plain_name(name)) for alias, name in aliases.items()]
+    return {alias: name for alias, name in pairs if alias is not None and name is not None}
+
 
 _CHECK_REPLICAS_EVERY = 100
 """Steps."""

@@ -18,7 +18,7 @@ from pipectl.plan import OffloadTarget, Plan
 from pipectl.planner.activations.blocks import in_blocks
 from pipectl.profiler import profile_job
 from pipectl.runtime.offload import StageOffload
-from pipectl.runtime.offload.pages import Pages
+from pipectl.runtime.offload.stores import Pages
 
 SIZE, MICRO_BATCHES, IN_FLIGHT = 8, 4, 8
 MODELS = ("lstm", "encoder-decoder", "unet", "checkpointed", "experts")

@@ -20,11 +20,9 @@ from torch import Tensor
 
 from pipectl.plan import Plan, Stage, StageCost
 from pipectl.runtime.device import CpuDevice
-from pipectl.runtime.exchange import Exchange
 from pipectl.runtime.links.measure import Session, buckets_of, sum_buckets
-from pipectl.runtime.reduction import StageReduction
-from pipectl.runtime.replicas import Replicas
-from pipectl.runtime.sharding import Sharing, owners_of
+from pipectl.runtime.reduction import Exchange, StageReduction
+from pipectl.runtime.replicas import Replicas, Sharing, owners_of
 from pipectl.runtime.transport import Progress
 
 SIZES = {"a": 7, "b": 1, "c": 40, "unused": 3}

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipectl.runtime.memories import kept_apart, memory_of
+from pipectl.runtime.saved_tensors import kept_apart, memory_of
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

@@ -14,7 +14,7 @@ from pipectl.jobs.planning import find_plan
 from pipectl.profile import Profile
 from pipectl.runs import RunDirectory, read_errors, read_metrics
 from pipectl.runtime import checkpoint
-from pipectl.runtime.likeness import check_alike, checksum, odd_ones_out
+from pipectl.runtime.replicas import check_alike, checksum, odd_ones_out
 
 PARTS = Path(__file__).with_name("job_parts.py")
 

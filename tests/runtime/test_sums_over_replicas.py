@@ -19,10 +19,8 @@ from mpi4py import MPI
 from pipectl.cluster import assumed_cluster
 from pipectl.link import Link
 from pipectl.plan import Stage, StageCost
-from pipectl.runtime.buckets import Bucket
 from pipectl.runtime.device import CpuDevice
-from pipectl.runtime.exchange import Exchange, Received, Sent
-from pipectl.runtime.reduction import Reducer, StageReduction
+from pipectl.runtime.reduction import Bucket, Exchange, Received, Reducer, Sent, StageReduction
 from pipectl.runtime.transport import Progress
 from pipectl.simulate.reduction import reduction_s
 

@@ -31,7 +31,7 @@ from pipectl.capture.regions import arithmetic
 from pipectl.capture.stage import Receive, StageCode
 from pipectl.errors import MismatchError
 from pipectl.runtime.layout import Layout
-from pipectl.runtime.memories import kept_apart
+from pipectl.runtime.saved_tensors import kept_apart
 
 _ATEN = torch.ops.aten
 _NORMS = frozenset(

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from pipectl.errors import WorkerError
 from pipectl.runtime.layout import Layout
-from pipectl.runtime.memories import memory_of
+from pipectl.runtime.saved_tensors import memory_of
 
 BUNDLED_BYTES = 8 << 10
 """Tensors below this size travel together: a message of their own would cost more than a copy."""

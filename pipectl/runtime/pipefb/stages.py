@@ -32,10 +32,10 @@ from pipectl.graph import TransferKind
 from pipectl.plan import Stage as PlannedStage
 from pipectl.runtime.device import Device
 from pipectl.runtime.layout import Layout, Tensors
-from pipectl.runtime.memories import memory_of
-from pipectl.runtime.offload import StageOffload, unpack
+from pipectl.runtime.offload import StageOffload
 from pipectl.runtime.pipefb.graph import TOGETHER, Call, Form, Graph, structure_of
 from pipectl.runtime.pipefb.messages import Contents, pack
+from pipectl.runtime.saved_tensors import memory_of, unpack
 from pipectl.runtime.stage import Code, Key, MicroBatch, Stage
 from pipectl.runtime.transport import Progress
 from pipectl.runtime.versions import Version

@@ -10,7 +10,7 @@ import torch
 
 from pipectl.jobs.request import TIGHT_HEAP
 from pipectl.runtime.offload import DiskStore
-from pipectl.runtime.offload.pages import PAGE, Pages, paged_bytes, whole_pages
+from pipectl.runtime.offload.stores import PAGE, Pages, paged_bytes, whole_pages
 
 STRESS = Path(__file__).with_name("micro_batches_that_leave.py")
 

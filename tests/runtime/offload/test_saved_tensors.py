@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipectl.runtime.offload import DiskStore, HostStore, Mover, Pool, StageOffload, unpack
+from pipectl.runtime.offload import DiskStore, HostStore, Mover, StageOffload
+from pipectl.runtime.saved_tensors import SavedTensors, unpack
 from pipectl.schedule import Kind
 
 CPU = torch.device("cpu")
@@ -14,8 +15,8 @@ OUT = (Kind.OFFLOAD_START, Kind.OFFLOAD_WAIT)
 BACK = (Kind.FETCH_START, Kind.FETCH_WAIT)
 
 
-def pool_of(*staying: torch.Tensor, least_bytes: int = 0) -> Pool:
-    return Pool(staying, least_bytes, CPU)
+def pool_of(*staying: torch.Tensor, least_bytes: int = 0) -> SavedTensors:
+    return SavedTensors(staying, least_bytes, CPU)
 
 
 def test_views_of_one_storage_share_a_block_and_keep_their_form():

@@ -1,16 +1,24 @@
-"""What autograd saves in one forward, each storage once, so that it can leave and come back.
+"""What autograd saves in a forward: each storage once, so that it can leave and come back.
 
-    forward     saved tensors  ->  handles (shape, strides, offset)  ->  blocks (one a storage)
+    forward     saved tensors  ->  handles (shape, strides, offset)  ->  blocks (one per storage)
     leaving     the blocks' storages are copied elsewhere and dropped
     backward    handle + the block's storage, fetched  ->  tensor
 
 Storages are told apart by identity, through weak references that keep an identity from being used
 again while they exist. Addresses of memory would not do: a freed one is soon another tensor's.
+
+The gradient of a parameter that is used through a view lies in the memory of another gradient. The
+first that a parameter gets becomes its own, and later backwards add to it where it is: to that of
+two parameters, if both are used so (torch 2.13 looks only at tensors, not at memory). By then, a
+message may still read that memory, too, or the weight half of a backward. So such gradients get
+memory of their own.
+
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
@@ -18,6 +26,34 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Tells tensors of one memory from others, as long as they are alive."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+@contextmanager
+def kept_apart(leaves: Iterable[Tensor], others: Iterable[Tensor | None] = ()) -> Iterator[None]:
+    """For one backward: give leaves their first gradients in memory of nothing else.
+
+    Args:
+        leaves: that it can give gradients.
+        others: gradients that are read after it; looked at when it is done.
+    """
+    fresh = [leaf for leaf in leaves if leaf.grad is None]
+    yield
+    if not fresh:
+        return
+    memories = {memory_of(other) for other in others if other is not None}
+    for leaf in fresh:
+        found = leaf.grad
+        if found is None or found.layout is not torch.strided:
+            continue
+        if memory_of(found) in memories:
+            leaf.grad = found.clone()
+        else:
+            memories.add(memory_of(found))
 
 
 class Block:
@@ -43,7 +79,7 @@ class Handle(NamedTuple):
     offset: int
 
 
-class Pool:
+class SavedTensors:
     """The blocks of one micro-batch. It does not keep them alive; handles do.
 
     Args:
