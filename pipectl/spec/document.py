@@ -1,7 +1,7 @@
 """YAML as nodes that say where every key and value is written.
 
-Nothing in a file can run, or grow beyond limits. Nodes hold scalars as they are written, since the
-field that reads a scalar decides whether ``account: 0042`` is a number or a text.
+Nothing in a file can run, or grow beyond limits. Scalars stay as they are written, since the field
+that takes one decides whether ``account: 0042`` is a number or a text.
 """
 
 from __future__ import annotations
@@ -79,22 +79,24 @@ class Place(NamedTuple):
         return Problem(self.file, self.line, self.column, message)
 
 
+class Plain(str):
+    """A scalar without quotes; one in quotes is a text whatever it holds."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True)
 class Node:
     """A value as it is written.
 
     Args:
-        value: keys and values of a mapping, items of a list, or the text of a scalar.
+        value: keys (plain or in quotes) and values of a mapping, items of a list, or a scalar.
         place: where it begins.
-        is_plain: whether it is a scalar without quotes; one in quotes is a text whatever it holds.
-        key: what its key means where no field reads it, such as 1 or ``"1"``.
         key_place: where its key begins; None for the document and for items of lists.
     """
 
     value: dict[str, Node] | list[Node] | str
     place: Place
-    is_plain: bool = False
-    key: Any = None
     key_place: Place | None = None
 
     @property
@@ -103,17 +105,18 @@ class Node:
         return self.value if isinstance(self.value, dict) else {}
 
     @property
+    def data(self) -> Any:
+        """Lists, mappings, scalars and None without their places."""
+        if isinstance(self.value, list):
+            return [node.data for node in self.value]
+        if isinstance(self.value, dict):
+            return {key: node.data for key, node in self.value.items()}
+        return None if self.is_null else self.value
+
+    @property
     def is_null(self) -> bool:
         """Whether nothing, or null, is written."""
-        return self.is_plain and self.parse() is None
-
-    def parse(self) -> Any:
-        """What a scalar means without a field that reads it."""
-        return (
-            parse_scalar(self.value)
-            if isinstance(self.value, str) and self.is_plain
-            else self.value
-        )
+        return isinstance(self.value, Plain) and parse_scalar(self.value) is None
 
     def within(self) -> Iterator[Node]:
         """It, and all nodes in it."""
@@ -164,7 +167,7 @@ def read_text(text: str, name: str, *, lines: bool = True) -> tuple[Node, list[P
     try:
         loader = _Loader(text, name, lines)
         root = loader.get_single_node()
-        node = Node("", Place(name), is_plain=True) if root is None else loader.convert(root, ())
+        node = Node(Plain(), Place(name)) if root is None else loader.convert(root, ())
     except yaml.YAMLError as error:
         line, column, message = _explain_syntax(error, text)
         place = Place(name, line, column) if lines else Place(name)
@@ -220,7 +223,7 @@ class _Loader(yaml.SafeLoader):
             return Node([self.convert(item, (*path, index)) for index, item in items], place)
         if isinstance(node, yaml.MappingNode):
             return Node(self._convert_mapping(node.value, path), place)
-        return Node(node.value, place, is_plain=node.tag == _PLAIN)
+        return Node(_scalar(node), place)
 
     def _convert_mapping(
         self, pairs: list[tuple[yaml.Node, yaml.Node]], path: KeyPath
@@ -240,9 +243,7 @@ class _Loader(yaml.SafeLoader):
                 line = first.key_place.line if first.key_place else 0
                 self._note(key, inner, f"given twice; first on line {max(line, 1)}")
             else:
-                meaning = parse_scalar(key.value) if key.tag == _PLAIN else key.value
-                node = self.convert(value, inner)
-                values[key.value] = replace(node, key=meaning, key_place=place)
+                values[_scalar(key)] = replace(self.convert(value, inner), key_place=place)
         return values
 
     def _check_tag_and_text(self, node: yaml.Node, path: KeyPath) -> None:
@@ -259,6 +260,11 @@ class _Loader(yaml.SafeLoader):
     def _too_deep(self, mark: yaml.Mark) -> SpecError:
         message = f"nested more than {MAX_DEPTH} levels deep"
         return SpecError([self.place(mark).problem(message)])
+
+
+def _scalar(node: yaml.Node) -> str:
+    text: str = node.value
+    return Plain(text) if node.tag == _PLAIN else text
 
 
 def _explain_syntax(error: yaml.YAMLError, text: str) -> tuple[int, int, str]:
@@ -294,7 +300,16 @@ def parse_scalar(text: str) -> Any:
         return int(text, 0)
     if _FLOAT.fullmatch(text):
         return float(text)
-    return float(text.replace(".", "")) if _SPECIAL.fullmatch(text) else text
+    return float(text.replace(".", "")) if _SPECIAL.fullmatch(text) else str(text)
+
+
+def resolve(data: Any) -> Any:
+    """What data of a document mean where no field reads them, by the types of YAML 1.2."""
+    if isinstance(data, list):
+        return [resolve(item) for item in data]
+    if isinstance(data, dict):
+        return {resolve(key): resolve(item) for key, item in data.items()}
+    return parse_scalar(data) if isinstance(data, Plain) else data
 
 
 def put(node: Node, keys: Sequence[str], value: Node, place: Place) -> Node:
@@ -306,11 +321,10 @@ def put(node: Node, keys: Sequence[str], value: Node, place: Place) -> Node:
     if not keys:
         return value
     if not isinstance(node.value, dict):
-        node = Node({}, place, key=node.key, key_place=node.key_place)
-    inner = node.items.get(keys[0], Node({}, place, key=keys[0], key_place=place))
+        node = Node({}, place, node.key_place)
+    inner = node.items.get(keys[0], Node({}, place, place))
     changed = put(inner, keys[1:], value, place)
-    key_place = inner.key_place if keys[1:] else place
-    changed = replace(changed, key=inner.key, key_place=key_place)
+    changed = replace(changed, key_place=inner.key_place if keys[1:] else place)
     return replace(node, value={**node.items, keys[0]: changed})
 
 
@@ -334,7 +348,7 @@ def locate(tree: Node, path: KeyPath) -> tuple[Node, KeyPath]:
             continue
         # A key is written so, or so as Python shows it: ``True`` for ``true``.
         pairs = node.items.items()
-        inner = next((item for key, item in pairs if str(step) in (key, str(item.key))), None)
+        inner = next((item for key, item in pairs if str(step) in (key, str(resolve(key)))), None)
         if inner is None:
             return node, path[depth:]
         node = inner
@@ -360,7 +374,7 @@ def show(node: Node) -> str:
     if node.is_null:
         return "null"
     text = node.value if len(node.value) <= 60 else f"{node.value[:57]}..."
-    return repr(text) if isinstance(node.parse(), str) else text
+    return repr(text) if isinstance(resolve(node.value), str) else text
 
 
 def to_yaml(data: Any) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from pipectl.spec.document import resolve
+
 _SBATCH = (
     "qos", "constraint", "reservation", "gres", "licenses", "nodelist", "exclude", "exclusive",
     "mail_type", "mail_user",
@@ -47,7 +49,8 @@ def drop_former_keys(data: dict[str, Any]) -> dict[str, Any]:
     The job files of old runs hold such keys.
     """
 
-    def is_kept(path: str, value: Any) -> bool:
+    def is_kept(path: str, data: Any) -> bool:
+        value = resolve(data)
         return path not in _ADVICE or (value and value not in _DEFAULTS.get(path, ()))
 
     return {

@@ -21,6 +21,7 @@ from pipectl.spec.document import (
     KeyPath,
     Node,
     Place,
+    Plain,
     escape,
     locate,
     merge,
@@ -29,12 +30,13 @@ from pipectl.spec.document import (
     put,
     read_file,
     read_text,
+    resolve,
     show,
     to_yaml,
 )
 from pipectl.spec.former import drop_former_keys, fault_of_former_key
 from pipectl.spec.models import JobSpec
-from pipectl.spec.schema import json_schema, properties, read, schema_at, words
+from pipectl.spec.schema import json_schema, properties, schema_at, words
 from pipectl.spec.types import check_version
 from pipectl.units import did_you_mean
 
@@ -125,7 +127,7 @@ def load_document(
         place = Place(RUNS_VARIABLE)
         keys = ("output", "directory")
         tree = merge(put(Node({}, place), keys, Node(runs, place), place), tree)
-    if locate(tree, ("site_defaults",))[0].parse() is not False:
+    if resolve(locate(tree, ("site_defaults",))[0].data) is not False:
         for file in reversed(site_files() if sites is None else sites):
             site, faults = _read_site(file)
             tree = merge(site, tree)
@@ -143,7 +145,7 @@ def set_key(tree: Node, keys: Sequence[str], value: Node, place: Place) -> Node:
         node, rest = locate(tree, tuple(keys[:depth]))
         is_short = isinstance(node.value, str) and not rest
         if is_short and "factory" in properties(schema_at(keys[:depth])):
-            factory = replace(node, key="factory", key_place=node.place)
+            factory = replace(node, key_place=node.place)
             tree = put(tree, keys[:depth], Node({"factory": factory}, node.place), node.place)
     return put(tree, keys, value, place)
 
@@ -185,7 +187,7 @@ def _read_site(path: Path) -> tuple[Node, list[Problem]]:
             problems.append((node.key_place or node.place).problem(message))
         elif name == "version":
             try:
-                check_version(read(node))
+                check_version(node.data)
             except ValueError as error:
                 problems.append(node.place.problem(f"version: {error}"))
         else:
@@ -235,7 +237,7 @@ def validate(
     check_names: bool = False,
 ) -> tuple[JobSpec | None, list[Problem]]:
     """The spec that a document describes, and its faults; None if it describes none."""
-    data = drop_former_keys(read(tree, json_schema()))
+    data = drop_former_keys(tree.data)
     if data.get("name") is None:
         stem = re.sub(r"[^A-Za-z0-9._-]", "-", source.stem).strip("._-")
         data["name"] = stem[:64] or "job"
@@ -262,7 +264,7 @@ def _read_without(data: dict[str, Any], wrong: Collection[str | int]) -> dict[st
     right = {name: info for name, info in JobSpec.model_fields.items() if name not in wrong}
     return {
         name: TypeAdapter(info.rebuild_annotation()).validate_python(data[name])
-        if name in data
+        if data.get(name) is not None
         else info.get_default()
         for name, info in right.items()
     }
@@ -287,8 +289,8 @@ def _explain_fault(tree: Node, detail: ErrorDetails) -> Problem:
         schema = schema_at(path)
         allowed = "something else" if schema is None else words(schema)
     shown = show(node)
-    text = "" if node.is_plain or not isinstance(node.value, str) else node.value
-    if kind in _NUMBERS and not isinstance(parse_scalar(text), str | None):
+    in_quotes = isinstance(node.value, str) and not isinstance(node.value, Plain)
+    if kind in _NUMBERS and in_quotes and not isinstance(parse_scalar(str(node.value)), str | None):
         shown = f"the text {shown}; remove the quotes"
     return _problem(tree, path, f"must be {allowed}, not {shown}")
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
 from pipectl.spec import references
 from pipectl.spec.types import (
@@ -20,7 +20,9 @@ from pipectl.spec.types import (
     Bytes,
     Count,
     Flag,
+    Grid,
     JobName,
+    Keywords,
     LossReference,
     Natural,
     Options,
@@ -37,6 +39,7 @@ from pipectl.spec.types import (
     Version,
     Walltime,
     WeightReference,
+    drop_nulls,
 )
 
 
@@ -49,7 +52,7 @@ class Factory(Section):
     factory: Reference
     """`./file.py:name`, relative to the spec file, or `package.module:name`, which is looked for
     next to the spec file first."""
-    kwargs: dict[str, Any] = Field(default_factory=dict)
+    kwargs: Keywords = Field(default_factory=dict)
     """Keyword arguments; the values keep their YAML types."""
 
     @model_validator(mode="before")
@@ -68,7 +71,7 @@ class Factory(Section):
 
 
 _SHORT = {"title": "./file.py:name or package.module:name", "type": "string", "pattern": ":"}
-Factories = dict[Text, Factory]
+Factories = Annotated[dict[Text, Factory], BeforeValidator(drop_nulls)]
 """User code by name."""
 
 
@@ -80,6 +83,7 @@ class Group(Section):
     """
 
     model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: Keywords = Field(init=False)
 
     match: Text
     """A pattern of full names as in `model.named_parameters()`, such as `*.bias`; `*` also matches
@@ -405,10 +409,10 @@ class Sweep(Section):
     other than `check` and `submit` ignore the sweep. See [sweeps](sweeps.md).
     """
 
-    grid: dict[str, tuple[Any, ...]] = Field(default_factory=dict)
+    grid: Grid = Field(default_factory=dict)
     """Keys with lists of values, such as `optimizer.kwargs.lr: [1e-3, 3e-4]`; every combination is
     a run."""
-    points: tuple[dict[str, Any], ...] = ()
+    points: tuple[Keywords, ...] = ()
     """Further runs, each a mapping of keys to values."""
     at_once: Count | None = None
     """How many may run at the same time; by default what the batch system allows, and one on this

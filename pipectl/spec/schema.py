@@ -1,6 +1,6 @@
 """The JSON Schema of the job spec: pydantic's, for editors, messages and the reference.
 
-It accepts whatever the loader accepts, and says how the loader reads each scalar.
+It accepts whatever the loader accepts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema
 
-from pipectl.spec.document import Node
 from pipectl.spec.models import JobSpec
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -47,34 +46,6 @@ def _inner(schema: Schema | None, step: str | int) -> Schema | None:
         if isinstance(inner, dict):
             return inner
     return None
-
-
-def read(node: Node, schema: Schema | None = None) -> Any:
-    """Python values of a node. Keys that are null count as not given.
-
-    Args:
-        schema: decides whether a scalar without quotes is read as text, as it is written. Without
-            one, values and keys have the types of YAML 1.2, and null is a value.
-    """
-    if isinstance(node.value, list):
-        return [read(item, _inner(schema, 0)) for item in node.value]
-    if isinstance(node.value, dict):
-        inner = {key: _inner(schema, key) for key in node.value}
-        return {
-            item.key if schema is None else key: read(item, inner[key])
-            for key, item in node.value.items()
-            if inner[key] is None or not item.is_null
-        }
-    value = node.parse()
-    if schema is None or value is None or not node.is_plain:
-        return value
-    kinds = [
-        item.get("type", ()) for item in alternatives(schema) if not {"const", "enum"} & {*item}
-    ]
-    if any("string" in kind for kind in kinds):
-        return node.value
-    is_whole = isinstance(value, float) and value.is_integer() and "integer" in kinds
-    return int(value) if is_whole else value
 
 
 def alternatives(schema: Schema) -> Iterator[Schema]:

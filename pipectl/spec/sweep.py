@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipectl.errors import Problem, SpecError
-from pipectl.spec.document import MAX_DEPTH, Node, Place, escape, locate, show
+from pipectl.spec.document import MAX_DEPTH, Node, Place, escape, locate, resolve, show
 from pipectl.spec.former import fault_of_former_key
 from pipectl.spec.load import (
     holds_variables,
@@ -20,7 +20,6 @@ from pipectl.spec.load import (
     validate,
 )
 from pipectl.spec.models import JobSpec
-from pipectl.spec.schema import read
 
 MAX_POINTS = 1000
 """Slurm allows arrays of 1,001 jobs unless a site says otherwise (``MaxArraySize``)."""
@@ -81,7 +80,7 @@ def load_sweep(
         job, values = rest, {}
         for name, place, node in settings:
             job = set_key(job, name.split("."), node, place)
-            value = read(node)
+            value = resolve(node.data)
             if holds_variables(name):
                 known = numbers.setdefault(name, {})
                 value = f"(value {known.setdefault(repr(value), len(known) + 1)})"
@@ -150,7 +149,7 @@ def _repetitions(runs: Sequence[Sequence[_Setting]]) -> Iterator[Problem]:
     """Runs that would be the same as an earlier one."""
     seen: dict[object, int] = {}
     for number, settings in enumerate(runs):
-        values = tuple(sorted((s.name, repr(read(s.value))) for s in settings))
+        values = tuple(sorted((s.name, repr(resolve(s.value.data))) for s in settings))
         if values and seen.setdefault(values, number) != number:
             message = f"a point with the same values as number {seen[values]}"
             yield settings[-1].fault(message, settings[-1].value.place)

@@ -17,14 +17,14 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainSerializer,
-    StrictBool,
     WithJsonSchema,
+    model_validator,
 )
 from pydantic_core import core_schema
 
 from pipectl.directives import RESOURCES
 from pipectl.spec import references
-from pipectl.spec.document import parse_scalar
+from pipectl.spec.document import parse_scalar, resolve
 from pipectl.units import format_clock, is_name, parse_bytes, parse_duration, parse_walltime
 
 VERSION = 1
@@ -56,6 +56,15 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, value: Any) -> Any:
+        """A key that is null counts as not given."""
+        if not isinstance(value, dict):
+            return value
+        known = cls.model_fields
+        return {key: item for key, item in value.items() if item is not None or key not in known}
+
     @classmethod
     def __get_pydantic_json_schema__(cls, core: Any, handler: Any) -> dict[str, Any]:
         """Null stands for the default; defaults are shown as people write them."""
@@ -82,6 +91,13 @@ class Section(BaseModel):
         return reference
 
 
+def drop_nulls(value: Any) -> Any:
+    """A mapping of names without those that are null."""
+    if not isinstance(value, dict):
+        return value
+    return {key: item for key, item in value.items() if item is not None}
+
+
 def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
     """A JSON Schema that takes null too."""
     choices = schema["anyOf"] if set(schema) == {"anyOf"} else [schema]
@@ -106,8 +122,9 @@ class Auto:
         return {"anyOf": [{"const": "auto"}, *choices]}
 
 
-def check_version(value: Any) -> int:
+def check_version(data: Any) -> int:
     """The version that is written; raises a ValueError if it is not ours."""
+    value = resolve(data)
     if type(value) is not int or value != VERSION:
         raise ValueError(f"is {value!r}; this pipectl reads version {VERSION}")
     return VERSION
@@ -120,6 +137,12 @@ def _quantity(parse: Callable[[str], int]) -> BeforeValidator:
         return parse(text)
 
     return BeforeValidator(read)
+
+
+def _whole(value: Any) -> Any:
+    """3.0 is a whole number, too."""
+    number = resolve(value)
+    return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
 def _one_line(text: str) -> str:
@@ -191,10 +214,15 @@ def _json(title: str, pattern: str | None = None) -> WithJsonSchema:
 
 _TEXT = WithJsonSchema({"type": _SCALAR})
 Version = Annotated[int, BeforeValidator(check_version), WithJsonSchema({"const": VERSION})]
-Count = Annotated[int, Field(strict=True, ge=1, le=_MAX)]
-Natural = Annotated[int, Field(strict=True, ge=0, le=_MAX)]
-Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
-Flag = StrictBool
+_YAML, _MAPPING = BeforeValidator(resolve), BeforeValidator(drop_nulls)
+Value = Annotated[Any, _YAML]
+"""Of any type that YAML knows."""
+Keywords = dict[str, Value]
+Grid = Annotated[dict[str, tuple[Value, ...]], _MAPPING]
+Count = Annotated[int, Field(strict=True, ge=1, le=_MAX), BeforeValidator(_whole)]
+Natural = Annotated[int, Field(strict=True, ge=0, le=_MAX), BeforeValidator(_whole)]
+Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False), _YAML]
+Flag = Annotated[bool, Field(strict=True), _YAML]
 Bytes = Annotated[int, Field(ge=1, le=_MAX), _quantity(parse_bytes), _json("a size such as 4GiB")]
 _Clock = Annotated[int, Field(ge=1, le=_MAX), PlainSerializer(format_clock)]
 Seconds = Annotated[_Clock, _quantity(parse_duration), _json("a duration such as 01:30:00 or 90m")]
@@ -217,10 +245,11 @@ _Option = Annotated[
     # pydantic takes away the title of the values of a mapping, unless it is deeper.
     WithJsonSchema({"anyOf": [{"title": "text, true or a list of texts", **_OPTION}]}),
 ]
-Options = dict[Text, _Option]
+Options = Annotated[dict[Text, _Option], _MAPPING]
 """Options of sbatch or qsub by name; :mod:`pipectl.directives` says which may be set."""
 _Variable = Annotated[Text, AfterValidator(_variable)]
-Variables = dict[_Variable, Annotated[str, AfterValidator(_one_line), _TEXT]]
+_Setting = Annotated[str, AfterValidator(_one_line), _TEXT]
+Variables = Annotated[dict[_Variable, _Setting], _MAPPING]
 Replicas = Annotated[Literal["any"] | Count | None, Auto()]
 _OWN_SCHEDULE = _json("the name of a .csv file or of a package's schedule", r"\.csv$")
 _Schedule = Annotated[

@@ -12,8 +12,7 @@ import pytest
 
 from pipectl.errors import SpecError
 from pipectl.spec import JobSpec, json_schema, load
-from pipectl.spec.document import read_text
-from pipectl.spec.schema import read as read_node
+from pipectl.spec.document import read_text, resolve
 
 MINIMAL = """\
 version: 1
@@ -71,7 +70,7 @@ def by_schema() -> Callable[[str], bool]:
     schema = json_schema()
 
     def valid(text: str) -> bool:
-        return accepts(schema, read_node(read_text(text, "job.yaml")[0]), schema)
+        return accepts(schema, resolve(read_text(text, "job.yaml")[0].data), schema)
 
     return valid
 
