@@ -118,6 +118,55 @@ class Node:
         """Whether nothing, or null, is written."""
         return isinstance(self.value, Plain) and parse_scalar(self.value) is None
 
+    def __str__(self) -> str:
+        """As a message shows it: ``'many'``, ``3.5``, ``a list``; long text is shortened."""
+        if not isinstance(self.value, str):
+            return "a mapping" if isinstance(self.value, dict) else "a list"
+        if self.is_null:
+            return "null"
+        text = self.value if len(self.value) <= 60 else f"{self.value[:57]}..."
+        return repr(text) if isinstance(resolve(self.value), str) else text
+
+    def locate(self, path: KeyPath) -> tuple[Node, KeyPath]:
+        """What is written at ``path``, or the nearest thing around it, and what is left of it."""
+        node = self
+        for depth, step in enumerate(path):
+            if isinstance(node.value, list) and isinstance(step, int) and step < len(node.value):
+                node = node.value[step]
+                continue
+            # A key is written so, or so as Python shows it: ``True`` for ``true``.
+            pairs = node.items.items()
+            matches = (item for key, item in pairs if str(step) in (key, str(resolve(key))))
+            inner = next(matches, None)
+            if inner is None:
+                return node, path[depth:]
+            node = inner
+        return node, ()
+
+    def put(self, keys: Sequence[str], value: Node, place: Place) -> Node:
+        """A copy with ``value`` at ``keys`` within it, making mappings on the way.
+
+        Args:
+            place: of new keys and mappings.
+        """
+        if not keys:
+            return value
+        node = self if isinstance(self.value, dict) else Node({}, place, self.key_place)
+        inner = node.items.get(keys[0], Node({}, place, place))
+        changed = inner.put(keys[1:], value, place)
+        changed = replace(changed, key_place=inner.key_place if keys[1:] else place)
+        return replace(node, value={**node.items, keys[0]: changed})
+
+    def over(self, lower: Node) -> Node:
+        """It, laid over another: mappings key by key, everything else is replaced."""
+        if not (isinstance(lower.value, dict) and isinstance(self.value, dict)):
+            return self
+        merged = {
+            key: node.over(lower.value[key]) if key in lower.value else node
+            for key, node in self.value.items()
+        }
+        return replace(self, value={**lower.value, **merged})
+
     def within(self) -> Iterator[Node]:
         """It, and all nodes in it."""
         yield self
@@ -312,49 +361,6 @@ def resolve(data: Any) -> Any:
     return parse_scalar(data) if isinstance(data, Plain) else data
 
 
-def put(node: Node, keys: Sequence[str], value: Node, place: Place) -> Node:
-    """A copy of a node with ``value`` at ``keys`` within it, making mappings on the way.
-
-    Args:
-        place: of new keys and mappings.
-    """
-    if not keys:
-        return value
-    if not isinstance(node.value, dict):
-        node = Node({}, place, node.key_place)
-    inner = node.items.get(keys[0], Node({}, place, place))
-    changed = put(inner, keys[1:], value, place)
-    changed = replace(changed, key_place=inner.key_place if keys[1:] else place)
-    return replace(node, value={**node.items, keys[0]: changed})
-
-
-def merge(lower: Node, upper: Node) -> Node:
-    """``upper`` laid over ``lower``: mappings key by key, everything else is replaced."""
-    if not (isinstance(lower.value, dict) and isinstance(upper.value, dict)):
-        return upper
-    merged = {
-        key: merge(lower.value[key], node) if key in lower.value else node
-        for key, node in upper.value.items()
-    }
-    return replace(upper, value={**lower.value, **merged})
-
-
-def locate(tree: Node, path: KeyPath) -> tuple[Node, KeyPath]:
-    """What is written at ``path``, or the nearest thing around it, and what is left of the path."""
-    node = tree
-    for depth, step in enumerate(path):
-        if isinstance(node.value, list) and isinstance(step, int) and step < len(node.value):
-            node = node.value[step]
-            continue
-        # A key is written so, or so as Python shows it: ``True`` for ``true``.
-        pairs = node.items.items()
-        inner = next((item for key, item in pairs if str(step) in (key, str(resolve(key)))), None)
-        if inner is None:
-            return node, path[depth:]
-        node = inner
-    return node, ()
-
-
 def path_text(path: KeyPath) -> str:
     """``pipeline.warm_up[2]``; what a terminal cannot show is escaped."""
     steps = (f"[{step}]" if isinstance(step, int) else f".{escape(step)}" for step in path)
@@ -365,16 +371,6 @@ def escape(text: str) -> str:
     """A key as a message shows it: shortened, and without control characters."""
     short = text if len(text) <= 100 else f"{text[:97]}..."
     return short if short.isprintable() else repr(short)[1:-1]
-
-
-def show(node: Node) -> str:
-    """A value as a message shows it: ``'many'``, ``3.5``, ``a list``; long text is shortened."""
-    if not isinstance(node.value, str):
-        return "a mapping" if isinstance(node.value, dict) else "a list"
-    if node.is_null:
-        return "null"
-    text = node.value if len(node.value) <= 60 else f"{node.value[:57]}..."
-    return repr(text) if isinstance(resolve(node.value), str) else text
 
 
 def to_yaml(data: Any) -> str:

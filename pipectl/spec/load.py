@@ -23,15 +23,11 @@ from pipectl.spec.document import (
     Place,
     Plain,
     escape,
-    locate,
-    merge,
     parse_scalar,
     path_text,
-    put,
     read_file,
     read_text,
     resolve,
-    show,
     to_yaml,
 )
 from pipectl.spec.former import drop_former_keys, fault_of_former_key
@@ -126,11 +122,11 @@ def load_document(
     if runs := os.environ.get(RUNS_VARIABLE):
         place = Place(RUNS_VARIABLE)
         keys = ("output", "directory")
-        tree = merge(put(Node({}, place), keys, Node(runs, place), place), tree)
-    if resolve(locate(tree, ("site_defaults",))[0].data) is not False:
+        tree = tree.over(Node({}, place).put(keys, Node(runs, place), place))
+    if resolve(tree.locate(("site_defaults",))[0].data) is not False:
         for file in reversed(site_files() if sites is None else sites):
             site, faults = _read_site(file)
-            tree = merge(site, tree)
+            tree = tree.over(site)
             problems += faults
     spec, faults = validate(tree, path, check_files=check_files, check_names=check_names)
     problems += faults
@@ -142,12 +138,12 @@ def load_document(
 def set_key(tree: Node, keys: Sequence[str], value: Node, place: Place) -> Node:
     """``tree`` with ``value`` at ``keys``; a factory in short form gets the key ``factory``."""
     for depth in range(1, len(keys)):
-        node, rest = locate(tree, tuple(keys[:depth]))
+        node, rest = tree.locate(tuple(keys[:depth]))
         is_short = isinstance(node.value, str) and not rest
         if is_short and "factory" in properties(schema_at(keys[:depth])):
             factory = replace(node, key_place=node.place)
-            tree = put(tree, keys[:depth], Node({"factory": factory}, node.place), node.place)
-    return put(tree, keys, value, place)
+            tree = tree.put(keys[:depth], Node({"factory": factory}, node.place), node.place)
+    return tree.put(keys, value, place)
 
 
 def _override(tree: Node, override: str) -> tuple[Node, list[Problem]]:
@@ -194,10 +190,10 @@ def _read_site(path: Path) -> tuple[Node, list[Problem]]:
             items[name] = node
     site = replace(site, value=items)
     for keys in (("cluster",), ("launch", "template")):
-        file, rest = locate(site, keys)
+        file, rest = site.locate(keys)
         if not rest and isinstance(file.value, str) and not file.is_null:
             absolute = str(path.absolute().parent / file.value)
-            site = put(site, keys, replace(file, value=absolute), file.key_place or file.place)
+            site = site.put(keys, replace(file, value=absolute), file.key_place or file.place)
     return site, problems
 
 
@@ -207,7 +203,7 @@ def _origins(value: Any, tree: Node, path: KeyPath) -> Iterator[Origin]:
         for key, item in value.items():
             yield from _origins(item, tree, (*path, str(key)))
         return
-    node, rest = locate(tree, path)
+    node, rest = tree.locate(path)
     # Only a keyword argument can be null; any other null key has its default.
     has_default = node.is_null and "kwargs" not in path
     is_written = not rest or (rest == ("factory",) and isinstance(node.value, str))
@@ -281,14 +277,14 @@ def _explain_fault(tree: Node, detail: ErrorDetails) -> Problem:
         return _problem(tree, path, "missing", at_key=True)
     if kind == "value_error" and (message := str(context["error"])):
         return _problem(tree, path, message)
-    node, rest = locate(tree, path)
+    node, rest = tree.locate(path)
     path = path[: len(path) - len(rest)]  # pydantic names alternatives of a type after it
     if kind in ("greater_than_equal", "less_than_equal") and not rest:
         allowed = f"at least {context['ge']}" if "ge" in context else f"at most {context['le']}"
     else:
         schema = schema_at(path)
         allowed = "something else" if schema is None else words(schema)
-    shown = show(node)
+    shown = str(node)
     in_quotes = isinstance(node.value, str) and not isinstance(node.value, Plain)
     if kind in _NUMBERS and in_quotes and not isinstance(parse_scalar(str(node.value)), str | None):
         shown = f"the text {shown}; remove the quotes"
@@ -296,7 +292,7 @@ def _explain_fault(tree: Node, detail: ErrorDetails) -> Problem:
 
 
 def _problem(tree: Node, path: KeyPath, message: str, *, at_key: bool = False) -> Problem:
-    node, _ = locate(tree, path)
+    node, _ = tree.locate(path)
     place = (at_key and node.key_place) or node.place
     where = path_text(path)
     prefix = "" if place.file == f"--set {where}" else f"{where}: "

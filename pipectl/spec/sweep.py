@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipectl.errors import Problem, SpecError
-from pipectl.spec.document import MAX_DEPTH, Node, Place, escape, locate, resolve, show
+from pipectl.spec.document import MAX_DEPTH, Node, Place, escape, resolve
 from pipectl.spec.former import fault_of_former_key
 from pipectl.spec.load import (
     holds_variables,
@@ -70,7 +70,7 @@ def load_sweep(
     spec, tree = load_document(path, overrides, sites, check_files=check_files)
     if spec.sweep is None:
         return spec, ()
-    runs, problems = _combine(locate(tree, ("sweep",))[0])
+    runs, problems = _combine(tree.locate(("sweep",))[0])
     if problems:
         raise SpecError(problems)
     rest = replace(tree, value={key: node for key, node in tree.items.items() if key != "sweep"})
@@ -163,7 +163,7 @@ def _blame_values(problem: Problem, settings: Sequence[_Setting]) -> Problem:
         if place == setting.place or any(place in places for places in within):
             return problem
     shown = (
-        f"{escape(s.name)}: {'(not shown)' if holds_variables(s.name) else show(s.value)}"
+        f"{escape(s.name)}: {'(not shown)' if holds_variables(s.name) else s.value}"
         for s in settings
     )
     return settings[0].value.place.problem(f"with {', '.join(shown)}: {problem.message}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 _TEXT = 96
 
@@ -40,19 +40,19 @@ class Activity(NamedTuple):
     awaited: str = ""
 
 
+_KINDS: dict[type, Any] = {
+    int: ctypes.c_int64,
+    bool: ctypes.c_bool,
+    float: ctypes.c_double,
+    str: ctypes.c_char * _TEXT,
+}
+
+
 class _Memory(ctypes.Structure):
     """An activity as it lies in memory."""
 
     _fields_: ClassVar = [
-        ("moves", ctypes.c_int64),
-        ("step", ctypes.c_int64),
-        ("stage", ctypes.c_int64),
-        ("peer", ctypes.c_int64),
-        ("in_program", ctypes.c_bool),
-        ("waiting", ctypes.c_bool),
-        ("pace_s", ctypes.c_double),
-        ("action", ctypes.c_char * _TEXT),
-        ("awaited", ctypes.c_char * _TEXT),
+        (name, _KINDS[type(default)]) for name, default in Activity._field_defaults.items()
     ]
 
 
