@@ -1,10 +1,8 @@
 """``plan.json``: the stages, their ranks, the schedule, and what was predicted of them."""
 
 from pipectl.cluster import OffloadTarget
-from pipectl.plan.blocks import Blocks
-from pipectl.plan.cost import StageCost, StagePeaks
 from pipectl.plan.plan import Plan, Prediction, Replication, Search, Transfer
-from pipectl.plan.stage import Stage
+from pipectl.plan.stage import Blocks, Stage, StageCost, StagePeaks
 
 __all__ = [
     "Blocks",

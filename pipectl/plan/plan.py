@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -14,12 +14,15 @@ from pipectl.errors import DataFileError
 from pipectl.fields import Count, Rule, read_fields
 from pipectl.files import read_json, write_json
 from pipectl.graph import TransferKind
-from pipectl.plan.faults import faults_of
 from pipectl.plan.stage import Stage
 
 T = TypeVar("T")
 
 VERSION = 1
+MAX_MICRO_BATCHES = 2**16
+"""More are a mistake, and would fill memory with rows of programs."""
+
+MAX_NODES = 2**20
 _CURE = "write a new one with: pipectl plan JOB.yaml"
 _BETWEEN_STAGES = Rule(
     lambda kind: kind in (TransferKind.ACTIVATION, TransferKind.GRADIENT),
@@ -200,7 +203,50 @@ class Plan:
     def from_json(cls, document: dict[str, Any], *, file: str = "plan") -> Plan:
         """A plan from its JSON object; see :meth:`load`."""
         plan = read_fields(cls, document, file=file, cure=_CURE, version=VERSION)
-        faults = faults_of(plan)
+        faults = list(_faults(plan))
         if faults:
             raise DataFileError(f"{file}: {'; '.join(faults)}", cure=_CURE)
         return plan
+
+
+def _faults(plan: Plan) -> Iterator[str]:
+    """In words, with the field; ranks and stages that are named exist, a node has one stage."""
+    if not plan.stages:
+        yield "stages: there is none"
+    if len(plan.warm_up) != len(plan.stages):
+        yield f"warm_up: {len(plan.warm_up)} entries for {len(plan.stages)} stages"
+    yield from _counts_faults(plan)
+    nodes = [node for stage in plan.stages for node in stage.nodes]
+    if len(set(nodes)) != len(nodes):
+        yield "stages: a node is in two stages"
+    for index, stage in enumerate(plan.stages):
+        yield from (f"stages[{index}].{fault}" for fault in _stage_faults(stage, plan.ranks))
+    stages = range(len(plan.stages))
+    if any(end not in stages for item in plan.transfers for end in (item.source, item.target)):
+        yield "transfers: a stage that does not exist"
+
+
+def _stage_faults(stage: Stage, ranks: int) -> Iterator[str]:
+    for name, held in (("ranks", stage.ranks), ("backward_ranks", stage.backward_ranks)):
+        known = all(0 <= rank < ranks for rank in held)
+        if not known or len(set(held)) != len(held) or (not held and name == "ranks"):
+            yield f"{name}: {list(held)} of {ranks} ranks"
+    if stage.backward_ranks and len(stage.backward_ranks) != stage.replicas:
+        yield f"backward_ranks: {len(stage.backward_ranks)} for {stage.replicas} replicas"
+    if stage.blocks is not None:
+        fault = stage.blocks.fault(stage.nodes)
+        if fault is not None:
+            yield f"blocks: {fault}"
+        if not stage.recompute or stage.backward_ranks:
+            yield "blocks: of a stage that does not recompute where its forward runs"
+
+
+def _counts_faults(plan: Plan) -> Iterator[str]:
+    least = -(-plan.batch_size // plan.micro_batch_size)
+    if plan.micro_batches != least or least > MAX_MICRO_BATCHES:
+        yield (
+            f"micro_batches: {plan.micro_batches}; {plan.batch_size} samples in parts of "
+            f"{plan.micro_batch_size} are {least}, and {MAX_MICRO_BATCHES} are the most"
+        )
+    if not all(0 <= node < MAX_NODES for node in plan.node_of_rank):
+        yield f"node_of_rank: a node that is not from 0 to {MAX_NODES - 1}"

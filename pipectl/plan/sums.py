@@ -1,4 +1,4 @@
-"""How the replicas of a stage sum their gradients: what the runtime sends, and what is priced.
+"""How the replicas of a stage sum their gradients, and share out its optimizer state.
 
 Gradients travel in buckets. Every replica owns a part of a bucket. It receives that part of all
 others, adds them up in the order of the replicas, and sends the sum to all (three replicas, parts
@@ -14,6 +14,8 @@ and all replicas have the same ones, neither of which an all-reduce of MPI promi
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 BUCKET_BYTES = 4 * 2**20
 """Small enough that the first leave while the backward goes on, large enough that a message's
@@ -34,3 +36,17 @@ def parts_of_bucket(count: int, replicas: int, owner: int | None = None) -> list
         range(index * count // replicas, (index + 1) * count // replicas)
         for index in range(replicas)
     ]
+
+
+def owners_of(sizes: Mapping[str, int], replicas: int) -> dict[str, int]:
+    """The replica that updates each parameter: the largest first, to who has least so far.
+
+    Args:
+        sizes: bytes of the parameters by name.
+    """
+    load = [0] * replicas
+    found: dict[str, int] = {}
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        found[name] = min(range(replicas), key=load.__getitem__)
+        load[found[name]] += sizes[name]
+    return {name: found[name] for name in sizes}

@@ -1,14 +1,15 @@
-"""The nodes of a profile: operators, what they cost, and their JSON objects."""
+"""What operators, stages and an optimizer cost: the parts of ``profile.json``."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from math import ceil
 from typing import Annotated, Any, Literal
 
 from pipectl.fields import FieldError, NamedBytes, Size, read_value
-from pipectl.profile.memory import OperatorMemory
 
 NO_TEMPORARIES = "the memory of temporary values is not given: taken as none"
 
@@ -27,6 +28,28 @@ def _to_group(value: Any) -> str | None:
 
 Times = Annotated[Mapping[int, tuple[float, float]], _to_times]
 Phase = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True)
+class OperatorMemory:
+    """Live bytes of one operator, for one micro-batch of the profile's size.
+
+    Args:
+        made_bytes: storages that its value brings; 0 where it lies in memory of another value.
+        storage: the value whose memory its own lies in; its own id if it brings storages.
+        forward_bytes: most it allocates at once in its forward, value and saved bytes included.
+        backward_bytes: most it allocates at once in its backward, gradients included.
+        gradients: (value or parameter, bytes) of what its backward gives; 0 bytes where that is
+            the memory of the gradient it got.
+        buffers: (full name, bytes) of each buffer it uses.
+    """
+
+    made_bytes: int
+    storage: str
+    forward_bytes: int
+    backward_bytes: int
+    gradients: NamedBytes = ()
+    buffers: NamedBytes = ()
 
 
 @dataclass(frozen=True)
@@ -103,3 +126,67 @@ class Operator:
             "group": known.get("colocate"),  # as some call it, and number it
             **known,
         }
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Temporary values of an optimizer's step, in bytes per byte of parameters.
+
+    Args:
+        current: of the parameter that is being updated.
+        previous: of the one before it, whose temporary values a loop may still hold.
+        everything: of all parameters, where they are updated together.
+    """
+
+    current: float = 0.0
+    previous: float = 0.0
+    everything: float = 0.0
+
+    def peak_bytes(self, parameters: Sequence[int]) -> int:
+        """The most at once, for parameters of these sizes in the optimizer's order."""
+        pairs = pairwise((0, *parameters))
+        alone = max((self.current * now + self.previous * last for last, now in pairs), default=0)
+        return ceil(alone + self.everything * sum(parameters))
+
+
+@dataclass(frozen=True)
+class OptimizerCost:
+    """Optimizer state per parameter byte, and the time of a step per parameter byte.
+
+    Args:
+        step_memory: temporary values of a step.
+    """
+
+    state_bytes_per_parameter_byte: float = field(metadata={"key": "state_bytes_per_parameter"})
+    step_s_per_byte: float
+    step_memory: StepMemory = field(default_factory=StepMemory)
+
+
+@dataclass(frozen=True)
+class StageOverhead:
+    """What a stage takes besides its operators, in seconds; and when its data stays in the cache.
+
+    Args:
+        forward_s, backward_s: of every forward and backward.
+        received_s, sent_s: of every value with gradient that enters and leaves a stage.
+        gradient_received_s, gradient_sent_s: of every gradient.
+        cache_bytes: a stage that works on less finds its data in the cache; None if unknown.
+    """
+
+    forward_s: float = 0.0
+    received_s: float = 0.0
+    sent_s: float = 0.0
+    backward_s: float = 0.0
+    gradient_received_s: float = 0.0
+    gradient_sent_s: float = 0.0
+    cache_bytes: int | None = None
+
+    def uncached(self, working_set_bytes: float) -> float:
+        """Share of its operators' way from cached to other times that a stage goes.
+
+        Args:
+            working_set_bytes: what it touches in one forward and backward.
+        """
+        if not self.cache_bytes:
+            return 1.0
+        return min(1.0, max(0.0, 2 * (working_set_bytes / self.cache_bytes - 1)))

@@ -16,8 +16,7 @@ from pipectl.errors import DataFileError
 from pipectl.fields import Count, read_fields, write_value
 from pipectl.files import read_json, write_json
 from pipectl.graph import topological_order
-from pipectl.profile.operators import NO_TEMPORARIES, Operator
-from pipectl.profile.overhead import OptimizerCost, StageOverhead
+from pipectl.profile.operators import NO_TEMPORARIES, Operator, OptimizerCost, StageOverhead
 from pipectl.row_times import RowTimes
 
 VERSION = 1

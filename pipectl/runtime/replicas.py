@@ -25,7 +25,7 @@ from torch import Tensor
 
 from pipectl.capture.step import own_name
 from pipectl.errors import WorkerError
-from pipectl.plan import Plan, Replication, owners
+from pipectl.plan import Plan, Replication, sums
 from pipectl.runtime.device import Device
 from pipectl.runtime.reduction import Exchange, Received, Reducer, Sent, StageReduction, group_of
 from pipectl.runtime.stage import Stage
@@ -36,7 +36,7 @@ from pipectl.runtime.waiting import barrier, wait
 
 def owners_of(parameters: Mapping[str, Tensor], replicas: int) -> dict[str, int]:
     """The replica that updates each parameter, by the rule that plans count its state by."""
-    return owners.owners_of({name: each.nbytes for name, each in parameters.items()}, replicas)
+    return sums.owners_of({name: each.nbytes for name, each in parameters.items()}, replicas)
 
 
 class Sharing:

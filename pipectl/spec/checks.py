@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from inspect import signature
 from itertools import pairwise
 from typing import Any
 
@@ -23,9 +24,10 @@ _WEIGHTS = ("model", "weights")
 
 def cross_check(sections: Mapping[str, Any]) -> Iterator[Finding]:
     """Faults across fields of sections that are valid themselves."""
-    for names, check in _CHECKS:
-        if all(name in sections for name in names):
-            yield from check(*(sections[name] for name in names))
+    for check in _CHECKS:
+        names = signature(check).parameters
+        if sections.keys() >= names.keys():
+            yield from check(**{name: sections[name] for name in names})
 
 
 def missing_files(spec: JobSpec) -> Iterator[Finding]:
@@ -175,15 +177,8 @@ def _check_pbs(pbs: Pbs) -> Iterator[Finding]:
             yield ("pbs", "options", name), fault
 
 
-_CHECKS: tuple[tuple[tuple[str, ...], Callable[..., Iterator[Finding]]], ...] = (
-    (("pipeline", "resources"), _check_stages),
-    (("pipeline", "training"), _check_micro_batches),
-    (("pipeline",), _check_warm_up),
-    (("pipeline", "resources"), _check_offload),
-    (("pipeline", "training"), _check_overlap),
-    (("pipeline", "resources", "training"), _check_backward),
-    (("launch", "resources"), _check_progress),
-    (("loss",), _check_loss),
-    (("slurm",), _check_slurm),
-    (("pbs",), _check_pbs),
-)
+_CHECKS: tuple[Callable[..., Iterator[Finding]], ...] = (
+    _check_stages, _check_micro_batches, _check_warm_up, _check_offload, _check_overlap,
+    _check_backward, _check_progress, _check_loss, _check_slurm, _check_pbs,
+)  # fmt: skip
+"""Their parameters have the names of the sections they need."""

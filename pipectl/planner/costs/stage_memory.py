@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pipectl.plan import StagePeaks
-from pipectl.plan.owners import owners_of
+from pipectl.plan.sums import owners_of
 from pipectl.planner.costs.liveness import (
     Borders,
     Levels,
