@@ -17,6 +17,7 @@ from pipectl.schedule.one_f_one_b import ONE_F_ONE_B
 from pipectl.schedule.order import Order, Placement, Schedule, Shape
 from pipectl.schedule.pipedream import PIPEDREAM
 from pipectl.schedule.pipedream_2bw import PIPEDREAM_2BW
+from pipectl.schedule.v_bounded import V_HALF, V_MIN
 from pipectl.schedule.zb_h1 import ZB_H1
 from pipectl.schedule.zb_v import ZB_V
 
@@ -30,6 +31,8 @@ SCHEDULES = {
         ZB_H1,
         ZB_V,
         DUAL_PIPE_V,
+        V_HALF,
+        V_MIN,
         PIPEDREAM,
         PIPEDREAM_2BW,
     )

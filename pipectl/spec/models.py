@@ -206,15 +206,16 @@ class Pipeline(Section):
 
     stages: Annotated[Count | None, Auto()] = None
     """Parts of the model: at most one per rank; with the schedules `interleaved` and `looped-bfs` a
-    multiple of the ranks, with `zb-v` and `dualpipev` two per rank."""
+    multiple of the ranks, with `zb-v`, `dualpipev`, `v-half` and `v-min` two per rank."""
     micro_batches: Annotated[Count | None, Auto()] = None
     """Parts of each batch."""
     schedule: Schedule = None
     """Order of work. `gpipe` runs all forwards before the backwards; `1f1b` alternates them and
     keeps fewer activations. `looped-bfs` and `interleaved` are the same with several stages per
     rank (two, unless `stages` says otherwise): less waiting, more messages. `zb-h1`, `zb-v` and
-    `dualpipev` (the last two with two stages per rank) compute the gradients of weights while they
-    would wait. `pipedream` and `pipedream-2bw` overlap steps, with gradients of older weights: no
+    `dualpipev` compute the gradients of weights while they would wait; `v-half` and `v-min` keep
+    about a half and a third of the activations of `1f1b` (all of these but `zb-h1` have two stages
+    per rank). `pipedream` and `pipedream-2bw` overlap steps, with gradients of older weights: no
     waiting, but other results. Or your own: a `.csv` file of actions, relative to the spec file, or
     the name of a schedule of an installed package."""
     warm_up: Annotated[tuple[Count, ...] | None, Auto()] = None

@@ -28,7 +28,7 @@ from pipectl.spec.document import parse_scalar, resolve
 from pipectl.units import format_clock, is_name, parse_bytes, parse_duration, parse_walltime
 
 VERSION = 1
-ROUND, V_SHAPED = ("interleaved", "looped-bfs"), ("zb-v", "dualpipev")
+ROUND, V_SHAPED = ("interleaved", "looped-bfs"), ("zb-v", "dualpipev", "v-half", "v-min")
 """Schedules with several stages per rank."""
 ONE_STAGE = ("gpipe", "1f1b", "zb-h1")
 """Schedules with one, and a flush after every step."""

@@ -14,7 +14,7 @@ from typing import Any
 
 RANKS = (1, 2, 3, 4, 8)
 SCHEDULES = ("gpipe", "1f1b", "1f1b-b", "zb-h1")
-CHUNKED = ("interleaved", "looped-bfs", "zb-v", "dualpipev")
+CHUNKED = ("interleaved", "looped-bfs", "zb-v", "dualpipev", "v-half", "v-min")
 OWN = {"folded": False, "back_to_front": True}
 """Schedules of users, as lists of actions: name to whether backwards run by falling micro-batch."""
 CHUNKS = {**dict.fromkeys(CHUNKED, 2), **dict.fromkeys(OWN, 2)}
@@ -133,7 +133,8 @@ SAMPLE = {
     2: """
         gpt-1f1b-smaller_last gpt-interleaved-smaller_last gpt-zb-v-smaller_last
         gpt-1f1b-apart-smaller_last cnn-gpipe-smaller_last cnn-dualpipev-smaller_last
-        cnn-1f1b-smaller_last-recompute_disk
+        cnn-1f1b-smaller_last-recompute_disk cnn-v-min-smaller_last-recompute
+        dense-v-half-smaller_last-disk
         dense-1f1b-b-smaller_last-host gpt-looped-bfs-smaller_last-recompute
         tied-1f1b-smaller_last frozen-zb-h1-smaller_last own_precision-1f1b-smaller_last
         cnn-pipedream-few gpt-pipedream-few-disk frozen-pipedream-2bw-divisible
@@ -148,6 +149,7 @@ SAMPLE = {
         gpt-gpipe-few gpt-1f1b-divisible gpt-1f1b-one_left_over gpt-zb-h1-few
         gpt-interleaved-smaller_last gpt-looped-bfs-smaller_last gpt-zb-v-smaller_last
         gpt-dualpipev-divisible gpt-dualpipev-few gpt-1f1b-apart-smaller_last
+        gpt-v-half-smaller_last gpt-v-min-few
         gpt-gpipe-inputs-smaller_last gpt-folded-divisible gpt-back_to_front-divisible
         cnn-gpipe-smaller_last cnn-1f1b-smaller_last cnn-1f1b-b-smaller_last cnn-zb-h1-smaller_last
         cnn-zb-v-one_left_over cnn-looped-bfs-divisible cnn-1f1b-apart-few

@@ -16,7 +16,7 @@ from pipectl.schedule import default_warm_up
 from pipectl.schedule.listed import Listed
 from pipectl.schedule.one_f_one_b import policy_b
 
-V_SHAPED = ("zb-v", "dualpipev", *OWN)
+V_SHAPED = ("zb-v", "dualpipev", "v-half", "v-min", *OWN)
 COST = StageCost(1.0, 2.0, 0.0, 0, 0, 0)
 
 

@@ -50,7 +50,7 @@ def test_stages_that_cannot_go_round_are_refused(chain) -> None:
         make_plan(chain(12), cluster_of(2), request(stages=5))
 
 
-@pytest.mark.parametrize("schedule", ["zb-v", "dualpipev"])
+@pytest.mark.parametrize("schedule", ["zb-v", "dualpipev", "v-half"])
 def test_two_stages_a_rank_lie_in_a_v(chain, schedule) -> None:
     plan = make_plan(chain(12), cluster_of(3), request(schedule))
     assert [stage.ranks for stage in plan.stages] == [(0,), (1,), (2,), (2,), (1,), (0,)]
@@ -188,7 +188,14 @@ def test_there_are_no_more_stages_than_the_graph_has_blocks(
 @pytest.mark.parametrize("way", Replication)
 @pytest.mark.parametrize(
     ("schedule", "stages"),
-    [("zb-h1", 2), ("zb-v", 4), ("dualpipev", 4), ("interleaved", 4), ("looped-bfs", 4)],
+    [
+        ("zb-h1", 2),
+        ("zb-v", 4),
+        ("dualpipev", 4),
+        ("v-min", 4),
+        ("interleaved", 4),
+        ("looped-bfs", 4),
+    ],
 )
 def test_replicas_are_copies_of_the_pipeline(chain, schedule, stages, way) -> None:
     wanted = request(schedule, stages=stages, replicas=2, replication=way)
@@ -196,7 +203,7 @@ def test_replicas_are_copies_of_the_pipeline(chain, schedule, stages, way) -> No
     assert {stage.replicas for stage in plan.stages} == {2}
     assert {rank for stage in plan.stages for rank in stage.ranks} == {0, 1, 2, 3}
     assert (plan.schedule, plan.replication) == (schedule, way)
-    halved = schedule in ("zb-h1", "zb-v", "dualpipev")
+    halved = schedule in ("zb-h1", "zb-v", "dualpipev", "v-min")
     assert all((stage.cost.weight_s is not None) == halved for stage in plan.stages)
     validate(plan, [lower(plan, rank) for rank in range(4)])
     assert (

@@ -35,7 +35,7 @@ RANKS = 6
 def plans(draw):
     """Up to six stages on six ranks: replicas, apart backwards, recomputation, offload."""
     placed = {"gpipe": _anywhere, "1f1b": _anywhere, "zb-h1": _anywhere, "interleaved": _rounds}
-    placed |= {"looped-bfs": _rounds, "zb-v": _v_shaped, "dualpipev": _v_shaped}
+    placed |= {"looped-bfs": _rounds, "zb-v": _v_shaped, "dualpipev": _v_shaped, "v-min": _v_shaped}
     schedule = draw(st.sampled_from(list(placed)))
     micro_batches = draw(st.integers(1, 8))
     size = draw(st.integers(1, 5))

@@ -11,7 +11,7 @@ from pipectl.schedule import default_ranks, default_warm_up
 from pipectl.schedule.actions import Kind
 from pipectl.schedule.registry import NAMES, order_of
 
-TWO_STAGES_A_RANK = ("interleaved", "looped-bfs", "zb-v", "dualpipev")
+TWO_STAGES_A_RANK = ("interleaved", "looped-bfs", "zb-v", "dualpipev", "v-half", "v-min")
 
 
 def planned(pipeline, schedule, ranks, micro_batches):

@@ -21,6 +21,7 @@ from pipectl.schedule import (
     dual_pipe_v,
     looped_bfs,
     lower,
+    v_bounded,
     zb_h1,
     zb_v,
 )
@@ -54,8 +55,26 @@ stage 2  ..0.1.aA2...bB3...cC4...dD5..eE..f.F
 stage 3  ...0aA1.bB2...cC3...dD4..eE5..fF
 """
 
-CHUNKS = {"zb-h1": 1, "zb-v": 2, "dualpipev": 2, "looped-bfs": 2}
-SPLIT = ("zb-h1", "zb-v", "dualpipev")
+V_HALF = """\
+stage 0  01......2...aA3...bB....cC...dD
+stage 1  .0...1....2a.A..3b.B...c.C..dD
+stage 2  ..0...1...aA2...bB3...cC...dD
+stage 3  ...0...1aA...2bB...3cC...dD
+stage 4  ....0..a1A..b.2B..c.3C..d.D
+stage 5  .....0aA.1bB...2cC...3dD
+"""
+
+V_MIN = """\
+stage 0  0.....1.....2a..A.3b..B..c..C..dD
+stage 1  .0.....1....a2A...b3B...cC....dD
+stage 2  ..0.....1..a.A2..b.B3..c.C...d.D
+stage 3  ...0.....1a.A..2b.B..3c.C...d.D
+stage 4  ....0...a.1A...b2B...c3C...dD
+stage 5  .....0.aA..1..bB.2..cC.3..dD
+"""
+
+CHUNKS = {"zb-h1": 1, "zb-v": 2, "dualpipev": 2, "v-half": 2, "v-min": 2, "looped-bfs": 2}
+SPLIT = ("zb-h1", "zb-v", "dualpipev", "v-half", "v-min")
 LENGTH = {Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: 1}
 FIRST = {Kind.FORWARD: "0", Kind.BACKWARD: "a", Kind.BACKWARD_INPUT: "a", Kind.BACKWARD_WEIGHT: "A"}
 
@@ -104,6 +123,8 @@ def drawing(plan):
         ("zb-h1", 4, 8, ZB_H1, zb_h1),
         ("zb-v", 2, 6, ZB_V, zb_v),
         ("dualpipev", 2, 6, DUAL_PIPE_V, dual_pipe_v),
+        ("v-half", 3, 4, V_HALF, v_bounded),
+        ("v-min", 3, 4, V_MIN, v_bounded),
         ("looped-bfs", 2, 4, LOOPED_BFS, looped_bfs),
     ],
 )
@@ -120,6 +141,8 @@ def test_schedule_is_the_drawn_table(pipeline, schedule, ranks, micro_batches, t
         ("zb-v", 4, 8, 0, 0.059, 4), ("zb-v", 4, 16, 0, 0.030, 4), ("zb-v", 8, 32, 0, 0.035, 8),
         ("zb-v", 4, 16, 0.25, 0.090, 4), ("zb-v", 8, 32, 0.25, 0.109, 8),
         ("dualpipev", 4, 8, 0, 0.059, 4.5), ("dualpipev", 8, 32, 0, 0.035, 8.5),
+        ("v-half", 4, 16, 0, 0.103, 3.5), ("v-half", 8, 32, 0, 0.111, 5.5),
+        ("v-min", 4, 16, 0, 0.103, 2), ("v-min", 8, 32, 0, 0.123, 4),
         ("looped-bfs", 4, 8, 0, 0.158, 8), ("looped-bfs", 8, 32, 0, 0.099, 32),
     ],
 )  # fmt: skip
@@ -139,6 +162,13 @@ def in_flight_of(program):
     kind = program.body.column("kind")
     ended = (kind == Kind.BACKWARD) | (kind == Kind.BACKWARD_WEIGHT)
     return np.cumsum((kind == Kind.FORWARD).astype(int) - ended).max(initial=0)
+
+
+@given(ranks=st.integers(1, 24), micro_batches=st.integers(1, 60))
+def test_v_half_and_v_min_keep_a_half_and_a_third_of_1f1b(pipeline, ranks, micro_batches):
+    for schedule, bound in (("v-half", ranks / 2 + 3 / 2), ("v-min", ranks / 3 + 4 / 3)):
+        programs = compute_programs(over(pipeline, schedule, ranks, micro_batches))
+        assert max(map(in_flight_of, programs)) / 2 <= bound
 
 
 @given(
@@ -201,14 +231,14 @@ def halves_of(action):
     return [text.replace("B", "I"), text.replace("B", "W")] if "B" in text else [text]
 
 
-@pytest.mark.parametrize("schedule", ["zb-v", "dualpipev"])
+@pytest.mark.parametrize("schedule", ["zb-v", "dualpipev", "v-half"])
 def test_stages_that_do_not_lie_in_a_v_are_refused(pipeline, schedule):
     plan = pipeline(4, 4, schedule=schedule, ranks=[0, 1, 0, 1])
     with pytest.raises(ScheduleError, match=r"stages are on ranks 0, 1, 0, 1\n.*0, 1, 1, 0"):
         lower(plan, 0)
 
 
-@pytest.mark.parametrize("schedule", ["zb-v", "dualpipev"])
+@pytest.mark.parametrize("schedule", ["zb-v", "dualpipev", "v-half"])
 def test_an_odd_number_of_stages_has_no_v(schedule):
     assert default_ranks(schedule, 6) == (0, 1, 2, 2, 1, 0)
     with pytest.raises(ScheduleError, match=r"5 stages do not lie in a V"):
