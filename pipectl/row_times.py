@@ -1,6 +1,6 @@
 """What a rank's program takes besides computing and waiting: time per row, message and step.
 
-Measured by ranks that train a small model beside the profile (:mod:`pipectl.runtime.links.rows`).
+Measured by ranks that train a small model (:mod:`pipectl.runtime.row_probe`).
 All are seconds of the rank's own time, which nothing hides; how long a message is on its way is a
 matter of the link (:mod:`pipectl.link`).
 """

@@ -6,6 +6,8 @@ import pytest
 
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.errors import DataFileError
+from pipectl.jobs.rows import UNKNOWN, join_rows
+from pipectl.profile import Profile
 from pipectl.row_times import RowTimes, seconds_of
 
 ROWS = RowTimes(
@@ -45,6 +47,15 @@ def test_rows_of_a_profile_replace_none_that_a_device_has():
     other = dataclasses.replace(ROWS, compute=1.0)
     assert cluster.with_rows(other) is cluster
     assert cluster.with_rows(None) is cluster
+
+
+def test_rows_of_a_cluster_end_what_a_profile_assumes_of_them():
+    profile = Profile("p", "test", 1, (), (), assumptions=(f"{UNKNOWN} (why)", "other"))
+    cluster = assumed_cluster("c", [2], 2, None)
+    assert join_rows(profile, cluster) == (profile, cluster)
+    known = cluster.with_rows(ROWS)
+    joined, same = join_rows(profile, known)
+    assert (joined.assumptions, same) == (("other",), known)
 
 
 def test_a_table_of_falling_sizes_is_refused():

@@ -24,6 +24,7 @@ from pipectl.faults import as_fault, describe_error, with_details
 from pipectl.files import write_json
 from pipectl.jobs.places import load_run, plan_path, profile_path
 from pipectl.jobs.profiles import fresh_profile, measure
+from pipectl.jobs.rows import join_rows
 from pipectl.plan import Plan
 from pipectl.printable import printable
 from pipectl.profile import Profile
@@ -94,7 +95,7 @@ def prepare_run(run: RunDirectory, clock: Callable[[], float] = time.time) -> No
         from pipectl.jobs.planning import find_plan, write_plan
 
         heartbeat.beat("planning")
-        cluster = Cluster.load(run.cluster).with_rows(profile.rows)
+        profile, cluster = join_rows(profile, Cluster.load(run.cluster))
         cluster.save(run.cluster)
         plan = find_plan(spec, profile, cluster, keep=True)
         write_plan(run, plan, cluster)

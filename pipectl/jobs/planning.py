@@ -23,6 +23,7 @@ from pipectl.errors import DataFileError, InfeasibleError, UsageError
 from pipectl.jobs.learning import corrected_profile
 from pipectl.jobs.places import find_machines, plan_path, profile_path, scheduler_name
 from pipectl.jobs.profiles import is_fresh
+from pipectl.jobs.rows import join_rows
 from pipectl.jobs.schedules import schedule_of_job
 from pipectl.plan import OffloadTarget, Plan
 from pipectl.planner import PlanRequest, make_plan
@@ -33,7 +34,11 @@ from pipectl.planner.explain.data_parallel import Estimate, WithoutPipeline, wit
 from pipectl.planner.explain.explain import Explanation, Offer, explain
 from pipectl.planner.explain.scaling import Scaling, scaling
 from pipectl.planner.explain.step_parts import StepParts, step_parts
-from pipectl.planner.explain.what_if import with_bandwidth, with_ranks
+from pipectl.planner.explain.what_if import (
+    with_bandwidth,
+    with_ranks,
+    with_slower_assumed_links,
+)
 from pipectl.planner.graph.imported import folded, prepared
 from pipectl.planner.search import MOST_ALTERNATIVES, Found, search_plans
 from pipectl.profile import Profile
@@ -47,6 +52,10 @@ if TYPE_CHECKING:
 
 MICRO_BATCHES_PER_DEVICE = 4
 """Of a step, if nobody says how large the batch is."""
+MAX_SLOWER = 4.0, 10.0
+"""By which assumed links within and between nodes may be slower: 1 Gbit/s instead of 10, say."""
+_MIN_RANGE = 0.05
+"""Of a step: a narrower range is shown as a point."""
 _TOTALS = "total memory of nodes (memory_bytes) counts for --objective max-stage-load only"
 _RECOMPUTE: dict[str | None, tuple[bool | None, bool | None]] = {
     None: (None, None),
@@ -264,8 +273,8 @@ def gather(
     kept = None if new_micro_batches or nodes is not None else kept_micro_batches(spec)
     machines = find_machines(spec, scheduler_name(spec, scheduler))
     warnings += [machines.warning, coupling_warning(spec, measured)]
-    rows = machines.cluster.with_rows(measured.rows)
-    used = _use_devices(rows, devices, "--nodes 1,2,4 plans for other sizes")
+    measured, known = join_rows(measured, machines.cluster)
+    used = _use_devices(known, devices, "--nodes 1,2,4 plans for other sizes")
     return PlanInputs(
         profile=measured,
         cluster=used,
@@ -418,6 +427,7 @@ class StepAnswer:
 
     Args:
         simulation: of the plan.
+        range_s: of a step, see :func:`step_range`.
         parts: how the busiest rank spends a step.
         link: that carries messages longest; None if there are none.
         stopped: what ended the search early; empty if nothing did.
@@ -435,6 +445,7 @@ class StepAnswer:
     without: WithoutPipeline | None
     explanation: Explanation | None
     compiling_s: float
+    range_s: tuple[float, float] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The plan as its file holds it, and what was asked: the objective and its value."""
@@ -451,6 +462,7 @@ class StepAnswer:
             "gap": search and search.gap,
             "planning_s": search and search.planning_s,
             "predicted": document["prediction"],
+            "range_s": self.range_s,
             "cannot_run": unsupported(plan),
             "without_pipeline": self.without and _without_json(plan, self.without),
             "cut_short": bool(self.stopped),
@@ -494,9 +506,23 @@ def plan_step(
     simulation = simulate(best.plan, inputs.cluster)
     parts = step_parts(best.plan, inputs.cluster, simulation)
     link = busiest_link(best.plan, inputs.cluster)
+    range_s = step_range(best.plan, inputs.cluster)
     return StepAnswer(
-        inputs, best.plan, simulation, parts, link, stopped, without, explanation, spent_s
+        inputs, best.plan, simulation, parts, link, stopped, without, explanation, spent_s, range_s
     )
+
+
+def step_range(plan: Plan, cluster: Cluster) -> tuple[float, float] | None:
+    """Seconds of a step if messages on assumed links are free, and if they take far longer.
+
+    Returns:
+        None if no link is assumed, or if that makes little difference.
+    """
+    fast_s, slow_s = (
+        simulate(plan, with_slower_assumed_links(cluster, *factors)).step_time_s
+        for factors in ((0.0, 0.0), MAX_SLOWER)
+    )
+    return (fast_s, slow_s) if slow_s > (1 + _MIN_RANGE) * fast_s else None
 
 
 def plan_nodes(

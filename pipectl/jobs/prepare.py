@@ -19,6 +19,7 @@ from pipectl.jobs.places import (
 )
 from pipectl.jobs.profiles import Progress, fresh_profile, measure
 from pipectl.jobs.request import Job, make_job, make_request
+from pipectl.jobs.rows import join_rows
 from pipectl.plan import Plan
 from pipectl.spec import Point, plan_key, profile_key
 
@@ -85,13 +86,9 @@ def prepare(
                     job, progress, save=key == own, make_missing=make_missing, must_run=must_run
                 )
         same = profiled[key]
-        rows = None if same.profile is None else same.profile.rows
-        jobs[index] = replace(
-            job,
-            cluster=job.cluster and job.cluster.with_rows(rows),
-            profile=same.profile,
-            measurement=same.measurement,
-        )
+        known = same.profile and job.cluster and join_rows(same.profile, job.cluster)
+        profile, cluster = known or (same.profile, job.cluster)
+        jobs[index] = replace(job, profile=profile, cluster=cluster, measurement=same.measurement)
     if points:
         own, *keys = map(plan_key, [spec, *specs])
     plans: dict[str, Plan | None] = {}

@@ -14,6 +14,7 @@ from pipectl.jobs.places import find_machines, load_run, scheduler_name
 from pipectl.jobs.profiles import is_fresh
 from pipectl.jobs.recover import add_next_job, recover_locked
 from pipectl.jobs.request import Job, make_job
+from pipectl.jobs.rows import join_rows
 from pipectl.jobs.state import get_status
 from pipectl.jobs.submit import Rollback, Submission, hand_over
 from pipectl.jobs.trust import refuse_code_of_others
@@ -162,8 +163,8 @@ def _plan_again(
     assert job.cluster is not None
     if plan is None:
         return job
-    profile, machines = Profile.load(run.profile), job.cluster
-    cluster = machines.with_rows(profile.rows)
+    machines = job.cluster
+    profile, cluster = join_rows(Profile.load(run.profile), machines)
     if fresh_plan(job.spec, profile, cluster, run.plan) is not None:
         return replace(job, cluster=cluster, profile=profile, plan=plan)
     spec = job.spec
@@ -177,7 +178,7 @@ def _plan_again(
         profile = replace(profile, key=profile_key(spec))
     with suppress(PipectlError):  # of a run that recorded no step, the profile stays as it is
         profile = replace(corrected_profile(run), key=profile.key)
-        cluster = machines.with_rows(profile.rows)
+        profile, cluster = join_rows(profile, machines)
     plan = find_plan(spec, profile, cluster)
     check_supported(plan, str(run.plan))
     return replace(job, spec=spec, cluster=cluster, profile=profile, plan=plan)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipectl.batch import JobRequest, choose_mpi, launch_command, process
+from pipectl.cluster import Cluster
 from pipectl.errors import PipectlError, SchedulerError
 from pipectl.fields import read_fields
 from pipectl.files import read_json
+from pipectl.profile import Profile
 from pipectl.row_times import RowTimes
 from pipectl.spec.models import Environment, Launch, Pbs, Resources, Slurm
 
@@ -43,6 +46,16 @@ def request_of_two(launch: Launch, *command: str) -> JobRequest:
         pbs=Pbs(),
     )
     return choose_mpi(request).apply(request)
+
+
+def join_rows(profile: Profile, cluster: Cluster) -> tuple[Profile, Cluster]:
+    """A profile and a cluster of which the second has the times of rows, its own or the first's,
+    and the first assumes nothing of them if they are known."""
+    joined = cluster.with_rows(profile.rows)
+    if any(node.device.rows is None for node in joined.nodes):
+        return profile, joined
+    others = tuple(each for each in profile.assumptions if not each.startswith(UNKNOWN))
+    return replace(profile, assumptions=others), joined
 
 
 def measure_rows(spec: JobSpec, scheduler: str) -> tuple[RowTimes | None, str]:

@@ -25,6 +25,7 @@ from pipectl.jobs.cancel import cancel
 from pipectl.jobs.places import LOCAL, find_machines, profile_path
 from pipectl.jobs.profiles import Progress, fresh_profile, measure
 from pipectl.jobs.request import make_job
+from pipectl.jobs.rows import join_rows
 from pipectl.jobs.state import RunStatus
 from pipectl.jobs.submit import submit
 from pipectl.jobs.trust import refuse_code_of_others
@@ -211,7 +212,7 @@ def _fresh_profile(job: Path, overrides: Sequence[str]) -> Profile | None:
 def _find_plan(spec: JobSpec, profile: Profile) -> Plan:
     from pipectl.jobs.planning import find_plan
 
-    return find_plan(spec, profile, find_machines(spec, LOCAL).cluster.with_rows(profile.rows))
+    return find_plan(spec, *join_rows(profile, find_machines(spec, LOCAL).cluster))
 
 
 def _like(spec: JobSpec, plan: Plan, ranks: int) -> JobSpec:

@@ -142,7 +142,7 @@ def _plan(job: CapturedJob, samples: int) -> Plan:
     )
 
 
-def _train(communicator: MPI.Intracomm, directory: Path, samples: int, threads: int) -> Steps:
+def _train(communicator: MPI.Comm, directory: Path, samples: int, threads: int) -> Steps:
     """Steps with messages of one size, as they were recorded."""
     run = RunDirectory(directory / f"{samples}")
     if communicator.rank == 0:
@@ -164,7 +164,7 @@ def _train(communicator: MPI.Intracomm, directory: Path, samples: int, threads: 
 
 
 def measure_rows(
-    communicator: MPI.Intracomm, directory: Path, threads: int, sizes: Sequence[int] = SAMPLES
+    communicator: MPI.Comm, directory: Path, threads: int, sizes: Sequence[int] = SAMPLES
 ) -> RowTimes:
     """What rows take on this node; collective over two ranks.
 

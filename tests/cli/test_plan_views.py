@@ -114,6 +114,12 @@ def test_the_table_of_a_plan_with_replicas_and_marks(
     assert next(mark_lines(split)) == f"{expected}; operators such as BatchNorm see only these"
 
 
+def test_a_range_stands_before_the_point_if_links_are_assumed(pipeline):
+    lines = list(prediction_lines(timed(pipeline(2, 4), 2.0), (1.5, 4.0)))
+    assert lines[0].startswith("predicted: 1.50 s to 4.00 s per step; links are assumed")
+    assert lines[1].startswith("as assumed: 2.00 s per step, 2.0 s")
+
+
 def test_a_plain_plan_has_no_marks_and_a_step_without_work_no_rate(pipeline: Plans) -> None:
     assert list(mark_lines(pipeline(4, 8))) == []
     plan = pipeline(1, 4, costs=[COST])

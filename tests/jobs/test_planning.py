@@ -7,14 +7,17 @@ from pathlib import Path
 import pytest
 
 from pipectl.cluster import assumed_cluster
-from pipectl.jobs.planning import Deadline, gather, request_of
+from pipectl.jobs.planning import MAX_SLOWER, Deadline, gather, request_of, step_range
 from pipectl.link import Link
 from pipectl.plan import OffloadTarget
 from pipectl.planner import PlanRequest
+from pipectl.planner.explain.what_if import with_slower_links
 from pipectl.profile import Operator, Profile
+from pipectl.simulate import simulate
 from pipectl.spec import load
 
 HOST, DISK = OffloadTarget
+LINKS = ("within_node", "between_nodes")
 PROFILE = Profile("tiny", "test", 1, (Operator("a", "a", 0.1, 0.2, 0, 0, 0),), (), None)
 WriteJob = Callable[..., Path]
 
@@ -98,6 +101,22 @@ def test_a_cluster_is_looked_up_where_the_command_runs(
     PROFILE.save(Path("p.json"))
     inputs = gather(Path("jobs/job.yaml"), Path("p.json"), cluster=Path(name))
     assert (inputs.cluster.name, inputs.cluster_file) == ("mine", tmp_path / name)
+
+
+def test_assumed_links_make_a_range_and_measured_ones_a_point(pipeline) -> None:
+    plan = pipeline(2, 4, node_of_rank=[0, 1], size_bytes=10**9)
+    assumed = assumed_cluster("assumed", [1, 1], 1, None)
+    fast_s, slow_s = step_range(plan, assumed)
+    free_s = simulate(plan, with_slower_links(assumed, 0.0)).step_time_s
+    assert fast_s == pytest.approx(free_s)
+    assert slow_s == simulate(plan, with_slower_links(assumed, MAX_SLOWER[1])).step_time_s
+    links = {name: replace(getattr(assumed, name), assumed=False) for name in LINKS}
+    assert step_range(plan, replace(assumed, assumed=False, **links)) is None
+
+
+def test_a_range_that_is_narrow_is_a_point(pipeline) -> None:
+    plan = pipeline(2, 4, node_of_rank=[0, 1], size_bytes=1000)
+    assert step_range(plan, assumed_cluster("assumed", [1, 1], 1, None)) is None
 
 
 def test_without_a_budget_there_is_no_end() -> None:

@@ -89,13 +89,23 @@ def headline(plan: Plan) -> str:
     )
 
 
-def prediction_lines(plan: Plan) -> Iterator[str]:
-    """Step time, throughput and bubble; then memory."""
+def prediction_lines(plan: Plan, range_s: tuple[float, float] | None = None) -> Iterator[str]:
+    """Step time, throughput and bubble; then memory.
+
+    Args:
+        range_s: of the step time, if links are assumed.
+    """
     if plan.prediction is None:
         return
     step_s, peaks = plan.prediction.step_time_s, plan.prediction.peak_memory_bytes
     rate = f"{plan.batch_size / step_s:.1f} samples/s, " if step_s else ""
-    yield f"predicted: {format_time(step_s)} per step, {rate}bubble {plan.prediction.bubble:.1%}"
+    point = f"{format_time(step_s)} per step, {rate}bubble {plan.prediction.bubble:.1%}"
+    if range_s is None:
+        yield f"predicted: {point}"
+    else:
+        ends = " to ".join(map(format_time, range_s))
+        yield f"predicted: {ends} per step; links are assumed (profile --links measures them)"
+        yield f"as assumed: {point}"
     limit = plan.memory_limit_bytes
     within = "" if limit is None else f", limit {format_bytes(limit)}"
     fullest = peaks.index(max(peaks))
@@ -118,7 +128,12 @@ def step_view(answer: StepAnswer, width: int) -> RenderableType:
     ]
     stages = stage_table(plan, ends, width)
     parts: list[RenderableType] = [plain(headline(plan), "bold")]
-    parts += [*map(plain, prediction_lines(plan)), "", stages, *map(plain, mark_lines(plan))]
+    parts += [
+        *map(plain, prediction_lines(plan, answer.range_s)),
+        "",
+        stages,
+        *map(plain, mark_lines(plan)),
+    ]
     if explanation is not None and stages.columns[-1].header != "operators":
         parts += [plain(f"stage {index}: {ends[index]}") for index in choose_stages(plan)]
     lines = [(f"{label}:", text, "") for label, text in (*verdict(answer), *remarks(answer))]

@@ -58,6 +58,25 @@ def with_slower_links(cluster: Cluster, factor: float) -> Cluster:
     return replace(changed, allreduce=sums if factor else ())
 
 
+def with_slower_assumed_links(cluster: Cluster, within: float, between: float) -> Cluster:
+    """Messages on links that nobody has measured take so many times as long; 0 makes them free.
+
+    Args:
+        within, between: factors within a node, and between nodes and switches.
+    """
+
+    def changed(link: Link, factor: float) -> Link:
+        return _slower(link, factor) if cluster.assumed or link.assumed else link
+
+    switches = cluster.between_switches
+    return replace(
+        cluster,
+        within_node=changed(cluster.within_node, within),
+        between_nodes=changed(cluster.between_nodes, between),
+        between_switches=switches and changed(switches, between),
+    )
+
+
 def with_faster_links(cluster: Cluster, factor: float) -> Cluster:
     """Links of ``factor`` times the bandwidth and the same latency.
 

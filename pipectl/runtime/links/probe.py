@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import socket
 import sys
 from collections.abc import Sequence
@@ -20,11 +21,13 @@ from pipectl.cluster import ASSUMED_BETWEEN, ASSUMED_WITHIN, Cluster, Device, No
 from pipectl.errors import MismatchError, PipectlError
 from pipectl.files import write_text
 from pipectl.report.charts import links_svg
+from pipectl.row_times import RowTimes
 from pipectl.runs import RunDirectory, beat
 from pipectl.runtime.failure import report
 from pipectl.runtime.links.measure import Session, measure_link, measure_sharing, measure_sums
 from pipectl.runtime.nodes import grouped, node_name
-from pipectl.spec import load
+from pipectl.runtime.waiting import broadcast
+from pipectl.spec import JobSpec, load
 
 Pair = tuple[int, int]
 
@@ -92,6 +95,8 @@ def probe(directory: RunDirectory, key: str, budget_s: float) -> Cluster:
         say("measuring links between nodes", 40 if within else 0)
         between_nodes = measure_link(session, between, share_s)
         between_nodes = measure_sharing(session, between_nodes, ranks_of)
+    say("measuring rows of programs", 75)
+    rows = _measure_rows(communicator, (within or between)[0], directory, spec)
     sums: list[tuple[int, int, float]] = []
     for index, count in enumerate(counts):
         say(f"measuring sums over {count} ranks", 80 + 20 * index // len(counts))
@@ -111,7 +116,27 @@ def probe(directory: RunDirectory, key: str, budget_s: float) -> Cluster:
         between_nodes=between_nodes,
         allreduce=tuple(sums),
         key=key,
-    )
+    ).with_rows(rows)
+
+
+def _measure_rows(
+    communicator: MPI.Comm, pair: Pair, directory: RunDirectory, spec: JobSpec
+) -> RowTimes | None:
+    """What rows of programs take on two ranks; None on accelerators. Collective over all ranks."""
+    if spec.resources.gpus_per_node:
+        return None
+    mine = None
+    color, key = (0, pair.index(communicator.rank)) if communicator.rank in pair else (1, 0)
+    two = communicator.Split(color, key)
+    if communicator.rank in pair:
+        from pipectl.runtime.row_probe import measure_rows  # and torch, which links do without
+
+        folder = directory.path / "rows"
+        mine = measure_rows(two, folder, spec.threads)
+        if communicator.rank == pair[0]:
+            shutil.rmtree(folder, ignore_errors=True)
+    two.Free()
+    return broadcast(communicator, mine, pair[0])
 
 
 def ranks_by_node(places: Sequence[Place]) -> list[list[int]]:

@@ -101,6 +101,10 @@ def test_one_node_leaves_the_link_between_nodes_assumed(
     assert cluster.between_nodes.assumed
     assert cluster.assumptions == ()
     assert {ranks for ranks, *_ in cluster.allreduce} == {2}
+    rows = cluster.device(0).rows
+    assert rows is not None
+    assert [size for size, _ in rows.send_start] == [4096, 65536, 262144, 1048576]
+    assert not (run.path / "rows").exists()
     assert ElementTree.parse(tmp_path / "cluster.svg").getroot().tag.endswith("svg")
     beat = json.loads(run.heartbeat.read_text())
     assert (beat["state"], beat["steps"]) == ("measuring sums over 2 ranks", 100)
@@ -130,6 +134,7 @@ def test_one_rank_a_node_leaves_the_link_within_assumed(probe: Probe, tmp_path: 
     assert cluster.between_nodes.observed is not None
     assert cluster.between_nodes.observed.at_once is None
     assert {ranks for ranks, *_ in cluster.allreduce} == {2, 3}
+    assert cluster.device(2).rows is not None
     assert cluster.assumptions == ()
 
 
