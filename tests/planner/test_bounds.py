@@ -11,6 +11,7 @@ from pipectl.planner.judge import Candidates, Judge
 from pipectl.planner.partition.estimate import Layout
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import open_orders
+from pipectl.row_times import RowTimes
 from pipectl.simulate import simulate
 
 CLUSTERS = [
@@ -18,7 +19,8 @@ CLUSTERS = [
         name="c",
         source="test",
         nodes=tuple(
-            Node(f"n{i}", ranks, cores, Device("cpu", speed)) for i, ranks in enumerate(per)
+            Node(f"n{i}", ranks, cores, Device("cpu", speed, rows=rows))
+            for i, ranks in enumerate(per)
         ),
         within_node=within,
         between_nodes=between,
@@ -26,6 +28,7 @@ CLUSTERS = [
     for per in ([4], [2, 2], [1, 3])
     for cores in (1, 2, 4)
     for speed in (1.0, 2.0)
+    for rows in (None, RowTimes(compute=2e-4, begin=1e-3, end=1e-3))
     for within, between in (
         (Link(1e-4, 1e7), Link(1e-3, 1e6)),
         (Link(1e-4, 1e7), Link(1e-3, 1e6, shared=False, timings=((1, 1e-3), (2000, 5e-3)))),

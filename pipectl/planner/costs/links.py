@@ -200,6 +200,11 @@ class RankGroups:
         return self._by_group("limits")
 
     @property
+    def after_s(self) -> Floats:
+        """Of every group, what its quickest rank takes after each forward and backward."""
+        return self._by_group("after")
+
+    @property
     def on_nodes(self) -> Floats:
         """Ranks on every node; shape [groups, nodes]."""
         return self._by_group("nodes")
@@ -227,6 +232,9 @@ class RankGroups:
             elif figure == "limits":
                 limit = self._limit_bytes
                 rows = [min(cluster.memory_of(rank, limit) for rank in held) for held in groups]
+            elif figure == "after":
+                known = [[cluster.device(rank).rows for rank in held] for held in groups]
+                rows = [min(0.0 if each is None else each.compute for each in of) for of in known]
             else:
                 nodes = np.array(cluster.node_of_rank)
                 count = len(cluster.nodes)

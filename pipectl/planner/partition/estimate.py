@@ -3,8 +3,9 @@
 The estimate of a layout is its time by :mod:`pipectl.planner.partition.recurrence`, from the exact
 routes of its values (:mod:`pipectl.planner.partition.route_sums`). No message waits for messages of
 others there: that is what is simulated unless links are shared or messages last longer than
-computations, and with one replica per stage never more. No node does more work than its cores
-allow. Replicas are taken to split every micro-batch.
+computations, and with one replica per stage never more. Of what ranks take besides computing, what
+follows every forward and backward counts. No node does more work than its cores allow. Replicas are
+taken to split every micro-batch.
 """
 
 from __future__ import annotations
@@ -185,9 +186,11 @@ class Estimator:
         pairs = np.unique(np.stack([source, target], axis=1), axis=0)
         class_of = groups.classes(group[:, pairs[:, 0]].ravel(), group[:, pairs[:, 1]].ravel())
         sizes = np.ceil(sums.size_bytes[:transfers] * (size / own))
+        # On shared cores it is work that waits for the next computation instead.
+        after_s = groups.after_s[group] * (not self._crowded)
         return Pipelines(
-            forward_s * slowness,
-            backward_s * slowness,
+            forward_s * slowness + after_s,
+            np.where(backward_s > 0, backward_s * slowness + after_s, 0.0),
             groups.reduce_s(group, sums.gradient_bytes[cut].astype(np.float64)),
             cuts.update_s()[cut] * slowness,
             source,

@@ -223,9 +223,7 @@ def _extend(
                     inside = False
                     break
             if inside:
-                stage = _stage(costs, goal, start, end)
-                for option in range(len(options.kind)):
-                    _extend_by_stage(stage, costs, options, goal, best, start, end, option)
+                _extend_by_stage(costs, options, goal, best, start, end)
 
 
 class _Stage(NamedTuple):
@@ -337,6 +335,18 @@ def _joined(
 
 @part_of_kernel
 def _extend_by_stage(
+    costs: CostTable, options: Options, goal: Goal, best: Best, start: int, end: int
+) -> None:
+    """Put one stage, with every option, before the chains that begin at its end."""
+    stage = _stage(costs, goal, start, end)
+    for option in range(len(options.kind)):
+        feasible = _extend_by_option(stage, costs, options, goal, best, start, end, option)
+        if feasible and goal.objective == DEVICES and len(goal.flying) == 0:
+            break  # options rise by the devices they take
+
+
+@part_of_kernel
+def _extend_by_option(
     stage: _Stage,
     costs: CostTable,
     options: Options,
@@ -345,18 +355,18 @@ def _extend_by_stage(
     start: int,
     end: int,
     option: int,
-) -> None:
-    """Put one stage before the chains that begin at its end."""
+) -> bool:
+    """Put a stage before the chains that begin at its end; False if it loads too much."""
     least = stage.fixed_bytes + stage.state_bytes + goal.temporary_bytes - goal.limit_bytes
     if goal.objective == MEMORY and least >= goal.bound:
-        return
+        return False
     load_s = _load_s(stage, costs, options, start, end, option)
     if load_s > goal.cap_s:
-        return
+        return False
     if goal.objective == DEVICES and goal.messages == OVERLAPPED:
         crossing_s = max(stage.there_bytes, stage.back_bytes) * options.s_per_byte[option]
         if crossing_s > goal.cap_s:
-            return
+            return False
     for tally in range(best.reached[end, 0], best.reached[end, 1]):
         new = options.following[tally, option]
         if new < 0 or best.value[end, tally] == np.inf:
@@ -374,3 +384,4 @@ def _extend_by_stage(
             best.depth[start, new] = depth + 1
             best.reached[start, 0] = min(best.reached[start, 0], new)
             best.reached[start, 1] = max(best.reached[start, 1], new + 1)
+    return True

@@ -20,35 +20,42 @@ from pipectl.planner.graph.blocks import BlockGraph, membership
 from pipectl.planner.graph.downsets import Partition
 from pipectl.profile import Profile
 
+Timings = tuple[Floats, Floats]
+"""Cached and uncached forward and backward of every operator; shapes [2, operators]."""
+ACTIVATION, GRADIENT = range(2)
+RECEIVED, SENT, GRADIENTS_RECEIVED, GRADIENTS_SENT = range(4)
+"""Columns of the numbers of values."""
+REACHED, ARRIVED, KEPT = range(3)
+"""Of every stage: the last value sent there, the last storage that came, and that it keeps."""
+
 
 class Graph(NamedTuple):
-    """What operators read, hold and send; names are numbers.
+    """What operators read, hold and send; storages and parameters are numbered.
 
     Args:
         reader, first_reader: readers of operator i are ``reader[first_reader[i]:...[i + 1]]``.
         output_bytes, gradient_bytes: of every operator's messages.
-        storage: name of the memory that each value lies in.
         kept_bytes: what the stage of an operator keeps of its value if that is sent.
         trained_bytes: of the parameters' gradients that each operator makes.
-        parameter, parameter_bytes, first_parameter: by operator, as readers.
-        saved, saved_bytes, first_saved: the same.
-        names: how many there are.
+        maker, first_maker: by storage, as readers: the operators whose values lie in it.
+        saver, first_saver, saved_bytes: those that save it for their backward, and its size.
+        owner, first_owner, parameter_bytes: by parameter: those that use it, and its size.
     """
 
     reader: Integers
     first_reader: Integers
     output_bytes: Integers
     gradient_bytes: Integers
-    storage: Integers
     kept_bytes: Integers
     trained_bytes: Integers
-    parameter: Integers
-    parameter_bytes: Integers
-    first_parameter: Integers
-    saved: Integers
+    maker: Integers
+    first_maker: Integers
+    saver: Integers
+    first_saver: Integers
     saved_bytes: Integers
-    first_saved: Integers
-    names: int
+    owner: Integers
+    first_owner: Integers
+    parameter_bytes: Integers
 
 
 class Sums(NamedTuple):
@@ -71,289 +78,6 @@ class Sums(NamedTuple):
     target: Integers
     size_bytes: Integers
     first: Integers
-
-
-class Scratch(NamedTuple):
-    """Room for one partition.
-
-    Args:
-        stage_of: of every operator.
-        head, following, target, size_bytes: lists of transfers by kind and source.
-        producer, home, consumer: of every activation route.
-        used: transfers and routes so far.
-        stamp, arrived: where a name or stage was last seen.
-        size_seen: of every name.
-        member, sender, receiver: operators and routes by stage.
-        first_member, first_sender, first_receiver: where those of each stage begin.
-    """
-
-    stage_of: Integers
-    head: Integers
-    following: Integers
-    target: Integers
-    size_bytes: Integers
-    producer: Integers
-    home: Integers
-    consumer: Integers
-    used: Integers
-    stamp: Integers
-    arrived: Integers
-    size_seen: Integers
-    member: Integers
-    sender: Integers
-    receiver: Integers
-    first_member: Integers
-    first_sender: Integers
-    first_receiver: Integers
-
-
-ACTIVATION, GRADIENT = 0, 1
-RECEIVED, SENT, GRADIENTS_RECEIVED, GRADIENTS_SENT = range(4)
-"""Columns of the numbers of values."""
-
-
-@compiled
-def sum_cuts(graph: Graph, stage_of: Integers, sums: Sums) -> None:
-    """Fill in what every partition needs.
-
-    Args:
-        stage_of: of every operator; shape [partitions, operators].
-    """
-    operators, stages = stage_of.shape[1], sums.parameter_bytes.shape[1]
-    scratch = _scratch(graph, operators, stages)
-    sums.first[0] = 0
-    for partition in range(len(stage_of)):
-        for operator in range(operators):
-            scratch.stage_of[operator] = stage_of[partition, operator]
-        _sum_cut(graph, partition, sums, scratch)
-
-
-@compiled
-def _scratch(graph: Graph, operators: int, stages: int) -> Scratch:
-    """Room for a partition into so many stages."""
-    edges, longest = len(graph.reader), max(stages, graph.names)
-    return Scratch(
-        np.empty(operators, np.int64),
-        np.empty(2 * stages, np.int64),
-        np.empty(2 * edges, np.int64),
-        np.empty(2 * edges, np.int64),
-        np.empty(2 * edges, np.int64),
-        np.empty(edges, np.int64),
-        np.empty(edges, np.int64),
-        np.empty(edges, np.int64),
-        np.empty(2, np.int64),
-        np.empty(longest, np.int64),
-        np.empty(longest, np.int64),
-        np.empty(longest, np.int64),
-        np.empty(operators, np.int64),
-        np.empty(edges, np.int64),
-        np.empty(edges, np.int64),
-        np.empty(stages + 1, np.int64),
-        np.empty(stages + 1, np.int64),
-        np.empty(stages + 1, np.int64),
-    )
-
-
-@part_of_kernel
-def _sum_cut(graph: Graph, partition: int, sums: Sums, scratch: Scratch) -> None:
-    """Fill in what one partition needs."""
-    stages = len(scratch.first_member) - 1
-    scratch.used[0] = scratch.used[1] = 0
-    for place in range(len(scratch.head)):
-        scratch.head[place] = -1
-    _forget(scratch.stamp)
-    for producer in range(len(scratch.stage_of)):
-        _send(graph, producer, partition, sums.values, scratch)
-        home = scratch.stage_of[producer]
-        sums.gradient_bytes[partition, home] += graph.trained_bytes[producer]
-    _flatten(partition, sums, scratch)
-    routes = scratch.used[1]
-    _by_stage(scratch.stage_of, len(scratch.stage_of), scratch.member, scratch.first_member)
-    _by_stage(scratch.home, routes, scratch.sender, scratch.first_sender)
-    _by_stage(scratch.consumer, routes, scratch.receiver, scratch.first_receiver)
-    _forget(scratch.stamp)
-    for stage in range(stages):
-        sums.parameter_bytes[partition, stage] = _parameter_bytes(graph, stage, scratch)
-    _forget(scratch.stamp)
-    _forget(scratch.arrived)
-    for stage in range(stages):
-        sums.saved_bytes[partition, stage] = _saved_bytes(graph, stage, scratch)
-
-
-@part_of_kernel
-def _forget(stamp: Integers) -> None:
-    for name in range(len(stamp)):
-        stamp[name] = -1
-
-
-@part_of_kernel
-def _send(
-    graph: Graph,
-    producer: int,
-    partition: int,
-    values: Integers,
-    scratch: Scratch,
-) -> None:
-    """The routes of one value, and of its gradient; see :func:`pipectl.graph.routes`."""
-    begin, end = graph.first_reader[producer], graph.first_reader[producer + 1]
-    home = scratch.stage_of[producer]
-    before, crosses, chained = home, False, True
-    for edge in range(begin, end):
-        use = scratch.stage_of[graph.reader[edge]]
-        crosses |= use != home
-        chained &= before <= use
-        before = use
-    if not crosses:
-        return
-    back = graph.gradient_bytes[producer]
-    previous = home
-    for edge in range(begin, end):
-        use = scratch.stage_of[graph.reader[edge]]
-        if use == home or scratch.stamp[use] == producer:
-            continue
-        scratch.stamp[use] = producer
-        route = scratch.used[1]
-        scratch.producer[route] = producer
-        scratch.home[route] = home
-        scratch.consumer[route] = use
-        scratch.used[1] += 1
-        _add_message(ACTIVATION, home, use, graph.output_bytes[producer], scratch)
-        if back > 0:
-            target = previous if chained else home
-            _add_message(GRADIENT, use, target, back, scratch)
-            values[partition, use, RECEIVED] += 1
-            values[partition, use, GRADIENTS_SENT] += 1
-            values[partition, target, GRADIENTS_RECEIVED] += 1
-            previous = use
-    if back > 0:
-        values[partition, home, SENT] += 1
-
-
-@part_of_kernel
-def _add_message(kind: int, source: int, target: int, size_bytes: int, scratch: Scratch) -> None:
-    """Add to the transfer between two stages; the list of a source rises by target."""
-    head = kind * (len(scratch.head) // 2) + source
-    before, at = -1, scratch.head[head]
-    while at >= 0 and scratch.target[at] < target:
-        before, at = at, scratch.following[at]
-    if at >= 0 and scratch.target[at] == target:
-        scratch.size_bytes[at] += size_bytes
-        return
-    new = scratch.used[0]
-    scratch.used[0] += 1
-    scratch.target[new] = target
-    scratch.size_bytes[new] = size_bytes
-    scratch.following[new] = at
-    if before < 0:
-        scratch.head[head] = new
-    else:
-        scratch.following[before] = new
-
-
-@part_of_kernel
-def _flatten(partition: int, sums: Sums, scratch: Scratch) -> None:
-    """The lists of transfers one after the other."""
-    place = sums.first[2 * partition]
-    stages = len(scratch.head) // 2
-    for head in range(len(scratch.head)):
-        if head == stages:
-            sums.first[2 * partition + 1] = place
-        at = scratch.head[head]
-        while at >= 0:
-            sums.source[place] = head % stages
-            sums.target[place] = scratch.target[at]
-            sums.size_bytes[place] = scratch.size_bytes[at]
-            place += 1
-            at = scratch.following[at]
-    sums.first[2 * partition + 2] = place
-
-
-@part_of_kernel
-def _by_stage(stage_of: Integers, count: int, found: Integers, first: Integers) -> None:
-    """Indices by stage, rising within each, and where each stage begins."""
-    stages = len(first) - 1
-    for stage in range(stages + 1):
-        first[stage] = 0
-    for index in range(count):
-        first[stage_of[index] + 1] += 1
-    for stage in range(stages):
-        first[stage + 1] += first[stage]
-    for index in range(count):
-        stage = stage_of[index]
-        found[first[stage]] = index
-        first[stage] += 1
-    for stage in range(stages, 0, -1):
-        first[stage] = first[stage - 1]
-    first[0] = 0
-
-
-@part_of_kernel
-def _parameter_bytes(graph: Graph, stage: int, scratch: Scratch) -> int:
-    """Of one stage; a parameter that several operators use counts once."""
-    total = 0
-    for place in range(scratch.first_member[stage], scratch.first_member[stage + 1]):
-        operator = scratch.member[place]
-        for entry in range(graph.first_parameter[operator], graph.first_parameter[operator + 1]):
-            total += _size_if_new(
-                graph.parameter[entry], graph.parameter_bytes[entry], stage, scratch
-            )
-    return total
-
-
-@part_of_kernel
-def _size_if_new(name: int, size_bytes: int, stage: int, scratch: Scratch) -> int:
-    """By how much a name of a stage adds to what was seen: the last of equal names counts."""
-    seen = scratch.size_seen[name] if scratch.stamp[name] == stage else 0
-    scratch.stamp[name] = stage
-    scratch.size_seen[name] = size_bytes
-    return size_bytes - seen
-
-
-@part_of_kernel
-def _saved_bytes(graph: Graph, stage: int, scratch: Scratch) -> int:
-    """What a stage keeps of a micro-batch; equal names once, those received as they came."""
-    total = 0
-    for place in range(scratch.first_receiver[stage], scratch.first_receiver[stage + 1]):
-        producer = scratch.producer[scratch.receiver[place]]
-        scratch.arrived[graph.storage[producer]] = stage
-        total += graph.output_bytes[producer]
-    for place in range(scratch.first_member[stage], scratch.first_member[stage + 1]):
-        operator = scratch.member[place]
-        for entry in range(graph.first_saved[operator], graph.first_saved[operator + 1]):
-            name = graph.saved[entry]
-            if scratch.arrived[name] != stage:
-                total += _size_if_new(name, graph.saved_bytes[entry], stage, scratch)
-    for place in range(scratch.first_sender[stage], scratch.first_sender[stage + 1]):
-        producer = scratch.producer[scratch.sender[place]]
-        name = graph.storage[producer]
-        if scratch.arrived[name] != stage and scratch.stamp[name] != stage:
-            total += _size_if_new(name, graph.kept_bytes[producer], stage, scratch)
-    return total
-
-
-@compiled
-def sum_times(
-    stage_of: Integers, share: Floats, cached: Floats, uncached: Floats, times: Floats
-) -> None:
-    """Add up forwards and backwards of the operators of every stage.
-
-    Args:
-        stage_of: of every operator; shape [partitions, operators].
-        share: of the way from cached to uncached times; shape [partitions, stages].
-        cached, uncached: of every operator; shape [2, operators].
-        times: zeros; shape [2, partitions, stages].
-    """
-    for partition in range(len(stage_of)):
-        for operator in range(stage_of.shape[1]):
-            stage = stage_of[partition, operator]
-            part = share[partition, stage]
-            for kind in range(2):
-                fast, slow = cached[kind, operator], uncached[kind, operator]
-                times[kind, partition, stage] += fast + (slow - fast) * part
-
-
-Timings = tuple[Floats, Floats]
-"""Cached and uncached forward and backward of every operator; shapes [2, operators]."""
 
 
 @dataclass(frozen=True)
@@ -379,8 +103,9 @@ class Cuts:
         shape = sums.saved_bytes.shape
         share: Floats = np.ones(shape)
         if overhead.cache_bytes:
+            # pipectl.profile.StageOverhead.uncached of many stages
             working_set = 2 * sums.parameter_bytes + sums.saved_bytes * scale
-            share = uncached_shares(working_set, overhead.cache_bytes)
+            share = np.clip(2 * (working_set / overhead.cache_bytes - 1), 0.0, 1.0)
         times: Floats = np.zeros((2, *shape))
         sum_times(self.stage_of, share, *timings, times)
         received_s = (overhead.received_s, overhead.sent_s)
@@ -400,7 +125,7 @@ class PartitionSums:
     """Cuts one profile's operators into stages.
 
     Args:
-        graph: condensed; partitions are of its blocks.
+        graph: of blocks; partitions are of these.
     """
 
     def __init__(self, profile: Profile, graph: BlockGraph) -> None:
@@ -427,7 +152,9 @@ class PartitionSums:
             size_bytes=np.zeros(room, dtype=np.int64),
             first=np.zeros(2 * len(partitions) + 1, dtype=np.int64),
         )
-        sum_cuts(self._graph, stage_of, sums)
+        seen = np.full((3, stages), -1, dtype=np.int64)
+        moved = np.full((2, stages, stages), -1, dtype=np.int64)
+        sum_cuts(self._graph, stage_of, sums, seen, moved)
         return Cuts(stage_of, sums, self._profile)
 
 
@@ -435,23 +162,36 @@ def _arrays(profile: Profile) -> Graph:
     operators = profile.operators
     memory = [memory_of(operator) for operator in operators]
     made = {o.id: m.made_bytes for o, m in zip(operators, memory, strict=True)}
-    kept = [
-        made.get(m.storage) or operator.output_bytes
-        for operator, m in zip(operators, memory, strict=True)
-    ]
-    parameters: dict[str, int] = {}
-    names: dict[str, int] = {}
+    kept = [made.get(m.storage) or o.output_bytes for o, m in zip(operators, memory, strict=True)]
+    storages: dict[str, list[int]] = {}
+    for index, own in enumerate(memory):
+        storages.setdefault(own.storage, []).append(index)
+    savers, saved = _users([dict(operator.saved) for operator in operators])
+    names = dict.fromkeys((*storages, *savers))
+    owners, parameters = _users([dict(operator.parameters) for operator in operators])
     return Graph(
         *_joined(profile.readers),
         _integers(operator.output_bytes for operator in operators),
         _integers(operator.gradient_bytes for operator in operators),
-        _integers(names.setdefault(m.storage, len(names)) for m in memory),
         _integers(kept),
         _integers(sum(size for _, size in parameter_gradients(each)) for each in operators),
-        *_named([dict(operator.parameters) for operator in operators], parameters),
-        *_named([dict(operator.saved) for operator in operators], names),
-        max(len(parameters), len(names)),
+        *_joined(storages.get(name, ()) for name in names),
+        *_joined(savers.get(name, ()) for name in names),
+        _integers(saved.get(name, 0) for name in names),
+        *_joined(owners.values()),
+        _integers(parameters[name] for name in owners),
     )
+
+
+def _users(held: Iterable[Mapping[str, int]]) -> tuple[dict[str, list[int]], dict[str, int]]:
+    """The operators that hold each name, and its bytes."""
+    users: dict[str, list[int]] = {}
+    sizes: dict[str, int] = {}
+    for index, named in enumerate(held):
+        for name in named:
+            users.setdefault(name, []).append(index)
+        sizes.update(named)
+    return users, sizes
 
 
 def _integers(values: Iterable[int]) -> Integers:
@@ -465,16 +205,144 @@ def _joined(groups: Iterable[Sequence[int]]) -> tuple[Integers, Integers]:
     return _integers(chain.from_iterable(found)), first
 
 
-def _named(
-    held: Sequence[Mapping[str, int]], names: dict[str, int]
-) -> tuple[Integers, Integers, Integers]:
-    """Names as numbers, sizes, and where each operator's begin."""
-    numbers = [[names.setdefault(name, len(names)) for name in one] for one in held]
-    joined, first = _joined(numbers)
-    return joined, _integers(chain.from_iterable(one.values() for one in held)), first
+@compiled
+def sum_cuts(graph: Graph, stage_of: Integers, sums: Sums, seen: Integers, moved: Integers) -> None:
+    """Fill in what every partition needs.
+
+    Args:
+        stage_of: of every operator; shape [partitions, operators].
+        seen: room for the last mark of every stage, below 0; shape [3, stages].
+        moved: room for the bytes between two stages, below 0; shape [2, stages, stages].
+    """
+    storages, parameters = len(graph.first_saver) - 1, len(graph.first_owner) - 1
+    operators = len(graph.output_bytes)
+    place = mark = 0
+    for partition in range(len(stage_of)):
+        home = stage_of[partition]
+        for operator in range(operators):
+            sums.gradient_bytes[partition, home[operator]] += graph.trained_bytes[operator]
+        for parameter in range(parameters):
+            mark += 1
+            for user in range(graph.first_owner[parameter], graph.first_owner[parameter + 1]):
+                stage = home[graph.owner[user]]
+                if seen[KEPT, stage] != mark:
+                    seen[KEPT, stage] = mark
+                    sums.parameter_bytes[partition, stage] += graph.parameter_bytes[parameter]
+        for storage in range(storages):
+            mark += 1
+            _sum_storage(graph, storage, home, partition, sums, seen, moved, mark)
+        for kind in range(2):
+            sums.first[2 * partition + kind] = place
+            place = _list_transfers(moved[kind], sums, place)
+    sums.first[2 * len(stage_of)] = place
 
 
-def uncached_shares(working_set_bytes: Floats, cache_bytes: int) -> Floats:
-    """:meth:`pipectl.profile.StageOverhead.uncached` of many stages."""
-    shares: Floats = np.clip(2 * (working_set_bytes / cache_bytes - 1), 0.0, 1.0)
-    return shares
+@part_of_kernel
+def _sum_storage(
+    graph: Graph,
+    storage: int,
+    home: Integers,
+    partition: int,
+    sums: Sums,
+    seen: Integers,
+    moved: Integers,
+    mark: int,
+) -> None:
+    """Send the values that lie in one storage, and let every stage keep it once."""
+    makers = range(graph.first_maker[storage], graph.first_maker[storage + 1])
+    for made in makers:
+        _send(graph, graph.maker[made], home, partition, sums, seen, moved, mark)
+    for user in range(graph.first_saver[storage], graph.first_saver[storage + 1]):
+        stage = home[graph.saver[user]]
+        if seen[ARRIVED, stage] != mark and seen[KEPT, stage] != mark:
+            seen[KEPT, stage] = mark
+            sums.saved_bytes[partition, stage] += graph.saved_bytes[storage]
+    for made in makers:
+        producer = graph.maker[made]
+        stage = home[producer]
+        leaves = False
+        for edge in range(graph.first_reader[producer], graph.first_reader[producer + 1]):
+            leaves |= home[graph.reader[edge]] != stage
+        if leaves and seen[ARRIVED, stage] != mark and seen[KEPT, stage] != mark:
+            seen[KEPT, stage] = mark
+            sums.saved_bytes[partition, stage] += graph.kept_bytes[producer]
+
+
+@part_of_kernel
+def _send(
+    graph: Graph,
+    producer: int,
+    home: Integers,
+    partition: int,
+    sums: Sums,
+    seen: Integers,
+    moved: Integers,
+    mark: int,
+) -> None:
+    """The routes of one value, and of its gradient; see :func:`pipectl.graph.routes`."""
+    begin, end = graph.first_reader[producer], graph.first_reader[producer + 1]
+    source = home[producer]
+    before, crosses, chained = source, False, True
+    for edge in range(begin, end):
+        use = home[graph.reader[edge]]
+        crosses |= use != source
+        chained &= before <= use
+        before = use
+    if not crosses:
+        return
+    back, size = graph.gradient_bytes[producer], graph.output_bytes[producer]
+    own = partition * len(graph.output_bytes) + producer
+    values = sums.values[partition]
+    previous = source
+    for edge in range(begin, end):
+        use = home[graph.reader[edge]]
+        if use == source or seen[REACHED, use] == own:
+            continue
+        seen[REACHED, use] = own
+        seen[ARRIVED, use] = mark
+        sums.saved_bytes[partition, use] += size
+        moved[ACTIVATION, source, use] = max(moved[ACTIVATION, source, use], 0) + size
+        if back > 0:
+            target = previous if chained else source
+            moved[GRADIENT, use, target] = max(moved[GRADIENT, use, target], 0) + back
+            values[use, RECEIVED] += 1
+            values[use, GRADIENTS_SENT] += 1
+            values[target, GRADIENTS_RECEIVED] += 1
+            previous = use
+    if back > 0:
+        values[source, SENT] += 1
+
+
+@part_of_kernel
+def _list_transfers(moved: Integers, sums: Sums, place: int) -> int:
+    """The transfers by source and target; makes room for those of the next partition."""
+    for source in range(len(moved)):
+        for target in range(len(moved)):
+            if moved[source, target] >= 0:
+                sums.source[place] = source
+                sums.target[place] = target
+                sums.size_bytes[place] = moved[source, target]
+                moved[source, target] = -1
+                place += 1
+    return place
+
+
+@compiled
+def sum_times(
+    stage_of: Integers, share: Floats, cached: Floats, uncached: Floats, times: Floats
+) -> None:
+    """Add up forwards and backwards of the operators of every stage.
+
+    Args:
+        stage_of: of every operator; shape [partitions, operators].
+        share: of the way from cached to uncached times; shape [partitions, stages].
+        cached, uncached: of every operator; shape [2, operators].
+        times: zeros; shape [2, partitions, stages].
+    """
+    for partition in range(len(stage_of)):
+        for operator in range(stage_of.shape[1]):
+            stage = stage_of[partition, operator]
+            part = share[partition, stage]
+            for kind in range(2):
+                fast, slow = cached[kind, operator], uncached[kind, operator]
+                times[kind, partition, stage] += fast + (slow - fast) * part
