@@ -62,8 +62,7 @@ class Factory(Section):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: Any, handler: Any) -> dict[str, Any]:
-        reference = super().__get_pydantic_json_schema__(core, handler)
-        return {"anyOf": [handler.resolve_ref_schema(reference), _SHORT]}
+        return {"anyOf": [handler.resolve_ref_schema(handler(core)), _SHORT]}
 
     def resolve(self, base: Path) -> references.Reference:
         """What `factory` names, with relative files looked up from ``base``."""

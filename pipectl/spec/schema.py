@@ -19,15 +19,48 @@ _TYPES = {"boolean": "true or false", "object": "a mapping", "array": "a list"}
 Schema = dict[str, Any]
 
 
-class _WithoutTitles(GenerateJsonSchema):
+class _Generator(GenerateJsonSchema):
+    """Without titles that only repeat names; null stands for the default in every section."""
+
     def field_title_should_be_set(self, schema: Any) -> bool:  # noqa: ARG002
         return False
+
+    def model_schema(self, schema: Any) -> Schema:
+        """Of a section; defaults are shown as people write them."""
+        section = super().model_schema(schema)
+        section.pop("title", None)
+        model = schema["cls"]
+        defaults = model.model_construct().model_dump()
+        for name, info in model.model_fields.items():
+            field = section["properties"][name]
+            field.pop("description", None)
+            field.pop("default", None)
+            if isinstance(values := field.get("additionalProperties"), dict):
+                field["additionalProperties"] = _or_null(values)
+            if not info.is_required():
+                field = _or_null(field)
+                default = defaults[name]
+                if isinstance(default, int | float) or (default and isinstance(default, str)):
+                    field["default"] = default
+                elif default and isinstance(default, tuple):
+                    field["default"] = list(default)
+            if info.description:
+                field = {"description": " ".join(info.description.split()), **field}
+            section["properties"][name] = field
+        return section
+
+
+def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
+    """A JSON Schema that takes null too."""
+    choices = schema["anyOf"] if set(schema) == {"anyOf"} else [schema]
+    null = {"type": "null"}
+    return {"anyOf": choices if null in choices else [*choices, null]}
 
 
 @cache
 def json_schema() -> Schema:
     """The schema; callers share it."""
-    schema = JobSpec.model_json_schema(schema_generator=_WithoutTitles)
+    schema = JobSpec.model_json_schema(schema_generator=_Generator)
     return {"$schema": _DIALECT, "title": "pipectl job spec", **schema}
 
 

@@ -65,44 +65,12 @@ class Section(BaseModel):
         known = cls.model_fields
         return {key: item for key, item in value.items() if item is not None or key not in known}
 
-    @classmethod
-    def __get_pydantic_json_schema__(cls, core: Any, handler: Any) -> dict[str, Any]:
-        """Null stands for the default; defaults are shown as people write them."""
-        reference: dict[str, Any] = handler(core)
-        schema = handler.resolve_ref_schema(reference)
-        schema.pop("title", None)
-        defaults = cls.model_construct().model_dump()
-        for name, info in cls.model_fields.items():
-            field = schema["properties"][name]
-            field.pop("description", None)
-            field.pop("default", None)
-            if isinstance(values := field.get("additionalProperties"), dict):
-                field["additionalProperties"] = _or_null(values)
-            if not info.is_required():
-                field = _or_null(field)
-                default = defaults[name]
-                if isinstance(default, int | float) or (default and isinstance(default, str)):
-                    field["default"] = default
-                elif default and isinstance(default, tuple):
-                    field["default"] = list(default)
-            if info.description:
-                field = {"description": " ".join(info.description.split()), **field}
-            schema["properties"][name] = field
-        return reference
-
 
 def drop_nulls(value: Any) -> Any:
     """A mapping of names without those that are null."""
     if not isinstance(value, dict):
         return value
     return {key: item for key, item in value.items() if item is not None}
-
-
-def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """A JSON Schema that takes null too."""
-    choices = schema["anyOf"] if set(schema) == {"anyOf"} else [schema]
-    null = {"type": "null"}
-    return {"anyOf": choices if null in choices else [*choices, null]}
 
 
 class Auto:
