@@ -9,14 +9,14 @@ from math import ceil
 from pipectl.errors import InfeasibleError
 from pipectl.plan import Plan
 from pipectl.planner.costs.devices import Mix, mixes, one_each, placements
-from pipectl.planner.costs.peaks import largest_peak_bytes
+from pipectl.planner.costs.stage_memory import largest_peak_bytes
+from pipectl.planner.judge import predicted
 from pipectl.planner.partition.cutter import Cut, Cutter, Fit, plain_fit
 from pipectl.planner.partition.estimate import Layout
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import Order, PlanRequest, micro_batch_sizes, open_orders
 from pipectl.schedule.gpipe import GPIPE
 from pipectl.schedule.one_f_one_b import ONE_F_ONE_B
-from pipectl.simulate import simulate
 from pipectl.units import format_bytes
 
 _FEW = 8
@@ -65,9 +65,9 @@ def _smallest_peaks(
                 again = (True,) * stages if request.recompute else cut.recompute
                 layout = Layout(cut.partition, one_each(placement), again)
                 plan = problem.plan(problem.choice(layout, size, order))
-                baseline = problem.baseline_bytes
-                found = simulate(plan, problem.cluster, process_baseline_bytes=baseline)
-                yield (layout, size, order), (plan, found.peak_memory_bytes)
+                tried = predicted(plan, problem.cluster, problem.baseline_bytes)
+                assert tried.prediction is not None
+                yield (layout, size, order), (tried, tried.prediction.peak_memory_bytes)
 
 
 def _some(counts: Sequence[int]) -> Sequence[int]:

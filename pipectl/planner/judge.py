@@ -19,13 +19,13 @@ from pipectl.cluster import Cluster
 from pipectl.errors import OutOfTimeError
 from pipectl.plan import Plan, Stage
 from pipectl.planner.assumptions import baseline_bytes
-from pipectl.planner.costs.peaks import least_peaks_bytes
+from pipectl.planner.costs.stage_memory import least_peaks_bytes
 from pipectl.planner.partition.estimate import ROUNDING, Layout
 from pipectl.planner.partition.plans import Choice, PlanBuilder, Ranks
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import Order, PlanRequest
 from pipectl.profile import Profile
-from pipectl.simulate import Simulation, simulate
+from pipectl.simulate import simulate
 
 TIE = 1e-3
 """Step times that differ by less than this share are equal: the simplest of these plans wins."""
@@ -253,7 +253,7 @@ class Candidates:
         return Candidate(choice, chosen, self._micro_batches, self._bounds_s[number])
 
 
-MOST_ACTIONS = 200_000
+MAX_ACTIONS_OF_SEARCH = 200_000
 """Simulated forwards and backwards in all; keeps planning for many ranks to seconds."""
 
 Family = tuple[int, int, str, tuple[int, ...]]
@@ -266,7 +266,11 @@ class Verdict:
 
     candidate: Candidate
     plan: Plan
-    simulation: Simulation
+
+    @property
+    def step_s(self) -> float:
+        """As simulated."""
+        return self.plan.predicted_step_s
 
 
 class Judge:
@@ -276,7 +280,12 @@ class Judge:
         self._problem = problem
         self._verdicts: list[Verdict] = []
         self._outcomes: dict[Choice, float] = {}
-        self._actions = 0
+        self._trials = Trials(
+            problem.cluster,
+            problem.request.memory_limit_bytes,
+            problem.baseline_bytes,
+            max_actions=MAX_ACTIONS_OF_SEARCH,
+        )
         self.gave_up = False
 
     def consider(self, candidates: Candidates) -> list[Candidate]:
@@ -302,26 +311,24 @@ class Judge:
 
     def examine(self, candidate: Candidate) -> bool:
         """Simulate a candidate even if it cannot be best; whether it fits."""
-        plan = self._problem.plan(candidate.choice)
-        simulation = self._simulate(plan)
-        peaks = enumerate(simulation.peak_memory_bytes)
-        fits = all(peak <= self._problem.limit_bytes(rank) for rank, peak in peaks)
-        self._outcomes[candidate.choice] = simulation.step_time_s if fits else inf
+        plan = self._trials.run(self._problem.plan(candidate.choice))
+        fits = self._trials.fits(plan)
+        self._outcomes[candidate.choice] = plan.predicted_step_s if fits else inf
         if fits:
-            self._verdicts.append(Verdict(candidate, plan, simulation))
+            self._verdicts.append(Verdict(candidate, plan))
         return fits
 
     def best(self) -> Verdict | None:
         """The fastest plan that fits; among equals the simplest. None if there is none."""
         if not self._verdicts:
             return None
-        ties = [v for v in self._verdicts if v.simulation.step_time_s <= self.fastest_s * (1 + TIE)]
+        ties = [v for v in self._verdicts if v.step_s <= self.fastest_s * (1 + TIE)]
         return min(ties, key=_preference)
 
     def alternatives(self, best: Verdict, most: int) -> list[Verdict]:
         """The next best that differ from the best, and from each other, in more than their cuts."""
         found = {family_of(best.candidate): best}
-        for verdict in sorted(self._verdicts, key=lambda v: v.simulation.step_time_s):
+        for verdict in sorted(self._verdicts, key=lambda v: v.step_s):
             found.setdefault(family_of(verdict.candidate), verdict)
         return list(found.values())[1 : most + 1]
 
@@ -333,7 +340,7 @@ class Judge:
         """Whether a plan that takes at least so long cannot even tie, or enough were simulated."""
         if bound_s > self.fastest_s * (1 + TIE):
             return True
-        enough = self._actions > MOST_ACTIONS and bool(self._verdicts)
+        enough = self._trials.are_over and bool(self._verdicts)
         self.gave_up |= enough
         return enough
 
@@ -347,7 +354,7 @@ class Judge:
     @property
     def fastest_s(self) -> float:
         """The shortest step so far."""
-        return min((v.simulation.step_time_s for v in self._verdicts), default=inf)
+        return min((v.step_s for v in self._verdicts), default=inf)
 
     def _ties_at_best(self, candidate: Candidate) -> bool:
         """Whether a candidate can at most tie, and is no simpler than what it would tie with."""
@@ -355,33 +362,25 @@ class Judge:
         if best is None or candidate.simplicity < best.candidate.simplicity:
             return False
         equal = candidate.simplicity == best.candidate.simplicity
-        return not equal or candidate.bound_s >= best.simulation.step_time_s * (1 - 2 * ROUNDING)
+        return not equal or candidate.bound_s >= best.step_s * (1 - 2 * ROUNDING)
 
     def may_fit(self, candidate: Candidate) -> bool:
         """Whether the parts of the memory that no schedule avoids are within the limits."""
         problem, choice = self._problem, candidate.choice
         if not problem.has_limits:
             return True
-        table, shares = (
-            problem.builder.table(choice.members, choice.size),
-            problem.shares(choice.size),
-        )
+        table = problem.builder.table(choice.members, choice.size)
+        shares = problem.shares(choice.size)
         peaks = least_peaks_bytes(table, choice.warm_up, shares, choice.recompute)
         return all(
             problem.baseline_bytes + peak <= problem.limit_bytes(rank)
             for peak, (rank,) in zip(peaks.tolist(), choice.ranks, strict=True)
         )
 
-    def _simulate(self, plan: Plan) -> Simulation:
-        """What the plan would take."""
-        self._actions += 2 * plan.micro_batches * len(plan.stages)
-        baseline = self._problem.baseline_bytes
-        return simulate(plan, self._problem.cluster, process_baseline_bytes=baseline)
-
 
 def _preference(verdict: Verdict) -> tuple[Simplicity, float, Ranks]:
     candidate = verdict.candidate
-    return candidate.simplicity, verdict.simulation.step_time_s, candidate.choice.ranks
+    return candidate.simplicity, verdict.step_s, candidate.choice.ranks
 
 
 def family_of(candidate: Candidate) -> Family:

@@ -15,7 +15,7 @@ from pipectl.plan import Plan, Replication
 from pipectl.planner.assumptions import baseline_bytes
 from pipectl.planner.costs.devices import Pool, pools
 from pipectl.planner.costs.liveness import parameter_gradients
-from pipectl.planner.costs.peaks import StageTable
+from pipectl.planner.costs.stage_memory import StageTable
 from pipectl.planner.graph.blocks import BlockGraph
 from pipectl.planner.partition.estimate import Estimator, Layout
 from pipectl.planner.partition.plans import Choice, Members, PlanBuilder

@@ -127,7 +127,7 @@ def _run(explorer: Explorer) -> bool:
 
 
 def _predicted(verdict: Verdict, search: Search) -> Plan:
-    return replace(verdict.plan, prediction=verdict.simulation.prediction, search=search)
+    return replace(verdict.plan, search=search)
 
 
 def _search(explorer: Explorer, found: Verdict, least_s: float, *, finished: bool) -> Search:
@@ -142,7 +142,7 @@ def _search(explorer: Explorer, found: Verdict, least_s: float, *, finished: boo
         planning_s=0.0,
         finished=finished and not explorer.judge.gave_up,
     )
-    return search.bounded(found.simulation.step_time_s, least_s)
+    return search.bounded(found.step_s, least_s)
 
 
 def _space(graph: BlockGraph, profile: Profile, stages: int) -> CutSpace:

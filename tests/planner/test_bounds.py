@@ -5,7 +5,7 @@ from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
 from pipectl.planner import PlanRequest
 from pipectl.planner.costs.devices import one_each
-from pipectl.planner.costs.peaks import least_peaks_bytes
+from pipectl.planner.costs.stage_memory import least_peaks_bytes
 from pipectl.planner.graph.blocks import condense
 from pipectl.planner.judge import Candidates, Judge
 from pipectl.planner.partition.estimate import Layout

@@ -11,7 +11,7 @@ from pipectl.cluster import (
 )
 from pipectl.planner import PlanRequest
 from pipectl.planner.costs.devices import Mix
-from pipectl.planner.costs.peaks import largest_peak_bytes
+from pipectl.planner.costs.stage_memory import largest_peak_bytes
 from pipectl.planner.graph.blocks import condense
 from pipectl.planner.partition.cut_space import CutSpace
 from pipectl.planner.partition.cutter import Cutter, Fit

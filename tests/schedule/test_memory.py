@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from pipectl.graph import TransferKind
 from pipectl.plan import StageCost, StagePeaks
-from pipectl.planner.costs.peaks import StageTable, least_peaks_bytes
+from pipectl.planner.costs.stage_memory import StageTable, least_peaks_bytes
 from pipectl.schedule import (
     Kind,
     channels,

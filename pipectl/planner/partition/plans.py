@@ -12,8 +12,8 @@ from pipectl.plan import Plan, Replication, Stage, StageCost
 from pipectl.planner.assumptions import assumptions_of, size_assumptions
 from pipectl.planner.costs.footprint import Footprint, Footprints
 from pipectl.planner.costs.operator_times import OperatorTimes
-from pipectl.planner.costs.peaks import StageTable
 from pipectl.planner.costs.stage_costs import scaled_transfers, stage_costs
+from pipectl.planner.costs.stage_memory import StageTable
 from pipectl.planner.request import PlanRequest, open_orders
 from pipectl.profile import Profile
 from pipectl.schedule import default_warm_up
