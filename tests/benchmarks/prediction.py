@@ -17,7 +17,7 @@ from pathlib import Path
 CONFIGS = Path(__file__).parents[2] / "configs"
 JOBS = {"gpt-stdlib": ("micro_batches=8", 30), "digits-cnn": ("micro_batches=4", 60)}
 RANKS = (1, 2, 4)
-REPEATS = 3
+REPEATS = 5
 
 
 def train(job: str, ranks: int, folder: Path) -> dict[str, float]:
@@ -61,6 +61,12 @@ def main() -> None:
             f"{statistics.median(ratio):.2f} ({min(ratio):.2f} to {max(ratio):.2f})  "
             f"{one / middle:.2f}x"
         )
+    errors = [abs(run["measured_over_predicted"] - 1) for runs in found.values() for run in runs]
+    near = sum(error <= 0.1 for error in errors) / len(errors)
+    print(
+        f"all {len(errors)} runs: median error {statistics.median(errors):.1%}, {near:.0%} within "
+        f"10%, worst {max(errors):.1%}"
+    )
 
 
 if __name__ == "__main__":

@@ -8,11 +8,21 @@ import pytest
 from pipectl.cluster import assumed_cluster
 from pipectl.errors import UsageError
 from pipectl.jobs.learning import corrected_profile
+from pipectl.jobs.planning import gather
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.profile import Operator, OptimizerCost, Profile
 from pipectl.runs import RunDirectory
 from pipectl.simulate import simulate
 
+JOB = """\
+name: learnt
+model: {factory: "m:build"}
+loss: {factory: "model"}
+data: {factory: "m:data"}
+training: {steps: 4, batch_size: 16}
+resources: {tasks_per_node: 2}
+site_defaults: false
+"""
 SLOWER = {("forward", 0): 1.5, ("backward", 0): 1.25, ("forward", 1): 0.8, ("backward", 1): 1.0}
 
 
@@ -82,3 +92,14 @@ def test_without_a_recorded_step_there_is_nothing_to_learn(run):
     directory.measured_of(10).unlink()
     with pytest.raises(UsageError, match="no step is recorded"):
         corrected_profile(directory)
+
+
+def test_a_plan_from_a_run_is_made_with_the_corrected_profile(run, tmp_path, monkeypatch):
+    directory, _ = run
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    directory.path.rename(runs / directory.path.name)
+    (tmp_path / "job.yaml").write_text(JOB)
+    monkeypatch.chdir(tmp_path)
+    inputs = gather(tmp_path / "job.yaml", scheduler="local", from_run=directory.path.name)
+    assert inputs.profile == corrected_profile(RunDirectory(runs / directory.path.name))
