@@ -28,8 +28,6 @@ PLACED = tuple(name for name, schedule in SCHEDULES.items() if schedule not in O
 COMPARED = (*OPEN, INTERLEAVED)
 """Those that plans are compared with; others assume what half a backward takes."""
 
-OFFLOADS_ELSEWHERE = False
-"""Whether ranks can offload what a stage whose backward is elsewhere keeps."""
 _EVERY_STAGE_COUNT = 8
 _SNAP = 1.34
 _NAMES = {
@@ -126,11 +124,6 @@ class PlanRequest:
             raise InvalidInputError(
                 "blocks: a stage with its backward elsewhere recomputes all at once",
                 cure="ask for blocks or backward_apart, but not both",
-            )
-        if self.offload and not OFFLOADS_ELSEWHERE:
-            raise InvalidInputError(
-                "offload: what a stage with its backward elsewhere would offload leaves it at once",
-                cure="ask for offload or backward_apart, but not both",
             )
         if (self.replicas or 1) > 1:
             raise InvalidInputError(

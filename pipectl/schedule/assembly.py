@@ -12,7 +12,8 @@ Around each computation stand, in this order::
     SEND_WAIT       for an earlier message of the same channel, usually two before
     OFFLOAD_WAIT    for what the computation before saved
     SEND_START      of what the computation made
-    OFFLOAD_START   of what it saved
+    RECEIVE_WAIT    for saved values that are offloaded until their backward
+    OFFLOAD_START   of what the computation saved, or of these
     REDUCE_START    behind the last backward of a stage with several replicas
 
 so a receive is in place before its message can arrive, a send starts at once, and a wait comes
@@ -31,6 +32,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 import numpy as np
+import numpy.typing as npt
 
 from pipectl.graph import TransferKind
 from pipectl.schedule.actions import Action, Actions, Integers, Kind
@@ -47,6 +49,8 @@ SAVED_ON_THE_WAY = 1
 """The same for saved values, which are large: one moves during the next forward."""
 COPIED_BESIDE = 1
 """Computations during which a copy to or from the host runs."""
+_WITHIN = 4
+"""Rows per micro-batch of saved values that arrive and leave while a rank waits to compute."""
 
 
 class Phase(IntEnum):
@@ -64,18 +68,19 @@ class Phase(IntEnum):
     SEND_WAIT = 9
     OFFLOAD_WAIT = 10
     SEND_START = 11
-    OFFLOAD_START = 12
-    REDUCE_START = 13
-    REDUCE_WAIT = 14
-    UPDATE = 15
-    RENEW = 16
+    RECEIVE_OFFLOADED = 12
+    OFFLOAD_START = 13
+    REDUCE_START = 14
+    REDUCE_WAIT = 15
+    UPDATE = 16
+    RENEW = 17
 
 
 class Rows:
     """Rows in any order; :meth:`sorted` puts them by slot and phase."""
 
     def __init__(self) -> None:
-        self._parts: list[tuple[Integers, int, tuple[Column, ...]]] = []
+        self._parts: list[tuple[Integers, int, Column, tuple[Column, ...]]] = []
 
     def add(
         self,
@@ -86,30 +91,35 @@ class Rows:
         portion: Portion,
         *,
         channel: int = -1,
+        within: Column = 0,
     ) -> None:
-        """A row at each of some slots, of one kind, stage and channel."""
+        """A row at each of some slots, of one kind, stage and channel.
+
+        Args:
+            within: the order of rows of one slot and phase.
+        """
         index, start, stop = portion
-        self._parts.append((slots, phase, (kind, stage, index, channel, start, stop, 0)))
+        self._parts.append((slots, phase, within, (kind, stage, index, channel, start, stop, 0)))
 
     def add_one(
         self, phase: Phase, slot: int, kind: Kind, stage: int, *, channel: int = -1
     ) -> None:
         """A row that belongs to no micro-batch."""
         values = (kind, stage, -1, channel, -1, -1, 0)
-        self._parts.append((np.array([slot]), phase, values))
+        self._parts.append((np.array([slot]), phase, 0, values))
 
     def sorted(self) -> Actions:
         """All rows; those of one slot and phase as they were added."""
-        total = sum(len(slots) for slots, _, _ in self._parts)
+        total = sum(len(slots) for slots, *_ in self._parts)
         rows = np.empty((total, len(Action._fields)), dtype=np.int32)
-        places = np.empty(total, dtype=np.int64)
+        places, order = np.empty((2, total), dtype=np.int64)
         first = 0
-        for slots, phase, values in self._parts:
+        for slots, phase, within, values in self._parts:
             part = slice(first, first := first + len(slots))
-            places[part] = slots * len(Phase) + phase
+            places[part], order[part] = slots * len(Phase) + phase, within
             for position, value in enumerate(values):
                 rows[part, position] = value
-        return Actions(rows[places.argsort(kind="stable")])
+        return Actions(rows[np.lexsort((order, places))])
 
 
 class Assembly:
@@ -122,17 +132,20 @@ class Assembly:
         for (kind, stage), block in computation.blocks.items():
             self.rows.add(Phase.COMPUTE, block.slots, kind, stage, block.portion)
 
-    def add_messages(self, index: int, channel: Channel, portion: Portion, *, kept: bool) -> None:
+    def add_messages(
+        self, index: int, channel: Channel, portion: Portion, *, kept: bool, offload: bool = False
+    ) -> None:
         """The messages of a channel that starts or ends at this rank and leaves it.
 
         Args:
             portion: what they hold.
             kept: whether the sender holds it until its backward anyway.
+            offload: whether the receiver offloads it until its backward.
         """
         if channel.source_rank == self._rank:
             self._add_sends(index, channel, portion, kept)
         if channel.target_rank == self._rank:
-            self._add_receives(index, channel, portion)
+            self._add_receives(index, channel, portion, offload=offload)
 
     def add_weights(self, index: int, channel: Channel) -> None:
         """The message with which a step begins: weights, from where they were updated."""
@@ -179,14 +192,25 @@ class Assembly:
         wait = Phase.RECEIVE_WAIT
         self.rows.add(wait, slots, Kind.RECEIVE_WAIT, stage, portion, channel=index)
 
-    def add_stage(self, stage: int, *, recompute: bool, offload: bool, reduce: bool) -> None:
-        """What the backward of a stage on this rank needs, and the sum of its gradients."""
+    def add_stage(
+        self, stage: int, *, elsewhere: bool, recompute: bool, offload: bool, reduce: bool
+    ) -> None:
+        """What the backward of a stage on this rank needs, and the sum of its gradients.
+
+        Args:
+            elsewhere: whether its forwards have another rank.
+        """
         back, last_half = self._backward(stage), self._computation.order.last_half
         end = len(self._computation)
         if recompute:
             self.rows.add(Phase.RECOMPUTE, back.slots, Kind.RECOMPUTE, stage, back.portion)
         if offload:
-            _add_offload(self.rows, self._computation.blocks[Kind.FORWARD, stage], back)
+            if elsewhere:
+                arrivals = self._arrivals(stage, back.portion)
+                _add_offload(self.rows, stage, arrivals, back, early=_early(arrivals))
+            else:
+                begun = self._computation.blocks[Kind.FORWARD, stage].slots
+                _add_offload(self.rows, stage, begun, back, early=np.zeros(len(begun), dtype=bool))
         if reduce:
             slots = self._computation.blocks[last_half, stage].slots
             last = int(slots.max(initial=-1)) if len(slots) else end
@@ -208,21 +232,41 @@ class Assembly:
     def _add_weight(self, phase: Phase, slot: int, kind: Kind, stage: int, index: int) -> None:
         self.rows.add_one(phase, slot, kind, stage, channel=index)
 
-    def _add_receives(self, index: int, channel: Channel, portion: Portion) -> None:
+    def _arrivals(self, stage: int, portion: Portion) -> Integers:
+        """Slots beside whose computation the saved values of a forward elsewhere arrive."""
+        turns = self._turns(Kind.FORWARD, stage, portion)
+        found: Integers = np.searchsorted(self._computation.turns, turns)
+        return found
+
+    def _add_receives(
+        self, index: int, channel: Channel, portion: Portion, *, offload: bool = False
+    ) -> None:
         stage, saved = channel.target_stage, channel.kind is TransferKind.SAVED
         slots = self._user(channel, channel.target_stage, target=True).slots_of(
             portion.micro_batches
         )
         if saved:
-            turns = self._turns(Kind.FORWARD, stage, portion)
-            early: Integers = np.searchsorted(self._computation.turns, turns)
+            early = self._arrivals(stage, portion)
         else:
             made = self._made(channel, portion)
             rising = made.argsort()
             slots, portion = slots[rising], portion.some(rising)
             early = _posted(slots, made[rising], RECEIVE_AHEAD, 0)
         wait = Phase.RECEIVE_SAVED if saved else Phase.RECEIVE_WAIT
-        self.rows.add(Phase.RECEIVE_START, early, Kind.RECEIVE_START, stage, portion, channel=index)
+        start, number = Phase.RECEIVE_START, _WITHIN * offload * portion.micro_batches
+        self.rows.add(
+            start, early, Kind.RECEIVE_START, stage, portion, channel=index, within=number
+        )
+        if offload:
+            before = _early(early)
+            away = _away(early, slots, before)
+            for phase, some in ((start, away & before), (Phase.RECEIVE_OFFLOADED, away & ~before)):
+                chosen = np.flatnonzero(some)
+                self.rows.add(
+                    phase, early[chosen], Kind.RECEIVE_WAIT, stage, portion.some(chosen),
+                    channel=index, within=number[chosen] + _WITHIN + 1,
+                )  # fmt: skip
+            slots, portion = slots[~away], portion.some(np.flatnonzero(~away))
         self.rows.add(wait, slots, Kind.RECEIVE_WAIT, stage, portion, channel=index)
 
     def _add_sends(self, index: int, channel: Channel, portion: Portion, kept: bool) -> None:
@@ -299,7 +343,21 @@ def _posted(read: Integers, made: Integers, count: int, first: int) -> Integers:
     return found
 
 
-def _add_offload(rows: Rows, forward: Block, backward: Block) -> None:
+def _early(arrivals: Integers) -> npt.NDArray[np.bool_]:
+    """Whether saved values arrive while their rank waits for what it computes next: the forward
+    after theirs is there before that, too."""
+    return np.append(arrivals[1:] == arrivals[:-1], False)
+
+
+def _away(begun: Integers, back: Integers, early: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """Whether something runs while each micro-batch is away; else nothing would be gained."""
+    found: npt.NDArray[np.bool_] = begun + COPIED_BESIDE * ~early + 1 < back - COPIED_BESIDE
+    return found
+
+
+def _add_offload(
+    rows: Rows, stage: int, begun: Integers, backward: Block, early: npt.NDArray[np.bool_]
+) -> None:
     """The rows that offload and fetch what one stage saves on one rank.
 
     Both copies run beside one computation each; steady 1F1B, ``o`` and ``f`` the copies of one
@@ -308,17 +366,31 @@ def _add_offload(rows: Rows, forward: Block, backward: Block) -> None:
         compute   F0  F1  F2  B?  F3  B?  F4  B0
         copies        o0                  f0
 
-    The device holds about two micro-batches of the stage, whatever the warm-up. Where no
-    computation runs while a micro-batch is away, nothing would be gained, and it stays.
+    The device holds about two micro-batches of the stage, whatever the warm-up. If the forward has
+    another rank, what it sends leaves after the computation beside which it arrives, or at once if
+    the rank waits for what it computes next.
+
+    Args:
+        begun: slots of the forwards, or beside which what they saved arrives.
+        early: whether it arrives before the computation of that slot.
     """
-    stage = forward.role.stage
-    gone, back = forward.slots + COPIED_BESIDE, backward.slots - COPIED_BESIDE
-    away = np.flatnonzero(gone + 1 < back)
-    portion = forward.portion.some(away)
-    for phase, slots, kind in (
-        (Phase.OFFLOAD_START, forward.slots, Kind.OFFLOAD_START),
-        (Phase.OFFLOAD_WAIT, gone, Kind.OFFLOAD_WAIT),
-        (Phase.FETCH_START, back, Kind.FETCH_START),
-        (Phase.FETCH_WAIT, backward.slots, Kind.FETCH_WAIT),
+    away = _away(begun, backward.slots, early)
+    chosen = np.flatnonzero(away)
+    portion, number = backward.portion.some(chosen), _WITHIN * backward.portion.micro_batches
+    for some, first, last in (
+        (away & early, (Phase.RECEIVE_START, 0), (Phase.RECEIVE_START, 0)),
+        (away & ~early, (Phase.OFFLOAD_START, 0), (Phase.OFFLOAD_WAIT, COPIED_BESIDE)),
     ):
-        rows.add(phase, slots[away], kind, stage, portion)
+        index = np.flatnonzero(some)
+        leaving, slots, within = backward.portion.some(index), begun[index], number[index]
+        rows.add(
+            first[0], slots + first[1], Kind.OFFLOAD_START, stage, leaving,
+            within=within + _WITHIN + 2,
+        )  # fmt: skip
+        rows.add(
+            last[0], slots + last[1], Kind.OFFLOAD_WAIT, stage, leaving,
+            within=within + 2 * _WITHIN + 3,
+        )  # fmt: skip
+    back = backward.slots[chosen]
+    rows.add(Phase.FETCH_START, back - COPIED_BESIDE, Kind.FETCH_START, stage, portion)
+    rows.add(Phase.FETCH_WAIT, back, Kind.FETCH_WAIT, stage, portion)

@@ -30,7 +30,7 @@ from pipectl.schedule.actions import Action, Actions, Integers, Kind, Program
 from pipectl.schedule.assembly import Assembly, Phase
 from pipectl.schedule.channel import Channel, channels, channels_of_rank, is_kept, messages
 from pipectl.schedule.computing import evaluating, training
-from pipectl.schedule.placement import Portion, roles
+from pipectl.schedule.placement import Portion, is_apart, roles
 from pipectl.schedule.registry import is_unflushed
 from pipectl.schedule.unflushed import first_uses, with_versions
 
@@ -99,12 +99,16 @@ def _rows(plan: Plan, rank: int, micro_batches: int) -> Actions:
             assembly.add_weights(index, channel)
         elif not channel.is_local:
             portion = messages(plan, channel, computation.micro_batches)
-            assembly.add_messages(index, channel, portion, kept=is_kept(plan, channel))
+            saved = channel.kind is TransferKind.SAVED
+            offload = saved and plan.stages[channel.target_stage].offload
+            kept = is_kept(plan, channel)
+            assembly.add_messages(index, channel, portion, kept=kept, offload=offload)
     updated = [role for role in roles(plan, rank) if role.kind is Kind.BACKWARD]
     for role in updated:
         stage = plan.stages[role.stage]
         assembly.add_stage(
             role.stage,
+            elsewhere=is_apart(plan, role.stage, role.replica),
             recompute=stage.recompute,
             offload=stage.offload,
             reduce=stage.replicas > 1,

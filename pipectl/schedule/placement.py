@@ -17,7 +17,6 @@ from typing import NamedTuple
 import numpy as np
 
 from pipectl.arrays import Floats
-from pipectl.errors import ScheduleError
 from pipectl.plan import Plan, Replication
 from pipectl.schedule.actions import Actions, Integers, Kind
 
@@ -158,21 +157,10 @@ def _roles(plan: Plan) -> list[tuple[Role, ...]]:
     found: list[list[Role]] = [[] for _ in range(plan.ranks)]
     for kind in (Kind.FORWARD, Kind.BACKWARD):
         for index, stage in enumerate(plan.stages):
-            _check(plan, index)
             ranks = stage.ranks if kind is Kind.FORWARD else stage.updating_ranks
             for replica, rank in enumerate(ranks):
                 found[rank].append(Role(kind, index, replica))
     return [tuple(items) for items in found]
-
-
-def _check(plan: Plan, stage: int) -> None:
-    held = plan.stages[stage]
-    if held.offload and held.backward_ranks:
-        raise ScheduleError(
-            f"stage {stage} has a backward on other ranks and offloads: what it would offload "
-            "leaves the rank at once",
-            cure="offload, or set backward_ranks, but not both",
-        )
 
 
 def _sizes(plan: Plan, micro_batches: int) -> Integers:

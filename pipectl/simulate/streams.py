@@ -54,13 +54,13 @@ class Numbering:
         found = [*connections, *(len(self.connections) + stage for stage in stages)]
         for stage in stages:
             if self._plan.stages[stage].offload:
-                mine = rank in self._plan.stages[stage].ranks
+                mine = rank in self._plan.stages[stage].updating_ranks
                 first = self._copy(stage, rank) if mine else -1
                 found += [first, first + 1]
         return found
 
     def _copy(self, stage: int, rank: int) -> int:
-        return self._first_copy[stage] + 2 * self._plan.stages[stage].ranks.index(rank)
+        return self._first_copy[stage] + 2 * self._plan.stages[stage].updating_ranks.index(rank)
 
 
 def streams_of(plan: Plan, cluster: Cluster, numbering: Numbering) -> list[Stream]:
@@ -91,7 +91,7 @@ def _sums(plan: Plan, cluster: Cluster) -> Iterator[Stream]:
 
 def _copies(plan: Plan, cluster: Cluster) -> Iterator[Stream]:
     for stage in plan.stages:
-        for rank in stage.ranks if stage.offload else ():
+        for rank in stage.updating_ranks if stage.offload else ():
             device = cluster.nodes[plan.node_of_rank[rank]].device
             link = device.offload_link(plan.offload_to)
             for to_host in (True, False):

@@ -1,8 +1,6 @@
 """The equality table: what is trained, on how many ranks, and what its result is compared with.
 
-``make test-equality`` trains :func:`every_cell`, every run of the tests :data:`SAMPLE`. One
-combination does not exist: a backward on other ranks than the forward with offload, since what
-would be offloaded leaves the rank at once; it is refused by name (tests/schedule/test_lowering.py).
+``make test-equality`` trains :func:`every_cell`, every run of the tests :data:`SAMPLE`.
 """
 
 from __future__ import annotations
@@ -42,6 +40,8 @@ MEMORY: dict[str, dict[str, Any]] = {
 }
 """Fields of the stages; the name also says where is offloaded to, and whether in blocks."""
 ONLY_1F1B = ("recompute_disk", "blocks_disk")
+WITH_APART = ("disk", "host")
+"""With backwards on other ranks: what arrives for these is offloaded."""
 BATCH = "smaller_last"
 FEWER_BATCHES = (BATCH, "few")
 ALL_BATCHES = (*FEWER_BATCHES, "divisible", "one_left_over")
@@ -88,7 +88,8 @@ def _schedules(ranks: int) -> tuple[str, ...]:
 
 def _with_memory(ranks: int) -> Iterator[Cell]:
     for model, schedule in product(MODELS, _schedules(ranks)):
-        for memory in ("", *MEMORY) if ranks in (2, 4, 8) and schedule not in APART else ("",):
+        uses = WITH_APART if schedule in APART else MEMORY
+        for memory in ("", *uses) if ranks in (2, 4, 8) else ("",):
             if memory not in ONLY_1F1B or schedule == "1f1b":
                 yield Cell(model, schedule, BATCH, memory)
 
@@ -115,7 +116,7 @@ def _unflushed(ranks: int) -> Iterator[Cell]:
         for memory in ("", *MEMORY) if ranks in (2, 4) else ("",):
             if memory not in ONLY_1F1B:
                 yield Cell(model, schedule, batch, memory)
-    for model, memory in product(("gpt", "cnn"), ("", "recompute")):
+    for model, memory in product(("gpt", "cnn"), ("", "recompute", *WITH_APART)):
         yield Cell(model, "pipedream-apart", "few", memory)
     for model in ("gpt", "frozen"):
         yield Cell(model, "pipedream-2bw", BATCH if model == "gpt" else "divisible")
@@ -138,7 +139,7 @@ SAMPLE = {
         dense-1f1b-b-smaller_last-host gpt-looped-bfs-smaller_last-recompute
         tied-1f1b-smaller_last frozen-zb-h1-smaller_last own_precision-1f1b-smaller_last
         cnn-pipedream-few gpt-pipedream-few-disk frozen-pipedream-2bw-divisible
-        gpt-pipedream-2bw-apart-smaller_last
+        gpt-pipedream-2bw-apart-smaller_last gpt-1f1b-apart-smaller_last-disk
         """,
     3: """
         gpt-zb-v-smaller_last gpt-gpipe-inputs-smaller_last cnn-1f1b-apart-smaller_last
@@ -176,7 +177,8 @@ SAMPLE = {
         gpt-pipedream-few cnn-pipedream-few gpt-pipedream-few-disk gpt-pipedream-2bw-smaller_last
         cnn-pipedream-2bw-divisible-host gpt-pipedream-2bw-divisible-recompute
         gpt-pipedream-2bw-divisible-blocks gpt-pipedream-apart-few cnn-pipedream-apart-few-recompute
-        gpt-pipedream-2bw-apart-smaller_last
+        gpt-pipedream-2bw-apart-smaller_last cnn-1f1b-apart-smaller_last-host
+        gpt-gpipe-inputs-smaller_last-disk gpt-pipedream-apart-few-disk
         """,
     8: "gpt-dualpipev-smaller_last gpt-interleaved-smaller_last-disk",
 }

@@ -163,7 +163,6 @@ def test_time_that_is_up(deep) -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"offload": True}, "offload: .* leaves it at once"),
         ({"replicas": 2}, "replicas: 2 of a stage keep their backwards"),
         ({"schedule": "zb-h1"}, "'zb-h1' leaves no backward to other ranks"),
     ],
@@ -171,6 +170,12 @@ def test_time_that_is_up(deep) -> None:
 def test_what_goes_with_no_backward_elsewhere_is_refused(asked, message) -> None:
     with pytest.raises(InvalidInputError, match=message):
         request(backward_apart=True, **asked)
+
+
+def test_what_backwards_elsewhere_wait_for_is_offloaded_if_asked(deep) -> None:
+    wanted = request(backward_apart=True, offload=True, stages=2)
+    plan = make_plan(deep, cluster_of(4), wanted)
+    assert all(stage.backward_ranks and stage.offload for stage in plan.stages)
 
 
 @pytest.mark.parametrize("asked", [{"offload": True}, {"backward_apart": True, "stages": 2}])

@@ -2,11 +2,8 @@
 
 import dataclasses
 
-import pytest
-
 from pipectl import schedule
 from pipectl.cluster import OffloadTarget
-from pipectl.errors import ScheduleError
 from pipectl.graph import TransferKind
 from pipectl.plan import Blocks, Replication, Transfer
 from pipectl.schedule import Channel, Kind, lower, lower_evaluation, plan_of_trial, program_hash
@@ -193,10 +190,19 @@ def test_saved_values_go_to_the_rank_of_the_backward_and_weights_come_back(pipel
     )
 
 
-def test_a_backward_elsewhere_is_not_offloaded(pipeline):
-    plan = pipeline(1, 3, node_of_rank=[0, 0])
-    with pytest.raises(ScheduleError, match="stage 0 has a backward on other ranks and offloads"):
-        lower(first_stage(plan, backward_ranks=(1,), offload=True), 0)
+def test_what_a_backward_elsewhere_gets_early_is_offloaded_there(pipeline):
+    plan = pipeline(2, 7, warm_up=(6, 1), node_of_rank=[0, 0, 0])
+    plan = first_stage(plan, backward_ranks=(2,), offload=True)
+    assert Kind.OFFLOAD_START not in lower(plan, 0).body.column("kind")
+    assert text(lower(plan, 2)) == (
+        "receive.1:0 receive.1:1 receive.2:0 send.3:-1 receive.2:1 receive.2:2 receive.2:3 "
+        "receive.2:4 received.2:3 offload:3 receive.2:5 received.2:4 offload:4 offloaded:3 "
+        "offloaded:4 received.2:0 received.1:0 B:0 received.2:5 offload:5 receive.1:2 receive.2:6 "
+        "received.2:1 received.1:1 B:1 offloaded:5 received.2:6 offload:6 receive.1:3 fetch:3 "
+        "received.2:2 received.1:2 B:2 offloaded:6 receive.1:4 fetch:4 fetched:3 received.1:3 B:3 "
+        "receive.1:5 fetch:5 fetched:4 received.1:4 B:4 receive.1:6 fetch:6 fetched:5 "
+        "received.1:5 B:5 fetched:6 received.1:6 B:6 sent.3:-1 update:-1"
+    )
 
 
 def test_program_hash_follows_what_the_programs_follow_from(pipeline):

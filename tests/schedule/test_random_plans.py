@@ -73,7 +73,7 @@ def _stage(draw, ranks):
         replace(COST, deferred_bytes=draw(st.sampled_from([None, 7, 13]))),
         backward_ranks=backward,
         recompute=recompute,
-        offload=not backward and draw(st.booleans()),
+        offload=draw(st.booleans()),
         blocks=Blocks(("n",), 1.0, 0.5, 2.5, 5, 3) if in_blocks else None,
     )
 
@@ -375,6 +375,7 @@ class Ledger:
 
     def offload_wait(self, action, held, stage, index):
         self.done.append(("kept", stage, index))
+        self.done += [("in", c, index) for c, _ in self.mine(TransferKind.SAVED, stage, "target")]
 
     def fetch_start(self, action, held, stage, index):
         self.held["kept", stage, index] = self.size(held.kept_bytes, action)

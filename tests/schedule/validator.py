@@ -136,9 +136,23 @@ class _Step:
         if front is back:
             front.check_order(forward, begins)
         if held.offload:
-            _check_offload(front, forward, begins, mine)
+            arrives = forward
+            if front is not back:
+                arrives = self._arrival(stage, replica)
+                back.expect(arrives, mine)
+            _check_offload(back, stage, arrives, begins, mine)
         if held.replicas > 1:
             _check_reduction(back, complete)
+
+    def _arrival(self, stage: int, replica: int) -> Item:
+        """Where what a forward on another rank has saved is there."""
+        saved = TransferKind.SAVED, stage, replica
+        index = next(
+            index
+            for index, item in enumerate(channels(self.plan))
+            if (item.kind, item.source_stage, item.source_replica) == saved
+        )
+        return Item(Kind.RECEIVE_WAIT, index)
 
     def check_channel(self, index: int, channel: Channel) -> None:
         """The messages of a channel, from what makes them to what reads them."""
@@ -200,13 +214,13 @@ class _Step:
         return Item(Kind.FORWARD, source), read
 
 
-def _check_offload(audit: Audit, forward: Item, begins: Item, mine: Portion) -> None:
+def _check_offload(audit: Audit, stage: int, arrives: Item, begins: Item, mine: Portion) -> None:
     """Some micro-batches leave the device, all steps of the way, in order."""
-    items = [Item(kind, forward.owner) for kind in _AWAY]
+    items = [Item(kind, stage) for kind in _AWAY]
     gone = np.isin(mine.micro_batches, audit.micro_batches(items[0]))
     for item in items:
         audit.expect(item, mine.some(np.flatnonzero(gone)))
-    audit.check_chain(forward, *items, begins)
+    audit.check_chain(arrives, *items, begins)
 
 
 def _check_reduction(audit: Audit, backward: Item) -> None:

@@ -29,7 +29,6 @@ from typing import NamedTuple
 from pipectl.cluster import Cluster
 from pipectl.plan import Blocks, OffloadTarget, Plan, Stage
 from pipectl.planner.judge import TIE, Trials
-from pipectl.planner.request import OFFLOADS_ELSEWHERE
 
 
 def guessed_traffic(plan: Plan, cluster: Cluster, trials: Trials) -> Plan:
@@ -186,7 +185,7 @@ class Keeping:
             replace(
                 stage,
                 recompute=way.recompute,
-                offload=way.offload and (OFFLOADS_ELSEWHERE or not stage.backward_ranks),
+                offload=way.offload,
                 blocks=cut if way.blocks else None,
             )
             for stage, way, cut in zip(plan.stages, chosen, blocks, strict=True)
