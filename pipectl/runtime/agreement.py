@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from mpi4py import MPI
@@ -30,6 +30,10 @@ Identity = Mapping[str, str]
 """What must be the same on all ranks: versions by name, contents of files as hashes."""
 _NODE = "node"
 _FILES = ("job.yaml", "plan.json")
+_ACCELERATOR_CURE = (
+    "the job asks for accelerators on every node (resources.gpus_per_node): see that the batch "
+    "system and the launcher give every rank one, or set it to 0"
+)
 
 
 def check_alike(communicator: MPI.Comm, spec: JobSpec, plan: Plan) -> None:
@@ -66,12 +70,11 @@ def neighbours_of(communicator: MPI.Comm) -> list[list[int]]:
 
 
 def accelerators_of(communicator: MPI.Comm) -> str:
-    """The type of accelerator that all ranks see, such as ``cuda``; empty if none sees any.
-
-    Collective: what follows from an accelerator holds for all ranks or for none.
+    """The type of accelerator that all ranks see, such as ``cuda``. Collective.
 
     Raises:
-        MismatchError: on all ranks, naming those that see another one than rank 0, or none.
+        MismatchError: on all ranks, if none sees any, or naming those that see another one than
+            rank 0, or none.
     """
     mine = torch.accelerator.current_accelerator(check_available=True)
     types = gather_all(communicator, (mine.type if mine else "", node_name()))
@@ -81,10 +84,47 @@ def accelerators_of(communicator: MPI.Comm) -> str:
         raise MismatchError(
             f"rank {differing[0]} on {node}{_more(differing)} sees {_accelerator(other)}, "
             f"but rank 0 on {first_node} sees {_accelerator(first)}",
-            cure="the job asks for accelerators on every node (resources.gpus_per_node): see that "
-            "the batch system and the launcher give every rank one, or set it to 0",
+            cure=_ACCELERATOR_CURE,
+        )
+    if not types[0][0]:
+        raise MismatchError(
+            "no rank sees an accelerator, but the job asks for some (resources.gpus_per_node)",
+            cure=_ACCELERATOR_CURE,
         )
     return types[0][0]
+
+
+def check_unshared(communicator: MPI.Comm, device: torch.device) -> None:
+    """Refuse ranks that share an accelerator, in a job with as many as it has ranks. Collective.
+
+    Raises:
+        MismatchError: on all ranks, naming the first two.
+    """
+    properties = getattr(torch.get_device_module(device), "get_device_properties", None)
+    mine = None if properties is None else getattr(properties(device), "uuid", None)
+    places = gather_all(communicator, None if mine is None else (node_name(), str(mine)))
+    shared = sharing_ranks(places)
+    if shared:
+        first, second = shared
+        raise MismatchError(
+            f"ranks {first} and {second} share an accelerator, but the job has "
+            "one for each rank of a node (resources.gpus_per_node)",
+            cure="let the launcher show every rank all accelerators of its node, or each its own "
+            "(srun --gpus-per-task=1, say)",
+        )
+
+
+def sharing_ranks(places: Sequence[Hashable | None]) -> tuple[int, int] | None:
+    """The first two ranks in one place.
+
+    Args:
+        places: of every rank; None where it is not known.
+    """
+    ranks: dict[Hashable, int] = {}
+    for rank, place in enumerate(places):
+        if place is not None and ranks.setdefault(place, rank) != rank:
+            return ranks[place], rank
+    return None
 
 
 def _accelerator(kind: str) -> str:

@@ -38,6 +38,9 @@ class Device(Protocol):
     route: str
     staged: bool
 
+    def enter_thread(self) -> None:
+        """Make this the current device of the thread that calls, which may hand it to MPI."""
+
     def synchronize(self) -> None:
         """Return when everything queued on the device is done."""
 
@@ -63,6 +66,9 @@ class CpuDevice:
     torch_device = torch.device("cpu")
     route = "in place"
     staged = False
+
+    def enter_thread(self) -> None:
+        """There is no other."""
 
     def synchronize(self) -> None:
         """Operators on the CPU are done when they return."""
@@ -139,6 +145,10 @@ class AcceleratorDevice:
         self.staged = not in_place
         self.route = "in place" if in_place else "through pinned host memory"
         self._staging = Staging(self.torch_device)
+
+    def enter_thread(self) -> None:
+        """Threads begin with the first accelerator of the node."""
+        torch.accelerator.set_device_index(self.torch_device.index)
 
     def synchronize(self) -> None:
         """Wait for the current stream, which holds all of the rank's work."""

@@ -532,12 +532,15 @@ def _returning(cut: Cut, stage: int) -> list[Slot]:
 def insert_ticks(module: fx.GraphModule, advance: Callable[[], None]) -> None:
     """Call ``advance`` after every few operators of a stage's code, and in their backward.
 
-    Neither sees a tensor, so no bit changes.
+    Neither sees a tensor, so no bit changes. Backwards on accelerators run in threads of autograd,
+    from which MPI may not be called.
     """
 
     def tick(value: Any) -> None:
         advance()
-        if isinstance(value, Tensor) and value.grad_fn is not None and torch.is_grad_enabled():
+        if not isinstance(value, Tensor) or value.device.type != "cpu":
+            return
+        if value.grad_fn is not None and torch.is_grad_enabled():
             value.grad_fn.register_prehook(lambda _: advance())
 
     operators = [node for node in module.graph.nodes if node.op == "call_function"]

@@ -19,6 +19,7 @@ from pipectl.runtime.agreement import (
     accelerators_of,
     check_alike,
     check_graph,
+    check_unshared,
     misplaced,
     neighbours_of,
 )
@@ -73,16 +74,17 @@ def _train(
     if rank == 0:
         beat(directory, "capturing", 0, spec.training.steps, attempt)
     settle_process(spec.threads)
+    doing.action = "choosing the device"
+    nodes = neighbours_of(communicator)
+    local_rank = next(ranks.index(rank) for ranks in nodes if rank in ranks)
+    device = _device(communicator, spec, local_rank)
     doing.action = "building the model and the data"
     job = CapturedJob(spec)
     doing.action = "capturing the model"
     check_graph(communicator, job, plan, profile)
-    nodes = neighbours_of(communicator)
     if rank == 0 and (fault := misplaced(nodes, plan.node_of_rank)):
         warn(fault)
     doing.action = "choosing how messages travel"
-    local_rank = next(ranks.index(rank) for ranks in nodes if rank in ranks)
-    device = _device(communicator, spec, local_rank)
     circumstances = Circumstances(
         ranks_per_node=[len(ranks) for ranks in nodes],
         message_bytes=plan.most_sent_bytes,
@@ -95,20 +97,24 @@ def _train(
     if rank == 0:
         warn(f"messages: {device.route}; progress: {choice.mode} ({choice.why})")
     doing.action = "building the stages"
-    with choice.progress(staged=device.staged) as progress:
+    with choice.progress(staged=device.staged, enter_thread=device.enter_thread) as progress:
         setup = Setup(communicator, job, plan, device, doing, progress, stored)
         Trainer(setup, directory, attempt, messages, stored).train()
 
 
 def _device(communicator: MPI.Comm, spec: JobSpec, local_rank: int) -> Device:
     """The device of this rank, and how messages reach it. Collective."""
-    accelerators, in_place = spec.resources.gpus_per_node, False
-    if accelerators and accelerators_of(communicator):
-        finding = gpu_aware.find(communicator, spec.launch.gpu_aware, asks=local_rank == 0)
-        in_place = finding.able
-        if communicator.rank == 0:
-            warn(f"MPI and accelerators: {finding.why}")
-    return choose_device(accelerators, local_rank, in_place=in_place)
+    accelerators = spec.resources.gpus_per_node
+    if not accelerators:
+        return choose_device(0, local_rank)
+    accelerators_of(communicator)
+    finding = gpu_aware.find(communicator, spec.launch.gpu_aware, asks=local_rank == 0)
+    if communicator.rank == 0:
+        warn(f"MPI and accelerators: {finding.why}")
+    device = choose_device(accelerators, local_rank, in_place=finding.able)
+    if accelerators >= spec.resources.tasks_per_node:
+        check_unshared(communicator, device.torch_device)
+    return device
 
 
 if __name__ == "__main__":

@@ -256,8 +256,8 @@ class Resources(Section):
     cpus_per_task: Count = 1
     """Cores per rank, which computes with as many threads (see `launch.progress: core`)."""
     gpus_per_node: Natural = 0
-    """Accelerators per node. If above 0, ranks compute on them, and on the CPU if torch finds none
-    (`pipectl doctor` says what it finds)."""
+    """Accelerators per node. If above 0, ranks compute on them, and the job fails if
+    torch finds none (`pipectl doctor` says what it finds)."""
     memory_per_node: Bytes | None = None
     """Memory per node; by default what the scheduler gives."""
     walltime: Walltime = 3600

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
+from mpi4py import MPI
 
+from pipectl.errors import MismatchError
 from pipectl.runtime import device
+from pipectl.runtime.agreement import accelerators_of, sharing_ranks
+from pipectl.runtime.transport import Progress
 
 
 @pytest.mark.parametrize(
@@ -25,3 +31,30 @@ def test_ranks_of_a_node_take_turns(
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: seen)
     monkeypatch.setattr(device, "AcceleratorDevice", lambda index, in_place: index)
     assert [device.choose_device(asked, local) for local in range(4)] == taken
+
+
+def test_a_job_for_accelerators_does_not_fall_back_to_the_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
+    with pytest.raises(MismatchError, match="no rank sees an accelerator"):
+        accelerators_of(MPI.COMM_SELF)
+
+
+def test_the_first_ranks_that_share_an_accelerator_are_named() -> None:
+    places = [("a", "x"), None, ("a", "y"), ("b", "x"), None, ("a", "y"), ("a", "x")]
+    assert sharing_ranks(places) == (2, 5)
+    assert sharing_ranks(places[:5]) is None
+
+
+def test_the_thread_that_moves_messages_enters_the_device_first() -> None:
+    entered: list[str] = []
+    done = threading.Event()
+
+    def enter() -> None:
+        entered.append(threading.current_thread().name)
+        done.set()
+
+    with Progress("thread", enter_thread=enter):
+        assert done.wait(10)
+    assert entered == ["progress"]

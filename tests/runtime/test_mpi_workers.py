@@ -329,6 +329,7 @@ def test_a_rank_says_what_it_does_from_its_start(make_spec: Any, make_run: Any) 
         "reading the plan",
         "meeting the other ranks",
         "looking for a checkpoint",
+        "choosing the device",
         "building the model and the data",
         "capturing the model",
         "choosing how messages travel",

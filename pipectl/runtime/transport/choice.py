@@ -8,7 +8,7 @@ measured by ``pipectl profile --links``; the rule reads it from the run's ``clus
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import log
 from typing import Any
@@ -55,10 +55,17 @@ class Choice:
         """For the heartbeat."""
         return {"progress": self.mode, "why": self.why}
 
-    def progress(self, *, staged: bool) -> Progress:
-        """The chosen help, at work from now on."""
+    def progress(
+        self, *, staged: bool, enter_thread: Callable[[], None] = lambda: None
+    ) -> Progress:
+        """The chosen help, at work from now on.
+
+        Args:
+            staged: whether messages are copied through host memory.
+            enter_thread: see :class:`Progress`.
+        """
         whole = STAGED if staged else WHOLE
-        return Progress(self.mode, whole if self.mode == "none" else HELPED)
+        return Progress(self.mode, whole if self.mode == "none" else HELPED, enter_thread)
 
 
 @dataclass(frozen=True)

@@ -34,11 +34,18 @@ class Progress:
     Args:
         mode: ``none``, ``poll`` or ``thread``; the same on all ranks.
         pieces: how messages are cut, likewise.
+        enter_thread: called first in the thread, if there is one.
     """
 
-    def __init__(self, mode: str = "none", pieces: Pieces = WHOLE) -> None:
+    def __init__(
+        self,
+        mode: str = "none",
+        pieces: Pieces = WHOLE,
+        enter_thread: Callable[[], None] = lambda: None,
+    ) -> None:
         self.mode = mode
         self.pieces = pieces
+        self._enter_thread = enter_thread
         self._lock = threading.Lock()
         self._meter, self._helpers_meter = WorkMeter(), WorkMeter()
         self._transfers: list[Transfer] = []
@@ -117,6 +124,7 @@ class Progress:
         """The thread."""
         pause_s = _PAUSE_S
         try:
+            self._enter_thread()
             while not self._closed:
                 self._wanted.wait()
                 pause_s = _PAUSE_S if self._burst() else min(2 * pause_s, _LONGEST_PAUSE_S)
