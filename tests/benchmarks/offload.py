@@ -198,6 +198,7 @@ def with_backwards_apart(profile: Profile, host: float, peer: float) -> dict[str
     return {
         "keep": make_plan(profile, cluster_with(stages, host, peer), few),
         "PipeFB, saved values sent": make_plan(profile, cluster, apart),
+        "PipeFB, saved values offloaded": make_plan(profile, cluster, replace(apart, offload=True)),
         "PipeFB, recomputing": make_plan(profile, cluster, replace(apart, recompute=True)),
     }
 
