@@ -162,9 +162,11 @@ class Setup:
     ) -> Stage:
         stage, rank = self.plan.stages[index], self.communicator.rank
         given = self.job.states, self.device, self.job.spec.training.precision
-        own, offload = self._cuts_of_stage(cuts, index), self._offload(index)
+        offload = self._offload(index)
         if stage.updating_ranks != stage.ranks:
-            return make_half(stage, index, rank, announcements, own, *given, offload)
+            whole = {(training, Rows.of(size)): cut for (training, size), cut in cuts.items()}
+            return make_half(stage, index, rank, announcements, whole, *given, offload)
+        own = self._cuts_of_stage(cuts, index)
         firsts = () if stage.blocks is None else stage.blocks.firsts
         return Stage(index, own, *given, recompute=stage.recompute, firsts=firsts, offload=offload)
 
