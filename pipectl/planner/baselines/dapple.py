@@ -117,14 +117,6 @@ class _Planner:
                             best = self._completed(longer)
         return PolicyPlan(self.states, best.cuts, best.ranks, best.latency_s)
 
-    def latency_s(self, cuts: tuple[int, ...], ranks: Ranks) -> float:
-        """Of a given plan."""
-        partial = _Partial((0,), (), (), _Sums(), 0.0)
-        for after, inside in zip(cuts[1:], ranks, strict=True):
-            sums = self._with_stage(partial, after, inside)
-            partial = _Partial((*partial.cuts, after), (*partial.ranks, inside), (), sums, 0.0)
-        return partial.sums.latency_s(self._micro_batches, self._alone_s)
-
     def _inner(self) -> list[int]:
         """States between nothing and everything to cut at."""
         last = len(self.states) - 1
@@ -212,11 +204,3 @@ class _Planner:
 def plan(profile: Profile, links: Links, work: Work) -> PolicyPlan:
     """The plan with the least latency by the formula."""
     return _Planner(profile, links, work).run()
-
-
-def formula_s(
-    profile: Profile, links: Links, work: Work, cuts: tuple[int, ...], ranks: Ranks
-) -> float:
-    """The formula's latency of a given plan; cuts are entries of the antichain states."""
-    planner = _Planner(profile, links, work)
-    return planner.latency_s(cuts, ranks)
