@@ -75,9 +75,10 @@ def test_a_command_line_with_an_unknown_option_is_refused(tmp_path):
 
 
 def test_every_page_is_in_the_index():
-    index = (CHECKOUT / "README.md").read_text(encoding="utf-8")
-    pages = [page for page in PAGES if page.parent.name == "docs"]
-    missing = [page.name for page in pages if f"docs/{page.name}" not in index]
+    index = CHECKOUT / "docs" / "README.md"
+    text = index.read_text(encoding="utf-8")
+    pages = [page for page in PAGES if page.parent == index.parent and page != index]
+    missing = [page.name for page in pages if f"]({page.name})" not in text]
     assert missing == []
 
 
