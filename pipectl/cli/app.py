@@ -51,6 +51,8 @@ LAB = {
     "large for one process is compared with another plan instead.",
 }
 _PACKAGES = {"pipectl": "commands", "lab": "lab"}
+_METAVARS = {"path": "FILE", "str": "NAME", "int range": "N"}
+"""What stands for the value of an option that names none itself, by its type."""
 
 _SIZES = {
     "--batch-size": "--set training.batch_size=N",
@@ -103,6 +105,9 @@ class Commands(TyperGroup):
             alone = typer.Typer(rich_markup_mode=None, add_completion=False)
             alone.command(name, help=command.help)(module.command)
             command = get_command(alone)
+            for option in command.params:
+                if option.param_type_name == "option":
+                    option.metavar = option.metavar or _METAVARS.get(option.type.name)
         return name, command, rest
 
 
@@ -116,7 +121,7 @@ def _group(name: str, commands: dict[str, str], help_text: str, **options: Any) 
 app = _group(
     "pipectl",
     COMMANDS,
-    "Train any PyTorch model in a pipeline over MPI: profile, plan, submit, status.",
+    "Train any PyTorch model in a pipeline of MPI ranks.",
     invoke_without_command=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},

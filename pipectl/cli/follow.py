@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Group, RenderableType
@@ -12,16 +12,18 @@ from rich.live import Live
 
 from pipectl.batch import JobState, MpiChoice
 from pipectl.cli.console import errors, note, output, plain, say, warn
-from pipectl.cli.progress import Report, progress_bar
+from pipectl.cli.progress import progress_bar
 from pipectl.cli.views.plan import headline, prediction_lines
 from pipectl.cli.views.run import print_run
 from pipectl.errors import UnknownRunError, UsageError
 from pipectl.jobs.places import LOCAL
 from pipectl.jobs.state import Measured, Poller, RunStatus, get_status, read_measured
-from pipectl.plan import Plan
 from pipectl.runs import PROFILING, Record, RunDirectory, SweepDirectory, as_typed
 
-NO_PROFILE = "no fresh profile: the job measures the model first, in its allocation"
+if TYPE_CHECKING:
+    from pipectl.jobs.request import Job
+    from pipectl.profiler.progress import Progress
+
 _POLL_S = 0.5
 _ASK_S = 10.0
 _MAX_UNKNOWN = 30
@@ -70,13 +72,21 @@ def print_launch(launch: MpiChoice, warning: str) -> None:
     warn(launch.warning)
 
 
-def print_plan(plan: Plan | None, before: str = "") -> None:
-    """What runs, and how fast it should be; or that the job has yet to find out."""
-    if plan is None:
-        note(NO_PROFILE)
-        return
-    for line in (f"{before}{headline(plan)}", *prediction_lines(plan)):
-        say(line)
+def print_plan(jobs: Sequence[Job], before: str = "", tell: Callable[[str], None] = say) -> None:
+    """What runs, and how fast it should be; or that a model has yet to be measured.
+
+    Args:
+        before: begins the line of a plan.
+        tell: prints it; plans of several jobs are not printed.
+    """
+    missing = sum(job.plan is None for job in jobs)
+    if missing:
+        of = "" if len(jobs) == 1 else f" for {missing} of {len(jobs)} runs"
+        where = ", in the job's allocation" if any(job.prepares for job in jobs) else ""
+        note(f"no fresh profile{of}: the model is measured before it is trained{where}")
+    elif len(jobs) == 1 and (plan := jobs[0].plan) is not None:
+        for line in (f"{before}{headline(plan)}", *prediction_lines(plan)):
+            tell(line)
 
 
 def follow_or_exit(run: RunDirectory, *, as_json: bool) -> RunStatus:
@@ -124,7 +134,7 @@ def follow(run: RunDirectory, *, continues: bool = True) -> RunStatus:
         raise
 
 
-def _poll_files(status: RunStatus, progress: Report) -> None:
+def _poll_files(status: RunStatus, progress: Progress) -> None:
     """Move the bar by what the files say, until it is time to ask the batch system again."""
     run, record = status.run, status.record
     of_earlier_start = status.job.state.waits and run.exit_code.exists()

@@ -15,6 +15,8 @@ from pipectl.runs import list_runs, list_sweeps, runs_directory
 from pipectl.units import parse_bytes, parse_walltime
 
 T = TypeVar("T", int, float)
+_MAX_VALUE = 1e100
+"""Of which sums are finite."""
 
 
 def reader(parse: Callable[[str], T], *, zero: bool = False) -> Callable[[str], T]:
@@ -27,13 +29,38 @@ def reader(parse: Callable[[str], T], *, zero: bool = False) -> Callable[[str], 
     def read(text: str) -> T:
         try:
             value = parse(text)
-            if not value and not zero:
-                raise ValueError("must be more than 0")
+            if not (value > 0 or (zero and value == 0)):
+                raise ValueError(f"must be {'at least' if zero else 'more than'} 0")
+            if value > _MAX_VALUE:
+                raise ValueError(f"must be at most {_MAX_VALUE:g}")
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
         return value
 
     return read
+
+
+def parse_number(text: str) -> float:
+    """A number.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a number") from None
+
+
+def parse_whole_number(text: str) -> int:
+    """A whole number.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not text.strip().isdecimal():
+        raise ValueError(f"{text!r} is not a whole number")
+    return int(text)
 
 
 read_size = reader(parse_bytes)
@@ -89,7 +116,13 @@ RunNames = Annotated[
 ]
 RunsDirectory = Annotated[
     Path,
-    typer.Option("--directory", "-d", envvar=RUNS_VARIABLE, help="Directory of the runs."),
+    typer.Option(
+        "--directory",
+        "-d",
+        metavar="DIRECTORY",
+        envvar=RUNS_VARIABLE,
+        help="Directory of the runs.",
+    ),
 ]
 Wait = Annotated[bool, typer.Option("--wait", help="Follow the run to its end.")]
 TrustOwner = Annotated[

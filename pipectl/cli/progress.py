@@ -6,12 +6,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import typer
+from rich import progress as bars
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
-    Progress,
     ProgressColumn,
     TaskProgressColumn,
     TextColumn,
@@ -23,8 +24,9 @@ from pipectl.cli.console import errors, note, plain
 from pipectl.cli.failure import INTERRUPTED
 from pipectl.units import format_time
 
-Report = Callable[[int, int, str], None]
-"""Called with (done, total, what is or was done); a total of 0 says that nobody knows how long."""
+if TYPE_CHECKING:
+    from pipectl.profiler.progress import Progress
+
 LINE_S = 10.0
 """Seconds between lines, at least."""
 _MAX_TEXT, _FIGURES = 48, 38
@@ -32,7 +34,7 @@ _MAX_TEXT, _FIGURES = 48, 38
 
 
 @contextmanager
-def progress_bar(work: str = "") -> Iterator[Report]:
+def progress_bar(work: str = "") -> Iterator[Progress]:
     """A function ``report(done, total, what)`` that moves the bar.
 
     It moves from the start, before anything is reported.
@@ -54,7 +56,7 @@ def progress_bar(work: str = "") -> Iterator[Report]:
     bar = (TextColumn("{task.description}", markup=False), BarColumn(12))
     waiting = (*bar, TimeElapsedColumn())
     counting = (*bar, figure, TimeRemainingColumn(), TextColumn("left"))
-    with Progress(*waiting, console=console, transient=True) as progress:
+    with bars.Progress(*waiting, console=console, transient=True) as progress:
         task = progress.add_task(work or "starting", total=None)
 
         def report(done: int, total: int, what: str) -> None:
@@ -74,7 +76,7 @@ def progress_bar(work: str = "") -> Iterator[Report]:
 
 
 @contextmanager
-def profiling_progress() -> Iterator[Report]:
+def profiling_progress() -> Iterator[Progress]:
     """The bar of a profile being measured; an interrupt prints what is kept, and exits with 130."""
     try:
         with progress_bar("profiling") as report:
@@ -132,7 +134,7 @@ class Lines:
             note(f"{phase}: {format_time(passed_s)}")
 
     @contextmanager
-    def running(self) -> Iterator[Report]:
+    def running(self) -> Iterator[Progress]:
         """Within, a thread looks at the time."""
         over = threading.Event()
 

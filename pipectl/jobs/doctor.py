@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipectl import __version__
-from pipectl.batch import JobRequest, choose_mpi, launch_command, process
+from pipectl.batch import launch_command, process
 from pipectl.batch.launchers import AUTO, MPIEXECS, knows_pmi, list_pmis
 from pipectl.errors import PipectlError, SchedulerError
 from pipectl.jobs.places import LOCAL, detect_scheduler, memory_of_this_machine
-from pipectl.spec.models import Environment, Launch, Pbs, Resources, Slurm
+from pipectl.jobs.rows import request_of_two
+from pipectl.spec.models import Launch
 from pipectl.units import format_bytes, format_time
 from pipectl.versions import tested_torch, untested_torch
 
@@ -121,19 +122,7 @@ def _check_mpi(spec: JobSpec | None, _directory: Path) -> Iterator[Finding]:
         text = "ranks start with srun, which can only be tried within a job"
         yield Finding("MPI", Level.OK, text)
         return
-    request = JobRequest(
-        name="doctor",
-        tag="doctor",
-        run_directory=Path.cwd(),
-        python=sys.executable,
-        command=(sys.executable, "-m", "mpi4py", "-m", _REACH),
-        resources=Resources(tasks_per_node=2),
-        launch=launch,
-        environment=Environment(),
-        slurm=Slurm(),
-        pbs=Pbs(),
-    )
-    request = choose_mpi(request).apply(request)
+    request = request_of_two(launch, _REACH)
     command = launch_command(request, LOCAL)
     answer = _answer(command)
     if answer["ranks"] != 2:

@@ -14,21 +14,25 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipectl.cluster import Cluster
 from pipectl.errors import PipectlError
 from pipectl.faults import as_fault, describe_error, with_details
 from pipectl.files import write_json
-from pipectl.jobs.places import load_run, plan_path, profile_path
-from pipectl.jobs.profiles import fresh_profile, measure
+from pipectl.jobs.places import fresh_profile, load_run, plan_path, profile_path
+from pipectl.jobs.profiles import measure
 from pipectl.jobs.rows import join_rows
 from pipectl.plan import Plan
 from pipectl.printable import printable
 from pipectl.profile import Profile
 from pipectl.runs import Record, RunDirectory, beat, last_checkpoint
+
+if TYPE_CHECKING:
+    from pipectl.profiler.progress import Progress
 
 PERCENT = 100
 """Steps of a run that only measures: it reports its progress in percent."""
@@ -36,44 +40,29 @@ _BEAT_S = 1.0
 _PLACE = {"rank": None, "stage": None, "action": "PREPARE", "step": None}
 
 
-class Heartbeat:
-    """Writes ``heartbeat.json`` as the ranks write it later, at most once a second.
+def progress_of(run: RunDirectory, steps: int, *, measures_only: bool = False) -> Progress:
+    """A function that writes ``heartbeat.json`` as the ranks write it later, about once a second.
 
     Args:
-        steps: optimizer steps of the run; 100 for one that only measures, whose steps are percent.
-        measuring_only: whether it is such a run.
+        steps: optimizer steps of the run.
+        measures_only: whether it trains nothing; its steps are percent.
     """
+    last_s = 0.0
 
-    def __init__(
-        self,
-        run: RunDirectory,
-        steps: int,
-        clock: Callable[[], float] = time.time,
-        *,
-        measuring_only: bool = False,
-    ) -> None:
-        self._run, self._steps, self._clock = run, steps, clock
-        self._measuring_only = measuring_only
-        self._last = 0.0
-
-    def profiling(self, done: int, total: int, what: str) -> None:
-        """Write how far the measuring is, if the last beat is old enough, or what comes before."""
+    def report(done: int, total: int, what: str) -> None:
+        nonlocal last_s
+        now = time.monotonic()
         if not total:
-            self.beat(what)
-        elif self._clock() - self._last >= _BEAT_S:
-            percent = 100 * done // total
-            if self._measuring_only:
-                self.beat("profiling", percent)
-            else:
-                self.beat(f"profiling {percent}%")
+            beat(run, what, 0, steps)
+        elif now - last_s >= _BEAT_S:
+            last_s, percent = now, 100 * done // total
+            state = "profiling" if measures_only else f"profiling {percent}%"
+            beat(run, state, percent if measures_only else 0, steps)
 
-    def beat(self, state: str, step: int = 0) -> None:
-        """Write what is going on."""
-        self._last = self._clock()
-        beat(self._run, state, step, self._steps, now=self._last)
+    return report
 
 
-def prepare_run(run: RunDirectory, clock: Callable[[], float] = time.time) -> None:
+def prepare_run(run: RunDirectory) -> None:
     """Write the profile and the plan of a run, unless they are there and still of its job.
 
     A run that goes on from a checkpoint keeps its plan: results depend on its micro-batches, and
@@ -85,16 +74,16 @@ def prepare_run(run: RunDirectory, clock: Callable[[], float] = time.time) -> No
     if run.plan.exists() and last_checkpoint(run) is not None:
         return
     spec = load_run(run)
-    heartbeat = Heartbeat(run, spec.training.steps, clock)
+    progress = progress_of(run, spec.training.steps)
     profile = fresh_profile(spec, run.profile)
     if profile is None:
         run.plan.unlink(missing_ok=True)  # of the model as it was
-        profile = measure(spec, run.profile, heartbeat.profiling).profile
+        profile = measure(spec, run.profile, progress).profile
         _share(run, profile, profile_path(spec))
     if not run.plan.exists():
         from pipectl.jobs.planning import find_plan, write_plan
 
-        heartbeat.beat("planning")
+        progress(0, 0, "planning")
         profile, cluster = join_rows(profile, Cluster.load(run.cluster))
         cluster.save(run.cluster)
         plan = find_plan(spec, profile, cluster, keep=True)
@@ -116,22 +105,32 @@ def _share(run: RunDirectory, result: Profile | Plan, place: Path) -> None:
 
 def measure_run(run: RunDirectory, output: Path, effort: str, *, again: bool) -> None:
     """Measure the model of a run, and nothing else, and write its profile to ``output``, too."""
-    heartbeat = Heartbeat(run, PERCENT, measuring_only=True)
-    heartbeat.beat("capturing")
-    measurement = measure(load_run(run), run.profile, heartbeat.profiling, effort, again=again)
+    progress = progress_of(run, PERCENT, measures_only=True)
+    progress(0, 0, "capturing")
+    measurement = measure(load_run(run), run.profile, progress, effort, again=again)
     write_json(run.measurement, measurement.to_json())
     measurement.profile.save(output)
-    heartbeat.beat("profiled", PERCENT)
+    beat(run, "profiled", PERCENT, PERCENT)
 
 
-def report_failure(run: RunDirectory, work: Callable[[], None]) -> int:
-    """Do the work of a job; a failure goes to ``errors/prepare.json`` and standard error.
+def main(arguments: Sequence[str]) -> int:
+    """Prepare or measure one run; a failure goes to ``errors/prepare.json`` and standard error.
 
     Returns:
         The exit code that commands have.
     """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("run", type=lambda path: RunDirectory(Path(path)))
+    parser.add_argument("--output", type=Path, help="only measure, and write the profile here, too")
+    parser.add_argument("--effort", default="normal")
+    parser.add_argument("--again", action="store_true")
+    values = parser.parse_args(arguments)
+    run: RunDirectory = values.run
     try:
-        work()
+        if values.output is None:
+            prepare_run(run)
+        else:
+            measure_run(run, values.output, values.effort, again=values.again)
     except Exception as raised:
         error = with_details(as_fault(raised), run.preparation_error)
         report = {**_PLACE, **describe_error(error)}
@@ -139,20 +138,6 @@ def report_failure(run: RunDirectory, work: Callable[[], None]) -> int:
         sys.stderr.write(printable(f"error: {error or type(error).__name__}\n"))
         return int(report["exit_code"])
     return 0
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Prepare or measure one run; the exit code is the one that commands have."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("run", type=lambda path: RunDirectory(Path(path)))
-    parser.add_argument("--output", type=Path, help="only measure, and write the profile here, too")
-    parser.add_argument("--effort", default="normal")
-    parser.add_argument("--again", action="store_true")
-    values = parser.parse_args(arguments)
-    run, output = values.run, values.output
-    if output is None:
-        return report_failure(run, lambda: prepare_run(run))
-    return report_failure(run, lambda: measure_run(run, output, values.effort, again=values.again))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipectl.errors import InfeasibleError, PipectlError, UsageError
-from pipectl.jobs.planning import Deadline, PlanInputs
+from pipectl.jobs.plan_answers import Deadline, PlanInputs
 from pipectl.plan import Plan, Replication
 from pipectl.planner.balance.balance import balance
 from pipectl.planner.balance.load_model import Balance, BalanceRequest

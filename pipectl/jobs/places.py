@@ -1,7 +1,9 @@
-"""Where a job runs, and where its files lie before it is submitted."""
+"""Where a job runs, and where its profile, plan and machines lie before it is submitted."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
 import socket
@@ -12,6 +14,8 @@ from typing import TYPE_CHECKING
 from pipectl.batch import get
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.errors import MismatchError, SchedulerError
+from pipectl.plan import Plan
+from pipectl.profile import Profile
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,6 +40,53 @@ def plan_path(spec: JobSpec) -> Path:
 def cluster_path(spec: JobSpec) -> Path:
     """``runs/<name>.cluster.json``, where measured links are."""
     return Path(spec.output.directory) / f"{spec.name}.cluster.json"
+
+
+def fresh_profile(spec: JobSpec, path: Path) -> Profile | None:
+    """The profile in ``path``; None if there is none or the spec or its files have changed since.
+
+    Raises:
+        DataFileError: there is one, but it cannot be read; it is for the user to remove it.
+    """
+    profile = Profile.load(path) if path.exists() else None
+    return profile if profile is not None and is_fresh(spec, profile) else None
+
+
+def is_fresh(spec: JobSpec, profile: Profile) -> bool:
+    """Whether a profile is of this spec; one without a key comes from elsewhere and is believed."""
+    from pipectl.spec import profile_key  # pydantic, which `status` does without
+
+    return profile.key is None or profile.key == profile_key(spec)
+
+
+def fresh_plan(spec: JobSpec, profile: Profile, cluster: Cluster, path: Path) -> Plan | None:
+    """The plan in ``path``; None if there is none or spec, profile or cluster have changed since.
+
+    Raises:
+        DataFileError: there is one, but it cannot be read.
+    """
+    plan = Plan.load(path) if path.exists() else None
+    return plan if plan is not None and plan.key == key_of_plan(spec, profile, cluster) else None
+
+
+def key_of_plan(spec: JobSpec, profile: Profile, cluster: Cluster) -> str:
+    """A hash of everything that a plan is made from."""
+    from pipectl.spec import plan_key  # pydantic, which `status` does without
+
+    parts = [plan_key(spec), profile.to_json(), cluster.to_json()]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def coupling_warning(spec: JobSpec, profile: Profile) -> str:
+    """That the planner chooses between different trainings; empty if it does not."""
+    names = profile.coupled
+    if spec.pipeline.micro_batches is not None or not names:
+        return ""
+    more = "computes" if len(names) == 1 else f"and {len(names) - 1} more compute"
+    return (
+        f"{names[0]} {more} over all samples of a micro-batch: results depend on the number of "
+        "micro-batches, which `auto` leaves to the planner; pipeline.micro_batches sets it"
+    )
 
 
 def load_run(run: RunDirectory, overrides: Sequence[str] = ()) -> JobSpec:

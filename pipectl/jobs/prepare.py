@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from pipectl.batch import MpiChoice, get
+from pipectl.batch import MpiChoice
 from pipectl.errors import MismatchError, PipectlError
 from pipectl.jobs.places import (
     LOCAL,
     check_answering,
-    find_machines,
+    fresh_plan,
+    fresh_profile,
     plan_path,
     profile_path,
     scheduler_name,
 )
-from pipectl.jobs.profiles import Progress, fresh_profile, measure
-from pipectl.jobs.request import Job, make_job, make_request
+from pipectl.jobs.profiles import measure
+from pipectl.jobs.request import Job, make_job
 from pipectl.jobs.rows import join_rows
 from pipectl.plan import Plan
 from pipectl.spec import Point, plan_key, profile_key
 
 if TYPE_CHECKING:
+    from pipectl.profiler.progress import Progress
     from pipectl.spec import JobSpec
+
+T = TypeVar("T")
 
 
 def prepare(
@@ -58,57 +62,47 @@ def prepare(
             the plan asks for what cannot be run.
         InfeasibleError: no plan fits.
     """
-    if make_missing and must_run:
+    submits = make_missing and must_run
+    if submits:
         check_answering(spec, scheduler)
     name = scheduler_name(spec, scheduler)
-    specs = [point.spec for point in points] or [spec]
-    values = [point.values for point in points] or [{}]
-    jobs: list[Job] = []
     launches: dict[str, MpiChoice] = {}
-    for each, named in zip(specs, values, strict=True):
-        with _name_values_in_errors(named):
+    jobs: list[Job] = []
+    for index, each in enumerate([point.spec for point in points] or [spec]):
+        with _name_values_in_errors(points, index):
             settings = f"{each.launch} {each.environment}"
-            machines = find_machines(each, name)
-            job = make_job(each, name, machines, launches.get(settings))
-            if make_missing and must_run:  # what cannot be written is refused before the work
-                get(name).render(make_request(job))
-        launches[settings] = job.launch
-        jobs.append(job)
-    # Without a sweep there is one job, whose profile and plan are saved: all keys are the same.
-    own, keys = "", [""]
-    if points:
-        own, *keys = map(profile_key, [spec, *specs])
-    profiled: dict[str, Job] = {}
-    for index, (job, key) in enumerate(zip(jobs, keys, strict=True)):
-        if key not in profiled:
-            with _name_values_in_errors(values[index]):
-                profiled[key] = _add_profile(
-                    job, progress, save=key == own, make_missing=make_missing, must_run=must_run
-                )
-        same = profiled[key]
-        known = same.profile and job.cluster and join_rows(same.profile, job.cluster)
-        profile, cluster = known or (same.profile, job.cluster)
-        jobs[index] = replace(job, profile=profile, cluster=cluster, measurement=same.measurement)
-    if points:
-        own, *keys = map(plan_key, [spec, *specs])
-    plans: dict[str, Plan | None] = {}
-    for index, (job, key) in enumerate(zip(jobs, keys, strict=True)):
-        if key not in plans:
-            with _name_values_in_errors(values[index]):
-                plans[key] = _find_or_make_plan(
-                    job, progress, save=key == own, make_missing=make_missing, must_run=must_run
-                )
-        jobs[index] = replace(job, plan=plans[key])
-    return [replace(job, prepares=job.profile is None and name != LOCAL) for job in jobs]
+            jobs.append(make_job(each, name, launch=launches.get(settings), check=submits))
+        launches[settings] = jobs[-1].launch
+
+    def find_profile(job: Job, save: bool) -> Job:
+        return _add_profile(job, progress, save=save, make=make_missing, must_run=must_run)
+
+    for index, same in enumerate(_once_per_key(spec, points, profile_key, jobs, find_profile)):
+        job, profile, cluster = jobs[index], same.profile, jobs[index].cluster
+        if profile is not None and cluster is not None:
+            profile, cluster = join_rows(profile, cluster)
+        jobs[index] = replace(
+            job,
+            cluster=cluster,
+            profile=profile,
+            measurement=same.measurement,
+            prepares=profile is None and name != LOCAL,
+        )
+
+    def find_plan(job: Job, save: bool) -> Plan | None:
+        return _find_plan(job, progress, save=save, make=make_missing, must_run=must_run)
+
+    plans = _once_per_key(spec, points, plan_key, jobs, find_plan)
+    return [replace(job, plan=plan) for job, plan in zip(jobs, plans, strict=True)]
 
 
 def _add_profile(
-    job: Job, progress: Progress | None, *, save: bool, make_missing: bool, must_run: bool
+    job: Job, progress: Progress | None, *, save: bool, make: bool, must_run: bool
 ) -> Job:
     """The job with the fresh profile at its usual place, else with one that is measured now."""
     path = profile_path(job.spec)
     profile = fresh_profile(job.spec, path)
-    if profile is None and make_missing and job.scheduler == LOCAL:
+    if profile is None and make and job.scheduler == LOCAL:
         measurement = measure(job.spec, path if save else None, progress)
         return replace(job, profile=measurement.profile, measurement=measurement)
     if profile is not None and profile.fingerprint is None and must_run:
@@ -119,21 +113,21 @@ def _add_profile(
     return replace(job, profile=profile)
 
 
-def _find_or_make_plan(
-    job: Job, progress: Progress | None, *, save: bool, make_missing: bool, must_run: bool
+def _find_plan(
+    job: Job, progress: Progress | None, *, save: bool, make: bool, must_run: bool
 ) -> Plan | None:
     """The fresh plan at the usual place of a job, else one that is made now."""
-    spec, profile, cluster, path = job.spec, job.profile, job.cluster, plan_path(job.spec)
+    profile, cluster, path = job.profile, job.cluster, plan_path(job.spec)
     if profile is None or cluster is None:
         return None
-    if make_missing and progress is not None:
-        progress(0, 0, "planning")
-    # Not before: memory that the process holds while it measures counts as memory of a rank.
-    from pipectl.jobs.planning import find_plan, fresh_plan
+    plan = fresh_plan(job.spec, profile, cluster, path)
+    if plan is None and make:
+        if progress is not None:
+            progress(0, 0, "planning")
+        # Not before: what the process holds while it measures counts as memory of a rank.
+        from pipectl.jobs.planning import find_plan
 
-    plan = fresh_plan(spec, profile, cluster, path)
-    if plan is None and make_missing:
-        plan = find_plan(spec, profile, cluster, keep=save)
+        plan = find_plan(job.spec, profile, cluster, keep=save)
         if save:
             plan.save(path)
     if plan is not None and must_run:
@@ -143,13 +137,34 @@ def _find_or_make_plan(
     return plan
 
 
+def _once_per_key(
+    spec: JobSpec,
+    points: Sequence[Point],
+    key_of: Callable[[JobSpec], str],
+    jobs: Sequence[Job],
+    make: Callable[[Job, bool], T],
+) -> list[T]:
+    """What ``make(job, is_of_spec)`` gives for every job, made once for all of the same key."""
+    if not points:
+        return [make(jobs[0], True)]
+    own, made, results = key_of(spec), dict[str, T](), []
+    for index, job in enumerate(jobs):
+        key = key_of(job.spec)
+        if key not in made:
+            with _name_values_in_errors(points, index):
+                made[key] = make(job, key == own)
+        results.append(made[key])
+    return results
+
+
 @contextmanager
-def _name_values_in_errors(values: Mapping[str, object]) -> Iterator[None]:
+def _name_values_in_errors(points: Sequence[Point], index: int) -> Iterator[None]:
     """Begin errors with the values of a point: ``optimizer.kwargs.lr=0.001, training.seed=2``."""
     try:
         yield
     except PipectlError as error:
-        if values:
+        if points:
+            values = points[index].values
             words = ", ".join(f"{key}={value}" for key, value in values.items())
             error.message = f"{words}: {error.message}"
         raise

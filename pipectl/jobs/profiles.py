@@ -13,7 +13,7 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cache
@@ -31,6 +31,7 @@ from pipectl.profile import MeasuredOn, Profile
 from pipectl.spec import profile_key
 
 if TYPE_CHECKING:
+    from pipectl.profiler.progress import Progress
     from pipectl.spec import JobSpec
 
 LOADING = "loading torch"
@@ -43,9 +44,6 @@ _IN_ALLOCATION = {
 }
 """Variables that are set on compute nodes."""
 _MEASURING_CODE = ("capture", "profiler", "runtime")
-
-Progress = Callable[[int, int, str], None]
-"""Called with (done, total, what is or was done); a total of 0 says that nobody knows how long."""
 
 
 @dataclass(frozen=True)
@@ -208,23 +206,6 @@ def require_compute_node(scheduler: str) -> None:
             cure="measure in an allocation: add --submit (and --wait to follow it);\n"
             "to measure on this machine all the same: --scheduler local",
         )
-
-
-def fresh_profile(spec: JobSpec, path: Path) -> Profile | None:
-    """The profile in ``path``; None if there is none or the spec or its files have changed since.
-
-    Raises:
-        DataFileError: there is one, but it cannot be read; it is for the user to remove it.
-    """
-    if not path.exists():
-        return None
-    profile = Profile.load(path)
-    return profile if is_fresh(spec, profile) else None
-
-
-def is_fresh(spec: JobSpec, profile: Profile) -> bool:
-    """Whether a profile is of this spec; one without a key comes from elsewhere and is believed."""
-    return profile.key is None or profile.key == profile_key(spec)
 
 
 def this_device(spec: JobSpec) -> MeasuredOn:

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 from pipectl.errors import UsageError
 from pipectl.jobs.places import LOCAL, profile_path, scheduler_name
 from pipectl.jobs.prepare import prepare
-from pipectl.jobs.profiles import Progress
 from pipectl.jobs.request import Job, Work, make_job
-from pipectl.jobs.submit import Submission, submit
 from pipectl.plan import Plan
 from pipectl.rehearsal import Rehearsal
 from pipectl.runs import REHEARSAL, RunDirectory, read_metrics
 
 if TYPE_CHECKING:
+    from pipectl.profiler.progress import Progress
     from pipectl.spec import JobSpec
 
 WORKER = "pipectl.runtime.rehearsal"
@@ -73,42 +72,26 @@ class RehearsalResult:
 def prepare_rehearsal(
     spec: JobSpec, scheduler: str | None, progress: Progress | None = None
 ) -> Job:
-    """The plan that a job would run, to be rehearsed on this machine unless a scheduler is named.
+    """All ranks of the plan that a job would run, on this machine unless a scheduler is named.
 
     Raises:
         UsageError: a job for a batch system has no profile yet.
         PipectlError: no plan fits, or a file cannot be used.
     """
-    (job,) = prepare(spec, None, progress, must_run=False)
-    if job.plan is None:
+    (planned,) = prepare(spec, None, progress, must_run=False)
+    plan, cluster = planned.plan, planned.cluster
+    if plan is None or cluster is None:
         raise UsageError(
             f"{profile_path(spec)}: no fresh profile, so there is no plan to rehearse",
             cure="measure the model first: pipectl profile --submit JOB.yaml",
         )
-    scheduler = scheduler or LOCAL
-    if scheduler == LOCAL:
-        spec = _on_this_machine(spec)
-    started = make_job(spec, scheduler)
-    return replace(started, cluster=job.cluster, plan=job.plan, warning=job.warning)
-
-
-def submit_rehearsal(job: Job, now: float) -> Submission:
-    """Start all ranks of a plan, here or where its job would run.
-
-    Args:
-        now: seconds since the epoch.
-
-    Raises:
-        SchedulerError: see :func:`pipectl.jobs.submit.submit`.
-    """
     from pipectl.simulate.rehearsing import rehearsal_of
 
-    assert job.plan is not None
-    assert job.cluster is not None
     ranks_per_core = 1.0
-    if job.scheduler == LOCAL:
-        ranks_per_core = job.plan.ranks / len(os.sched_getaffinity(0))
-    rehearsal = rehearsal_of(job.plan, job.cluster, ranks_per_core)
+    if (scheduler := scheduler or LOCAL) == LOCAL:
+        spec = _on_this_machine(spec)
+        ranks_per_core = plan.ranks / len(os.sched_getaffinity(0))
+    rehearsal = rehearsal_of(plan, cluster, ranks_per_core)
     limit_s = int(_START_S + 2 * seconds_of(rehearsal))
     work = Work(
         kind=REHEARSAL,
@@ -116,9 +99,10 @@ def submit_rehearsal(job: Job, now: float) -> Submission:
         program=("-m", "mpi4py", "-m", WORKER, "--run"),
         steps=rehearsal.steps,
         rehearsal=rehearsal,
-        resources={"walltime": min(job.spec.resources.walltime, limit_s), "gpus_per_node": 0},
+        resources={"walltime": min(spec.resources.walltime, limit_s), "gpus_per_node": 0},
     )
-    return submit(replace(job, work=work), now)
+    job = make_job(spec, scheduler, work)
+    return replace(job, cluster=cluster, plan=plan, warning=planned.warning)
 
 
 def result_of(run: RunDirectory) -> RehearsalResult:

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING
 
 from pipectl.batch import JobRequest, MpiChoice, Template, check_template, choose_mpi, get
 from pipectl.errors import Problem, SpecError
-from pipectl.jobs.places import scheduler_name
+from pipectl.jobs.places import find_machines, scheduler_name
 from pipectl.plan import OffloadTarget
 from pipectl.runs import TRAINING
 from pipectl.spec.references import parse
 
 if TYPE_CHECKING:
     from pipectl.cluster import Cluster
-    from pipectl.jobs.places import Machines
     from pipectl.jobs.profiles import Measurement
     from pipectl.plan import Plan
     from pipectl.profile import Profile
@@ -96,21 +95,34 @@ class Job:
 def make_job(
     spec: JobSpec,
     scheduler: str,
-    machines: Machines | None = None,
+    work: Work | None = None,
+    *,
     launch: MpiChoice | None = None,
+    check: bool = False,
 ) -> Job:
-    """A job with its launcher and its template of job scripts, yet without profile and plan.
+    """A job with its machines, its launcher and its template, yet without profile and plan.
 
     Args:
+        work: by default it trains. Runs that do something else describe no machines of their own.
         launch: what ranks are started with; by default it is looked for.
+        check: whether to write its script once, and drop it.
 
     Raises:
         SpecError: the template cannot be read or used, with the line.
+        MismatchError, DataFileError: see :func:`pipectl.jobs.places.find_machines`.
+        InvalidInputError: a value cannot be written into the script safely.
     """
-    job = Job(spec, scheduler, MpiChoice(spec.launch.mpi), read_template(spec))
-    if machines is not None:
+    template, work = read_template(spec), work or Work()
+    job = Job(spec, scheduler, launch or MpiChoice(spec.launch.mpi), template, work=work)
+    if work.kind == TRAINING:
+        machines = find_machines(spec, scheduler)
         job = replace(job, cluster=machines.cluster, warning=machines.warning)
-    return replace(job, launch=launch or choose_mpi(make_request(job)))
+    request = make_request(job)
+    if launch is None:
+        job = replace(job, launch=choose_mpi(request))
+    if check:
+        get(scheduler).render(job.launch.apply(request))
+    return job
 
 
 def make_request(

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipectl.batch import JobState
 from pipectl.errors import PipectlError, UsageError
 from pipectl.files import make_directory
-from pipectl.jobs.places import find_machines, load_run, scheduler_name
-from pipectl.jobs.profiles import is_fresh
+from pipectl.jobs.places import fresh_plan, is_fresh, load_run, scheduler_name
 from pipectl.jobs.recover import add_next_job, recover_locked
 from pipectl.jobs.request import Job, make_job
 from pipectl.jobs.rows import join_rows
@@ -29,26 +28,12 @@ from pipectl.runs import (
     last_checkpoint,
     locked,
     read_starts,
-    step_of,
 )
 from pipectl.spec import load, profile_key
 from pipectl.spec.references import parse
 
 if TYPE_CHECKING:
     from pipectl.spec import JobSpec
-
-
-@dataclass(frozen=True, kw_only=True)
-class Resumption(Submission):
-    """A run that the batch system has once more.
-
-    Args:
-        step: of the last checkpoint; 0 if there is none, so that it begins anew.
-        replanned: whether it has another plan than before.
-    """
-
-    step: int
-    replanned: bool
 
 
 def resume(
@@ -58,7 +43,7 @@ def resume(
     *,
     force: bool = False,
     trust_owner: bool = False,
-) -> Resumption:
+) -> tuple[Submission, bool]:
     """Submit a run once more, in its own directory.
 
     Args:
@@ -67,6 +52,9 @@ def resume(
         now: seconds since the epoch.
         force: resume even if nobody can tell whether it is over.
         trust_owner: run code that another user could have written.
+
+    Returns:
+        The submission, and whether the run has another plan than before.
 
     Raises:
         UsageError: it still waits or runs, is no training, is to change what it cannot, or its code
@@ -92,12 +80,12 @@ def resume(
                 f"--set training.steps={2 * record.steps}",
             )
         _check_unchanged(run, record, before, spec)
-        machines = find_machines(load_run(run, overrides), record.scheduler)
-        job = make_job(spec, record.scheduler, machines)
+        job = replace(make_job(load_run(run, overrides), record.scheduler), spec=spec)
         plan = Plan.load(run.plan) if run.plan.exists() else None
         job = _plan_again(run, before, job, overrides, plan)
         job = replace(job, prepares=job.plan is None)
-        return _submit_again(run, job, record, now, replanned=job.plan != plan)
+        replanned = job.plan != plan
+        return _submit_again(run, job, record, now, replanned=replanned), replanned
 
 
 def _check_over(run: RunDirectory, record: Record, now: float, *, force: bool) -> JobState:
@@ -157,7 +145,7 @@ def _plan_again(
     enough if it is of the same model and loss.
     """
     from pipectl.jobs.learning import corrected_profile
-    from pipectl.jobs.planning import find_plan, fresh_plan
+    from pipectl.jobs.planning import find_plan
     from pipectl.runtime.supported import check_supported
 
     assert job.cluster is not None
@@ -186,7 +174,7 @@ def _plan_again(
 
 def _submit_again(
     run: RunDirectory, job: Job, record: Record, now: float, *, replanned: bool
-) -> Resumption:
+) -> Submission:
     """Hand the run over, without what its earlier start left; or leave it as it was."""
     starts = read_starts(run)
     new = Submission.new(run, job, now)
@@ -220,6 +208,4 @@ def _submit_again(
         for path in ended:
             path.unlink(missing_ok=True)
         (submission,) = hand_over([new], rollback)
-    last = last_checkpoint(run)
-    step = 0 if last is None else step_of(last) or 0
-    return Resumption(**vars(submission), step=step, replanned=replanned)
+    return submission

@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from importlib.metadata import entry_points
 from itertools import pairwise
-from math import isclose
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +28,6 @@ from pipectl.schedule import (
 from pipectl.schedule.listed import Listed
 from pipectl.simulate import Simulation, simulate
 from pipectl.spec import SCHEDULES_GROUP
-from pipectl.units import format_time
 
 if TYPE_CHECKING:
     from pipectl.spec import JobSpec
@@ -126,16 +124,6 @@ class Simulated:
     def planned_s(self) -> float | None:
         """The step as the plan itself predicts it; None if that is of another order."""
         return None if self.plan.prediction is None else self.plan.prediction.step_time_s
-
-    @property
-    def remarks(self) -> tuple[str, ...]:
-        """What is assumed, and what the plan says otherwise."""
-        assumed = tuple(f"assumed: {assumption}" for assumption in self.assumptions)
-        planned_s = self.planned_s
-        if planned_s is None or isclose(planned_s, self.simulation.step_time_s, rel_tol=1e-6):
-            return assumed
-        time = format_time(planned_s)
-        return (*assumed, f"the plan predicts {time} per step, on the machines it was made for")
 
     def to_json(self) -> dict[str, Any]:
         """For ``--json``."""

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,27 +30,13 @@ if TYPE_CHECKING:
     from pipectl.spec import Point
 
 
-@dataclass(frozen=True)
-class SweepSubmission:
-    """A sweep that the batch system has.
-
-    Args:
-        submissions: of its runs, in the order of the points.
-        job_id: of the array.
-    """
-
-    sweep: SweepDirectory
-    submissions: tuple[Submission, ...]
-    job_id: str
-
-
 def submit_sweep(
     points: Sequence[Point],
     jobs: Sequence[Job],
     at_once: int | None,
     now: float,
     after: Sequence[RunDirectory] = (),
-) -> SweepSubmission:
+) -> tuple[SweepDirectory, tuple[Submission, ...]]:
     """Create a run directory for every point, and hand one script for all to the batch system.
 
     The records of all runs have the tag of the array. A run's own script has a tag of its own: on
@@ -60,6 +46,9 @@ def submit_sweep(
         jobs: of the points.
         at_once: how many may run at the same time; None sets no limit.
         now, after: see :func:`pipectl.jobs.submit.submit`, which raises the same errors.
+
+    Returns:
+        The directory of the sweep, and the submissions of its runs in the order of the points.
     """
     spec, scheduler = points[0].spec, jobs[0].scheduler
     base = Path(spec.output.directory)
@@ -78,10 +67,7 @@ def submit_sweep(
             setting = Setting(sweep.name, values)
             record = replace(submission.record, tag=request.tag, sweep=setting, task=index)
             submissions.append(replace(submission, record=record))
-        submitted = hand_over(submissions, rollback, (sweep, request))
-    job_id = submitted[0].record.job_id
-    assert job_id is not None
-    return SweepSubmission(sweep, submitted, get(scheduler).array_id(job_id))
+        return sweep, hand_over(submissions, rollback, (sweep, request))
 
 
 def render_array(job: Job, points: int, at_once: int | None, now: float) -> str:

@@ -22,8 +22,8 @@ import psutil
 from pipectl.batch import JobState, process
 from pipectl.errors import InfeasibleError, PipectlError, UsageError, WorkerError
 from pipectl.jobs.cancel import cancel
-from pipectl.jobs.places import LOCAL, find_machines, profile_path
-from pipectl.jobs.profiles import Progress, fresh_profile, measure
+from pipectl.jobs.places import LOCAL, find_machines, fresh_profile, profile_path
+from pipectl.jobs.profiles import measure
 from pipectl.jobs.request import make_job
 from pipectl.jobs.rows import join_rows
 from pipectl.jobs.state import RunStatus
@@ -38,6 +38,7 @@ from pipectl.units import format_bytes
 
 if TYPE_CHECKING:
     from pipectl.capture.traits import Traits
+    from pipectl.profiler.progress import Progress
     from pipectl.runtime.compare import Comparison, Trained
     from pipectl.spec import JobSpec
 
@@ -252,8 +253,7 @@ def _find_other_plan(spec: JobSpec, profile: Profile, plan: Plan) -> Plan:
 
 def _train(spec: JobSpec, profile: Profile, plan: Plan, follow: Follow) -> RunDirectory:
     """Run a plan here, to its end."""
-    job = make_job(spec, LOCAL, find_machines(spec, LOCAL))
-    run = submit(replace(job, profile=profile, plan=plan), time.time()).run
+    run = submit(replace(make_job(spec, LOCAL), profile=profile, plan=plan), time.time()).run
     try:
         status = follow(run)
         if status.job.state is JobState.COMPLETED:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 Progress = Callable[[int, int, str], None]
-"""Called with (work done, all work, what was just done)."""
+"""Called with (done, total, what is or was done); a total of 0 says that nobody knows how long."""
 _UNITS = 1000
 
 

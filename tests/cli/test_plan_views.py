@@ -24,7 +24,7 @@ from pipectl.cli.views.plan import (
     verdict,
 )
 from pipectl.cluster import assumed_cluster
-from pipectl.jobs.planning import PlanInputs, StepAnswer
+from pipectl.jobs.plan_answers import PlanInputs, StepAnswer
 from pipectl.plan import Blocks, Plan, Prediction, Replication, Search, StageCost
 from pipectl.planner import PlanRequest
 from pipectl.planner.explain.busiest_link import LinkLoad

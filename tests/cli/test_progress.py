@@ -13,7 +13,7 @@ from rich.console import Console
 from pipectl.cli.commands.plan import stop_at_interrupt
 from pipectl.cli.failure import signals_interrupt
 from pipectl.cli.progress import Lines, progress_bar
-from pipectl.jobs.planning import Deadline
+from pipectl.jobs.plan_answers import Deadline
 
 
 def test_a_line_every_ten_seconds_with_the_time_left(capfd: pytest.CaptureFixture[str]) -> None:

@@ -112,7 +112,10 @@ def test_a_model_that_has_changed_is_measured_anew_by_the_job(
     program("sbatch", "echo 42")
     result = cli("resume", "last")
     assert result.code == 0
-    assert result.err == ("no fresh profile: the job measures the model first, in its allocation\n")
+    assert (
+        result.err
+        == "no fresh profile: the model is measured before it is trained, in the job's allocation\n"
+    )
     assert "from the beginning" in result.out
     assert "pipectl.jobs.in_job" in ended.script.read_text()
     assert not ended.plan.exists()

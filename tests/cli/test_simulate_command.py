@@ -77,7 +77,7 @@ def test_a_machine_that_nobody_named_is_told(cli: Command, profile: Path) -> Non
     assert cli("plan", "job.yaml").code == 0
     plan = ("--plan", "runs/tiny.plan.json")
     told = cli("lab", "simulate", *plan).out.splitlines()[-2:]
-    assert told[0] == "assumed: cluster 'tiny' is assumed, not measured"
+    assert told[0] == "assumed: cluster 'tiny' (not measured)"
     assert told[1].startswith("the plan predicts ")
     assert "assumed" not in cli("lab", "simulate", *plan, "--cluster", "slow.json").out
     answer, known = (

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from conftest import Command, OnlyRun, Program
 
 SLURM = ("--scheduler", "slurm")
-UNMEASURED = "no fresh profile: the job measures the model first, in its allocation"
+UNMEASURED = "no fresh profile: the model is measured before it is trained, in the job's allocation"
 
 
 def test_dry_run_prints_only_the_script_and_leaves_nothing(cli: Command, job: Path) -> None:
@@ -61,7 +61,7 @@ def test_dry_run_uses_nothing_stale_and_says_what_would_be_made(
     assert result.err == f"{UNMEASURED}\n"
     assert "pipectl.jobs.in_job" in result.out
     result = cli(*line, "--scheduler", "local")
-    assert result.err == "no fresh profile: submit measures the model first, here\n"
+    assert result.err == "no fresh profile: the model is measured before it is trained\n"
     assert "pipectl.jobs.in_job" not in result.out
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from pipectl.errors import InfeasibleError, PipectlError
 from pipectl.jobs.lab_plan import Balanced, change_links, plan_balance
-from pipectl.jobs.planning import Deadline, gather
+from pipectl.jobs.plan_answers import Deadline, gather
 
 WORKLOADS = os.environ.get("PIPECTL_WORKLOADS")
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from pipectl.jobs import profiles
-from pipectl.jobs.profiles import Interrupted, fresh_profile, measure
+from pipectl.jobs.places import fresh_profile
+from pipectl.jobs.profiles import Interrupted, measure
 from pipectl.profile import Operator, OperatorMemory, OptimizerCost, Profile
 from pipectl.profiler.effort import Effort
 from pipectl.profiler.journal import Journal

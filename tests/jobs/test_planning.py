@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from pipectl.cluster import assumed_cluster
-from pipectl.jobs.planning import MAX_SLOWER, Deadline, gather, request_of, step_range
+from pipectl.jobs.plan_answers import MAX_SLOWER, Deadline, gather, step_range
+from pipectl.jobs.planning import request_of
 from pipectl.link import Link
 from pipectl.plan import OffloadTarget
 from pipectl.planner import PlanRequest

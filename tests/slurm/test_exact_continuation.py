@@ -23,7 +23,6 @@ import pytest
 import yaml
 
 from pipectl.batch import JobState
-from pipectl.jobs.places import find_machines
 from pipectl.jobs.planning import find_plan
 from pipectl.jobs.request import make_job
 from pipectl.jobs.resume import resume
@@ -162,8 +161,8 @@ class Continued:
     def go_on(self, ranks: int, **settings: Any) -> None:
         overrides = {**of(self.scheduler, self.family, ranks), **settings}
         again = [f"{key}={json.dumps(value)}" for key, value in overrides.items()]
-        resumption = resume(self.run, again, time.time())
-        print(f"{self.family}: goes on from {resumption.step} over {ranks} ranks", flush=True)
+        resume(self.run, again, time.time())
+        print(f"{self.family}: goes on over {ranks} ranks", flush=True)
 
     def log(self) -> str:
         with suppress(OSError):
@@ -265,10 +264,10 @@ def begin(tmp_path_factory: pytest.TempPathFactory, profile: Profile) -> Iterato
         changed = {**of(scheduler, family, ranks), **settings}
         changed["output.directory"] = str(folder / "runs")
         spec = load(path, [f"{key}={json.dumps(value)}" for key, value in changed.items()])
-        machines = find_machines(spec, scheduler)
         fresh = replace(profile, key=profile_key(spec))
-        plan = find_plan(spec, fresh, machines.cluster)
-        job = replace(make_job(spec, scheduler, machines), profile=fresh, plan=plan)
+        job = make_job(spec, scheduler)
+        assert job.cluster is not None
+        job = replace(job, profile=fresh, plan=find_plan(spec, fresh, job.cluster))
         run = submit(job, time.time()).run
         seed = f"{SEED} {scheduler} {family} {ranks} {settings}"
         started.append(Continued(run, scheduler, random.Random(seed), family))

@@ -12,7 +12,14 @@ import typer
 
 from pipectl.batch import Queue, get
 from pipectl.cli.console import note, say
-from pipectl.cli.options import SchedulerName, read_size, read_walltime, reader, refuse
+from pipectl.cli.options import (
+    SchedulerName,
+    parse_whole_number,
+    read_size,
+    read_walltime,
+    reader,
+    refuse,
+)
 from pipectl.errors import SchedulerError, UsageError
 from pipectl.files import make_directory_of, write_json, write_text
 from pipectl.jobs.init import (
@@ -32,7 +39,6 @@ from pipectl.units import did_you_mean, format_clock, is_name
 
 LOSS = "torch.nn:CrossEntropyLoss"
 _REFERENCE = "FILE:NAME"
-_MAX_COUNT = 10**7
 
 
 def command(
@@ -194,17 +200,11 @@ def _find_resources(queue: Queue | None, given: dict[str, Any], *, ask: bool) ->
     return resources
 
 
-def _count(text: str) -> int:
-    if not text.strip().isdecimal() or int(text) >= _MAX_COUNT:
-        raise ValueError("must be a whole number")
-    return int(text)
-
-
 _QUESTIONS: dict[str, tuple[str, Callable[[str], Any], Callable[[Any], str]]] = {
-    "nodes": ("Nodes", reader(_count), str),
-    "tasks_per_node": ("Ranks on each node", reader(_count), str),
-    "cpus_per_task": ("Cores of each rank", reader(_count), str),
-    "gpus_per_node": ("GPUs of each node", reader(_count, zero=True), str),
+    "nodes": ("Nodes", reader(parse_whole_number), str),
+    "tasks_per_node": ("Ranks on each node", reader(parse_whole_number), str),
+    "cpus_per_task": ("Cores of each rank", reader(parse_whole_number), str),
+    "gpus_per_node": ("GPUs of each node", reader(parse_whole_number, zero=True), str),
     "memory_bytes": (
         "Memory of each node",
         lambda text: None if text == "default" else read_size(text),

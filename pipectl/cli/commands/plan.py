@@ -10,11 +10,13 @@ from types import FrameType
 from typing import Annotated
 
 import typer
+from rich.console import Group
 
 from pipectl.cli.console import note, output, plain, say, say_json, short_path, warn
 from pipectl.cli.options import Json, Overrides, SchedulerOption, refuse
 from pipectl.cli.progress import progress_bar
 from pipectl.cli.views.plan import (
+    assumption_lines,
     headline,
     prediction_lines,
     scaling_lines,
@@ -23,7 +25,7 @@ from pipectl.cli.views.plan import (
 )
 from pipectl.errors import UsageError
 from pipectl.files import make_directory_of, write_text
-from pipectl.jobs.planning import (
+from pipectl.jobs.plan_answers import (
     Deadline,
     PlanInputs,
     gather,
@@ -185,8 +187,8 @@ def compare_nodes(
     console.print(scaling_table(result, console.width))
     for line in scaling_lines(result):
         console.print(plain(line))
-    for assumption in (*inputs.profile.assumptions, *inputs.cluster.assumptions):
-        console.print(plain(f"assumed: {assumption}", "dim"))
+    assumptions = (*inputs.profile.assumptions, *inputs.cluster.assumptions)
+    console.print(Group(*assumption_lines(assumptions)))
 
 
 @contextmanager

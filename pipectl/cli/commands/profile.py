@@ -16,10 +16,10 @@ from pipectl.cli.progress import profiling_progress
 from pipectl.cli.views.profile import links_view, show_measurement
 from pipectl.cluster import Cluster
 from pipectl.errors import UsageError
-from pipectl.jobs.measuring import submit_links, submit_profile
+from pipectl.jobs.measuring import links_job, profile_job
 from pipectl.jobs.places import cluster_path, profile_path, scheduler_name
 from pipectl.jobs.profiles import Measurement, measure, require_compute_node
-from pipectl.jobs.submit import Submission
+from pipectl.jobs.submit import submit as submit_job
 from pipectl.jobs.trust import warning_of_code
 from pipectl.spec import JobSpec, load
 
@@ -65,45 +65,40 @@ def command(
     spec = load(job, overrides or ())
     warn(warning_of_code(spec, job))
     where = scheduler_name(spec, None if scheduler is None else scheduler.value)
-    if links:
-        followed = wait or not submit
-        _measure_links(spec, where, output_file, effort.value, wait=followed, as_json=as_json)
-        return
-    path = output_file or profile_path(spec)
-    if not submit:
+    path = output_file or (cluster_path(spec) if links else profile_path(spec))
+    if not (links or submit):
         require_compute_node(where)
         with profiling_progress() as progress:
             measurement = measure(spec, path, progress, effort.value, again=again)
-    else:
-        submission = submit_profile(spec, where, path, effort.value, time.time(), again=again)
-        if not wait:
-            _show_submission(submission, "the profile", path, as_json=as_json)
-            return
-        if not as_json:
-            print_submission(submission.run, _submitted(submission))
-        run = submission.run
-        follow_or_exit(run, as_json=as_json)
-        measurement = Measurement.load(run.profile, run.measurement)
-    show_measurement(measurement, path, time.time(), as_json=as_json)
-
-
-def _measure_links(
-    spec: JobSpec, scheduler: str, path: Path | None, effort: str, *, wait: bool, as_json: bool
-) -> None:
-    """Start the measuring as a run of its own; follow it and show the links.
-
-    Args:
-        path: of the cluster description; None is its usual place, where plans look for it.
-    """
-    usual = cluster_path(spec)
-    path = path or usual
-    submission = submit_links(spec, scheduler, path, effort, time.time())
-    if not wait:
-        _show_submission(submission, "the cluster", path, as_json=as_json)
+        show_measurement(measurement, path, time.time(), as_json=as_json)
         return
-    note(f"measuring: {submission.run.name} ({job_of(submission.record)})")
-    follow_or_exit(submission.run, as_json=as_json)
-    cluster = Cluster.load(path)
+    if links:
+        measuring = links_job(spec, where, path, effort.value)
+    else:
+        measuring = profile_job(spec, where, path, effort.value, again=again)
+    submission = submit_job(measuring, time.time())
+    run, record = submission.run, submission.record
+    result = f"the {'cluster' if links else 'profile'} will be in {short_path(path.absolute())}"
+    if submit and not as_json:
+        lines = () if wait else (result,)
+        print_submission(run, f"submitted: {run.name} ({job_of(record)})", *lines)
+    elif links and not submit:
+        note(f"measuring: {run.name} ({job_of(record)})")
+    if submit and not wait:
+        if as_json:
+            say_json(submission_json(run, record, file=str(path.absolute())))
+        return
+    follow_or_exit(run, as_json=as_json)
+    if links:
+        _show_links(spec, path, as_json=as_json)
+    else:
+        measurement = Measurement.load(run.profile, run.measurement)
+        show_measurement(measurement, path, time.time(), as_json=as_json)
+
+
+def _show_links(spec: JobSpec, path: Path, *, as_json: bool) -> None:
+    """The measured links, and whether plans find them in ``path``."""
+    cluster, usual = Cluster.load(path), cluster_path(spec)
     if as_json:
         say_json(cluster.to_json())
     else:
@@ -114,17 +109,3 @@ def _measure_links(
         note(f"the job sets cluster:, so plans use {spec.cluster_file}")
     elif spec.cluster_file is None and path.absolute() != usual.absolute():
         note(f"plans look for it in {usual}; set cluster: to have them use {path}")
-
-
-def _show_submission(submission: Submission, what: str, path: Path, *, as_json: bool) -> None:
-    """The job that measures, and where its result will be."""
-    if as_json:
-        file = str(path.absolute())
-        say_json(submission_json(submission.run, submission.record, file=file))
-    else:
-        result = f"{what} will be in {short_path(path.absolute())}"
-        print_submission(submission.run, _submitted(submission), result)
-
-
-def _submitted(submission: Submission) -> str:
-    return f"submitted: {submission.run.name} ({job_of(submission.record)})"

@@ -19,7 +19,7 @@ from pipectl.cli.follow import (
 from pipectl.cli.options import RUNS, Json, Overrides, RunName, RunsDirectory, TrustOwner, Wait
 from pipectl.cli.views.run import print_run
 from pipectl.jobs.resume import resume
-from pipectl.runs import find_run
+from pipectl.runs import find_run, last_checkpoint, step_of
 
 
 def command(
@@ -35,17 +35,18 @@ def command(
     directory: RunsDirectory = RUNS,
 ) -> None:
     run = find_run(directory, name)
-    resumed = resume(run, overrides or (), time.time(), force=force, trust_owner=trust_owner)
-    job, record = resumed.job, resumed.record
+    submission, replanned = resume(
+        run, overrides or (), time.time(), force=force, trust_owner=trust_owner
+    )
+    job, record, checkpoint = submission.job, submission.record, last_checkpoint(run)
+    step = 0 if checkpoint is None else step_of(checkpoint) or 0
     print_launch(job.launch, job.warning)
     if not as_json:
-        if job.plan is None or resumed.replanned:
-            print_plan(job.plan, "new plan: ")
-        begin = "from the beginning: no checkpoint yet"
-        begin = f"from step {resumed.step}" if resumed.step else begin
+        if job.plan is None or replanned:
+            print_plan([job], "new plan: ")
+        begin = f"from step {step}" if step else "from the beginning: no checkpoint yet"
         print_submission(run, f"resumed: {record.name} ({job_of(record)}), {begin}")
     if wait:
         print_run(follow_or_exit(run, as_json=as_json), as_json=as_json)
     elif as_json:
-        more = {"from_step": resumed.step, "planned_anew": resumed.replanned}
-        say_json(submission_json(run, record, **more))
+        say_json(submission_json(run, record, from_step=step, planned_anew=replanned))

@@ -12,9 +12,9 @@ from typing import Annotated
 
 import typer
 
+from pipectl.batch import get
 from pipectl.cli.console import note, say, say_json, short_path, warn
 from pipectl.cli.follow import (
-    NO_PROFILE,
     exit_code,
     follow,
     follow_or_exit,
@@ -35,17 +35,16 @@ from pipectl.cli.options import (
     refuse,
 )
 from pipectl.cli.progress import profiling_progress
-from pipectl.cli.views.plan import headline, prediction_lines
 from pipectl.cli.views.profile import note_origin
 from pipectl.cli.views.run import print_run, print_sweep
 from pipectl.errors import UsageError
-from pipectl.jobs.places import LOCAL, plan_path, profile_path, scheduler_name
+from pipectl.jobs.places import LOCAL, coupling_warning, plan_path, profile_path, scheduler_name
 from pipectl.jobs.prepare import prepare
 from pipectl.jobs.state import get_statuses
-from pipectl.jobs.submit import estimate, render, submit
-from pipectl.jobs.sweep import SweepSubmission, render_array, submit_sweep
+from pipectl.jobs.submit import Submission, estimate, render, submit
+from pipectl.jobs.sweep import render_array, submit_sweep
 from pipectl.jobs.trust import warning_of_code
-from pipectl.runs import find_runs
+from pipectl.runs import RunDirectory, SweepDirectory, find_runs
 from pipectl.spec import JobSpec, Point, load_sweep
 
 
@@ -93,7 +92,8 @@ def command(
     gres: Annotated[
         str | None,
         typer.Option(
-            help="gpu:N sets resources.gpus_per_node; other values set slurm.options.gres."
+            metavar="GRES",
+            help="gpu:N sets resources.gpus_per_node; other values set slurm.options.gres.",
         ),
     ] = None,
     as_json: Json = False,
@@ -162,60 +162,57 @@ def _submit(
         note_origin(job.measurement, time.time(), "use `pipectl profile --again` to measure again")
     for launch, warning in dict.fromkeys((job.launch, job.warning) for job in jobs):
         print_launch(launch, warning)
+    profiled = [(job.spec, job.profile) for job in jobs if job.profile is not None]
+    for text in dict.fromkeys(coupling_warning(*each) for each in profiled):
+        warn(text)
+    now = time.time()
+    place: RunDirectory | SweepDirectory
     if points:
         at_once = None if spec.sweep is None else spec.sweep.at_once
-        sweep = submit_sweep(points, jobs, at_once, time.time(), before)
-        _report_sweep(sweep, wait=wait, as_json=as_json)
-        return
-    if job.profile is not None:
-        # Not before: what the process holds while it measures counts as memory of a rank.
-        from pipectl.jobs.planning import coupling_warning
-
-        warn(coupling_warning(spec, job.profile))
-    submission = submit(job, time.time(), before)
-    run, record = submission.run, submission.record
+        place, submissions = submit_sweep(points, jobs, at_once, now, before)
+    else:
+        submissions = (submit(job, now, before),)
+        place = submissions[0].run
     if not as_json:
-        print_plan(job.plan)
-        what = f"submitted: {record.name} ({job_of(record)})"
-        print_submission(run, what, f"run directory: {short_path(run.path)}")
-    if wait:
-        print_run(follow_or_exit(run, as_json=as_json), as_json=as_json)
+        print_plan(jobs)
+        _print_submitted(place, submissions)
+    if wait and isinstance(place, SweepDirectory):
+        _follow_sweep(place, as_json=as_json)
+    elif wait:
+        print_run(follow_or_exit(submissions[0].run, as_json=as_json), as_json=as_json)
     elif as_json:
-        say_json(submission_json(run, record))
+        answers = [submission_json(each.run, each.record) for each in submissions]
+        for answer, point in zip(answers, points, strict=False):
+            answer |= {"sweep": place.name, "values": dict(point.values)}
+        say_json(answers if points else answers[0])
 
 
-def _report_sweep(sweep: SweepSubmission, *, wait: bool, as_json: bool) -> None:
-    """Say what was submitted; with ``wait``, follow one run after the other to its end.
+def _print_submitted(
+    place: RunDirectory | SweepDirectory, submissions: Sequence[Submission]
+) -> None:
+    record = submissions[0].record
+    what, kind = f"{record.name} ({job_of(record)})", "run"
+    if isinstance(place, SweepDirectory):
+        array = get(record.scheduler).array_id(record.job_id or "")
+        of = "" if record.scheduler == LOCAL else f" ({record.scheduler} job {array})"
+        what, kind = f"{len(submissions)} runs of {record.name}{of}", "sweep"
+    directory = f"{kind} directory: {short_path(place.path)}"
+    print_submission(place, f"submitted: {what}", directory)
+
+
+def _follow_sweep(sweep: SweepDirectory, *, as_json: bool) -> None:
+    """Follow one run after the other to its end.
 
     Raises:
         typer.Exit: with the code of the first run that failed.
     """
-    runs, first = len(sweep.submissions), sweep.submissions[0].record
-    if not as_json:
-        unplanned = sum(submission.job.plan is None for submission in sweep.submissions)
-        if unplanned:
-            note(
-                f"no fresh profile for {unplanned} of {runs} runs: their jobs measure the model "
-                "first, in their allocation"
-            )
-        job = "" if first.scheduler == LOCAL else f" ({first.scheduler} job {sweep.job_id})"
-        what = f"submitted: {runs} runs of {first.name}{job}"
-        print_submission(sweep.sweep, what, f"sweep directory: {short_path(sweep.sweep.path)}")
-    if wait:
-        codes = []
-        for submission in sweep.submissions:
-            note(submission.run.name)
-            codes.append(exit_code(follow(submission.run)))
-        statuses = get_statuses(sweep.sweep.runs(), time.time())
-        print_sweep(sweep.sweep, statuses, as_json=as_json)
-        if code := next(filter(None, codes), 0):
-            raise typer.Exit(code)
-    elif as_json:
-        answers = []
-        for run, record in ((each.run, each.record) for each in sweep.submissions):
-            values = dict(record.sweep.values) if record.sweep else {}
-            answers.append(submission_json(run, record, sweep=sweep.sweep.name, values=values))
-        say_json(answers)
+    codes = []
+    for run in sweep.runs():
+        note(run.name)
+        codes.append(exit_code(follow(run)))
+    print_sweep(sweep, get_statuses(sweep.runs(), time.time()), as_json=as_json)
+    if code := next(filter(None, codes), 0):
+        raise typer.Exit(code)
 
 
 def _print_script(spec: JobSpec, points: Sequence[Point], scheduler: str | None) -> None:
@@ -228,14 +225,8 @@ def _print_script(spec: JobSpec, points: Sequence[Point], scheduler: str | None)
         sys.stdout.write(render_array(job, len(points), at_once, now))
         note("\nEach task of the array runs the script of its run. The first one is:\n")
     print_launch(job.launch, job.warning)
-    if job.plan is not None:
-        note(f"plan: {plan_path(job.spec)}: {headline(job.plan)}")
-        for line in prediction_lines(job.plan):
-            note(line)
-    elif job.profile is not None:
+    if job.plan is None and job.profile is not None:
         note(f"no fresh plan: submit makes one, of {profile_path(job.spec)}")
-    elif job.scheduler == LOCAL:
-        note("no fresh profile: submit measures the model first, here")
     else:
-        note(NO_PROFILE)
+        print_plan([job], before=f"plan: {plan_path(job.spec)}: ", tell=note)
     sys.stdout.write(script)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from enum import StrEnum
-from math import inf
 from pathlib import Path
 from typing import Annotated
 
@@ -13,8 +12,16 @@ from rich.console import Group, RenderableType
 
 from pipectl.cli.commands import plan as plan_command
 from pipectl.cli.console import output, plain, say_json, table, warn
-from pipectl.cli.options import Json, Overrides, SchedulerOption, read_size, reader, refuse
-from pipectl.cli.views.plan import plural
+from pipectl.cli.options import (
+    Json,
+    Overrides,
+    SchedulerOption,
+    parse_number,
+    read_size,
+    reader,
+    refuse,
+)
+from pipectl.cli.views.plan import assumption_lines, plural
 from pipectl.jobs.lab_plan import (
     Balanced,
     allow_techniques,
@@ -22,7 +29,7 @@ from pipectl.jobs.lab_plan import (
     choose_planner,
     plan_balance,
 )
-from pipectl.jobs.planning import Deadline, gather
+from pipectl.jobs.plan_answers import Deadline, gather
 from pipectl.profile import Profile
 from pipectl.units import format_time, parse_bytes, parse_duration
 
@@ -44,19 +51,9 @@ def _bandwidth(text: str) -> float:
     amount = text.strip().removesuffix("/s")
     bits = _BITS.fullmatch(amount)
     try:
-        rate = float(bits[1]) * _PREFIXES[bits[2]] / 8 if bits else float(parse_bytes(amount))
+        return float(bits[1]) * _PREFIXES[bits[2]] / 8 if bits else float(parse_bytes(amount))
     except ValueError:
         raise ValueError(f"{text!r} is not a bandwidth; write for example 1GB/s") from None
-    if not 0 < rate < inf:
-        raise ValueError("must be above 0, and finite")
-    return rate
-
-
-def _positive(text: str) -> float:
-    number = float(text)
-    if not 0 < number < inf:
-        raise ValueError("must be a number above 0")
-    return number
 
 
 def command(
@@ -83,7 +80,9 @@ def command(
     ] = None,
     communication_scale: Annotated[
         float | None,
-        typer.Option(parser=reader(_positive), metavar="X", help="Messages take X times as long."),
+        typer.Option(
+            parser=reader(parse_number), metavar="X", help="Messages take X times as long."
+        ),
     ] = None,
     allow: Annotated[
         list[str] | None,
@@ -184,4 +183,4 @@ def _balance_view(balanced: Balanced, profile: Profile) -> RenderableType:
                 f"bubble {plan.prediction.bubble:.1%}"
             )
         )
-    return Group(*parts, *(plain(f"assumed: {each}") for each in plan.assumptions))
+    return Group(*parts, *assumption_lines(plan.assumptions))

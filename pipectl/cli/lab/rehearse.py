@@ -15,10 +15,9 @@ from pipectl.jobs.rehearse import (
     prepare_rehearsal,
     result_of,
     seconds_of,
-    submit_rehearsal,
 )
+from pipectl.jobs.submit import submit
 from pipectl.jobs.trust import warning_of_code
-from pipectl.rehearsal import Rehearsal
 from pipectl.runs import as_typed
 from pipectl.spec import load
 from pipectl.units import format_time
@@ -39,9 +38,9 @@ def command(
     with profiling_progress() as progress:
         planned = prepare_rehearsal(spec, scheduler and scheduler.value, progress)
     print_launch(planned.launch, planned.warning)
-    submission = submit_rehearsal(planned, time.time())
-    run, record = submission.run, submission.record
-    rehearsal = Rehearsal.load(run.rehearsal)
+    submission = submit(planned, time.time())
+    run, record, rehearsal = submission.run, submission.record, planned.work.rehearsal
+    assert rehearsal is not None
     steps = f"{rehearsal.steps} step{'s' if rehearsal.steps > 1 else ''}"
     note(
         f"rehearsing {record.ranks} ranks ({record.scheduler}): {steps} in about "

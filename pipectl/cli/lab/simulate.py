@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
+from math import isclose
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from pipectl.cli.console import output, plain, say, say_json
-from pipectl.cli.options import Json, reader, refuse
-from pipectl.cli.views.plan import gantt_lines, headline
+from pipectl.cli.options import Json, parse_number, reader, refuse
+from pipectl.cli.views.plan import assumption_lines, gantt_lines, headline
 from pipectl.cluster import Cluster
 from pipectl.errors import UsageError
 from pipectl.files import make_directory_of, write_text
 from pipectl.jobs.schedules import Simulated, plan_equal_stages, simulate_plan
 from pipectl.plan import Plan
 from pipectl.report.gantt import gantt_svg, legend
+from pipectl.units import format_time
 
 _MAX_SHOWN = 16
 """Stages whose micro-batches in flight are printed."""
-_MAX_TIME = 1e100
-"""A time whose sums are finite."""
-
-
-def _time(text: str) -> float:
-    number = float(text)
-    if not 0 <= number <= _MAX_TIME:
-        raise ValueError(f"must be a number from 0 to {_MAX_TIME:g}")
-    return number
 
 
 def _time_option(help_text: str) -> Any:
-    return typer.Option(parser=reader(_time, zero=True), metavar="X", help=help_text)
+    return typer.Option(parser=reader(parse_number, zero=True), metavar="X", help=help_text)
 
 
 def command(
@@ -94,8 +87,12 @@ def _show(step: Simulated) -> None:
     for line in gantt_lines(timeline, console.width):
         console.print(line)
     console.print(plain(legend(timeline), "dim"))
-    for remark in step.remarks:
-        say(remark, "dim")
+    for line in assumption_lines(step.assumptions):
+        console.print(line)
+    planned_s = step.planned_s
+    if planned_s is not None and not isclose(planned_s, step.simulation.step_time_s, rel_tol=1e-6):
+        time = format_time(planned_s)
+        say(f"the plan predicts {time} per step, on the machines it was made for", "dim")
 
 
 def _figures(step: Simulated) -> str:

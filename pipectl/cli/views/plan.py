@@ -5,7 +5,7 @@ Everything fits 80 columns; what a wider terminal adds is left out below that.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
@@ -20,7 +20,7 @@ from pipectl.timeline import Timeline
 from pipectl.units import format_bytes, format_time
 
 if TYPE_CHECKING:  # `status` shows plans, too, and loads no planner
-    from pipectl.jobs.planning import StepAnswer
+    from pipectl.jobs.plan_answers import StepAnswer
     from pipectl.planner.explain.busiest_link import End, LinkLoad
     from pipectl.planner.explain.data_parallel import WithoutPipeline
     from pipectl.planner.explain.explain import Explanation
@@ -143,8 +143,14 @@ def step_view(answer: StepAnswer, width: int) -> RenderableType:
     parts.append(plain(legend(answer.simulation.timeline), "dim"))
     if explanation is not None:
         parts += map(plain, explanation_lines(explanation, answer.inputs.cluster))
-    parts += [plain(f"assumed: {assumption}", "dim") for assumption in plan.assumptions]
+    parts += assumption_lines(plan.assumptions)
     return Group(*parts)
+
+
+def assumption_lines(assumptions: Iterable[str]) -> list[Text]:
+    """What a prediction assumes, a line each."""
+    words = (text.replace(" is assumed, not measured", " (not measured)") for text in assumptions)
+    return [plain(f"assumed: {text}", "dim") for text in words]
 
 
 def stage_table(plan: Plan, ends: Sequence[str], width: int) -> Table:

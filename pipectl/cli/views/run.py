@@ -283,9 +283,13 @@ def runs_table(statuses: Sequence[RunStatus], width: int) -> Table:
     Args:
         width: columns of the terminal.
     """
-    rows = [_row(status) for status in statuses]
-    heads, cells = tuple(rows[0]), [tuple(row.values()) for row in rows]
-    return table(heads, cells, left=_WORDS, optional=_OPTIONAL, width=width)
+    return _table([_row(status) for status in statuses], _OPTIONAL, width)
+
+
+def _table(rows: Sequence[Mapping[str, str | Text]], optional: Sequence[str], width: int) -> Table:
+    """Rows of cells by the heads of their columns."""
+    cells = [tuple(row.values()) for row in rows]
+    return table(tuple(rows[0]), cells, left=_WORDS, optional=optional, width=width)
 
 
 def _row(status: RunStatus) -> dict[str, str | Text]:
@@ -362,22 +366,18 @@ def sweep_picture(
     metrics = dict.fromkeys(name for one in statuses for name in one.measured.evaluation)
     rows = []
     for point, one in zip(points, statuses, strict=True):
-        evaluation = (_figure(one.measured.evaluation.get(name), "") for name in metrics)
+        facts, evaluation = _row(one), one.measured.evaluation
         rows.append(
-            (
-                one.run.name.removeprefix(f"{sweep.name}-"),
-                *(_value(point, key) for key in keys),
-                _state(one),
-                f"{one.measured.step}/{one.steps or '?'}",
-                _figure(one.measured.last_loss, ""),
-                *evaluation,
-                plain("*" if one is best else "", "green"),
-            )
+            {
+                "run": one.run.name.removeprefix(f"{sweep.name}-"),
+                **{name: _value(point, key) for key, name in keys.items()},
+                **{head: facts[head] for head in ("state", "step", "loss")},
+                **{f"evaluation {name}": _figure(evaluation.get(name), "") for name in metrics},
+                "best": plain("*" if one is best else "", "green"),
+            }
         )
-    measured = ("step", "loss", *(f"evaluation {name}" for name in metrics))
-    heads = ("run", *keys.values(), "state", *measured, "best")
     optional = ("step", *reversed(keys.values()), "best")
-    return Group(head, table(heads, rows, left=("run", "state"), optional=optional, width=width))
+    return Group(head, _table(rows, optional, width))
 
 
 def values_text(values: Mapping[str, Any]) -> str:

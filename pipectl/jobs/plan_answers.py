@@ -1,0 +1,487 @@
+"""The answers of `pipectl plan`: the best plan, where its time goes, and what else would do.
+
+`gather` puts together what a planner needs, :class:`PlanInputs`; `plan_step` and `plan_nodes` give
+it to one.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipectl.cluster import ASSUMED_BETWEEN, Cluster, Device, Node
+from pipectl.compiled import compiling_s
+from pipectl.errors import UsageError
+from pipectl.jobs.learning import corrected_profile
+from pipectl.jobs.places import (
+    coupling_warning,
+    find_machines,
+    is_fresh,
+    plan_path,
+    profile_path,
+    scheduler_name,
+)
+from pipectl.jobs.planning import advise_other_micro_batches, kept_micro_batches, request_of
+from pipectl.jobs.rows import join_rows
+from pipectl.plan import Plan
+from pipectl.planner import PlanRequest
+from pipectl.planner.baselines import OWN
+from pipectl.planner.baselines.plans import policy_plans
+from pipectl.planner.explain.busiest_link import LinkLoad, busiest_link
+from pipectl.planner.explain.data_parallel import Estimate, WithoutPipeline, without_pipeline
+from pipectl.planner.explain.explain import Explanation, Offer, explain
+from pipectl.planner.explain.scaling import Scaling, scaling
+from pipectl.planner.explain.step_parts import StepParts, step_parts
+from pipectl.planner.explain.what_if import (
+    with_bandwidth,
+    with_ranks,
+    with_slower_assumed_links,
+)
+from pipectl.planner.graph.imported import folded, prepared
+from pipectl.planner.search import MOST_ALTERNATIVES, Found, search_plans
+from pipectl.profile import Profile
+from pipectl.runs import find_run
+from pipectl.simulate import Simulation, simulate
+from pipectl.spec import load
+from pipectl.units import parse_bytes
+
+if TYPE_CHECKING:
+    pass
+
+MICRO_BATCHES_PER_DEVICE = 4
+"""Of a step, if nobody says how large the batch is."""
+MAX_SLOWER = 4.0, 10.0
+"""By which assumed links within and between nodes may be slower: 1 Gbit/s instead of 10, say."""
+_MIN_RANGE = 0.05
+"""Of a step: a narrower range is shown as a point."""
+_TOTALS = "total memory of nodes (memory_bytes) counts for --objective max-stage-load only"
+
+
+@dataclass(frozen=True)
+class PlanInputs:
+    """Everything a planner needs, and what people should know of it.
+
+    Args:
+        cluster_file: that the cluster is from; None for an assumed one.
+        plan_file: where the job's own plan belongs; None if this is another one.
+        warnings: about the profile and the machines.
+        kept: micro-batches of the job's last plan, if the job leaves their number open.
+        planner: name of the one to ask.
+    """
+
+    profile: Profile
+    cluster: Cluster
+    request: PlanRequest
+    cluster_file: Path | None = None
+    plan_file: Path | None = None
+    warnings: tuple[str, ...] = ()
+    kept: int | None = None
+    planner: str = OWN
+
+    def fold(self) -> PlanInputs:
+        """With operators put together as plans for the shortest step have them."""
+        profile = folded(prepared(self.profile))
+        if any(operator.memory_bytes for operator in profile.operators):
+            profile = replace(profile, assumptions=(*profile.assumptions, _TOTALS))
+        return replace(self, profile=profile)
+
+
+def gather(
+    job: Path | None,
+    profile: Path | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    scheduler: str | None = None,
+    cluster: Path | None = None,
+    devices: int | None = None,
+    nodes: Sequence[int] | None = None,
+    new_micro_batches: bool = False,
+    from_run: str | None = None,
+) -> PlanInputs:
+    """What there is to plan.
+
+    Args:
+        job: None plans a profile alone.
+        profile: by default the job's own.
+        overrides: ``--set`` of the job; without a job, of the keys in ``_KEYS_WITHOUT_JOB``.
+        cluster: description of the machines, of which so many ``devices`` are used.
+        nodes: numbers of nodes to compare.
+        new_micro_batches: whether their number may differ from that of the job's last plan.
+        from_run: name of a run of the job, whose recorded steps correct its profile.
+
+    Raises:
+        UsageError: nothing says on how many devices to plan, or there are fewer.
+        DataFileError: a file is missing or damaged.
+        SpecError: the job is wrong.
+        InvalidInputError: a cluster description is wrong or is not of this job.
+    """
+    if job is None:
+        if profile is None:
+            raise UsageError("nothing to plan", cure="give JOB.yaml, or a profile: --profile FILE")
+        return _gather_profile(Profile.load(profile), overrides, cluster, devices, nodes)
+    if cluster is not None:  # quoted: names of files may mean something else in YAML
+        name = json.dumps(str(cluster.absolute()), ensure_ascii=False)
+        overrides = (*overrides, f"cluster={name}")
+    spec = load(job, overrides)
+    path, warnings = profile or profile_path(spec), []
+    if from_run is None:
+        measured = Profile.load(path)
+    else:
+        measured = corrected_profile(find_run(Path(spec.output.directory), from_run))
+    if not is_fresh(spec, measured):
+        changes = (word for each in overrides for word in ("--set", each))
+        again = shlex.join(["pipectl", "profile", str(job), *changes])
+        warnings.append(
+            f"{path} was measured for other settings (model, data, optimizer, batch or ranks per "
+            f"node); measure again with: {again}"
+        )
+    kept = None if new_micro_batches or nodes is not None else kept_micro_batches(spec)
+    machines = find_machines(spec, scheduler_name(spec, scheduler))
+    warnings += [machines.warning, coupling_warning(spec, measured)]
+    measured, known = join_rows(measured, machines.cluster)
+    used = _use_devices(known, devices, "--nodes 1,2,4 plans for other sizes")
+    return PlanInputs(
+        profile=measured,
+        cluster=used,
+        request=request_of(spec, measured, used, kept),
+        cluster_file=machines.file,
+        plan_file=plan_path(spec) if devices is None else None,
+        warnings=tuple(filter(None, warnings)),
+        kept=kept,
+    )
+
+
+def _gather_profile(
+    profile: Profile,
+    overrides: Sequence[str],
+    file: Path | None,
+    devices: int | None,
+    nodes: Sequence[int] | None,
+) -> PlanInputs:
+    """A profile alone, on a described cluster or on equal devices, each a node of its own."""
+    settings = _read_settings(overrides)
+    if file is not None:
+        cluster = Cluster.load(file)
+    else:  # as many devices as asked for, else as an imported profile ships
+        shipped = _shipped_number(profile, "accelerators", "devices")
+        count = int((devices if nodes is None else max(nodes)) or shipped or 0)
+        if not count:
+            raise UsageError(
+                "nothing says on how many devices to plan",
+                cure="give --devices N, or describe the machines: --cluster FILE",
+            )
+        each = tuple(Node(f"device{index}", 1, 1, Device("device")) for index in range(count))
+        source = f"{count} equal devices"
+        cluster = Cluster("equal devices", source, each, ASSUMED_BETWEEN, ASSUMED_BETWEEN)
+        rate = _shipped_number(profile, "bandwidth_bytes_per_s", "transfer_bytes_per_s_effective")
+        cluster = cluster if rate is None else with_bandwidth(cluster, rate)
+    cluster = _use_devices(cluster, devices, "describe more of them in the cluster file")
+    batch_size, micro_batches = settings.get("batch_size"), settings.get("micro_batches")
+    shipped = None if micro_batches else _shipped_number(profile, "microbatches_in_batch")
+    if batch_size is None:
+        count = int(micro_batches or shipped or MICRO_BATCHES_PER_DEVICE * cluster.ranks)
+        settings["batch_size"] = batch_size = profile.micro_batch_size * count
+        if shipped is None:
+            assumed = (
+                f"the batch is not given: taken as {batch_size} samples "
+                "(--set training.batch_size=N sets it)"
+            )
+            profile = replace(profile, assumptions=(*profile.assumptions, assumed))
+    limit = _shipped_number(profile, "memory_limit_bytes")
+    if limit is not None:
+        settings.setdefault("memory_limit_bytes", int(limit))
+    request = PlanRequest(name=profile.name, from_job=False, **settings)
+    return PlanInputs(profile, cluster, request, file)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError("must be a whole number of at least 1")
+    return int(text)
+
+
+def _size(text: str) -> int:
+    size_bytes = parse_bytes(text)
+    if size_bytes < 1:
+        raise ValueError("must be more than 0")
+    return size_bytes
+
+
+_KEYS_WITHOUT_JOB: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "training.batch_size": ("batch_size", _count),
+    "pipeline.micro_batches": ("micro_batches", _count),
+    "pipeline.memory_limit": ("memory_limit_bytes", _size),
+    "pipeline.stages": ("stages", _count),
+    "pipeline.schedule": ("schedule", str),
+}
+"""Keys of a job that can be set without one: the field of the request, and how to read it."""
+
+
+def _read_settings(overrides: Sequence[str]) -> dict[str, Any]:
+    settings = {}
+    for override in overrides:
+        key, _, text = override.partition("=")
+        if key not in _KEYS_WITHOUT_JOB:
+            known = ", ".join(_KEYS_WITHOUT_JOB)
+            raise UsageError(
+                f"--set {override}: there is no job to change",
+                cure=f"name a JOB.yaml; without one, these keys can be set: {known}",
+            )
+        field, read = _KEYS_WITHOUT_JOB[key]
+        try:
+            settings[field] = read(text.strip())
+        except ValueError as error:
+            raise UsageError(f"--set {override}: {error}") from None
+    return settings
+
+
+def _shipped_number(profile: Profile, *keys: str) -> float | None:
+    """What an imported profile says of the devices it is meant for."""
+    values = (profile.cluster.get(key) for key in keys)
+    return next((value for value in values if isinstance(value, int | float) and value > 0), None)
+
+
+def _use_devices(cluster: Cluster, devices: int | None, cure: str) -> Cluster:
+    if devices is None:
+        return cluster
+    if devices > cluster.ranks:
+        raise UsageError(
+            f"--devices {devices}: the cluster {cluster.name!r} has {cluster.ranks} ranks",
+            cure=cure,
+        )
+    return with_ranks(cluster, devices)
+
+
+class Deadline:
+    """Asked by the planner now and then whether it has to come to an end.
+
+    Args:
+        budget_s: for each plan; None for as long as it takes.
+
+    Attributes:
+        interrupted: whether the user ended it.
+        cut_short: whether a planner was told that time is up.
+    """
+
+    def __init__(
+        self, budget_s: float | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.budget_s = budget_s
+        self.interrupted = self.cut_short = False
+        self._clock = clock
+        self._started_s = clock()
+
+    def __call__(self) -> bool:
+        """Whether time is up."""
+        late = self.budget_s is not None and self._clock() - self._started_s >= self.budget_s
+        self.cut_short = self.cut_short or late or self.interrupted
+        return late or self.interrupted
+
+    def restart(self) -> None:
+        """Begin the budget of the next plan; an interrupt holds for all."""
+        self._started_s = self._clock()
+
+    def interrupt(self) -> None:
+        """Have the planner end as soon as it can."""
+        self.interrupted = True
+
+
+@dataclass(frozen=True)
+class StepAnswer:
+    """The plan with the shortest step, where its time goes, and what else would do.
+
+    Args:
+        simulation: of the plan.
+        range_s: of a step, see :func:`step_range`.
+        parts: how the busiest rank spends a step.
+        link: that carries messages longest; None if there are none.
+        stopped: what ended the search early; empty if nothing did.
+        without: what a step takes without a pipeline; None if planning was interrupted.
+        explanation: None unless asked for.
+        compiling_s: of the search, what compiling the planner took.
+    """
+
+    inputs: PlanInputs
+    plan: Plan
+    simulation: Simulation
+    parts: StepParts
+    link: LinkLoad | None
+    stopped: str
+    without: WithoutPipeline | None
+    explanation: Explanation | None
+    compiling_s: float
+    range_s: tuple[float, float] | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as its file holds it, and what was asked: the objective and its value."""
+        from pipectl.runtime.supported import unsupported
+
+        plan, search = self.plan, self.plan.search
+        document = plan.to_json()
+        for stage in document["stages"]:
+            stage |= {"replicas": len(stage["ranks"]), "devices": stage["ranks"]}
+        document |= {
+            "objective": "step-time",
+            "value_s": plan.predicted_step_s,
+            "lower_bound_s": search and search.step_lower_bound_s,
+            "gap": search and search.gap,
+            "planning_s": search and search.planning_s,
+            "predicted": document["prediction"],
+            "range_s": self.range_s,
+            "cannot_run": unsupported(plan),
+            "without_pipeline": self.without and _without_json(plan, self.without),
+            "cut_short": bool(self.stopped),
+            "compiling_s": self.compiling_s,
+        }
+        if self.explanation is not None:
+            document["explanation"] = _explanation_json(self.explanation)
+        return document
+
+
+def plan_step(
+    inputs: PlanInputs, deadline: Deadline, tell: Callable[[str], None], *, explained: bool
+) -> StepAnswer:
+    """The plan with the shortest step.
+
+    Args:
+        tell: called with what goes on next.
+        explained: whether to plan anew for other choices and machines, too.
+
+    Raises:
+        InfeasibleError: nothing fits; the message says how much is missing.
+    """
+    subject = inputs.profile, inputs.cluster, inputs.request
+    with advise_other_micro_batches(inputs.kept):
+        before_s = compiling_s()
+        best = _search(inputs.planner, deadline, *subject)
+        spent_s = compiling_s() - before_s
+        stopped = ""
+        if deadline.cut_short:
+            stopped = "by Ctrl-C" if deadline.interrupted else f"after {deadline.budget_s} s"
+        without = explanation = None
+        if not deadline.interrupted:
+            tell("comparing with other ways to train")
+            without = without_pipeline(*subject, partial(_plan, OWN, deadline))
+        if explained:
+            tell("explaining")
+            again = partial(_plan, inputs.planner, deadline)
+            explanation = explain(
+                best.plan, *subject, again, best.alternatives, lambda: deadline.interrupted
+            )
+    simulation = simulate(best.plan, inputs.cluster)
+    parts = step_parts(best.plan, inputs.cluster, simulation)
+    link = busiest_link(best.plan, inputs.cluster)
+    range_s = step_range(best.plan, inputs.cluster)
+    return StepAnswer(
+        inputs, best.plan, simulation, parts, link, stopped, without, explanation, spent_s, range_s
+    )
+
+
+def step_range(plan: Plan, cluster: Cluster) -> tuple[float, float] | None:
+    """Seconds of a step if messages on assumed links are free, and if they take far longer.
+
+    Returns:
+        None if no link is assumed, or if that makes little difference.
+    """
+    fast_s, slow_s = (
+        simulate(plan, with_slower_assumed_links(cluster, *factors)).step_time_s
+        for factors in ((0.0, 0.0), MAX_SLOWER)
+    )
+    return (fast_s, slow_s) if slow_s > (1 + _MIN_RANGE) * fast_s else None
+
+
+def plan_nodes(
+    inputs: PlanInputs, nodes: Sequence[int], deadline: Deadline, tell: Callable[[str], None]
+) -> Scaling:
+    """The best plan of the same step on each number of nodes."""
+    return scaling(
+        inputs.profile,
+        inputs.cluster,
+        inputs.request,
+        nodes,
+        partial(_plan, inputs.planner, deadline),
+        lambda count: tell(f"planning for {count} nodes"),
+    )
+
+
+def _plan(
+    planner: str, deadline: Deadline, profile: Profile, cluster: Cluster, request: PlanRequest
+) -> Plan:
+    return _search(planner, deadline, profile, cluster, request).plan
+
+
+def _search(
+    planner: str, deadline: Deadline, profile: Profile, cluster: Cluster, request: PlanRequest
+) -> Found:
+    """The best plan of a planner until the deadline, and the next best."""
+    deadline.restart()
+    if planner == OWN:
+        return search_plans(profile, cluster, request, deadline)
+    started_s = time.perf_counter()
+    plan, *others = policy_plans(planner, profile, cluster, request, deadline)
+    assert plan.search is not None, "planners say how they found a plan"
+    searched = replace(plan.search, planning_s=time.perf_counter() - started_s)
+    return Found(replace(plan, search=searched), tuple(others[:MOST_ALTERNATIVES]))
+
+
+def scaling_json(result: Scaling) -> dict[str, Any]:
+    """The table of ``--nodes``."""
+    pays = result.pays_until
+    return {
+        "objective": "step-time",
+        "pays_until_nodes": pays and pays.nodes,
+        "counts": [
+            {
+                "nodes": count.nodes,
+                "ranks": count.ranks,
+                "feasible": count.plan is not None,
+                "reason": count.reason or None,
+                "stages": count.plan and len(count.plan.stages),
+                "micro_batches": count.plan and count.plan.micro_batches,
+                "schedule": count.plan and count.plan.schedule,
+                "step_time_s": count.step_s,
+                "samples_per_s": count.samples_per_s,
+                "efficiency": result.efficiency(count),
+                "bubble": count.plan and count.plan.prediction and count.plan.prediction.bubble,
+                "node_hours_per_1000_steps": count.node_hours,
+            }
+            for count in result.counts
+        ],
+    }
+
+
+def _explanation_json(explanation: Explanation) -> dict[str, Any]:
+    step_s = explanation.plan.predicted_step_s
+    return {
+        "binds": "link" if explanation.link_binds else "rank",
+        "busiest_rank": asdict(explanation.parts),
+        "busiest_link": explanation.link and asdict(explanation.link),
+        "alternatives": [
+            {"difference": other.difference, "step_time_s": other.plan.predicted_step_s}
+            for other in explanation.alternatives
+        ],
+        "offers": [
+            {**_timed_json(offer), "gain": offer.gain(step_s), "reason": offer.reason or None}
+            for offer in explanation.offers
+        ],
+    }
+
+
+def _without_json(plan: Plan, without: WithoutPipeline) -> dict[str, Any]:
+    return {
+        "single_rank": without.single and _timed_json(without.single),
+        "data_parallel": without.data_parallel and _timed_json(without.data_parallel),
+        "data_parallel_reason": without.reason or None,
+        "pipeline_is_worth_it": without.better_than(plan) is None,
+    }
+
+
+def _timed_json(answer: Estimate | Offer) -> dict[str, Any]:
+    values = asdict(answer)
+    return {"step_time_s": values.pop("step_s"), **values}
