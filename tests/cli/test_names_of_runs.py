@@ -72,7 +72,7 @@ def test_a_variable_says_where_runs_are(
     monkeypatch.setenv("PIPECTL_RUNS", "away")
     assert finished.name in cli("status").out
     assert cli("logs", "last").out.startswith("started\n")
-    assert "run directory away/" in cli("status", finished.name).out
+    assert "directory     away/" in cli("status", finished.name).out
     assert "see: pipectl status 20250101" in cli("logs", "last", "--rank", "1").err
     assert cli("status", "-d", "elsewhere").out.startswith("elsewhere: no runs yet")
     assert cli("doctor", "no-job.yaml").err.startswith("error: no-job.yaml: no such file")

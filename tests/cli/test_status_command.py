@@ -136,7 +136,7 @@ def test_paths_elsewhere_are_shown_whole(
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     out = cli("status", "last", "--directory", str(finished.parent)).out
-    assert out.splitlines()[-1] == f"  run directory {finished}"
+    assert out.splitlines()[-1] == f"  directory     {finished}"
 
 
 def test_a_failure_of_the_preparation_comes_first_and_an_update_names_no_stage(
@@ -145,7 +145,7 @@ def test_a_failure_of_the_preparation_comes_first_and_an_update_names_no_stage(
     place = failed / "errors" / "rank-0001.json"
     place.write_text(json.dumps({**json.loads(place.read_text()), "stage": -1, "action": "UPDATE"}))
     _, second, *_ = cli("status", "20250102").out.splitlines()
-    assert second == "  error         rank 1 on n1, UPDATE, step 5 (and 1 more ranks)"
+    assert second == "  error         rank 1 on n1, UPDATE, step 5 (and 1 more rank)"
     report = {"rank": None, "host": "n1", "type": "CaptureError", "message": "no", "cure": "do"}
     (failed / "errors/prepare.json").write_text(json.dumps(report))
     out = cli("status", "last").out

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from pipectl.batch import JobState, JobStatus
 from pipectl.cli.console import label_lines, output, plain, say_json, short_path, table
-from pipectl.cli.views.plan import headline
+from pipectl.cli.views.plan import headline, plural
 from pipectl.jobs.state import RunStatus, find_best
 from pipectl.report.charts import thinned
 from pipectl.runs import (
@@ -122,8 +122,9 @@ def run_lines(
         files: whether to say what it has made, and where that lies.
     """
     record, job = status.record, status.job
-    where = f" on {job.nodes}" if job.nodes else ""
-    job_text = f"{record.scheduler} job {record.job_id or 'not confirmed'}{where}" if record else ""
+    job_text = f"{record.scheduler} job {record.job_id or 'not confirmed'}" if record else ""
+    if job.nodes and not job_text.endswith(f"@{job.nodes}"):
+        job_text += f" on {job.nodes}"
     name, state = plain(status.run.name, "bold"), _state(status)
     head = Text("  ").join((name, state, plain(job_text)))
     yield Text(" ").join(head.split("\n"))  # nobody's field looks like another line
@@ -142,7 +143,7 @@ def _failure(status: RunStatus) -> Lines:
     """What ended it, or keeps it from starting or moving on."""
     job, failure = status.job, status.failure
     if failure is not None and job.state is not JobState.COMPLETED:
-        others = f" (and {failure.others} more ranks)" if failure.others else ""
+        others = f" (and {plural(failure.others, 'more rank')})" if failure.others else ""
         yield "error", f"{failure.where}{others}", "red"
         logs = f"details: {short_path(status.run.errors)}, pipectl logs {as_typed(status.run)}"
         yield "", "\n".join(filter(None, (failure.message, failure.cure, logs))), ""
@@ -262,7 +263,7 @@ def _files(status: RunStatus) -> Lines:
     if status.can_go_on:
         since = "the beginning" if weights is None else f"step {step_of(weights)}"
         yield "resume with", f"pipectl resume {as_typed(run)}  (from {since})", ""
-    yield "run directory", short_path(run.path), ""
+    yield "directory", short_path(run.path), ""
 
 
 def run_picture(status: RunStatus, width: int, height: int) -> RenderableType:
