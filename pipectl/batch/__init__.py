@@ -17,7 +17,7 @@ from pipectl.batch.protocol import (
     Template,
 )
 from pipectl.batch.resolve import Evidence, resolve
-from pipectl.batch.script import CHECKPOINTED, check_template, render_variables
+from pipectl.batch.script import CHECKPOINTED, check_template, render_script, render_variables
 from pipectl.batch.slurm import SlurmScheduler
 from pipectl.errors import UsageError
 from pipectl.units import did_you_mean
@@ -31,7 +31,7 @@ _SCHEDULERS: dict[str, Callable[[], Scheduler]] = {
 __all__ = [
     "CHECKPOINTED", "Array", "Evidence", "JobRequest", "JobState", "JobStatus", "MpiChoice",
     "Queue", "Scheduler", "Template", "check_template", "choose_mpi", "get", "launch_command",
-    "render_variables", "resolve",
+    "render_script", "render_variables", "resolve",
 ]  # fmt: skip
 
 
