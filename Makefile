@@ -8,7 +8,7 @@ WITH_RANKS := tests/configs
 TORCH ?= 2.15
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-equality test-lowest test-newest coverage torture check bench bench-planner mutants golden clean
+.PHONY: help demo test test-equality test-lowest test-newest coverage torture check docs bench bench-planner mutants golden clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' Makefile | expand -t 18
@@ -62,6 +62,10 @@ check: $(INSTALLED) ## lint, formatting and types, as CI checks them
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(INSTALLED) ## build the pages as a site in build/site; a broken link is an error
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/zensical build --clean --strict
 
 bench: $(MEASURED) ## measure the tool and its peers; rewrites docs/benchmarks.md (ONLY="ideal scale": those)
 	$(BIN)/python tests/benchmarks/write_page.py run $(ONLY)

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,28 @@ def test_every_page_is_in_the_index():
     pages = [page for page in PAGES if page.parent == index.parent and page != index]
     missing = [page.name for page in pages if f"]({page.name})" not in text]
     assert missing == []
+
+
+def test_the_navigation_has_at_most_twenty_pages_that_exist():
+    project = tomllib.loads((CHECKOUT / "zensical.toml").read_text(encoding="utf-8"))["project"]
+    index, *sections = project["nav"]
+    titles = [title for section in sections for title in section]
+    assert titles == ["Start", "How-to", "Reference", "How it works"]
+    pages = [
+        page for section in (*sections,) for (entries,) in [section.values()] for page in entries
+    ]
+    names = [*index.values(), *(name for page in pages for name in page.values())]
+    assert [name for name in names if not (CHECKOUT / "docs" / name).is_file()] == []
+    assert len(set(names)) == len(names) <= 20
+
+
+def test_links_of_pages_stay_within_the_site():
+    outside = [
+        f"{page.name}: {target}"
+        for page in (CHECKOUT / "docs").glob("*.md")
+        for target in re.findall(r"\]\((\.\./[^)\s]+)\)", page.read_text(encoding="utf-8"))
+    ]
+    assert outside == []
 
 
 def test_every_command_is_in_the_readme():
