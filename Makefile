@@ -6,9 +6,12 @@ MEASURED := .venv/measured
 JOB := configs/gpt-stdlib.yaml
 WITH_RANKS := tests/configs
 TORCH ?= 2.15
+QUICK := tests/test_*.py $(addprefix tests/,batch docs fuzz planner report runs schedule simulate spec)
+NOT_QUICK := planner/test_variants.py planner/test_make_plan.py planner/test_replicated_plans.py \
+    runs/test_hostile_runs.py
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-equality test-lowest test-newest coverage torture check docs bench bench-planner mutants golden clean
+.PHONY: help demo quick test test-equality test-lowest test-newest coverage torture check docs bench bench-planner mutants golden clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /  \1\t/p' Makefile | expand -t 18
@@ -32,6 +35,9 @@ demo: $(INSTALLED) ## train a small GPT in a pipeline of two ranks on this machi
 	$(BIN)/pipectl submit $(JOB) --scheduler local --wait
 	@echo
 	$(BIN)/pipectl status last
+
+quick: $(INSTALLED) ## run the tests that start no ranks and capture no model; a minute of processor time
+	$(BIN)/python -m pytest -n auto -m 'not mpi and not slurm and not corpus and not product and not torture' $(addprefix --ignore=tests/,$(NOT_QUICK)) $(QUICK)
 
 test: $(INSTALLED) ## run all tests
 	$(BIN)/python -m pytest -n auto
