@@ -28,7 +28,7 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
     "recompute": {"recompute": None, "blocks": None},
     "offload": {"offload": None},
     "pipefb": {"backward_apart": None},
-    "interleave": {"interleave": True},
+    "schedules": {"every_schedule": True},
 }
 """Changes of the request that leave a technique to the planner. Split samples change results."""
 

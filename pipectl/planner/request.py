@@ -60,7 +60,8 @@ class PlanRequest:
         offload_to: where it waits then.
         backward_apart: whether the backward of a stage has a rank of its own: all, none, or those
             for which it pays.
-        interleave: whether ranks may hold several stages where the schedule is open.
+        every_schedule: whether an open schedule may be any that keeps the results of one rank, or
+            only one with one stage per rank and whole backwards.
         listed: a user's own schedule, which also says how many stages and micro-batches there are.
         shard_optimizer: whether each replica of a stage keeps a part of its optimizer state.
         key: recorded in the plan; see :class:`pipectl.plan.Plan`.
@@ -84,7 +85,7 @@ class PlanRequest:
     offload: bool | None = False
     offload_to: OffloadTarget = OffloadTarget.HOST
     backward_apart: bool | None = False
-    interleave: bool = False
+    every_schedule: bool = False
     listed: Listed | None = None
     shard_optimizer: bool = False
     key: str | None = None
@@ -182,12 +183,14 @@ class PlanRequest:
         Blocks that are left open count only where memory is short.
         """
         varied = self.offload is not False or self.backward_apart is not False
-        return varied or self.interleave or self.blocks is True
+        return varied or self.every_schedule or self.blocks is True
 
     @property
     def without_variants(self) -> PlanRequest:
         """What the search itself is asked."""
-        return replace(self, offload=False, backward_apart=False, interleave=False, blocks=False)
+        return replace(
+            self, offload=False, backward_apart=False, every_schedule=False, blocks=False
+        )
 
     @property
     def replications(self) -> tuple[Replication, ...]:

@@ -1,4 +1,4 @@
-"""Plans that offload, run backwards on ranks of their own, or hold several stages a rank.
+"""Plans that offload, run backwards on ranks of their own, or have any schedule.
 
 The search without any of this comes first. From what it finds, with the memory there is and as if
 there were enough, proposals are derived; each is simulated as if its stages kept everything, and in
@@ -24,6 +24,7 @@ from pipectl.planner.assumptions import baseline_bytes
 from pipectl.planner.bounds import least_step_s, work_s
 from pipectl.planner.judge import PLANNER, TIE, Trials, largest_load_s, out_of_time, preference
 from pipectl.planner.request import PlanRequest
+from pipectl.planner.schedules.several_stages import SPLIT_GAIN
 from pipectl.profile import Profile
 
 Key = tuple[object, ...]
@@ -92,6 +93,7 @@ class _Variants:
         start = [*plain, *(self._proposals.unlimited() if saves else [])]
         self._consider([*start, *(self._proposals.deeper(start) if saves else [])])
         self._consider(self._proposals.elsewhere(start))
+        self._consider(self._proposals.split(start), SPLIT_GAIN)
         if offloads:
             self._consider(self._proposals.offloaded.like(start))
             self._consider_sizes()
@@ -128,29 +130,35 @@ class _Variants:
                     return
                 self._consider(proposed)
 
-    def _consider(self, proposed: Iterable[Plan]) -> None:
-        """Keep what fits and could be best."""
+    def _consider(self, proposed: Iterable[Plan], gain: float = TIE) -> None:
+        """Keep what fits and could be best.
+
+        Args:
+            gain: share of the fastest step by which others must be faster.
+        """
         fresh = [plan for plan in proposed if self._is_new(plan)]
         tried: list[Plan] = []
         for plan in fresh:
             if self._trials.are_over and (self._plans or tried):
                 break
-            if self._plans and least_step_s(plan, self._cluster) >= self._fastest_s * (1 - TIE):
+            if self._plans and least_step_s(plan, self._cluster) >= self._fastest_s * (1 - gain):
                 continue
             tried.append(self._keeping.simplest(plan))
         for plan in sorted(tried, key=preference):
-            if self._plans and (self._trials.are_over or not self._can_win(plan)):
+            if self._plans and (self._trials.are_over or not self._can_win(plan, gain)):
                 return
             best = self._keeping.within_memory(plan)
-            if best is not None and self._is_as_asked(best):
+            if best is None or not self._is_as_asked(best):
+                continue
+            if gain == TIE or not self._plans or self._can_win(best, gain):
                 self._plans.append(best)
 
     @property
     def _fastest_s(self) -> float:
         return min(plan.predicted_step_s for plan in self._plans)
 
-    def _can_win(self, plan: Plan) -> bool:
-        return plan.predicted_step_s < self._fastest_s * (1 - TIE)
+    def _can_win(self, plan: Plan, gain: float) -> bool:
+        return plan.predicted_step_s < self._fastest_s * (1 - gain)
 
     def _is_new(self, plan: Plan) -> bool:
         stages = tuple((s.nodes, s.ranks, s.backward_ranks) for s in plan.stages)

@@ -94,7 +94,7 @@ def test_replicas_come_only_if_they_are_allowed(cli: Command, heavy: tuple[str, 
     assert (several["replication"], several["cannot_run"]) == ("whole", [])
     assert several["value_s"] < without["value_s"]
     assert answer(cli, *heavy, "--allow", "split")["replication"] == "split"
-    everything = "replicas,split,recompute,offload,pipefb,interleave"
+    everything = "replicas,split,recompute,offload,pipefb,schedules"
     assert answer(cli, *heavy, "--allow", everything)["value_s"] <= without["value_s"] * 1.001
 
 

@@ -115,7 +115,7 @@ def test_more_to_choose_from_is_never_slower(deep, memory_bytes, recompute, host
         plain_s = float("inf")
     allowed = {"offload": None, "recompute": recompute}
     one_s = step_s(deep, cluster, **allowed)
-    all_s = step_s(deep, cluster, **allowed, backward_apart=None, interleave=True)
+    all_s = step_s(deep, cluster, **allowed, backward_apart=None, every_schedule=True)
     assert one_s <= plain_s
     assert all_s <= one_s
 
@@ -123,7 +123,7 @@ def test_more_to_choose_from_is_never_slower(deep, memory_bytes, recompute, host
 @pytest.mark.parametrize("recompute", [False, None])
 def test_what_is_not_allowed_is_not_chosen(deep, recompute) -> None:
     found = search_plans(
-        deep, cluster_of(8, SHORT), request(recompute=recompute, interleave=True, stages=8)
+        deep, cluster_of(8, SHORT), request(recompute=recompute, every_schedule=True, stages=8)
     )
     for plan in (found.plan, *found.alternatives):
         assert not any(stage.offload or stage.backward_ranks for stage in plan.stages)
@@ -131,7 +131,7 @@ def test_what_is_not_allowed_is_not_chosen(deep, recompute) -> None:
 
 
 def test_same_input_same_plan(deep) -> None:
-    wanted = request(offload=None, recompute=None, backward_apart=None, interleave=True)
+    wanted = request(offload=None, recompute=None, backward_apart=None, every_schedule=True)
     found = [make_plan(deep, cluster_of(4, SHORT * 2), wanted) for _ in range(2)]
     first, second = (replace(plan, search=None) for plan in found)
     assert first == second

@@ -1,5 +1,6 @@
 """Plans whose stages have two ranks, or whose ranks have several stages."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -17,6 +18,7 @@ from pipectl.planner.graph.blocks import condense
 from pipectl.planner.partition.cut_space import CutSpace
 from pipectl.planner.partition.cutter import Cutter
 from pipectl.planner.problem import Problem
+from pipectl.planner.schedules.several_stages import SPLIT_GAIN
 from pipectl.schedule import lower
 from pipectl.schedule.interleaved import INTERLEAVED
 from pipectl.simulate import simulate
@@ -144,15 +146,33 @@ def test_several_stages_a_rank_are_faster_with_few_micro_batches(chain) -> None:
     cluster, few = cluster_of([4]), {"micro_batches": 4}
     plain, plan = (
         planned(chain(16), cluster, **few),
-        planned(chain(16), cluster, interleave=True, **few),
+        planned(chain(16), cluster, every_schedule=True, **few),
     )
     assert plan.schedule == INTERLEAVED.name
     assert len(plan.stages) in (8, 16)
     assert plan.prediction.step_time_s < 0.9 * plain.prediction.step_time_s
 
 
+def test_split_backwards_are_chosen_if_they_gain_enough(chain) -> None:
+    """What their halves take is assumed."""
+    profile = chain(16)
+    operators = (replace(o, parameters=((o.id, 8),)) for o in profile.operators)
+    profile, cluster = replace(profile, operators=tuple(operators)), cluster_of([4])
+    for micro_batches, chosen in ((4, "zb-h1"), (32, "1f1b")):
+        asked = {"stages": 4, "micro_batches": micro_batches}
+        plain, plan, split = (
+            planned(profile, cluster, **asked, **more)
+            for more in ({}, {"every_schedule": True}, {"schedule": "zb-h1"})
+        )
+        assert plan.schedule == chosen
+        gain = 1 - split.predicted_step_s / plain.predicted_step_s
+        assert gain > 0
+        assert (gain > SPLIT_GAIN) == (chosen == "zb-h1")
+        check(plan, cluster)
+
+
 def test_several_stages_a_rank_are_not_worth_slow_messages(chain) -> None:
-    plan = planned(chain(16), cluster_of([4], within=SLOW), interleave=True, micro_batches=4)
+    plan = planned(chain(16), cluster_of([4], within=SLOW), every_schedule=True, micro_batches=4)
     assert plan.schedule != INTERLEAVED.name
 
 
@@ -163,21 +183,23 @@ def test_schedules_that_are_named_stay(chain, named) -> None:
     found = search_plans(
         chain(16),
         cluster_of([4]),
-        PlanRequest("job", 32, micro_batches=4, interleave=True, backward_apart=None, **named),
+        PlanRequest("job", 32, micro_batches=4, every_schedule=True, backward_apart=None, **named),
     )
     for plan in (found.plan, *found.alternatives):
         assert plan.schedule == named.get("schedule", "1f1b")
 
 
 def test_so_many_stages_may_go_round(chain) -> None:
-    plan = planned(chain(16), cluster_of([4]), interleave=True, stages=8)
+    plan = planned(chain(16), cluster_of([4]), every_schedule=True, stages=8)
     assert [stage.ranks for stage in plan.stages] == [(0,), (1,), (2,), (3,)] * 2
     with pytest.raises(InfeasibleError):
-        make_plan(chain(16), cluster_of([4]), PlanRequest("job", 32, stages=6, interleave=True))
+        make_plan(chain(16), cluster_of([4]), PlanRequest("job", 32, stages=6, every_schedule=True))
 
 
 def test_several_stages_a_rank_stay_within_memory(chain) -> None:
-    free = planned(chain(16), cluster_of([4]), interleave=True, micro_batches=4)
+    free = planned(chain(16), cluster_of([4]), every_schedule=True, micro_batches=4)
     limit = max(free.prediction.peak_memory_bytes) - 1000
-    plan = planned(chain(16), cluster_of([4], memory_bytes=limit), interleave=True, micro_batches=4)
+    plan = planned(
+        chain(16), cluster_of([4], memory_bytes=limit), every_schedule=True, micro_batches=4
+    )
     assert max(plan.prediction.peak_memory_bytes) <= limit

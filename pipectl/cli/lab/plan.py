@@ -88,7 +88,7 @@ def command(
         list[str] | None,
         typer.Option(
             metavar="NAME,…",
-            help="Let the planner choose: replicas, split, recompute, offload, pipefb, interleave.",
+            help="Let the planner choose: replicas, split, recompute, offload, pipefb, schedules.",
         ),
     ] = None,
     budget: Annotated[

@@ -33,7 +33,7 @@ from pipectl.planner.request import (
     open_orders,
     stage_counts,
 )
-from pipectl.planner.techniques.interleaving import interleaved_proposals
+from pipectl.planner.schedules.several_stages import every_schedule
 from pipectl.profile import Profile
 
 
@@ -169,8 +169,18 @@ class Proposals:
             return
         if request.backward_apart is not False and self._is_flushed:
             yield from self._apart(found)
-        if request.interleave:
-            yield from interleaved_proposals(self._problem, self._cutter, self._builder, found)
+        yield from self._other_schedules(found, splits_backward=False)
+
+    def split(self, found: Sequence[Plan]) -> Iterator[Plan]:
+        """All that is allowed with split backwards."""
+        if self._cluster.ranks <= MOST_RANKS and self._request.replicas in (None, 1):
+            yield from self._other_schedules(found, splits_backward=True)
+
+    def _other_schedules(self, found: Sequence[Plan], *, splits_backward: bool) -> Iterator[Plan]:
+        if self._request.every_schedule:
+            yield from every_schedule(
+                self._problem, self._cutter, self._builder, found, splits_backward=splits_backward
+            )
 
     def plain(self, request: PlanRequest) -> Sequence[Plan]:
         """What the search finds for a request without variants."""

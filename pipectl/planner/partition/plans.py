@@ -17,9 +17,7 @@ from pipectl.planner.costs.stage_memory import StageTable
 from pipectl.planner.request import PlanRequest, open_orders
 from pipectl.profile import Profile
 from pipectl.schedule import default_warm_up
-from pipectl.schedule.interleaved import INTERLEAVED
 from pipectl.schedule.one_f_one_b import ONE_F_ONE_B
-from pipectl.schedule.order import Shape
 
 Members = tuple[tuple[int, ...], ...]
 """Indices of the operators of every stage, ascending."""
@@ -149,13 +147,6 @@ class PlanBuilder:
         firsts, others = tuple(held[:1] for held in ranks), tuple(held[1:] for held in ranks)
         for order in dict.fromkeys(orders):
             yield self.plan(Choice(members, firsts, size, *order, backward_ranks=others))
-
-    def interleaved(self, members: Members, ranks: int, size: int) -> Plan:
-        """Stage s on rank s mod ``ranks``."""
-        stages, count = len(members), ceil(self.request.batch_size / size)
-        around = tuple((stage % ranks,) for stage in range(stages))
-        (warm_up,) = INTERLEAVED.warm_ups(Shape(stages, ranks, count))
-        return self.plan(Choice(members, around, size, INTERLEAVED.name, warm_up))
 
     def _costs(self, choice: Choice) -> Sequence[StageCost]:
         """Of every stage; of split micro-batches with the speed and the peaks of the replica that

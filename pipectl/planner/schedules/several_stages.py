@@ -1,5 +1,8 @@
 """Plans for schedules that say which stages a rank holds, or that split backwards.
 
+:func:`placed_plan` makes that of a named schedule, :func:`every_schedule` proposes plans of all of
+them if none is named.
+
 Stages are cut as if every one had a rank of its own, and then lie on the ranks there are: round,
 for interleaved 1F1B and looped breadth-first, in a V for ZB-V and DualPipeV, one per rank for
 ZB-H1. Few micro-batches suffice, as these schedules shorten start and end; several numbers are
@@ -28,13 +31,13 @@ from pipectl.planner.judge import TIE, Trials, largest_stage_load_s, out_of_time
 from pipectl.planner.partition.cut_space import CutSpace
 from pipectl.planner.partition.cutter import Cutter, Fit
 from pipectl.planner.partition.estimate import Layout
-from pipectl.planner.partition.plans import other_count
+from pipectl.planner.partition.plans import Choice, Members, PlanBuilder, other_count
 from pipectl.planner.problem import Problem
-from pipectl.planner.request import Order, PlanRequest, micro_batch_sizes
+from pipectl.planner.request import PLACED, Order, PlanRequest, micro_batch_sizes
 from pipectl.profile import Profile
 from pipectl.schedule import SCHEDULES
 from pipectl.schedule.one_f_one_b import ONE_F_ONE_B
-from pipectl.schedule.order import Placement, Shape
+from pipectl.schedule.order import Placement, Schedule, Shape
 from pipectl.units import format_bytes
 
 
@@ -89,8 +92,90 @@ MICRO_BATCHES_PER_RANK = (1, 2, 4, 8)
 LONG = 8
 """Micro-batches a stage with which start and end of a step hardly count."""
 
+MAX_ACTIONS = 150_000
+"""Forwards and backwards of a step; longer ones, which these schedules help least, are not tried if
+the schedule is open."""
+SPLIT_GAIN = 0.08
+"""By which share a step with split backwards must be faster if the schedule is open. No profile
+says what the halves take: ZB-H1 was measured 8 % slower than predicted (docs/benchmarks.md)."""
+
 TimedPlanner = Callable[[Profile, Cluster, PlanRequest, Callable[[], bool]], Plan]
 """Makes the best plan it can until time is up; raises InfeasibleError where none fits."""
+
+
+def every_schedule(
+    problem: Problem,
+    cutter: Cutter,
+    builder: PlanBuilder,
+    found: Sequence[Plan],
+    *,
+    splits_backward: bool,
+) -> Iterator[Plan]:
+    """Plans without predictions for all schedules of this module, if the request leaves it open.
+
+    The stages of a rank share its speed, so stages are cut for the devices of their ranks, and for
+    the micro-batch size of the best plan. With one stage per rank they are those of that plan.
+
+    Args:
+        found: plans of other schedules, the best first, or none.
+        splits_backward: of the schedules to propose.
+    """
+    ranks, request = problem.cluster.ranks, problem.request
+    if ranks == 1 or request.warm_up is not None or request.schedule is not None:
+        return
+    for name in PLACED:
+        schedule = SCHEDULES[name]
+        if not schedule.flushes or schedule.splits_backward != splits_backward:
+            continue
+        if schedule.placement is Placement.STRAIGHT:
+            layouts = _layouts_of(builder, found[:1])
+        else:
+            layouts = _layouts_on(problem, cutter, schedule, _open_sizes(request, ranks, found))
+        for members, places, size in layouts:
+            count = problem.micro_batches(size)
+            if 2 * len(members) * count <= MAX_ACTIONS:
+                held = tuple((rank,) for rank in places)
+                for warm_up in schedule.warm_ups(Shape(len(members), len(set(places)), count)):
+                    plan = builder.plan(Choice(members, held, size, name, warm_up))
+                    yield with_halves(plan, problem.profile)
+
+
+def _layouts_of(
+    builder: PlanBuilder, plans: Sequence[Plan]
+) -> Iterator[tuple[Members, Sequence[int], int]]:
+    """The stages of plans, without replicas, with their ranks and micro-batch sizes."""
+    for plan in plans:
+        if all(stage.replicas == 1 for stage in plan.stages):
+            places = [stage.ranks[0] for stage in plan.stages]
+            members = builder.members(stage.nodes for stage in plan.stages)
+            yield members, places, plan.micro_batch_size
+
+
+def _layouts_on(
+    problem: Problem, cutter: Cutter, schedule: Schedule, sizes: Sequence[int]
+) -> Iterator[tuple[Members, Sequence[int], int]]:
+    """Several stages on every rank, with their ranks and micro-batch sizes.
+
+    Args:
+        sizes: to try, the first one to cut for.
+    """
+    ranks, asked = problem.cluster.ranks, problem.request.stages
+    for chunks in schedule.stages_per_rank:
+        stages = chunks * ranks
+        if asked in (None, stages) and stages <= len(problem.graph):
+            places = schedule.placement.ranks(stages, ranks)
+            assert places is not None
+            for partition in cuts_for(problem, cutter, places, sizes[0]):
+                for size in sizes:
+                    yield problem.members(partition), places, size
+
+
+def _open_sizes(request: PlanRequest, ranks: int, found: Sequence[Plan]) -> list[int]:
+    """Micro-batch sizes to try if the schedule is open, first that of the best plan."""
+    if request.micro_batches is not None:
+        return micro_batch_sizes(request, request.batch_size)
+    few = [ceil(request.batch_size / (count * ranks)) for count in MICRO_BATCHES_PER_RANK]
+    return list(dict.fromkeys([*(plan.micro_batch_size for plan in found[:1]), *few]))
 
 
 def placed_plan(

@@ -296,12 +296,12 @@ def _schedules() -> Iterator[Case]:
     yield _case("named", "chain", 14, 20, ONE, schedule="interleaved", replicas=2, batch=64)
     for number, graph in enumerate(("chain", "skips", "branches")):
         yield _case("apart", graph, number, 12, ONE, backward_apart=None)
-        yield _case("interleave", graph, number, 24, ONE, interleave=True)
+        yield _case("interleave", graph, number, 24, ONE, every_schedule=True)
     yield _case("apart", "chain", 3, 12, ONE, backward_apart=True)
     yield _case("apart", "skips", 4, 12, ONE, memory=1.8, backward_apart=None, recompute=None)
     everything = {"backward_apart": None, "offload": None, "recompute": None, "blocks": None}
     yield _case("open", "chain", 0, 16, ONE, **everything)
-    yield _case("open", "skips", 1, 16, TWO, memory=1.4, interleave=True, **everything)
+    yield _case("open", "skips", 1, 16, TWO, memory=1.4, every_schedule=True, **everything)
 
 
 def cases() -> list[Case]:
