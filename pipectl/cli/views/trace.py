@@ -42,7 +42,8 @@ def print_comparison(recorded: RecordedStep, comparison: Comparison) -> None:
         return max(abs(both.more_s) for both in rank.spent.values())
 
     ranks = _choose_worst(comparison.ranks, _MAX_RANKS, difference_s)
-    console.print("", _ranks_table(ranks), sep="\n")
+    heading = plain("times per rank in the step, predicted / measured", "dim")
+    console.print("", heading, _ranks_table(ranks), sep="\n")
     for remark in _remarks(recorded, comparison, len(parts) < len(every), len(ranks)):
         note(remark)
 
@@ -96,7 +97,6 @@ def _remarks(
     recorded: RecordedStep, comparison: Comparison, cut: bool, ranks: int
 ) -> Iterator[str]:
     """What the tables do not say."""
-    yield "times of ranks: predicted / measured, in the whole step"
     if cut or ranks < len(comparison.ranks):
         yield "shown are those that differ most; --json has all"
     if len(comparison.ranks) < recorded.plan.ranks:
