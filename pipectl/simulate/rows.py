@@ -30,26 +30,28 @@ class Part:
     """What one rank executes.
 
     Args:
+        program: number of its rows; ranks with the same number share them.
         rows: see :mod:`pipectl.simulate.tables`.
         stages, streams: the rank's; the rows hold indices into them.
     """
 
+    program: int
     rows: Rows
     stages: Sequence[int]
     streams: Sequence[int]
 
 
 def flatten(parts: Sequence[Part]) -> Programs:
-    """The tables of the event loop; equal rows are held once."""
+    """The tables of the event loop; rows of one program are held once."""
     known: dict[int, tuple[int, Rows]] = {}
     total = 0
     for part in parts:
-        if id(part.rows) not in known:
-            known[id(part.rows)] = total, part.rows
+        if part.program not in known:
+            known[part.program] = total, part.rows
             total += len(part.rows)
     stages, stage_base = _joined([part.stages for part in parts])
     streams, stream_base = _joined([part.streams for part in parts])
-    first = np.array([known[id(part.rows)][0] for part in parts], dtype=np.int64)
+    first = np.array([known[part.program][0] for part in parts], dtype=np.int64)
     return Programs(
         rows=np.concatenate([rows for _, rows in known.values()]),
         first=first,
@@ -66,7 +68,7 @@ def given_parts(plan: Plan, numbering: Numbering, programs: Sequence[Program]) -
     """Programs that somebody else made."""
     stages, streams = range(len(plan.stages)), range(numbering.streams)
     return [
-        Part(_rows(plan, numbering, rank, program.body), stages, streams)
+        Part(rank, _rows(plan, numbering, rank, program.body), stages, streams)
         for rank, program in enumerate(programs)
     ]
 
@@ -80,16 +82,15 @@ def parts_of(plan: Plan, numbering: Numbering) -> list[Part]:
     skeleton = _skeleton(plan)
     if not _is_local(plan):
         stages, streams = range(len(plan.stages)), range(numbering.streams)
-        return [Part(rows, stages, streams) for rows in _rows_of_all(skeleton)]
+        return [Part(*each, stages, streams) for each in enumerate(_rows_of_all(skeleton))]
     surroundings = _Surroundings(skeleton, numbering)
-    made: dict[Plan, Rows] = {}
+    programs: dict[Plan, tuple[int, Rows]] = {}
     parts = []
     for rank in range(plan.ranks):
         small, stages_of_rank, streams_of_rank = surroundings.of_rank(rank)
-        rows = made.get(small)
-        if rows is None:
-            rows = made[small] = _rows_of_first(small)
-        parts.append(Part(rows, stages_of_rank, streams_of_rank))
+        if small not in programs:
+            programs[small] = len(programs), _rows_of_first(small)
+        parts.append(Part(*programs[small], stages_of_rank, streams_of_rank))
     return parts
 
 
@@ -115,7 +116,7 @@ class _Surroundings:
             for rank in {channel.source_rank, channel.target_rank}:
                 self._channels[rank].append(index)
 
-    def of_rank(self, rank: int) -> tuple[Plan, list[int], list[int]]:
+    def of_rank(self, rank: int) -> tuple[Plan, tuple[int, ...], tuple[int, ...]]:
         """A plan in which it is rank 0 and others rank 1; its stages and streams in this one."""
         channels = [self._numbering.connections[index] for index in self._channels[rank]]
         ends = {end for item in channels for end in (item.source_stage, item.target_stage)}
@@ -135,7 +136,8 @@ class _Surroundings:
             ),
             node_of_rank=(0, 0),
         )
-        return small, stages, self._numbering.around(self._channels[rank], stages, rank)
+        streams = self._numbering.around(self._channels[rank], stages, rank)
+        return small, tuple(stages), tuple(streams)
 
 
 def _skeleton(plan: Plan) -> Plan:
@@ -189,12 +191,12 @@ def _rows(plan: Plan, numbering: Numbering, rank: int, actions: Actions) -> Rows
 
 
 def _joined(lists: Sequence[Sequence[int]]) -> tuple[Integers, Integers]:
-    """All lists in one array, and where each begins; the same list is held once."""
-    bases: dict[int, int] = {}
+    """All lists in one array, and where each begins; equal ones are held once."""
+    bases: dict[Sequence[int], int] = {}
     joined: list[int] = []
     for items in lists:
-        if id(items) not in bases:
-            bases[id(items)] = len(joined)
+        if items not in bases:
+            bases[items] = len(joined)
             joined.extend(items)
-    starts = [bases[id(items)] for items in lists]
+    starts = [bases[items] for items in lists]
     return np.array(joined, dtype=np.int64), np.array(starts, dtype=np.int64)
