@@ -20,6 +20,7 @@ from hypothesis import settings
 
 from pipectl.graph import routes
 from pipectl.plan import Plan, Stage, StageCost, Transfer
+from pipectl.row_times import RowTimes
 from pipectl.schedule import default_warm_up
 
 settings.register_profile("busy machines", deadline=None)
@@ -31,6 +32,8 @@ STARTED: list[subprocess.Popen[bytes]] = []
 TOGETHER = ("tests/slurm/", "tests/capture/", "tests/equality/")
 """Folders whose files share what takes long to make, and so go to one process of ``pytest -n``."""
 
+ROWS = RowTimes(compute=5e-5, begin=1e-3, end=1e-3)
+"""Of profiles that tests make; tests/warm/server.py has the same."""
 COST = StageCost(
     forward_s=1.0,
     backward_s=2.0,
@@ -106,6 +109,21 @@ def signals_as_a_shell_leaves_them() -> Iterator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def no_measuring_of_rows(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Profiles have the same times of rows: two ranks would measure them for seconds.
+
+    Tests with the argument ``measured_rows`` measure them.
+    """
+    if "measured_rows" not in request.fixturenames:
+        monkeypatch.setattr("pipectl.jobs.rows.measure_rows", lambda *_: (ROWS, ""))
+
+
+@pytest.fixture
+def measured_rows() -> None:
+    """See ``no_measuring_of_rows``."""
 
 
 @pytest.fixture(scope="session")

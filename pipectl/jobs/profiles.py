@@ -24,10 +24,11 @@ from typing import TYPE_CHECKING, Any
 import pipectl
 from pipectl.errors import DataFileError, UsageError
 from pipectl.faults import with_file
-from pipectl.fields import read_fields
+from pipectl.fields import read_fields, write_value
 from pipectl.files import is_stream, make_directory, make_directory_of, read_json, write_json
 from pipectl.jobs.places import LOCAL
 from pipectl.profile import MeasuredOn, Profile
+from pipectl.row_times import RowTimes
 from pipectl.spec import profile_key
 
 if TYPE_CHECKING:
@@ -168,7 +169,7 @@ def _find_or_measure(
             raise Interrupted(len(journal)) from stop
         neighbours = profile.device.neighbours if profile.device else 0
         profile = replace(profile, device=replace(device, neighbours=neighbours))
-        profile = _with_rows(profile, spec, progress)
+        profile = _with_rows(profile, spec, progress, directory, again=again)
         now, host, resumed = time.time(), socket.gethostname(), journal.resumed
         measurement = Measurement(profile, now, host, round(now - started, 3), resumed=resumed)
         document = {"version": _CACHE_VERSION, "identity": identity, **measurement.to_json()}
@@ -178,16 +179,43 @@ def _find_or_measure(
     return measurement
 
 
-def _with_rows(profile: Profile, spec: JobSpec, progress: Progress | None) -> Profile:
-    """The profile with what rows of programs take, or with what is assumed instead."""
+def _with_rows(
+    profile: Profile, spec: JobSpec, progress: Progress | None, cache: Path, *, again: bool
+) -> Profile:
+    """The profile with what rows of programs take, or with what is assumed instead.
+
+    They depend on the machine and on how ranks are started, not on the model: jobs of one output
+    directory share them.
+    """
     from pipectl.jobs.rows import measure_rows
 
+    within = (name for name, known in _IN_ALLOCATION.items() if all(k in os.environ for k in known))
+    scheduler = next(within, LOCAL)
+    identity = {
+        "host": socket.gethostname(),
+        "scheduler": scheduler,
+        "launch": spec.launch.model_dump(mode="json"),
+        "threads": spec.threads,
+        "python": platform.python_version(),
+        "pipectl": [pipectl.__version__, _hash_of_measuring_code()],
+    }
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    path = cache / f"rows-{digest[:27]}.json"
+    if not again:
+        with suppress(DataFileError):
+            document = read_json(path, cure=_CURE)
+            if (document.get("version"), document.get("identity")) == (_CACHE_VERSION, identity):
+                values = document.get("rows") or {}
+                rows = read_fields(RowTimes, values, file=str(path), cure=_CURE)
+                return replace(profile, rows=rows)
     if progress is not None:
         progress(0, 0, "measuring messages")
-    within = (name for name, known in _IN_ALLOCATION.items() if all(k in os.environ for k in known))
-    rows, assumption = measure_rows(spec, next(within, LOCAL))
-    assumptions = (*profile.assumptions, assumption) if assumption else profile.assumptions
-    return replace(profile, rows=rows, assumptions=assumptions)
+    measured, assumption = measure_rows(spec, scheduler)
+    if measured is None:
+        return replace(profile, assumptions=(*profile.assumptions, assumption))
+    document = {"version": _CACHE_VERSION, "identity": identity, "rows": write_value(measured)}
+    write_json(path, document)
+    return replace(profile, rows=measured)
 
 
 def require_compute_node(scheduler: str) -> None:
