@@ -74,7 +74,7 @@ class Recorded(Stages):
     def messages(self) -> Messages:
         """What one micro-batch sends along every lane."""
         self.found: Messages = {}
-        self._forward(0, seed_of("record"), self._job.loader.example(self._size))
+        self._forward(0, seed_of("record"), self._job.loader.example(self._rows.size))
         self._backward(0, 1.0)
         return self.found
 
@@ -232,8 +232,9 @@ class _Step:
             self._knows_uses = True
         self._shared.reduce()
         norms = gradient_norms(self._held)
-        given = [(norms.get(name), p.dtype) for name, p in self._held.items()]
-        clip_gradients(self._held.values(), total_norm(*zip(*given, strict=True)), 1.0)
+        dtypes = [p.dtype for p in self._held.values()]
+        norm = total_norm([norms.get(name) for name in self._held], dtypes)
+        clip_gradients(self._held.values(), norm, 1.0)
         self._stepper.step()
 
     def resident_bytes(self) -> int:

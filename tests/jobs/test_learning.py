@@ -8,7 +8,7 @@ import pytest
 from pipectl.cluster import assumed_cluster
 from pipectl.errors import UsageError
 from pipectl.jobs.learning import corrected_profile
-from pipectl.jobs.planning import gather
+from pipectl.jobs.plan_answers import gather
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.profile import Operator, OptimizerCost, Profile
 from pipectl.runs import RunDirectory
