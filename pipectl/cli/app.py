@@ -51,8 +51,6 @@ LAB = {
     "large for one process is compared with another plan instead.",
 }
 _PACKAGES = {"pipectl": "commands", "lab": "lab"}
-_METAVARS = {"path": "FILE", "str": "NAME", "int range": "N"}
-"""What stands for the value of an option that names none itself, by its type."""
 
 _SIZES = {
     "--batch-size": "--set training.batch_size=N",
@@ -105,9 +103,6 @@ class Commands(TyperGroup):
             alone = typer.Typer(rich_markup_mode=None, add_completion=False)
             alone.command(name, help=command.help)(module.command)
             command = get_command(alone)
-            for option in command.params:
-                if option.param_type_name == "option":
-                    option.metavar = option.metavar or _METAVARS.get(option.type.name)
         return name, command, rest
 
 

@@ -32,7 +32,8 @@ def command(
         bool, typer.Option("--schema", help="Print the JSON Schema of job specs, for editors.")
     ] = False,
     output_file: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Write the schema to this file.")
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", help="Write the schema to this file."),
     ] = None,
     as_json: Json = False,
 ) -> None:

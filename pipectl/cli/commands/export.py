@@ -18,11 +18,15 @@ def command(
     name: RunName = "last",
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="File to write; by default model.safetensors."),
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="File to write; by default model.safetensors."
+        ),
     ] = None,
     step: Annotated[
         int | None,
-        typer.Option("--step", min=1, help="Step of the checkpoint; by default the last."),
+        typer.Option(
+            "--step", metavar="N", min=1, help="Step of the checkpoint; by default the last."
+        ),
     ] = None,
     shard_size: Annotated[
         int | None,

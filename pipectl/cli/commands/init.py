@@ -55,19 +55,26 @@ def command(
         str,
         typer.Option(metavar=_REFERENCE, help="Your loss; `model` if the model itself returns it."),
     ] = LOSS,
-    name: Annotated[str, typer.Option(help="Name of the job.")] = "starter",
+    name: Annotated[str, typer.Option(metavar="NAME", help="Name of the job.")] = "starter",
     scheduler: Annotated[
         SchedulerName | None, typer.Option(help="Batch system; by default the installed one.")
     ] = None,
     partition: Annotated[
-        str | None, typer.Option("--partition", "--queue", help="Slurm partition or PBS queue.")
+        str | None,
+        typer.Option(
+            "--partition", "--queue", metavar="NAME", help="Slurm partition or PBS queue."
+        ),
     ] = None,
-    account: Annotated[str | None, typer.Option(help="Account to charge.")] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes.")] = None,
-    tasks_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks on each node.")] = None,
-    cpus_per_task: Annotated[int | None, typer.Option(min=1, help="Cores of each rank.")] = None,
+    account: Annotated[str | None, typer.Option(metavar="NAME", help="Account to charge.")] = None,
+    nodes: Annotated[int | None, typer.Option(metavar="N", min=1, help="Number of nodes.")] = None,
+    tasks_per_node: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Ranks on each node.")
+    ] = None,
+    cpus_per_task: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Cores of each rank.")
+    ] = None,
     gpus_per_node: Annotated[
-        int | None, typer.Option(min=0, help="Accelerators of each node.")
+        int | None, typer.Option(metavar="N", min=0, help="Accelerators of each node.")
     ] = None,
     memory: Annotated[
         int | None,

@@ -43,12 +43,15 @@ JobFile = Annotated[
 ]
 ProfileFile = Annotated[
     Path | None,
-    typer.Option("--profile", help="Profile to use; by default runs/NAME.profile.json."),
+    typer.Option(
+        "--profile", metavar="FILE", help="Profile to use; by default runs/NAME.profile.json."
+    ),
 ]
 ClusterFile = Annotated[
-    Path | None, typer.Option("--cluster", help="Cluster description to use (cluster.json).")
+    Path | None,
+    typer.Option("--cluster", metavar="FILE", help="Cluster description to use (cluster.json)."),
 ]
-Devices = Annotated[int | None, typer.Option(min=1, help="Number of devices to use.")]
+Devices = Annotated[int | None, typer.Option(metavar="N", min=1, help="Number of devices to use.")]
 NodeCounts = Annotated[
     list[str] | None,
     typer.Option("--nodes", metavar="N,N,…", help="Compare these numbers of nodes."),
@@ -57,7 +60,8 @@ Explain = Annotated[
     bool, typer.Option("--explain", help="Explain the step and say what would help.")
 ]
 SvgFile = Annotated[
-    Path | None, typer.Option(help="Write a picture of the predicted step to this file.")
+    Path | None,
+    typer.Option(metavar="FILE", help="Write a picture of the predicted step to this file."),
 ]
 
 
@@ -86,7 +90,9 @@ def command(
     explain: Explain = False,
     output_file: Annotated[
         Path | None,
-        typer.Option("-o", "--output", help="File to write; by default runs/NAME.plan.json."),
+        typer.Option(
+            "-o", "--output", metavar="FILE", help="File to write; by default runs/NAME.plan.json."
+        ),
     ] = None,
     svg: SvgFile = None,
     as_json: Json = False,

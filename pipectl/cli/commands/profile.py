@@ -39,6 +39,7 @@ def command(
         typer.Option(
             "-o",
             "--output",
+            metavar="FILE",
             help="File to write; by default runs/NAME.profile.json (.cluster.json).",
         ),
     ] = None,

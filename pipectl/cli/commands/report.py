@@ -24,7 +24,8 @@ def command(
     name: RunName = "last",
     directory: RunsDirectory = RUNS,
     step: Annotated[
-        int | None, typer.Option(min=1, help="Recorded step to show; by default the last.")
+        int | None,
+        typer.Option(metavar="N", min=1, help="Recorded step to show; by default the last."),
     ] = None,
     output: Annotated[
         Path | None,

@@ -32,7 +32,9 @@ from pipectl.runs import RunDirectory, SweepDirectory, find, find_runs, list_run
 def command(
     names: RunNames = None,
     directory: RunsDirectory = RUNS,
-    limit: Annotated[int, typer.Option(min=1, help="Maximum number of runs to list.")] = 20,
+    limit: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Maximum number of runs to list.")
+    ] = 20,
     ranks: Annotated[
         bool, typer.Option("--ranks", help="Show a table of the ranks of a run.")
     ] = False,

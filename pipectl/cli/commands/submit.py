@@ -68,17 +68,28 @@ def command(
     ] = None,
     scheduler: SchedulerOption = None,
     partition: Annotated[
-        str | None, typer.Option("-p", "--partition", help="Slurm partition (slurm.partition).")
+        str | None,
+        typer.Option(
+            "-p", "--partition", metavar="NAME", help="Slurm partition (slurm.partition)."
+        ),
     ] = None,
     queue: Annotated[
-        str | None, typer.Option("-q", "--queue", help="PBS queue (pbs.queue).")
+        str | None, typer.Option("-q", "--queue", metavar="NAME", help="PBS queue (pbs.queue).")
     ] = None,
     account: Annotated[
         str | None,
-        typer.Option("-A", "--account", help="Account to charge (slurm.account or pbs.account)."),
+        typer.Option(
+            "-A",
+            "--account",
+            metavar="NAME",
+            help="Account to charge (slurm.account or pbs.account).",
+        ),
     ] = None,
     nodes: Annotated[
-        int | None, typer.Option("-N", "--nodes", min=1, help="Number of nodes (resources.nodes).")
+        int | None,
+        typer.Option(
+            "-N", "--nodes", metavar="N", min=1, help="Number of nodes (resources.nodes)."
+        ),
     ] = None,
     walltime: Annotated[
         int | None,

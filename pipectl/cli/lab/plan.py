@@ -103,7 +103,7 @@ def command(
     nodes: plan_command.NodeCounts = None,
     explain: plan_command.Explain = False,
     output_file: Annotated[
-        Path | None, typer.Option("-o", "--output", help="File to write.")
+        Path | None, typer.Option("-o", "--output", metavar="FILE", help="File to write.")
     ] = None,
     svg: plan_command.SvgFile = None,
     as_json: Json = False,

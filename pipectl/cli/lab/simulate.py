@@ -32,16 +32,20 @@ def command(
         str | None,
         typer.Option(metavar="NAME|F.csv", help="Schedule: built in, a file, or of a package."),
     ] = None,
-    plan: Annotated[Path | None, typer.Option(help="Plan to simulate instead: plan.json.")] = None,
-    cluster: Annotated[
-        Path | None, typer.Option(help="Machines of the plan: cluster.json.")
+    plan: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Plan to simulate instead: plan.json.")
     ] = None,
-    stages: Annotated[int | None, typer.Option(min=1, help="Number of stages.")] = None,
+    cluster: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Machines of the plan: cluster.json.")
+    ] = None,
+    stages: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Number of stages.")
+    ] = None,
     micro_batches: Annotated[
-        int | None, typer.Option(min=1, help="Number of micro-batches.")
+        int | None, typer.Option(metavar="N", min=1, help="Number of micro-batches.")
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Number of ranks, if fewer than stages.")
+        int | None, typer.Option(metavar="N", min=1, help="Number of ranks, if fewer than stages.")
     ] = None,
     forward: Annotated[
         float | None, _time_option("Time of a forward, in any unit; by default 1.")
@@ -49,7 +53,7 @@ def command(
     backward: Annotated[float | None, _time_option("Time of a backward; by default 2.")] = None,
     latency: Annotated[float | None, _time_option("Latency of a message; by default 0.")] = None,
     svg: Annotated[
-        Path | None, typer.Option(help="Write a picture of the step to this file.")
+        Path | None, typer.Option(metavar="FILE", help="Write a picture of the step to this file.")
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -17,8 +17,8 @@ from pipectl.jobs.verify import Verification, verify
 
 def command(
     job: JobFile,
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks of the pipeline.")] = 2,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to train.")] = 3,
+    ranks: Annotated[int, typer.Option(metavar="N", min=1, help="Ranks of the pipeline.")] = 2,
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Optimizer steps to train.")] = 3,
     between_plans: Annotated[
         bool, typer.Option("--between-plans", help="Compare with another plan, not one process.")
     ] = False,
