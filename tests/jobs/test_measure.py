@@ -86,7 +86,8 @@ def test_the_second_time_nothing_is_measured(
     assert profiler.measured == ["op0", "op1", "op2"]
     assert Profile.load(PLACE) == second.profile == first.profile
     assert second == replace(first, cached=True)
-    assert [path.suffix for path in Path("runs/.cache").iterdir()] == [".json"]
+    entries = [path for path in Path("runs/.cache").iterdir() if "rows-" not in path.name]
+    assert [path.suffix for path in entries] == [".json"]
 
 
 def test_a_job_of_another_name_may_use_it(
@@ -170,7 +171,7 @@ def test_damaged_and_foreign_entries_are_measured_anew(
     profiler: Profiler, spec_of: Callable[..., JobSpec]
 ) -> None:
     measure(spec_of(), PLACE)
-    (path,) = Path("runs/.cache").glob("*.json")
+    (path,) = Path("runs/.cache").glob("[!r]*.json")
     good = path.read_text()
     for text in _damage(good):
         path.write_text(text)
