@@ -19,7 +19,7 @@ backward is split.
 from __future__ import annotations
 
 from pipectl.schedule.actions import Integers
-from pipectl.schedule.sequences import F0, F1, I0, I1, W0, W1, Listing, v_shaped
+from pipectl.schedule.sequences import F0, F1, I0, I1, W0, W1, Listing, orders_of, v_shaped
 
 
 def _listed(rank: int, ranks: int, micro_batches: int) -> Integers:
@@ -52,4 +52,4 @@ def _end(listing: Listing, rank: int, behind: int) -> None:
         listing.repeat(1, weight)
 
 
-DUAL_PIPE_V = v_shaped("dualpipev", _listed)
+DUAL_PIPE_V = v_shaped("dualpipev", orders_of(_listed))

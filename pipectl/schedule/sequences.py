@@ -23,6 +23,8 @@ from pipectl.schedule.order import Order, Placement, Schedule, Shape, Turns, War
 Table = npt.NDArray[np.int64]
 Step = tuple[Kind, int]
 """What is done, and to which chunk."""
+Orders = Callable[[int, int], Order]
+"""(ranks, micro-batches) -> the order of a V's stages."""
 
 F0, F1 = (Kind.FORWARD, 0), (Kind.FORWARD, 1)
 I0, I1 = (Kind.BACKWARD_INPUT, 0), (Kind.BACKWARD_INPUT, 1)
@@ -130,28 +132,31 @@ class Listing:
         return found
 
 
-def v_shaped(name: str, listed: Callable[[int, int, int], Integers]) -> Schedule:
-    """The schedule of lists for a V.
+def orders_of(listed: Callable[[int, int, int], Integers]) -> Orders:
+    """The orders of lists for a V.
 
     Args:
         listed: called with (rank, ranks, micro_batches); gives the rank's actions.
     """
 
     @lru_cache(maxsize=16)
-    def ordered(ranks: int, micro_batches: int) -> Order:
+    def order(ranks: int, micro_batches: int) -> Order:
         lists = [listed(rank, ranks, micro_batches) for rank in range(ranks)]
         return order_of_sequences(lists, 2 * ranks, micro_batches)
 
-    def order(shape: Shape, _: Sequence[int]) -> Order:
-        return ordered(shape.ranks, shape.micro_batches)
+    return order
+
+
+def v_shaped(name: str, orders: Orders) -> Schedule:
+    """The schedule of orders for a V, whose backwards are split."""
 
     def warm_ups(shape: Shape) -> list[WarmUp]:
-        found = ordered(shape.ranks, shape.micro_batches)
-        return [found.warm_up(shape.stages, shape.micro_batches)]
+        order = orders(shape.ranks, shape.micro_batches)
+        return [order.warm_up(shape.stages, shape.micro_batches)]
 
     return Schedule(
         name,
-        order,
+        lambda shape, _: orders(shape.ranks, shape.micro_batches),
         warm_ups,
         placement=Placement.V_SHAPED,
         stages_per_rank=(2,),

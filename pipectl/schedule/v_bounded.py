@@ -32,11 +32,11 @@ Source: Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from itertools import product
 
-from pipectl.schedule.order import Order, Placement, Schedule, Shape, Turns, WarmUp
+from pipectl.schedule.order import Order, Schedule, Turns
+from pipectl.schedule.sequences import v_shaped
 
 _INTERVAL = 6
 """Turns from one micro-batch to the next."""
@@ -75,23 +75,13 @@ def _path(ranks: int, down: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _bounded(name: str, down: int) -> Schedule:
-    def order(shape: Shape, _: Sequence[int]) -> Order:
+    def order(ranks: int, _: int) -> Order:
         def turns(first: tuple[int, ...]) -> Turns:
             return lambda stage, micro_batch: first[stage] + _INTERVAL * micro_batch
 
-        return Order(*map(turns, _path(shape.ranks, down)))
+        return Order(*map(turns, _path(ranks, down)))
 
-    def warm_ups(shape: Shape) -> list[WarmUp]:
-        return [order(shape, ()).warm_up(shape.stages, shape.micro_batches)]
-
-    return Schedule(
-        name,
-        order,
-        warm_ups,
-        placement=Placement.V_SHAPED,
-        stages_per_rank=(2,),
-        splits_backward=True,
-    )
+    return v_shaped(name, order)
 
 
 V_HALF, V_MIN = _bounded("v-half", down=2), _bounded("v-min", down=1)

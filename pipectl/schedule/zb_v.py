@@ -17,7 +17,7 @@ Parallelism with Controllable Memory", NeurIPS 2024.
 from __future__ import annotations
 
 from pipectl.schedule.actions import Integers
-from pipectl.schedule.sequences import F0, F1, I0, I1, W0, W1, Listing, v_shaped
+from pipectl.schedule.sequences import F0, F1, I0, I1, W0, W1, Listing, orders_of, v_shaped
 
 
 def _listed(rank: int, ranks: int, micro_batches: int) -> Integers:
@@ -35,4 +35,4 @@ def _listed(rank: int, ranks: int, micro_batches: int) -> Integers:
     return listing.up_to(micro_batches)
 
 
-ZB_V = v_shaped("zb-v", _listed)
+ZB_V = v_shaped("zb-v", orders_of(_listed))
