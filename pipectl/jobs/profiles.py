@@ -150,8 +150,7 @@ def _find_or_measure(
     make_directory(directory)
     device = this_device(spec)
     identity = _identity(spec, device, effort)
-    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-    path = directory / f"{digest[:32]}.json"
+    path = directory / f"{_digest(identity)}.json"
     cached = None if again else _read_cached(path, identity)
     if cached is not None:
         return replace(cached, profile=replace(cached.profile, name=spec.name))
@@ -172,8 +171,8 @@ def _find_or_measure(
         profile = _with_rows(profile, spec, progress, directory, again=again)
         now, host, resumed = time.time(), socket.gethostname(), journal.resumed
         measurement = Measurement(profile, now, host, round(now - started, 3), resumed=resumed)
-        document = {"version": _CACHE_VERSION, "identity": identity, **measurement.to_json()}
-        write_json(path, {**document, "profile": profile.to_json()})
+        found = {**measurement.to_json(), "profile": profile.to_json()}
+        _write_entry(path, identity, found)
         journal.remove()
     _remove_oldest(directory)
     return measurement
@@ -199,22 +198,18 @@ def _with_rows(
         "python": platform.python_version(),
         "pipectl": [pipectl.__version__, _hash_of_measuring_code()],
     }
-    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-    path = cache / f"rows-{digest[:27]}.json"
+    path = cache / f"rows-{_digest(identity)}.json"
     if not again:
         with suppress(DataFileError):
-            document = read_json(path, cure=_CURE)
-            if (document.get("version"), document.get("identity")) == (_CACHE_VERSION, identity):
-                values = document.get("rows") or {}
-                rows = read_fields(RowTimes, values, file=str(path), cure=_CURE)
-                return replace(profile, rows=rows)
+            values = _read_entry(path, identity).get("rows") or {}
+            rows = read_fields(RowTimes, values, file=str(path), cure=_CURE)
+            return replace(profile, rows=rows)
     if progress is not None:
         progress(0, 0, "measuring messages")
     measured, assumption = measure_rows(spec, scheduler)
     if measured is None:
         return replace(profile, assumptions=(*profile.assumptions, assumption))
-    document = {"version": _CACHE_VERSION, "identity": identity, "rows": write_value(measured)}
-    write_json(path, document)
+    _write_entry(path, identity, {"rows": write_value(measured)})
     return replace(profile, rows=measured)
 
 
@@ -288,12 +283,30 @@ def _hash_of_measuring_code() -> str:
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 
+def _digest(identity: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _write_entry(path: Path, identity: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    write_json(path, {"version": _CACHE_VERSION, "identity": identity, **found})
+
+
+def _read_entry(path: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
+    """A file of the cache.
+
+    Raises:
+        DataFileError: it is missing or damaged, or of another identity.
+    """
+    document = read_json(path, cure=_CURE)
+    if (document.get("version"), document.get("identity")) != (_CACHE_VERSION, identity):
+        raise DataFileError(f"{path}: is of another measurement", cure=_CURE)
+    return document
+
+
 def _read_cached(path: Path, identity: Mapping[str, Any]) -> Measurement | None:
     """The profile of ``identity``, if there is a sound one."""
     try:
-        document = read_json(path, cure=_CURE)
-        if (document.get("version"), document.get("identity")) != (_CACHE_VERSION, identity):
-            return None
+        document = _read_entry(path, identity)
         profile = Profile.from_json(document.get("profile") or {})
         measurement = Measurement.from_json(document, profile, file=str(path))
     except DataFileError:

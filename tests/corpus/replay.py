@@ -186,7 +186,7 @@ def peak_of_stage(
     sizes = [plan.micro_batch_size] * plan.micro_batches
     given_rows = Step.plain(program.body, channels(plan), stage, sizes)
     engine.run(given_rows, step.given(), step.update)
-    gc.collect()  # what the first step left must not be freed while the second is measured
+    gc.collect()  # what earlier steps and stages left must not be freed meanwhile
     with record_allocated(torch.device("cpu")) as recording:
         engine.run(given_rows, step.given(), step.update)
     if mover is not None:
