@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from pipectl.graph import TransferKind
 from pipectl.schedule import Channel
-from pipectl.simulate import COMPUTE_KINDS
+from pipectl.schedule.actions import COMPUTE_KINDS
 from pipectl.timeline import Event, Timeline
 from pipectl.units import format_time
 

@@ -19,7 +19,7 @@ from typing import Any
 from pipectl.plan import Plan
 from pipectl.report.comparison import Computed
 from pipectl.schedule import channels
-from pipectl.simulate import COMPUTE_KINDS
+from pipectl.schedule.actions import COMPUTE_KINDS
 from pipectl.timeline import Event, Timeline
 
 _CODES = {

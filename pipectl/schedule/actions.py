@@ -49,6 +49,8 @@ class Kind(IntEnum):
 
 EVENT_NAMES = (*(kind.name.lower() for kind in Kind), "update_wait")
 """What timelines call every kind; the last is the wait for all other ranks before UPDATE."""
+COMPUTE_KINDS = tuple(kind.name.lower() for kind in Kind if kind.is_compute)
+"""Names of the timeline's events in which a rank computes; in all others it waits."""
 
 
 class Action(NamedTuple):

@@ -9,13 +9,10 @@ from statistics import median
 from typing import NamedTuple
 
 from pipectl.row_times import RowTimes
-from pipectl.schedule.actions import EVENT_NAMES, Kind
+from pipectl.schedule.actions import COMPUTE_KINDS, EVENT_NAMES
 from pipectl.schedule.channel import Channel
 from pipectl.timeline import Event, Timeline
 
-COMPUTATIONS = frozenset(
-    kind.name.lower() for kind in Kind if kind.is_compute and kind is not Kind.UPDATE
-)
 _MESSAGES = ("send_start", "send_wait", "receive_start", "receive_wait")
 _MARGIN_S = 100e-6
 """A message is there if its sender has sent it so long before."""
@@ -92,7 +89,7 @@ def _after(timeline: Timeline) -> list[float]:
         later.start_s - event.end_s
         for events in _by_rank(timeline)
         for event, later in pairwise(events)
-        if event.kind in COMPUTATIONS
+        if event.kind in COMPUTE_KINDS and event.kind != "update"
     ]
 
 

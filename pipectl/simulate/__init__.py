@@ -1,5 +1,5 @@
 """The simulator: what a plan's programs would take on a cluster, without running them."""
 
-from pipectl.simulate.simulation import COMPUTE_KINDS, Simulation, simulate
+from pipectl.simulate.simulation import Simulation, simulate
 
-__all__ = ["COMPUTE_KINDS", "Simulation", "simulate"]
+__all__ = ["Simulation", "simulate"]

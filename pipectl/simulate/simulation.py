@@ -37,9 +37,6 @@ from pipectl.simulate import steady
 from pipectl.simulate.machine import Machine, Record
 from pipectl.timeline import Event, Timeline
 
-COMPUTE_KINDS = tuple(kind.name.lower() for kind in Kind if kind.is_compute)
-"""Names of the timeline's events in which a rank computes; in all others it waits."""
-
 
 @dataclass(frozen=True)
 class Simulation:

@@ -11,7 +11,8 @@ from pipectl.graph import TransferKind
 from pipectl.link import Link
 from pipectl.plan import StageCost, Transfer
 from pipectl.schedule import lower, one_f_one_b
-from pipectl.simulate import COMPUTE_KINDS, simulate
+from pipectl.schedule.actions import COMPUTE_KINDS
+from pipectl.simulate import simulate
 from pipectl.timeline import Timeline
 
 FREE = Link(latency_s=0.0, bandwidth_bytes_per_s=1e30)

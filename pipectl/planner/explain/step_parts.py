@@ -12,7 +12,8 @@ from pipectl.cluster import Cluster
 from pipectl.plan import Plan
 from pipectl.planner.explain.what_if import with_slower_links
 from pipectl.schedule import is_unflushed
-from pipectl.simulate import COMPUTE_KINDS, Simulation, simulate
+from pipectl.schedule.actions import COMPUTE_KINDS
+from pipectl.simulate import Simulation, simulate
 from pipectl.timeline import Timeline
 
 
