@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from pipectl.cluster import ASSUMED_BETWEEN, Cluster, Device, Node
 from pipectl.compiled import compiling_s
 from pipectl.errors import UsageError
-from pipectl.jobs.learning import corrected_profile
 from pipectl.jobs.places import (
     coupling_warning,
     find_machines,
@@ -46,6 +45,7 @@ from pipectl.planner.explain.what_if import (
 from pipectl.planner.graph.imported import folded, prepared
 from pipectl.planner.search import MOST_ALTERNATIVES, Found, search_plans
 from pipectl.profile import Profile
+from pipectl.report.learning import corrected_profile
 from pipectl.runs import find_run
 from pipectl.simulate import Simulation, simulate
 from pipectl.spec import load

@@ -7,13 +7,15 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from pipectl.cluster import Cluster
-from pipectl.errors import DataFileError, InfeasibleError
+from pipectl.errors import DataFileError, InfeasibleError, InvalidInputError
 from pipectl.jobs.places import key_of_plan, plan_path
-from pipectl.jobs.schedules import schedule_of_job
 from pipectl.plan import OffloadTarget, Plan
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.profile import Profile
 from pipectl.runs import RunDirectory
+from pipectl.schedule import NAMES
+from pipectl.schedule.listed import Listed
+from pipectl.schedule.own import make_listed, read_listed
 from pipectl.simulate import simulate
 
 if TYPE_CHECKING:
@@ -88,7 +90,7 @@ def request_of(
         kept: micro-batches if the job leaves their number open; None leaves it to the planner.
     """
     pipeline = spec.pipeline
-    listed = schedule_of_job(spec)
+    listed = _own_schedule(spec)
     recompute, blocks = _RECOMPUTE[pipeline.recompute]
     if pipeline.offload in tuple(OffloadTarget):
         offload_to = OffloadTarget(pipeline.offload)
@@ -122,3 +124,33 @@ def request_of(
         backward_apart=apart,
         key=key_of_plan(spec, profile, cluster),
     )
+
+
+def _own_schedule(spec: JobSpec) -> Listed | None:
+    """A job's own schedule; None if it uses a built-in one.
+
+    Raises:
+        InvalidInputError: the schedule cannot be used, or the job contradicts it.
+    """
+    pipeline = spec.pipeline
+    name: str | None = pipeline.schedule
+    if name is None or name in NAMES:
+        return None
+    if spec.schedule_file is not None:
+        listed = read_listed(spec.schedule_file, name)
+    else:
+        if pipeline.micro_batches is None:
+            raise InvalidInputError(
+                f"pipeline.schedule: {name} is made for a number of micro-batches",
+                cure="set pipeline.micro_batches",
+            )
+        ranks = spec.resources.ranks
+        listed = make_listed(name, ranks, pipeline.stages or ranks, pipeline.micro_batches)
+    for key in ("stages", "micro_batches"):
+        expected, number = getattr(pipeline, key), getattr(listed, key)
+        if expected not in (None, number):
+            raise InvalidInputError(
+                f"pipeline.{key}: {expected}, but schedule {listed.name} has {number}",
+                cure=f"leave pipeline.{key} out, or change the schedule",
+            )
+    return listed

@@ -39,7 +39,7 @@ BUILT_IN = ("gpipe", "1f1b", *ROUND, "zb-h1", *V_SHAPED, *UNFLUSHED)
 APART = ("gpipe", "1f1b", *UNFLUSHED)
 """Schedules that leave backwards to other ranks."""
 SCHEDULES_GROUP = "pipectl.schedules"
-"""Entry points of packages that offer schedules; see :mod:`pipectl.jobs.schedules`."""
+"""Entry points of packages that offer schedules; see :mod:`pipectl.schedule.own`."""
 SCHEDULE_SUFFIX = ".csv"
 
 _MAX = 2**63 - 1

@@ -25,13 +25,13 @@ from pipectl.batch.process import Completed
 from pipectl.batch.slurm import SlurmScheduler
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.errors import PipectlError
-from pipectl.jobs.schedules import simulate_plan
 from pipectl.jobs.state import get_status
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.profile import Profile
 from pipectl.runs import Manifest, Record, RunDirectory, Shard
 from pipectl.schedule import lower
+from pipectl.simulate.one_step import simulate_plan
 from pipectl.spec import load
 
 FEW, MANY = 40, 720

@@ -13,9 +13,10 @@ from pipectl.cli.options import RUNS, Json, RunName, RunsDirectory
 from pipectl.cli.views.plan import headline
 from pipectl.cli.views.trace import print_comparison, step_line
 from pipectl.files import is_stream, make_directory_of, write_text
-from pipectl.jobs.report import load_step, make_page
+from pipectl.jobs.report import make_page
 from pipectl.report.gantt import gantt_svg
 from pipectl.report.perfetto import chrome_trace
+from pipectl.report.recorded import load_step
 from pipectl.runs import find_run
 from pipectl.units import format_bytes
 

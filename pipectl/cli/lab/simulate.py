@@ -14,9 +14,9 @@ from pipectl.cli.views.plan import assumption_lines, gantt_lines, headline
 from pipectl.cluster import Cluster
 from pipectl.errors import UsageError
 from pipectl.files import make_directory_of, write_text
-from pipectl.jobs.schedules import Simulated, plan_equal_stages, simulate_plan
 from pipectl.plan import Plan
 from pipectl.report.gantt import gantt_svg, legend
+from pipectl.simulate.one_step import Simulated, plan_equal_stages, simulate_plan
 from pipectl.units import format_time
 
 _MAX_SHOWN = 16

@@ -58,7 +58,7 @@ def print_run(status: RunStatus, *, as_json: bool = False) -> None:
         return
     difference = None
     if status.prediction_ratio:  # the simulator is imported only if there is something to compare
-        from pipectl.jobs.report import divide_last_step
+        from pipectl.report.recorded import divide_last_step
 
         difference = divide_last_step(status.run)
     console = output()

@@ -8,7 +8,6 @@ from typing import TypeVar
 from rich.table import Table
 
 from pipectl.cli.console import note, output, plain, say, table
-from pipectl.jobs.report import RecordedStep
 from pipectl.report.comparison import (
     SPENT,
     Both,
@@ -18,6 +17,7 @@ from pipectl.report.comparison import (
     find_bottleneck,
     find_largest_difference,
 )
+from pipectl.report.recorded import RecordedStep
 from pipectl.units import format_time
 
 T = TypeVar("T")

@@ -1,109 +1,24 @@
-"""Users' own schedules, and one simulated step of a plan, or of a schedule on equal stages.
-
-A schedule is a file, or a function that a package offers by name: an entry point of the group
-``pipectl.schedules``, a function of the numbers of ranks, stages and micro-batches that gives, for
-every rank, its actions, as in a file.
-"""
+"""One simulated step for people: of a plan, or of a schedule on equal stages."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from importlib.metadata import entry_points
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipectl.cluster import Cluster, Device, Node, assumed_cluster
-from pipectl.errors import InvalidInputError, UsageError
+from pipectl.errors import UsageError
 from pipectl.graph import TransferKind
 from pipectl.link import Link
 from pipectl.plan import Plan, Stage, StageCost, Transfer
-from pipectl.schedule import (
-    NAMES,
-    default_ranks,
-    default_warm_up,
-    lower,
-    stage_peaks_in_flight,
-)
+from pipectl.schedule import NAMES, default_ranks, default_warm_up, lower, stage_peaks_in_flight
 from pipectl.schedule.listed import Listed
-from pipectl.simulate import Simulation, simulate
-from pipectl.spec import SCHEDULES_GROUP
+from pipectl.schedule.own import make_listed, read_listed
+from pipectl.simulate.simulation import Simulation, simulate
+from pipectl.spec.types import SCHEDULE_SUFFIX
 
-if TYPE_CHECKING:
-    from pipectl.spec import JobSpec
-
-SUFFIX = ".csv"
 _FAST = 1e15
-
-
-def schedule_of_job(spec: JobSpec) -> Listed | None:
-    """A job's own schedule; None if it uses a built-in one.
-
-    Raises:
-        InvalidInputError: the schedule cannot be used, or the job contradicts it.
-    """
-    pipeline = spec.pipeline
-    name: str | None = pipeline.schedule
-    if name is None or name in NAMES:
-        return None
-    if spec.schedule_file is not None:
-        listed = read_listed(spec.schedule_file, name)
-    else:
-        if pipeline.micro_batches is None:
-            raise InvalidInputError(
-                f"pipeline.schedule: {name} is made for a number of micro-batches",
-                cure="set pipeline.micro_batches",
-            )
-        ranks = spec.resources.ranks
-        listed = make_listed(name, ranks, pipeline.stages or ranks, pipeline.micro_batches)
-    for key in ("stages", "micro_batches"):
-        expected, number = getattr(pipeline, key), getattr(listed, key)
-        if expected not in (None, number):
-            raise InvalidInputError(
-                f"pipeline.{key}: {expected}, but schedule {listed.name} has {number}",
-                cure=f"leave pipeline.{key} out, or change the schedule",
-            )
-    return listed
-
-
-def read_listed(path: Path, name: str) -> Listed:
-    """The schedule in a file; messages and plans call it by ``name``.
-
-    Raises:
-        ScheduleError: naming line and action.
-        UsageError: the file cannot be read.
-    """
-    try:
-        return Listed.read(path.read_text(encoding="utf-8-sig"), name)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"{path}: cannot be read: {error}", cure="name a CSV file of actions, a line per rank"
-        ) from None
-
-
-def make_listed(name: str, ranks: int, stages: int, micro_batches: int) -> Listed:
-    """The schedule that an entry point makes.
-
-    Raises:
-        UsageError: there is none of this name, or it fails.
-        ScheduleError: what it makes is no schedule.
-    """
-    entries = entry_points(group=SCHEDULES_GROUP, name=name)
-    if not entries:
-        known = ", ".join((*NAMES, *sorted(entry_points(group=SCHEDULES_GROUP).names)))
-        raise UsageError(
-            f"there is no schedule {name!r}", cure=f"one of: {known}, or a file that ends in .csv"
-        )
-    try:
-        lists = next(iter(entries)).load()(ranks, stages, micro_batches)
-        rows = (each if isinstance(each, str) else ",".join(map(str, each)) for each in lists)
-        text = "\n".join(rows)
-    except Exception as error:
-        raise UsageError(
-            f"schedule {name}: its function fails: {type(error).__name__}: {error}",
-            cure="it takes (ranks, stages, micro_batches) and gives a list of actions per rank",
-        ) from error
-    return Listed.read(text, name)
 
 
 @dataclass(frozen=True)
@@ -190,7 +105,7 @@ def plan_equal_stages(
     options = {"stages": stages, "micro-batches": micro_batches, "ranks": ranks}
     listed: Listed | None = None
     actions: tuple[str, ...] = ()
-    if schedule.endswith(SUFFIX):
+    if schedule.endswith(SCHEDULE_SUFFIX):
         listed = read_listed(Path(schedule), schedule)
     elif stages is None or micro_batches is None:
         raise UsageError(
@@ -240,7 +155,7 @@ def plan_equal_stages(
 
 def _reorder(plan: Plan, schedule: str) -> Plan:
     """The plan's stages in the order, and on the ranks, of a user's schedule."""
-    if not schedule.endswith(SUFFIX):
+    if not schedule.endswith(SCHEDULE_SUFFIX):
         raise UsageError(
             f"--schedule {schedule}: a plan's stages are cut for its own schedule",
             cure="name a .csv file, or plan again with pipeline.schedule",
