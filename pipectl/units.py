@@ -95,6 +95,17 @@ def _decimals(value: float) -> int:
     return 2 if size < 10 else 1 if size < 100 else 0
 
 
+def format_ranges(numbers: Iterable[int], separator: str = ", ") -> str:
+    """Whole numbers with neighbours put together: ``0, 2-5`` for 0, 2, 3, 4, 5."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return separator.join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+
+
 def is_name(text: str) -> bool:
     """Whether ``text`` can name a job: letters, digits, ``. _ -``, at most 64."""
     return _NAME.fullmatch(text) is not None

@@ -82,3 +82,12 @@ def test_only_a_near_word_is_offered():
     known = ["stages", "schedule"]
     assert units.did_you_mean("stagse", known) == "; did you mean 'stages'?"
     assert units.did_you_mean("x", known) == ""
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"),
+    [([3], "3"), ([0, 1, 2], "0-2"), ([5, 1, 0, 8, 9], "0-1, 5, 8-9"), ([2, 2], "2"), ([], "")],
+)
+def test_neighbouring_numbers_are_put_together(numbers, text):
+    assert units.format_ranges(numbers) == text
+    assert units.format_ranges(numbers, ",") == text.replace(" ", "")

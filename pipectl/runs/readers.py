@@ -140,7 +140,9 @@ def read_report(path: Path) -> dict[str, Any] | None:
 
 def read_stall(run: RunDirectory) -> str:
     """Who waits for whom, while no rank moves on; empty while all is well, or if nobody says so."""
-    return printable((read_report(node_path(run.watch, 0)) or {}).get("stalled") or "")
+    starts = sorted(run.watch.glob("[0-9]*"))
+    report = read_report(node_path(starts[-1], 0)) if starts else None
+    return printable((report or {}).get("stalled") or "")
 
 
 def read_exit_code(run: RunDirectory) -> int | None:

@@ -24,7 +24,7 @@ from pipectl.runtime.nodes import grouped, node_name
 from pipectl.runtime.waiting import gather_all, waiting
 from pipectl.schedule import program_hash
 from pipectl.spec import JobSpec
-from pipectl.watch.judge import ranges
+from pipectl.units import format_ranges
 
 Identity = Mapping[str, str]
 """What must be the same on all ranks: versions by name, contents of files as hashes."""
@@ -143,9 +143,9 @@ def misplaced(nodes: Sequence[Sequence[int]], node_of_rank: Sequence[int]) -> st
     for real, wanted in zip(nodes, grouped(node_of_rank).values(), strict=False):
         if list(real) != wanted:
             return (
-                f"a node has the ranks {ranges(real)}, where the plan counts on "
-                f"{ranges(wanted)}: the step may take longer than predicted. Have the launcher "
-                "fill one node after the other (block distribution)"
+                f"a node has the ranks {format_ranges(real)}, where the plan counts on "
+                f"{format_ranges(wanted)}: the step may take longer than predicted. "
+                "Have the launcher fill one node after the other (block distribution)"
             )
     return ""
 

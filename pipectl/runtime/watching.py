@@ -10,7 +10,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
-import secrets
+import shutil
 import signal
 import sys
 import tempfile
@@ -26,8 +26,6 @@ from mpi4py import MPI
 
 import pipectl
 from pipectl.batch import process
-from pipectl.errors import PipectlError
-from pipectl.files import write_text
 from pipectl.plan import Plan
 from pipectl.runs import RUN_VARIABLE, SCRIPT, RunDirectory
 from pipectl.runtime.failure import Doing, warn
@@ -35,7 +33,6 @@ from pipectl.runtime.nodes import grouped, node_name
 from pipectl.runtime.output import job_log
 from pipectl.runtime.waiting import broadcast, gather_all
 from pipectl.spec import JobSpec
-from pipectl.watch.files import start_path
 from pipectl.watch.rank import BYE, FAILING
 from pipectl.watch.watcher import Settings
 
@@ -55,7 +52,7 @@ def watched(
 
     If no further process can be started, it works without.
     """
-    start = broadcast(communicator, _clear(directory) if communicator.rank == 0 else "")
+    folder = broadcast(communicator, _make_folder(directory) if communicator.rank == 0 else "")
     nodes = list(grouped(gather_all(communicator, _place())).values())
     number = next(index for index, ranks in enumerate(nodes) if communicator.rank in ranks)
     # With both ends here, the pipe never breaks, whatever becomes of the watcher.
@@ -79,8 +76,7 @@ def watched(
             ranks=[ranks[rank] for rank in nodes[number]],
             launched=RUN_VARIABLE in os.environ,
             script=int(script) if script.isdecimal() else 0,
-            start=start,
-            folder=str(directory.watch),
+            folder=folder,
             errors=str(directory.errors),
             min_s=spec.launch.hang_after,
             predicted_s=0.0 if plan.prediction is None else plan.prediction.step_time_s,
@@ -103,18 +99,16 @@ def _place() -> tuple[object, ...]:
     return tuple(known)
 
 
-def _clear(directory: RunDirectory) -> str:
-    """Remove what the watchers of an earlier start wrote; a word for this one."""
-    start = secrets.token_hex(8)
-    with suppress(OSError, PipectlError):
+def _make_folder(directory: RunDirectory) -> str:
+    """The folder for the watchers of this start; those of earlier ones go, so that they end."""
+    folder = directory.watch / f"{time.time_ns()}"
+    with suppress(OSError):
         directory.watch.mkdir(mode=0o700, exist_ok=True)
-        # Earlier watchers that still end see that they are replaced before their files go.
-        write_text(start_path(directory.watch), f"{start}\n", mode=0o600, durable=False)
-        for path in directory.watch.iterdir():
-            with suppress(OSError):
-                if path != start_path(directory.watch):
-                    path.unlink()
-    return start
+        for before in directory.watch.iterdir():
+            gone = before.with_name(f".{before.name}")  # at once, whoever writes into it
+            shutil.rmtree(before.rename(gone), ignore_errors=True)
+        folder.mkdir(mode=0o700)
+    return str(folder)
 
 
 class _Watcher:

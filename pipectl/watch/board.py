@@ -114,25 +114,21 @@ class Board:
 
     def read(self) -> Activity:
         """What the rank does now."""
-        return _read(self._memory)
+        return _to_activity(self._memory)
 
     def _begin(self, action: str, stage: int, *, in_program: bool) -> None:
         memory = self._memory
         memory.peer, memory.stage, memory.in_program = -1, stage, in_program
-        memory.action = _encode(action)
+        memory.action = action.encode(errors="replace")[:_TEXT]
         memory.moves += 1
 
 
 def read_activity(memory: mmap.mmap) -> Activity:
     """What is on a board that another process writes."""
-    return _read(_Memory.from_buffer_copy(memory))
+    return _to_activity(_Memory.from_buffer_copy(memory))
 
 
-def _encode(text: str) -> bytes:
-    return text.encode(errors="replace")[:_TEXT]
-
-
-def _read(memory: _Memory) -> Activity:
+def _to_activity(memory: _Memory) -> Activity:
     values = (getattr(memory, name) for name in Activity._fields)
     return Activity._make(
         value.decode(errors="replace") if isinstance(value, bytes) else value for value in values

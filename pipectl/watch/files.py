@@ -1,6 +1,7 @@
 """Files of watchers: one per node, by which they tell each other how ranks are, and error reports.
 
-A node's file is replaced whole, and nobody else can write there. The report of a rank that failed
+A node's file is replaced whole, and nobody else can write there. Every start of the ranks has a
+folder of its own for them, which goes when they are started again. The report of a rank that failed
 is a file for ``status``, and text for the log.
 """
 
@@ -13,13 +14,13 @@ import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pipectl.errors import PipectlError, UsageError
 from pipectl.fields import read_value
 from pipectl.files import write_json, write_text
 from pipectl.printable import printable
-from pipectl.watch.rank import RankReport
+from pipectl.watch.judge import NodeReport
 
 VERSION = 1
 _MAX_BYTES = 1 << 24
@@ -28,55 +29,21 @@ _PIECE = 4096
 _PATIENCE_MS = 1000
 
 
-class NodeReport(NamedTuple):
-    """How the ranks of one node are.
-
-    Args:
-        node: its name.
-        ends: whether all ranks are to be killed.
-        stalled: who waits for whom, if no rank has moved on for long; the first node's says it.
-    """
-
-    node: str = ""
-    ends: bool = False
-    stalled: str = ""
-    ranks: tuple[RankReport, ...] = ()
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all of its ranks have ended."""
-        return all(rank.is_over for rank in self.ranks)
-
-    @property
-    def news(self) -> tuple[Any, ...]:
-        """What the other watchers should know at once, if it changes."""
-        return self.ends, self.stalled, [rank.state for rank in self.ranks]
-
-
-def start_path(folder: Path) -> Path:
-    """The file with the word for the newest start of the ranks."""
-    return folder / "start"
-
-
 def node_path(folder: Path, node: int) -> Path:
     """The file of a node; nodes are counted by their first ranks."""
     return folder / f"node-{node:04d}.json"
 
 
 class NodeFile:
-    """The file of one node.
+    """The file of one node."""
 
-    Args:
-        start: a word for this start of the ranks; files of another start are not read.
-    """
-
-    def __init__(self, path: Path, start: str) -> None:
-        self.path, self._start = path, start
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self._stamp: tuple[int, int] | None = None
 
     def write(self, report: NodeReport) -> None:
         """Replace it; if the disk is full, at least its time of change says that we live."""
-        text = json.dumps({"version": VERSION, "start": self._start, **report._asdict()})
+        text = json.dumps({"version": VERSION, **report._asdict()})
         try:
             write_text(self.path, f"{text}\n", mode=0o600, durable=False)
         except (UsageError, OSError):
@@ -94,15 +61,12 @@ class NodeFile:
             return None
         try:
             status = os.fstat(handle)
-            if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_BYTES:
-                raise ValueError("no file of a watcher")
             stamp = status.st_ino, status.st_mtime_ns
-            if stamp == self._stamp:
+            if stamp == self._stamp or not stat.S_ISREG(status.st_mode):
                 return None
-            text = os.read(handle, _MAX_BYTES)
+            document = json.loads(os.read(handle, _MAX_BYTES))
             self._stamp = stamp
-            document = json.loads(text)
-            if (document["version"], document["start"]) == (VERSION, self._start):
+            if document["version"] == VERSION:
                 report: NodeReport = read_value(NodeReport, document)
                 return report
         except (OSError, ValueError, LookupError, TypeError, RecursionError):  # it is damaged

@@ -1,4 +1,4 @@
-"""Ranks as processes of this node: each lives, is stopped, or has ended and how."""
+"""The ranks of this node as processes: each lives, is stopped, or has ended, and why."""
 
 from __future__ import annotations
 
@@ -36,38 +36,29 @@ _SHARED_MEMORY = tuple(
 """How the files begin by which MPIs share memory, and which they leave if they are killed."""
 
 
-class Death(NamedTuple):
-    """The end of a rank that it did not announce, or why it is lost.
-
-    Args:
-        at: seconds since the epoch, when its watcher saw it; 0 if it has not ended.
-        earlier: how many ranks of its node had ended before.
-        is_wanted: whether it ended because it was to, as when a job is cancelled.
-        message: what happened.
-        cure: what the user can do.
-        stack: where it was, if it crashed.
-    """
-
-    at: float = 0.0
-    earlier: int = 0
-    is_wanted: bool = False
-    message: str = ""
-    cure: str = RESUME
-    stack: str = ""
-
-
 class RankReport(NamedTuple):
     """How one rank is.
 
     Args:
         state: ``LIVES`` or another of the constants above.
-        death: how it ended, if it is in ``DIED``.
+        still_s: how long it has been at this point of its program, stopped or not.
+        ended_at: seconds since the epoch, if it is in ``DIED``; else 0.
+        order: how many ranks of its node had ended before it.
+        was_asked: whether it ended by the signal that cancels a job.
+        message: why it ended, or is lost; ``cure`` is what the user can do.
+        stack: where it was, if it crashed.
     """
 
     rank: int = 0
     state: str = LIVES
+    still_s: float = 0.0
     activity: Activity = Activity()
-    death: Death = Death()
+    ended_at: float = 0.0
+    order: int = 0
+    was_asked: bool = False
+    message: str = ""
+    cure: str = RESUME
+    stack: str = ""
 
     @property
     def is_over(self) -> bool:
@@ -75,134 +66,65 @@ class RankReport(NamedTuple):
         return self.state in (FAILED, DIED, LEFT)
 
 
-class WatchedRank:
-    """One rank of this node.
+class _Rank:
+    """One rank: what it shares with this process, and what has been seen of it so far."""
 
-    Args:
-        pid: of its process, and ``started`` when that began.
-        board: path of the memory with what it does.
-        words: path of the pipe through which it speaks.
-        launched: whether a job script started the ranks, so that their launcher must stay.
-
-    Attributes:
-        words: file descriptor of the pipe.
-        handle: one that is readable when the process ends; None if the kernel has none.
-        has_ended: whether the process has.
-
-    Raises:
-        OSError: the memory or the pipe cannot be opened.
-    """
-
-    def __init__(
-        self, rank: int, pid: int, started: int, board: str, words: str, *, launched: bool
-    ) -> None:
-        self.rank, self.has_ended = rank, False
-        self._pid, self._started, self._launched = pid, started, launched
+    def __init__(self, rank: int, pid: int, started: int, board: str, words: str) -> None:
+        self.rank, self.pid, self.started = rank, pid, started
         handle = os.open(board, os.O_RDONLY)
-        self._board = mmap.mmap(handle, SIZE, prot=mmap.PROT_READ)
+        self.board = mmap.mmap(handle, SIZE, prot=mmap.PROT_READ)
         os.close(handle)
         self.words = os.open(words, os.O_RDONLY | os.O_NONBLOCK)
-        self.handle: int | None = None
+        self.handle: int | None = None  # None if the kernel has none of processes
         with suppress(OSError, AttributeError):
             self.handle = os.pidfd_open(pid)
         # A launcher starts ranks by a process on each node, whose parent is on the first node.
         process = process_state(pid, started)
-        self._parent = process_state(process.parent) if process else None
-        self._launcher = process_state(self._parent.parent) if self._parent else None
-        self._heard = b""
-        self._lived_at, self._asked_at = 0.0, float("-inf")
-        self._death: Death | None = None
-        self._trains = False
-        self._shared = shared_files(pid)
-
-    def look(self, now: float, earlier: int, *, memory_kill: bool, script_gone: bool) -> RankReport:
-        """Find out how it is.
-
-        Args:
-            now: of the watcher's clock, in seconds.
-            earlier: how many ranks of the node had ended before it, if it has.
-            memory_kill: whether the kernel has just killed a process of the node for memory.
-            script_gone: whether the job script has ended.
-        """
-        process = process_state(self._pid, self._started)
-        self.has_ended = process is None
-        self._listen(now)
-        activity = read_activity(self._board)
-        gone = ""
-        if process is not None:
-            self._lived_at = now
-            if self._launched and self._parent and process.parent != self._parent.pid:
-                gone = "the launcher"
-            elif script_gone:
-                gone = "the job script"
-            if activity.step > 1 and not self._trains:
-                self._trains = True
-                self._shared |= shared_files(self._pid)
-        if self._death is None and (gone or self.has_ended):
-            self._death = self._explain_death(gone, memory_kill=memory_kill)._replace(
-                at=time.time(), earlier=earlier
-            )
-        if BYE in self._heard:
-            state = LEFT
-        elif FAILING in self._heard:
-            state = FAILED if self.has_ended else FAILS
-        elif self._death is not None:
-            return RankReport(self.rank, DIED, activity, self._death)
-        else:
-            state = STOPPED if process and process.letter == "T" else LIVES  # a debugger's is "t"
-        return RankReport(self.rank, state, activity)
+        self.parent = process_state(process.parent) if process else None
+        self.launcher = process_state(self.parent.parent) if self.parent else None
+        self.shared, self.is_training = shared_files(pid), False
+        self.heard, self.asked_at, self.lived_at = b"", float("-inf"), 0.0
+        self.point, self.moved_at = (False, 0, 0), 0.0
+        self.death: RankReport | None = None
+        self.has_ended = False
 
     @property
     def is_gone(self) -> bool:
-        """Whether its process has ended, or is about to as it should."""
-        return self.has_ended or BYE in self._heard
+        """Whether the process has ended, or is about to as it should."""
+        return self.has_ended or BYE in self.heard
 
-    def kill(self) -> None:
-        """SIGKILL, which ends stopped processes too; only ever this very process."""
-        with suppress(OSError):
-            if process_state(self._pid, self._started) is None:
-                return
-            if self.handle is not None:
-                signal.pidfd_send_signal(self.handle, signal.SIGKILL)
-            else:
-                os.kill(self._pid, signal.SIGKILL)
-
-    def clean_up(self) -> None:
-        """Remove the shared memory that its MPI leaves if it is killed."""
-        for path in set() if BYE in self._heard else self._shared:
-            with suppress(OSError):
-                os.unlink(path)  # noqa: PTH108
-
-    def _listen(self, now: float) -> None:
+    def listen(self, now: float) -> None:
+        """Read what it says."""
         with suppress(BlockingIOError):
             while words := os.read(self.words, _MAX_WORDS):
-                self._heard += words
+                self.heard += words
                 if any(number in words for number in _END_SIGNALS):
-                    self._asked_at = now
-        if len(self._heard) > 2 * _MAX_WORDS:
-            self._heard = self._heard[:_MAX_WORDS] + self._heard[-_MAX_WORDS:]
+                    self.asked_at = now
+        if len(self.heard) > 2 * _MAX_WORDS:
+            self.heard = self.heard[:_MAX_WORDS] + self.heard[-_MAX_WORDS:]
 
-    def _explain_death(self, gone: str, *, memory_kill: bool) -> Death:
-        """How a rank ended that did not say so, or what is gone that it depends on."""
+    def explain_death(self, gone: str, *, memory_kill: bool) -> RankReport:
+        """Why it ended without a word; or ``gone`` is, without which it cannot go on."""
+        dead = RankReport(self.rank, DIED, ended_at=time.time())
         # It was seen alive last before the signal, or just after.
-        asked = self._lived_at - self._asked_at <= _END_SIGNAL_S
-        words = printable(self._heard.decode(errors="replace")).replace("\ufffd", "").strip()
+        was_asked = self.lived_at - self.asked_at <= _END_SIGNAL_S
+        words = printable(self.heard.decode(errors="replace")).replace("\ufffd", "").strip()
         if gone:
-            message = f"{gone} that started it is gone"
             cure = f"it was killed, or its node is gone; {RESUME}"
-            return Death(is_wanted=asked, message=message, cure=cure)
+            message = f"{gone} that started it is gone"
+            return dead._replace(was_asked=was_asked, message=message, cure=cure)
         if words:
             message = f"its process crashed: {words.splitlines()[0]}"
-            return Death(message=message, stack=words[:_MAX_WORDS])
+            return dead._replace(message=message, stack=words[:_MAX_WORDS])
         if memory_kill:
             message = "killed by the kernel, for lack of memory on its node"
-            return Death(message=message, cure=_MEMORY)
-        if asked:
+            return dead._replace(message=message, cure=_MEMORY)
+        if was_asked:
             message = "its process was sent a signal to end (SIGTERM or SIGINT), by itself"
-            return Death(is_wanted=True, message=message)
-        too = "" if _lives(self._launcher) else "; the launcher is gone, too"
+            return dead._replace(was_asked=True, message=message)
+        too = "" if _lives(self.launcher) else "; the launcher is gone, too"
         message = f"its process was killed (SIGKILL, say), or ended without a word{too}"
-        return Death(message=message)
+        return dead._replace(message=message)
 
 
 class LocalRanks:
@@ -214,7 +136,8 @@ class LocalRanks:
     pipe through which it speaks tells, too.
 
     Args:
-        ranks: the arguments of :class:`WatchedRank` by name.
+        ranks: of each its ``rank``, ``pid``, when that ``started``, and the paths of the memory
+            with what it does (``board``) and of the pipe through which it speaks (``words``).
         launched: whether a job script started the ranks, so that their launcher must stay.
         script: the job script's process, if it runs on this machine and must stay; else 0.
 
@@ -223,9 +146,9 @@ class LocalRanks:
     """
 
     def __init__(self, ranks: Iterable[Mapping[str, Any]], *, launched: bool, script: int) -> None:
-        self._ranks = [WatchedRank(**rank, launched=launched) for rank in ranks]
-        self._script = process_state(script) if script and launched else None
-        self._needs_script = bool(script and launched)
+        self._ranks = [_Rank(**rank) for rank in ranks]
+        self._launched, self._needs_script = launched, bool(script and launched)
+        self._script = process_state(script) if self._needs_script else None
         self._memory_kills = deque([(0.0, _count_memory_kills())])
         self._epoll = select.epoll()
         self._rank_of: dict[int, int] = {}
@@ -246,18 +169,41 @@ class LocalRanks:
         self._memory_kills.append((now, _count_memory_kills()))
         while now - self._memory_kills[1][0] > _MEMORY_S:
             self._memory_kills.popleft()
-        memory_kill = self._memory_kills[-1][1] > self._memory_kills[0][1]
         script_gone = self._needs_script and not _lives(self._script)
-        ended = self._ended
-        return tuple(
-            rank.look(
-                now,
-                ended.index(rank.rank) if rank.rank in ended else len(ended),
-                memory_kill=memory_kill,
-                script_gone=script_gone,
-            )
-            for rank in self._ranks
-        )
+        return tuple(self._look_at(rank, now, script_gone) for rank in self._ranks)
+
+    def _look_at(self, rank: _Rank, now: float, script_gone: bool) -> RankReport:
+        process = process_state(rank.pid, rank.started)
+        rank.has_ended = process is None
+        rank.listen(now)
+        activity = read_activity(rank.board)
+        gone = ""
+        if process is not None:
+            rank.lived_at = now
+            if self._launched and rank.parent and process.parent != rank.parent.pid:
+                gone = "the launcher"
+            elif script_gone:
+                gone = "the job script"
+            if activity.step > 1 and not rank.is_training:
+                rank.is_training = True
+                rank.shared |= shared_files(rank.pid)
+        if rank.death is None and (gone or rank.has_ended):
+            ended = self._ended
+            order = ended.index(rank.rank) if rank.rank in ended else len(ended)
+            memory_kill = self._memory_kills[-1][1] > self._memory_kills[0][1]
+            rank.death = rank.explain_death(gone, memory_kill=memory_kill)._replace(order=order)
+        if BYE in rank.heard:
+            state = LEFT
+        elif FAILING in rank.heard:
+            state = FAILED if rank.has_ended else FAILS
+        elif rank.death is not None:
+            return rank.death._replace(activity=activity)
+        else:
+            state = STOPPED if process and process.letter == "T" else LIVES  # a debugger's is "t"
+        point = state == STOPPED, activity.moves, activity.step
+        if point != rank.point:
+            rank.point, rank.moved_at = point, now
+        return RankReport(rank.rank, state, now - rank.moved_at, activity)
 
     def wait(self, seconds: float) -> None:
         """Until a rank ends, or for so long."""
@@ -281,18 +227,25 @@ class LocalRanks:
         return all(rank.is_gone for rank in self._ranks)
 
     def kill(self) -> None:
-        """End all that are left."""
+        """SIGKILL to all that are left, which ends stopped processes too; only ever to these."""
         for rank in self._ranks:
-            rank.kill()
+            with suppress(OSError):
+                if process_state(rank.pid, rank.started) is None:
+                    continue
+                if rank.handle is not None:
+                    signal.pidfd_send_signal(rank.handle, signal.SIGKILL)
+                else:
+                    os.kill(rank.pid, signal.SIGKILL)
 
     def clean_up(self) -> None:
         """Remove the shared memory that MPI leaves of ranks that were killed."""
-        for rank in self._ranks:
-            rank.clean_up()
+        for path in {path for r in self._ranks if BYE not in r.heard for path in r.shared}:
+            with suppress(OSError):
+                os.unlink(path)  # noqa: PTH108
 
 
 class ProcessState(NamedTuple):
-    """Of one process.
+    """One process.
 
     Args:
         letter: as in ``/proc/PID/stat``; ``T`` is stopped.
@@ -317,7 +270,6 @@ def process_state(pid: int, started: int | None = None) -> ProcessState | None:
 
 
 def _lives(process: ProcessState | None) -> bool:
-    """Whether a process that was seen then is still there."""
     return process is not None and process_state(process.pid, process.started) is not None
 
 

@@ -18,18 +18,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipectl.printable import printable
-from pipectl.watch.files import (
-    NodeFile,
-    NodeReport,
-    node_path,
-    report_text,
-    start_path,
-    write_log,
-    write_report,
-)
+from pipectl.watch.files import NodeFile, node_path, report_text, write_log, write_report
 from pipectl.watch.judge import (
     SETTLE_S,
-    Node,
+    NodeReport,
     describe_stall,
     interval_s,
     is_suspended,
@@ -50,6 +42,7 @@ _UNHEARD_S = 5.0
 """After which, or three intervals, the first node's watcher counts as gone."""
 _WITHOUT_FIRST = 2.0
 """Times the limit that ranks may be missed if the first node's watcher is gone."""
+_NEVER = float("-inf")
 
 
 class Settings(NamedTuple):
@@ -60,10 +53,9 @@ class Settings(NamedTuple):
         node: its number, of so many ``nodes``.
         size: ranks of the whole run.
         ranks: of this node, see :class:`LocalRanks`; so are ``launched`` and ``script``.
-        start: the word for this start of the ranks.
-        folder: of the watchers' files.
+        folder: of the watchers' files; once it is gone, the ranks have been started again.
         errors: folder of error reports.
-        min_s: for how long a rank may be missed, however short the steps are.
+        min_s: how long a rank may be missed, however short the steps are.
         predicted_s: a step, as the plan has it.
     """
 
@@ -74,7 +66,6 @@ class Settings(NamedTuple):
     ranks: Sequence[Mapping[str, Any]]
     launched: bool
     script: int
-    start: str
     folder: str
     errors: str
     min_s: float
@@ -92,12 +83,14 @@ class Watcher:
         self._settings, self._is_first = settings, settings.node == 0
         self._ranks = LocalRanks(settings.ranks, launched=settings.launched, script=settings.script)
         self._interval_s = interval_s(settings.nodes)
+        self._folder = Path(settings.folder)
+        self._has_folder = self._folder.is_dir()
         others = range(1, settings.nodes) if self._is_first else [0]
-        self._files = {node: self._file_of(node) for node in others}
-        self._own_file = self._file_of(settings.node)
+        self._files = {node: NodeFile(node_path(self._folder, node)) for node in others}
+        self._own_file = NodeFile(node_path(self._folder, settings.node))
         self._own = self._written = NodeReport(settings.name)
-        self._nodes = {settings.node: Node(self._own)}
-        self._now, self._written_at, self._read_at = 0.0, float("-inf"), float("-inf")
+        self._heard = {settings.node: (self._own, 0.0)}
+        self._now, self._suspended_at, self._written_at, self._read_at = 0.0, _NEVER, _NEVER, _NEVER
         self._ended_at: float | None = None
         self._kill_at: float | None = None
         self._is_decided = False
@@ -117,88 +110,93 @@ class Watcher:
 
     def _turn(self) -> bool:
         """Look around and act; whether all is over."""
-        ranks = self._ranks.look(self._now)
-        self._own = self._own._replace(ranks=ranks)
-        self._nodes[self._settings.node].update(self._own, self._now)
-        self._notice_end(self._own)
+        settings, now = self._settings, self._now
+        self._own = self._own._replace(ranks=self._ranks.look(now))
+        self._take(settings.node, self._own)
         self._read_files()
         self._decide()
         if self._own.ends:
             self._ranks.kill()
         is_news = self._own.news != self._written.news
-        if is_news or self._now - self._written_at >= 0.9 * self._interval_s:
+        if is_news or now - self._written_at >= 0.9 * self._interval_s:
             if self._is_replaced():
                 return True
             self._own_file.write(self._own)
-            self._written, self._written_at = self._own, self._now
-        states = {rank.state for rank in ranks}
-        if states == {LEFT} or (self._settings.size == 1 and states & {FAILS, FAILED}):
+            self._written, self._written_at = self._own, now
+        states = {rank.state for rank in self._own.ranks}
+        if states == {LEFT} or (settings.size == 1 and states & {FAILS, FAILED}):
             return True
-        return self._ranks.are_gone and self._is_finished()
+        if not self._ranks.are_gone or not self._is_first:
+            return self._ranks.are_gone and self._own.ends
+        if self._kill_at is None or self._ended_at is None:
+            return False
+        all_end = all(node.is_over for node, _ in self._heard.values())
+        settled = all_end and now - self._ended_at >= SETTLE_S
+        return settled or now > self._kill_at + _LEAVE_S
 
     def _is_ending(self) -> bool:
         return self._ranks.are_ending or self._is_decided or self._ended_at is not None
 
-    def _notice_end(self, report: NodeReport) -> None:
-        """Remember when a rank was first seen to have ended, or to fail."""
-        if self._ended_at is None and {r.state for r in report.ranks} & {FAILS, FAILED, DIED}:
+    def _is_replaced(self) -> bool:
+        """Whether the ranks have been started again, so that nothing here is of interest."""
+        return self._has_folder and not self._folder.is_dir()
+
+    def _take(self, number: int, report: NodeReport) -> None:
+        """Take note of how a node is; the first end of a rank counts for all that follows."""
+        self._heard[number] = report, self._now
+        concerns = self._is_first or number == self._settings.node
+        ended = {rank.state for rank in report.ranks} & {FAILS, FAILED, DIED}
+        if self._ended_at is None and concerns and ended:
             self._ended_at = self._now
-            self._read_at = float("-inf")  # what others say from now on, they say after it
+            self._read_at = _NEVER  # what others say from now on, they say after it
 
     def _read_files(self) -> None:
         """What the watchers of other nodes say."""
         pause_s = self._interval_s * (_SHORT_TICK_S if self._is_ending() else 1.0)
-        if self._now - self._read_at < 0.9 * pause_s:
-            return
-        self._read_at = self._now
-        for node, file in self._files.items():
-            report = file.read()
-            if report is not None:
-                self._nodes.setdefault(node, Node(NodeReport())).update(report, self._now)
-                if self._is_first:
-                    self._notice_end(report)
+        if self._now - self._read_at >= 0.9 * pause_s:
+            self._read_at = self._now
+            for number, file in self._files.items():
+                if (report := file.read()) is not None:
+                    self._take(number, report)
+
+    def _known(self) -> list[NodeReport]:
+        """All nodes, as they are by now; time in which none could move on does not count."""
+        known = []
+        for _, (node, heard_at) in sorted(self._heard.items()):
+            silent_s = self._now - heard_at
+            moving_s = self._now - self._suspended_at
+            ranks = [r._replace(still_s=min(r.still_s + silent_s, moving_s)) for r in node.ranks]
+            known.append(node._replace(ranks=tuple(ranks), silent_s=silent_s))
+        return known
 
     def _decide(self) -> None:
         """Whether the run can go on: the first node's watcher decides, or if it is gone, this."""
         settings, now = self._settings, self._now
-        first = self._nodes.get(0, Node(NodeReport()))
-        ends = self._own.ends or first.report.ends
-        if not self._is_first and (ends or not self._is_alone(first)):
+        first, first_heard_at = self._heard.get(0, (NodeReport(), 0.0))
+        ends = self._own.ends or first.ends
+        # The first node's watcher may have done its work, or be gone.
+        unheard_s = now - max(first_heard_at, self._ended_at or 0.0)
+        is_alone = unheard_s > max(_UNHEARD_S, 3 * self._interval_s)
+        if not self._is_first and (ends or not is_alone):
             self._own = self._own._replace(ends=ends)
             return
-        nodes = [node for _, node in sorted(self._nodes.items())]
-        if is_suspended(nodes):  # the time in which none can move on does not count
-            for node in nodes:
-                node.moved_at = dict.fromkeys(node.moved_at, now)
+        if is_suspended(node for node, _ in self._heard.values()):
+            self._suspended_at = now
+        nodes = self._known()
         limit = limit_s(nodes, settings.nodes, settings.min_s, settings.predicted_s)
         limit *= 1.0 if self._is_first else _WITHOUT_FIRST
-        if not self._is_decided and (
-            lost := judge(nodes, now, limit, self._ended_at, complete=self._is_first)
-        ):
+        ended_s = None if self._ended_at is None else now - self._ended_at
+        if not self._is_decided and (lost := judge(nodes, limit, ended_s, complete=self._is_first)):
             self._is_decided = True
-            self._report(*lost)
+            if not self._is_replaced():
+                self._report(*lost)
         if self._kill_at is None and self._ended_at is not None:
             self._kill_at = self._ended_at + _GRACE_S
         elif self._kill_at is None and self._is_decided:
             self._kill_at = now
         self._own = self._own._replace(ends=self._kill_at is not None and now >= self._kill_at)
         if self._is_first:
-            self._warn(*describe_stall(nodes, now, limit))
-
-    def _is_alone(self, first: Node) -> bool:
-        """Whether the first node's watcher says no more: it is gone, or has done its work."""
-        since = max(first.heard_at, self._ended_at or 0.0)
-        return self._now - since > max(_UNHEARD_S, 3 * self._interval_s)
-
-    def _is_finished(self) -> bool:
-        """Whether nothing is left to be said, once the own ranks have ended."""
-        if not self._is_first:
-            return self._own.ends
-        if self._kill_at is None or self._ended_at is None:
-            return False
-        all_end = all(node.report.is_over for node in self._nodes.values())
-        settled = all_end and self._now - self._ended_at >= SETTLE_S
-        return settled or self._now > self._kill_at + _LEAVE_S
+            self._warn(*describe_stall(nodes, limit))
 
     def _warn(self, still_s: float, words: str) -> None:
         """Say who waits for whom if no rank moves on; once, then ever more rarely."""
@@ -210,38 +208,25 @@ class Watcher:
             self._own = self._own._replace(stalled=words)
             write_log(_LOG, f"pipectl: {printable(words)}\n")
 
-    def _is_replaced(self) -> bool:
-        """Whether the ranks have been started again, so that nothing here is of interest."""
-        try:
-            word = start_path(Path(self._settings.folder)).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError):
-            return False
-        return word.strip() != self._settings.start
-
-    def _report(self, node: Node, rank: RankReport) -> None:
+    def _report(self, node: NodeReport, rank: RankReport) -> None:
         """Write the error file, as ranks do that fail, and the same into the log."""
-        if self._is_replaced():
-            return
-        activity, death = rank.activity, rank.death
+        activity = rank.activity
         document = {
             "version": 1,
             "rank": rank.rank,
             "stage": None if activity.stage < 0 else activity.stage,
             "step": activity.step,
             "action": activity.action,
-            "host": node.report.node,
+            "host": node.node,
             "type": None,
-            "message": death.message,
-            "cure": death.cure,
-            "traceback": death.stack,
-            "time": death.at or time.time(),
+            "message": rank.message,
+            "cure": rank.cure,
+            "traceback": rank.stack,
+            "time": rank.ended_at or time.time(),
             "exit_code": 1,
         }
         write_report(Path(self._settings.errors) / f"rank-{rank.rank:04d}.json", document)
         write_log(_LOG, report_text(document))
-
-    def _file_of(self, node: int) -> NodeFile:
-        return NodeFile(node_path(Path(self._settings.folder), node), self._settings.start)
 
 
 def main() -> None:

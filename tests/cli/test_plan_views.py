@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
 
@@ -14,7 +14,6 @@ from pipectl.cli.views.plan import (
     explanation_lines,
     headline,
     mark_lines,
-    number_ranges,
     prediction_lines,
     remarks,
     scaling_lines,
@@ -154,14 +153,6 @@ def test_recomputation_in_blocks_is_said(pipeline: Plans) -> None:
         "recomputed in the backward: stage 0",
         "recomputed block by block in the backward: stage 1",
     ]
-
-
-@pytest.mark.parametrize(
-    ("numbers", "text"),
-    [([3], "3"), ([0, 1, 2], "0-2"), ([5, 1, 0, 8, 9], "0-1,5,8-9"), ([2, 2], "2")],
-)
-def test_neighbouring_numbers_are_put_together(numbers: Sequence[int], text: str) -> None:
-    assert number_ranges(numbers) == text
 
 
 def test_nothing_is_longer_than_a_step_without_work_by_a_share(pipeline: Plans) -> None:

@@ -216,10 +216,10 @@ def test_a_run_that_does_not_move_on_says_who_waits_for_whom(
 ) -> None:
     program("squeue", LISTED.format("RUNNING"))
     words = "no rank has moved on for 30 s: rank 0 waits for the other ranks\x1b[2J"
-    report = {"version": 1, "node": "n1", "ends": False, "knows": False, "stalled": words}
-    (queued / "watch").mkdir()
-    file = queued / "watch/node-0000.json"
-    file.write_text(json.dumps({**report, "start": "s", "ranks": []}))
+    report = {"version": 1, "node": "n1", "ends": False, "stalled": words}
+    (queued / "watch/7").mkdir(parents=True)
+    file = queued / "watch/7/node-0000.json"
+    file.write_text(json.dumps({**report, "ranks": []}))
     shown = words.replace("\x1b", "")
     assert f"  stalled       {shown}\n" in cli("status", "last").out
     assert json.loads(cli("status", "last", "--json").out)["stalled"] == shown

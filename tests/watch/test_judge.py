@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 from pipectl.watch.board import Activity
-from pipectl.watch.files import NodeReport
 from pipectl.watch.judge import (
     MAX_WAIT_S,
     SETTLE_S,
-    Node,
+    NodeReport,
     describe_stall,
     describe_waits,
     interval_s,
@@ -19,9 +18,9 @@ from pipectl.watch.judge import (
     judge,
     limit_s,
 )
-from pipectl.watch.rank import DIED, FAILS, LEFT, LIVES, STOPPED, Death, RankReport
+from pipectl.watch.rank import DIED, FAILS, LEFT, LIVES, STOPPED, RankReport
 
-NOW, LIMIT, LONG, MISSED_S = 0.0, 30.0, 1000.0, 5.0
+LIMIT, LONG, MISSED_S = 30.0, 1000.0, 5.0
 
 
 def computes(micro_batch: int = 4, **fields: Any) -> Activity:
@@ -40,48 +39,31 @@ CAPTURES = Activity(3, action="capturing the model")
 SAVES = Activity(9, 5, waiting=True, action="saving")
 
 
-class Known(NamedTuple):
-    report: RankReport
-    still_s: float
+def known(activity: Activity, still_s: float = 0.0, state: str = LIVES) -> RankReport:
+    return RankReport(0, state, still_s, activity)
 
 
-def known(activity: Activity, still_s: float = 0.0, state: str = LIVES) -> Known:
-    return Known(RankReport(0, state, activity), still_s)
-
-
-def lives(state: str = LIVES) -> Known:
+def lives(state: str = LIVES) -> RankReport:
     return known(computes(), state=state)
 
 
-def stopped(activity: Activity, still_s: float) -> Known:
+def stopped(activity: Activity, still_s: float) -> RankReport:
     return known(activity, still_s, STOPPED)
 
 
-def died(at: float, message: str = "killed", **fields: Any) -> Known:
-    return Known(RankReport(0, DIED, computes(), Death(at, message=message, **fields)), 0.0)
+def died(at: float, message: str = "killed", **fields: Any) -> RankReport:
+    return RankReport(0, DIED, activity=computes(), ended_at=at, message=message, **fields)
 
 
-def node(ranks: dict[int, Known], silent_s: float = 0.0, name: str = "n1") -> Node:
-    reports = tuple(each.report._replace(rank=rank) for rank, each in ranks.items())
-    moved_at = {rank: NOW - each.still_s for rank, each in ranks.items()}
-    return Node(NodeReport(name, ranks=reports), NOW - silent_s, moved_at)
+def node(ranks: dict[int, RankReport], silent_s: float = 0.0, name: str = "n1") -> NodeReport:
+    reports = tuple(each._replace(rank=rank) for rank, each in ranks.items())
+    return NodeReport(name, ranks=reports, silent_s=silent_s)
 
 
-def judged(*nodes: Node, ended_s: float | None = None, complete: bool = True) -> Any:
+def judged(*nodes: NodeReport, ended_s: float | None = None, complete: bool = True) -> Any:
     """Rank, node and message; None if there is no culprit."""
-    ended_at = None if ended_s is None else NOW - ended_s
-    lost = judge(nodes, NOW, LIMIT, ended_at, complete=complete)
-    return lost and (lost[1].rank, lost[0].report.node, lost[1].death.message)
-
-
-def test_how_long_a_rank_is_as_it_is() -> None:
-    at_first, same = RankReport(3, activity=computes()), RankReport(3, activity=computes())
-    known = Node(NodeReport())
-    for now, report in enumerate((at_first, same, same._replace(state=STOPPED), same)):
-        known.update(NodeReport(ranks=(report,)), float(now))
-        assert known.moved_at[3] == {0: 0, 1: 0, 2: 2, 3: 3}[now]
-    known.update(NodeReport(ranks=(same._replace(activity=Activity(10, 5)),)), 4.0)
-    assert (known.moved_at[3], known.heard_at) == (4, 4)
+    lost = judge(nodes, LIMIT, ended_s, complete=complete)
+    return lost and (lost[1].rank, lost[0].node, lost[1].message)
 
 
 @pytest.mark.parametrize(
@@ -89,12 +71,12 @@ def test_how_long_a_rank_is_as_it_is() -> None:
     [
         ([node({n: died(at)}) for n, at in enumerate((3.3, 3.2, 3.1))], 2),
         # the kernel knows which rank of a node ended first
-        ([node({0: died(3.1, earlier=1), 2: died(3.2, earlier=2), 1: died(3.4)})], 1),
+        ([node({0: died(3.1, order=1), 2: died(3.2, order=2), 1: died(3.4)})], 1),
         # and only the time says which of several nodes
-        ([node({0: died(3.1, earlier=1), 1: died(3.3)}), node({2: died(3.2)})], 2),
+        ([node({0: died(3.1, order=1), 1: died(3.3)}), node({2: died(3.2)})], 2),
     ],
 )
-def test_of_several_deaths_the_first_counts(nodes: list[Node], rank: int) -> None:
+def test_of_several_deaths_the_first_counts(nodes: list[NodeReport], rank: int) -> None:
     assert judged(*nodes, ended_s=SETTLE_S / 2) is None
     assert judged(*nodes, ended_s=SETTLE_S) == (rank, "n1", "killed")
 
@@ -127,8 +109,8 @@ def test_a_watcher_that_sees_some_nodes_blames_none_of_them_for_waiting() -> Non
     waits = node({1: known(awaits(0), LONG)})
     first = node({0: known(awaits(1), LONG)}, name="n0")
     assert judged(first, waits, complete=False) is None
-    first.heard_at -= LONG
-    assert "the node is gone" in judged(first, waits, complete=False)[2]
+    gone = first._replace(silent_s=LONG)
+    assert "the node is gone" in judged(gone, waits, complete=False)[2]
 
 
 def test_of_very_many_nodes_one_that_is_gone_is_named_before_the_watcher_ends() -> None:
@@ -141,12 +123,12 @@ def test_of_very_many_nodes_one_that_is_gone_is_named_before_the_watcher_ends() 
 @pytest.mark.parametrize(
     "ranks",
     [
-        {rank: died(3.0, is_wanted=True) for rank in range(3)},  # the job is cancelled
+        {rank: died(3.0, was_asked=True) for rank in range(3)},  # the job is cancelled
         {0: died(3.0), 1: lives(FAILS)},  # it explains itself
         {0: lives(LEFT), 1: lives()},  # and no longer dead
     ],
 )
-def test_ends_without_a_culprit(ranks: dict[int, Known]) -> None:
+def test_ends_without_a_culprit(ranks: dict[int, RankReport]) -> None:
     assert judged(node(ranks), ended_s=1.0) is None
 
 
@@ -199,11 +181,11 @@ def test_if_no_rank_waits_for_a_message_all_are_described() -> None:
 def test_a_stall_lasts_as_long_as_no_rank_moves_on() -> None:
     words = "no rank has moved on for 40 s: rank 0 is waiting for activation 5 of stage 1 from rank"
     nodes = [node({0: known(awaits(1), 50)}), node({1: known(computes(), 40)}, 10)]
-    stall = describe_stall(nodes, NOW, 40)
+    stall = describe_stall(nodes, 40)
     assert stall == (40.0, f"{words} 1, which is in BACKWARD micro-batch 4")
     ended = node({0: known(awaits(1), 50), 1: known(computes(), 50, LEFT)})
     for other in ([ended], [node({0: known(awaits(1), 39)})], []):
-        assert describe_stall(other, NOW, 40) == (0.0, "")
+        assert describe_stall(other, 40) == (0.0, "")
 
 
 def test_the_limit_is_three_steps_as_predicted_or_as_they_are_and_four_signs_of_life() -> None:
@@ -231,7 +213,7 @@ def test_the_limit_is_three_steps_as_predicted_or_as_they_are_and_four_signs_of_
         {0: known(awaits(1), LONG), 1: lives(LEFT)},  # alone, and the other has ended
     ],
 )
-def test_runs_that_may_go_on(ranks: dict[int, Known]) -> None:
+def test_runs_that_may_go_on(ranks: dict[int, RankReport]) -> None:
     assert judged(node(ranks)) is None
 
 
@@ -267,7 +249,7 @@ def test_runs_that_may_go_on(ranks: dict[int, Known]) -> None:
         ),
     ],
 )
-def test_ranks_that_are_lost(ranks: dict[int, Known], rank: int, words: str) -> None:
+def test_ranks_that_are_lost(ranks: dict[int, RankReport], rank: int, words: str) -> None:
     lost = judged(node(ranks))
     assert lost[:2] == (rank, "n1")
     assert lost[2].startswith(words)

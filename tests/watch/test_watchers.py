@@ -22,8 +22,9 @@ import pytest
 from pipectl.batch import process
 from pipectl.runs import RunDirectory, read_errors
 from pipectl.watch.board import Activity, Board
-from pipectl.watch.files import NodeFile, NodeReport, node_path, start_path
-from pipectl.watch.rank import BYE, DIED, FAILING, RankReport, WatchedRank
+from pipectl.watch.files import NodeFile, node_path
+from pipectl.watch.judge import NodeReport
+from pipectl.watch.rank import BYE, DIED, FAILING, STOPPED, LocalRanks, RankReport
 from pipectl.watch.watcher import Settings
 
 LONG_S = 60.0
@@ -65,7 +66,8 @@ class Job:
     def __init__(self, run: RunDirectory) -> None:
         self.run, self.log = run, run.path / "log"
         run.errors.mkdir()
-        run.watch.mkdir(mode=0o700)
+        self.folder = run.watch / "1"
+        self.folder.mkdir(mode=0o700, parents=True)
         self.ranks: list[Rank] = []
         self.watchers: list[subprocess.Popen[bytes]] = []
 
@@ -75,7 +77,7 @@ class Job:
         left = iter(self.ranks)
         for index, count in enumerate(nodes):
             self._watch(index, [next(left) for _ in range(count)], len(nodes), min_s)
-        wait_until(lambda: all(node_path(self.run.watch, i).exists() for i in range(len(nodes))))
+        wait_until(lambda: all(node_path(self.folder, i).exists() for i in range(len(nodes))))
         return self.ranks
 
     def wait(self) -> None:
@@ -86,12 +88,12 @@ class Job:
     def wait_for_words(self, node: int) -> None:
         """Until a watcher has written twice."""
         for _ in range(2):
-            before = node_path(self.run.watch, node).stat().st_ino
-            wait_until(lambda: node_path(self.run.watch, node).stat().st_ino != before)  # noqa: B023
+            before = node_path(self.folder, node).stat().st_ino
+            wait_until(lambda: node_path(self.folder, node).stat().st_ino != before)  # noqa: B023
 
     def report_of(self, node: int) -> NodeReport:
         """What a watcher has written."""
-        report = NodeFile(node_path(self.run.watch, node), "s").read()
+        report = NodeFile(node_path(self.folder, node)).read()
         assert report is not None
         return report
 
@@ -103,7 +105,7 @@ class Job:
     def _watch(self, node: int, ranks: list[Rank], nodes: int, min_s: float) -> None:
         settings = Settings(
             name=f"n{node}", node=node, nodes=nodes, size=len(self.ranks), launched=False, script=0,
-            ranks=[rank.settings() for rank in ranks], start="s", folder=str(self.run.watch),
+            ranks=[rank.settings() for rank in ranks], folder=str(self.folder),
             errors=str(self.run.errors), min_s=min_s, predicted_s=0.0,
         )  # fmt: skip
         with tempfile.TemporaryFile() as words, self.log.open("ab") as log:
@@ -147,18 +149,34 @@ def job(tmp_path: Path) -> Iterator[Job]:
         (b"", {"script_gone": True}, "the job script that started it is gone"),
     ],
 )
-def test_what_is_said_of_a_death(words: bytes, given: dict[str, bool], message: str) -> None:
-    rank, usual = Rank(0), {"memory_kill": False, "script_gone": False}
-    watched = WatchedRank(**rank.settings(), launched=True)
-    assert watched.look(1.0, 0, **usual) == RankReport(activity=rank.board.read())
+def test_what_is_said_of_a_death(
+    monkeypatch: pytest.MonkeyPatch, words: bytes, given: dict[str, bool], message: str
+) -> None:
+    rank, script, kills = Rank(0), Rank(1), [7]
+    monkeypatch.setattr("pipectl.watch.rank._count_memory_kills", lambda: kills[0])
+    ranks = LocalRanks([rank.settings()], launched=True, script=script.process.pid)
+    assert ranks.look(1.0) == (RankReport(activity=rank.board.read()),)
     rank.says(words)
-    if not given.get("script_gone"):
-        rank.ends()
-    report = watched.look(1.1, 2, **{**usual, **given})
-    assert (report.state, report.death.message, report.death.earlier) == (DIED, message, 2)
-    assert report.death.is_wanted == (words == TERM and not given)
-    assert report.death.stack == (CRASH.decode() if words == CRASH else "")
-    watched.kill()
+    (script if given.get("script_gone") else rank).ends()
+    kills[0] += given.get("memory_kill", False)
+    (report,) = ranks.look(1.1)
+    assert (report.state, report.message, report.order) == (DIED, message, 0)
+    assert report.was_asked == (words == TERM and not given)
+    assert report.stack == (CRASH.decode() if words == CRASH else "")
+    ranks.kill()
+    for each in (rank, script):
+        each.close()
+
+
+def test_how_long_a_rank_is_at_the_same_point_of_its_program() -> None:
+    rank = Rank(0)
+    ranks = LocalRanks([rank.settings()], launched=False, script=0)
+    assert [ranks.look(now)[0].still_s for now in (0.0, 1.0)] == [0, 1]
+    rank.board.phase("loading data")
+    assert [ranks.look(now)[0].still_s for now in (2.0, 3.0)] == [0, 1]
+    rank.process.send_signal(signal.SIGSTOP)
+    wait_until(lambda: ranks.look(3.0)[0].state == STOPPED)
+    assert ranks.look(5.0)[0].still_s == 2
     rank.close()
 
 
@@ -303,20 +321,20 @@ def test_without_the_first_node_ranks_that_stand_still_are_ended(job: Job) -> No
 
 def test_a_watcher_says_nothing_of_ranks_that_have_been_started_again(job: Job) -> None:
     (rank,) = job.start(1)
-    start_path(job.run.watch).write_text("another\n")
+    job.folder.rename(job.run.watch / "gone")
     rank.ends()
     job.wait()
     assert job.reports == {}
-    assert job.report_of(0).ranks[0].state != DIED
+    assert not job.folder.exists()
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "[" * 10**5, '{"version": 1, "start": "s"}', "\udcff"]
+    "text", ["", "{", "[]", "[" * 10**5, '{"version": 1, "ranks": 1}', "\udcff"]
 )
 def test_a_damaged_file_of_another_node_counts_for_nothing(job: Job, text: str) -> None:
     first, second = job.start(1, 1)
     job.watchers[1].send_signal(signal.SIGSTOP)
-    node_path(job.run.watch, 1).write_bytes(text.encode(errors="surrogateescape"))
+    node_path(job.folder, 1).write_bytes(text.encode(errors="surrogateescape"))
     job.wait_for_words(0)
     job.watchers[1].send_signal(signal.SIGCONT)
     first.ends()
@@ -327,22 +345,20 @@ def test_a_damaged_file_of_another_node_counts_for_nothing(job: Job, text: str) 
 
 def test_nobody_else_can_write_what_watchers_read_and_they_hold_no_socket(job: Job) -> None:
     job.start(1, 1)
-    for file in job.run.watch.iterdir():
+    for file in job.folder.iterdir():
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
     for watcher in job.watchers:
         held = [str(path.readlink()) for path in Path(f"/proc/{watcher.pid}/fd").iterdir()]
         assert not [name for name in held if name.startswith("socket:")], held
 
 
-def test_a_file_of_an_earlier_start_or_a_link_is_not_read(tmp_path: Path) -> None:
+def test_a_file_is_read_once_and_a_link_never(tmp_path: Path) -> None:
     path, link = tmp_path / "node-0001.json", tmp_path / "link"
-    file = NodeFile(path, "now")
-    assert file.read() is None
-    NodeFile(path, "before").write(NodeReport("n", ends=True))
+    file = NodeFile(path)
     assert file.read() is None
     file.write(NodeReport("n", ends=True))
     link.symlink_to(path)
-    assert NodeFile(link, "now").read() is None
+    assert NodeFile(link).read() is None
     assert file.read() == NodeReport("n", ends=True)
     assert file.read() is None  # nothing new
 
@@ -350,7 +366,7 @@ def test_a_file_of_an_earlier_start_or_a_link_is_not_read(tmp_path: Path) -> Non
 def test_a_full_disk_still_shows_that_a_watcher_lives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = NodeFile(tmp_path / "node-0001.json", "s")
+    file = NodeFile(tmp_path / "node-0001.json")
     report = NodeReport("n", ranks=(RankReport(3, activity=Activity(step=2, action="saving")),))
     file.write(report)
     assert file.read() == report

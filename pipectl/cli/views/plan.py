@@ -17,7 +17,7 @@ from pipectl.cluster import Cluster
 from pipectl.plan import Plan, Replication, Stage
 from pipectl.report.gantt import gantt, legend
 from pipectl.timeline import Timeline
-from pipectl.units import format_bytes, format_time
+from pipectl.units import format_bytes, format_ranges, format_time
 
 if TYPE_CHECKING:  # `status` shows plans, too, and loads no planner
     from pipectl.jobs.plan_answers import StepAnswer
@@ -64,17 +64,6 @@ def plural(number: int, noun: str) -> str:
     """A number with its noun in the plural if it needs one."""
     plural = "es" if noun.endswith("ch") else "s"
     return f"{number} {noun}" if number == 1 else f"{number} {noun}{plural}"
-
-
-def number_ranges(numbers: Sequence[int]) -> str:
-    """Numbers with neighbours put together: ``0-3,8``."""
-    runs: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def headline(plan: Plan) -> str:
@@ -167,8 +156,8 @@ def stage_table(plan: Plan, ends: Sequence[str], width: int) -> Table:
         stage = plan.stages[index]
         cells = (
             index,
-            number_ranges((*stage.ranks, *stage.backward_ranks)),
-            number_ranges([plan.node_of_rank[rank] for rank in stage.ranks]),
+            format_ranges((*stage.ranks, *stage.backward_ranks), ","),
+            format_ranges([plan.node_of_rank[rank] for rank in stage.ranks], ","),
             len(stage.nodes),
             format_bytes(stage.cost.parameter_bytes),
             format_time(stage.cost.forward_s),
@@ -232,7 +221,7 @@ def _stages_in_words(indices: Sequence[int], count: int) -> str:
     """Some of all stages."""
     if len(indices) == count:
         return "all stages" if count > 1 else "the stage"
-    ranges = number_ranges(indices)
+    ranges = format_ranges(indices, ",")
     if len(ranges) > _MAX_RANGES:
         return f"{len(indices):,} of {count:,} stages"
     return f"stage {ranges}" if len(indices) == 1 else f"stages {ranges}"

@@ -121,9 +121,9 @@ def test_nobody_else_reaches_a_job_that_runs(begin: Any) -> None:
         shared = [name for name in held if "/pipectl-" in name]
         assert all(name.endswith(" (deleted)") for name in shared)
     assert stat.S_IMODE(ranks.run.watch.stat().st_mode) == 0o700
-    files = {path.name: path for path in ranks.run.watch.iterdir()}
-    assert files.keys() == {"node-0000.json", "start"}
-    assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in files.values())
+    (folder,) = ranks.run.watch.iterdir()
+    (file,) = folder.iterdir()
+    assert (file.name, stat.S_IMODE(file.stat().st_mode)) == ("node-0000.json", 0o600)
     psutil.Process(pids[1]).kill()
     ranks.end()
 
@@ -137,12 +137,12 @@ for pid in $PIDS; do
         head -c 1 /proc/$pid/$name > /dev/null && echo "reads $name of $pid"
     done
 done
-for path in $(find "$RUN") "$RUN"/watch/node-0000.json; do
+for path in $(find "$RUN") "$RUN"/watch/*/node-0000.json; do
     echo forged >> "$path" && echo "writes $path"
     mv "$path" "$path.moved" && echo "moves $path"
     rm "$path" < /dev/null && echo "removes $path"
 done
-cat "$RUN"/watch/* && echo "reads the watcher's file"
+cat "$RUN"/watch/*/* && echo "reads the watcher's file"
 ln -s /etc/passwd "$RUN"/watch/link && echo "adds to the watcher's files"
 touch "$RUN"/errors/rank-0001.json && echo "adds a report"
 exit 0
@@ -287,6 +287,6 @@ def test_a_full_disk_ends_no_run_that_would_be_watched(monkeypatch: pytest.Monke
     warnings: list[str] = []
     monkeypatch.setattr("tempfile.TemporaryFile", full)
     monkeypatch.setattr(watching, "warn", warnings.append)
-    settings = Settings("n", 0, 1, 1, [], False, 0, "s", "", "", 1.0, 0.0)
+    settings = Settings("n", 0, 1, 1, [], False, 0, "", "", 1.0, 0.0)
     watching._Watcher(settings)
     assert [text for text in warnings if "they work without" in text] == warnings != []
