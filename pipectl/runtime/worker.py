@@ -29,6 +29,7 @@ from pipectl.runtime.device import Device, choose_device
 from pipectl.runtime.failure import Doing, run_rank, warn
 from pipectl.runtime.nodes import check_world, node_name
 from pipectl.runtime.offload import check_space, offload_directory
+from pipectl.runtime.output import say
 from pipectl.runtime.process import settle_process
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.stopping import stop_on_signals
@@ -95,7 +96,9 @@ def _train(
         refuse_coupled_updates(job, device.torch_device)
     messages = {"route": device.route, **choice.to_json()}
     if rank == 0:
-        warn(f"messages: {device.route}; progress: {choice.mode} ({choice.why})")
+        size, ranks = spec.training.batch_size, communicator.size
+        since = f"goes on after step {stored.manifest.step}" if stored else "begins"
+        say(f"training {since}: {spec.training.steps} steps of {size} samples on {ranks} ranks")
     doing.action = "building the stages"
     with choice.progress(staged=device.staged, enter_thread=device.enter_thread) as progress:
         setup = Setup(communicator, job, plan, device, doing, progress, stored)

@@ -283,7 +283,7 @@ def test_wait_follows_a_local_run_to_its_end(
     result = cli("submit", "job.yaml", "--scheduler", "local", "--wait")
     assert result.code == 0
     assert f"{only_run().name}  COMPLETED  local job " in result.out
-    assert "  loss          2.5 after the first step, 2.5 now\n" in result.out
+    assert "  loss          2.5 at first, 2.5 now\n" in result.out
     assert result.err.splitlines()[-1] == "COMPLETED"
 
 

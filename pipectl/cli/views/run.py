@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from typing import Any
 
@@ -14,6 +15,7 @@ from rich.text import Text
 from pipectl.batch import JobState, JobStatus
 from pipectl.cli.console import label_lines, output, plain, say_json, short_path, table
 from pipectl.cli.views.plan import headline, plural
+from pipectl.errors import DataFileError
 from pipectl.jobs.state import RunStatus, find_best
 from pipectl.report.charts import thinned
 from pipectl.runs import (
@@ -21,6 +23,7 @@ from pipectl.runs import (
     SweepDirectory,
     as_typed,
     last_checkpoint,
+    read_heartbeat,
     read_metrics,
     step_of,
 )
@@ -36,7 +39,6 @@ _STYLES = {
 }
 _SLOWER = 1.1
 """Measured over predicted step time from which on a run counts as slow."""
-_MAX_PEAKS = 4
 _INDENT = 16
 """Columns of the labels."""
 _MAX_REASON, _MAX_VALUE = 40, 24
@@ -107,6 +109,10 @@ def run_json(status: RunStatus) -> dict[str, Any]:
     }
 
 
+Lines = Iterator[tuple[str, str, str]]
+"""Label, text and style."""
+
+
 def run_lines(
     status: RunStatus,
     width: int | None = None,
@@ -128,27 +134,25 @@ def run_lines(
     name, state = plain(status.run.name, "bold"), _state(status)
     head = Text("  ").join((name, state, plain(job_text)))
     yield Text(" ").join(head.split("\n"))  # nobody's field looks like another line
-    lines = [*_failure(status), *_progress(status), *_speed(status)]
-    lines += [*(_difference(*difference) if difference else ()), *_measured(status)]
-    lines += [*_submission(status), *(_files(status) if files else ())]
+    lines = [*_failure(status), *_progress(status)]
+    lines += [*(_difference(*difference) if difference else ()), *_memory_and_waits(status)]
+    lines += _files(status) if files else ()
     indented = ((f"  {label}", text, style) for label, text, style in lines)
     yield from label_lines(indented, _INDENT, width)
-
-
-Lines = Iterator[tuple[str, str, str]]
-"""Label, text and style."""
 
 
 def _failure(status: RunStatus) -> Lines:
     """What ended it, or keeps it from starting or moving on."""
     job, failure = status.job, status.failure
+    details = f"details: {short_path(status.run.errors)}, pipectl logs {as_typed(status.run)}"
     if failure is not None and job.state is not JobState.COMPLETED:
         others = f" (and {plural(failure.others, 'more rank')})" if failure.others else ""
         yield "error", f"{failure.where}{others}", "red"
-        logs = f"details: {short_path(status.run.errors)}, pipectl logs {as_typed(status.run)}"
-        yield "", "\n".join(filter(None, (failure.message, failure.cure, logs))), ""
+        yield "", "\n".join(filter(None, (failure.message, failure.cure, details))), ""
     if job.reason and not (failure is not None and job.reason.startswith("exit code")):
         yield "reason", job.reason, ""
+    if failure is None and job.state is JobState.FAILED:
+        yield "details", f"pipectl logs {as_typed(status.run)}", ""
     if job.start is not None and job.state.waits:
         yield "expected", f"to start {datetime.fromtimestamp(job.start):%Y-%m-%d %H:%M}", ""
     if stalled := status.stalled:
@@ -156,8 +160,9 @@ def _failure(status: RunStatus) -> Lines:
 
 
 def _progress(status: RunStatus) -> Lines:
-    """``████████░░░░ step 40 of 60, 1 min 20 s left``; percent of a run that only measures."""
+    """How far it is, at which pace and loss; percent of a run that only measures."""
     alive, so_far = status.job.state.alive, status.measured
+    step_s, ratio = so_far.step_time_s, status.prediction_ratio
     if status.phase and alive:
         yield "phase", status.phase, ""
     if status.steps:
@@ -166,26 +171,27 @@ def _progress(status: RunStatus) -> Lines:
         left_s = so_far.remaining_s if alive else None
         left = "" if left_s is None else f", {format_long_time(left_s)} left"
         yield "progress", f"{drawn} {done}{left}", ""
-
-
-def _speed(status: RunStatus) -> Lines:
-    """The pace, and that of the prediction."""
-    step_s, ratio = status.measured.step_time_s, status.prediction_ratio
+    if so_far.first_loss is not None:
+        yield "loss", f"{so_far.first_loss:.4g} at first, {_figure(so_far.last_loss)} now", ""
+    if so_far.not_finite:
+        *more, last = so_far.not_finite
+        before = f"; {plural(len(more), 'step')} before it" if more else ""
+        yield "not finite", f"step {last}: {so_far.fault}{before}", "red"
+    if so_far.evaluation:
+        values = ", ".join(f"{name} {_figure(value)}" for name, value in so_far.evaluation.items())
+        yield "evaluation", f"after step {so_far.evaluation_step}: {values}", ""
     if step_s is not None:
         text = f"{format_time(step_s)} per step"
-        if status.plan is not None:
-            text += f", {status.plan.batch_size / step_s:.1f} samples/s"
-        if status.efficiency is not None:
-            text += f", efficiency {status.efficiency:.0%}"
+        text += f", {status.plan.batch_size / step_s:.1f} samples/s" if status.plan else ""
+        text += "" if status.efficiency is None else f", efficiency {status.efficiency:.0%}"
         yield "speed", text, ""
     if status.predicted_step_s is not None:
-        against, style = "", ""
+        text, style = f"{format_time(status.predicted_step_s)} per step", ""
         if ratio is not None:
-            style = "yellow" if ratio >= _SLOWER else "green"
-            change = abs(ratio - 1)
-            how = f"{change:.0%} {'slower' if ratio > 1 else 'faster'} than predicted"
-            against = f"; the run is {how if change >= 0.005 else 'as fast as predicted'}"
-        yield "predicted", f"{format_time(status.predicted_step_s)} per step{against}", style
+            style, change = "yellow" if ratio >= _SLOWER else "green", abs(ratio - 1)
+            how = f"{change:.0%} {'slower' if ratio > 1 else 'faster'}"
+            text += f"; the run is {how if change >= 0.005 else 'as fast'}"
+        yield "predicted", text, style
 
 
 def _difference(step: int, parts: Mapping[str, float]) -> Lines:
@@ -205,39 +211,24 @@ def _difference(step: int, parts: Mapping[str, float]) -> Lines:
         yield "difference", f"step {step} was {format_time(abs(total_s))} {how}: {listed}", ""
 
 
-def _measured(status: RunStatus) -> Lines:
-    """Losses, waits and memory."""
-    so_far, laggard = status.measured, status.laggard
-    if so_far.first_loss is not None:
-        now = _figure(so_far.last_loss)
-        yield "loss", f"{so_far.first_loss:.4g} after the first step, {now} now", ""
-    if so_far.not_finite:
-        *more, last = so_far.not_finite
-        before = f"; {len(more)} steps before it" if more else ""
-        yield "not finite", f"step {last}: {so_far.fault}{before}", "red"
-    if so_far.evaluation:
-        values = ", ".join(f"{name} {_figure(value)}" for name, value in so_far.evaluation.items())
-        yield "evaluation", f"after step {so_far.evaluation_step}: {values}", ""
-    if laggard is not None:
+def _memory_and_waits(status: RunStatus) -> Lines:
+    """The fullest rank, and the one that the others wait for."""
+    if status.peaks:
+        rank, measured, predicted = max(status.peaks, key=lambda peak: peak.measured_bytes)
+        expected = "" if predicted is None else f", predicted {format_bytes(predicted)}"
+        yield "memory", f"at most {format_bytes(measured)} per rank (rank {rank}{expected})", ""
+    if (laggard := status.laggard) is not None:
         node = f" on {laggard.node}" if laggard.node else ""
         text = (
             f"for rank {laggard.rank}{node}: the others wait {laggard.others:.0%} of their time, "
             f"it waits {laggard.share:.0%}"
         )
         yield "waiting", text, "yellow"
-    peaks = sorted(status.peaks, key=lambda peak: peak.measured_bytes, reverse=True)
-    texts = []
-    for rank, measured, predicted in sorted(peaks[:_MAX_PEAKS]):
-        expected = "" if predicted is None else f" (predicted {format_bytes(predicted)})"
-        texts.append(f"rank {rank} {format_bytes(measured)}{expected}")
-    if len(peaks) > _MAX_PEAKS:
-        texts.append(f"and {len(peaks) - _MAX_PEAKS} more ranks, each below that")
-    if peaks:
-        yield "peak memory", ", ".join(texts), ""
 
 
-def _submission(status: RunStatus) -> Lines:
-    record = status.record
+def _files(status: RunStatus) -> Lines:
+    """What was submitted, what the run has made, and where it lies."""
+    run, record = status.run, status.record
     if status.restarts:
         yield "restarts", str(status.restarts), ""
     if record is not None and record.sweep is not None:
@@ -245,25 +236,19 @@ def _submission(status: RunStatus) -> Lines:
         yield "sweep", record.sweep.name, ""
     if record is not None:
         yield "submitted", f"{datetime.fromtimestamp(record.submitted_at):%Y-%m-%d %H:%M:%S}", ""
-
-
-def _files(status: RunStatus) -> Lines:
-    """What the run has made, and where it lies."""
-    run = status.run
     if _measures(status):
         for label, path in (("profile", run.profile), ("cluster", run.cluster)):
             if path.exists():
                 yield label, short_path(path), ""
     if status.plan is not None:
         yield "plan", headline(status.plan).removeprefix(f"{status.plan.name}: "), ""
-        yield "plan file", short_path(run.plan), ""
+    yield "directory", short_path(run.path), ""
     weights = last_checkpoint(run)
     if weights is not None:
         yield "weights", short_path(weights), ""
     if status.can_go_on:
         since = "the beginning" if weights is None else f"step {step_of(weights)}"
         yield "resume with", f"pipectl resume {as_typed(run)}  (from {since})", ""
-    yield "directory", short_path(run.path), ""
 
 
 def run_picture(status: RunStatus, width: int, height: int) -> RenderableType:
@@ -431,7 +416,13 @@ def ranks_table(status: RunStatus, max_rows: int | None = None) -> Table:
         )
     if len(ranks) < count:
         rows.append(("…", f"{count - len(ranks)} more", *[""] * 6))
-    return table(heads, rows, left=("node", "stage", "busy"))
+    drawn = table(heads, rows, left=("node", "stage", "busy"))
+    with suppress(DataFileError):
+        if sent := (read_heartbeat(status.run) or {}).get("messages"):
+            how = f"messages: {sent.get('route')}; progress: {sent.get('progress')}"
+            drawn.caption = plain(f"{how} ({sent.get('why')})", "dim")
+            drawn.caption_justify = "left"
+    return drawn
 
 
 def bar(share: float, width: int) -> str:
