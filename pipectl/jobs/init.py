@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pipectl.batch import Queue
 from pipectl.errors import UsageError
-from pipectl.spec.references import fault_of, parse, source_of
+from pipectl.spec.references import fault_of, parse
 from pipectl.units import format_bytes, format_clock
 
 LOSS_OF_MODEL = "model"
@@ -200,7 +200,7 @@ def _seen_from(directory: Path, code: Code) -> dict[str, object]:
         path = path if path.startswith("..") else f"./{path}"
         return f"{path if one.file else f'{path}/{one.module}'}:{one.attribute}"
 
-    file, where = source_of(parse(code.data, Path())), code.data.rpartition(":")[0]
+    file, where = parse(code.data, Path()).source, code.data.rpartition(":")[0]
     try:
         tree = ast.parse(b"" if file is None else file.read_bytes())
     except (OSError, SyntaxError, ValueError):  # loading it says what is wrong

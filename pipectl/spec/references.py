@@ -14,18 +14,18 @@ import ast
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 
 from pipectl.units import did_you_mean
 
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*")
-_NEVER_USER_CODE = ("pipectl", "torch")
 _FORM = "write ./file.py:name or package.module:name"
 # As it was before any user code ran, which may change it.
-_SEARCH = tuple(Path(entry) for entry in sys.path if entry)
+_SEARCH = tuple(entry for entry in sys.path if entry)
 _LIBRARY = ("site-packages", "dist-packages")
 _INNER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 _UNPARSABLE = (OSError, SyntaxError, ValueError, RecursionError)
@@ -57,6 +57,13 @@ class Reference:
         where = self.module if self.file is None else f"./{self.file.name}"
         return f"{where}:{self.attribute}"
 
+    @property
+    def source(self) -> Path | None:
+        """The file, or that of the module; None for an installed module, or if there is none."""
+        if self.root is None or self.module is None:
+            return self.file
+        return _file_of(_find(self.module, [str(self.root)]))
+
 
 def parse(text: str, base: Path) -> Reference:
     """The reference in ``text``; a relative file is looked up from ``base``.
@@ -70,21 +77,15 @@ def parse(text: str, base: Path) -> Reference:
     if where.endswith(".py"):
         return Reference(Path(base, where).resolve(), None, attribute)
     directory, slash, module = where.rpartition("/")
-    root = Path(base, directory or slash).resolve() if slash else _root_next_to_job(module, base)
-    return Reference(None, module, attribute, root)
-
-
-def _root_next_to_job(module: str, base: Path) -> Path | None:
-    """The directory of the job, if the module is there; nothing there hides Python or pipectl."""
+    if slash:
+        return Reference(None, module, attribute, Path(base, directory or slash).resolve())
     top = module.partition(".")[0]
-    if top in sys.stdlib_module_names or top in _NEVER_USER_CODE:
-        return None
-    inner = Path(base, *module.split("."))
-    files = (Path(base, top, "__init__.py"), inner.with_suffix(".py"), inner / "__init__.py")
-    try:
-        return base.resolve() if any(file.is_file() for file in files) else None
-    except (OSError, ValueError):
-        return None
+    if top in sys.stdlib_module_names or top in ("pipectl", "torch"):
+        return Reference(None, module, attribute)
+    PathFinder.invalidate_caches()  # files may be newer than the times of directories tell
+    outermost, own = (_find(name, [str(base)]) for name in (top, module))
+    beside = any(found is not None and found.origin for found in (outermost, own))
+    return Reference(None, module, attribute, base.resolve() if beside else None)
 
 
 def fault_of(text: str) -> str | None:
@@ -113,31 +114,37 @@ def user_sources(references: Iterable[Reference]) -> dict[str, Path]:
     references = list(references)
     files = [reference.file for reference in references if reference.file is not None]
     roots = [reference.root for reference in references if reference.root is not None]
-    search = tuple(dict.fromkeys([*roots, *(file.parent for file in files), *_SEARCH]))
+    places = [*roots, *(file.parent for file in files)]
+    search = list(dict.fromkeys([*map(str, places), *_SEARCH]))
+    waiting = [name for each in references for name in _levels(each.module or "")]
+    waiting += [name for file in files for name in _imports("", file)]
     sources: dict[str, Path] = {}
-    imported = [name for file in files for name in _imports("", file)]
-    waiting = [*(name for each in references for name in _levels(each.module or "")), *imported]
+    PathFinder.invalidate_caches()
     while waiting:
         name = waiting.pop()
-        file = None if name in sources else _user_file(name, search)
-        if file is not None:
+        top = name.partition(".")[0]
+        if name in sources or top in sys.stdlib_module_names or top == "pipectl":
+            continue
+        file = _file_of(_find(name, search))
+        if file is None or file.is_dir() or any(part in _LIBRARY for part in file.parts):
+            continue
+        if not file.is_relative_to(sysconfig.get_path("stdlib")):
             sources[name] = file
             waiting += _imports(name, file)
     return sources
 
 
-def source_of(reference: Reference) -> Path | None:
-    """The file of a reference, or of its module; None for an installed one, or if there is none."""
-    if reference.root is None:
-        return reference.file
-    return _module_file(reference.root, str(reference.module))
-
-
 def fault_of_name(reference: Reference) -> str | None:
     """Why the name of a reference cannot be found; None if it can, or may be."""
-    file = source_of(reference)
+    file = reference.source
     if reference.module is not None and reference.root is None:
-        return _fault_of_installed(reference.module)
+        top = reference.module.partition(".")[0]
+        try:
+            if top in sys.stdlib_module_names or find_spec(top) is not None:
+                return None
+        except ValueError:  # it is loaded, by other means than a file
+            return None
+        return f"no module {top!r} is installed, and there is none next to the job file"
     if reference.root is not None and file is None:
         return f"there is no module {reference.module} in {reference.root}"
     if file is None or not file.is_file():  # a missing file is reported elsewhere
@@ -152,25 +159,24 @@ def fault_of_name(reference: Reference) -> str | None:
     first = reference.attribute.partition(".")[0]
     if first in names or {"*", "__getattr__", "globals"} & names:
         return None
-    inner = file.name == "__init__.py" and _module_file(file.parent, first)
+    inner = file.name == "__init__.py" and _find(first, [str(file.parent)])
     return None if inner else f"{file} defines no {first!r}{did_you_mean(first, names)}"
 
 
-def _fault_of_installed(module: str) -> str | None:
-    top = module.partition(".")[0]
-    try:
-        if top in sys.stdlib_module_names or find_spec(top) is not None:
-            return None
-    except ValueError:  # it is loaded, by other means than a file
-        return None
-    return f"no module {top!r} is installed, and there is none next to the job file"
+def _find(module: str, search: list[str]) -> ModuleSpec | None:
+    """What an import finds along a path; nothing is run, not even the packages of the module."""
+    found = None
+    for name in module.split("."):
+        found = PathFinder.find_spec(name, search) if search else None
+        search = list(found.submodule_search_locations or ()) if found else []
+    return found
 
 
-def _module_file(root: Path, module: str) -> Path | None:
+def _file_of(found: ModuleSpec | None) -> Path | None:
     """The file of a module; the directory of a package without one."""
-    inner = Path(root, *module.split("."))
-    candidates = (inner / "__init__.py", inner.with_name(f"{inner.name}.py"), inner)
-    return next((path for path in candidates if path.exists()), None)
+    if found is None or found.origin is not None:
+        return found and Path(str(found.origin))
+    return Path(next(iter(found.submodule_search_locations or ())))
 
 
 def _names(tree: ast.Module) -> Iterator[str]:
@@ -188,33 +194,6 @@ def _names(tree: ast.Module) -> Iterator[str]:
             waiting += ast.iter_child_nodes(node)
     if any(isinstance(node, ast.Global) for node in ast.walk(tree)):
         yield "*"
-
-
-def _user_file(name: str, search: Sequence[Path]) -> Path | None:
-    """The user's file of a module; None for one of a library, and if there is none.
-
-    A package without an ``__init__.py`` is every directory of its name (PEP 420).
-    """
-    *packages, last = name.split(".")
-    top = packages[0] if packages else last
-    if top in sys.stdlib_module_names or top == "pipectl":
-        return None
-    for package in packages:
-        file = _first_file(package, search)
-        if file is None:
-            search = [root / package for root in search]
-        else:
-            search = [file.parent] if file.name == "__init__.py" else []
-    file = _first_file(last, search)
-    if file is None or any(part in _LIBRARY for part in file.parts):
-        return None
-    return None if file.is_relative_to(sysconfig.get_path("stdlib")) else file
-
-
-def _first_file(name: str, search: Sequence[Path]) -> Path | None:
-    """The file that an import runs: of the first directory with such a package or module."""
-    files = ((root / name / "__init__.py", root / f"{name}.py") for root in search)
-    return next((file for pair in files for file in pair if file.is_file()), None)
 
 
 def _imports(name: str, path: Path) -> Iterator[str]:

@@ -77,7 +77,7 @@ def test_packages_that_are_directories_alone(tmp_path: Path, write: Write) -> No
 def test_directories_of_one_name_make_up_a_package_unless_one_has_its_own_file(
     tmp_path: Path, write: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(references, "_SEARCH", (tmp_path / "site-packages", tmp_path / "work"))
+    monkeypatch.setattr(references, "_SEARCH", (f"{tmp_path}/site-packages", f"{tmp_path}/work"))
     write({"model": "import shared.mine, shared.theirs, whole.part, whole.inner.part"})
     write({"site-packages/shared/theirs": "", "work/shared/mine": "", "whole/part": ""})
     write({"work/whole/__init__": "", "work/whole/inner/part": ""})
@@ -103,7 +103,9 @@ def test_modules_along_the_search_path(
 ) -> None:
     write({"work/mine/__init__": "", "work/mine/data": "", "lib/site-packages/theirs": ""})
     write({"work/mine/model": "from mine import data"})
-    monkeypatch.setattr(references, "_SEARCH", (tmp_path / "work", tmp_path / "lib/site-packages"))
+    monkeypatch.setattr(
+        references, "_SEARCH", (f"{tmp_path}/work", f"{tmp_path}/lib/site-packages")
+    )
     assert sorted(found(tmp_path, "mine.model:build", "theirs:f", "torch.nn:MSELoss")) == [
         *("mine", "mine.data", "mine.model")
     ]
@@ -114,7 +116,7 @@ def test_libraries_hide_what_stands_behind_them(
 ) -> None:
     write({"model": "import same, json", "work/same": "", "json": ""})
     write({"site-packages/same": "", "site-packages/json": ""})
-    monkeypatch.setattr(references, "_SEARCH", (tmp_path / "site-packages", tmp_path / "work"))
+    monkeypatch.setattr(references, "_SEARCH", (f"{tmp_path}/site-packages", f"{tmp_path}/work"))
     assert found(tmp_path, "./model.py:build") == {}
 
 
