@@ -1,4 +1,4 @@
-"""YAML as nodes that say where every key and value is written.
+"""YAML as dicts, lists and texts that know where they are written.
 
 Nothing in a file can run, or grow beyond limits. Scalars stay as they are written, since the field
 that takes one decides whether ``account: 0042`` is a number or a text.
@@ -7,10 +7,9 @@ that takes one decides whether ``account: 0042`` is a number or a text.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import yaml
 from yaml.reader import ReaderError
@@ -79,102 +78,100 @@ class Place(NamedTuple):
         return Problem(self.file, self.line, self.column, message)
 
 
-class Plain(str):
-    """A scalar without quotes; one in quotes is a text whatever it holds."""
+class _Written:
+    """A part of a document.
 
-    __slots__ = ()
-
-
-@dataclass(frozen=True)
-class Node:
-    """A value as it is written.
-
-    Args:
-        value: keys (plain or in quotes) and values of a mapping, items of a list, or a scalar.
+    Attributes:
         place: where it begins.
         key_place: where its key begins; None for the document and for items of lists.
     """
 
-    value: dict[str, Node] | list[Node] | str
     place: Place
     key_place: Place | None = None
 
-    @property
-    def items(self) -> dict[str, Node]:
-        """Values of a mapping by key; none of anything else."""
-        return self.value if isinstance(self.value, dict) else {}
+    def at(self, place: Place, key_place: Place | None = None) -> Self:
+        """Set its places; returns itself."""
+        self.place, self.key_place = place, key_place
+        return self
 
-    @property
-    def data(self) -> Any:
-        """Lists, mappings, scalars and None without their places."""
-        if isinstance(self.value, list):
-            return [node.data for node in self.value]
-        if isinstance(self.value, dict):
-            return {key: node.data for key, node in self.value.items()}
-        return None if self.is_null else self.value
 
-    @property
-    def is_null(self) -> bool:
-        """Whether nothing, or null, is written."""
-        return isinstance(self.value, Plain) and parse_scalar(self.value) is None
+class YamlMapping(_Written, dict[str, Any]):
+    """Parts by key; keys are texts, too."""
 
-    def __str__(self) -> str:
-        """As a message shows it: ``'many'``, ``3.5``, ``a list``; long text is shortened."""
-        if not isinstance(self.value, str):
-            return "a mapping" if isinstance(self.value, dict) else "a list"
-        if self.is_null:
-            return "null"
-        text = self.value if len(self.value) <= 60 else f"{self.value[:57]}..."
-        return repr(text) if isinstance(resolve(self.value), str) else text
 
-    def locate(self, path: KeyPath) -> tuple[Node, KeyPath]:
-        """What is written at ``path``, or the nearest thing around it, and what is left of it."""
-        node = self
-        for depth, step in enumerate(path):
-            if isinstance(node.value, list) and isinstance(step, int) and step < len(node.value):
-                node = node.value[step]
-                continue
+class YamlList(_Written, list[Any]):
+    """A list of parts."""
+
+
+class YamlText(_Written, str):
+    """A scalar; one in quotes is a text whatever it holds."""
+
+
+class YamlPlain(YamlText):
+    """A scalar without quotes."""
+
+
+YamlNode = YamlMapping | YamlList | YamlText
+
+
+def locate(node: YamlNode, path: KeyPath) -> tuple[YamlNode, KeyPath]:
+    """What is written at ``path``, or the nearest thing around it, and what is left of the path."""
+    for depth, step in enumerate(path):
+        inner: YamlNode | None = None
+        if isinstance(node, YamlList) and isinstance(step, int) and step < len(node):
+            inner = node[step]
+        elif isinstance(node, YamlMapping):
             # A key is written so, or so as Python shows it: ``True`` for ``true``.
-            pairs = node.items.items()
-            matches = (item for key, item in pairs if str(step) in (key, str(resolve(key))))
+            matches = (node[key] for key in node if str(step) in (key, str(resolve(key))))
             inner = next(matches, None)
-            if inner is None:
-                return node, path[depth:]
-            node = inner
-        return node, ()
-
-    def put(self, keys: Sequence[str], value: Node, place: Place) -> Node:
-        """A copy with ``value`` at ``keys`` within it, making mappings on the way.
-
-        Args:
-            place: of new keys and mappings.
-        """
-        if not keys:
-            return value
-        node = self if isinstance(self.value, dict) else Node({}, place, self.key_place)
-        inner = node.items.get(keys[0], Node({}, place, place))
-        changed = inner.put(keys[1:], value, place)
-        changed = replace(changed, key_place=inner.key_place if keys[1:] else place)
-        return replace(node, value={**node.items, keys[0]: changed})
-
-    def over(self, lower: Node) -> Node:
-        """It, laid over another: mappings key by key, everything else is replaced."""
-        if not (isinstance(lower.value, dict) and isinstance(self.value, dict)):
-            return self
-        merged = {
-            key: node.over(lower.value[key]) if key in lower.value else node
-            for key, node in self.value.items()
-        }
-        return replace(self, value={**lower.value, **merged})
-
-    def within(self) -> Iterator[Node]:
-        """It, and all nodes in it."""
-        yield self
-        for node in self.value if isinstance(self.value, list) else self.items.values():
-            yield from node.within()
+        if inner is None:
+            return node, path[depth:]
+        node = inner
+    return node, ()
 
 
-def read_file(path: Path) -> tuple[Node, list[Problem]]:
+def put(node: YamlNode, keys: Sequence[str], value: YamlNode, place: Place) -> YamlMapping:
+    """A copy of a document with ``value`` at ``keys``, making mappings on the way.
+
+    Args:
+        place: of new keys and mappings.
+    """
+    if not isinstance(node, YamlMapping):
+        node = YamlMapping().at(place, node.key_place)
+    first, *others = keys
+    key_place: Place | None = place
+    if others:
+        inner = node.get(first, YamlMapping().at(place, place))
+        value, key_place = put(inner, others, value, place), inner.key_place
+    changed = YamlMapping({**node, first: value.at(value.place, key_place)})
+    return changed.at(node.place, node.key_place)
+
+
+def lay_over(upper: YamlMapping, lower: YamlMapping) -> YamlMapping:
+    """One document over another: mappings key by key, everything else is replaced."""
+    merged = YamlMapping({**lower, **upper}).at(upper.place, upper.key_place)
+    for key in upper.keys() & lower.keys():
+        if isinstance(upper[key], YamlMapping) and isinstance(lower[key], YamlMapping):
+            merged[key] = lay_over(upper[key], lower[key])
+    return merged
+
+
+def is_null(value: Any) -> bool:
+    """Whether nothing, or null, is written."""
+    return value is None or (isinstance(value, YamlPlain) and parse_scalar(value) is None)
+
+
+def describe(value: YamlNode) -> str:
+    """A value as a message shows it: ``'many'``, ``3.5``, ``a list``; long text is shortened."""
+    if not isinstance(value, YamlText):
+        return "a mapping" if isinstance(value, YamlMapping) else "a list"
+    if is_null(value):
+        return "null"
+    text = str(value if len(value) <= 60 else f"{value[:57]}...")
+    return repr(text) if isinstance(resolve(value), str) else text
+
+
+def read_file(path: Path) -> tuple[YamlNode, list[Problem]]:
     """The document in a YAML file, and its faults: duplicate keys, control characters, tags.
 
     Raises:
@@ -206,7 +203,7 @@ def read_file(path: Path) -> tuple[Node, list[Problem]]:
     return read_text(text, str(path))
 
 
-def read_text(text: str, name: str, *, lines: bool = True) -> tuple[Node, list[Problem]]:
+def read_text(text: str, name: str, *, lines: bool = True) -> tuple[YamlNode, list[Problem]]:
     """The document in a text, and its faults; see :func:`read_file`.
 
     Args:
@@ -216,7 +213,7 @@ def read_text(text: str, name: str, *, lines: bool = True) -> tuple[Node, list[P
     try:
         loader = _Loader(text, name, lines)
         root = loader.get_single_node()
-        node = Node(Plain(), Place(name)) if root is None else loader.convert(root, ())
+        node = YamlPlain().at(Place(name)) if root is None else loader.convert(root, ())
     except yaml.YAMLError as error:
         line, column, message = _explain_syntax(error, text)
         place = Place(name, line, column) if lines else Place(name)
@@ -254,7 +251,7 @@ class _Loader(yaml.SafeLoader):
         """The place of a mark."""
         return Place(self.name, mark.line + 1, mark.column + 1) if self._lines else Place(self.name)
 
-    def convert(self, node: yaml.Node, path: KeyPath) -> Node:
+    def convert(self, node: yaml.Node, path: KeyPath) -> YamlNode:
         """Our node for one of PyYAML, with the first of duplicate keys; notes the faults in it.
 
         Aliases are expanded, and so count towards the limits.
@@ -267,32 +264,28 @@ class _Loader(yaml.SafeLoader):
             message = f"more than {MAX_VALUES} values, counting aliases where they are used"
             raise SpecError([place.problem(message)])
         self._check_tag_and_text(node, path)
+        if isinstance(node, yaml.ScalarNode):
+            return _scalar(node).at(place)
         if isinstance(node, yaml.SequenceNode):
             items = enumerate(node.value)
-            return Node([self.convert(item, (*path, index)) for index, item in items], place)
-        if isinstance(node, yaml.MappingNode):
-            return Node(self._convert_mapping(node.value, path), place)
-        return Node(_scalar(node), place)
-
-    def _convert_mapping(
-        self, pairs: list[tuple[yaml.Node, yaml.Node]], path: KeyPath
-    ) -> dict[str, Node]:
-        values: dict[str, Node] = {}
-        for key, value in pairs:
+            return YamlList(self.convert(item, (*path, index)) for index, item in items).at(place)
+        values = YamlMapping().at(place)
+        for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 self._note(key, path, "a key must be text, not a list or mapping")
                 continue
             self._check_tag_and_text(key, path)
             if first_harmful(key.value):
                 continue
-            place, inner = self.place(key.start_mark), (*path, key.value)
+            inner = (*path, key.value)
             if key.value == "<<" and key.tag == _PLAIN:
                 self._note(key, path, "merging with '<<' is not supported; write the keys out")
-            elif first := values.get(key.value):
-                line = first.key_place.line if first.key_place else 0
-                self._note(key, inner, f"given twice; first on line {max(line, 1)}")
+            elif key.value in values:
+                line = max(values[key.value].key_place.line, 1)
+                self._note(key, inner, f"given twice; first on line {line}")
             else:
-                values[_scalar(key)] = replace(self.convert(value, inner), key_place=place)
+                part = self.convert(value, inner)
+                values[_scalar(key)] = part.at(part.place, self.place(key.start_mark))
         return values
 
     def _check_tag_and_text(self, node: yaml.Node, path: KeyPath) -> None:
@@ -311,9 +304,9 @@ class _Loader(yaml.SafeLoader):
         return SpecError([self.place(mark).problem(message)])
 
 
-def _scalar(node: yaml.Node) -> str:
-    text: str = node.value
-    return Plain(text) if node.tag == _PLAIN else text
+def _scalar(node: yaml.Node) -> YamlText:
+    text = node.value.encode(errors="replace").decode()  # half a character is reported elsewhere
+    return YamlPlain(text) if node.tag == _PLAIN else YamlText(text)
 
 
 def _explain_syntax(error: yaml.YAMLError, text: str) -> tuple[int, int, str]:
@@ -358,7 +351,9 @@ def resolve(data: Any) -> Any:
         return [resolve(item) for item in data]
     if isinstance(data, dict):
         return {resolve(key): resolve(item) for key, item in data.items()}
-    return parse_scalar(data) if isinstance(data, Plain) else data
+    if isinstance(data, YamlPlain):
+        return parse_scalar(data)
+    return str(data) if isinstance(data, YamlText) else data
 
 
 def path_text(path: KeyPath) -> str:

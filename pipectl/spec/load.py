@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,19 @@ from pipectl.spec.checks import cross_check, missing_files, missing_names
 from pipectl.spec.document import (
     MAX_DEPTH,
     KeyPath,
-    Node,
     Place,
-    Plain,
+    YamlMapping,
+    YamlNode,
+    YamlPlain,
+    YamlText,
+    describe,
     escape,
+    is_null,
+    lay_over,
+    locate,
     parse_scalar,
     path_text,
+    put,
     read_file,
     read_text,
     resolve,
@@ -110,23 +117,25 @@ def load_document(
     *,
     check_files: bool,
     check_names: bool = False,
-) -> tuple[JobSpec, Node]:
+) -> tuple[JobSpec, YamlMapping]:
     """The spec, and the merged document of all layers."""
     tree, problems = read_file(path)
-    if not isinstance(tree.value, dict):
-        fault = "the file is empty" if tree.is_null else _NO_MAPPING
+    if not isinstance(tree, YamlMapping):
+        fault = "the file is empty" if is_null(tree) else _NO_MAPPING
         raise SpecError([*problems, Problem(str(path), 0, 0, fault)], cure=_INIT)
     for override in overrides:
         tree, faults = _override(tree, override)
         problems += faults
     if runs := os.environ.get(RUNS_VARIABLE):
         place = Place(RUNS_VARIABLE)
-        keys = ("output", "directory")
-        tree = tree.over(Node({}, place).put(keys, Node(runs, place), place))
-    if resolve(tree.locate(("site_defaults",))[0].data) is not False:
+        default = put(
+            YamlMapping().at(place), ("output", "directory"), YamlText(runs).at(place), place
+        )
+        tree = lay_over(tree, default)
+    if resolve(locate(tree, ("site_defaults",))[0]) is not False:
         for file in reversed(site_files() if sites is None else sites):
             site, faults = _read_site(file)
-            tree = tree.over(site)
+            tree = lay_over(tree, site)
             problems += faults
     spec, faults = validate(tree, path, check_files=check_files, check_names=check_names)
     problems += faults
@@ -135,18 +144,19 @@ def load_document(
     return spec, tree
 
 
-def set_key(tree: Node, keys: Sequence[str], value: Node, place: Place) -> Node:
+def set_key(tree: YamlMapping, keys: Sequence[str], value: YamlNode, place: Place) -> YamlMapping:
     """``tree`` with ``value`` at ``keys``; a factory in short form gets the key ``factory``."""
     for depth in range(1, len(keys)):
-        node, rest = tree.locate(tuple(keys[:depth]))
-        is_short = isinstance(node.value, str) and not rest
-        if is_short and "factory" in properties(schema_at(keys[:depth])):
-            factory = replace(node, key_place=node.place)
-            tree = tree.put(keys[:depth], Node({"factory": factory}, node.place), node.place)
-    return tree.put(keys, value, place)
+        node, rest = locate(tree, tuple(keys[:depth]))
+        takes_factory = "factory" in properties(schema_at(keys[:depth]))
+        if isinstance(node, YamlText) and not rest and takes_factory:
+            short = type(node)(node).at(node.place, node.place)
+            factory = YamlMapping(factory=short).at(node.place)
+            tree = put(tree, keys[:depth], factory, node.place)
+    return put(tree, keys, value, place)
 
 
-def _override(tree: Node, override: str) -> tuple[Node, list[Problem]]:
+def _override(tree: YamlMapping, override: str) -> tuple[YamlMapping, list[Problem]]:
     """``tree`` with one ``a.b=value`` of the command line, and the faults in the value."""
     name, equals, text = override.partition("=")
     keys = name.strip().split(".")
@@ -164,49 +174,47 @@ def _override(tree: Node, override: str) -> tuple[Node, list[Problem]]:
     return set_key(tree, keys, value, place), problems
 
 
-def _read_site(path: Path) -> tuple[Node, list[Problem]]:
+def _read_site(path: Path) -> tuple[YamlMapping, list[Problem]]:
     """What a site file sets, and its faults; files that it names are relative to it."""
-    site = Node({}, Place(str(path)))
+    site = YamlMapping().at(Place(str(path)))
     if not path.exists():
         return site, []
     try:
         tree, problems = read_file(path)
     except SpecError as error:
         return site, list(error.problems)
-    if not (isinstance(tree.value, dict) or tree.is_null):
+    if not (isinstance(tree, YamlMapping) or is_null(tree)):
         problems.append(Problem(str(path), 0, 0, _NO_MAPPING))
-    items = {}
-    for name, node in tree.items.items():
+    for name, node in tree.items() if isinstance(tree, YamlMapping) else ():
         if name not in SITE_KEYS:
             known = ", ".join(SITE_KEYS)
             message = f"{escape(name)}: a site file cannot set this; known are {known}"
-            problems.append((node.key_place or node.place).problem(message))
+            problems.append(node.key_place.problem(message))
         elif name == "version":
             try:
-                check_version(node.data)
+                check_version(node)
             except ValueError as error:
                 problems.append(node.place.problem(f"version: {error}"))
         else:
-            items[name] = node
-    site = replace(site, value=items)
+            site = put(site, [name], node, node.key_place)
     for keys in (("cluster",), ("launch", "template")):
-        file, rest = site.locate(keys)
-        if not rest and isinstance(file.value, str) and not file.is_null:
-            absolute = str(path.absolute().parent / file.value)
-            site = site.put(keys, replace(file, value=absolute), file.key_place or file.place)
+        file, rest = locate(site, keys)
+        if not rest and isinstance(file, YamlText) and not is_null(file):
+            absolute = YamlText(path.absolute().parent / file).at(file.place)
+            site = put(site, keys, absolute, file.key_place or file.place)
     return site, problems
 
 
-def _origins(value: Any, tree: Node, path: KeyPath) -> Iterator[Origin]:
+def _origins(value: Any, tree: YamlNode, path: KeyPath) -> Iterator[Origin]:
     """Every key within ``value``, which is at ``path`` of the spec."""
     if isinstance(value, dict) and value:
         for key, item in value.items():
             yield from _origins(item, tree, (*path, str(key)))
         return
-    node, rest = tree.locate(path)
+    node, rest = locate(tree, path)
     # Only a keyword argument can be null; any other null key has its default.
-    has_default = node.is_null and "kwargs" not in path
-    is_written = not rest or (rest == ("factory",) and isinstance(node.value, str))
+    has_default = is_null(node) and "kwargs" not in path
+    is_written = not rest or (rest == ("factory",) and isinstance(node, YamlText))
     place = node.place if is_written and not has_default else None
     if path == ("sweep", "points"):
         value = [{k: _HIDDEN if holds_variables(k) else v for k, v in x.items()} for x in value]
@@ -226,15 +234,15 @@ def is_within(key: str, other: str) -> bool:
 
 
 def validate(
-    tree: Node,
+    tree: YamlMapping,
     source: Path,
     *,
     check_files: bool = True,
     check_names: bool = False,
 ) -> tuple[JobSpec | None, list[Problem]]:
     """The spec that a document describes, and its faults; None if it describes none."""
-    data = drop_former_keys(tree.data)
-    if data.get("name") is None:
+    data = drop_former_keys(tree)
+    if is_null(data.get("name")):
         stem = re.sub(r"[^A-Za-z0-9._-]", "-", source.stem).strip("._-")
         data["name"] = stem[:64] or "job"
     spec, problems = None, list[Problem]()
@@ -260,13 +268,13 @@ def _read_without(data: dict[str, Any], wrong: Collection[str | int]) -> dict[st
     right = {name: info for name, info in JobSpec.model_fields.items() if name not in wrong}
     return {
         name: TypeAdapter(info.rebuild_annotation()).validate_python(data[name])
-        if data.get(name) is not None
+        if not is_null(data.get(name))
         else info.get_default()
         for name, info in right.items()
     }
 
 
-def _explain_fault(tree: Node, detail: ErrorDetails) -> Problem:
+def _explain_fault(tree: YamlNode, detail: ErrorDetails) -> Problem:
     """A fault reported by pydantic or a validator, in words for people."""
     path, kind, context = detail["loc"], detail["type"], detail.get("ctx", {})
     if path[-1] == "[key]" and kind == "value_error":
@@ -277,22 +285,22 @@ def _explain_fault(tree: Node, detail: ErrorDetails) -> Problem:
         return _problem(tree, path, "missing", at_key=True)
     if kind == "value_error" and (message := str(context["error"])):
         return _problem(tree, path, message)
-    node, rest = tree.locate(path)
+    node, rest = locate(tree, path)
     path = path[: len(path) - len(rest)]  # pydantic names alternatives of a type after it
     if kind in ("greater_than_equal", "less_than_equal") and not rest:
         allowed = f"at least {context['ge']}" if "ge" in context else f"at most {context['le']}"
     else:
         schema = schema_at(path)
         allowed = "something else" if schema is None else words(schema)
-    shown = str(node)
-    in_quotes = isinstance(node.value, str) and not isinstance(node.value, Plain)
-    if kind in _NUMBERS and in_quotes and not isinstance(parse_scalar(str(node.value)), str | None):
+    shown = describe(node)
+    in_quotes = isinstance(node, YamlText) and not isinstance(node, YamlPlain)
+    if kind in _NUMBERS and in_quotes and not isinstance(parse_scalar(str(node)), str | None):
         shown = f"the text {shown}; remove the quotes"
     return _problem(tree, path, f"must be {allowed}, not {shown}")
 
 
-def _problem(tree: Node, path: KeyPath, message: str, *, at_key: bool = False) -> Problem:
-    node, _ = tree.locate(path)
+def _problem(tree: YamlNode, path: KeyPath, message: str, *, at_key: bool = False) -> Problem:
+    node, _ = locate(tree, path)
     place = (at_key and node.key_place) or node.place
     where = path_text(path)
     prefix = "" if place.file == f"--set {where}" else f"{where}: "

@@ -24,6 +24,7 @@ from pipectl.spec.types import (
     JobName,
     Keywords,
     LossReference,
+    Name,
     Natural,
     Options,
     Positive,
@@ -70,7 +71,7 @@ class Factory(Section):
 
 
 _SHORT = {"title": "./file.py:name or package.module:name", "type": "string", "pattern": ":"}
-Factories = Annotated[dict[Text, Factory], BeforeValidator(drop_nulls)]
+Factories = Annotated[dict[Name, Factory], BeforeValidator(drop_nulls)]
 """User code by name."""
 
 

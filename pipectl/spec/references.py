@@ -174,9 +174,9 @@ def _find(module: str, search: list[str]) -> ModuleSpec | None:
 
 def _file_of(found: ModuleSpec | None) -> Path | None:
     """The file of a module; the directory of a package without one."""
-    if found is None or found.origin is not None:
-        return found and Path(str(found.origin))
-    return Path(next(iter(found.submodule_search_locations or ())))
+    if found is None:
+        return None
+    return Path(found.origin or next(iter(found.submodule_search_locations or ())))
 
 
 def _names(tree: ast.Module) -> Iterator[str]:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pipectl.errors import Problem, SpecError
-from pipectl.spec.document import MAX_DEPTH, Node, Place, escape, resolve
-from pipectl.spec.former import fault_of_former_key
-from pipectl.spec.load import (
-    holds_variables,
-    is_within,
-    load_document,
-    set_key,
-    validate,
+from pipectl.spec.document import (
+    MAX_DEPTH,
+    Place,
+    YamlList,
+    YamlMapping,
+    YamlNode,
+    YamlPlain,
+    describe,
+    escape,
+    put,
+    resolve,
 )
+from pipectl.spec.former import fault_of_former_key
+from pipectl.spec.load import holds_variables, is_within, load_document, set_key, validate
 from pipectl.spec.models import JobSpec
 
 MAX_POINTS = 1000
@@ -44,15 +49,8 @@ class Point:
     spec: JobSpec
 
 
-class _Setting(NamedTuple):
-    """A dotted key and its value in one run, as the sweep writes them."""
-
-    name: str
-    place: Place
-    value: Node
-
-    def fault(self, message: str, place: Place | None = None) -> Problem:
-        return (place or self.place).problem(f"{escape(self.name)}: {message}")
+_Run = Mapping[str, YamlNode]
+"""Values by dotted key; where a key is written is the ``key_place`` of its value."""
 
 
 def load_sweep(
@@ -70,100 +68,106 @@ def load_sweep(
     spec, tree = load_document(path, overrides, sites, check_files=check_files)
     if spec.sweep is None:
         return spec, ()
-    runs, problems = _combine(tree.locate(("sweep",))[0])
+    runs, problems = _list_runs(tree["sweep"])
     if problems:
         raise SpecError(problems)
-    rest = replace(tree, value={key: node for key, node in tree.items.items() if key != "sweep"})
+    rest = put(tree, ["sweep"], YamlPlain().at(tree.place), tree.place)
     points = []
     numbers: dict[str, dict[str, int]] = {}
-    for settings in runs:
+    for run in runs:
         job, values = rest, {}
-        for name, place, node in settings:
-            job = set_key(job, name.split("."), node, place)
-            value = resolve(node.data)
+        for name, node in run.items():
+            job = set_key(job, name.split("."), node, _place_of_key(node))
+            value = resolve(node)
             if holds_variables(name):
                 known = numbers.setdefault(name, {})
                 value = f"(value {known.setdefault(repr(value), len(known) + 1)})"
             values[name] = value
-        run, faults = validate(job, path, check_files=check_files)
-        problems += (_blame_values(fault, settings) for fault in faults)
-        if run is not None:
-            points.append(Point(values, run))
+        own, faults = validate(job, path, check_files=check_files)
+        problems += (_blame_values(fault, run) for fault in faults)
+        if own is not None:
+            points.append(Point(values, own))
     if problems:
         raise SpecError(problems)
     return spec, tuple(points)
 
 
-def _combine(sweep: Node) -> tuple[list[tuple[_Setting, ...]], list[Problem]]:
-    """The settings of every run, and the faults of the sweep."""
-    columns, listed, problems = [], [], []
-    for setting in _settings(sweep.items.get("grid")):
-        values = setting.value.value
-        if isinstance(values, list) and values:
-            columns.append([setting._replace(value=value) for value in values])
+def _list_runs(sweep: YamlMapping) -> tuple[list[_Run], list[Problem]]:
+    """The values of every run, and the faults of the sweep."""
+    columns: dict[str, list[YamlNode]] = {}
+    problems: list[Problem] = []
+    grid, listed = sweep.get("grid"), sweep.get("points")
+    for name, values in grid.items() if isinstance(grid, YamlMapping) else ():
+        if isinstance(values, YamlList) and values:
+            columns[name] = [value.at(value.place, values.key_place) for value in values]
         else:
-            problems.append(setting.fault("has no values"))
-    points = sweep.items["points"].value if "points" in sweep.items else ()
-    for point in points if isinstance(points, list) else ():
-        listed.append(tuple(_settings(point)))
-        if not point.value:
-            problems.append(point.place.problem("sweep.points: a point without a key"))
-    for settings in ([column[0] for column in columns], *listed):
-        problems += _key_faults(settings)
-    place = sweep.key_place or sweep.place
-    count = (prod(map(len, columns)) if columns else 0) + len(listed)
+            problems.append(_fault(name, values, "has no values"))
+    points = list(listed) if isinstance(listed, YamlList) else []
+    empty = "sweep.points: a point without a key"
+    problems += (point.place.problem(empty) for point in points if not point)
+    for together in ({name: values[0] for name, values in columns.items()}, *points):
+        problems += _key_faults(together)
+    place = _place_of_key(sweep)
+    count = (prod(map(len, columns.values())) if columns else 0) + len(points)
     if count > MAX_POINTS:
         problems.append(place.problem(f"sweep: has {count} points; {MAX_POINTS} are allowed"))
         return [], problems
     if not count and not problems:
         problems.append(place.problem("sweep: has no points; give it a grid, or points"))
-    runs = [*(product(*columns) if columns else ()), *listed]
-    return runs, [*problems, *_repetitions(runs)]
+    combinations = product(*columns.values()) if columns else ()
+    runs = [*(dict(zip(columns, values, strict=True)) for values in combinations), *points]
+    seen: dict[object, int] = {}
+    for number, run in enumerate(runs):
+        shown = tuple(sorted((name, repr(resolve(value))) for name, value in run.items()))
+        if run and seen.setdefault(shown, number) != number:
+            name, value = list(run.items())[-1]
+            message = f"{escape(name)}: a point with the same values as number {seen[shown]}"
+            problems.append(value.place.problem(message))
+    return runs, problems
 
 
-def _settings(node: Node | None) -> Iterator[_Setting]:
-    for name, value in (node.items if node else {}).items():
-        yield _Setting(name, value.key_place or value.place, value)
+def _place_of_key(value: YamlNode) -> Place:
+    return value.key_place or value.place
 
 
-def _key_faults(together: Sequence[_Setting]) -> Iterator[Problem]:
+def _fault(name: str, value: YamlNode, message: str) -> Problem:
+    """A fault at the key of a value."""
+    return _place_of_key(value).problem(f"{escape(name)}: {message}")
+
+
+def _key_faults(together: _Run) -> Iterator[Problem]:
     """Of keys that are set together, those that no sweep can set."""
-    names = [setting.name for setting in together]
-    for setting in together:
-        key = setting.name
-        around = next((other for other in names if other != key and is_within(key, other)), None)
+    for key, value in together.items():
+        around = next((other for other in together if other != key and is_within(key, other)), None)
+        fault = fault_of_former_key(key.split("."))
         if not all(key.split(".")) or key.count(".") > MAX_DEPTH:
-            yield setting.fault("must be a key such as training.seed")
+            fault = "must be a key such as training.seed"
         elif any(is_within(key, shared) or is_within(shared, key) for shared in _SHARED):
-            yield setting.fault(
+            fault = (
                 "cannot differ between the runs of a sweep, which are one job array; instead, "
                 f"submit several times with --set {escape(key)}=..."
             )
-        elif fault := fault_of_former_key(tuple(key.split("."))):
-            yield setting.fault(fault)
-        elif around is not None:
-            yield setting.fault(f"is a part of {escape(around)}, which is set as well")
+        elif around is not None and not fault:
+            fault = f"is a part of {escape(around)}, which is set as well"
+        if fault:
+            yield _fault(key, value, fault)
 
 
-def _repetitions(runs: Sequence[Sequence[_Setting]]) -> Iterator[Problem]:
-    """Runs that would be the same as an earlier one."""
-    seen: dict[object, int] = {}
-    for number, settings in enumerate(runs):
-        values = tuple(sorted((s.name, repr(resolve(s.value.data))) for s in settings))
-        if values and seen.setdefault(values, number) != number:
-            message = f"a point with the same values as number {seen[values]}"
-            yield settings[-1].fault(message, settings[-1].value.place)
-
-
-def _blame_values(problem: Problem, settings: Sequence[_Setting]) -> Problem:
+def _blame_values(problem: Problem, run: _Run) -> Problem:
     """A fault at its value, or moved from another place to the values that cause it."""
     place = Place(problem.file, problem.line, problem.column)
-    for setting in settings:
-        within = [(node.place, node.key_place) for node in setting.value.within()]
-        if place == setting.place or any(place in places for places in within):
-            return problem
+    if any(place in _places(value) for value in run.values()):
+        return problem
     shown = (
-        f"{escape(s.name)}: {'(not shown)' if holds_variables(s.name) else s.value}"
-        for s in settings
+        f"{escape(name)}: {'(not shown)' if holds_variables(name) else describe(value)}"
+        for name, value in run.items()
     )
-    return settings[0].value.place.problem(f"with {', '.join(shown)}: {problem.message}")
+    first = next(iter(run.values()))
+    return first.place.problem(f"with {', '.join(shown)}: {problem.message}")
+
+
+def _places(value: YamlNode) -> list[Place]:
+    """The places of a value and its key, and of all that is in it."""
+    parts: Iterable[YamlNode] = value.values() if isinstance(value, YamlMapping) else ()
+    parts = value if isinstance(value, YamlList) else parts
+    return [value.place, _place_of_key(value), *(x for part in parts for x in _places(part))]

@@ -24,7 +24,7 @@ from pydantic_core import core_schema
 
 from pipectl.directives import RESOURCES
 from pipectl.spec import references
-from pipectl.spec.document import parse_scalar, resolve
+from pipectl.spec.document import is_null, parse_scalar, resolve
 from pipectl.units import format_clock, is_name, parse_bytes, parse_duration, parse_walltime
 
 VERSION = 1
@@ -63,14 +63,14 @@ class Section(BaseModel):
         if not isinstance(value, dict):
             return value
         known = cls.model_fields
-        return {key: item for key, item in value.items() if item is not None or key not in known}
+        return {key: item for key, item in value.items() if not is_null(item) or key not in known}
 
 
 def drop_nulls(value: Any) -> Any:
     """A mapping of names without those that are null."""
     if not isinstance(value, dict):
         return value
-    return {key: item for key, item in value.items() if item is not None}
+    return {key: item for key, item in value.items() if not is_null(item)}
 
 
 class Auto:
@@ -163,7 +163,7 @@ def _option(value: Any) -> Any:
 
 
 def _option_text(value: Any) -> str:
-    if not isinstance(value, str):
+    if not isinstance(value, str) or is_null(value):
         raise ValueError
     return _line(value)
 
@@ -183,6 +183,7 @@ def _json(title: str, pattern: str | None = None) -> WithJsonSchema:
 _TEXT = WithJsonSchema({"type": _SCALAR})
 Version = Annotated[int, BeforeValidator(check_version), WithJsonSchema({"const": VERSION})]
 _YAML, _MAPPING = BeforeValidator(resolve), BeforeValidator(drop_nulls)
+_NOT_NULL = BeforeValidator(lambda value: None if is_null(value) else value)
 Value = Annotated[Any, _YAML]
 """Of any type that YAML knows."""
 Keywords = dict[str, Value]
@@ -195,10 +196,11 @@ Bytes = Annotated[int, Field(ge=1, le=_MAX), _quantity(parse_bytes), _json("a si
 _Clock = Annotated[int, Field(ge=1, le=_MAX), PlainSerializer(format_clock)]
 Seconds = Annotated[_Clock, _quantity(parse_duration), _json("a duration such as 01:30:00 or 90m")]
 Walltime = Annotated[_Clock, _quantity(parse_walltime), _json("a time such as 01:30:00, 90m or 90")]
-Script = Annotated[str, _TEXT]
+Script = Annotated[str, _NOT_NULL, _TEXT]
 """Text of any length, also empty or of several lines."""
-Text = Annotated[str, AfterValidator(_line), _TEXT]
-"""One line."""
+Name = Annotated[str, AfterValidator(_line), _TEXT]
+"""One line, maybe the word null."""
+Text = Annotated[Name, _NOT_NULL]
 JobName = Annotated[Text, _must(is_name), _json("letters, digits, '.', '_' or '-', at most 64")]
 Select = Annotated[Text, _must(RESOURCES.fullmatch), _json("resources such as model=icelake")]
 Reference = Annotated[Text, _reference(), _json(_REFERENCE, ":")]
@@ -213,9 +215,9 @@ _Option = Annotated[
     # pydantic takes away the title of the values of a mapping, unless it is deeper.
     WithJsonSchema({"anyOf": [{"title": "text, true or a list of texts", **_OPTION}]}),
 ]
-Options = Annotated[dict[Text, _Option], _MAPPING]
+Options = Annotated[dict[Name, _Option], _MAPPING]
 """Options of sbatch or qsub by name; :mod:`pipectl.directives` says which may be set."""
-_Variable = Annotated[Text, AfterValidator(_variable)]
+_Variable = Annotated[Name, AfterValidator(_variable)]
 _Setting = Annotated[str, AfterValidator(_one_line), _TEXT]
 Variables = Annotated[dict[_Variable, _Setting], _MAPPING]
 Replicas = Annotated[Literal["any"] | Count | None, Auto()]
