@@ -81,7 +81,7 @@ def accepts(schema: Any, value: Any, root: dict[str, Any]) -> bool:
         return accepts(root["$defs"][schema["$ref"].split("/")[-1]], value, root)
     if "anyOf" in schema and not any(accepts(item, value, root) for item in schema["anyOf"]):
         return False
-    if value not in schema.get("enum", [value]) or value != schema.get("const", value):
+    if value not in schema.get("enum", [value]) or value not in [schema.get("const", value)]:
         return False
     names = schema.get("type", [])
     if names and not _types(value) & ({names} if isinstance(names, str) else set(names)):
