@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable
 
 from pipectl.batch.launchers import MpiChoice, choose_mpi, launch_command
@@ -27,11 +29,19 @@ _SCHEDULERS: dict[str, Callable[[], Scheduler]] = {
     "slurm": SlurmScheduler,
     "pbs": PbsScheduler,
 }
+LOCAL = "local"
+_COMMANDS = {"slurm": ("sbatch",), "pbs": ("qsub", "qselect")}
+"""Slurm comes with commands named as those of PBS, so that it is looked for first."""
+_ON_COMPUTE_NODES = {
+    "slurm": ("SLURM_JOB_ID", "SLURMD_NODENAME"),
+    "pbs": ("PBS_JOBID", "PBS_NODEFILE"),
+}
+"""Variables; the shell that salloc starts on the login node has the first alone."""
 
 __all__ = [
-    "CHECKPOINTED", "Array", "Evidence", "JobRequest", "JobState", "JobStatus", "MpiChoice",
-    "Queue", "Scheduler", "Template", "check_template", "choose_mpi", "get", "launch_command",
-    "render_script", "render_variables", "resolve",
+    "CHECKPOINTED", "LOCAL", "Array", "Evidence", "JobRequest", "JobState", "JobStatus",
+    "MpiChoice", "Queue", "Scheduler", "Template", "allocation", "check_template", "choose_mpi",
+    "find_scheduler", "get", "launch_command", "render_script", "render_variables", "resolve",
 ]  # fmt: skip
 
 
@@ -47,3 +57,19 @@ def get(name: str) -> Scheduler:
             cure=f"choose one of {', '.join(_SCHEDULERS)}",
         )
     return _SCHEDULERS[name]()
+
+
+def find_scheduler() -> str:
+    """Name of the batch system that is installed here, else ``local``."""
+    for name, commands in _COMMANDS.items():
+        if all(map(shutil.which, commands)):
+            return name
+    return LOCAL
+
+
+def allocation() -> str:
+    """Name of the batch system on whose compute node this process runs, else ``local``."""
+    for name, keys in _ON_COMPUTE_NODES.items():
+        if all(key in os.environ for key in keys):
+            return name
+    return LOCAL

@@ -10,18 +10,17 @@ import typer
 from rich.console import Group, RenderableType
 from rich.live import Live
 
-from pipectl.batch import JobState, MpiChoice
+from pipectl.batch import LOCAL, JobState, MpiChoice
 from pipectl.cli.console import errors, note, output, plain, say, warn
 from pipectl.cli.progress import progress_bar
 from pipectl.cli.views.plan import headline, prediction_lines
 from pipectl.cli.views.run import print_run
 from pipectl.errors import UnknownRunError, UsageError
-from pipectl.jobs.places import LOCAL
 from pipectl.jobs.state import Measured, Poller, RunStatus, get_status, read_measured
 from pipectl.runs import PROFILING, Record, RunDirectory, SweepDirectory, as_typed
 
 if TYPE_CHECKING:
-    from pipectl.jobs.request import Job
+    from pipectl.jobs.job import Job
     from pipectl.profiler.progress import Progress
 
 _POLL_S = 0.5

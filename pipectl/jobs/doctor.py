@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipectl import __version__
-from pipectl.batch import launch_command, process
+from pipectl.batch import LOCAL, find_scheduler, launch_command, process
 from pipectl.batch.launchers import AUTO, MPIEXECS, knows_pmi, list_pmis
 from pipectl.errors import PipectlError, SchedulerError
-from pipectl.jobs.places import LOCAL, detect_scheduler, memory_of_this_machine
+from pipectl.jobs.places import memory_of_this_machine
 from pipectl.jobs.rows import request_of_two
 from pipectl.spec.models import Launch
 from pipectl.units import format_bytes, format_time
@@ -169,7 +169,7 @@ def _check_slurm(spec: JobSpec | None, _directory: Path) -> Iterator[Finding]:
 
 def _check_pbs(_spec: JobSpec | None, _directory: Path) -> Iterator[Finding]:
     """Whether PBS answers, if there is no Slurm."""
-    if detect_scheduler() != "pbs":
+    if find_scheduler() != "pbs":
         return
     release, server = _output(["qstat", "--version"]), _output(["qstat", "-B", "-f"])
     yield Finding("PBS", Level.OK, release)

@@ -23,6 +23,7 @@ from pipectl.cluster import Cluster
 from pipectl.errors import PipectlError
 from pipectl.faults import as_fault, describe_error, with_details
 from pipectl.files import write_json
+from pipectl.jobs.job import PERCENT
 from pipectl.jobs.places import fresh_profile, load_run, plan_path, profile_path
 from pipectl.jobs.profiles import measure
 from pipectl.jobs.rows import join_rows
@@ -33,9 +34,6 @@ from pipectl.runs import Record, RunDirectory, beat, last_checkpoint
 
 if TYPE_CHECKING:
     from pipectl.profiler.progress import Progress
-
-PERCENT = 100
-"""Steps of a run that only measures: it reports its progress in percent."""
 _BEAT_S = 1.0
 _PLACE = {"rank": None, "stage": None, "action": "PREPARE", "step": None}
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import socket
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipectl.batch import get
+from pipectl.batch import LOCAL, find_scheduler, get
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.errors import MismatchError, SchedulerError
 from pipectl.plan import Plan
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from pipectl.runs import RunDirectory
     from pipectl.spec import JobSpec
 
-AUTO, LOCAL = "auto", "local"
+AUTO = "auto"
 _TITLES = {"slurm": "Slurm", "pbs": "PBS"}
 
 
@@ -101,17 +100,7 @@ def load_run(run: RunDirectory, overrides: Sequence[str] = ()) -> JobSpec:
 def scheduler_name(spec: JobSpec, scheduler: str | None) -> str:
     """The scheduler asked for, else the spec's; ``auto`` is Slurm or PBS if it is installed."""
     name: str = scheduler or spec.launch.scheduler
-    return name if name != AUTO else detect_scheduler()
-
-
-def detect_scheduler() -> str:
-    """The batch system that is installed here, else ``local``.
-
-    Slurm comes with commands named as those of PBS, so that it is looked for first.
-    """
-    if shutil.which("sbatch"):
-        return "slurm"
-    return "pbs" if shutil.which("qsub") and shutil.which("qselect") else LOCAL
+    return name if name != AUTO else find_scheduler()
 
 
 def check_answering(spec: JobSpec, scheduler: str | None) -> None:
@@ -120,7 +109,7 @@ def check_answering(spec: JobSpec, scheduler: str | None) -> None:
     Raises:
         SchedulerError: it does not answer.
     """
-    if (scheduler or spec.launch.scheduler) != AUTO or (name := detect_scheduler()) == LOCAL:
+    if (scheduler or spec.launch.scheduler) != AUTO or (name := find_scheduler()) == LOCAL:
         return
     try:
         get(name).ping()
@@ -134,8 +123,8 @@ def check_answering(spec: JobSpec, scheduler: str | None) -> None:
 
 
 @dataclass(frozen=True)
-class Machines:
-    """The cluster a job is planned for.
+class ClusterChoice:
+    """The cluster that a job is planned for.
 
     Args:
         file: that it was read from; None for an assumed cluster.
@@ -147,7 +136,7 @@ class Machines:
     warning: str = ""
 
 
-def find_machines(spec: JobSpec, scheduler: str) -> Machines:
+def find_cluster(spec: JobSpec, scheduler: str) -> ClusterChoice:
     """The described cluster, else the measured one if it is of this job, else an assumed one.
 
     Raises:
@@ -162,7 +151,7 @@ def find_machines(spec: JobSpec, scheduler: str) -> Machines:
                 f"{path}: describes {cluster.ranks} ranks, resources: ask for {resources.ranks}",
                 cure="make nodes x tasks_per_node equal to the ranks of the cluster file",
             )
-        return Machines(cluster, path)
+        return ClusterChoice(cluster, path)
     if scheduler == LOCAL:  # all ranks here, whatever nodes are asked for
         usable = len(os.sched_getaffinity(0))
         cores = max(1, usable // resources.cpus_per_task)
@@ -175,7 +164,7 @@ def find_machines(spec: JobSpec, scheduler: str) -> Machines:
         assumed = assumed_cluster("from resources:", layout, tasks, resources.memory_per_task)
     path = cluster_path(spec)
     if not path.exists():
-        return Machines(assumed)
+        return ClusterChoice(assumed)
     measured = Cluster.load(path)
     layout, expected = ([node.ranks for node in each.nodes] for each in (measured, assumed))
     if measured.key not in (None, measured_key(spec, scheduler)):
@@ -183,8 +172,8 @@ def find_machines(spec: JobSpec, scheduler: str) -> Machines:
     elif measured.key is None and layout != expected:
         fault = f"describes nodes of {layout} ranks, but resources: ask for {expected}"
     else:
-        return Machines(measured, path)
-    return Machines(assumed, warning=f"{path} {fault}; it is not used")
+        return ClusterChoice(measured, path)
+    return ClusterChoice(assumed, warning=f"{path} {fault}; it is not used")
 
 
 def measured_key(spec: JobSpec, scheduler: str) -> str:

@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipectl.cluster import ASSUMED_BETWEEN, Cluster, Device, Node
 from pipectl.compiled import compiling_s
 from pipectl.errors import UsageError
 from pipectl.jobs.places import (
     coupling_warning,
-    find_machines,
+    find_cluster,
     is_fresh,
     plan_path,
     profile_path,
@@ -48,11 +48,7 @@ from pipectl.profile import Profile
 from pipectl.report.learning import corrected_profile
 from pipectl.runs import find_run
 from pipectl.simulate import Simulation, simulate
-from pipectl.spec import load
-from pipectl.units import parse_bytes
-
-if TYPE_CHECKING:
-    pass
+from pipectl.spec import load, load_text
 
 MICRO_BATCHES_PER_DEVICE = 4
 """Of a step, if nobody says how large the batch is."""
@@ -60,6 +56,16 @@ MAX_SLOWER = 4.0, 10.0
 """By which assumed links within and between nodes may be slower: 1 Gbit/s instead of 10, say."""
 _MIN_RANGE = 0.05
 """Of a step: a narrower range is shown as a point."""
+_BATCH = "training.batch_size"
+_JOB_OF_PROFILE = """\
+model: "m:build"
+loss: model
+data: "m:data"
+training: {{steps: 1, batch_size: 1000000000}}
+pipeline: {{recompute: none, offload: none}}
+resources: {{nodes: {ranks}, gpus_per_node: 1}}
+"""
+"""What a profile without a job is planned as; the batch is yet to be chosen."""
 _TOTALS = "total memory of nodes (memory_bytes) counts for --objective max-stage-load only"
 
 
@@ -70,7 +76,7 @@ class PlanInputs:
     Args:
         cluster_file: that the cluster is from; None for an assumed one.
         plan_file: where the job's own plan belongs; None if this is another one.
-        warnings: about the profile and the machines.
+        warnings: about the profile and the choice.
         kept: micro-batches of the job's last plan, if the job leaves their number open.
         planner: name of the one to ask.
     """
@@ -109,7 +115,7 @@ def gather(
     Args:
         job: None plans a profile alone.
         profile: by default the job's own.
-        overrides: ``--set`` of the job; without a job, of the keys in ``_KEYS_WITHOUT_JOB``.
+        overrides: ``--set`` of the job; without one, of its pipeline and its batch size.
         cluster: description of the machines, of which so many ``devices`` are used.
         nodes: numbers of nodes to compare.
         new_micro_batches: whether their number may differ from that of the job's last plan.
@@ -142,15 +148,15 @@ def gather(
             f"node); measure again with: {again}"
         )
     kept = None if new_micro_batches or nodes is not None else kept_micro_batches(spec)
-    machines = find_machines(spec, scheduler_name(spec, scheduler))
-    warnings += [machines.warning, coupling_warning(spec, measured)]
-    measured, known = join_rows(measured, machines.cluster)
+    choice = find_cluster(spec, scheduler_name(spec, scheduler))
+    warnings += [choice.warning, coupling_warning(spec, measured)]
+    measured, known = join_rows(measured, choice.cluster)
     used = _use_devices(known, devices, "--nodes 1,2,4 plans for other sizes")
     return PlanInputs(
         profile=measured,
         cluster=used,
         request=request_of(spec, measured, used, kept),
-        cluster_file=machines.file,
+        cluster_file=choice.file,
         plan_file=plan_path(spec) if devices is None else None,
         warnings=tuple(filter(None, warnings)),
         kept=kept,
@@ -165,7 +171,13 @@ def _gather_profile(
     nodes: Sequence[int] | None,
 ) -> PlanInputs:
     """A profile alone, on a described cluster or on equal devices, each a node of its own."""
-    settings = _read_settings(overrides)
+    keys = [each.partition("=")[0].strip() for each in overrides]
+    for key, override in zip(keys, overrides, strict=True):
+        if key != _BATCH and not key.startswith("pipeline."):
+            raise UsageError(
+                f"--set {override}: there is no job to change",
+                cure=f"name a JOB.yaml; without one, {_BATCH} and pipeline.* can be set",
+            )
     if file is not None:
         cluster = Cluster.load(file)
     else:  # as many devices as asked for, else as an imported profile ships
@@ -182,63 +194,27 @@ def _gather_profile(
         rate = _shipped_number(profile, "bandwidth_bytes_per_s", "transfer_bytes_per_s_effective")
         cluster = cluster if rate is None else with_bandwidth(cluster, rate)
     cluster = _use_devices(cluster, devices, "describe more of them in the cluster file")
-    batch_size, micro_batches = settings.get("batch_size"), settings.get("micro_batches")
-    shipped = None if micro_batches else _shipped_number(profile, "microbatches_in_batch")
-    if batch_size is None:
-        count = int(micro_batches or shipped or MICRO_BATCHES_PER_DEVICE * cluster.ranks)
-        settings["batch_size"] = batch_size = profile.micro_batch_size * count
-        if shipped is None:
+    spec = load_text(_JOB_OF_PROFILE.format(ranks=cluster.ranks), overrides)
+    limit_bytes = int(_shipped_number(profile, "memory_limit_bytes") or 0)
+    request = request_of(spec, profile, cluster)
+    request = replace(
+        request,
+        name=profile.name,
+        memory_limit_bytes=request.memory_limit_bytes or limit_bytes or None,
+        key=None,
+        from_job=False,
+    )
+    if _BATCH not in keys:
+        shipped = _shipped_number(profile, "microbatches_in_batch")
+        count = request.micro_batches or int(shipped or MICRO_BATCHES_PER_DEVICE * cluster.ranks)
+        request = replace(request, batch_size=profile.micro_batch_size * count)
+        if request.micro_batches is not None or shipped is None:
             assumed = (
-                f"the batch is not given: taken as {batch_size} samples "
-                "(--set training.batch_size=N sets it)"
+                f"the batch is not given: taken as {request.batch_size} samples "
+                f"(--set {_BATCH}=N sets it)"
             )
             profile = replace(profile, assumptions=(*profile.assumptions, assumed))
-    limit = _shipped_number(profile, "memory_limit_bytes")
-    if limit is not None:
-        settings.setdefault("memory_limit_bytes", int(limit))
-    request = PlanRequest(name=profile.name, from_job=False, **settings)
     return PlanInputs(profile, cluster, request, file)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError("must be a whole number of at least 1")
-    return int(text)
-
-
-def _size(text: str) -> int:
-    size_bytes = parse_bytes(text)
-    if size_bytes < 1:
-        raise ValueError("must be more than 0")
-    return size_bytes
-
-
-_KEYS_WITHOUT_JOB: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "training.batch_size": ("batch_size", _count),
-    "pipeline.micro_batches": ("micro_batches", _count),
-    "pipeline.memory_limit": ("memory_limit_bytes", _size),
-    "pipeline.stages": ("stages", _count),
-    "pipeline.schedule": ("schedule", str),
-}
-"""Keys of a job that can be set without one: the field of the request, and how to read it."""
-
-
-def _read_settings(overrides: Sequence[str]) -> dict[str, Any]:
-    settings = {}
-    for override in overrides:
-        key, _, text = override.partition("=")
-        if key not in _KEYS_WITHOUT_JOB:
-            known = ", ".join(_KEYS_WITHOUT_JOB)
-            raise UsageError(
-                f"--set {override}: there is no job to change",
-                cure=f"name a JOB.yaml; without one, these keys can be set: {known}",
-            )
-        field, read = _KEYS_WITHOUT_JOB[key]
-        try:
-            settings[field] = read(text.strip())
-        except ValueError as error:
-            raise UsageError(f"--set {override}: {error}") from None
-    return settings
 
 
 def _shipped_number(profile: Profile, *keys: str) -> float | None:

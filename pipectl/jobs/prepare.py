@@ -1,34 +1,39 @@
-"""Everything that a submission needs, gathered from the spec of a job or of a sweep."""
+"""The one gather: from the spec of a job or a sweep to jobs with all that a submission needs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from pipectl.batch import MpiChoice
-from pipectl.errors import MismatchError, PipectlError
+from pipectl.batch import LOCAL, MpiChoice
+from pipectl.errors import MismatchError, PipectlError, UsageError
+from pipectl.files import is_stream, make_directory_of
+from pipectl.jobs.job import PERCENT, PREPARE, Job, Work, make_job, render
 from pipectl.jobs.places import (
-    LOCAL,
     check_answering,
     fresh_plan,
     fresh_profile,
+    measured_key,
     plan_path,
     profile_path,
     scheduler_name,
 )
 from pipectl.jobs.profiles import measure
-from pipectl.jobs.request import Job, make_job
 from pipectl.jobs.rows import join_rows
 from pipectl.plan import Plan
+from pipectl.runs import PROFILING
 from pipectl.spec import Point, plan_key, profile_key
 
 if TYPE_CHECKING:
     from pipectl.profiler.progress import Progress
     from pipectl.spec import JobSpec
 
-T = TypeVar("T")
+LINKS_BUDGET_S = {"fast": 8.0, "normal": 30.0, "thorough": 120.0}
+"""Time to measure links, about, by effort."""
+_LINKS_WALLTIME_S = 900
 
 
 def prepare(
@@ -62,47 +67,51 @@ def prepare(
             the plan asks for what cannot be run.
         InfeasibleError: no plan fits.
     """
-    submits = make_missing and must_run
-    if submits:
+    if make_missing and must_run:
         check_answering(spec, scheduler)
     name = scheduler_name(spec, scheduler)
     launches: dict[str, MpiChoice] = {}
-    jobs: list[Job] = []
+    jobs = []
     for index, each in enumerate([point.spec for point in points] or [spec]):
         with _name_values_in_errors(points, index):
             settings = f"{each.launch} {each.environment}"
-            jobs.append(make_job(each, name, launch=launches.get(settings), check=submits))
-        launches[settings] = jobs[-1].launch
-
-    def find_profile(job: Job, save: bool) -> Job:
-        return _add_profile(job, progress, save=save, make=make_missing, must_run=must_run)
-
-    for index, same in enumerate(_once_per_key(spec, points, profile_key, jobs, find_profile)):
-        job, profile, cluster = jobs[index], same.profile, jobs[index].cluster
+            jobs.append(make_job(each, name, launch=launches.get(settings)))
+            launches[settings] = jobs[-1].launch
+    measured: dict[str, Job] = {}
+    for index, job in enumerate(jobs):
+        with _name_values_in_errors(points, index):
+            key = profile_key(job.spec)
+            if key not in measured:
+                usual = not points or key == profile_key(spec)
+                measured[key] = _add_profile(job, progress, usual, make_missing, must_run)
+        profile, cluster = measured[key].profile, job.cluster
         if profile is not None and cluster is not None:
             profile, cluster = join_rows(profile, cluster)
+        prepares = profile is None and name != LOCAL
+        measurement = measured[key].measurement
         jobs[index] = replace(
-            job,
-            cluster=cluster,
-            profile=profile,
-            measurement=same.measurement,
-            prepares=profile is None and name != LOCAL,
+            job, cluster=cluster, profile=profile, measurement=measurement, prepares=prepares
         )
-
-    def find_plan(job: Job, save: bool) -> Plan | None:
-        return _find_plan(job, progress, save=save, make=make_missing, must_run=must_run)
-
-    plans = _once_per_key(spec, points, plan_key, jobs, find_plan)
-    return [replace(job, plan=plan) for job, plan in zip(jobs, plans, strict=True)]
+    plans: dict[str, Plan | None] = {}
+    for index, job in enumerate(jobs):
+        with _name_values_in_errors(points, index):
+            key = plan_key(job.spec)
+            if key not in plans:
+                usual = not points or key == plan_key(spec)
+                plans[key] = _find_plan(job, progress, usual, make_missing, must_run)
+        jobs[index] = replace(job, plan=plans[key])
+    return jobs
 
 
 def _add_profile(
-    job: Job, progress: Progress | None, *, save: bool, make: bool, must_run: bool
+    job: Job, progress: Progress | None, save: bool, make: bool, must_run: bool
 ) -> Job:
     """The job with the fresh profile at its usual place, else with one that is measured now."""
     path = profile_path(job.spec)
     profile = fresh_profile(job.spec, path)
     if profile is None and make and job.scheduler == LOCAL:
+        if must_run:
+            render(job)  # what cannot be written into a script is refused before it is measured
         measurement = measure(job.spec, path if save else None, progress)
         return replace(job, profile=measurement.profile, measurement=measurement)
     if profile is not None and profile.fingerprint is None and must_run:
@@ -114,7 +123,7 @@ def _add_profile(
 
 
 def _find_plan(
-    job: Job, progress: Progress | None, *, save: bool, make: bool, must_run: bool
+    job: Job, progress: Progress | None, save: bool, make: bool, must_run: bool
 ) -> Plan | None:
     """The fresh plan at the usual place of a job, else one that is made now."""
     profile, cluster, path = job.profile, job.cluster, plan_path(job.spec)
@@ -137,26 +146,6 @@ def _find_plan(
     return plan
 
 
-def _once_per_key(
-    spec: JobSpec,
-    points: Sequence[Point],
-    key_of: Callable[[JobSpec], str],
-    jobs: Sequence[Job],
-    make: Callable[[Job, bool], T],
-) -> list[T]:
-    """What ``make(job, is_of_spec)`` gives for every job, made once for all of the same key."""
-    if not points:
-        return [make(jobs[0], True)]
-    own, made, results = key_of(spec), dict[str, T](), []
-    for index, job in enumerate(jobs):
-        key = key_of(job.spec)
-        if key not in made:
-            with _name_values_in_errors(points, index):
-                made[key] = make(job, key == own)
-        results.append(made[key])
-    return results
-
-
 @contextmanager
 def _name_values_in_errors(points: Sequence[Point], index: int) -> Iterator[None]:
     """Begin errors with the values of a point: ``optimizer.kwargs.lr=0.001, training.seed=2``."""
@@ -168,3 +157,63 @@ def _name_values_in_errors(points: Sequence[Point], index: int) -> Iterator[None
             words = ", ".join(f"{key}={value}" for key, value in values.items())
             error.message = f"{words}: {error.message}"
         raise
+
+
+def prepare_profiling(
+    spec: JobSpec, scheduler: str, output: Path, effort: str, *, again: bool
+) -> Job:
+    """A job that measures the model, on one node with all the tasks that the job has there.
+
+    Args:
+        output: where the profile is put when it is finished.
+        effort, again: see :func:`pipectl.jobs.profiles.measure`.
+
+    Raises:
+        UsageError: the output cannot be written.
+    """
+    work = Work(
+        kind=PROFILING,
+        suffix="-profile",
+        program=("-m", PREPARE),
+        arguments=("--effort", effort, *(["--again"] if again else [])),
+        steps=PERCENT,
+        alone=True,
+        resources={"nodes": 1},
+    )
+    return _measuring_job(spec, scheduler, work, output)
+
+
+def prepare_links(spec: JobSpec, scheduler: str, output: Path, effort: str) -> Job:
+    """A job that starts all ranks as the job itself does, and measures the links between them.
+
+    Args:
+        output: where the cluster description is put when it is finished, and a picture beside it.
+        effort: a key of ``LINKS_BUDGET_S``.
+
+    Raises:
+        UsageError: the job has one rank, and so no link; or the output cannot be written.
+    """
+    if spec.resources.ranks < 2:
+        raise UsageError(
+            "resources: a job of one rank has no links to measure",
+            cure="set resources.nodes or resources.tasks_per_node to 2 or more",
+        )
+    budget = str(LINKS_BUDGET_S[effort])
+    work = Work(
+        kind=PROFILING,
+        suffix="-links",
+        program=("-m", "mpi4py", "-m", "pipectl.runtime.links.probe", "--run"),
+        arguments=("--key", measured_key(spec, scheduler), "--budget", budget),
+        steps=PERCENT,
+        resources={"walltime": min(spec.resources.walltime, _LINKS_WALLTIME_S)},
+    )
+    return _measuring_job(spec, scheduler, work, output)
+
+
+def _measuring_job(spec: JobSpec, scheduler: str, work: Work, output: Path) -> Job:
+    make_directory_of(output)
+    if is_stream(output):
+        raise UsageError(f"{output}: is no file, which a job could write", cure="name another: -o")
+    output = output.absolute()
+    arguments = ("--output", str(output), *work.arguments)
+    return make_job(spec, scheduler, replace(work, arguments=arguments, output=output.parent))

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pipectl
+from pipectl.batch import LOCAL, allocation
 from pipectl.errors import DataFileError, UsageError
 from pipectl.faults import with_file
 from pipectl.fields import read_fields, write_value
 from pipectl.files import is_stream, make_directory, make_directory_of, read_json, write_json
-from pipectl.jobs.places import LOCAL
 from pipectl.profile import MeasuredOn, Profile
 from pipectl.row_times import RowTimes
 from pipectl.spec import profile_key
@@ -39,11 +39,6 @@ LOADING = "loading torch"
 _CURE = "measure again with: pipectl profile JOB.yaml --submit"
 _CACHE_VERSION = 1
 _MAX_CACHED = 32
-_IN_ALLOCATION = {
-    "slurm": ("SLURM_JOB_ID", "SLURMD_NODENAME"),
-    "pbs": ("PBS_JOBID", "PBS_NODEFILE"),
-}
-"""Variables that are set on compute nodes."""
 _MEASURING_CODE = ("capture", "profiler", "runtime")
 
 
@@ -188,8 +183,7 @@ def _with_rows(
     """
     from pipectl.jobs.rows import measure_rows
 
-    within = (name for name, known in _IN_ALLOCATION.items() if all(k in os.environ for k in known))
-    scheduler = next(within, LOCAL)
+    scheduler = allocation()
     identity = {
         "host": socket.gethostname(),
         "scheduler": scheduler,
@@ -216,13 +210,10 @@ def _with_rows(
 def require_compute_node(scheduler: str) -> None:
     """A login node is no place to measure on: it is shared, and often another machine.
 
-    The shell that salloc starts knows its job but may run on the login node: only on a compute
-    node is that node's name set.
-
     Raises:
         UsageError: jobs go to a batch system, and this process is not within one.
     """
-    if scheduler != LOCAL and not all(name in os.environ for name in _IN_ALLOCATION[scheduler]):
+    if scheduler not in {LOCAL, allocation()}:
         raise UsageError(
             f"jobs go to {scheduler} from here, so this seems to be a login node, whose times say "
             "nothing about the nodes that train",

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from pipectl.batch import LOCAL
 from pipectl.errors import UsageError
-from pipectl.jobs.places import LOCAL, profile_path, scheduler_name
+from pipectl.jobs.job import Job, Work, make_job
+from pipectl.jobs.places import profile_path, scheduler_name
 from pipectl.jobs.prepare import prepare
-from pipectl.jobs.request import Job, Work, make_job
 from pipectl.plan import Plan
 from pipectl.rehearsal import Rehearsal
 from pipectl.runs import REHEARSAL, RunDirectory, read_metrics

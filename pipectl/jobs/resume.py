@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 from pipectl.batch import JobState
 from pipectl.errors import PipectlError, UsageError
 from pipectl.files import make_directory
+from pipectl.jobs.job import Job, make_job, refuse_code_of_others
 from pipectl.jobs.places import fresh_plan, is_fresh, load_run, scheduler_name
 from pipectl.jobs.recover import add_next_job, recover_locked
-from pipectl.jobs.request import Job, make_job
 from pipectl.jobs.rows import join_rows
 from pipectl.jobs.state import get_status
 from pipectl.jobs.submit import Rollback, Submission, hand_over
-from pipectl.jobs.trust import refuse_code_of_others
 from pipectl.plan import Plan
 from pipectl.profile import Profile
 from pipectl.runs import (

@@ -10,9 +10,8 @@ from math import inf
 from statistics import median
 from typing import Any, NamedTuple
 
-from pipectl.batch import Evidence, JobState, JobStatus, get, process, resolve
+from pipectl.batch import LOCAL, Evidence, JobState, JobStatus, get, process, resolve
 from pipectl.errors import DataFileError, PipectlError
-from pipectl.jobs.places import LOCAL
 from pipectl.jobs.recover import add_next_job, recover
 from pipectl.plan import Plan
 from pipectl.runs import (

@@ -10,7 +10,6 @@ before that call, so that a submission which is interrupted can be found again b
 from __future__ import annotations
 
 import shutil
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -22,8 +21,8 @@ from pipectl.batch import JobRequest, JobState, Template, get, render_variables
 from pipectl.batch.process import NoAnswerError
 from pipectl.errors import PipectlError, UsageError
 from pipectl.files import write_text
+from pipectl.jobs.job import Job, make_request
 from pipectl.jobs.recover import refuse_duplicate
-from pipectl.jobs.request import Job, make_request
 from pipectl.jobs.state import get_statuses
 from pipectl.runs import (
     Record,
@@ -31,7 +30,6 @@ from pipectl.runs import (
     SweepDirectory,
     as_typed,
     locked,
-    stem_of,
     sweep_of,
 )
 from pipectl.spec import dump
@@ -257,19 +255,6 @@ def ids_to_wait_for(runs: Sequence[RunDirectory], scheduler: str, now: float) ->
                 )
         ids[job_id] = None
     return tuple(ids)
-
-
-def render(job: Job, now: float, suffix: str = "") -> str:
-    """The script of a job as it would be submitted; needs neither the batch system nor MPI.
-
-    Args:
-        suffix: of the run's name, ``-0`` if it is the first of a sweep.
-    """
-    directory = Path(job.spec.output.directory) / f"{stem_of(job.name, now)}{suffix}"
-    installed = shutil.which("mpiexec") or (Path(sys.executable).parent / "mpiexec").exists()
-    mpiexec = None if installed else "mpiexec"
-    request = make_request(job, directory, tag=f"{directory.name} dry-run", mpiexec=mpiexec)
-    return get(job.scheduler).render(request)
 
 
 def estimate(script: str, scheduler: str) -> str | None:

@@ -21,8 +21,8 @@ from pipectl.batch import Array, JobRequest, get
 from pipectl.batch.local import LocalScheduler
 from pipectl.batch.process import wait_for_any
 from pipectl.errors import PipectlError
+from pipectl.jobs.job import Job, Work, make_request
 from pipectl.jobs.recover import refuse_duplicate
-from pipectl.jobs.request import Job, Work, make_request
 from pipectl.jobs.submit import Rollback, Submission, hand_over, ids_to_wait_for
 from pipectl.runs import Members, Record, RunDirectory, Setting, SweepDirectory, locked, stem_of
 

@@ -19,16 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from pipectl.batch import JobState, process
+from pipectl.batch import LOCAL, JobState, process
 from pipectl.errors import InfeasibleError, PipectlError, UsageError, WorkerError
 from pipectl.jobs.cancel import cancel
-from pipectl.jobs.places import LOCAL, find_machines, fresh_profile, profile_path
+from pipectl.jobs.job import make_job, refuse_code_of_others
+from pipectl.jobs.places import find_cluster, fresh_profile, profile_path
 from pipectl.jobs.profiles import measure
-from pipectl.jobs.request import make_job
 from pipectl.jobs.rows import join_rows
 from pipectl.jobs.state import RunStatus
 from pipectl.jobs.submit import submit
-from pipectl.jobs.trust import refuse_code_of_others
 from pipectl.plan import Plan
 from pipectl.profile import Profile
 from pipectl.runs import RunDirectory
@@ -213,7 +212,7 @@ def _fresh_profile(job: Path, overrides: Sequence[str]) -> Profile | None:
 def _find_plan(spec: JobSpec, profile: Profile) -> Plan:
     from pipectl.jobs.planning import find_plan
 
-    return find_plan(spec, *join_rows(profile, find_machines(spec, LOCAL).cluster))
+    return find_plan(spec, *join_rows(profile, find_cluster(spec, LOCAL).cluster))
 
 
 def _like(spec: JobSpec, plan: Plan, ranks: int) -> JobSpec:

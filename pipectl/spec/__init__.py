@@ -1,7 +1,7 @@
 """The job spec: loading, checking, writing and documenting it."""
 
 from pipectl.spec.keys import links_key, plan_key, profile_key
-from pipectl.spec.load import Origin, dump, load, load_with_origins, site_files
+from pipectl.spec.load import Origin, dump, load, load_text, load_with_origins, site_files
 from pipectl.spec.models import JobSpec
 from pipectl.spec.schema import json_schema
 from pipectl.spec.sweep import Point, load_sweep
@@ -17,6 +17,7 @@ __all__ = [
     "links_key",
     "load",
     "load_sweep",
+    "load_text",
     "load_with_origins",
     "plan_key",
     "profile_key",

@@ -91,6 +91,19 @@ def load(
     return load_document(path, overrides, sites, check_files=check_files)[0]
 
 
+def load_text(text: str, overrides: Sequence[str] = ()) -> JobSpec:
+    """The job spec in a text, as :func:`load`, but without site files; no file must exist."""
+    tree, problems = read_text(text, "job")
+    assert isinstance(tree, YamlMapping)
+    for override in overrides:
+        tree, faults = _override(tree, override)
+        problems += faults
+    spec, faults = validate(tree, Path("job.yaml"), check_files=False)
+    if spec is None or problems or faults:
+        raise SpecError([*problems, *faults])
+    return spec
+
+
 def load_with_origins(
     path: Path, overrides: Sequence[str] = (), *, sites: Sequence[Path] | None = None
 ) -> tuple[JobSpec, tuple[Origin, ...]]:

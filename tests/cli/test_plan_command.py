@@ -307,9 +307,6 @@ def test_no_pipeline_is_recommended_if_that_is_faster(
         ("--profile p.json", "nothing says on how many devices to plan"),
         ("--profile p.json --devices 0", "--devices"),
         ("--profile p.json --devices 2 --set name=x", "--set name=x: there is no job to change"),
-        ("--profile p.json --devices 2 --set pipeline.stages=0", "must be a whole number of at"),
-        ("--profile p.json --devices 2 --set pipeline.memory_limit=x", "is not a size"),
-        ("--profile p.json --devices 2 --set pipeline.memory_limit=0", "must be more than 0"),
         ("--profile p.json --devices 2 --scheduler slurm", "--scheduler: needs a JOB"),
         ("--profile p.json --devices 2 --nodes 1,2", "--devices: cannot be used with"),
         ("--profile p.json --nodes 1,x", "--nodes: '1,x' is not a list of numbers"),
@@ -326,6 +323,30 @@ def test_a_wrong_command_line_says_what_is_wrong(
     result = cli("plan", *line.split())
     assert (result.code, result.out) == (2, "")
     assert message in result.err
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("stages=0", "pipeline.stages: must be at least 1"),
+        ("stages=3", "pipeline.stages: 3 stages need as many ranks"),
+        ("memory_limit=x", "is not a size"),
+        ("memory_limit=0", "pipeline.memory_limit: must be"),
+        ("schedule=gpip", "must be auto, gpipe"),
+    ],
+)
+def test_a_wrong_setting_without_a_job_is_told_as_with_one(
+    cli: Command, alone: Path, setting: str, message: str
+) -> None:
+    result = cli(*ALONE, "--devices", "2", "--set", f"pipeline.{setting}")
+    assert (result.code, result.out) == (3, "")
+    assert message in result.err
+
+
+def test_a_pipeline_can_be_set_without_a_job(cli: Command, alone: Path) -> None:
+    keys = ("replicas=2", "recompute=all", "stages=1")
+    found = answer(cli, *TWO, *(f"--set=pipeline.{key}" for key in keys))
+    assert [stage["replicas"] for stage in found["stages"]] == [2]
 
 
 @pytest.mark.skipif(WORKLOADS is None, reason="PIPECTL_WORKLOADS is not set")

@@ -15,7 +15,7 @@ from pipectl.batch import launchers
 from pipectl.cli import main
 from pipectl.jobs import doctor
 from pipectl.jobs.doctor import Finding, Level, check, examine
-from pipectl.jobs.request import make_job
+from pipectl.jobs.job import make_job
 from pipectl.spec import load
 
 Program = Callable[[str, str], None]

@@ -9,7 +9,7 @@ import pytest
 
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.errors import DataFileError, MismatchError
-from pipectl.jobs.places import cluster_path, find_machines, measured_key, scheduler_name
+from pipectl.jobs.places import cluster_path, find_cluster, measured_key, scheduler_name
 from pipectl.spec import JobSpec, load
 
 RESOURCES = "resources: {nodes: 2, tasks_per_node: 3, cpus_per_task: 2, memory_per_node: 6GiB}"
@@ -22,7 +22,7 @@ def spec(write_job: WriteJob) -> JobSpec:
 
 
 def test_an_allocation_has_the_nodes_asked_for(spec: JobSpec) -> None:
-    cluster = find_machines(spec, "slurm").cluster
+    cluster = find_cluster(spec, "slurm").cluster
     assert cluster.node_of_rank == (0, 0, 0, 1, 1, 1)
     assert [node.cores for node in cluster.nodes] == [3, 3]
     assert cluster.device(0).memory_bytes == 2 * 2**30
@@ -34,7 +34,7 @@ def test_locally_all_ranks_share_the_usable_cores(
     spec: JobSpec, monkeypatch: pytest.MonkeyPatch, usable: int, cores: int
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(usable)))
-    cluster = find_machines(spec, "local").cluster
+    cluster = find_cluster(spec, "local").cluster
     assert [(node.ranks, node.cores) for node in cluster.nodes] == [(6, cores)]
 
 
@@ -42,7 +42,7 @@ def test_a_described_cluster_is_taken_as_it_is(tmp_path: Path, write_job: WriteJ
     described = assumed_cluster("mine", [6], 4, None)
     described.save(tmp_path / "cluster.json")
     spec = load(write_job(RESOURCES, "cluster: cluster.json"))
-    assert find_machines(spec, "slurm").cluster == described
+    assert find_cluster(spec, "slurm").cluster == described
 
 
 @pytest.mark.parametrize("ranks", [5, 8_000_000_000])
@@ -52,7 +52,7 @@ def test_a_described_cluster_needs_as_many_ranks(
     assumed_cluster("mine", [ranks], 4, None).save(tmp_path / "cluster.json")
     spec = load(write_job(RESOURCES, "cluster: cluster.json"))
     with pytest.raises(MismatchError, match=f"describes {ranks} ranks, resources: ask for 6"):
-        find_machines(spec, "local")
+        find_cluster(spec, "local")
 
 
 def put(spec: JobSpec, cluster: Cluster) -> Path:
@@ -80,7 +80,7 @@ def test_a_measured_cluster_is_found_at_its_usual_place(
     """It may have another layout than was asked for: the one that the launcher made."""
     cluster = measured([2, 4], measured_key(spec, scheduler))
     path = put(spec, cluster)
-    found = find_machines(spec, scheduler)
+    found = find_cluster(spec, scheduler)
     assert (found.cluster, found.file, found.warning) == (cluster, path, "")
 
 
@@ -98,7 +98,7 @@ def test_a_cluster_measured_for_other_settings_is_not_used(
     spec: JobSpec, here: None, tmp_path: Path, change: str
 ) -> None:
     put(spec, measured([3, 3], measured_key(spec, "slurm")))
-    found = find_machines(load(tmp_path / "job.yaml", [change]), "slurm")
+    found = find_cluster(load(tmp_path / "job.yaml", [change]), "slurm")
     assert found.cluster.assumed
     assert found.file is None
     assert found.warning == (
@@ -114,22 +114,22 @@ def test_settings_that_no_link_depends_on_do_not_matter(
     spec: JobSpec, here: None, tmp_path: Path, change: str
 ) -> None:
     put(spec, measured([3, 3], measured_key(spec, "slurm")))
-    assert find_machines(load(tmp_path / "job.yaml", [change]), "slurm").file is not None
+    assert find_cluster(load(tmp_path / "job.yaml", [change]), "slurm").file is not None
 
 
 def test_a_cluster_measured_on_this_machine_is_none_for_slurm_or_another_host(
     spec: JobSpec, here: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(spec, measured([6], measured_key(spec, "local")))
-    assert find_machines(spec, "slurm").warning
+    assert find_cluster(spec, "slurm").warning
     monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
-    assert find_machines(spec, "local").warning
+    assert find_cluster(spec, "local").warning
 
 
 def test_a_cluster_without_a_key_is_used_where_it_fits(spec: JobSpec, here: None) -> None:
     put(spec, measured([3, 3], None))
-    assert find_machines(spec, "slurm").file is not None
-    found = find_machines(spec, "local")
+    assert find_cluster(spec, "slurm").file is not None
+    found = find_cluster(spec, "local")
     assert found.cluster.assumed
     assert "describes nodes of [3, 3] ranks, but resources: ask for [6]" in found.warning
 
@@ -142,14 +142,14 @@ def test_a_cluster_that_the_job_names_beats_the_measured_one(
     described.save(tmp_path / "mine.json")
     spec = load(job)
     put(spec, measured([3, 3], measured_key(spec, "slurm")))
-    found = find_machines(spec, "slurm")
+    found = find_cluster(spec, "slurm")
     assert (found.cluster, found.file) == (described, tmp_path / "mine.json")
 
 
 def test_a_damaged_measured_cluster_is_an_error(spec: JobSpec, here: None) -> None:
     put(spec, measured([3, 3], None)).write_text("{")
     with pytest.raises(DataFileError, match=r"tiny\.cluster\.json") as caught:
-        find_machines(spec, "slurm")
+        find_cluster(spec, "slurm")
     assert "pipectl profile --links" in (caught.value.cure or "")
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pipectl.batch import Queue, get
+from pipectl.batch import LOCAL, Queue, find_scheduler, get
 from pipectl.cli.console import note, say
 from pipectl.cli.options import (
     SchedulerName,
@@ -33,7 +33,7 @@ from pipectl.jobs.init import (
     job_text,
     propose_resources,
 )
-from pipectl.jobs.places import LOCAL, detect_scheduler, memory_of_this_machine
+from pipectl.jobs.places import memory_of_this_machine
 from pipectl.spec import json_schema
 from pipectl.units import did_you_mean, format_clock, is_name
 
@@ -106,7 +106,7 @@ def command(
             f"{', '.join(existing)}: exists already",
             cure="choose another directory: pipectl init DIRECTORY; or replace with --force",
         )
-    where = scheduler.value if scheduler else detect_scheduler()
+    where = scheduler.value if scheduler else find_scheduler()
     if where == LOCAL:
         sites = {"--partition": partition, "--account": account}
         refuse(sites, "the job is for this machine", cure="name a --scheduler, slurm or pbs")
@@ -123,7 +123,7 @@ def command(
         node_bytes = memory_of_this_machine()
     text = job_text(
         name, code, resources, directory=directory, scheduler=where,
-        named=where != detect_scheduler(), queue=queue, account=account,
+        named=where != find_scheduler(), queue=queue, account=account,
         memory_limit=resources.rank_limit(node_bytes),
     )  # fmt: skip
     for target in targets:

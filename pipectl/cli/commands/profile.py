@@ -16,11 +16,11 @@ from pipectl.cli.progress import profiling_progress
 from pipectl.cli.views.profile import links_view, show_measurement
 from pipectl.cluster import Cluster
 from pipectl.errors import UsageError
-from pipectl.jobs.measuring import links_job, profile_job
+from pipectl.jobs.job import warning_of_code
 from pipectl.jobs.places import cluster_path, profile_path, scheduler_name
+from pipectl.jobs.prepare import prepare_links, prepare_profiling
 from pipectl.jobs.profiles import Measurement, measure, require_compute_node
 from pipectl.jobs.submit import submit as submit_job
-from pipectl.jobs.trust import warning_of_code
 from pipectl.spec import JobSpec, load
 
 
@@ -74,9 +74,9 @@ def command(
         show_measurement(measurement, path, time.time(), as_json=as_json)
         return
     if links:
-        measuring = links_job(spec, where, path, effort.value)
+        measuring = prepare_links(spec, where, path, effort.value)
     else:
-        measuring = profile_job(spec, where, path, effort.value, again=again)
+        measuring = prepare_profiling(spec, where, path, effort.value, again=again)
     submission = submit_job(measuring, time.time())
     run, record = submission.run, submission.record
     result = f"the {'cluster' if links else 'profile'} will be in {short_path(path.absolute())}"

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from pipectl.batch import get
+from pipectl.batch import LOCAL, get
 from pipectl.cli.console import note, say, say_json, short_path, warn
 from pipectl.cli.follow import (
     exit_code,
@@ -38,12 +38,12 @@ from pipectl.cli.progress import profiling_progress
 from pipectl.cli.views.profile import note_origin
 from pipectl.cli.views.run import print_run, print_sweep
 from pipectl.errors import UsageError
-from pipectl.jobs.places import LOCAL, coupling_warning, plan_path, profile_path, scheduler_name
+from pipectl.jobs.job import render, warning_of_code
+from pipectl.jobs.places import coupling_warning, plan_path, profile_path, scheduler_name
 from pipectl.jobs.prepare import prepare
 from pipectl.jobs.state import get_statuses
-from pipectl.jobs.submit import Submission, estimate, render, submit
+from pipectl.jobs.submit import Submission, estimate, submit
 from pipectl.jobs.sweep import render_array, submit_sweep
-from pipectl.jobs.trust import warning_of_code
 from pipectl.runs import RunDirectory, SweepDirectory, find_runs
 from pipectl.spec import JobSpec, Point, load_sweep
 

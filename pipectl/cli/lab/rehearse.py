@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
+from pipectl.batch import LOCAL
 from pipectl.cli.console import note, say, say_json, short_path, warn
 from pipectl.cli.follow import follow_or_exit, print_launch, submission_json
 from pipectl.cli.options import JobFile, Json, Overrides, SchedulerOption, Wait
 from pipectl.cli.progress import profiling_progress
-from pipectl.jobs.places import LOCAL
+from pipectl.jobs.job import warning_of_code
 from pipectl.jobs.rehearse import (
     RehearsalResult,
     prepare_rehearsal,
@@ -17,7 +18,6 @@ from pipectl.jobs.rehearse import (
     seconds_of,
 )
 from pipectl.jobs.submit import submit
-from pipectl.jobs.trust import warning_of_code
 from pipectl.runs import as_typed
 from pipectl.spec import load
 from pipectl.units import format_time

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipectl.jobs.request import TIGHT_HEAP
+from pipectl.jobs.job import TIGHT_HEAP
 from pipectl.runtime.offload import DiskStore
 from pipectl.runtime.offload.stores import PAGE, Pages, paged_bytes, whole_pages
 

@@ -1,7 +1,8 @@
-"""From a job to what a batch system is asked for."""
+"""A job before it is submitted: what it runs, and what a batch system is asked for."""
 
 from __future__ import annotations
 
+import shutil
 import sys
 import uuid
 from collections.abc import Mapping
@@ -9,11 +10,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipectl.access import fault_of_owner
 from pipectl.batch import JobRequest, MpiChoice, Template, check_template, choose_mpi, get
-from pipectl.errors import Problem, SpecError
-from pipectl.jobs.places import find_machines, scheduler_name
+from pipectl.errors import Problem, SpecError, UsageError
+from pipectl.jobs.places import find_cluster, scheduler_name
 from pipectl.plan import OffloadTarget
-from pipectl.runs import TRAINING
+from pipectl.runs import TRAINING, stem_of
 from pipectl.spec.references import parse
 
 if TYPE_CHECKING:
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from pipectl.spec import JobSpec
 
 PREPARE = "pipectl.jobs.in_job"
+PERCENT = 100
+"""Steps of a run that only measures: it reports its progress in percent."""
 TIGHT_HEAP = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"}
 """Lets glibc join free memory at once. By default it holds the scraps around aligned blocks back,
 so that a block which was freed between two of them is too small for the next of its size, and the
@@ -67,7 +71,7 @@ class Job:
     Args:
         launch: what ranks are started with.
         template: the user's own of job scripts, as it was read.
-        cluster: the machines; None for runs that train nothing there.
+        cluster: that it is planned for; None for runs that train nothing.
         profile, plan: None if they are yet to be made.
         prepares: whether it makes them itself, before it trains.
         warning: why a measured cluster is not used; empty if all is well.
@@ -93,36 +97,25 @@ class Job:
 
 
 def make_job(
-    spec: JobSpec,
-    scheduler: str,
-    work: Work | None = None,
-    *,
-    launch: MpiChoice | None = None,
-    check: bool = False,
+    spec: JobSpec, scheduler: str, work: Work | None = None, *, launch: MpiChoice | None = None
 ) -> Job:
-    """A job with its machines, its launcher and its template, yet without profile and plan.
+    """A job with its cluster, its launcher and its template, yet without profile and plan.
 
     Args:
-        work: by default it trains. Runs that do something else describe no machines of their own.
+        work: by default it trains. Runs that do something else have no cluster.
         launch: what ranks are started with; by default it is looked for.
-        check: whether to write its script once, and drop it.
 
     Raises:
         SpecError: the template cannot be read or used, with the line.
-        MismatchError, DataFileError: see :func:`pipectl.jobs.places.find_machines`.
-        InvalidInputError: a value cannot be written into the script safely.
+        MismatchError, DataFileError: see :func:`pipectl.jobs.places.find_cluster`.
+        SchedulerError: there is no MPI to start the ranks with.
     """
-    template, work = read_template(spec), work or Work()
-    job = Job(spec, scheduler, launch or MpiChoice(spec.launch.mpi), template, work=work)
+    work = work or Work()
+    job = Job(spec, scheduler, launch or MpiChoice(spec.launch.mpi), read_template(spec), work=work)
     if work.kind == TRAINING:
-        machines = find_machines(spec, scheduler)
-        job = replace(job, cluster=machines.cluster, warning=machines.warning)
-    request = make_request(job)
-    if launch is None:
-        job = replace(job, launch=choose_mpi(request))
-    if check:
-        get(scheduler).render(job.launch.apply(request))
-    return job
+        choice = find_cluster(spec, scheduler)
+        job = replace(job, cluster=choice.cluster, warning=choice.warning)
+    return job if launch is not None else replace(job, launch=choose_mpi(make_request(job)))
 
 
 def make_request(
@@ -173,6 +166,23 @@ def make_request(
     return request.update(launch=launch, environment=environment, resources=work.resources)
 
 
+def render(job: Job, now: float = 0.0, suffix: str = "") -> str:
+    """The script of a job as it would be submitted; needs neither the batch system nor MPI.
+
+    Args:
+        now: seconds since the epoch, for the run's name.
+        suffix: of that name, ``-0`` if it is the first of a sweep.
+
+    Raises:
+        InvalidInputError: a value cannot be written into the script safely.
+    """
+    directory = Path(job.spec.output.directory) / f"{stem_of(job.name, now)}{suffix}"
+    installed = shutil.which("mpiexec") or (Path(sys.executable).parent / "mpiexec").exists()
+    mpiexec = None if installed else "mpiexec"
+    request = make_request(job, directory, tag=f"{directory.name} dry-run", mpiexec=mpiexec)
+    return get(job.scheduler).render(request)
+
+
 def check_script(spec: JobSpec) -> None:
     """Write the script of a job that has a template of its own, and drop it.
 
@@ -220,3 +230,47 @@ def _binds(spec: JobSpec, runs: Path, output: Path | None) -> tuple[Path, ...]:
     needed |= {one.root for one in code if one.root is not None}
     further = () if output is None else (output,)
     return tuple(dict.fromkeys((runs, *sorted(needed), *further)))
+
+
+def refuse_code_of_others(spec: JobSpec, job: Path) -> None:
+    """Raise a UsageError if somebody else could have written the code of a job, or its file."""
+    if fault := _code_of_others(spec, job):
+        raise UsageError(
+            f"{fault}, and its code would run as you",
+            cure="read what it does; then add --trust-owner",
+        )
+
+
+def warning_of_code(spec: JobSpec, job: Path) -> str:
+    """A warning if somebody else owns the code of a job that is named for the first time."""
+    fault = _code_of_others(spec, job, groups=False)
+    return f"{fault}; its code runs as you" if fault else ""
+
+
+def _code_of_others(spec: JobSpec, job: Path, *, groups: bool = True) -> str:
+    """Which file of a job's code somebody else could have written; empty if nobody could.
+
+    Modules count with the directories from which they import others; files of a module that do not
+    exist are looked at, too.
+
+    Args:
+        groups: whether members of a group that may write it count.
+    """
+    files = [job]
+    for _, text in spec.factories():
+        reference = parse(text, spec.base)
+        if reference.file is not None:
+            files += [reference.file, reference.file.parent]
+        elif reference.root is not None:
+            inner = Path(reference.root, *str(reference.module).split("."))
+            files.append(inner.with_name(f"{inner.name}.py"))
+            while inner != reference.root:
+                files += [inner / "__init__.py", inner]
+                inner = inner.parent
+            files.append(reference.root)
+    if spec.template_file is not None:
+        files += [spec.template_file, spec.template_file.parent]
+    for path in dict.fromkeys(files):
+        if fault := fault_of_owner(path, groups=groups):
+            return f"{path} {fault}"
+    return ""
