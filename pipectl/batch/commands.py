@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import ClassVar
 
 from pipectl.batch import process
-from pipectl.batch.protocol import JobRequest
+from pipectl.batch.protocol import JobRequest, Scheduler
 from pipectl.errors import SchedulerError
 from pipectl.files import make_private_directory
 from pipectl.units import parse_duration
@@ -19,7 +19,7 @@ QUEUES_TIMEOUT_S = 20.0
 """For questions about partitions and queues, which somebody waits for."""
 
 
-class BatchCommands(ABC):
+class BatchCommands(Scheduler):
     """A batch system whose commands are run one by one.
 
     Args:
@@ -46,10 +46,6 @@ class BatchCommands(ABC):
 
     def __init__(self, timeout_s: float = process.TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
-
-    @abstractmethod
-    def find(self, tag: str) -> str | None:
-        """See :class:`~pipectl.batch.protocol.Scheduler`."""
 
     @abstractmethod
     def _describe_tag(self, tag: str) -> str:

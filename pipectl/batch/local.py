@@ -13,7 +13,7 @@ import psutil
 
 from pipectl.access import open_regular
 from pipectl.batch import process
-from pipectl.batch.protocol import JobRequest, JobState, JobStatus, Queue
+from pipectl.batch.protocol import JobRequest, JobState, JobStatus, Scheduler
 from pipectl.batch.script import render_script
 from pipectl.errors import SchedulerError
 from pipectl.files import make_private_directory
@@ -48,7 +48,7 @@ class _Process(NamedTuple):
         return process.start_time(self.pid) == self.start
 
 
-class LocalScheduler:
+class LocalScheduler(Scheduler):
     """Runs jobs on this machine, without a queue and without a time limit.
 
     Args:
@@ -56,7 +56,6 @@ class LocalScheduler:
     """
 
     name = "local"
-    resubmits = False
 
     def __init__(self, grace_s: float = 5.0) -> None:
         self._grace_s = grace_s
@@ -65,7 +64,6 @@ class LocalScheduler:
         """Nothing to ask: there is no queue."""
 
     def render(self, request: JobRequest) -> str:
-        """See :class:`~pipectl.batch.protocol.Scheduler`."""
         if request.after:
             raise SchedulerError(
                 "local jobs wait for no others", cure="`pipectl submit --wait` one after the other"
@@ -97,7 +95,6 @@ class LocalScheduler:
         *,
         since: float | None = None,  # noqa: ARG002 - a local id is never recycled
     ) -> Mapping[str, JobStatus]:
-        """See :class:`~pipectl.batch.protocol.Scheduler`; jobs of other hosts are UNKNOWN."""
         return {job_id: _status(job_id) for job_id in ids}
 
     def cancel(self, job_id: str) -> None:
@@ -113,20 +110,7 @@ class LocalScheduler:
             process.stop(job.pid, self._grace_s)
 
     def task_id(self, array_id: str, index: int) -> str:
-        """See :class:`~pipectl.batch.protocol.Scheduler`."""
         return array_id.replace("@", f"[{index}]@", 1)
-
-    def array_id(self, task_id: str) -> str:
-        """See :class:`~pipectl.batch.protocol.Scheduler`; jobs are ended one by one."""
-        return task_id
-
-    def dependency_id(self, task_id: str) -> str:
-        """See :class:`~pipectl.batch.protocol.Scheduler`."""
-        return task_id
-
-    def estimate(self, script: Path) -> str | None:  # noqa: ARG002
-        """Always None: there is no queue."""
-        return None
 
     def find(self, tag: str) -> str | None:
         """The process of this user on this machine whose argument is the tag.
@@ -144,10 +128,6 @@ class LocalScheduler:
             return None
         start, pid = min(jobs)  # the others are its subshells
         return f"{pid}.{start}@{socket.gethostname()}"
-
-    def queues(self) -> tuple[Queue, ...]:
-        """None: there is no queue."""
-        return ()
 
 
 def _status(job_id: str) -> JobStatus:

@@ -10,7 +10,6 @@ import getpass
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from pathlib import Path
 
 from pipectl.batch import process
 from pipectl.batch.commands import QUEUES_TIMEOUT_S, BatchCommands, number_of, parse_limit
@@ -54,11 +53,9 @@ class PbsScheduler(BatchCommands):
     )
 
     def ping(self) -> None:
-        """See :class:`~pipectl.batch.protocol.Scheduler`."""
         self._ask("qselect", "-u", getpass.getuser())
 
     def render(self, request: JobRequest) -> str:
-        """See :class:`~pipectl.batch.protocol.Scheduler`."""
         directory = str(request.run_directory)
         if ":" in directory:
             raise InvalidInputError(
@@ -115,24 +112,16 @@ class PbsScheduler(BatchCommands):
         return {job_id: states[job_id] for job_id in ids if job_id in states}
 
     def cancel(self, job_id: str) -> None:
-        """See :class:`~pipectl.batch.protocol.Scheduler`."""
         self._ask("qdel", job_id, harmless={0, _UNKNOWN_ID, _FINISHED})
 
     def task_id(self, array_id: str, index: int) -> str:
-        """See :class:`~pipectl.batch.protocol.Scheduler`."""
         return array_id.replace("[]", f"[{index}]")
 
     def array_id(self, task_id: str) -> str:
-        """See :class:`~pipectl.batch.protocol.Scheduler`."""
         return re.sub(r"\[[0-9]+\]", "[]", task_id)
 
     def dependency_id(self, task_id: str) -> str:
-        """See :class:`~pipectl.batch.protocol.Scheduler`."""
         return self.array_id(task_id)
-
-    def estimate(self, script: Path) -> str | None:  # noqa: ARG002
-        """Always None: PBS forecasts only jobs that it has."""
-        return None
 
     def find(self, tag: str) -> str | None:
         """The id of the latest job of ours whose name ends as the tag says."""
@@ -143,7 +132,6 @@ class PbsScheduler(BatchCommands):
         return max(matches, key=number_of, default=None)
 
     def queues(self) -> tuple[Queue, ...]:
-        """See :class:`~pipectl.batch.protocol.Scheduler`."""
         with process.patience(QUEUES_TIMEOUT_S):
             commands = (("qstat", "-Q", "-f"), ("qstat", "-B", "-f"), ("pbsnodes", "-a"))
             return parse_queues(*(self._ask(*command).stdout for command in commands))

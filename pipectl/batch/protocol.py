@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 from pipectl.errors import InvalidInputError
 
@@ -232,32 +233,39 @@ class JobRequest:
         return ("apptainer", "exec", *accelerators, *binds, image, program, *words[1:])
 
 
-class Scheduler(Protocol):
+class Scheduler(ABC):
     """A batch system. Every method raises SchedulerError when the system fails or refuses."""
 
-    name: str
-    resubmits: bool
+    name: ClassVar[str]
+    resubmits: ClassVar[bool] = False
     """Whether job scripts submit themselves again, instead of being requeued."""
 
+    @abstractmethod
     def ping(self) -> None:
         """Ask for something that costs the system little, to see whether it answers."""
 
+    @abstractmethod
     def render(self, request: JobRequest) -> str:
         """The job script; InvalidInputError if the request cannot be written down safely."""
 
+    @abstractmethod
     def submit(self, script: Path, request: JobRequest) -> str:
         """Hand the script over and return the job's id."""
 
+    @abstractmethod
     def task_id(self, array_id: str, index: int) -> str:
         """The id of one job of an array, whose own id is what ``submit`` or ``find`` gave."""
 
     def array_id(self, task_id: str) -> str:
         """The id by which ``cancel`` ends all jobs of an array; else that of the job itself."""
+        return task_id
 
     def dependency_id(self, task_id: str) -> str:
         """The id by which other jobs wait for the end of this one: that of its whole array, if
         nothing can wait for one job of it."""
+        return task_id
 
+    @abstractmethod
     def query(self, ids: Sequence[str], *, since: float | None = None) -> Mapping[str, JobStatus]:
         """States by id; ids that the system does not know are absent, which proves nothing.
 
@@ -266,14 +274,18 @@ class Scheduler(Protocol):
                 with a recycled id from being taken for ours.
         """
 
+    @abstractmethod
     def cancel(self, job_id: str) -> None:
         """Ask for the end of a job; ids that are already gone are no error."""
 
-    def estimate(self, script: Path) -> str | None:
+    def estimate(self, script: Path) -> str | None:  # noqa: ARG002
         """When the job would start, in the system's words; None if it cannot tell."""
+        return None
 
+    @abstractmethod
     def find(self, tag: str) -> str | None:
         """The id of the job submitted with this tag, for submissions that were interrupted."""
 
     def queues(self) -> tuple[Queue, ...]:
         """Partitions or queues, the default first; none if the system has none."""
+        return ()

@@ -1,7 +1,8 @@
 """Job scripts: the templates in ``templates/``, or a user's template that extends one of them.
 
 What a template writes with ``{{ }}`` is quoted for the shell unless it is marked as safe: a text is
-one word, a sequence a command line. Jinja is imported only when a script is rendered.
+one word, a sequence a command line; control characters are refused. Jinja is
+imported only when a script is rendered.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import re
 import shlex
 import traceback
-from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +30,6 @@ CHECKPOINTED = 75
 """Exit code of a script whose ranks stopped at a checkpoint before they were done."""
 _TEMPLATES = Path(__file__).parent / "templates"
 _PLAIN = re.compile(r"[A-Za-z0-9@%+=:,./_-]+")
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SHEBANG = re.compile(r"#!\s*(/\S*/bash|/usr/bin/env (-S )?bash)(\s.*)?")
 _BASH_ERROR = re.compile(r"line (\d+): (.*)")
 _CURE = "docs/slurm.md shows a template"
@@ -56,7 +55,6 @@ def render_script(
         InvalidInputError: a value cannot be written into a script, or the user's template is wrong.
         SchedulerError: see :func:`pipectl.batch.launchers.launch_command`.
     """
-    _check_texts(request)
     if syntax is not None and request.after:
         name = find_dependency(syntax, getattr(request, scheduler).options)
         if name is not None:
@@ -96,25 +94,31 @@ def render_variables(request: JobRequest) -> str:
     Raises:
         InvalidInputError: a name or value that bash cannot export.
     """
-    _check_texts(request)
-    return "".join(
-        f"export {name}={shlex.quote(text)}\n"
-        for name, text in request.environment.variables.items()
-    )
+    lines = []
+    for name, text in request.environment.variables.items():
+        if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
+            raise InvalidInputError(
+                f"environment.variables: {name!r} cannot name a variable",
+                cure="use letters, digits and underscores, and no digit first",
+            )
+        _refuse_controls(text.replace("\t", ""))
+        lines.append(f"export {name}={shlex.quote(text)}\n")
+    return "".join(lines)
 
 
-def _refuse_controls(text: str, what: str) -> None:
-    """Refuse text with control characters: a newline would end a directive.
+def _refuse_controls(text: str) -> str:
+    """The text, unless it has control characters: a newline would end a directive.
 
     Raises:
-        InvalidInputError: naming ``what``.
+        InvalidInputError: naming it.
     """
     breaks = (character for character in text if character in "\n\t")
     if character := first_harmful(text) or next(breaks, None):
         raise InvalidInputError(
-            f"{what}: holds the control character {character!r}, which no job script can carry",
+            f"{text!r} holds the control character {character!r}, which no job script can carry",
             cure="remove it; a value must be one line of printable text",
         )
+    return text
 
 
 def slurm_value(text: str) -> str:
@@ -123,7 +127,7 @@ def slurm_value(text: str) -> str:
     Slurm's parser (src/sbatch/opt.c) expands nothing, but takes a backslash as an escape even
     within single quotes, so that shell quoting would lose characters.
     """
-    if _PLAIN.fullmatch(text):
+    if _PLAIN.fullmatch(_refuse_controls(text)):
         return text
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
@@ -147,10 +151,8 @@ def check_template(template: Template) -> None:
         SpecError: it cannot.
     """
     for number, line in enumerate(template.text.split("\n"), start=1):
-        try:
-            _refuse_controls(line.replace("\t", "").removesuffix("\r"), "this line")
-        except InvalidInputError as error:
-            raise _fault(template, number, error.message) from None
+        if character := first_harmful(line.removesuffix("\r")):
+            raise _fault(template, number, f"holds the control character {character!r}")
     _compile(_environment(), template)
 
 
@@ -165,7 +167,7 @@ def _environment() -> Environment:
         if isinstance(value, Markup):
             return value
         words = value if isinstance(value, list | tuple) else (value,)
-        return Markup(" ".join(shlex.quote(str(word)) for word in words))
+        return Markup(" ".join(shlex.quote(_refuse_controls(str(word))) for word in words))
 
     # With autoescape, what blocks, macros and filters return is Markup: it is quoted already.
     environment = ImmutableSandboxedEnvironment(
@@ -186,48 +188,6 @@ def _environment() -> Environment:
     ]
     environment.filters["clock"] = format_clock
     return environment
-
-
-def _check_texts(request: JobRequest) -> None:
-    """Refuse a request with what no script can hold, by its key in the job spec.
-
-    Raises:
-        InvalidInputError: naming the key.
-    """
-    directories = (request.run_directory, *(request.array.runs if request.array else ()))
-    own = {
-        "output.directory": [*directories, *request.binds],
-        "name": request.name,
-        "tag": request.tag,
-        "command": [*request.command, *request.prepare],
-        "after": request.after,
-    }
-    sections = ("launch", "environment", "slurm", "pbs")
-    for key, text in _texts({**own, **{name: vars(getattr(request, name)) for name in sections}}):
-        if key == "environment.setup":  # shell by design, which may have several lines
-            text = text.replace("\n", "").replace("\t", "")
-        if key.startswith("environment.variables."):
-            text = text.replace("\t", "")
-        _refuse_controls(text, key)
-    for name in request.environment.variables:
-        if not _VARIABLE.fullmatch(name):
-            raise InvalidInputError(
-                f"environment.variables: {name!r} cannot name a variable",
-                cure="use letters, digits and underscores, and no digit first",
-            )
-
-
-def _texts(value: object, key: str = "") -> Iterator[tuple[str, str]]:
-    """Every text in a value, and every key of a mapping in it, by the key where it stands."""
-    if isinstance(value, str | Path):
-        yield key, str(value)
-    elif isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield key, name
-            yield from _texts(inner, f"{key}.{name}".lstrip("."))
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _texts(inner, key)
 
 
 def _compile(environment: Environment, template: Template) -> Compiled:

@@ -37,7 +37,6 @@ class SlurmScheduler(BatchCommands):
     """
 
     name = "slurm"
-    resubmits = False
     title = "Slurm"
     submit_command = ("sbatch", "--parsable")
     id_pattern = re.compile(r"([0-9]{1,18})(?:;\S+)?")
@@ -72,11 +71,9 @@ class SlurmScheduler(BatchCommands):
     )
 
     def ping(self) -> None:
-        """See :class:`~pipectl.batch.protocol.Scheduler`."""
         self._squeue("--me")
 
     def render(self, request: JobRequest) -> str:
-        """See :class:`~pipectl.batch.protocol.Scheduler`."""
         hydra = request.launch.mpi in {AUTO, "hydra"} and not request.has_variable(
             "HYDRA_LAUNCHER", "HYDRA_BOOTSTRAP"
         )
@@ -128,20 +125,13 @@ class SlurmScheduler(BatchCommands):
         return {job_id: states[job_id] for job_id in ids if job_id in states}
 
     def cancel(self, job_id: str) -> None:
-        """See :class:`~pipectl.batch.protocol.Scheduler`; scancel is silent on unknown ids."""
-        self._ask("scancel", job_id)
+        self._ask("scancel", job_id)  # it is silent on unknown ids
 
     def task_id(self, array_id: str, index: int) -> str:
-        """See :class:`~pipectl.batch.protocol.Scheduler`."""
         return f"{array_id}_{index}"
 
     def array_id(self, task_id: str) -> str:
-        """See :class:`~pipectl.batch.protocol.Scheduler`."""
         return array_of(task_id)
-
-    def dependency_id(self, task_id: str) -> str:
-        """See :class:`~pipectl.batch.protocol.Scheduler`."""
-        return task_id
 
     def estimate(self, script: Path) -> str | None:
         """The forecast of ``sbatch --test-only``; it knows no time limits of partitions."""
@@ -158,7 +148,6 @@ class SlurmScheduler(BatchCommands):
         return max(matches, key=number_of, default=None)
 
     def queues(self) -> tuple[Queue, ...]:
-        """See :class:`~pipectl.batch.protocol.Scheduler`."""
         with process.patience(QUEUES_TIMEOUT_S):
             return parse_sinfo(self._ask("sinfo", "-h", "-o", SINFO_FORMAT).stdout)
 

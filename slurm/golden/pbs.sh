@@ -159,7 +159,7 @@ export OMP_NUM_THREADS=16
 export MKL_NUM_THREADS=16
 export PYTHONUNBUFFERED=1
 
-# Variables of the ranks (UCX_TLS, GREETING) are in a file for its owner alone.
+# Variables of the ranks (UCX_TLS GREETING) are in a file for its owner alone.
 with_variables() {
     source "$PIPECTL_RUN_DIRECTORY/variables.sh" || exit 1
     exec "$@"

@@ -20,7 +20,7 @@ from pipectl.batch.slurm import (
     parse_squeue,
     parse_state,
 )
-from pipectl.errors import InvalidInputError, SchedulerError
+from pipectl.errors import SchedulerError
 
 if TYPE_CHECKING:
     from conftest import FakeCommands
@@ -83,13 +83,6 @@ def test_options_may_say_what_resources_cannot(make_request: MakeRequest, memory
     asked = options(make_request(gpus_per_node=2, memory_per_node=2**30, slurm=slurm))
     sizes = [line for line in asked if line.startswith(("--mem", "--gpus"))]
     assert sizes == ["--gpus-per-node=a100:2", f"--{memory}=0"]
-
-
-@pytest.mark.parametrize("key", ["partition", "options"])
-def test_control_characters_in_options_are_refused(make_request: MakeRequest, key: str) -> None:
-    value = {"mail-type": "a\nb"} if key == "options" else "a\nb"
-    with pytest.raises(InvalidInputError, match=rf"slurm\.{key}"):
-        options(make_request(slurm={key: value}))
 
 
 def test_the_latest_job_or_array_of_a_tag_is_found(slurm: FakeCommands) -> None:
