@@ -70,6 +70,7 @@ class Operator:
         group: operators of an equal group must share a stage.
         signature: digest of the operator and its arguments; tells where two graphs differ.
         memory: what it allocates while it runs; None where that was not measured.
+        flops: floating-point operations of one forward and backward; None if nobody counted.
         phase: ``forward`` or ``backward`` in graphs where the two are operators of their own, whose
             values go one way; None where one operator does both.
         memory_bytes: all memory it takes in a stage, where only that is known.
@@ -91,6 +92,7 @@ class Operator:
     group: Annotated[str | None, _to_group] = None
     signature: str | None = None
     memory: OperatorMemory | None = None
+    flops: int | None = None
     phase: Phase | None = None
     memory_bytes: Size | None = None
     transfer_s: float | None = None

@@ -1,9 +1,13 @@
-"""How much time a profile may take: quick figures or steady ones."""
+"""How much time a profile may take, and which micro-batch sizes it measures."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+
+from pipectl.spec import JobSpec
+
+_MICRO_BATCHES_PER_STAGE = 2
 
 
 @dataclass(frozen=True)
@@ -16,7 +20,7 @@ class Rounds:
 
 
 class Effort(Enum):
-    """What the user asks for."""
+    """What the user asks for: quick figures or steady ones."""
 
     FAST = "fast"
     NORMAL = "normal"
@@ -25,27 +29,38 @@ class Effort(Enum):
     @property
     def operators(self) -> Rounds:
         """Rounds in which the operators of one micro-batch size are timed."""
-        return _OPERATORS[self]
+        return _LIMITS[self][0]
 
     @property
     def stages(self) -> Rounds:
         """Rounds in which random stages are timed, for what the sum of operators misses."""
-        return _STAGES[self]
-
-    @property
-    def size_factor(self) -> int | None:
-        """Ratio of neighbouring micro-batch sizes; None measures two sizes only."""
-        return _SIZE_FACTORS[self]
+        return _LIMITS[self][1]
 
 
-_OPERATORS = {
-    Effort.FAST: Rounds(2, 5, 1.0),
-    Effort.NORMAL: Rounds(3, 15, 3.0),
-    Effort.THOROUGH: Rounds(9, 50, 15.0),
+_LIMITS = {
+    Effort.FAST: (Rounds(2, 5, 1.0), Rounds(2, 5, 1.0), None),
+    Effort.NORMAL: (Rounds(3, 15, 3.0), Rounds(3, 9, 6.0), 4),
+    Effort.THOROUGH: (Rounds(9, 50, 15.0), Rounds(5, 25, 20.0), 2),
 }
-_STAGES = {
-    Effort.FAST: Rounds(2, 5, 1.0),
-    Effort.NORMAL: Rounds(3, 9, 6.0),
-    Effort.THOROUGH: Rounds(5, 25, 20.0),
-}
-_SIZE_FACTORS = {Effort.FAST: None, Effort.NORMAL: 4, Effort.THOROUGH: 2}
+"""Rounds for operators and for stages, and the ratio of neighbouring micro-batch sizes (None: two
+sizes only)."""
+
+
+def measured_sizes(spec: JobSpec, effort: Effort = Effort.NORMAL) -> tuple[int, ...]:
+    """Micro-batch sizes to measure, that of the profile first.
+
+    One if the spec says how many micro-batches there are; else several for the planner to choose
+    from, which reach from single samples to the whole batch, each a fixed factor above the last.
+    """
+    batch = spec.training.batch_size
+    if spec.pipeline.micro_batches is not None:
+        return (-(-batch // spec.pipeline.micro_batches),)
+    stages = spec.pipeline.stages or spec.resources.ranks
+    base = max(1, -(-batch // (_MICRO_BATCHES_PER_STAGE * stages)))
+    factor = _LIMITS[effort][2]
+    if factor is None:
+        return tuple(dict.fromkeys((base, max(1, base // 4))))
+    below = [base // factor**power for power in range(1, base.bit_length())]
+    above = [base * factor**power for power in range(1, batch.bit_length())]
+    further = {1, batch, *(size for size in (*below, *above) if 1 <= size <= batch)}
+    return (base, *sorted(further - {base}))

@@ -6,7 +6,7 @@ Forward and backward of a stage are taken to be
 
 with coefficients that are not negative and make the sum of relative errors smallest (iteratively
 reweighted least squares); errors of stages far shorter than any plan has count less. The factor is
-for what the operators' own times miss. Where operators have a second time, for stages that stay in
+for what the operators' own times miss. If operators have a second time, for stages that stay in
 the cache, the cache's size is chosen by the same sum.
 """
 
@@ -26,7 +26,7 @@ from pipectl.profile import StageOverhead
 Floats = npt.NDArray[np.float64]
 CACHE_SHARES = (0.25, 0.5, 0.75, 1.0, 1.5)
 """Parts of the last level cache that stages of a rank may have for themselves."""
-_LEAST_FACTOR, _MOST_FACTOR = 0.5, 2.0
+_MIN_FACTOR, _MAX_FACTOR = 0.5, 2.0
 _REWEIGHTINGS = 30
 _SMALL_ERROR = 1e-3
 _SHORT = 0.1
@@ -49,7 +49,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Fit:
-    """What was found.
+    """Coefficients of stages.
 
     Args:
         factors: for forward and backward of every operator.
@@ -66,61 +66,47 @@ def fit_stages(samples: Sequence[Sample], times: Times, cache_bytes: int | None)
 
     Args:
         times: of the operators at the micro-batch size of the samples and the footprints.
-        cache_bytes: the last level cache; None where operators have one time only.
+        cache_bytes: the last level cache; None if operators have one time only.
     """
-    if cache_bytes is None:
-        return _fit(samples, times, None)
-    caches = [round(share * cache_bytes) for share in CACHE_SHARES]
-    return min((_fit(samples, times, cache) for cache in caches), key=lambda fit: fit.error)
+    shares = [None] if cache_bytes is None else [round(s * cache_bytes) for s in CACHE_SHARES]
+    return min((_fit(samples, times, cache) for cache in shares), key=lambda fit: fit.error)
 
 
 def _fit(samples: Sequence[Sample], times: Times, cache_bytes: int | None) -> Fit:
     bare = StageOverhead(cache_bytes=cache_bytes)
-    operators = [stage_times(s.parts, s.stage, times, 1.0, bare) for s in samples]
-    values = [s.parts.values[s.stage] for s in samples]
-    forward = _least_relative_errors(
-        [(operators[i][0], 1, values[i].received, values[i].sent) for i in range(len(samples))],
-        [sample.forward_s for sample in samples],
-    )
-    trained = [i for i in range(len(samples)) if operators[i][1]]
-    backward = _least_relative_errors(
-        [
-            (operators[i][1], 1, values[i].gradients_received, values[i].gradients_sent)
-            for i in trained
-        ],
-        [samples[i].backward_s for i in trained],
-    )
-    overhead = StageOverhead(*forward.overhead, *backward.overhead, cache_bytes=cache_bytes)
-    error = (forward.error + backward.error) / 2
-    return Fit(overhead, (forward.factor, backward.factor), error)
-
-
-@dataclass(frozen=True)
-class _Line:
-    """Coefficients and the mean relative error they leave."""
-
-    factor: float
-    overhead: tuple[float, float, float]
-    error: float
+    forward_rows, backward_rows = [], []
+    forward_s, backward_s = [], []
+    for sample in samples:
+        own_forward_s, own_backward_s = stage_times(sample.parts, sample.stage, times, 1.0, bare)
+        values = sample.parts.values[sample.stage]
+        forward_rows.append((own_forward_s, 1, values.received, values.sent))
+        forward_s.append(sample.forward_s)
+        if own_backward_s:
+            gradients = values.gradients_received, values.gradients_sent
+            backward_rows.append((own_backward_s, 1, *gradients))
+            backward_s.append(sample.backward_s)
+    (f_factor, f_fixed, received, sent), f_error = _least_relative_errors(forward_rows, forward_s)
+    (b_factor, b_fixed, got, gave), b_error = _least_relative_errors(backward_rows, backward_s)
+    overhead = StageOverhead(f_fixed, received, sent, b_fixed, got, gave, cache_bytes)
+    return Fit(overhead, (f_factor, b_factor), (f_error + b_error) / 2)
 
 
 def _least_relative_errors(
     rows: Sequence[tuple[float, float, float, float]], target: Sequence[float]
-) -> _Line:
+) -> tuple[list[float], float]:
+    """Coefficients, the factor first, and the mean relative error that they leave."""
     if not target:
-        return _Line(1.0, (0.0, 0.0, 0.0), 0.0)
+        return [1.0, 0.0, 0.0, 0.0], 0.0
     measured = np.array(target)
     size = measured + _SHORT * measured.max()
     matrix = np.array(rows, dtype=float) / size[:, None]
     scale = np.maximum(matrix.max(axis=0), 1e-30)
     found = _reweighted(matrix / scale, measured / size) / scale
-    if not _LEAST_FACTOR <= found[0] <= _MOST_FACTOR:  # too few or too odd stages to tell
-        found[0] = min(_MOST_FACTOR, max(_LEAST_FACTOR, float(found[0])))
+    if not _MIN_FACTOR <= found[0] <= _MAX_FACTOR:  # too few or too odd stages to tell
+        found[0] = min(_MAX_FACTOR, max(_MIN_FACTOR, float(found[0])))
         rest = measured / size - matrix[:, 0] * found[0]
         found[1:] = _reweighted(matrix[:, 1:] / scale[1:], rest) / scale[1:]
-    factor, fixed, entering, leaving = map(float, found)
-    error = float(np.abs(matrix @ found - measured / size).mean())
-    return _Line(factor, (fixed, entering, leaving), error)
+    return found.tolist(), float(np.abs(matrix @ found - measured / size).mean())
 
 
 def _reweighted(matrix: Floats, target: Floats) -> Floats:

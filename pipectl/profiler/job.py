@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
 import psutil
@@ -20,19 +20,16 @@ from pipectl.errors import CaptureError
 from pipectl.faults import is_ours
 from pipectl.planner.costs.footprint import Footprints
 from pipectl.planner.costs.operator_times import operator_times
-from pipectl.profile import MeasuredOn, Operator, Profile
-from pipectl.profiler.effort import Effort
-from pipectl.profiler.fit import fit_stages
-from pipectl.profiler.inplace import InPlace
+from pipectl.profile import MeasuredOn, Operator, Profile, StageOverhead
+from pipectl.profiler.bench import Subject
+from pipectl.profiler.effort import Effort, measured_sizes
+from pipectl.profiler.fit import CACHE_SHARES, Fit, fit_stages
 from pipectl.profiler.journal import Journal
+from pipectl.profiler.machine import last_level_bytes
 from pipectl.profiler.neighbours import Neighbours
 from pipectl.profiler.optimizer import optimizer_cost
 from pipectl.profiler.progress import Progress, Work
-from pipectl.profiler.records import Records, Timed
-from pipectl.profiler.sizes import measured_sizes
-from pipectl.profiler.states import SampleStates
-from pipectl.profiler.subject import Subject
-from pipectl.profiler.timing import Timing
+from pipectl.profiler.timing import Timed, time_operators, time_stages
 from pipectl.profiler.walk import Measured, Walk
 from pipectl.runtime.device import CpuDevice, Device, choose_device, move
 from pipectl.runtime.process import settle_process
@@ -41,12 +38,12 @@ from pipectl.spec import JobSpec, profile_key
 _RANK_BYTES = 24 << 20
 """What a rank's process needs beyond the profiler's: MPI (measured: 14 MiB with MPICH), the
 libraries that load with the first operator (8 MiB), and the evaluation graph."""
+_WATCHER_BYTES = 12 << 20
+"""The process that watches the ranks of a node (measured), counted with each of them."""
 _IN_PIECES = (
     "operators were measured one at a time, equal ones once, and their times were not scaled to "
     "the time of the whole model, which fits no process (materialize: per_rank)"
 )
-_WATCHER_BYTES = 12 << 20
-"""The process that watches the ranks of a node (measured), counted with each of them."""
 _KEPT, _STAGES = "what operators keep", "random stages"
 _MEMORY_SHARE = 0.5
 """Of the free memory, for measuring a micro-batch."""
@@ -86,7 +83,7 @@ def profile_job(
         device = choose_device(spec.resources.gpus_per_node, 0)
         baseline_bytes = _baseline_bytes(job, sizes[0], device)
         job.check_shapes(sizes[0])
-        profiling = _Profiling(job, effort, sizes, progress, Records(journal), device)
+        profiling = _Profiling(job, effort, sizes, progress, journal or Journal(), device)
         tell("waiting for the processes that compute beside")
         neighbours.wait()
         tell("measuring")
@@ -97,10 +94,18 @@ def profile_job(
             if refusal is None:
                 raise
             raise refusal from error
+        measured_on = MeasuredOn(
+            device.torch_device.type,
+            "unknown",
+            len(os.sched_getaffinity(0)),
+            torch.get_num_threads(),
+            torch.__version__,
+            neighbours.computing,
+        )
         return replace(
             profile,
             process_baseline_bytes=baseline_bytes,
-            device=profiling.device(neighbours.computing),
+            device=measured_on,
             assumptions=(*profile.assumptions, *neighbours.assumptions),
         )
 
@@ -120,72 +125,85 @@ def _baseline_bytes(job: CapturedJob, size: int, device: Device) -> int:
 
 
 class _Profiling:
+    """The measurements of one job.
+
+    Args:
+        sizes: of micro-batches, that of the profile first.
+    """
+
     def __init__(
         self,
         job: CapturedJob,
         effort: Effort,
         sizes: tuple[int, ...],
         progress: Progress | None,
-        records: Records,
+        journal: Journal,
         device: Device,
     ) -> None:
         self._job = job
         self._effort = effort
         self._sizes = sizes
-        self._records = records
-        self._left_out: list[str] = []
+        self._journal = journal
         self._device = device
+        self._assumptions: list[str] = []
         self._in_pieces = any(is_deferred(tensor) for tensor in job.states.values())
         for tensor in job.states.values():
             if not is_deferred(tensor):
-                move(tensor, self._device.torch_device)
+                move(tensor, device.torch_device)
         self._graph = job.training_graph(sizes[0])
-        records.match(self._graph.fingerprint)
+        journal.match(self._graph.fingerprint)
         parts = {_size(size): float(size) for size in sizes}
         more = {} if self._in_pieces else {_KEPT: sizes[0] / 2, _STAGES: 2.0 * sizes[0]}
         self._work = Work(progress, {**more, **parts})
 
     def profile(self) -> Profile:
         """The profile, but for what is known of the process."""
-        cost = optimizer_cost(self._job, self._device)
-        profile = self._measured_in_pieces() if self._in_pieces else self._measured_in_place()
+        optimizer = optimizer_cost(self._job, self._device)
+        profile = self._measure_in_pieces() if self._in_pieces else self._measure_in_place()
         kept = [f"{path} stays one operator: {why}" for path, why in self._job.kept.items()]
-        found = (*profile.assumptions, *kept, *self._left_out)
-        return replace(profile, optimizer=cost, assumptions=found)
+        assumptions = (*profile.assumptions, *kept, *self._assumptions)
+        return replace(profile, optimizer=optimizer, assumptions=assumptions)
 
-    def device(self, neighbours: int) -> MeasuredOn:
-        """What was measured on, as far as the process itself knows."""
-        kind = self._device.torch_device.type
-        cores, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
-        return MeasuredOn(kind, "unknown", cores, threads, torch.__version__, neighbours)
-
-    def _measured_in_pieces(self) -> Profile:
+    def _measure_in_pieces(self) -> Profile:
         """Operator by operator, equal ones once."""
-        timing = Timing(self._effort.operators.budget_s / 100, self._records.journal)
+        budget_s = self._effort.operators.budget_s / 100
+        measured: dict[str, Measured] = {}
         times: dict[int, Timed] = {}
-        kept: dict[str, Measured] = {}
         for size in self._sizes:
-            if not self._is_captured(size):
-                continue
-            found = self._walk(size, _size(size), timing)
-            pairs = {name: (m.times.forward_s, m.times.backward_s) for name, m in found.items()}
-            times[size] = Timed(pairs, {})
-            kept = kept or found
-        return replace(self._assembled(kept, times), assumptions=(_IN_PIECES,))
+            if self._is_captured(size):
+                walked = self._walk(size, _size(size), budget_s)
+                times[size] = Timed({name: one.times for name, one in walked.items()}, {})
+                measured = measured or walked
+        return replace(self._assemble(measured, times), assumptions=(_IN_PIECES,))
 
-    def _measured_in_place(self) -> Profile:
+    def _measure_in_place(self) -> Profile:
         """In the forward and backward of the whole graph and of random stages."""
-        kept = self._walk(self._sizes[0], _KEPT, None)
-        working_set = self._working_sets(kept)
+        base = self._sizes[0]
+        measured = self._walk(base, _KEPT, None)
+        saved_bytes = sum(dict(pair for one in measured.values() for pair in one.saved).values())
+        # Bytes that every operator touches, about: parameters, gradients and what it keeps.
+        working_set = {
+            node.name: 2.0 * sum(size for _, size in self._parameters(node))
+            + sum(size for _, size in measured[node.name].saved)
+            for node in self._graph.operators
+        }
         times: dict[int, Timed] = {}
         for size in self._sizes:
-            if size > self._sizes[0] and not self._fits(kept, size):
+            needed_bytes = saved_bytes * size / base
+            if size > base and needed_bytes >= _MEMORY_SHARE * self._device.free_bytes():
                 break
-            if not self._is_captured(size):
-                continue
-            times[size] = self._timed(size, working_set)
-        fitted = self._fitted(self._assembled(kept, times), working_set)
-        return _with_loading(fitted, self._graph, {s: t.loading_s for s, t in times.items()})
+            if self._is_captured(size):
+                scale = max(1.0, size / base)
+                scaled = {name: amount * scale for name, amount in working_set.items()}
+                times[size] = self._time_operators(size, scaled)
+                self._work.end(_size(size))
+        profile = self._assemble(measured, times)
+        fit = self._fit(profile, self._cache_bytes(working_set))
+        self._work.end(_STAGES)
+        operators = tuple(operator.scaled(*fit.factors) for operator in profile.operators)
+        profile = replace(profile, operators=operators, stage=fit.stage)
+        loading_s = {size: timed.loading_s for size, timed in times.items()}
+        return _with_loading(profile, self._graph, loading_s)
 
     def _is_captured(self, size: int) -> bool:
         """Whether the model takes micro-batches of a size; one it must take is measured first."""
@@ -194,21 +212,41 @@ class _Profiling:
         except CaptureError as error:
             if size == self._sizes[0]:
                 raise
-            self._left_out.append(f"micro-batches of {size} were not measured: {error.message}")
+            left_out = f"micro-batches of {size} were not measured: {error.message}"
+            self._assumptions.append(left_out)
             self._work.end(_size(size))
             return False
         return True
 
-    def _timed(self, size: int, working_set: Mapping[str, float]) -> Timed:
-        known = self._records.times(size)
-        if known is None:
-            inplace = self._in_place(size, working_set)
-            known = inplace.operators(
-                self._micro_batches(size), lambda share: self._work.advance(_size(size), share)
+    def _walk(self, size: int, part: str, budget_s: float | None) -> dict[str, Measured]:
+        """Every operator by itself, for what it keeps, and for its times if there is a budget."""
+        subject = Subject.of(self._job, size, self._device)
+        walk = Walk(self._job, subject, self._journal, budget_s, once=self._in_pieces)
+        total = len(subject.graph.operators)
+        done = iter(range(1, 1 + total))
+        measured = walk.measure(lambda name: self._work.advance(part, next(done) / total, name))
+        self._work.end(part)
+        return measured
+
+    def _time_operators(self, size: int, working_set: Mapping[str, float]) -> Timed:
+        entry = self._journal.find(str(size))
+        if entry is not None:
+            uncached, cached = (
+                {name: (forward_s, backward_s) for name, (forward_s, backward_s) in pairs.items()}
+                for pairs in (entry["uncached"], entry["cached"])
             )
-            self._records.note_times(size, known)
-        self._work.end(_size(size))
-        return known
+            return Timed(uncached, cached, entry["loading_s"])
+        timed = time_operators(
+            Subject.of(self._job, size, self._device),
+            self._job.states,
+            working_set,
+            self._cache_bytes(working_set),
+            self._effort.operators,
+            self._micro_batches(size),
+            lambda share: self._work.advance(_size(size), share),
+        )
+        self._journal.note(str(size), asdict(timed))
+        return timed
 
     def _micro_batches(self, size: int) -> Iterator[Any]:
         """What a rank that reads data loads itself, between its computations."""
@@ -219,59 +257,37 @@ class _Profiling:
         batches = Batches(samples, size, drop_last=samples is not None and samples >= size)
         return loader.micro_batches(batches, size)
 
-    def _fitted(self, profile: Profile, working_set: Mapping[str, float]) -> Profile:
-        """The profile with what stages take besides operators, and operators scaled to it."""
-        size, footprints = profile.micro_batch_size, Footprints(profile)
-        fit = self._records.fit()
-        if fit is None:
-            inplace = self._in_place(size, working_set)
-            samples = inplace.samples(footprints, lambda done: self._work.advance(_STAGES, done))
-            fit = fit_stages(samples, operator_times(profile, size), inplace.cache_bytes)
-            self._records.note_fit(fit)
-        self._work.end(_STAGES)
-        operators = tuple(operator.scaled(*fit.factors) for operator in profile.operators)
-        return replace(profile, operators=operators, stage=fit.stage)
+    def _fit(self, profile: Profile, cache_bytes: int | None) -> Fit:
+        """What stages take besides operators, and how operators are scaled to it."""
+        entry = self._journal.find("stages")
+        if entry is not None:
+            forward, backward = entry["factors"]
+            return Fit(StageOverhead(**entry["stage"]), (forward, backward), entry["error"])
+        samples = time_stages(
+            Subject.of(self._job, profile.micro_batch_size, self._device),
+            self._job.states,
+            Footprints(profile),
+            self._effort.stages,
+            lambda share: self._work.advance(_STAGES, share),
+        )
+        fit = fit_stages(samples, operator_times(profile, profile.micro_batch_size), cache_bytes)
+        self._journal.note("stages", asdict(fit))
+        return fit
 
-    def _in_place(self, size: int, working_set: Mapping[str, float]) -> InPlace:
-        scale = max(1.0, size / self._sizes[0])
-        scaled = {name: amount * scale for name, amount in working_set.items()}
-        return InPlace(self._subject(size), self._job.states, scaled, self._effort)
+    def _cache_bytes(self, working_set: Mapping[str, float]) -> int | None:
+        """The last level cache; None on an accelerator, or if all data is in a small part of it."""
+        if not isinstance(self._device, CpuDevice):
+            return None
+        cache_bytes = last_level_bytes()
+        return cache_bytes if sum(working_set.values()) > CACHE_SHARES[0] * cache_bytes else None
 
-    def _walk(self, size: int, part: str, timing: Timing | None) -> dict[str, Measured]:
-        """Every operator by itself, for what it keeps, and for its times if asked."""
-        subject = self._subject(size)
-        states = SampleStates(self._job, self._device.torch_device)
-        walk = Walk(subject, states, timing, once=self._in_pieces)
-        total = len(subject.graph.operators)
-        done = iter(range(1, 1 + total))
-        found = walk.measure(lambda name: self._work.advance(part, next(done) / total, name))
-        self._work.end(part)
-        return found
-
-    def _working_sets(self, kept: Mapping[str, Measured]) -> dict[str, float]:
-        """Bytes that every operator touches, about: parameters, gradients and what it keeps."""
-        return {
-            node.name: 2.0 * sum(size for _, size in self._parameters(node))
-            + sum(size for _, size in kept[node.name].saved)
-            for node in self._graph.operators
-        }
-
-    def _fits(self, kept: Mapping[str, Measured], size: int) -> bool:
-        """Whether a micro-batch of so many samples leaves the device enough memory."""
-        saved = dict(pair for measured in kept.values() for pair in measured.saved)
-        needed = sum(saved.values()) * size / self._sizes[0]
-        return needed < _MEMORY_SHARE * self._device.free_bytes()
-
-    def _subject(self, size: int) -> Subject:
-        return Subject.of(self._job, size, self._device)
-
-    def _assembled(self, kept: Mapping[str, Measured], times: Mapping[int, Timed]) -> Profile:
+    def _assemble(self, measured: Mapping[str, Measured], times: Mapping[int, Timed]) -> Profile:
         spec, graph = self._job.spec, self._graph
         return Profile(
             name=spec.name,
             source=f"pipectl profile, torch {torch.__version__}, {self._device.torch_device}",
             micro_batch_size=self._sizes[0],
-            operators=tuple(self._operator(n, kept[n.name], times) for n in graph.operators),
+            operators=tuple(self._operator(n, measured[n.name], times) for n in graph.operators),
             edges=graph.edges,
             fingerprint=graph.fingerprint,
             key=profile_key(spec),
@@ -298,13 +314,14 @@ class _Profiling:
             group=graph.groups.get(name),
             signature=graph.signatures[name],
             memory=measured.memory,
+            flops=measured.flops,
         )
 
     def _parameters(self, node: fx.Node) -> tuple[tuple[str, int], ...]:
         graph = self._graph
         states = [graph.states[s.name] for s in graph.tensor_inputs(node) if s.name in graph.states]
-        names = [state.name for state in states if state.kind == "parameter"]
-        return tuple((name, self._job.states[name].nbytes) for name in dict.fromkeys(names))
+        names = dict.fromkeys(state.name for state in states if state.kind == "parameter")
+        return tuple((name, self._job.states[name].nbytes) for name in names)
 
 
 def _with_loading(
@@ -317,41 +334,26 @@ def _with_loading(
     Args:
         loading_s: by micro-batch size.
     """
-
-    def first_reader(part: int) -> str | None:
+    readers = set()
+    for part in (0, 1):
         names = [n for n, place in graph.places.items() if place[0] == pytree.SequenceKey(part)]
         users = [user for name in names for user in graph.users.get(name, ())]
-        return min(users, key=graph.position.__getitem__, default=None)
+        readers.add(min(users, key=graph.position.__getitem__, default=None))
 
-    readers = {first_reader(0), first_reader(1)}
-    operators = [
-        _changed(each, profile.micro_batch_size, lambda size, f, b: (f + loading_s[size], b))
-        if each.id in readers
-        else each
-        for each in profile.operators
-    ]
-    return replace(
-        profile, operators=tuple(operators), loading_s=loading_s[profile.micro_batch_size]
-    )
+    def with_loading(operator: Operator) -> Operator:
+        def longer(times: Mapping[int, tuple[float, float]]) -> dict[int, tuple[float, float]]:
+            return {size: (f + loading_s[size], b) for size, (f, b) in times.items()}
 
+        return replace(
+            operator,
+            forward_s=operator.forward_s + loading_s[profile.micro_batch_size],
+            timings=longer(operator.timings),
+            cached=longer(operator.cached),
+        )
 
-def _changed(
-    operator: Operator, size: int, change: Callable[[int, float, float], tuple[float, float]]
-) -> Operator:
-    """An operator with other times.
-
-    Args:
-        size: of the profile's micro-batches.
-        change: from a micro-batch size, forward and backward time to these two.
-    """
-    forward_s, backward_s = change(size, operator.forward_s, operator.backward_s)
-    return replace(
-        operator,
-        forward_s=forward_s,
-        backward_s=backward_s,
-        timings={size: change(size, *pair) for size, pair in operator.timings.items()},
-        cached={size: change(size, *pair) for size, pair in operator.cached.items()},
-    )
+    operators = [with_loading(op) if op.id in readers else op for op in profile.operators]
+    loading = loading_s[profile.micro_batch_size]
+    return replace(profile, operators=tuple(operators), loading_s=loading)
 
 
 def _size(size: int) -> str:

@@ -23,10 +23,10 @@ _GRAPH = "graph"
 class Journal:
     """Finished measurements by key, one writer at a time.
 
-    A journal that another process writes is left to it: then measurements are kept in memory only.
+    They are kept in memory only if another process writes the file, or the disk becomes full.
 
     Args:
-        path: its directory exists.
+        path: its directory exists; None keeps everything in memory.
         header: what decides whether noted measurements are still good; a journal with another
             header is discarded.
 
@@ -37,16 +37,19 @@ class Journal:
         UsageError: the file cannot be written.
     """
 
-    def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path | None = None, header: Mapping[str, Any] | None = None) -> None:
         self._path = path
         self._header = json.dumps({"journal": header}, sort_keys=True)
         self._entries: dict[str, dict[str, Any]] = {}
         self.resumed = 0
         self._stream: IO[str] | None = None
+        self._is_ours = False
+        if path is None:
+            return
         try:
             self._stream = _locked(path)
-            self._is_ours = self._stream is not None
             if self._stream is not None:
+                self._is_ours = True
                 self._read(self._stream)
         except OSError as error:
             self._leave()
@@ -72,15 +75,13 @@ class Journal:
     def note(self, key: str, entry: dict[str, Any]) -> None:
         """Keep a finished measurement; it is on its way to the file when this returns.
 
-        Where the disk has become full, it is kept in memory only, and so are those that follow.
-
         Args:
             entry: survives JSON unchanged.
         """
         self._entries[key] = entry
         try:
             if self._stream is not None:
-                self._write(self._stream, json.dumps([key, entry]))
+                _write(self._stream, json.dumps([key, entry]))
         except OSError:
             self._leave()
 
@@ -97,16 +98,9 @@ class Journal:
             self._leave()
         self.note(_GRAPH, {"fingerprint": fingerprint})
 
-    def _leave(self) -> None:
-        """Write no more; the line that did not fit is cut off by who reads the file next."""
-        if self._stream is not None:
-            with suppress(OSError):  # closing tries to write it once more
-                self._stream.close()
-            self._stream = None
-
     def remove(self) -> None:
         """The measurement is complete: nothing is left to go on with."""
-        if self._is_ours:
+        if self._is_ours and self._path is not None:
             self._path.unlink(missing_ok=True)
         self.close()
 
@@ -115,6 +109,13 @@ class Journal:
         if self._stream is not None:
             self._stream.close()
             self._stream = None
+
+    def _leave(self) -> None:
+        """Write no more; the line that did not fit is cut off by who reads the file next."""
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            with suppress(OSError):  # closing tries to write it once more
+                stream.close()
 
     def _read(self, stream: IO[str]) -> None:
         """Take over the whole lines, and cut off what follows them."""
@@ -125,10 +126,13 @@ class Journal:
             return
         size = len(self._header) + 1
         for line in lines[1:]:
-            entry = _entry(line)
-            if entry is None:
+            try:
+                key, entry = json.loads(line)
+            except (ValueError, TypeError, RecursionError):
                 break
-            self._entries[entry[0]] = entry[1]
+            if not (line.isascii() and isinstance(key, str) and isinstance(entry, dict)):
+                break
+            self._entries[key] = entry
             size += len(line) + 1
         self.resumed = len(self)
         stream.truncate(size)
@@ -137,11 +141,12 @@ class Journal:
     def _begin(self, stream: IO[str]) -> None:
         stream.seek(0)
         stream.truncate()
-        self._write(stream, self._header)
+        _write(stream, self._header)
 
-    def _write(self, stream: IO[str], line: str) -> None:
-        stream.write(line + "\n")
-        stream.flush()
+
+def _write(stream: IO[str], line: str) -> None:
+    stream.write(line + "\n")
+    stream.flush()
 
 
 def _locked(path: Path) -> IO[str] | None:
@@ -156,13 +161,3 @@ def _locked(path: Path) -> IO[str] | None:
     except OSError:
         pass  # a file system without locks
     return stream
-
-
-def _entry(line: str) -> tuple[str, dict[str, Any]] | None:
-    """A line's key and measurement; None for one that is damaged or not whole."""
-    try:
-        key, entry = json.loads(line)
-    except (ValueError, TypeError, RecursionError):
-        return None
-    sound = line.isascii() and isinstance(key, str) and isinstance(entry, dict)
-    return (key, entry) if sound else None

@@ -31,6 +31,7 @@ Clock = Callable[[], float]
 _OUTSIDE = -1
 _TRIALS = 15
 _CHAIN = 200
+_count_nodes: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 
 def clock_of(device: Device) -> Clock:
@@ -79,7 +80,13 @@ class Marked:
         self._turns: list[tuple[int, float]] = []
         self._roots: list[Any] = []
         assert isinstance(code.module, fx.GraphModule), "the code has marks already"
-        self._module, self._owners = _with_marks(code.module, operators, self._marker())
+        begins, nodes = self._begins, self._nodes
+
+        def mark() -> None:
+            nodes.append(_count_nodes())
+            begins.append(clock())
+
+        self._module, self._owners = _with_marks(code.module, operators, mark)
 
     def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
         """What the stage's code returns."""
@@ -117,16 +124,6 @@ class Marked:
                 backward[self._owners[index]] += max(0.0, over - begin - cost.hook_s)
         return Spent(forward, backward)
 
-    def _marker(self) -> Callable[[], None]:
-        begins, nodes, clock = self._begins, self._nodes, self._clock
-        count = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
-
-        def mark() -> None:
-            nodes.append(count())
-            begins.append(clock())
-
-        return mark
-
     def _hook(self, node: Any) -> Callable[[Any], None]:
         number = node._sequence_nr()
         within = self._nodes[0] <= number < self._nodes[-1]
@@ -140,23 +137,19 @@ class Marked:
 
 
 def cost_of_measuring(clock: Clock) -> Cost:
-    """What a mark and a hook take on this machine."""
-    trials = [_trial(clock) for _ in range(_TRIALS)]
-    marks, hooks = zip(*trials, strict=True)
+    """What a mark and a hook take on this machine: the medians of some trials."""
+    marks, hooks = [], []
+    for _ in range(_TRIALS):
+        numbers: list[int] = []
+        begins: list[float] = []
+        start = time.perf_counter()
+        for _ in range(_CHAIN):
+            numbers.append(_count_nodes())
+            begins.append(clock())
+        marks.append((time.perf_counter() - start) / _CHAIN)
+        plain_s = _backward_s(None)
+        hooks.append((_backward_s(clock) - plain_s) / _CHAIN)
     return Cost(statistics.median(marks), max(0.0, statistics.median(hooks)))
-
-
-def _trial(clock: Clock) -> tuple[float, float]:
-    begins: list[float] = []
-    numbers: list[int] = []
-    count = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
-    start = time.perf_counter()
-    for _ in range(_CHAIN):
-        numbers.append(count())
-        begins.append(clock())
-    mark_s = (time.perf_counter() - start) / _CHAIN
-    plain_s, hooked_s = _backward_s(None), _backward_s(clock)
-    return mark_s, (hooked_s - plain_s) / _CHAIN
 
 
 def _backward_s(clock: Clock | None) -> float:
@@ -176,7 +169,7 @@ def _backward_s(clock: Clock | None) -> float:
 def _with_marks(
     module: fx.GraphModule, operators: Container[str], mark: Callable[[], None]
 ) -> tuple[fx.GraphModule, list[str]]:
-    """The code with a mark before every operator and one behind the last; whose each part is."""
+    """The code with a mark before every operator and one after the last; whose each part is."""
     calls = [node for node in module.graph.nodes if node.op == "call_function"]
     owner_of = dict(zip(calls, _owners(calls, operators), strict=True))
     graph, owners = fx.Graph(), [""]

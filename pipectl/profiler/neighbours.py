@@ -17,9 +17,7 @@ from typing import Self
 import psutil
 
 from pipectl.capture import CapturedJob
-from pipectl.profiler.alone import AloneStages
-from pipectl.profiler.partitions import whole
-from pipectl.profiler.subject import Subject
+from pipectl.profiler.bench import Bench, Subject, whole
 from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.process import settle_process
 from pipectl.spec import JobSpec
@@ -128,7 +126,7 @@ def _compute(spec: JobSpec, size: int, place: int, ready: Event, stop: Event) ->
     if not has_room(job, place):
         return
     subject = Subject.of(job, size, CpuDevice())
-    stages = AloneStages(subject, job.states, whole(subject.graph))
+    bench = Bench(subject, job.states, whole(subject.graph))
     ready.set()
     while not stop.is_set() and measuring.is_alive():
-        stages.run(0)
+        bench.run(0)

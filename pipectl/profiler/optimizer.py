@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -12,16 +11,17 @@ from torch.utils import _pytree as pytree
 from pipectl.capture import CapturedJob
 from pipectl.capture.factories import call
 from pipectl.capture.step import is_deferred
-from pipectl.profile import OptimizerCost
-from pipectl.profiler.cache import last_level_bytes
+from pipectl.profile import OptimizerCost, StepMemory
+from pipectl.profiler.allocated import record_allocated
+from pipectl.profiler.machine import last_level_bytes
 from pipectl.profiler.marks import clock_of
-from pipectl.profiler.memory import measure_step
 from pipectl.runtime.coupling import may_divide, refuse_coupled_updates
 from pipectl.runtime.device import Device
 from pipectl.runtime.stepper import make_optimizer
 
 _SAMPLE_BYTES = 64 << 20
 _REPEATS = 5
+_STEP_SHAPE = (1024, 512)
 
 
 def optimizer_cost(job: CapturedJob, device: Device) -> OptimizerCost:
@@ -38,46 +38,69 @@ def optimizer_cost(job: CapturedJob, device: Device) -> OptimizerCost:
     for parameter in sample.values():
         # Of zeros, Adam's step takes three times as long as of any other gradient.
         parameter.grad = torch.randn_like(parameter)
+    gradients = [each.grad for each in sample.values() if each.grad is not None]
     optimizer = make_optimizer(job, sample)
     call(optimizer.step, "optimizer")
-    clips = job.spec.training.clip_grad_norm is not None
     caches = torch.empty(last_level_bytes(), dtype=torch.uint8)
     times = []
     for _ in range(_REPEATS):
         caches.fill_(0)  # between two updates, a step goes through the caches
         start = clock()
-        _look_at_gradients(sample, clips=clips)
+        # Before an update ranks see whether all gradients are finite, and clip them.
+        for norm in torch._foreach_norm(gradients):
+            bool(norm.isfinite())
+        if job.spec.training.clip_grad_norm is not None:
+            for gradient in gradients:
+                float(torch.linalg.vector_norm(gradient))
+                gradient.mul_(1.0)
         optimizer.step()
         times.append(clock() - start)
     leaves = pytree.tree_leaves([dict(state) for state in optimizer.state.values()])
     state_bytes = sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
     step_s = statistics.median(times)
-    return OptimizerCost(state_bytes / size_bytes, step_s / size_bytes, measure_step(job, place))
+    return OptimizerCost(state_bytes / size_bytes, step_s / size_bytes, _step_memory(job, place))
 
 
-def _look_at_gradients(parameters: Mapping[str, nn.Parameter], *, clips: bool) -> None:
-    """What ranks do with gradients before an update: see whether all are finite, and clip them."""
-    gradients = [each.grad for each in parameters.values() if each.grad is not None]
-    for norm in torch._foreach_norm(gradients):
-        bool(norm.isfinite())
-    for gradient in gradients if clips else ():
-        float(torch.linalg.vector_norm(gradient))
-        gradient.mul_(1.0)
+def _step_memory(job: CapturedJob, device: torch.device) -> StepMemory:
+    """Temporary values of an optimizer step, once its state is there.
+
+    Steps over one, two and three equal parameters tell what each adds: if all are updated
+    together, the third adds as much as the second; in a loop that still holds values of the
+    parameter before, the second adds something and the third nothing.
+    """
+    trained = [name for name, tensor in job.states.items() if tensor.requires_grad]
+
+    def peak_bytes(count: int) -> int:
+        names = trained[:count]
+        if not names:
+            return 0
+        sample = {name: nn.Parameter(torch.zeros(_STEP_SHAPE, device=device)) for name in names}
+        optimizer = make_optimizer(job, sample)
+        for parameter in sample.values():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        with record_allocated(device) as recording:
+            optimizer.step()
+        return recording.phases[-1].peak_bytes
+
+    one, two, three = map(peak_bytes, (1, 2, 3))
+    everything = max(0, three - two)
+    parts = max(0, one - everything), max(0, two - one - everything), everything
+    parameter_bytes = torch.zeros(_STEP_SHAPE, device="meta").nbytes
+    return StepMemory(*(round(part / parameter_bytes, 3) for part in parts))
 
 
 def _sample(job: CapturedJob, device: torch.device) -> dict[str, nn.Parameter]:
+    """Copies of some parameters; of those without memory, random vectors, perhaps shorter."""
     sample: dict[str, nn.Parameter] = {}
     total = 0
     for name, tensor in job.states.items():
         if tensor.requires_grad and total < _SAMPLE_BYTES:
-            sample[name] = nn.Parameter(_copy(tensor, device))
-            total += sample[name].nbytes
+            if is_deferred(tensor):
+                count = min(tensor.numel(), _SAMPLE_BYTES // tensor.element_size())
+                copy = torch.randn(count, dtype=tensor.dtype, device=device)
+            else:
+                copy = tensor.detach().clone()
+            sample[name] = nn.Parameter(copy)
+            total += copy.nbytes
     return sample
-
-
-def _copy(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy of a parameter; a random vector, perhaps shorter, if it has no memory."""
-    if not is_deferred(tensor):
-        return tensor.detach().clone()
-    count = min(tensor.numel(), _SAMPLE_BYTES // tensor.element_size())
-    return torch.randn(count, dtype=tensor.dtype, device=device)

@@ -36,9 +36,7 @@ from pipectl.planner.costs.operator_times import operator_times
 from pipectl.planner.costs.stage_costs import stage_times
 from pipectl.profile import Profile
 from pipectl.profiler import profile_job
-from pipectl.profiler.alone import AloneStages
-from pipectl.profiler.partitions import random_stages
-from pipectl.profiler.subject import Subject
+from pipectl.profiler.bench import Bench, Subject, random_stages
 from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.process import settle_process
 
@@ -56,7 +54,7 @@ class Stage:
 
     model: str
     kind: str
-    stages: AloneStages
+    stages: Bench
     index: int
     seconds: list[float]
     predicted_s: float = 0.0
@@ -85,7 +83,7 @@ def stages_of(entry: Entry, job: CapturedJob, size: int) -> list[Stage]:
     found.append(("neighbours", cuts.whole(graph)))
     made = []
     for kind, cut in found:
-        stages = AloneStages(subject, job.states, cut)
+        stages = Bench(subject, job.states, cut)
         made += [Stage(entry.name, kind, stages, index, []) for index in range(len(stages))]
     return made
 

@@ -17,14 +17,12 @@ import yaml
 from pipectl.capture import CapturedJob
 from pipectl.errors import CaptureError
 from pipectl.profiler import profile_job
-from pipectl.profiler.alone import AloneStages
-from pipectl.profiler.cache import last_level_bytes
+from pipectl.profiler.bench import Bench, Subject, random_stages, whole, windows
+from pipectl.profiler.journal import Journal
+from pipectl.profiler.machine import last_level_bytes
 from pipectl.profiler.marks import Cost
 from pipectl.profiler.neighbours import Neighbours, has_room, neighbour_count
 from pipectl.profiler.optimizer import optimizer_cost
-from pipectl.profiler.partitions import random_stages, whole, windows
-from pipectl.profiler.states import SampleStates
-from pipectl.profiler.subject import Subject
 from pipectl.profiler.walk import Measured, Walk
 from pipectl.runtime.device import CpuDevice
 from pipectl.spec import JobSpec, load
@@ -166,7 +164,7 @@ def test_neighbours_leave_room_for_those_before_them(
 def test_gradients_do_not_stay_between_the_rounds_of_cuts(tmp_path: Path) -> None:
     job = CapturedJob(spec_of(tmp_path))
     subject = Subject.of(job, 4, CpuDevice())
-    stages = AloneStages(subject, job.states, whole(subject.graph))
+    stages = Bench(subject, job.states, whole(subject.graph))
     stages.run(0)
     assert all(parameter.grad is not None for parameter in job.step.parameters())
     stages.forget()
@@ -178,7 +176,7 @@ def test_every_run_finds_the_batch_as_it_was(tmp_path: Path) -> None:
     job = CapturedJob(spec)
     subject = Subject.of(job, 4, CpuDevice())
     before = {name: tensor.clone() for name, tensor in subject.batch.items()}
-    stages = AloneStages(subject, job.states, random_stages(subject.graph, 0))
+    stages = Bench(subject, job.states, random_stages(subject.graph, 0))
     for index in range(len(stages)):
         stages.run(index)
         stages.run_marked(index, Cost(0.0, 0.0))
@@ -197,9 +195,8 @@ def test_an_optimizer_that_cannot_step_is_named_before_anything_is_measured(
 
 def walked(tmp_path: Path, model: str) -> dict[str, Measured]:
     job = CapturedJob(spec_of(tmp_path, model=f"{CAPTURED}:{model}"))
-    device = CpuDevice()
-    states = SampleStates(job, device.torch_device)
-    return Walk(Subject.of(job, 4, device), states, None, once=False).measure(lambda _: None)
+    subject = Subject.of(job, 4, CpuDevice())
+    return Walk(job, subject, Journal(), None, once=False).measure(lambda _: None)
 
 
 def test_what_is_written_through_a_view_is_found_by_later_readers(tmp_path: Path) -> None:
