@@ -95,6 +95,12 @@ def _decimals(value: float) -> int:
     return 2 if size < 10 else 1 if size < 100 else 0
 
 
+def plural(number: int, noun: str) -> str:
+    """A number with its noun in the plural if it needs one."""
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{plural}"
+
+
 def format_ranges(numbers: Iterable[int], separator: str = ", ") -> str:
     """Whole numbers with neighbours put together: ``0, 2-5`` for 0, 2, 3, 4, 5."""
     runs: list[list[int]] = []

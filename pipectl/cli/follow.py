@@ -13,7 +13,7 @@ from rich.live import Live
 from pipectl.batch import LOCAL, JobState, MpiChoice
 from pipectl.cli.console import errors, note, output, plain, say, warn
 from pipectl.cli.progress import progress_bar
-from pipectl.cli.views.plan import headline, prediction_lines
+from pipectl.cli.views.plan import prediction_lines
 from pipectl.cli.views.run import print_run
 from pipectl.errors import UnknownRunError, UsageError
 from pipectl.jobs.state import Measured, Poller, RunStatus, get_status, read_measured
@@ -84,7 +84,7 @@ def print_plan(jobs: Sequence[Job], before: str = "", tell: Callable[[str], None
         where = ", in the job's allocation" if any(job.prepares for job in jobs) else ""
         note(f"no fresh profile{of}: the model is measured before it is trained{where}")
     elif len(jobs) == 1 and (plan := jobs[0].plan) is not None:
-        for line in (f"{before}{headline(plan)}", *prediction_lines(plan)):
+        for line in (f"{before}{plan.name}: {plan.summary}", *prediction_lines(plan)):
             tell(line)
 
 

@@ -15,6 +15,7 @@ from pipectl.fields import Count, Rule, read_fields
 from pipectl.files import read_json, write_json
 from pipectl.graph import TransferKind
 from pipectl.plan.stage import Stage
+from pipectl.units import plural
 
 T = TypeVar("T")
 
@@ -144,6 +145,18 @@ class Plan:
     def ranks(self) -> int:
         """Number of MPI ranks the plan needs."""
         return len(self.node_of_rank)
+
+    @property
+    def summary(self) -> str:
+        """``2 stages on 2 ranks, 1f1b, 8 micro-batches of 4 (batch 32)``."""
+        used = {rank for stage in self.stages for rank in (*stage.ranks, *stage.backward_ranks)}
+        ranks = plural(self.ranks, "rank")
+        ranks = ranks if len(used) == self.ranks else f"{len(used)} of {ranks}"
+        return (
+            f"{plural(len(self.stages), 'stage')} on {ranks}, {self.schedule}, "
+            f"{plural(self.micro_batches, 'micro-batch')} of {self.micro_batch_size} "
+            f"(batch {self.batch_size})"
+        )
 
     @property
     def most_sent_bytes(self) -> int:

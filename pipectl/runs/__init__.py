@@ -7,8 +7,10 @@ from pipectl.runs.directory import (
     Members,
     RunDirectory,
     SweepDirectory,
+    checkpoints,
     locked,
     stem_of,
+    step_of,
     sweep_of,
 )
 from pipectl.runs.find import (
@@ -22,7 +24,7 @@ from pipectl.runs.find import (
     runs_directory,
 )
 from pipectl.runs.logs import Line, Log, Logs
-from pipectl.runs.manifest import LossScaleState, Manifest, Shard, checkpoints, step_of
+from pipectl.runs.manifest import LossScaleState, Manifest, Shard
 from pipectl.runs.readers import (
     beat,
     last_checkpoint,

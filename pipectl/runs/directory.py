@@ -232,6 +232,18 @@ class SweepDirectory(Directory):
         return [run for run in runs if run.path.is_dir()]
 
 
+def checkpoints(directory: Path) -> list[Path]:
+    """The checkpoints in a directory, the one with the most steps first."""
+    folders = [path for path in directory.glob("step-*") if step_of(path) is not None]
+    return sorted(folders, key=lambda path: step_of(path) or 0, reverse=True)
+
+
+def step_of(checkpoint: Path) -> int | None:
+    """The step in the name of a checkpoint; None if it is no such name."""
+    digits = checkpoint.name.removeprefix("step-")
+    return int(digits) if digits.isascii() and digits.isdigit() else None
+
+
 def sweep_of(run: RunDirectory, name: str) -> SweepDirectory:
     """The sweep of this name that a run is of."""
     return SweepDirectory.beside(run.path.parent / name)

@@ -21,8 +21,7 @@ from pipectl.errors import DataFileError
 from pipectl.fields import FieldError, Rule, read_value
 from pipectl.files import read_json, write_json
 from pipectl.printable import printable
-from pipectl.runs.directory import RunDirectory
-from pipectl.runs.manifest import checkpoints
+from pipectl.runs.directory import RunDirectory, checkpoints
 from pipectl.watch.files import node_path
 
 HEARTBEAT_VERSION = 1

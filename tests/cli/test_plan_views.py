@@ -12,7 +12,6 @@ from rich.console import Console, RenderableType
 from pipectl.cli.views.plan import (
     choose_stages,
     explanation_lines,
-    headline,
     mark_lines,
     prediction_lines,
     remarks,
@@ -106,7 +105,7 @@ def test_the_table_of_a_plan_with_replicas_and_marks(
         replace(third, ranks=(4,), backward_ranks=(5,), recompute=True, offload=True),
     )
     plan = timed(replace(plan, stages=stages), 1.0)
-    assert headline(plan).startswith("pipeline: 3 stages on 6 ranks, ")
+    assert plan.summary.startswith("3 stages on 6 ranks, ")
     golden(printed(stage_table(plan, ["a … b"] * 3, 80), 80), *mark_lines(plan))
     split = replace(plan, replication=Replication.SPLIT)
     expected = "replicas: the ranks of a stage take samples of every micro-batch"
@@ -126,7 +125,7 @@ def test_a_plain_plan_has_no_marks_and_a_step_without_work_no_rate(pipeline: Pla
     idle = next(prediction_lines(timed(plan, 0.0)))
     assert idle.startswith("predicted: 0.00 us per step, bubble 25.0%")
     unused = pipeline(2, 4, node_of_rank=(0, 0, 0))
-    assert headline(unused).startswith("pipeline: 2 stages on 2 of 3 ranks, ")
+    assert unused.summary.startswith("2 stages on 2 of 3 ranks, ")
 
 
 def test_a_thousand_stages_show_their_ends_and_their_extremes(pipeline: Plans) -> None:

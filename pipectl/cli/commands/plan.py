@@ -17,7 +17,6 @@ from pipectl.cli.options import Json, Overrides, SchedulerOption, refuse
 from pipectl.cli.progress import progress_bar
 from pipectl.cli.views.plan import (
     assumption_lines,
-    headline,
     prediction_lines,
     scaling_lines,
     scaling_table,
@@ -165,7 +164,7 @@ def show_step(
     if output_file is not None:
         answer.plan.save(output_file)
     if svg is not None:
-        titles = headline(answer.plan), *prediction_lines(answer.plan)
+        titles = f"{answer.plan.name}: {answer.plan.summary}", *prediction_lines(answer.plan)
         write_text(svg, gantt_svg(answer.simulation.timeline, *titles))
     if as_json:
         say_json(answer.to_json())

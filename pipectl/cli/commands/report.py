@@ -10,7 +10,6 @@ import typer
 
 from pipectl.cli.console import note, say, say_json, short_path
 from pipectl.cli.options import RUNS, Json, RunName, RunsDirectory
-from pipectl.cli.views.plan import headline
 from pipectl.cli.views.trace import print_comparison, step_line
 from pipectl.files import is_stream, make_directory_of, write_text
 from pipectl.jobs.report import make_page
@@ -72,4 +71,4 @@ def command(
         note(f"{short_path(perfetto.absolute())} ({size}): open it at https://ui.perfetto.dev")
     if svg is not None:
         title = step_line(recorded, comparison)
-        write_text(svg, gantt_svg(recorded.timelines(), title, headline(recorded.plan)))
+        write_text(svg, gantt_svg(recorded.timelines(), title, recorded.plan.summary))

@@ -21,7 +21,7 @@ from pipectl.cli.options import (
     reader,
     refuse,
 )
-from pipectl.cli.views.plan import assumption_lines, plural
+from pipectl.cli.views.plan import assumption_lines
 from pipectl.jobs.lab_plan import (
     Balanced,
     allow_techniques,
@@ -31,7 +31,7 @@ from pipectl.jobs.lab_plan import (
 )
 from pipectl.jobs.plan_answers import Deadline, gather
 from pipectl.profile import Profile
-from pipectl.units import format_time, parse_bytes, parse_duration
+from pipectl.units import format_time, parse_bytes, parse_duration, plural
 
 PLANNER = "pipectl"
 _BAR = 24

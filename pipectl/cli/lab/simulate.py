@@ -10,7 +10,7 @@ import typer
 
 from pipectl.cli.console import output, plain, say, say_json
 from pipectl.cli.options import Json, parse_number, reader, refuse
-from pipectl.cli.views.plan import assumption_lines, gantt_lines, headline
+from pipectl.cli.views.plan import assumption_lines, gantt_lines
 from pipectl.cluster import Cluster
 from pipectl.errors import UsageError
 from pipectl.files import make_directory_of, write_text
@@ -77,7 +77,12 @@ def command(
         refuse({"--cluster": cluster}, "needs --plan")
         step = simulate_plan(*plan_equal_stages(schedule, **shape))  # type: ignore[arg-type]
     if svg is not None:
-        write_text(svg, gantt_svg(step.simulation.timeline, headline(step.plan), _figures(step)))
+        write_text(
+            svg,
+            gantt_svg(
+                step.simulation.timeline, f"{step.plan.name}: {step.plan.summary}", _figures(step)
+            ),
+        )
     if as_json:
         say_json(step.to_json())
     else:
@@ -86,7 +91,7 @@ def command(
 
 def _show(step: Simulated) -> None:
     console, timeline = output(), step.simulation.timeline
-    say(headline(step.plan).removeprefix(f"{step.plan.name}: "), "bold")
+    say(step.plan.summary, "bold")
     say(_figures(step))
     for line in gantt_lines(timeline, console.width):
         console.print(line)

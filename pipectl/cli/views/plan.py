@@ -17,7 +17,7 @@ from pipectl.cluster import Cluster
 from pipectl.plan import Plan, Replication, Stage
 from pipectl.report.gantt import gantt, legend
 from pipectl.timeline import Timeline
-from pipectl.units import format_bytes, format_ranges, format_time
+from pipectl.units import format_bytes, format_ranges, format_time, plural
 
 if TYPE_CHECKING:  # `status` shows plans, too, and loads no planner
     from pipectl.jobs.plan_answers import StepAnswer
@@ -60,24 +60,6 @@ _PARTS = (
 )
 
 
-def plural(number: int, noun: str) -> str:
-    """A number with its noun in the plural if it needs one."""
-    plural = "es" if noun.endswith("ch") else "s"
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}{plural}"
-
-
-def headline(plan: Plan) -> str:
-    """One line: what is cut into what."""
-    used = {rank for stage in plan.stages for rank in (*stage.ranks, *stage.backward_ranks)}
-    ranks = plural(plan.ranks, "rank")
-    ranks = ranks if len(used) == plan.ranks else f"{len(used)} of {ranks}"
-    return (
-        f"{plan.name}: {plural(len(plan.stages), 'stage')} on {ranks}, {plan.schedule}, "
-        f"{plural(plan.micro_batches, 'micro-batch')} of {plan.micro_batch_size} "
-        f"(batch {plan.batch_size})"
-    )
-
-
 def prediction_lines(plan: Plan, range_s: tuple[float, float] | None = None) -> Iterator[str]:
     """Step time, throughput and bubble; then memory.
 
@@ -116,7 +98,7 @@ def step_view(answer: StepAnswer, width: int) -> RenderableType:
         for stage in plan.stages
     ]
     stages = stage_table(plan, ends, width)
-    parts: list[RenderableType] = [plain(headline(plan), "bold")]
+    parts: list[RenderableType] = [plain(f"{plan.name}: {plan.summary}", "bold")]
     parts += [
         *map(plain, prediction_lines(plan, answer.range_s)),
         "",

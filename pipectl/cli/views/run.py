@@ -14,7 +14,6 @@ from rich.text import Text
 
 from pipectl.batch import JobState, JobStatus
 from pipectl.cli.console import label_lines, output, plain, say_json, short_path, table
-from pipectl.cli.views.plan import headline, plural
 from pipectl.errors import DataFileError
 from pipectl.jobs.state import RunStatus, find_best
 from pipectl.report.charts import thinned
@@ -27,7 +26,7 @@ from pipectl.runs import (
     read_metrics,
     step_of,
 )
-from pipectl.units import format_bytes, format_time
+from pipectl.units import format_bytes, format_time, plural
 
 _STYLES = {
     JobState.COMPLETED: "green",
@@ -241,7 +240,7 @@ def _files(status: RunStatus) -> Lines:
             if path.exists():
                 yield label, short_path(path), ""
     if status.plan is not None:
-        yield "plan", headline(status.plan).removeprefix(f"{status.plan.name}: "), ""
+        yield "plan", status.plan.summary, ""
     yield "directory", short_path(run.path), ""
     weights = last_checkpoint(run)
     if weights is not None:
