@@ -10,7 +10,7 @@ from pipectl.jobs.state import get_status
 from pipectl.profile import Profile
 from pipectl.report import render_page
 from pipectl.report.charts import steps_svg
-from pipectl.report.comparison import find_bottleneck, find_largest_difference
+from pipectl.report.comparison import explain
 from pipectl.report.gantt import gantt_svg
 from pipectl.report.recorded import load_step
 from pipectl.runs import RunDirectory, read_metrics
@@ -32,14 +32,14 @@ def make_page(run: RunDirectory, now: float, step: int | None = None) -> str:
         UsageError: that step is not recorded.
     """
     status = get_status(run, now)
-    comparison, verdict, names = None, list[str](), dict[str, str]()
+    comparison, verdict, names = None, list[tuple[str, str]](), dict[str, str]()
     timelines: dict[str, Timeline] = {}
     with suppress(PipectlError):
         names = {operator.id: operator.name for operator in Profile.load(run.profile).operators}
     try:
         recorded = load_step(run, step)
         comparison, timelines = recorded.compare(), recorded.timelines()
-        verdict = [*find_bottleneck(comparison), find_largest_difference(comparison)]
+        verdict = explain(comparison)
     except PipectlError:
         if step is not None:
             raise

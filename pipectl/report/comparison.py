@@ -120,11 +120,8 @@ class Part(NamedTuple):
         return f"{kind} of stage {self.stage}" if self.stage >= 0 else kind
 
 
-class RankStep(NamedTuple):
-    """How a rank spends the step, by the names in ``SPENT``."""
-
-    rank: int
-    spent: Mapping[str, Both]
+Spent = Mapping[str, Both]
+"""Seconds by the names in ``SPENT``."""
 
 
 @dataclass(frozen=True)
@@ -135,20 +132,26 @@ class Comparison:
         step: its number.
         time: of the whole step.
         parts: by rank, stage and kind.
-        ranks: those that were recorded.
-        critical_s: seconds of the measured step's critical path, by the names in ``SPENT``.
-        expected_s: the same of the predicted step.
+        ranks: how each rank that was recorded spends the step.
+        critical: the chain of actions, through all ranks, that is as long as the step.
         unpaired: computations that only one of the timelines has.
     """
 
     step: int | None
     time: Both
     parts: tuple[Part, ...]
-    ranks: tuple[RankStep, ...]
-    critical_s: Mapping[str, float]
-    expected_s: Mapping[str, float]
+    ranks: Mapping[int, Spent]
+    critical: Spent
     unpaired: int
     clock_error_s: float
+
+    @property
+    def difference_s(self) -> dict[str, float]:
+        """By how many seconds the step is longer than predicted, by the names in ``SPENT``.
+
+        The parts are those of the critical paths, so that they add up to the whole difference.
+        """
+        return {name: both.more_s for name, both in self.critical.items()}
 
     def to_json(self) -> dict[str, Any]:
         """For programs."""
@@ -157,7 +160,7 @@ class Comparison:
             **self.time.to_json(),
             "clock_error_s": self.clock_error_s,
             "unpaired": self.unpaired,
-            "difference_s": divide_difference(self),
+            "difference_s": self.difference_s,
             "parts": [
                 {key: value for key, value in part._asdict().items() if key != "time"}
                 | part.time.to_json()
@@ -165,7 +168,7 @@ class Comparison:
             ],
             "ranks": [
                 {"rank": rank, **{name: both.to_json() for name, both in spent.items()}}
-                for rank, spent in self.ranks
+                for rank, spent in self.ranks.items()
             ],
         }
 
@@ -177,14 +180,17 @@ def compare(predicted: Timeline, measured: Timeline, channels: Sequence[Channel]
         channels: of the plan.
     """
     ranks = sorted({event.rank for event in measured.events})
-    ours, theirs = (_computing_s(timeline, frozenset(ranks)) for timeline in (predicted, measured))
-    paired = sorted(ours.keys() & theirs.keys())
+    ours, theirs = (_Reading(timeline, channels) for timeline in (predicted, measured))
+    expected = {key: time_s for key, time_s in ours.computing_s.items() if key[0] in ranks}
+    paired = sorted(expected.keys() & theirs.computing_s.keys())
     times: dict[tuple[int, int, str], list[Both]] = defaultdict(list)
     for key in paired:
         rank, stage, kind, _ = key
-        times[rank, stage, kind].append(Both(ours[key], theirs[key]))
-    foreseen, sent = (_find_send_times(each, channels) for each in (predicted, measured))
-    before, after = _spent(predicted, foreseen), _spent(measured, sent)
+        times[rank, stage, kind].append(Both(expected[key], theirs.computing_s[key]))
+
+    def pair(before: Mapping[str, float], after: Mapping[str, float]) -> Spent:
+        return {name: Both(before[name], after[name]) for name in SPENT}
+
     return Comparison(
         step=measured.step,
         time=Both(predicted.end_s, measured.end_s),
@@ -192,167 +198,140 @@ def compare(predicted: Timeline, measured: Timeline, channels: Sequence[Channel]
             Part(*key, len(each), Both(*map(sum, zip(*each, strict=True))))
             for key, each in sorted(times.items())
         ),
-        ranks=tuple(
-            RankStep(rank, {name: Both(before[rank][name], after[rank][name]) for name in SPENT})
-            for rank in ranks
-        ),
-        critical_s=_critical_path(measured, channels, sent),
-        expected_s=_critical_path(predicted, channels, foreseen),
-        unpaired=len(ours) + len(theirs) - 2 * len(paired),
+        ranks={rank: pair(ours.spent_s[rank], theirs.spent_s[rank]) for rank in ranks},
+        critical=pair(ours.critical_path(), theirs.critical_path()),
+        unpaired=len(expected) + len(theirs.computing_s) - 2 * len(paired),
         clock_error_s=measured.clock_error_s,
     )
 
 
-def _computing_s(
-    timeline: Timeline, ranks: frozenset[int]
-) -> dict[tuple[int, int, str, int], float]:
-    """Seconds of every computation: by rank, stage, kind and micro-batch."""
-    times: dict[tuple[int, int, str, int], float] = defaultdict(float)
-    for event in timeline.events:
-        if event.kind in COMPUTE_KINDS and event.rank in ranks:
-            key = event.rank, event.stage, event.kind, event.micro_batch
-            times[key] += event.end_s - event.start_s
-    return times
+class _Reading:
+    """One timeline.
+
+    Attributes:
+        computing_s: of every computation, by rank, stage, kind and micro-batch.
+        spent_s: of every rank's step, by the names in ``SPENT``; they add up to the step.
+    """
+
+    def __init__(self, timeline: Timeline, channels: Sequence[Channel]) -> None:
+        self._timeline, self._channels = timeline, channels
+        self._sent_s = _find_send_times(timeline, channels)
+        self.computing_s: dict[tuple[int, int, str, int], float] = defaultdict(float)
+        self.spent_s: dict[int, dict[str, float]] = defaultdict(lambda: dict.fromkeys(SPENT, 0.0))
+        last_s: dict[int, float] = defaultdict(float)
+        for event in timeline.events:
+            spent, start_s = self.spent_s[event.rank], event.start_s
+            last_s[event.rank] = max(last_s[event.rank], event.end_s)
+            if event.kind == "receive_wait":
+                sent_s = self._sent_s.get((event.channel, event.micro_batch), event.end_s)
+                start_s = min(max(sent_s, start_s), event.end_s)
+                spent[OTHERS] += start_s - event.start_s
+            elif event.kind in COMPUTE_KINDS:
+                key = event.rank, event.stage, event.kind, event.micro_batch
+                self.computing_s[key] += event.end_s - start_s
+            spent[_USES.get(event.kind, BETWEEN)] += event.end_s - start_s
+        for rank, spent in self.spent_s.items():
+            spent[BETWEEN] += max(0.0, last_s[rank] - sum(spent.values()))
+            spent[OTHERS] += timeline.end_s - last_s[rank]
+
+    def critical_path(self) -> dict[str, float]:
+        """Seconds of the chain of actions, through all ranks, that is as long as the step."""
+        spent, timeline = dict.fromkeys(SPENT, 0.0), self._timeline
+        events: dict[int, list[Event]] = defaultdict(list)
+        for event in sorted(timeline.events, key=lambda event: event.start_s):
+            events[event.rank].append(event)
+        rank = max(timeline.events, key=lambda event: event.end_s).rank if events else -1
+        now_s = timeline.end_s
+        while events[rank]:
+            event = events[rank].pop()
+            if event.start_s >= now_s:
+                continue
+            spent[BETWEEN] += max(0.0, now_s - event.end_s)
+            now_s, start_s = min(now_s, event.end_s), event.start_s
+            use = _USES.get(event.kind, BETWEEN)
+            if event.kind == "receive_wait":
+                sent_s = self._sent_s.get((event.channel, event.micro_batch), start_s)
+                if start_s < sent_s < now_s:
+                    start_s, rank = sent_s, self._channels[event.channel].source_rank
+            elif event.kind == "update_wait":
+                others = (e for each in events.values() for e in each if e.kind != "update_wait")
+                ended = [e for e in others if start_s < e.end_s <= now_s]
+                if ended:
+                    last = max(ended, key=lambda each: each.end_s)
+                    start_s, rank = last.end_s, last.rank
+                use = COMMUNICATION
+            spent[use] += now_s - start_s
+            now_s = start_s
+        spent[BETWEEN] += now_s
+        return spent
 
 
-def _spent(
-    timeline: Timeline, sent: Mapping[tuple[int, int], float]
-) -> dict[int, dict[str, float]]:
-    """Seconds of every rank's step, which add up to the step."""
-    ranks: dict[int, dict[str, float]] = defaultdict(lambda: dict.fromkeys(SPENT, 0.0))
-    last_s: dict[int, float] = defaultdict(float)
-    for event in timeline.events:
-        spent, start_s = ranks[event.rank], event.start_s
-        last_s[event.rank] = max(last_s[event.rank], event.end_s)
-        if event.kind == "receive_wait":
-            sent_s = sent.get((event.channel, event.micro_batch), event.end_s)
-            start_s = min(max(sent_s, start_s), event.end_s)
-            spent[OTHERS] += start_s - event.start_s
-        spent[_USES.get(event.kind, BETWEEN)] += event.end_s - start_s
-    for rank, spent in ranks.items():
-        spent[BETWEEN] += max(0.0, last_s[rank] - sum(spent.values()))
-        spent[OTHERS] += timeline.end_s - last_s[rank]
-    return ranks
+def explain(comparison: Comparison) -> list[tuple[str, str]]:
+    """What limits the speed, what would help, and what differs most: labels and texts.
+
+    The bottleneck is the rank that computes longest, or what else is on the critical path: all that
+    other ranks compute there goes beyond this is filling and draining the pipeline.
+    """
+    step_s, ranks = comparison.time.measured_s, comparison.ranks
+    if step_s <= 0 or not ranks:
+        return [("difference", "nothing was recorded")]
+    computing_s = {rank: spent[COMPUTING].measured_s for rank, spent in ranks.items()}
+    busiest = max(ranks, key=computing_s.__getitem__)
+    busy_s = computing_s.pop(busiest)
+    mean_s = sum(computing_s.values()) / len(computing_s) if computing_s else busy_s
+    causes_s = {name: both.measured_s for name, both in comparison.critical.items()}
+    causes_s[OTHERS] += max(0.0, causes_s.pop(COMPUTING) - busy_s)
+    cause = max(causes_s, key=causes_s.__getitem__)
+    what, cause_s = SPENT[cause].cause or SPENT[cause].name, causes_s[cause]
+    computes = f"rank {busiest} computes for {format_time(busy_s)} of {format_time(step_s)}"
+    if own := [part for part in comparison.parts if part.rank == busiest]:
+        computes += f", longest in {max(own, key=lambda part: part.time.measured_s)}"
+    is_worth = cause_s > busy_s or cause_s >= _MIN_CAUSE * step_s
+    if cause_s > busy_s:
+        bottleneck = f"{what}, {format_time(cause_s)}; {computes}"
+    elif mean_s < _EVEN * busy_s:
+        bottleneck = f"{computes}; the others for {format_time(mean_s)}"
+    else:
+        bottleneck = f"computing, on all ranks alike: {computes}"
+    if is_worth and cause_s <= busy_s:
+        bottleneck += f"; {what} adds {format_time(cause_s)}"
+    lines = [("bottleneck", bottleneck)]
+    if is_worth:
+        lines.append(("would help", SPENT[cause].advice))
+    shares = {
+        name: sum(spent[name].measured_s for spent in ranks.values()) / len(ranks) / step_s
+        for name in SPENT
+    }
+    by_share = sorted((share, name) for name, share in shares.items() if share >= _MIN_SHARE)
+    listed = ", ".join(f"{share:.0%} {SPENT[name].name}" for share, name in reversed(by_share))
+    return [*lines, ("ranks spend", listed), ("difference", _find_largest_difference(comparison))]
 
 
-def _critical_path(
-    timeline: Timeline, channels: Sequence[Channel], sent: Mapping[tuple[int, int], float]
-) -> dict[str, float]:
-    """Seconds of the chain of actions, through all ranks, that is as long as the step."""
-    spent = dict.fromkeys(SPENT, 0.0)
-    events: dict[int, list[Event]] = defaultdict(list)
-    for event in sorted(timeline.events, key=lambda event: event.start_s):
-        events[event.rank].append(event)
-    rank = max(timeline.events, key=lambda event: event.end_s).rank if events else -1
-    now_s = timeline.end_s
-    while events[rank]:
-        event = events[rank].pop()
-        if event.start_s >= now_s:
-            continue
-        spent[BETWEEN] += max(0.0, now_s - event.end_s)
-        now_s, start_s, use = min(now_s, event.end_s), event.start_s, _USES.get(event.kind, BETWEEN)
-        if event.kind == "receive_wait":
-            sent_s = sent.get((event.channel, event.micro_batch), start_s)
-            if start_s < sent_s < now_s:
-                start_s, rank = sent_s, channels[event.channel].source_rank
-        elif event.kind == "update_wait":
-            others = (e for each in events.values() for e in each if e.kind != "update_wait")
-            ended = [e for e in others if start_s < e.end_s <= now_s]
-            if ended:
-                last = max(ended, key=lambda each: each.end_s)
-                start_s, rank = last.end_s, last.rank
-            use = COMMUNICATION
-        spent[use] += now_s - start_s
-        now_s = start_s
-    spent[BETWEEN] += now_s
-    return spent
-
-
-def find_largest_difference(comparison: Comparison) -> str:
-    """Where most of the difference to the prediction comes from, in a sentence.
+def _find_largest_difference(comparison: Comparison) -> str:
+    """Where most of the difference to the prediction comes from.
 
     Waits for other ranks are left out: they follow from what those ranks do.
     """
-    candidates = [
-        (abs(both.more_s), -rank.rank, name, both)
-        for rank in comparison.ranks
-        for name, both in rank.spent.items()
-        if name != OTHERS
-    ]
-    if not candidates:
-        return "Nothing was recorded."
-    more_s, rank, name, both = max(candidates, key=lambda each: each[:2])
+    more_s, rank, name, both = max(
+        (
+            (abs(both.more_s), -rank, name, both)
+            for rank, spent in comparison.ranks.items()
+            for name, both in spent.items()
+            if name != OTHERS
+        ),
+        key=lambda each: each[:2],
+    )
     if more_s < _MIN_DIFFERENCE * comparison.time.predicted_s:
-        return f"No part of any rank's step differs by {_MIN_DIFFERENCE:.0%} of the step or more."
+        return f"no part of any rank's step differs by {_MIN_DIFFERENCE:.0%} of the step or more"
     what, note = SPENT[name].name, ""
     parts = [part for part in comparison.parts if part.rank == -rank]
     if name == COMPUTING and parts:
         part = max(parts, key=lambda each: abs(each.time.more_s))
         what, both = str(part), part.time
         note = "; loading the data counts as forward" if part.kind == "forward" else ""
-    amount = f"{format_time(abs(both.more_s))} per step {'more' if both.more_s > 0 else 'less'}"
-    times = f"takes {amount} than predicted"
-    if both.ratio is not None and both.ratio <= _MAX_RATIO:
-        times = f"takes {both.ratio:.2f} times what was predicted, {amount},"
-    return f"{_capital(what)} {times} on rank {-rank}: {SPENT[name].advice}{note}."
-
-
-def divide_difference(comparison: Comparison) -> dict[str, float]:
-    """By how many seconds the measured step is longer, by the names in ``SPENT``.
-
-    The parts are those of the two critical paths, so that they add up to the whole difference.
-    """
-    return {name: comparison.critical_s[name] - comparison.expected_s[name] for name in SPENT}
-
-
-def find_bottleneck(comparison: Comparison) -> list[str]:
-    """What the ranks spent the measured step on, and what limits its speed; sentences.
-
-    That is the rank that computes longest, or what else is on the critical path: all that other
-    ranks compute there goes beyond this is filling and draining the pipeline.
-    """
-    step_s, ranks = comparison.time.measured_s, comparison.ranks
-    if step_s <= 0 or not ranks:
-        return []
-    shares = {
-        name: sum(rank.spent[name].measured_s for rank in ranks) / len(ranks) / step_s
-        for name in SPENT
-    }
-    by_share = sorted((share, name) for name, share in shares.items() if share >= _MIN_SHARE)
-    listed = ", ".join(f"{share:.0%} {SPENT[name].name}" for share, name in reversed(by_share))
-    sentences = [f"The ranks' time: {listed}."]
-    busiest = max(ranks, key=lambda rank: rank.spent[COMPUTING].measured_s)
-    busy_s = busiest.spent[COMPUTING].measured_s
-    others_s = [rank.spent[COMPUTING].measured_s for rank in ranks if rank is not busiest]
-    mean_s = sum(others_s) / len(others_s) if others_s else busy_s
-    computes = f"computes for {format_time(busy_s)} of {format_time(step_s)}"
-    if own := [part for part in comparison.parts if part.rank == busiest.rank]:
-        computes += f", longest in {max(own, key=lambda part: part.time.measured_s)}"
-    causes_s = {name: comparison.critical_s[name] for name in SPENT if name != COMPUTING}
-    causes_s[OTHERS] += max(0.0, comparison.critical_s[COMPUTING] - busy_s)
-    cause = max(causes_s, key=causes_s.__getitem__)
-    name, advice, other_name = SPENT[cause]
-    what = _capital(other_name or name)
-    if causes_s[cause] > busy_s:
-        sentences.append(
-            f"{what} takes most of the step, {format_time(causes_s[cause])}; rank {busiest.rank}, "
-            f"which computes longest, {computes}: {advice}."
-        )
-        return sentences
-    if mean_s < _EVEN * busy_s:
-        others = f"the others compute for {format_time(mean_s)} on average"
-        sentences.append(f"Rank {busiest.rank} is the bottleneck: it {computes}; {others}.")
-    else:
-        sentences.append(
-            f"Computing limits the speed, on all ranks alike: rank {busiest.rank} {computes}."
-        )
-    if causes_s[cause] >= _MIN_CAUSE * step_s:
-        sentences.append(f"{what} adds {format_time(causes_s[cause])}: {advice}.")
-    return sentences
-
-
-def _capital(text: str) -> str:
-    return text[0].upper() + text[1:]
+    amount = f"{format_time(abs(both.more_s))} {'longer' if both.more_s > 0 else 'shorter'}"
+    times = "" if both.ratio is None or both.ratio > _MAX_RATIO else f" ({both.ratio:.2f} times)"
+    return f"{what} on rank {-rank}: {amount} than predicted{times}; {SPENT[name].advice}{note}"
 
 
 class Computed:

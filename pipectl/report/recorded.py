@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pipectl.errors import PipectlError, UsageError
 from pipectl.plan import Plan
-from pipectl.report.comparison import Comparison, compare, divide_difference
+from pipectl.report.comparison import Comparison, compare
 from pipectl.runs import RunDirectory, measured_steps
 from pipectl.schedule import channels
 from pipectl.timeline import Timeline
@@ -76,5 +76,5 @@ def divide_last_step(run: RunDirectory) -> tuple[int, dict[str, float]] | None:
     with suppress(PipectlError):
         recorded = load_step(run)
         if len(recorded.measured.events) <= _MAX_EVENTS and recorded.measured.step is not None:
-            return recorded.measured.step, divide_difference(recorded.compare())
+            return recorded.measured.step, recorded.compare().difference_s
     return None

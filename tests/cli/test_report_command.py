@@ -55,7 +55,7 @@ def test_everything_about_a_run(cli: Command, traced: Path) -> None:
     assert result.out.startswith("report.html (")
     text = Path("report.html").read_text()
     for words in ("COMPLETED, step 10 of 10", "measured, step 10", "1.00 GiB measured",
-                  "samples/s", "Computing limits the speed", "4 micro-batches of"):  # fmt: skip
+                  "samples/s", "computing, on all ranks alike", "4 micro-batches of"):  # fmt: skip
         assert words in text
     assert "<img" not in text
     assert "memory</th>" not in text, "no stage is recomputed or offloaded"
@@ -133,11 +133,14 @@ def run(place: Path, pipeline: Callable[..., Plan]) -> RunDirectory:
 def test_the_last_recorded_step_is_compared(cli: Command, run: RunDirectory) -> None:
     result = cli("report", "last")
     assert result.code == 0
-    head, shares, bottleneck, _, difference, *table = result.out.splitlines()
+    head, bottleneck, _, shares, difference, *table = result.out.splitlines()
     assert head.startswith(f"{run.name}, step 10: ")
-    assert shares.startswith("The ranks' time: ")
-    assert bottleneck.startswith("Rank 1 is the bottleneck: it computes for ")
-    assert difference.startswith("Backward of stage 1 takes 2.00 times what was predicted, 8.00 s")
+    assert shares.startswith("ranks spend: ")
+    assert bottleneck.startswith("bottleneck:  rank 1 computes for ")
+    words = (
+        "difference:  backward of stage 1 on rank 1: 8.00 s longer than predicted (2.00 times); "
+    )
+    assert difference.startswith(words)
     rows = [line.split() for line in table]
     assert ["1", "1", "backward", "4", "2.00", "s", "4.00", "s", "2.00"] in rows
     assert ["0", "0", "forward", "3", "1.00", "s", "1.00", "s", "1.00"] in rows

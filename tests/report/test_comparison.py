@@ -7,9 +7,7 @@ from pipectl.report.comparison import (
     Both,
     Part,
     compare,
-    divide_difference,
-    find_bottleneck,
-    find_largest_difference,
+    explain,
 )
 from pipectl.schedule import channels
 from pipectl.simulate import simulate
@@ -34,7 +32,7 @@ STEP = (
 
 def test_a_wait_is_for_others_until_the_message_is_sent(pipeline):
     found = compare(Timeline(STEP, 2), Timeline(STEP, 2), channels(pipeline(2, 1)))
-    spent = [{name: both.measured_s for name, both in rank.spent.items()} for rank in found.ranks]
+    spent = [{name: s.measured_s for name, s in each.items()} for each in found.ranks.values()]
     rest = {"sums": 0.0, "offload": 0.0, "between_actions": 0.0}
     # sent at 4.25 and there at 5; sent at 1 and there at 1.25
     assert spent == [
@@ -46,7 +44,7 @@ def test_a_wait_is_for_others_until_the_message_is_sent(pipeline):
 def test_without_starts_a_message_is_sent_when_it_is_made(pipeline):
     steps = [Timeline(STEP, 2), Timeline(tuple(e for e in STEP if e.kind != "send_start"), 2)]
     found = compare(*steps, channels(pipeline(2, 1)))
-    assert {both.more_s for rank in found.ranks for both in rank.spent.values()} == {0.0}
+    assert {both.more_s for each in found.ranks.values() for both in each.values()} == {0.0}
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
@@ -61,15 +59,13 @@ def test_a_simulated_step_is_what_was_predicted(pipeline, schedule):
         [1.0] * (6 if schedule == "gpipe" else 9)
     )
     assert sum(part.actions for part in found.parts if part.kind == "forward") == 3 * 4
-    for rank in found.ranks:
-        assert sum(both.measured_s for both in rank.spent.values()) == pytest.approx(timeline.end_s)
-        assert rank.spent["between_actions"].measured_s == pytest.approx(0.0)
+    for spent in found.ranks.values():
+        assert sum(both.measured_s for both in spent.values()) == pytest.approx(timeline.end_s)
+        assert spent["between_actions"].measured_s == pytest.approx(0.0)
     # 2.1 s a message, and activations follow one another: no rank hides them all
-    assert found.ranks[1].spent["communication"].predicted_s > 1.0
-    assert (
-        find_largest_difference(found)
-        == "No part of any rank's step differs by 2% of the step or more."
-    )
+    assert found.ranks[1]["communication"].predicted_s > 1.0
+    words = "no part of any rank's step differs by 2% of the step or more"
+    assert dict(explain(found))["difference"] == words
 
 
 def changed(*events):
@@ -83,30 +79,30 @@ def changed(*events):
     [
         (
             changed(BACKWARD_0._replace(end_s=8.0)),
-            "Backward of stage 0 takes 1.50 times what was predicted, 1.00 s per step more, on rank"
-            " 0: the nodes are more or less busy",
+            "backward of stage 0 on rank 0: 1.00 s longer than predicted (1.50 times); the nodes "
+            "are more or less busy",
         ),
         (
             changed(FORWARD_0._replace(start_s=0.5)),
-            "Forward of stage 0 takes 0.50 times what was predicted, 500 ms per step less, on",
+            "forward of stage 0 on rank 0: 500 ms shorter than predicted (0.50 times); ",
         ),
         (
             changed(
                 Event(0, 1.0, 7.0, "receive_wait", 0, 0, 1),
                 BACKWARD_0._replace(start_s=7.0, end_s=9.0),
             ),
-            "Waiting for messages on their way takes 3.67 times what was predicted, 2.00 s per step"
-            " more, on rank 0: fewer stages send less; `pipectl profile --links`",
+            "waiting for messages on their way on rank 0: 2.00 s longer than predicted (3.67 "
+            "times); fewer stages send less; `pipectl profile --links`",
         ),
         (
             changed(BACKWARD_0._replace(start_s=6.0, end_s=8.0)),
-            "Time between actions (Python) takes 1.00 s per step more than predicted on rank 0:",
+            "time between actions (Python) on rank 0: 1.00 s longer than predicted; larger",
         ),
     ],
 )
 def test_what_is_off_is_named(pipeline, measured, words):
     found = compare(Timeline(STEP, 2), measured, channels(pipeline(2, 1)))
-    assert find_largest_difference(found).startswith(words)
+    assert dict(explain(found))["difference"].startswith(words)
     assert (found.step, found.clock_error_s) == (10, 1e-5)
 
 
@@ -119,24 +115,31 @@ def test_what_limits_the_speed_is_what_takes_the_time(pipeline):
         Event(0, 1.0, 7.0, "receive_wait", 0, 0, 1),
         BACKWARD_0._replace(start_s=7.0, end_s=9.0),
     )
-    assert find_bottleneck(compare(Timeline(STEP, 2), slow, channels(pipeline(2, 1)))) == [
-        "The ranks' time: 50% waiting for other ranks, 44% computing, 6% waiting for messages on "
-        "their way.",
-        "Rank 1 is the bottleneck: it computes for 5.00 s of 9.00 s, longest in backward of stage "
-        "1; the others compute for 3.00 s on average.",
-        "Filling and draining the pipeline adds 3.00 s: more micro-batches keep the pipeline full "
-        "for longer.",
+    fuller = ("would help", "more micro-batches keep the pipeline full for longer")
+    assert explain(compare(Timeline(STEP, 2), slow, channels(pipeline(2, 1))))[:3] == [
+        (
+            "bottleneck",
+            "rank 1 computes for 5.00 s of 9.00 s, longest in backward of stage 1; the others for "
+            "3.00 s; filling and draining the pipeline adds 3.00 s",
+        ),
+        fuller,
+        (
+            "ranks spend",
+            "50% waiting for other ranks, 44% computing, 6% waiting for messages on their way",
+        ),
     ]
     even = compare(Timeline(STEP, 2), Timeline(STEP, 2), channels(pipeline(2, 1)))
     # Each rank computes 3 s; what the other one adds on the critical path is not hidden.
-    assert even.critical_s == {
+    assert {name: both.measured_s for name, both in even.critical.items()} == {
         **dict.fromkeys(SPENT, 0.0), "computing": 6.0, "communication": 1.0
     }  # fmt: skip
-    assert find_bottleneck(even)[1:] == [
-        "Computing limits the speed, on all ranks alike: rank 0 computes for 3.00 s of 7.00 s, "
-        "longest in backward of stage 0.",
-        "Filling and draining the pipeline adds 3.00 s: more micro-batches keep the pipeline full "
-        "for longer.",
+    assert explain(even)[:2] == [
+        (
+            "bottleneck",
+            "computing, on all ranks alike: rank 0 computes for 3.00 s of 7.00 s, longest in "
+            "backward of stage 0; filling and draining the pipeline adds 3.00 s",
+        ),
+        fuller,
     ]
 
 
@@ -152,18 +155,18 @@ def test_the_critical_path_has_no_waits_for_others_and_is_as_long_as_the_step(pi
         Event(1, 7.5, 8.0, "update_wait"),
     )
     found = compare(Timeline(slow, 2), Timeline(slow, 2), channels(pipeline(2, 1)))
-    assert {name: time_s for name, time_s in found.critical_s.items() if time_s} == {
+    times = {name: both.measured_s for name, both in found.critical.items()}
+    assert {name: time_s for name, time_s in times.items() if time_s} == {
         "computing": 1.0 + 2.5 + 1.0, "communication": 3.0 + 0.5, "between_actions": 1.0
     }  # fmt: skip
-    assert find_bottleneck(found)[1].startswith(
-        "Waiting for messages on their way takes most of the step, 3.50 s; rank 1, which computes "
-    )
+    words = "waiting for messages on their way, 3.50 s; rank 1 computes for "
+    assert dict(explain(found))["bottleneck"].startswith(words)
 
 
 def test_the_parts_of_a_difference_add_up_to_it(pipeline):
     slower = (FORWARD_0._replace(end_s=3.0), *STEP[1:])
     found = compare(Timeline(STEP, 2), Timeline(slower, 2, 3), channels(pipeline(2, 1)))
-    parts = divide_difference(found)
+    parts = found.difference_s
     assert set(parts) == set(SPENT)
     assert sum(parts.values()) == pytest.approx(found.time.more_s)
 

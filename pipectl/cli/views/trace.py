@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from rich.table import Table
 
-from pipectl.cli.console import note, output, plain, say, table
+from pipectl.cli.console import label_lines, note, output, plain, say, table
 from pipectl.report.comparison import (
     SPENT,
     Both,
     Comparison,
     Part,
-    RankStep,
-    find_bottleneck,
-    find_largest_difference,
+    Spent,
+    explain,
 )
 from pipectl.report.recorded import RecordedStep
 from pipectl.units import format_time
 
 T = TypeVar("T")
 _PARTS = ("stage", "rank", "action", "times", "predicted", "measured", "ratio")
-_MAX_PARTS, _MAX_RANKS = 32, 16
+_MAX_PARTS, _MAX_RANKS, _INDENT = 32, 16, 13
 _NOTHING_S = 5e-7
 _SLOWER, _FASTER = 1.1, 0.9
 """Measured over predicted time, from which on a row has a colour."""
@@ -32,18 +31,20 @@ def print_comparison(recorded: RecordedStep, comparison: Comparison) -> None:
     """Print what took how long, and what stands out."""
     console = output()
     say(step_line(recorded, comparison), "bold")
-    for sentence in (*find_bottleneck(comparison), find_largest_difference(comparison)):
-        console.print(plain(sentence), soft_wrap=not console.is_terminal)
+    lines = [(f"{label}:", text, "") for label, text in explain(comparison)]
+    width = console.width if console.is_terminal else None
+    for line in label_lines(lines, _INDENT, width, bold=True):
+        console.print(line, soft_wrap=True)
     every = [part for part in comparison.parts if max(part.time) >= _NOTHING_S]
     parts = _choose_worst(every, _MAX_PARTS, lambda part: abs(part.time.more_s))
     console.print("", _parts_table(parts), sep="\n")
-
-    def difference_s(rank: RankStep) -> float:
-        return max(abs(both.more_s) for both in rank.spent.values())
-
-    ranks = _choose_worst(comparison.ranks, _MAX_RANKS, difference_s)
-    heading = plain("times per rank in the step, predicted / measured", "dim")
-    console.print("", heading, _ranks_table(ranks), sep="\n")
+    ranks = _choose_worst(
+        list(comparison.ranks.items()),
+        _MAX_RANKS,
+        lambda rank: max(abs(both.more_s) for both in rank[1].values()),
+    )
+    heading = plain("per rank in the step, predicted / measured", "dim")
+    console.print("", heading, _ranks_table(dict(ranks)), sep="\n")
     for remark in _remarks(recorded, comparison, len(parts) < len(every), len(ranks)):
         note(remark)
 
@@ -83,12 +84,18 @@ def _parts_table(parts: Sequence[Part]) -> Table:
     return table(_PARTS, rows, left=("action",))
 
 
-def _ranks_table(ranks: Sequence[RankStep]) -> Table:
+def _ranks_table(ranks: Mapping[int, Spent]) -> Table:
     """Predicted and measured times of a step; without what no rank does."""
-    shown = [name for name in SPENT if any(sum(r.spent[name]) >= _NOTHING_S for r in ranks)]
+    shown = [name for name in SPENT if any(max(r[name]) >= _NOTHING_S for r in ranks.values())]
     rows = [
-        (rank.rank, *(" / ".join(map(format_time, rank.spent[name])) for name in shown))
-        for rank in ranks
+        (
+            rank,
+            *(
+                " / ".join(format_time(time_s) if time_s >= _NOTHING_S else "0" for time_s in both)
+                for both in (spent[name] for name in shown)
+            ),
+        )
+        for rank, spent in ranks.items()
     ]
     return table(("rank", *(name.replace("_", " ") for name in shown)), rows, wrap=True)
 
