@@ -69,7 +69,8 @@ def _show_run(
     status = get_status(run, time.time())
     print_run(status, as_json=as_json)
     if ranks and not as_json:
-        output().print(ranks_table(status))
+        console = output()
+        console.print(ranks_table(status, width=console.width))
     return [status]
 
 

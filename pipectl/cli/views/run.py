@@ -258,7 +258,7 @@ def run_picture(status: RunStatus, width: int, height: int) -> RenderableType:
         parts += [Text(), plain(f"  loss  {sparkline(losses, max(10, width - 10))}", "cyan")]
     room = height - len(parts)
     if status.ranks and room > 0:
-        parts += [Text(), ranks_table(status, room)]
+        parts += [Text(), ranks_table(status, room, width)]
     return Group(*parts)
 
 
@@ -386,17 +386,17 @@ def _value(values: Mapping[str, Any], key: str) -> str:
     return text if len(text) <= _MAX_VALUE else f"{text[: _MAX_VALUE - 3]}..."
 
 
-def ranks_table(status: RunStatus, max_rows: int | None = None) -> Table:
+def ranks_table(status: RunStatus, max_rows: int | None = None, width: int | None = None) -> Table:
     """Every rank that has been heard of: how much of its time it computes, and what it holds.
 
     Args:
         max_rows: None for all.
+        width: columns of the terminal; what is least important is left out if it does not fit.
     """
     peaks = {peak.rank: peak for peak in status.peaks}
     ranks, count = status.ranks, len(status.ranks)
     if max_rows is not None and count > max_rows:
         ranks = ranks[: max_rows - 1]
-    heads = ("rank", "node", "stage", "busy", "waits", "computes per step", "memory", "predicted")
     rows: list[Sequence[object]] = []
     for rank in ranks:
         waiting, peak = rank.get("waiting"), peaks.get(rank["rank"])
@@ -415,7 +415,9 @@ def ranks_table(status: RunStatus, max_rows: int | None = None) -> Table:
         )
     if len(ranks) < count:
         rows.append(("…", f"{count - len(ranks)} more", *[""] * 6))
-    drawn = table(heads, rows, left=("node", "stage", "busy"))
+    heads = ("rank", "node", "stage", "busy", "waits", "computes per step", "memory", "predicted")
+    optional = ("predicted", "computes per step", "busy", "stage", "waits", "memory", "node")
+    drawn = table(heads, rows, left=heads[1:4], optional=optional, width=width)
     with suppress(DataFileError):
         if sent := (read_heartbeat(status.run) or {}).get("messages"):
             how = f"messages: {sent.get('route')}; progress: {sent.get('progress')}"
