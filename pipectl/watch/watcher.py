@@ -130,7 +130,8 @@ class Watcher:
             return self._ranks.are_gone and self._own.ends
         if self._kill_at is None or self._ended_at is None:
             return False
-        all_end = all(node.is_over for node, _ in self._heard.values())
+        heard_of_all = len(self._heard) == settings.nodes
+        all_end = heard_of_all and all(node.is_over for node, _ in self._heard.values())
         settled = all_end and now - self._ended_at >= SETTLE_S
         return settled or now > self._kill_at + _LEAVE_S
 
