@@ -6,7 +6,7 @@ import pytest
 
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.errors import DataFileError
-from pipectl.jobs.rows import UNKNOWN, join_rows
+from pipectl.jobs.profiles import UNKNOWN_ROWS, join_rows
 from pipectl.profile import Profile
 from pipectl.row_times import RowTimes, seconds_of
 
@@ -50,7 +50,7 @@ def test_rows_of_a_profile_replace_none_that_a_device_has():
 
 
 def test_rows_of_a_cluster_end_what_a_profile_assumes_of_them():
-    profile = Profile("p", "test", 1, (), (), assumptions=(f"{UNKNOWN} (why)", "other"))
+    profile = Profile("p", "test", 1, (), (), assumptions=(f"{UNKNOWN_ROWS} (why)", "other"))
     cluster = assumed_cluster("c", [2], 2, None)
     assert join_rows(profile, cluster) == (profile, cluster)
     known = cluster.with_rows(ROWS)

@@ -22,7 +22,7 @@ from pipectl.batch import LOCAL, find_scheduler, launch_command, process
 from pipectl.batch.launchers import AUTO, MPIEXECS, knows_pmi, list_pmis
 from pipectl.errors import PipectlError, SchedulerError
 from pipectl.jobs.places import memory_of_this_machine
-from pipectl.jobs.rows import request_of_two
+from pipectl.jobs.profiles import request_of_two
 from pipectl.spec.models import Launch
 from pipectl.units import format_bytes, format_time
 from pipectl.versions import tested_torch, untested_torch

@@ -25,8 +25,7 @@ from pipectl.faults import as_fault, describe_error, with_details
 from pipectl.files import write_json
 from pipectl.jobs.job import PERCENT
 from pipectl.jobs.places import fresh_profile, load_run, plan_path, profile_path
-from pipectl.jobs.profiles import measure
-from pipectl.jobs.rows import join_rows
+from pipectl.jobs.profiles import join_rows, measure
 from pipectl.plan import Plan
 from pipectl.printable import printable
 from pipectl.profile import Profile

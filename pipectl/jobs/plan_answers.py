@@ -27,7 +27,7 @@ from pipectl.jobs.places import (
     scheduler_name,
 )
 from pipectl.jobs.planning import advise_other_micro_batches, kept_micro_batches, request_of
-from pipectl.jobs.rows import join_rows
+from pipectl.jobs.profiles import join_rows
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest
 from pipectl.planner.baselines import OWN

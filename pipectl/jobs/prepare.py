@@ -21,8 +21,7 @@ from pipectl.jobs.places import (
     profile_path,
     scheduler_name,
 )
-from pipectl.jobs.profiles import measure
-from pipectl.jobs.rows import join_rows
+from pipectl.jobs.profiles import join_rows, measure
 from pipectl.plan import Plan
 from pipectl.runs import PROFILING
 from pipectl.spec import Point, plan_key, profile_key

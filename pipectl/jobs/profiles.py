@@ -1,8 +1,7 @@
 """Profiles of a job's model: measured now, resumed, or taken from the cache of earlier ones.
 
-The cache keeps finished profiles under a hash of everything that they depend on. A file of it is
-JSON: what was measured (its identity), when, where, and the profile. One that is damaged, or whose
-identity is another, counts as absent.
+The cache keeps finished measurements under a hash of everything that they depend on, their
+identity. A file of it is JSON. One that is damaged, or whose identity is another, counts as absent.
 """
 
 from __future__ import annotations
@@ -12,26 +11,30 @@ import json
 import os
 import platform
 import socket
+import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pipectl
-from pipectl.batch import LOCAL, allocation
-from pipectl.errors import DataFileError, UsageError
+from pipectl.batch import LOCAL, JobRequest, allocation, choose_mpi, launch_command, process
+from pipectl.errors import DataFileError, PipectlError, SchedulerError, UsageError
 from pipectl.faults import with_file
 from pipectl.fields import read_fields, write_value
 from pipectl.files import is_stream, make_directory, make_directory_of, read_json, write_json
 from pipectl.profile import MeasuredOn, Profile
 from pipectl.row_times import RowTimes
 from pipectl.spec import profile_key
+from pipectl.spec.models import Environment, Launch, Pbs, Resources, Slurm
 
 if TYPE_CHECKING:
+    from pipectl.cluster import Cluster
     from pipectl.profiler.progress import Progress
     from pipectl.spec import JobSpec
 
@@ -40,6 +43,12 @@ _CURE = "measure again with: pipectl profile JOB.yaml --submit"
 _CACHE_VERSION = 1
 _MAX_CACHED = 32
 _MEASURING_CODE = ("capture", "profiler", "runtime")
+_ROW_RANKS = 2
+_ROW_PATIENCE_S = 120.0
+UNKNOWN_ROWS = (
+    "what messages take of the ranks' own time, and the start and end of a step, is not measured, "
+    "and taken as nothing"
+)
 
 
 @dataclass(frozen=True)
@@ -63,23 +72,17 @@ class Measurement:
 
     def to_json(self) -> dict[str, Any]:
         """How it came to be; the profile itself has a place of its own."""
-        return {
-            "cached": self.cached,
-            "resumed": self.resumed,
-            "measured_at": self.measured_at,
-            "host": self.host,
-            "seconds": self.seconds,
-        }
+        names = (each.name for each in fields(self) if each.name != "profile")
+        return {name: getattr(self, name) for name in names}
 
     @classmethod
-    def from_json(cls, document: dict[str, Any], profile: Profile, *, file: str) -> Measurement:
+    def from_json(cls, document: Mapping[str, Any], profile: Profile, file: Path) -> Measurement:
         """The measurement that :meth:`to_json` describes.
 
         Raises:
             DataFileError: the description is damaged.
         """
-        fields = {**document, "profile": profile}
-        return read_fields(cls, fields, file=file, cure=_CURE)
+        return read_fields(cls, {**document, "profile": profile}, file=str(file), cure=_CURE)
 
     @classmethod
     def load(cls, profile: Path, how: Path) -> Measurement:
@@ -88,7 +91,7 @@ class Measurement:
         Raises:
             DataFileError: one is missing or damaged.
         """
-        return cls.from_json(read_json(how, cure=_CURE), Profile.load(profile), file=str(how))
+        return cls.from_json(read_json(how, cure=_CURE), Profile.load(profile), how)
 
 
 class Interrupted(KeyboardInterrupt):
@@ -143,12 +146,22 @@ def _find_or_measure(
 ) -> Measurement:
     directory = Path(spec.output.directory) / ".cache"
     make_directory(directory)
-    device = this_device(spec)
-    identity = _identity(spec, device, effort)
-    path = directory / f"{_digest(identity)}.json"
-    cached = None if again else _read_cached(path, identity)
-    if cached is not None:
-        return replace(cached, profile=replace(cached.profile, name=spec.name))
+    device, pipeline = this_device(spec), spec.pipeline
+    free = [] if pipeline.micro_batches is not None else [pipeline.stages, spec.resources.ranks]
+    entry = _CacheEntry.of(
+        directory,
+        "",
+        key=profile_key(spec),
+        shapes=[spec.training.batch_size, pipeline.micro_batches, *free],
+        device=asdict(device),
+        effort=effort,
+    )
+    if not again:
+        with suppress(DataFileError):
+            document = entry.read()
+            profile = replace(Profile.from_json(document.get("profile") or {}), name=spec.name)
+            known = Measurement.from_json(document, profile, entry.path)
+            return replace(known, cached=True, resumed=0)
     if progress is not None:
         progress(0, 0, LOADING)
     from pipectl.profiler import profile_job
@@ -156,7 +169,7 @@ def _find_or_measure(
     from pipectl.profiler.journal import Journal
 
     started = time.time()
-    with Journal(path.with_suffix(".journal"), identity) as journal:
+    with Journal(entry.path.with_suffix(".journal"), entry.identity) as journal:
         try:
             profile = profile_job(spec, progress, effort=Effort(effort), journal=journal)
         except KeyboardInterrupt as stop:
@@ -166,45 +179,55 @@ def _find_or_measure(
         profile = _with_rows(profile, spec, progress, directory, again=again)
         now, host, resumed = time.time(), socket.gethostname(), journal.resumed
         measurement = Measurement(profile, now, host, round(now - started, 3), resumed=resumed)
-        found = {**measurement.to_json(), "profile": profile.to_json()}
-        _write_entry(path, identity, found)
+        entry.write({**measurement.to_json(), "profile": profile.to_json()})
         journal.remove()
-    _remove_oldest(directory)
+    ages = []
+    for file in (*directory.glob("*.json"), *directory.glob("*.journal")):
+        with suppress(OSError):
+            ages.append((file.stat().st_mtime, file))
+    for _, file in sorted(ages)[:-_MAX_CACHED]:
+        with suppress(OSError):
+            file.unlink()
     return measurement
 
 
-def _with_rows(
-    profile: Profile, spec: JobSpec, progress: Progress | None, cache: Path, *, again: bool
-) -> Profile:
-    """The profile with what rows of programs take, or with what is assumed instead.
+@dataclass(frozen=True)
+class _CacheEntry:
+    """A file of the cache, and what it depends on, as JSON."""
 
-    They depend on the machine and on how ranks are started, not on the model: jobs of one output
-    directory share them.
-    """
-    from pipectl.jobs.rows import measure_rows
+    path: Path
+    identity: dict[str, Any]
 
-    scheduler = allocation()
-    identity = {
-        "host": socket.gethostname(),
-        "scheduler": scheduler,
-        "launch": spec.launch.model_dump(mode="json"),
-        "threads": spec.threads,
-        "python": platform.python_version(),
-        "pipectl": [pipectl.__version__, _hash_of_measuring_code()],
-    }
-    path = cache / f"rows-{_digest(identity)}.json"
-    if not again:
-        with suppress(DataFileError):
-            values = _read_entry(path, identity).get("rows") or {}
-            rows = read_fields(RowTimes, values, file=str(path), cure=_CURE)
-            return replace(profile, rows=rows)
-    if progress is not None:
-        progress(0, 0, "measuring messages")
-    measured, assumption = measure_rows(spec, scheduler)
-    if measured is None:
-        return replace(profile, assumptions=(*profile.assumptions, assumption))
-    _write_entry(path, identity, {"rows": write_value(measured)})
-    return replace(profile, rows=measured)
+    @classmethod
+    def of(cls, directory: Path, prefix: str, **identity: Any) -> _CacheEntry:
+        """That of an identity, to which the versions of Python and of this code belong."""
+        identity["python"] = platform.python_version()
+        identity["pipectl"] = [pipectl.__version__, _hash_of_measuring_code()]
+        text = json.dumps(identity, sort_keys=True)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:32]
+        return cls(directory / f"{prefix}{digest}.json", identity)
+
+    def read(self) -> dict[str, Any]:
+        """What is in the file.
+
+        Raises:
+            DataFileError: it is missing or damaged, or of another identity.
+        """
+        document = read_json(self.path, cure=_CURE)
+        if (document.get("version"), document.get("identity")) != (_CACHE_VERSION, self.identity):
+            raise DataFileError(f"{self.path}: is of another measurement", cure=_CURE)
+        return document
+
+    def write(self, values: Mapping[str, Any]) -> None:
+        write_json(self.path, {"version": _CACHE_VERSION, "identity": self.identity, **values})
+
+
+@cache
+def _hash_of_measuring_code() -> str:
+    """What that code measures may change without a new version."""
+    package = Path(pipectl.__file__).parent
+    files = sorted(path for part in _MEASURING_CODE for path in (package / part).glob("*.py"))
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 
 def require_compute_node(scheduler: str) -> None:
@@ -252,65 +275,95 @@ def processor() -> str:
     return next(names, "") or platform.machine()
 
 
-def _identity(spec: JobSpec, device: MeasuredOn, effort: str) -> dict[str, Any]:
-    """Everything that a profile depends on, as JSON."""
-    pipeline = spec.pipeline
-    free = [] if pipeline.micro_batches is not None else [pipeline.stages, spec.resources.ranks]
-    return {
-        "key": profile_key(spec),
-        "shapes": [spec.training.batch_size, pipeline.micro_batches, *free],
-        "device": asdict(device),
-        "effort": effort,
-        "python": platform.python_version(),
-        "pipectl": [pipectl.__version__, _hash_of_measuring_code()],
-    }
+def join_rows(profile: Profile, cluster: Cluster) -> tuple[Profile, Cluster]:
+    """A profile and a cluster of which the second has the times of rows, its own or the first's,
+    and the first assumes nothing of them if they are known."""
+    joined = cluster.with_rows(profile.rows)
+    if any(node.device.rows is None for node in joined.nodes):
+        return profile, joined
+    others = tuple(each for each in profile.assumptions if not each.startswith(UNKNOWN_ROWS))
+    return replace(profile, assumptions=others), joined
 
 
-@cache
-def _hash_of_measuring_code() -> str:
-    """What that code measures may change without a new version."""
-    package = Path(pipectl.__file__).parent
-    files = sorted(path for part in _MEASURING_CODE for path in (package / part).glob("*.py"))
-    return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:16]
+def _with_rows(
+    profile: Profile, spec: JobSpec, progress: Progress | None, directory: Path, *, again: bool
+) -> Profile:
+    """The profile with what rows of programs take, or with what is assumed instead.
 
-
-def _digest(identity: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _write_entry(path: Path, identity: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    write_json(path, {"version": _CACHE_VERSION, "identity": identity, **found})
-
-
-def _read_entry(path: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
-    """A file of the cache.
-
-    Raises:
-        DataFileError: it is missing or damaged, or of another identity.
+    They depend on the machine and on how ranks are started, not on the model: jobs of one output
+    directory share them.
     """
-    document = read_json(path, cure=_CURE)
-    if (document.get("version"), document.get("identity")) != (_CACHE_VERSION, identity):
-        raise DataFileError(f"{path}: is of another measurement", cure=_CURE)
-    return document
+    scheduler = allocation()
+    entry = _CacheEntry.of(
+        directory,
+        "rows-",
+        host=socket.gethostname(),
+        scheduler=scheduler,
+        launch=spec.launch.model_dump(mode="json"),
+        threads=spec.threads,
+    )
+    if not again:
+        with suppress(DataFileError):
+            values = entry.read().get("rows") or {}
+            rows = read_fields(RowTimes, values, file=str(entry.path), cure=_CURE)
+            return replace(profile, rows=rows)
+    if progress is not None:
+        progress(0, 0, "measuring messages")
+    measured, assumption = measure_rows(spec, scheduler)
+    if measured is None:
+        return replace(profile, assumptions=(*profile.assumptions, assumption))
+    entry.write({"rows": write_value(measured)})
+    return replace(profile, rows=measured)
 
 
-def _read_cached(path: Path, identity: Mapping[str, Any]) -> Measurement | None:
-    """The profile of ``identity``, if there is a sound one."""
+def measure_rows(spec: JobSpec, scheduler: str) -> tuple[RowTimes | None, str]:
+    """What rows take on this node, and what has to be assumed without them.
+
+    Two ranks with cores of their own train a small model for a moment. That is done for jobs whose
+    ranks share nodes.
+
+    Args:
+        scheduler: whose launcher starts ranks here.
+    """
+    resources, launch = spec.resources, spec.launch.model_copy(update={"bind": "none"})
+    if (
+        resources.tasks_per_node < _ROW_RANKS
+        or len(os.sched_getaffinity(0)) < _ROW_RANKS * resources.cpus_per_task
+        or resources.gpus_per_node
+        or spec.environment.container is not None
+    ):
+        return None, UNKNOWN_ROWS
+    if scheduler == "slurm" and launch.launcher == "srun":
+        one_node = (*launch.args, "--nodes=1", "--overlap")
+        launch = launch.model_copy(update={"args": one_node})
     try:
-        document = _read_entry(path, identity)
-        profile = Profile.from_json(document.get("profile") or {})
-        measurement = Measurement.from_json(document, profile, file=str(path))
-    except DataFileError:
-        return None
-    return replace(measurement, cached=True, resumed=0)
+        with tempfile.TemporaryDirectory(prefix="pipectl-rows-") as name:
+            output = Path(name, "rows.json")
+            arguments = ("--run", name, "--output", str(output), "--threads", str(spec.threads))
+            request = request_of_two(launch, "pipectl.runtime.row_probe", *arguments)
+            command = launch_command(request, scheduler)
+            done = process.run(command, cure="", timeout_s=_ROW_PATIENCE_S)
+            if done.returncode:
+                raise SchedulerError(done.message.splitlines()[-1])
+            document = read_json(output, cure=_CURE)
+            return read_fields(RowTimes, document, file=str(output), cure=_CURE), ""
+    except (PipectlError, OSError) as error:
+        text = error.message if isinstance(error, PipectlError) else str(error)
+        return None, f"{UNKNOWN_ROWS} (two ranks did not start: {text})"
 
 
-def _remove_oldest(directory: Path) -> None:
-    """Keep the newest profiles and journals of the cache."""
-    ages = []
-    for path in (*directory.glob("*.json"), *directory.glob("*.journal")):
-        with suppress(OSError):
-            ages.append((path.stat().st_mtime, path))
-    for _, path in sorted(ages)[:-_MAX_CACHED]:
-        with suppress(OSError):
-            path.unlink()
+def request_of_two(launch: Launch, *command: str) -> JobRequest:
+    """Two ranks of this node that run a Python module."""
+    request = JobRequest(
+        name="two ranks",
+        tag="two ranks",
+        run_directory=Path.cwd(),
+        python=sys.executable,
+        command=(sys.executable, "-m", "mpi4py", "-m", *command),
+        resources=Resources(tasks_per_node=_ROW_RANKS),
+        launch=launch,
+        environment=Environment(),
+        slurm=Slurm(),
+        pbs=Pbs(),
+    )
+    return choose_mpi(request).apply(request)

@@ -12,8 +12,8 @@ from pipectl.errors import PipectlError, UsageError
 from pipectl.files import make_directory
 from pipectl.jobs.job import Job, make_job, refuse_code_of_others
 from pipectl.jobs.places import fresh_plan, is_fresh, load_run, scheduler_name
+from pipectl.jobs.profiles import join_rows
 from pipectl.jobs.recover import add_next_job, recover_locked
-from pipectl.jobs.rows import join_rows
 from pipectl.jobs.state import get_status
 from pipectl.jobs.submit import Rollback, Submission, hand_over
 from pipectl.plan import Plan

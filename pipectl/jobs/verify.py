@@ -24,8 +24,7 @@ from pipectl.errors import InfeasibleError, PipectlError, UsageError, WorkerErro
 from pipectl.jobs.cancel import cancel
 from pipectl.jobs.job import make_job, refuse_code_of_others
 from pipectl.jobs.places import find_cluster, fresh_profile, profile_path
-from pipectl.jobs.profiles import measure
-from pipectl.jobs.rows import join_rows
+from pipectl.jobs.profiles import join_rows, measure
 from pipectl.jobs.state import RunStatus
 from pipectl.jobs.submit import submit
 from pipectl.plan import Plan
@@ -49,32 +48,22 @@ _CLEANUP_S = 20.0
 
 
 @dataclass(frozen=True)
-class Expectation:
-    """How two trainings of a job should agree.
-
-    Args:
-        notes: why the reference or the tolerance is what it is.
-        tolerance: see :func:`pipectl.runtime.compare.compare`; 0 asks for the same bits.
-    """
-
-    notes: tuple[str, ...]
-    tolerance: float
-
-
-@dataclass(frozen=True)
 class Verification:
     """A pipeline and what it was compared with.
 
     Args:
         plan: of the pipeline.
-        other: the plan it was compared with; None if that was one process.
+        between_plans: whether it was compared with another plan, which is not one rank's.
         reference: what it was compared with, in words.
+        notes: why the reference or the tolerance is what it is.
+        tolerance: see :func:`pipectl.runtime.compare.compare`; 0 asks for the same bits.
     """
 
     plan: Plan
-    other: Plan | None
+    between_plans: bool
     reference: str
-    expected: Expectation
+    notes: tuple[str, ...]
+    tolerance: float
     comparison: Comparison
 
     def to_json(self) -> dict[str, Any]:
@@ -84,10 +73,10 @@ class Verification:
             "equal": self.comparison.equal,
             "max_abs_difference": self.comparison.largest,
             "first_difference": None if first is None else first._asdict(),
-            "tolerance": self.expected.tolerance,
-            "compared": "a plan and one process" if self.other is None else "two plans",
+            "tolerance": self.tolerance,
+            "compared": "two plans" if self.between_plans else "a plan and one process",
             "reference": self.reference,
-            "notes": list(self.expected.notes),
+            "notes": list(self.notes),
             "ranks": self.plan.ranks,
             "stages": len(self.plan.stages),
             "schedule": self.plan.schedule,
@@ -125,7 +114,8 @@ def verify(
     """
     from pipectl.schedule import SCHEDULES
 
-    spec = load(job, [*overrides, *_on_ranks(ranks)])
+    here = ("resources.nodes=1", f"resources.tasks_per_node={ranks}")
+    spec = load(job, [*overrides, *here])
     if not trust_owner:
         refuse_code_of_others(spec, job)
     schedule = SCHEDULES.get(spec.pipeline.schedule or "")
@@ -136,8 +126,8 @@ def verify(
             cure="verify the model and the job with --set pipeline.schedule=auto",
         )
     with _temporary_directory() as directory:
-        changes = _overrides(spec, steps, directory)
-        spec = load(job, [*overrides, *changes, *_on_ranks(ranks)])
+        chunks = 1 if schedule is None else schedule.stages_per_rank[0]
+        spec = load(job, [*overrides, *_changes(spec, steps, directory, chunks), *here])
         profile = _fresh_profile(job, overrides)
         if profile is None:
             profile = measure(spec, directory / "profile.json", progress).profile
@@ -148,41 +138,35 @@ def verify(
 
         plan = _find_plan(spec, profile)
         traits = find_traits(spec, plan.micro_batch_size)
-        reason: str | None = "--between-plans" if two_plans else None
-        if reason is None and spec.model.materialize == "per_rank":
-            reason = "materialize: per_rank"
-        elif reason is None:
-            alone = None
-            with suppress(InfeasibleError):  # one rank has too little memory
-                alone = _find_plan(_like(spec, plan, ranks=1), profile)
-            reason = too_large_for_a_process(alone)
-        expected = expect(spec, traits, plan, reason)
-        other, compared, words = None, None, "one plain PyTorch process"
+        reason = "--between-plans" if two_plans else _why_no_process(spec, profile, plan)
+        notes, tolerance = expect(spec, traits, plan, reason)
+        other, words = None, "one plain PyTorch process"
         if reason is not None:
-            other = compared = _find_other_plan(spec, profile, plan)
+            other = _find_other_plan(spec, profile, plan)
             words = f"another plan: {other.ranks} ranks, {len(other.stages)} stages"
         elif traits.random:
-            compared, words = _find_plan(_like(spec, plan, ranks=1), profile), "one rank"
-        if expected.tolerance:  # small differences must not become large ones
+            other, words = _find_plan(_like(spec, plan, ranks=1), profile), "one rank"
+        if tolerance:  # small differences must not become large ones
             sgd = Optimizer(factory="torch.optim:SGD", kwargs={"lr": 0.1})
             spec = spec.model_copy(update={"optimizer": sgd, "lr_scheduler": None})
         pipeline = PipelineRun(_train(spec, profile, plan, follow))
-        if compared is None:
-            reference: Trained = PlainRun(_train_plainly(spec, plan.micro_batch_size, directory))
+        reference: Trained
+        if other is None:
+            reference = PlainRun(_train_plainly(spec, plan.micro_batch_size, directory / "plain"))
         else:
-            like = _like(spec, plan, compared.ranks)
-            reference = PipelineRun(_train(like, profile, compared, follow))
+            like = _like(spec, plan, other.ranks)
+            reference = PipelineRun(_train(like, profile, other, follow))
         weights = FirstWeights(spec)
         comparison = compare(
             pipeline,
             reference,
             steps,
-            expected.tolerance,
-            weights if expected.tolerance else {},
+            tolerance,
+            weights if tolerance else {},
             # replicas make means of these, which no single process has
             left_out=frozenset(weights.buffers) if _has_replicas(plan) else frozenset(),
         )
-        return Verification(plan, other, words, expected, comparison)
+        return Verification(plan, reason is not None, words, notes, tolerance, comparison)
 
 
 @contextmanager
@@ -268,9 +252,8 @@ def _train(spec: JobSpec, profile: Profile, plan: Plan, follow: Follow) -> RunDi
         raise
 
 
-def _train_plainly(spec: JobSpec, micro_batch_size: int, base: Path) -> Path:
-    """Train in one plain process; the directory of its weights, within another."""
-    directory = base / "plain"
+def _train_plainly(spec: JobSpec, micro_batch_size: int, directory: Path) -> Path:
+    """Train in one plain process, which writes its weights to a directory; returns that."""
     directory.mkdir()
     job = directory / "job.yaml"
     job.write_text(dump(spec), encoding="utf-8")
@@ -284,22 +267,17 @@ def _train_plainly(spec: JobSpec, micro_batch_size: int, base: Path) -> Path:
     return directory
 
 
-def _on_ranks(ranks: int) -> tuple[str, ...]:
-    """On one node, whatever the job asks for."""
-    return "resources.nodes=1", f"resources.tasks_per_node={ranks}"
+def _changes(spec: JobSpec, steps: int, directory: Path, chunks: int) -> list[str]:
+    """What differs from the job as the user wrote it: here, short, one thread per rank.
 
-
-def _overrides(spec: JobSpec, steps: int, directory: Path) -> list[str]:
-    """What differs from the job as the user wrote it: here, short, one thread per rank."""
-    from pipectl.schedule import SCHEDULES
-
+    Args:
+        chunks: stages per rank of the job's schedule.
+    """
     pipeline = spec.pipeline
     stages: int | str | None = pipeline.stages
     if stages is None and (pipeline.replicas == "any" or pipeline.backward is None):
         stages = "auto"
     elif stages is None:  # fewer would leave ranks unverified
-        schedule = SCHEDULES.get(pipeline.schedule or "")
-        chunks = 1 if schedule is None else schedule.stages_per_rank[0]
         ranks_of_stage = 2 if pipeline.backward == "apart" else int(pipeline.replicas or 1)
         stages = chunks * max(1, spec.resources.ranks // ranks_of_stage)
     # A learning rate schedule may follow the loss of evaluations.
@@ -322,6 +300,16 @@ def _overrides(spec: JobSpec, steps: int, directory: Path) -> list[str]:
     ]
 
 
+def _why_no_process(spec: JobSpec, profile: Profile, plan: Plan) -> str | None:
+    """Why no plain process can train the job here, or None."""
+    if spec.model.materialize == "per_rank":
+        return "materialize: per_rank"
+    alone = None
+    with suppress(InfeasibleError):  # one rank has too little memory
+        alone = _find_plan(_like(spec, plan, ranks=1), profile)
+    return too_large_for_a_process(alone)
+
+
 def too_large_for_a_process(alone: Plan | None) -> str | None:
     """Why a plan of one rank cannot run here, or None.
 
@@ -338,8 +326,10 @@ def too_large_for_a_process(alone: Plan | None) -> str | None:
     return f"one process would need {format_bytes(needed)}, and {format_bytes(available)} are free"
 
 
-def expect(spec: JobSpec, traits: Traits, plan: Plan, reason: str | None) -> Expectation:
-    """What to expect of a pipeline against one process, or against another plan.
+def expect(
+    spec: JobSpec, traits: Traits, plan: Plan, reason: str | None
+) -> tuple[tuple[str, ...], float]:
+    """Notes and tolerance of a pipeline against one process, or against another plan.
 
     Plans without replicas differ in no bit on CPUs.
 
@@ -369,10 +359,10 @@ def expect(spec: JobSpec, traits: Traits, plan: Plan, reason: str | None) -> Exp
     if spec.training.compile:
         inexact.append("training.compile: fused operators round differently")
     if not inexact:
-        return Expectation(tuple(notes), 0.0)
+        return tuple(notes), 0.0
     sgd = "trained with SGD here: other optimizers turn rounding into whole steps"
     tolerance = max(_ROUNDING[spec.training.precision], _ROUNDING["bf16"] if traits.half else 0.0)
-    return Expectation((*notes, *inexact, sgd), tolerance)
+    return (*notes, *inexact, sgd), tolerance
 
 
 def _has_replicas(plan: Plan) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pipectl.jobs import profiles
-from pipectl.jobs.rows import measure_rows
+from pipectl.jobs.profiles import measure_rows
 from pipectl.profile import Profile
 from pipectl.row_times import RowTimes
 from pipectl.spec import JobSpec, load
@@ -49,7 +49,7 @@ def test_jobs_of_one_directory_share_them(
         asked.append(given)
         return RowTimes(compute=float(len(asked))), ""
 
-    monkeypatch.setattr("pipectl.jobs.rows.measure_rows", measure)
+    monkeypatch.setattr("pipectl.jobs.profiles.measure_rows", measure)
     profile = Profile("p", "test", 1, (), ())
 
     def rows_of(job: JobSpec, *, again: bool = False) -> float:

@@ -149,7 +149,7 @@ def main(address: str, *files: str) -> None:
         with suppress(ModuleNotFoundError):  # torch may move its own: it is then only slower
             importlib.import_module(name)
     # Profiles have the same times of rows: two ranks would measure them for seconds.
-    rows = importlib.import_module("pipectl.jobs.rows")
+    rows = importlib.import_module("pipectl.jobs.profiles")
     times = rows.RowTimes(compute=5e-5, begin=1e-3, end=1e-3)
     rows.measure_rows = lambda *_: (times, "")  # type: ignore[attr-defined]
     for file in map(Path, files):

@@ -48,13 +48,13 @@ def command(
 
 def _lines(verification: Verification) -> Iterator[str]:
     plan, comparison = verification.plan, verification.comparison
-    tolerance, first = verification.expected.tolerance, comparison.first
+    tolerance, first = verification.tolerance, comparison.first
     yield (
         f"pipeline: {plan.ranks} ranks, {len(plan.stages)} stages, {plan.schedule}, "
         f"{plan.micro_batches} micro-batches of {plan.micro_batch_size}"
     )
     yield f"reference: {verification.reference}"
-    yield from (f"note: {note}" for note in verification.expected.notes)
+    yield from (f"note: {note}" for note in verification.notes)
     for step, (ours, theirs) in enumerate(comparison.losses, 1):
         yield f"step {step}: loss {ours:.9g}, reference {theirs:.9g}"
     if tolerance:
