@@ -11,11 +11,11 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from pipectl import __version__
 from pipectl.batch import LOCAL, find_scheduler, launch_command, process
@@ -27,9 +27,7 @@ from pipectl.spec.models import Launch
 from pipectl.units import format_bytes, format_time
 from pipectl.versions import tested_torch, untested_torch
 
-if TYPE_CHECKING:
-    from pipectl.spec import JobSpec
-
+_HERE = "jobs run here with --scheduler local"
 _PATIENCE_S = 60.0
 _MIN_FREE_BYTES = 1 << 30
 _MIN_SHARED_BYTES = 256 << 20
@@ -63,42 +61,44 @@ class Finding(NamedTuple):
     cure: str = ""
 
 
-def examine(spec: JobSpec | None, directory: Path) -> Iterator[Finding]:
+def examine(launch: Launch | None, directory: Path, only: str | None = None) -> Iterator[Finding]:
     """What there is, and what is wrong with it.
 
     Args:
-        spec: whose launch is tried out; None for that of a job that says nothing of it.
+        launch: what is tried out; None for that of a job that says nothing of it.
         directory: of the run directories.
+        only: name of the one check to make.
     """
-    for what in CHECKS:
-        yield from check(what, spec, directory)
-
-
-def check(what: str, spec: JobSpec | None, directory: Path) -> Iterator[Finding]:
-    """The findings of one check; see :func:`examine`.
-
-    Args:
-        what: one of ``CHECKS``.
-    """
-    examine_part, cure = CHECKS[what]
-    try:
-        yield from examine_part(spec, directory)
-    except (PipectlError, OSError, ValueError, LookupError) as error:
-        text = error.message if isinstance(error, PipectlError) else str(error)
-        own_cure = error.cure if isinstance(error, PipectlError) else None
-        yield Finding(what, Level.FAIL, text, own_cure or cure)
+    checks: dict[str, tuple[Iterator[Finding], str]] = {
+        "python": (_check_python(), ""),
+        "torch": (_check_torch(), "pip install torch"),
+        "MPI": (_check_mpi(launch), "pip install mpich, or load your cluster's MPI first"),
+        "Slurm": (_check_slurm(launch), f"ask the site, or set SLURM_CONF; {_HERE}"),
+        "PBS": (_check_pbs(), f"ask the site, or set PBS_SERVER; {_HERE}"),
+        "files": (_check_file_system(directory), "set output.directory to where you may write"),
+        "machine": (_check_machine(), ""),
+    }
+    for what, (findings, cure) in checks.items():
+        if only not in {None, what}:
+            continue
+        try:
+            yield from findings
+        except (PipectlError, OSError, ValueError, LookupError) as error:
+            text = error.message if isinstance(error, PipectlError) else str(error)
+            own_cure = error.cure if isinstance(error, PipectlError) else None
+            yield Finding(what, Level.FAIL, text, own_cure or cure)
 
 
 def _ok_or_warn(is_ok: bool, what: str, text: str, cure: str) -> Finding:
     return Finding(what, Level.OK, text) if is_ok else Finding(what, Level.WARN, text, cure)
 
 
-def _check_python(_spec: JobSpec | None, _directory: Path) -> Iterator[Finding]:
+def _check_python() -> Iterator[Finding]:
     text = f"{platform.python_version()} ({sys.executable}), pipectl {__version__}"
     yield Finding("python", Level.OK, text)
 
 
-def _check_torch(_spec: JobSpec | None, _directory: Path) -> Iterator[Finding]:
+def _check_torch() -> Iterator[Finding]:
     """Whether torch can be imported, and how messages leave accelerators."""
     name, kind, count = _answer([sys.executable, "-c", _TORCH])
     untested = untested_torch()
@@ -115,15 +115,15 @@ def _check_torch(_spec: JobSpec | None, _directory: Path) -> Iterator[Finding]:
     yield Finding("accelerators", Level.OK, f"{count} of kind {kind}; {way}")
 
 
-def _check_mpi(spec: JobSpec | None, _directory: Path) -> Iterator[Finding]:
+def _check_mpi(launch: Launch | None) -> Iterator[Finding]:
     """Two ranks are started and send each other messages, as the ranks of a job do."""
-    launch = Launch() if spec is None else spec.launch.model_copy(update={"bind": "none"})
+    launch = Launch() if launch is None else launch.model_copy(update={"bind": "none"})
     if launch.launcher == "srun":
         text = "ranks start with srun, which can only be tried within a job"
         yield Finding("MPI", Level.OK, text)
         return
     request = request_of_two(launch, _REACH)
-    command = launch_command(request, LOCAL)
+    command, mpi = launch_command(request, LOCAL), request.launch.mpi
     answer = _answer(command)
     if answer["ranks"] != 2:
         raise SchedulerError(
@@ -132,12 +132,9 @@ def _check_mpi(spec: JobSpec | None, _directory: Path) -> Iterator[Finding]:
             cure="load one MPI alone, or name its library in the variable MPI4PY_LIBMPI",
         )
     yield Finding("MPI", Level.OK, f"{answer['library']}, started by {command[0]}")
-    mpi, text = (
-        request.launch.mpi,
-        "mpiexec is of no known kind, so it cannot be told to bind ranks",
-    )
-    if mpi != AUTO:
-        text = f"mpiexec takes the options of {mpi} (launch.mpi)"
+    text = f"mpiexec takes the options of {mpi} (launch.mpi)"
+    if mpi == AUTO:
+        text = "mpiexec is of no known kind, so it cannot be told to bind ranks"
     cure = f"if it is like one of {', '.join(MPIEXECS)}, set launch.mpi to that"
     yield _ok_or_warn(mpi != AUTO, "launcher", text, cure)
     threads = answer["threads"]
@@ -148,7 +145,7 @@ def _check_mpi(spec: JobSpec | None, _directory: Path) -> Iterator[Finding]:
     yield Finding("messages", Level.OK, text)
 
 
-def _check_slurm(spec: JobSpec | None, _directory: Path) -> Iterator[Finding]:
+def _check_slurm(launch: Launch | None) -> Iterator[Finding]:
     """Whether Slurm answers, and what ``srun --mpi`` takes against what the job gives it."""
     if not shutil.which("sbatch"):
         yield Finding("Slurm", Level.OK, "not installed")
@@ -158,7 +155,7 @@ def _check_slurm(spec: JobSpec | None, _directory: Path) -> Iterator[Finding]:
     text = f"{release}; partitions {', '.join(partitions) or 'none'}"
     yield Finding("Slurm", Level.OK, text)
     kinds = list_pmis()
-    wanted = AUTO if spec is None or spec.launch.launcher != "srun" else spec.launch.mpi
+    wanted = AUTO if launch is None or launch.launcher != "srun" else launch.mpi
     text = f"srun --mpi: {', '.join(kind for kind in kinds if kind != 'none') or 'none'}"
     if wanted == AUTO or knows_pmi(kinds, wanted):
         yield Finding("PMI", Level.OK, text)
@@ -167,7 +164,7 @@ def _check_slurm(spec: JobSpec | None, _directory: Path) -> Iterator[Finding]:
         yield Finding("PMI", Level.FAIL, f"{text}; the job wants {wanted}", cure)
 
 
-def _check_pbs(_spec: JobSpec | None, _directory: Path) -> Iterator[Finding]:
+def _check_pbs() -> Iterator[Finding]:
     """Whether PBS answers, if there is no Slurm."""
     if find_scheduler() != "pbs":
         return
@@ -179,7 +176,7 @@ def _check_pbs(_spec: JobSpec | None, _directory: Path) -> Iterator[Finding]:
         yield Finding("PBS requeue", Level.WARN, text, cure)
 
 
-def _check_file_system(_spec: JobSpec | None, directory: Path) -> Iterator[Finding]:
+def _check_file_system(directory: Path) -> Iterator[Finding]:
     """The file system of the runs: whole files by renaming, locks, space, and its clock."""
     place = next(path for path in (directory, *directory.absolute().parents) if path.is_dir())
     try:
@@ -192,10 +189,8 @@ def _check_file_system(_spec: JobSpec | None, directory: Path) -> Iterator[Findi
             free_bytes, has_locks = shutil.disk_usage(name).free, _can_lock(other)
     except OSError as error:
         raise SchedulerError(f"{place}: {error.strerror or error}") from error
-    text, cure = (
-        f"{place}: {format_bytes(free_bytes)} free",
-        "checkpoints need room: free some space",
-    )
+    cure = "checkpoints need room: free some space"
+    text = f"{place}: {format_bytes(free_bytes)} free"
     yield _ok_or_warn(free_bytes >= _MIN_FREE_BYTES, "files", text, cure)
     if not has_locks:
         cure = "do not run two commands that change a run at the same time"
@@ -217,7 +212,7 @@ def _can_lock(path: Path) -> bool:
         return False
 
 
-def _check_machine(_spec: JobSpec | None, _directory: Path) -> Iterator[Finding]:
+def _check_machine() -> Iterator[Finding]:
     """Cores, memory and a compiler."""
     cores, memory = len(os.sched_getaffinity(0)), memory_of_this_machine()
     yield Finding("machine", Level.OK, f"{cores} cores, {format_bytes(memory)} of memory")
@@ -230,20 +225,6 @@ def _check_machine(_spec: JobSpec | None, _directory: Path) -> Iterator[Finding]
     if not any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++")))):
         text = "no C++ compiler, which training.compile would need"
         yield Finding("compiler", Level.OK, text)
-
-
-CHECKS: Mapping[str, tuple[Callable[[JobSpec | None, Path], Iterator[Finding]], str]] = {
-    "python": (_check_python, ""),
-    "torch": (_check_torch, "pip install torch"),
-    "MPI": (_check_mpi, "pip install mpich, or load your cluster's MPI first"),
-    "Slurm": (
-        _check_slurm, "ask the site, or set SLURM_CONF; jobs run here with --scheduler local"
-    ),
-    "PBS": (_check_pbs, "ask the site, or set PBS_SERVER; jobs run here with --scheduler local"),
-    "files": (_check_file_system, "set output.directory to where you may write"),
-    "machine": (_check_machine, ""),
-}  # fmt: skip
-"""Each with what to do if it fails."""
 
 
 def _output(argv: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ import pytest
 from pipectl.batch import launchers
 from pipectl.cli import main
 from pipectl.jobs import doctor
-from pipectl.jobs.doctor import Finding, Level, check, examine
+from pipectl.jobs.doctor import Finding, Level, examine
 from pipectl.jobs.job import make_job
 from pipectl.spec import load
 
@@ -47,7 +47,7 @@ SOUND = {"ranks": 2, "library": "MPICH 5", "threads": "multiple",
 
 def test_ranks_that_reach_each_other(mpiexec: Program) -> None:
     mpiexec("mpiexec", answer(**SOUND))
-    found = list(check("MPI", None, HERE))
+    found = list(examine(None, HERE, "MPI"))
     assert [each.level for each in found] == [Level.OK] * 4
     assert "MPICH 5, started by" in found[0].text
     assert found[1].text == "mpiexec takes the options of intel (launch.mpi)"
@@ -74,7 +74,7 @@ def test_what_is_wrong_with_mpi_is_said_with_a_cure(
 ) -> None:
     if text:
         mpiexec("mpiexec", text)
-    found = of(what, check("MPI", None, HERE))
+    found = of(what, examine(None, HERE, "MPI"))
     assert found.level is level
     assert message in found.text
     assert cure in found.cure
@@ -84,16 +84,16 @@ def test_an_mpi_that_hangs(mpiexec: Program, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(doctor, "_PATIENCE_S", 0.5)
     monkeypatch.setattr(launchers, "_TIMEOUT_S", 0.5)
     mpiexec("mpiexec", "exec sleep 60")
-    (found,) = check("MPI", None, HERE)
+    (found,) = examine(None, HERE, "MPI")
     assert (found.level, "no answer" in found.text) == (Level.FAIL, True)
 
 
 def test_slurm(program: Program) -> None:
-    assert of("Slurm", check("Slurm", None, HERE)).text == "not installed"
+    assert of("Slurm", examine(None, HERE, "Slurm")).text == "not installed"
     program("sbatch", "true")
     program("sinfo", '[[ $1 == --version ]] && echo "slurm 22.05.8" || printf "debug*\\ngpu\\n"')
     program("srun", 'printf "MPI plugin types are...\\n\\tpmi2\\n\\tnone\\n\\tpmix_v4\\n" >&2')
-    found = list(check("Slurm", None, HERE))
+    found = list(examine(None, HERE, "Slurm"))
     assert found[0].text == "slurm 22.05.8; partitions debug*, gpu"
     assert found[1].text == "srun --mpi: pmi2, pmix_v4"
 
@@ -128,7 +128,7 @@ def test_what_srun_takes_is_what_a_submission_does_not_warn_of(
     job = tmp_path / "job.yaml"
     job.write_text(JOB)
     spec = load(job, [f"launch.mpi={wanted}"], check_files=False)
-    assert of("PMI", check("Slurm", spec, HERE)).level is level
+    assert of("PMI", examine(spec.launch, HERE, "Slurm")).level is level
     warning = make_job(spec, "slurm").launch.warning
     assert bool(warning) is (level is Level.FAIL)
 
@@ -136,7 +136,7 @@ def test_what_srun_takes_is_what_a_submission_does_not_warn_of(
 def test_a_controller_that_is_down(program: Program) -> None:
     program("sbatch", "true")
     program("sinfo", "echo 'slurm_load_partitions: Unable to contact slurm controller' >&2; exit 1")
-    (found,) = check("Slurm", None, HERE)
+    (found,) = examine(None, HERE, "Slurm")
     assert (found.level, "Unable to contact" in found.text) == (Level.FAIL, True)
 
 
@@ -152,11 +152,11 @@ def test_a_controller_that_is_down(program: Program) -> None:
 def test_whether_pbs_answers_and_lets_jobs_submit_themselves_again(
     program: Program, answers: str, levels: list[Level]
 ) -> None:
-    assert list(check("PBS", None, HERE)) == []
+    assert list(examine(None, HERE, "PBS")) == []
     for name in ("qsub", "qselect"):
         program(name, "true")
     program("qstat", answers)
-    found = list(check("PBS", None, HERE))
+    found = list(examine(None, HERE, "PBS"))
     assert [each.level for each in found] == levels
     if levels[-1] is Level.WARN:
         assert "flatuid" in found[1].text
@@ -164,13 +164,13 @@ def test_whether_pbs_answers_and_lets_jobs_submit_themselves_again(
 
 
 def test_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = list(check("files", None, tmp_path / "not" / "yet"))
+    found = list(examine(None, tmp_path / "not" / "yet", "files"))
     assert {each.what: each.level for each in found} == {"files": "ok", "clock": "ok"}
     assert [*tmp_path.iterdir()] == []
     monkeypatch.setattr(doctor, "_MIN_FREE_BYTES", 1 << 60)
     monkeypatch.setattr(doctor, "_MAX_SKEW_S", -1.0)
     monkeypatch.setattr(doctor, "_can_lock", lambda _: False)
-    found = list(check("files", None, tmp_path))
+    found = list(examine(None, tmp_path, "files"))
     assert {each.what for each in found if each.level is Level.WARN} == {
         "files", "locks", "clock",
     }  # fmt: skip
@@ -186,13 +186,13 @@ def test_locks_that_lock_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_TORCH", "import no_such_module")
-    (found,) = check("torch", None, HERE)
+    (found,) = examine(None, HERE, "torch")
     assert (found.level, "No module named" in found.text) == (Level.FAIL, True)
 
 
 def test_a_torch_outside_the_tested_releases_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipectl.versions.version", lambda _: "2.99.0")
-    first = next(check("torch", None, HERE))
+    first = next(examine(None, HERE, "torch"))
     assert (first.what, first.level) == ("torch", Level.WARN)
     assert first.text.startswith("tested with torch 2.13 to ")
     assert "this is 2.99.0" in first.text

@@ -26,7 +26,7 @@ def command(
     directory: RunsDirectory = RUNS,
     as_json: Json = False,
 ) -> None:
-    spec = None
+    launch = None
     if job is None:
         refuse({"--set": overrides}, "needs a JOB.yaml")
     else:
@@ -34,9 +34,9 @@ def command(
         why = "cannot be used with a job, which has its own"
         refuse(elsewhere, why, cure="--set output.directory=DIRECTORY")
         spec = load(job, overrides or ())
-        directory = Path(spec.output.directory)
+        launch, directory = spec.launch, Path(spec.output.directory)
     findings = []
-    for finding in examine(spec, directory):
+    for finding in examine(launch, directory):
         findings.append(finding)
         if as_json:
             continue
