@@ -98,18 +98,6 @@ def test_slurm(program: Program) -> None:
     assert found[1].text == "srun --mpi: pmi2, pmix_v4"
 
 
-JOB = """\
-version: 1
-name: tiny
-model: {factory: "torch.nn:Linear"}
-loss: {factory: "torch.nn:MSELoss"}
-data: {factory: "./model.py:data"}
-training: {steps: 4, batch_size: 8}
-launch: {launcher: srun}
-site_defaults: false
-"""
-
-
 @pytest.mark.parametrize(
     ("wanted", "listed", "level"),
     [
@@ -120,14 +108,12 @@ site_defaults: false
     ],
 )
 def test_what_srun_takes_is_what_a_submission_does_not_warn_of(
-    program: Program, tmp_path: Path, wanted: str, listed: str, level: Level
+    program: Program, write_job: Callable[..., Path], wanted: str, listed: str, level: Level
 ) -> None:
     program("sbatch", "true")
     program("sinfo", "echo slurm 22.05.8")
     program("srun", f'printf "MPI plugin types are...\\n" >&2; printf "\\t%s\\n" {listed} >&2')
-    job = tmp_path / "job.yaml"
-    job.write_text(JOB)
-    spec = load(job, [f"launch.mpi={wanted}"], check_files=False)
+    spec = load(write_job(f"launch: {{launcher: srun, mpi: {wanted}}}"), check_files=False)
     assert of("PMI", examine(spec.launch, HERE, "Slurm")).level is level
     warning = make_job(spec, "slurm").launch.warning
     assert bool(warning) is (level is Level.FAIL)

@@ -1,4 +1,4 @@
-"""Measuring through the cache, with a profiler that only counts."""
+"""Measuring through the cache, with a profiler that only counts; and what rows take."""
 
 from __future__ import annotations
 
@@ -12,22 +12,12 @@ import pytest
 
 from pipectl.jobs import profiles
 from pipectl.jobs.places import fresh_profile
-from pipectl.jobs.profiles import Interrupted, measure
+from pipectl.jobs.profiles import Interrupted, measure, measure_rows
 from pipectl.profile import Operator, OperatorMemory, OptimizerCost, Profile
 from pipectl.profiler.effort import Effort
 from pipectl.profiler.journal import Journal
+from pipectl.row_times import RowTimes
 from pipectl.spec import JobSpec, load, profile_key
-
-JOB = """\
-version: 1
-name: tiny
-model: {factory: "./model.py:build"}
-loss: {factory: "model"}
-data: {factory: "m:data"}
-training: {steps: 4, batch_size: 8}
-resources: {nodes: 2}
-site_defaults: false
-"""
 
 
 @dataclass
@@ -65,12 +55,14 @@ def profiler(monkeypatch: pytest.MonkeyPatch) -> Profiler:
 
 
 @pytest.fixture
-def spec_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., JobSpec]:
+def spec_of(
+    tmp_path: Path, write_job: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., JobSpec]:
     monkeypatch.chdir(tmp_path)
-    Path("job.yaml").write_text(JOB)
+    job = write_job("resources: {nodes: 2}")
     Path("model.py").write_text("import layers\n")
     Path("layers.py").write_text("")
-    return lambda *overrides: load(Path("job.yaml"), overrides)
+    return lambda *overrides: load(job, ["model.factory=./model.py:build", *overrides])
 
 
 PLACE = Path("runs/tiny.profile.json")
@@ -254,3 +246,38 @@ def test_a_profile_keeps_its_device_in_its_file(
     busy = replace(found, device=replace(found.device, neighbours=3))
     busy.save(PLACE)
     assert Profile.load(PLACE) == busy
+
+
+@pytest.mark.mpi
+@pytest.mark.usefixtures("measured_rows")
+def test_two_ranks_of_this_machine_measure_rows(write_job: Callable[..., Path]) -> None:
+    spec = load(write_job("resources: {tasks_per_node: 2}"), check_files=False)
+    rows, assumption = measure_rows(spec, "local")
+    assert (rows is not None, assumption) == (True, "")
+    assert rows is not None
+    assert 0 < rows.compute < 0.1
+    assert all(seconds > 0 for _, seconds in rows.send_start)
+
+
+def test_jobs_of_one_directory_share_the_times_of_rows(
+    write_job: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = load(write_job(), check_files=False)
+    asked: list[Any] = []
+
+    def count(*given: Any) -> tuple[RowTimes, str]:
+        asked.append(given)
+        return RowTimes(compute=float(len(asked))), ""
+
+    monkeypatch.setattr("pipectl.jobs.profiles.measure_rows", count)
+    profile = Profile("p", "test", 1, (), ())
+
+    def rows_of(job: JobSpec, *, again: bool = False) -> float:
+        rows = profiles._with_rows(profile, job, None, tmp_path, again=again).rows
+        assert rows is not None
+        return rows.compute
+
+    assert [rows_of(spec), rows_of(spec)] == [1.0, 1.0]
+    bound = spec.launch.model_copy(update={"bind": "cores"})
+    assert rows_of(spec.model_copy(update={"launch": bound})) == 2.0
+    assert [rows_of(spec, again=True), rows_of(spec)] == [3.0, 3.0]
