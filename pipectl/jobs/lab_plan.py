@@ -33,58 +33,52 @@ TECHNIQUES: dict[str, dict[str, Any]] = {
 """Changes of the request that leave a technique to the planner. Split samples change results."""
 
 
-def choose_planner(inputs: PlanInputs, name: str) -> PlanInputs:
-    """The inputs for the planner of a name.
+def adapt(
+    inputs: PlanInputs,
+    *,
+    planner: str = OWN,
+    techniques: Sequence[str] = (),
+    bandwidth_bytes_per_s: float | None = None,
+    communication_scale: float | None = None,
+) -> PlanInputs:
+    """The inputs for another planner, with more techniques or with other links.
+
+    Args:
+        planner: name of the one to ask.
+        techniques: what the planner may choose although the job has not asked for it.
+        bandwidth_bytes_per_s: of every link.
+        communication_scale: how many times as long every message takes.
 
     Raises:
-        UsageError: there is none, or it cannot plan for the job's own schedule.
+        UsageError: a name is unknown, or the planner cannot plan for the job's own schedule.
     """
-    if name not in NAMES:
+    request, cluster, listed = inputs.request, inputs.cluster, inputs.request.listed
+    if planner not in NAMES:
         raise UsageError(
-            f"--planner: there is no planner {name!r}{did_you_mean(name, NAMES)}",
+            f"--planner: there is no planner {planner!r}{did_you_mean(planner, NAMES)}",
             cure=f"one of: {', '.join(NAMES)}",
         )
-    listed = inputs.request.listed
-    if name != OWN and listed is not None:
+    if planner != OWN and listed is not None:
         raise UsageError(
-            f"--planner {name}: chooses a schedule, but the job has {listed.name}",
+            f"--planner {planner}: chooses a schedule, but the job has {listed.name}",
             cure="leave --planner out, or set pipeline.schedule: auto",
         )
-    return replace(inputs, planner=name)
-
-
-def change_links(
-    inputs: PlanInputs, bandwidth_bytes_per_s: float | None, communication_scale: float | None
-) -> PlanInputs:
-    """The inputs on a cluster with this bandwidth of every link, on which every message takes so
-    many times as long; the plan is not the job's."""
-    cluster = inputs.cluster
-    if bandwidth_bytes_per_s is not None:
-        cluster = with_bandwidth(cluster, bandwidth_bytes_per_s)
-    if communication_scale is not None:
-        cluster = with_slower_links(cluster, communication_scale)
-    if cluster is inputs.cluster:
-        return inputs
-    return replace(inputs, cluster=cluster, request=replace(inputs.request, key=None))
-
-
-def allow_techniques(inputs: PlanInputs, names: Sequence[str]) -> PlanInputs:
-    """The inputs with what the planner may choose although the job has not asked for it.
-
-    Raises:
-        UsageError: a name is not in ``TECHNIQUES``.
-    """
-    changes: dict[str, Any] = {}
-    for name in names:
+    for name in techniques:
         if name not in TECHNIQUES:
             raise UsageError(
                 f"--allow: there is no technique {name!r}{did_you_mean(name, list(TECHNIQUES))}",
                 cure=f"any of: {', '.join(TECHNIQUES)}",
             )
-        changes |= TECHNIQUES[name]
-    if {"replicas", "split"} <= set(names):
-        changes["replication"] = None
-    return replace(inputs, request=replace(inputs.request, **changes))
+        request = replace(request, **TECHNIQUES[name])
+    if {"replicas", "split"} <= set(techniques):
+        request = replace(request, replication=None)
+    if bandwidth_bytes_per_s is not None:
+        cluster = with_bandwidth(cluster, bandwidth_bytes_per_s)
+    if communication_scale is not None:
+        cluster = with_slower_links(cluster, communication_scale)
+    if cluster is not inputs.cluster:  # the plan is not the job's
+        request = replace(request, key=None)
+    return replace(inputs, planner=planner, request=request, cluster=cluster)
 
 
 @dataclass(frozen=True)
@@ -137,8 +131,8 @@ def plan_balance(
     """Search the stages with the smallest largest load, and predict a step in them.
 
     Args:
-        bandwidth_bytes_per_s, communication_scale: see :func:`change_links`, which was called with
-            them. What values cost counts if the bandwidth is given, by a cluster file or here.
+        bandwidth_bytes_per_s, communication_scale: as for :func:`adapt`. What values cost counts if
+            the bandwidth is given, by a cluster file or here.
 
     Raises:
         InfeasibleError: no partition fits into the memory.

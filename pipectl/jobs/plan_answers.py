@@ -10,7 +10,7 @@ import json
 import shlex
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,14 +33,14 @@ from pipectl.planner import PlanRequest
 from pipectl.planner.baselines import OWN
 from pipectl.planner.baselines.plans import policy_plans
 from pipectl.planner.explain.busiest_link import LinkLoad, busiest_link
-from pipectl.planner.explain.data_parallel import Estimate, WithoutPipeline, without_pipeline
-from pipectl.planner.explain.explain import Explanation, Offer, explain
+from pipectl.planner.explain.data_parallel import WithoutPipeline, without_pipeline
+from pipectl.planner.explain.explain import Explanation, explain
 from pipectl.planner.explain.scaling import Scaling, scaling
 from pipectl.planner.explain.step_parts import StepParts, step_parts
 from pipectl.planner.explain.what_if import (
+    step_range,
     with_bandwidth,
     with_ranks,
-    with_slower_assumed_links,
 )
 from pipectl.planner.graph.imported import folded, prepared
 from pipectl.planner.search import MOST_ALTERNATIVES, Found, search_plans
@@ -52,10 +52,6 @@ from pipectl.spec import load, load_text
 
 MICRO_BATCHES_PER_DEVICE = 4
 """Of a step, if nobody says how large the batch is."""
-MAX_SLOWER = 4.0, 10.0
-"""By which assumed links within and between nodes may be slower: 1 Gbit/s instead of 10, say."""
-_MIN_RANGE = 0.05
-"""Of a step: a narrower range is shown as a point."""
 _BATCH = "training.batch_size"
 _JOB_OF_PROFILE = """\
 model: "m:build"
@@ -274,7 +270,7 @@ class StepAnswer:
 
     Args:
         simulation: of the plan.
-        range_s: of a step, see :func:`step_range`.
+        range_s: of a step, see :func:`pipectl.planner.explain.what_if.step_range`.
         parts: how the busiest rank spends a step.
         link: that carries messages longest; None if there are none.
         stopped: what ended the search early; empty if nothing did.
@@ -311,12 +307,12 @@ class StepAnswer:
             "predicted": document["prediction"],
             "range_s": self.range_s,
             "cannot_run": unsupported(plan),
-            "without_pipeline": self.without and _without_json(plan, self.without),
+            "without_pipeline": self.without and self.without.to_json(plan),
             "cut_short": bool(self.stopped),
             "compiling_s": self.compiling_s,
         }
         if self.explanation is not None:
-            document["explanation"] = _explanation_json(self.explanation)
+            document["explanation"] = self.explanation.to_json()
         return document
 
 
@@ -359,19 +355,6 @@ def plan_step(
     )
 
 
-def step_range(plan: Plan, cluster: Cluster) -> tuple[float, float] | None:
-    """Seconds of a step if messages on assumed links are free, and if they take far longer.
-
-    Returns:
-        None if no link is assumed, or if that makes little difference.
-    """
-    fast_s, slow_s = (
-        simulate(plan, with_slower_assumed_links(cluster, *factors)).step_time_s
-        for factors in ((0.0, 0.0), MAX_SLOWER)
-    )
-    return (fast_s, slow_s) if slow_s > (1 + _MIN_RANGE) * fast_s else None
-
-
 def plan_nodes(
     inputs: PlanInputs, nodes: Sequence[int], deadline: Deadline, tell: Callable[[str], None]
 ) -> Scaling:
@@ -404,60 +387,3 @@ def _search(
     assert plan.search is not None, "planners say how they found a plan"
     searched = replace(plan.search, planning_s=time.perf_counter() - started_s)
     return Found(replace(plan, search=searched), tuple(others[:MOST_ALTERNATIVES]))
-
-
-def scaling_json(result: Scaling) -> dict[str, Any]:
-    """The table of ``--nodes``."""
-    pays = result.pays_until
-    return {
-        "objective": "step-time",
-        "pays_until_nodes": pays and pays.nodes,
-        "counts": [
-            {
-                "nodes": count.nodes,
-                "ranks": count.ranks,
-                "feasible": count.plan is not None,
-                "reason": count.reason or None,
-                "stages": count.plan and len(count.plan.stages),
-                "micro_batches": count.plan and count.plan.micro_batches,
-                "schedule": count.plan and count.plan.schedule,
-                "step_time_s": count.step_s,
-                "samples_per_s": count.samples_per_s,
-                "efficiency": result.efficiency(count),
-                "bubble": count.plan and count.plan.prediction and count.plan.prediction.bubble,
-                "node_hours_per_1000_steps": count.node_hours,
-            }
-            for count in result.counts
-        ],
-    }
-
-
-def _explanation_json(explanation: Explanation) -> dict[str, Any]:
-    step_s = explanation.plan.predicted_step_s
-    return {
-        "binds": "link" if explanation.link_binds else "rank",
-        "busiest_rank": asdict(explanation.parts),
-        "busiest_link": explanation.link and asdict(explanation.link),
-        "alternatives": [
-            {"difference": other.difference, "step_time_s": other.plan.predicted_step_s}
-            for other in explanation.alternatives
-        ],
-        "offers": [
-            {**_timed_json(offer), "gain": offer.gain(step_s), "reason": offer.reason or None}
-            for offer in explanation.offers
-        ],
-    }
-
-
-def _without_json(plan: Plan, without: WithoutPipeline) -> dict[str, Any]:
-    return {
-        "single_rank": without.single and _timed_json(without.single),
-        "data_parallel": without.data_parallel and _timed_json(without.data_parallel),
-        "data_parallel_reason": without.reason or None,
-        "pipeline_is_worth_it": without.better_than(plan) is None,
-    }
-
-
-def _timed_json(answer: Estimate | Offer) -> dict[str, Any]:
-    values = asdict(answer)
-    return {"step_time_s": values.pop("step_s"), **values}

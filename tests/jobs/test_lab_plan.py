@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipectl.errors import InfeasibleError, PipectlError
-from pipectl.jobs.lab_plan import Balanced, change_links, plan_balance
+from pipectl.jobs.lab_plan import Balanced, adapt, plan_balance
 from pipectl.jobs.plan_answers import Deadline, gather
 
 WORKLOADS = os.environ.get("PIPECTL_WORKLOADS")
@@ -44,7 +44,11 @@ def balanced(
     document = {"version": 1, "name": "chain", "micro_batch_size": 2, "nodes": nodes}
     document |= {"edges": [["n1", "n2"], ["n2", "n3"]], **(changes or {})}
     Path("p.json").write_text(json.dumps(document))
-    inputs = change_links(gather(None, Path("p.json"), settings, devices=devices), *links)
+    inputs = adapt(
+        gather(None, Path("p.json"), settings, devices=devices),
+        bandwidth_bytes_per_s=links[0],
+        communication_scale=links[1],
+    )
     return plan_balance(inputs, deadline or Deadline(), *links)
 
 

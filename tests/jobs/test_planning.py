@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from pipectl.cluster import assumed_cluster
-from pipectl.jobs.plan_answers import MAX_SLOWER, Deadline, gather, step_range
+from pipectl.jobs.plan_answers import Deadline, gather
 from pipectl.jobs.planning import request_of
 from pipectl.link import Link
 from pipectl.plan import OffloadTarget
 from pipectl.planner import PlanRequest
-from pipectl.planner.explain.what_if import with_slower_links
+from pipectl.planner.explain.what_if import MAX_SLOWER, step_range, with_slower_links
 from pipectl.profile import Operator, Profile
 from pipectl.simulate import simulate
 from pipectl.spec import load

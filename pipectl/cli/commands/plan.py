@@ -30,7 +30,6 @@ from pipectl.jobs.plan_answers import (
     gather,
     plan_nodes,
     plan_step,
-    scaling_json,
 )
 from pipectl.report.gantt import gantt_svg
 
@@ -184,7 +183,7 @@ def compare_nodes(
     with stop_at_interrupt(deadline) as tell:
         result = plan_nodes(inputs, nodes, deadline, tell)
     if as_json:
-        say_json({**scaling_json(result), "cut_short": deadline.cut_short})
+        say_json({**result.to_json(), "cut_short": deadline.cut_short})
         return
     console, request = output(), inputs.request
     title = f"{request.name}: {request.batch_size} samples per step; node-hours of 1000 steps"

@@ -22,13 +22,7 @@ from pipectl.cli.options import (
     refuse,
 )
 from pipectl.cli.views.plan import assumption_lines
-from pipectl.jobs.lab_plan import (
-    Balanced,
-    allow_techniques,
-    change_links,
-    choose_planner,
-    plan_balance,
-)
+from pipectl.jobs.lab_plan import Balanced, adapt, plan_balance
 from pipectl.jobs.plan_answers import Deadline, gather
 from pipectl.profile import Profile
 from pipectl.units import format_time, parse_bytes, parse_duration, plural
@@ -127,8 +121,13 @@ def command(
         nodes=counts, new_micro_batches=True,
     )  # fmt: skip
     techniques = [name.strip() for text in allow or () for name in text.split(",")]
-    inputs = allow_techniques(inputs, techniques)
-    inputs = change_links(inputs, bandwidth, communication_scale)
+    inputs = adapt(
+        inputs,
+        planner=planner,
+        techniques=techniques,
+        bandwidth_bytes_per_s=bandwidth,
+        communication_scale=communication_scale,
+    )
     for warning in inputs.warnings:
         warn(warning)
     deadline = Deadline(budget)
@@ -140,7 +139,7 @@ def command(
         else:
             output().print(_balance_view(balanced, inputs.profile))
         return
-    inputs = choose_planner(inputs, planner).fold()
+    inputs = inputs.fold()
     if counts is not None:
         plan_command.compare_nodes(inputs, counts, deadline, as_json=as_json)
     else:

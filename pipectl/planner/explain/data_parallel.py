@@ -7,8 +7,9 @@ after the last backward, which takes what a plan's own sums over as many ranks t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from math import ceil
+from typing import Any
 
 from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
@@ -39,6 +40,11 @@ class Estimate:
     reduction_s: float
     peak_memory_bytes: int
 
+    def to_json(self) -> dict[str, Any]:
+        """The documented object."""
+        values = asdict(self)
+        return {"step_time_s": values.pop("step_s"), **values}
+
 
 @dataclass(frozen=True)
 class WithoutPipeline:
@@ -61,6 +67,15 @@ class WithoutPipeline:
         found = [each for each in (self.single, self.data_parallel) if each is not None]
         fast = [each for each in found if each.step_s < CLEARLY * step_s]
         return min(fast, key=lambda each: each.step_s, default=None)
+
+    def to_json(self, plan: Plan) -> dict[str, Any]:
+        """The documented object, beside a plan."""
+        return {
+            "single_rank": self.single and self.single.to_json(),
+            "data_parallel": self.data_parallel and self.data_parallel.to_json(),
+            "data_parallel_reason": self.reason or None,
+            "pipeline_is_worth_it": self.better_than(plan) is None,
+        }
 
 
 def without_pipeline(

@@ -7,7 +7,7 @@ Every answer is a plan of its own, made for the changed cluster or request and s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pipectl.cluster import Cluster
@@ -49,6 +49,15 @@ class Offer:
         saved = 1 - self.step_s / step_s
         return saved if saved >= NOTHING else 0.0
 
+    def to_json(self, step_s: float) -> dict[str, Any]:
+        """The documented object; its gain is a share of ``step_s``."""
+        return {
+            "step_time_s": self.step_s,
+            "change": self.change,
+            "reason": self.reason or None,
+            "gain": self.gain(step_s),
+        }
+
 
 @dataclass(frozen=True)
 class Alternative:
@@ -77,6 +86,19 @@ class Explanation:
     def link_binds(self) -> bool:
         """Whether a link works longer in a step than the busiest rank."""
         return self.link is not None and self.link.busy_s > self.parts.busy_s
+
+    def to_json(self) -> dict[str, Any]:
+        """The documented object."""
+        return {
+            "binds": "link" if self.link_binds else "rank",
+            "busiest_rank": asdict(self.parts),
+            "busiest_link": self.link and asdict(self.link),
+            "alternatives": [
+                {"difference": other.difference, "step_time_s": other.plan.predicted_step_s}
+                for other in self.alternatives
+            ],
+            "offers": [offer.to_json(self.plan.predicted_step_s) for offer in self.offers],
+        }
 
 
 def explain(

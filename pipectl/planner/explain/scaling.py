@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
@@ -77,6 +78,31 @@ class Scaling:
                 break
             found = after
         return found
+
+    def to_json(self) -> dict[str, Any]:
+        """The documented object."""
+        pays = self.pays_until
+        return {
+            "objective": "step-time",
+            "pays_until_nodes": pays and pays.nodes,
+            "counts": [
+                {
+                    "nodes": count.nodes,
+                    "ranks": count.ranks,
+                    "feasible": count.plan is not None,
+                    "reason": count.reason or None,
+                    "stages": count.plan and len(count.plan.stages),
+                    "micro_batches": count.plan and count.plan.micro_batches,
+                    "schedule": count.plan and count.plan.schedule,
+                    "step_time_s": count.step_s,
+                    "samples_per_s": count.samples_per_s,
+                    "efficiency": self.efficiency(count),
+                    "bubble": count.plan and count.plan.prediction and count.plan.prediction.bubble,
+                    "node_hours_per_1000_steps": count.node_hours,
+                }
+                for count in self.counts
+            ],
+        }
 
 
 def scaling(

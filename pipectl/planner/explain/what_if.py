@@ -7,8 +7,15 @@ from dataclasses import replace
 
 from pipectl.cluster import Cluster, Node
 from pipectl.link import Link
+from pipectl.plan import Plan
+from pipectl.simulate import simulate
 
 _UNLIMITED_BYTES_PER_S = 1e18
+
+MAX_SLOWER = 4.0, 10.0
+"""By which assumed links within and between nodes may be slower: 1 Gbit/s instead of 10, say."""
+_MIN_RANGE = 0.05
+"""Of a step: a narrower range is shown as a point."""
 
 
 def with_nodes(cluster: Cluster, nodes: int) -> Cluster:
@@ -123,3 +130,16 @@ def _faster(link: Link, factor: float) -> Link:
             for size, time_s in link.timings
         ),
     )
+
+
+def step_range(plan: Plan, cluster: Cluster) -> tuple[float, float] | None:
+    """Seconds of a step if messages on assumed links are free, and if they take far longer.
+
+    Returns:
+        None if no link is assumed, or if that makes little difference.
+    """
+    fast_s, slow_s = (
+        simulate(plan, with_slower_assumed_links(cluster, *factors)).step_time_s
+        for factors in ((0.0, 0.0), MAX_SLOWER)
+    )
+    return (fast_s, slow_s) if slow_s > (1 + _MIN_RANGE) * fast_s else None
