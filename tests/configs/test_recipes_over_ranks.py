@@ -1,0 +1,150 @@
+"""The recipes in small sizes, trained over real MPI ranks with a stage each."""
+
+from __future__ import annotations
+
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipectl.cluster import assumed_cluster
+from pipectl.planner import PlanRequest, make_plan
+from pipectl.profile import Profile
+from pipectl.profiler import profile_job
+from pipectl.profiler.effort import Effort
+from pipectl.runs import RunDirectory, read_metrics
+from pipectl.runtime import checkpoint
+from pipectl.runtime.checkpoint.export import export_file
+from pipectl.spec import JobSpec, dump, load
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+pytestmark = pytest.mark.mpi
+
+
+def read(name: str, *overrides: str) -> JobSpec:
+    return load(CONFIGS / f"{name}.yaml", ["site_defaults=false", *overrides])
+
+
+def measure(spec: JobSpec) -> Profile:
+    threads = torch.get_num_threads()
+    profile = profile_job(spec, effort=Effort.FAST)
+    torch.set_num_threads(threads)
+    return profile
+
+
+def train(spec: JobSpec, profile: Profile, ranks: int, base: Path, launch: Any) -> RunDirectory:
+    """Train a job as ``pipectl submit`` does."""
+    run = RunDirectory.create(base, f"{ranks}-ranks", 0.0)
+    run.job.write_text(dump(spec))
+    profile.save(run.profile)
+    batch, parts = spec.training.batch_size, spec.pipeline.micro_batches
+    request = PlanRequest(spec.name, batch, micro_batches=parts, stages=ranks)
+    make_plan(profile, assumed_cluster("here", [ranks], ranks, None), request).save(run.plan)
+    done = launch(ranks, "-m", "pipectl.runtime.worker", "--run", run.path)
+    assert done.returncode == 0, done.stderr
+    return run
+
+
+def losses(run: RunDirectory) -> list[float]:
+    return [line["loss"] for line in read_metrics(run) if "loss" in line]
+
+
+def evaluations(run: RunDirectory) -> list[Any]:
+    return [line["evaluation"] for line in read_metrics(run) if "evaluation" in line]
+
+
+def weights_of(run: RunDirectory, step: int) -> dict[str, torch.Tensor]:
+    return checkpoint.load(run.checkpoints / f"step-{step:06}", weights_only=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "needs", "overrides"),
+    [
+        ("digits-cnn", "sklearn", ["model.kwargs={width: 8, blocks: 1}"]),
+        (
+            "names-seq2seq",
+            "torch",
+            [
+                "model.kwargs={length: 32, layers: 1, width: 32, heads: 2}",
+                "data.kwargs={length: 32, limit: 200}",
+                "evaluation.data.kwargs={length: 32, limit: 200}",
+            ],
+        ),
+    ],
+)
+def test_weights_and_evaluations_do_not_depend_on_the_ranks(
+    name: str, needs: str, overrides: list[str], tmp_path: Path, launch: Any
+) -> None:
+    pytest.importorskip(needs, reason="pip install 'pipectl[examples]'")
+    spec = read(name, "training.steps=6", "evaluation.every=3", *overrides)
+    profile = measure(spec)
+    one, four = (train(spec, profile, ranks, tmp_path, launch) for ranks in (1, 4))
+    first, last = evaluations(one)
+    assert first != last
+    assert evaluations(four) == [first, last]
+    expected, weights = weights_of(one, 6), weights_of(four, 6)
+    assert weights.keys() == expected.keys()
+    assert [key for key in expected if not torch.equal(expected[key], weights[key])] == []
+
+
+def test_vision_transformer_learns_from_a_folder_of_images(tmp_path: Path, launch: Any) -> None:
+    pytest.importorskip("torchvision", reason="pip install 'pipectl[corpus]'")
+    image = pytest.importorskip("PIL.Image", reason="pip install 'pipectl[corpus]'")
+    for name, colour in [("blue", (0, 0, 255)), ("red", (255, 0, 0))]:
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for number in range(16):
+            path = tmp_path / "images" / name / f"{number}.png"
+            image.new("RGB", (40 + number, 48), colour).save(path)
+    data = f"{{root: {tmp_path / 'images'}, image_size: 32}}"
+    spec = read(
+        "vit-images",
+        "training={steps: 12, batch_size: 8}",
+        "pipeline.micro_batches=2",
+        "model.kwargs={classes: 2, image_size: 32, patch_size: 8, layers: 2, width: 32, heads: 2}",
+        f"data={{factory: ./models/vision.py:training, kwargs: {data}, workers: 1}}",
+        f"evaluation.data.kwargs={data}",
+        "evaluation.every=12",
+    )
+    run = train(spec, measure(spec), 2, tmp_path, launch)
+    assert losses(run)[-1] < 0.5 * losses(run)[0]
+    assert evaluations(run)[-1]["accuracy"] == 1
+
+
+def test_what_lora_learnt_loads_in_plain_transformers(tmp_path: Path, launch: Any) -> None:
+    pytest.importorskip("peft", reason="pip install 'pipectl[corpus]'")
+    transformers = pytest.importorskip("transformers", reason="pip install 'pipectl[corpus]'")
+    base, text = tmp_path / "base", tmp_path / "text"
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(base)
+    text.write_bytes(b"the loss of this sentence falls. " * 100)
+    spec = read(
+        "lora-llm",
+        "training={steps: 20, batch_size: 8}",
+        "optimizer.kwargs.lr=0.05",
+        "pipeline.micro_batches=2",
+        f"model.kwargs.base={base}",
+        f"data.kwargs={{file: {text}, length: 16}}",
+    )
+    run = train(spec, measure(spec), 2, tmp_path, launch)
+    assert sum(losses(run)[-5:]) < 0.97 * sum(losses(run)[:5])
+
+    exported = tmp_path / "lora.safetensors"
+    export_file(weights_of(run, 20), exported)
+    recipe = util.spec_from_file_location("causal_lm", CONFIGS / "models" / "causal_lm.py")
+    assert recipe is not None
+    assert recipe.loader is not None
+    module = util.module_from_spec(recipe)
+    recipe.loader.exec_module(module)
+    merged = module.merge(str(base), str(exported), str(tmp_path / "merged"))
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    tokens = torch.randint(128, (2, 16))
+    with torch.no_grad():
+        before = transformers.AutoModelForCausalLM.from_pretrained(base)(tokens).logits
+        assert torch.equal(loaded(tokens).logits, merged.eval()(tokens).logits)
+        assert not torch.equal(loaded(tokens).logits, before)
