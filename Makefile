@@ -51,11 +51,11 @@ test-lowest: ## run the tests that start no ranks, and some that do, with the lo
 	.venv-lowest/bin/python -m pytest -n auto -m 'not mpi and not slurm and not corpus and not product and not torture'
 	.venv-lowest/bin/python -m pytest -n 0 $(WITH_RANKS)
 
-test-newest: ## run the tests of capture, equality and the runtime with the newest torch (TORCH=2.14: that one)
+test-newest: ## run tests of the commands, capture and the runtime with the newest typer and torch (TORCH=2.14: that one)
 	$(PYTHON) -m venv .venv-newest
-	sed 's/^torch==.*/torch==$(TORCH).*/' constraints.txt > .venv-newest/constraints.txt
+	sed -e 's/^torch==.*/torch==$(TORCH).*/' -e '/^typer==/d' constraints.txt > .venv-newest/constraints.txt
 	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-newest/constraints.txt -e '.[mpich,examples,test]'
-	.venv-newest/bin/python -m pytest -n auto tests/capture tests/equality tests/profiler tests/runtime $(WITH_RANKS)
+	.venv-newest/bin/python -m pytest -n auto tests/cli tests/capture tests/equality tests/profiler tests/runtime $(WITH_RANKS)
 
 coverage: $(INSTALLED) ## run all tests and say which share of the branches they took; an hour
 	$(BIN)/python -m pytest -n auto --cov --cov-report=
