@@ -59,28 +59,24 @@ def missing_names(spec: JobSpec) -> Iterator[Finding]:
             yield path, fault
 
 
-def _check_stages(pipeline: Pipeline, resources: Resources) -> Iterator[Finding]:
+def _check_ranks(pipeline: Pipeline, resources: Resources) -> Iterator[Finding]:
+    """What the stages and their memory need of the ranks."""
     stages, schedule, ranks = pipeline.stages, pipeline.schedule, resources.ranks
+    if pipeline.offload == "host" and not resources.gpus_per_node:
+        fault = "frees nothing on ranks that compute on the CPU, in the host's memory; write disk"
+        yield ("pipeline", "offload"), fault
     if stages is None or schedule not in (None, *BUILT_IN):
         return
-    if schedule in ROUND:
-        if stages % min(stages, ranks):
-            fault = f"{stages} stages cannot go round over {ranks} ranks"
-            yield _STAGES, f"{fault}; schedule {schedule} takes a multiple of them"
-    elif schedule in V_SHAPED:
-        if stages % 2 or stages > 2 * ranks:
-            fault = f"{stages} stages cannot lie in a V over {ranks} ranks"
-            yield _STAGES, f"{fault}; schedule {schedule} takes two per rank"
-    elif stages > ranks:
+    if schedule in ROUND and stages % min(stages, ranks):
+        fault = f"{stages} stages cannot go round over {ranks} ranks"
+        yield _STAGES, f"{fault}; schedule {schedule} takes a multiple of them"
+    elif schedule in V_SHAPED and (stages % 2 or stages > 2 * ranks):
+        fault = f"{stages} stages cannot lie in a V over {ranks} ranks"
+        yield _STAGES, f"{fault}; schedule {schedule} takes two per rank"
+    elif schedule not in (*ROUND, *V_SHAPED) and stages > ranks:
         product = f"{resources.nodes} x {resources.tasks_per_node}"
         fault = f"{stages} stages need as many ranks"
         yield _STAGES, f"{fault}; resources give nodes x tasks_per_node = {product}"
-
-
-def _check_micro_batches(pipeline: Pipeline, training: Training) -> Iterator[Finding]:
-    if pipeline.micro_batches is not None and pipeline.micro_batches > training.batch_size:
-        fault = f"a batch of {training.batch_size} cannot be cut into {pipeline.micro_batches}"
-        yield _MICRO_BATCHES, f"{fault}; lower it or raise training.batch_size"
 
 
 def _check_warm_up(pipeline: Pipeline) -> Iterator[Finding]:
@@ -100,12 +96,6 @@ def _check_warm_up(pipeline: Pipeline) -> Iterator[Finding]:
     largest, micro_batches = max(warm_up, default=0), pipeline.micro_batches
     if micro_batches is not None and largest > micro_batches:
         yield _WARM_UP, f"{largest} forwards, but there are {micro_batches} micro-batches"
-
-
-def _check_offload(pipeline: Pipeline, resources: Resources) -> Iterator[Finding]:
-    if pipeline.offload == "host" and not resources.gpus_per_node:
-        fault = "frees nothing on ranks that compute on the CPU, in the host's memory"
-        yield ("pipeline", "offload"), f"{fault}; write disk"
 
 
 def _check_backward(
@@ -133,9 +123,13 @@ def _check_backward(
         yield _BACKWARD, "with training.compile can be apart only if recompute is all"
 
 
-def _check_overlap(pipeline: Pipeline, training: Training) -> Iterator[Finding]:
-    """Schedules without flushes have no moment at which all stages have their gradients."""
-    schedule, micro_batches = pipeline.schedule, pipeline.micro_batches
+def _check_batch(pipeline: Pipeline, training: Training) -> Iterator[Finding]:
+    """Micro-batches; and that schedules without flushes have no moment at which all stages have
+    their gradients."""
+    schedule, micro_batches = pipeline.schedule, pipeline.micro_batches or 1
+    if micro_batches > training.batch_size:
+        fault = f"a batch of {training.batch_size} cannot be cut into {micro_batches}"
+        yield _MICRO_BATCHES, f"{fault}; lower it or raise training.batch_size"
     if schedule not in UNFLUSHED:
         return
     other = f", or use another schedule than {schedule}"
@@ -149,7 +143,7 @@ def _check_overlap(pipeline: Pipeline, training: Training) -> Iterator[Finding]:
         fault = "skip leaves a step out on all ranks, but stages update at different times, and "
         fault += "later steps have begun by then; use stop"
         yield ("training", "on_nonfinite"), fault + other
-    if schedule == "pipedream" and (micro_batches or 1) > 1:
+    if schedule == "pipedream" and micro_batches > 1:
         fault = f"{micro_batches} have no meaning with schedule pipedream, which updates after each"
         yield _MICRO_BATCHES, f"{fault}; leave it out, or use pipedream-2bw"
 
@@ -178,7 +172,7 @@ def _check_pbs(pbs: Pbs) -> Iterator[Finding]:
 
 
 _CHECKS: tuple[Callable[..., Iterator[Finding]], ...] = (
-    _check_stages, _check_micro_batches, _check_warm_up, _check_offload, _check_overlap,
-    _check_backward, _check_progress, _check_loss, _check_slurm, _check_pbs,
+    _check_ranks, _check_batch, _check_warm_up, _check_backward, _check_progress, _check_loss,
+    _check_slurm, _check_pbs,
 )  # fmt: skip
 """Their parameters have the names of the sections they need."""

@@ -46,17 +46,14 @@ _EXPLANATIONS = (
         "indented further than the lines above",
     ),
     (
-        r"expected <block end>, but found '(\?|-|<scalar>|,|\]|\}|<.*>)'",
+        r"expected <block end>, but found",
         "does not fit the lines above; check the indentation, quotes and brackets",
     ),
     (r"expected ',' or '(\]|\})'", "a bracket is not closed, or a comma is missing"),
     (r"found '<stream end>'", "it ends inside a bracket that is not closed"),
-    (r"codec can't decode", "a tag (!) with a broken % escape; put the text in quotes"),
     (r"expected the node content", "a value is missing, or has to be in quotes"),
     (r"found unexpected end of stream", "a quote is not closed"),
     (r"found undefined alias", "an alias (*) without an anchor (&); put the text in quotes"),
-    (r"found duplicate anchor", "an anchor (&) is defined twice"),
-    (r"found unknown escape character", "an unknown escape; in double quotes write \\\\ for \\"),
     (r"but found another document", "a second document ('---'); a file holds one"),
     (r"cannot start any token", "a character that cannot start a value; put the text in quotes"),
     (
@@ -64,6 +61,7 @@ _EXPLANATIONS = (
         "text that starts with * or & must be in quotes",
     ),
 )
+"""By what PyYAML says, if that is hard to understand."""
 
 
 class Place(NamedTuple):

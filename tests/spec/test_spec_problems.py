@@ -234,7 +234,7 @@ def test_all_required_keys_are_named(complaints) -> None:
         ("output: {directory: *x}", "7:21: not valid YAML: an alias (*) without an anchor (&); put the text in quotes"),
         ("output: {directory: @x}", "7:21: not valid YAML: a character that cannot start a value; put the text in quotes"),
         ("output: {directory: * x}", "7:22: not valid YAML: text that starts with * or & must be in quotes"),
-        ('output: {directory: "\\q"}', "7:23: not valid YAML: an unknown escape; in double quotes write \\\\ for \\"),
+        ('output: {directory: "\\q"}', "7:23: not valid YAML: found unknown escape character 'q'"),
         ('output: {directory: "\\UFFFFFFFF"}', "7:24: not valid YAML: number out of range"),
         ("output: {directory: a\x01}", "7:22: contains the unprintable character U+0001; remove it"),
         ("x: &x [*x]", "7:4: nested more than 40 levels deep"),
