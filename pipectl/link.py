@@ -17,7 +17,7 @@ def _rises(rows: Sequence[tuple[int, float]]) -> bool:
 
 Timings = Annotated[
     tuple[tuple[int, float], ...],
-    Rule(_rises, "must be of rising sizes, and times that do not fall"),
+    Rule(_rises, "of rising sizes, and times that do not fall"),
 ]
 """(bytes, seconds) of single messages, by rising size."""
 

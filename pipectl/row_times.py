@@ -21,7 +21,7 @@ def _rises(rows: Sequence[tuple[int, float]]) -> bool:
     return all(a[0] < b[0] for a, b in pairwise(rows))
 
 
-BySize = Annotated[tuple[tuple[int, float], ...], Rule(_rises, "must be of rising sizes")]
+BySize = Annotated[tuple[tuple[int, float], ...], Rule(_rises, "of rising sizes")]
 """(bytes, seconds), by rising size; empty where nothing was measured."""
 
 

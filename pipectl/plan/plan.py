@@ -27,7 +27,7 @@ MAX_NODES = 2**20
 _CURE = "write a new one with: pipectl plan JOB.yaml"
 _BETWEEN_STAGES = Rule(
     lambda kind: kind in (TransferKind.ACTIVATION, TransferKind.GRADIENT),
-    "must be activation or gradient",
+    "activation or gradient",
 )
 
 

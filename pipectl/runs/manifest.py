@@ -37,7 +37,7 @@ def _to_losses(value: Any) -> tuple[float, ...]:
     return tuple(map(float, value))
 
 
-_INSIDE = Rule(_is_inside, "must be in the checkpoint")
+_INSIDE = Rule(_is_inside, "in the checkpoint")
 
 
 @dataclass(frozen=True)

@@ -268,7 +268,7 @@ _TYPES: Mapping[str, Any] = {
         Annotated[str, _to_text],
     ),
     "stages": Annotated[list[int], _to_stages],
-    "waiting": Annotated[float, Rule(lambda share: share <= 1, "must be at most 1")],
+    "waiting": Annotated[float, Rule(lambda share: share <= 1, "at most 1")],
     "evaluation": Annotated[Mapping[str, float], _to_figures],
     "not_finite": Annotated[Mapping[str, Any], _to_object],
     "ranks": Annotated[tuple[Any, ...], _to_ranks],

@@ -23,12 +23,10 @@ def is_job_id(text: str) -> bool:
     return bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._@+\[\]-]{0,299}", text))
 
 
-_STATE = Rule(STATES.__contains__, f"must be one of {', '.join(STATES)}")
-_JOB_ID = Rule(is_job_id, "must be the id of a job")
-_SWEEP_NAME = Rule(
-    lambda name: "/" not in name and not name.startswith("."), "must be the name of a sweep"
-)
-_BEFORE_10000 = Rule(lambda time: time < 2.5e11, "must be in seconds since the epoch")
+_STATE = Rule(STATES.__contains__, f"one of {', '.join(STATES)}")
+_JOB_ID = Rule(is_job_id, "the id of a job")
+_SWEEP_NAME = Rule(lambda name: "/" not in name and not name.startswith("."), "the name of a sweep")
+_BEFORE_10000 = Rule(lambda time: time < 2.5e11, "in seconds since the epoch")
 """Calendars end with the year 9999."""
 
 

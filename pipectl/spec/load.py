@@ -300,11 +300,10 @@ def _explain_fault(tree: YamlNode, detail: ErrorDetails) -> Problem:
         return _problem(tree, path, message)
     node, rest = locate(tree, path)
     path = path[: len(path) - len(rest)]  # pydantic names alternatives of a type after it
-    if kind in ("greater_than_equal", "less_than_equal") and not rest:
-        allowed = f"at least {context['ge']}" if "ge" in context else f"at most {context['le']}"
-    else:
-        schema = schema_at(path)
-        allowed = "something else" if schema is None else words(schema)
+    schema = schema_at(path)
+    allowed = "something else" if schema is None else words(schema)
+    if kind == "less_than_equal":
+        allowed = f"at most {context['le']}"
     shown = describe(node)
     in_quotes = isinstance(node, YamlText) and not isinstance(node, YamlPlain)
     if kind in _NUMBERS and in_quotes and not isinstance(parse_scalar(str(node)), str | None):

@@ -7,6 +7,7 @@ field's JSON Schema (:func:`pipectl.spec.schema.words`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.metadata import entry_points
 from typing import Annotated, Any, Literal
 
@@ -102,7 +103,9 @@ def _quantity(parse: Callable[[str], int]) -> BeforeValidator:
     def read(value: Any) -> int:
         if not isinstance(value, str | int) or len(text := str(value)) > _MAX_QUANTITY:
             raise ValueError
-        return parse(text)
+        with suppress(ValueError):
+            return parse(text)
+        raise ValueError
 
     return BeforeValidator(read)
 
@@ -195,7 +198,9 @@ Flag = Annotated[bool, Field(strict=True), _YAML]
 Bytes = Annotated[int, Field(ge=1, le=_MAX), _quantity(parse_bytes), _json("a size such as 4GiB")]
 _Clock = Annotated[int, Field(ge=1, le=_MAX), PlainSerializer(format_clock)]
 Seconds = Annotated[_Clock, _quantity(parse_duration), _json("a duration such as 01:30:00 or 90m")]
-Walltime = Annotated[_Clock, _quantity(parse_walltime), _json("a time such as 01:30:00, 90m or 90")]
+Walltime = Annotated[
+    _Clock, _quantity(parse_walltime), _json("a time such as 01:30:00, 90m or 90 (minutes)")
+]
 Script = Annotated[str, _NOT_NULL, _TEXT]
 """Text of any length, also empty or of several lines."""
 Name = Annotated[str, AfterValidator(_line), _TEXT]

@@ -328,9 +328,9 @@ def test_a_wrong_command_line_says_what_is_wrong(
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("stages=0", "pipeline.stages: must be at least 1"),
+        ("stages=0", "pipeline.stages: must be auto or a whole number of at least 1"),
         ("stages=3", "pipeline.stages: 3 stages need as many ranks"),
-        ("memory_limit=x", "is not a size"),
+        ("memory_limit=x", "must be a size such as 4GiB"),
         ("memory_limit=0", "pipeline.memory_limit: must be"),
         ("schedule=gpip", "must be auto, gpipe"),
     ],

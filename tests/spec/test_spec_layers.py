@@ -86,7 +86,7 @@ def test_absent_and_empty_site_files_say_nothing(tmp_path: Path, minimal: str) -
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("checkpoint: {keep: 0}", "1:20: checkpoint.keep: must be at least 1, not 0"),
+        ("checkpoint: {keep: 0}", "1:20: checkpoint.keep: must be a whole number of at least 1, not 0"),
         ("slurm: {part: a}", "1:9: slurm.part: unknown key; did you mean 'partition'?"),
         ("version: 2", "1:10: version: is 2; this pipectl reads version 1"),
         ("a: [", "1:5: not valid YAML: it ends inside a bracket that is not closed"),
@@ -200,8 +200,8 @@ def test_text_that_is_no_factory_is_replaced(read, minimal) -> None:
         ("pipeline.stage=2", "--set pipeline.stage: unknown key; did you mean 'stages'?"),
         ("pipelin.stages=2", "--set pipelin.stages: pipelin: unknown key; did you mean 'pipeline'?"),
         ("walltime=3", "--set walltime: unknown key; did you mean 'resources.walltime'?"),
-        ("pipeline.stages=0", "--set pipeline.stages: must be at least 1, not 0"),
-        ("pipeline={stages: 0}", "--set pipeline: pipeline.stages: must be at least 1, not 0"),
+        ("pipeline.stages=0", "--set pipeline.stages: must be auto or a whole number of at least 1, not 0"),
+        ("pipeline={stages: 0}", "--set pipeline: pipeline.stages: must be auto or a whole number of at least 1, not 0"),
         ("launch.args.0=x", "--set launch.args.0: launch.args: must be a list, not a mapping"),
         ("name.x=1", "--set name.x: name: must be letters, digits, '.', '_' or '-', at most 64, not a mapping"),
         ("training=", "--set training: missing"),

@@ -40,12 +40,12 @@ BOMB = "\n".join(
         ("optimizer: {groups: [{lr: 1}]}", "7:22: optimizer.groups[0].match: missing"),
         # whole numbers
         ("resources: {nodes: two}", "7:20: resources.nodes: must be a whole number of at least 1, not 'two'"),
-        ("resources: {nodes: 0}", "7:20: resources.nodes: must be at least 1, not 0"),
+        ("resources: {nodes: 0}", "7:20: resources.nodes: must be a whole number of at least 1, not 0"),
         ("resources: {nodes: 1.5}", "7:20: resources.nodes: must be a whole number of at least 1, not 1.5"),
         ("resources: {nodes: '2'}", "7:20: resources.nodes: must be a whole number of at least 1, not the text '2'; remove the quotes"),
         ("resources: {nodes: true}", "7:20: resources.nodes: must be a whole number of at least 1, not true"),
         ("resources: {nodes: 9223372036854775808}", "7:20: resources.nodes: must be at most 9223372036854775807, not 9223372036854775808"),
-        ("pipeline: {warm_up: [2, 0, x]}", "7:25: pipeline.warm_up[1]: must be at least 1, not 0\njob.yaml:7:28: pipeline.warm_up[2]: must be a whole number of at least 1, not 'x'"),
+        ("pipeline: {warm_up: [2, 0, x]}", "7:25: pipeline.warm_up[1]: must be a whole number of at least 1, not 0\njob.yaml:7:28: pipeline.warm_up[2]: must be a whole number of at least 1, not 'x'"),
         ("pipeline: {warm_up: fast}", "7:21: pipeline.warm_up: must be auto or a list, not 'fast'"),
         ("launch: {progress: core}", "7:20: launch.progress: core leaves none to compute with: resources.cpus_per_task is 1; set it to 2 or more"),
         ("pipeline: {offload: host}", "7:21: pipeline.offload: frees nothing on ranks that compute on the CPU, in the host's memory; write disk"),
@@ -55,10 +55,10 @@ BOMB = "\n".join(
         ("resources: {nodes: 4}\npipeline: {backward: apart, recompute: blocks}", "8:22: pipeline.backward: cannot be apart with recompute: blocks; write all, which sends only inputs"),
         ("resources: {nodes: 4}\npipeline: {backward: apart, offload: disk}", "8:22: pipeline.backward: cannot be apart with offload: what is offloaded would leave the rank at once"),
         # sizes and durations
-        ("resources: {memory_per_node: 4Gigs}", "7:30: resources.memory_per_node: '4Gigs' is not a size; write for example 4GiB or 512MiB"),
-        ("resources: {memory_per_node: 0}", "7:30: resources.memory_per_node: must be at least 1, not 0"),
+        ("resources: {memory_per_node: 4Gigs}", "7:30: resources.memory_per_node: must be a size such as 4GiB, not '4Gigs'"),
+        ("resources: {memory_per_node: 0}", "7:30: resources.memory_per_node: must be a size such as 4GiB, not 0"),
         ("resources: {memory_per_node: 99999999TiB}", "7:30: resources.memory_per_node: must be at most 9223372036854775807, not '99999999TiB'"),
-        ("resources: {walltime: 90 minutes}", "7:23: resources.walltime: '90 minutes' is not a duration; write for example 00:30:00, 90s or 1h30m"),
+        ("resources: {walltime: 90 minutes}", "7:23: resources.walltime: must be a time such as 01:30:00, 90m or 90 (minutes), not '90 minutes'"),
         # choices and flags
         ("launch: {scheduler: lsf}", "7:21: launch.scheduler: must be auto, local, slurm or pbs, not 'lsf'"),
         ("pipeline: {schedule: gpip}", "7:22: pipeline.schedule: must be auto, gpipe, 1f1b, interleaved, looped-bfs, zb-h1, zb-v, dualpipev, v-half, v-min, pipedream, pipedream-2bw or the name of a .csv file or of a package's schedule, not 'gpip'"),
@@ -176,10 +176,10 @@ slurm: {account: "\\x07", account: b}
 training: {}
 """
     assert added(text) == [
-        "job.yaml:7:20: resources.nodes: must be at least 1, not 0",
-        "job.yaml:7:33: resources.walltime: 'long' is not a duration; write for example 00:30:00, 90s or 1h30m",
+        "job.yaml:7:20: resources.nodes: must be a whole number of at least 1, not 0",
+        "job.yaml:7:33: resources.walltime: must be a time such as 01:30:00, 90m or 90 (minutes), not 'long'",
         "job.yaml:8:1: nam: unknown key; did you mean 'name'?",
-        "job.yaml:9:20: pipeline.stages: must be at least 1, not 0",
+        "job.yaml:9:20: pipeline.stages: must be auto or a whole number of at least 1, not 0",
         "job.yaml:10:18: slurm.account: contains the unprintable character U+0007; remove it",
         "job.yaml:10:26: slurm.account: given twice; first on line 10",
         "job.yaml:11:1: training: given twice; first on line 6",

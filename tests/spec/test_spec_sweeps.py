@@ -131,7 +131,7 @@ def test_a_sweep_goes_over_set_and_can_be_left_out(points: Points) -> None:
         ("sweep: {grid: {training.seed: 1}}", ["7:31: sweep.grid.training.seed: must be a list, not 1"]),
         ("sweep: {points: {a: 1}}", ["7:17: sweep.points: must be a list, not a mapping"]),
         ("sweep: {points: [1]}", ["7:18: sweep.points[0]: must be a mapping, not 1"]),
-        ("sweep: {at_once: 0, grid: {training.seed: [1]}}", ["7:18: sweep.at_once: must be at least 1, not 0"]),
+        ("sweep: {at_once: 0, grid: {training.seed: [1]}}", ["7:18: sweep.at_once: must be a whole number of at least 1, not 0"]),
         ("sweep: {size: 3}", ["7:9: sweep.size: unknown key; known are grid, points, at_once"]),
         ("sweep: {}", ["7:1: sweep: has no points; give it a grid, or points"]),
         ("sweep: {grid: {training.seed: []}}", ["7:16: training.seed: has no values"]),
@@ -142,7 +142,7 @@ def test_a_sweep_goes_over_set_and_can_be_left_out(points: Points) -> None:
         ("sweep: {grid: {training..seed: [1]}}", ["7:16: training..seed: must be a key such as training.seed"]),
         ("sweep:\n  grid:\n    training.seed: [1, x,\n      -2]", [
             "9:24: training.seed: must be a whole number of at least 0, not 'x'",
-            "10:7: training.seed: must be at least 0, not -2"]),
+            "10:7: training.seed: must be a whole number of at least 0, not -2"]),
         ("sweep: {grid: {training.seed: [1, 1]}}", ["7:35: training.seed: a point with the same values as number 0"]),
         ("sweep: {grid: {training.seed: [1, 2]}, points: [{training.seed: 2}]}",
          ["7:65: training.seed: a point with the same values as number 1"]),
