@@ -1,4 +1,4 @@
-"""Runs that were just submitted, and watching runs: in a line until the end, or on the screen."""
+"""Runs that were just submitted: what is said of them, and following them to their end."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Group, RenderableType
-from rich.live import Live
 
 from pipectl.batch import LOCAL, JobState, MpiChoice
-from pipectl.cli.console import errors, note, output, plain, say, warn
+from pipectl.cli.console import errors, note, say, warn
 from pipectl.cli.progress import progress_bar
 from pipectl.cli.views.plan import prediction_lines
 from pipectl.cli.views.run import print_run
-from pipectl.errors import UnknownRunError, UsageError
-from pipectl.jobs.state import Measured, Poller, RunStatus, get_status, read_measured
+from pipectl.errors import UnknownRunError
+from pipectl.jobs.state import Measured, RunStatus, get_status, read_measured
 from pipectl.runs import PROFILING, Record, RunDirectory, SweepDirectory, as_typed
 
 if TYPE_CHECKING:
@@ -27,10 +25,6 @@ _POLL_S = 0.5
 _ASK_S = 10.0
 _MAX_UNKNOWN = 30
 """Times to ask about a job that is not known."""
-_MARGIN = 4
-"""Lines of the screen that a table leaves free."""
-_MIN_PAUSE = 4
-"""Pause between two looks, as a multiple of the time that a look takes."""
 
 
 def submission_json(run: RunDirectory, record: Record, **more: Any) -> dict[str, Any]:
@@ -161,43 +155,3 @@ def _line(status: RunStatus) -> str:
 
 def _loss(now: Measured) -> str:
     return "" if now.last_loss is None else f", loss {now.last_loss:.4g}"
-
-
-def watch(
-    find_runs: Callable[[int], Sequence[RunDirectory]],
-    draw: Callable[[Sequence[RunStatus], int, int], RenderableType],
-    *,
-    ends: bool,
-) -> None:
-    """Runs on the whole screen, until Ctrl-C or their end.
-
-    Args:
-        find_runs: given how many rows there is room for; asked for every picture.
-        draw: of their states, within so many columns and lines.
-        ends: whether to return when all are over.
-
-    Raises:
-        UsageError: there is no terminal.
-        KeyboardInterrupt: Ctrl-C before there was something to see.
-    """
-    console = output()
-    if not console.is_terminal:
-        raise UsageError(
-            "--watch: needs a terminal",
-            cure="leave it out, or use `pipectl submit --wait`",
-        )
-    poller, over, has_shown = Poller(), False, False
-    try:
-        with Live(console=console, screen=True, auto_refresh=False) as live:
-            while not over:
-                began_s, height = time.monotonic(), max(1, console.height - _MARGIN)
-                statuses = poller.get_statuses(find_runs(height), time.time())
-                over = ends and all(status.job.state.final for status in statuses)
-                foot = f"\n{time.strftime('%H:%M:%S')}  Ctrl-C closes the view; the runs continue"
-                picture = draw(statuses, console.width, height)
-                has_shown = True
-                live.update(Group(picture, plain(foot, "dim")), refresh=True)
-                time.sleep(max(_POLL_S, _MIN_PAUSE * (time.monotonic() - began_s)))
-    except KeyboardInterrupt:
-        if not has_shown:
-            raise

@@ -79,7 +79,7 @@ def prepare(
     measured: dict[str, Job] = {}
     for index, job in enumerate(jobs):
         with _name_values_in_errors(points, index):
-            key = profile_key(job.spec)
+            key = profile_key(job.spec) if points else ""
             if key not in measured:
                 usual = not points or key == profile_key(spec)
                 measured[key] = _add_profile(job, progress, usual, make_missing, must_run)
@@ -94,7 +94,7 @@ def prepare(
     plans: dict[str, Plan | None] = {}
     for index, job in enumerate(jobs):
         with _name_values_in_errors(points, index):
-            key = plan_key(job.spec)
+            key = plan_key(job.spec) if points else ""
             if key not in plans:
                 usual = not points or key == plan_key(spec)
                 plans[key] = _find_plan(job, progress, usual, make_missing, must_run)

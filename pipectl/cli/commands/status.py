@@ -13,8 +13,8 @@ from rich.console import RenderableType
 
 from pipectl.batch import JobState
 from pipectl.cli.console import note, output, plain, say, say_json
-from pipectl.cli.follow import watch
 from pipectl.cli.options import RUNS, Json, RunNames, RunsDirectory
+from pipectl.cli.screen import watch
 from pipectl.cli.views.run import (
     print_run,
     print_sweep,
