@@ -302,7 +302,7 @@ def remarks(answer: StepAnswer) -> Iterator[tuple[str, str]]:
         if search.step_lower_bound_s is not None and search.gap is not None:
             bound = f"takes less than {format_time(search.step_lower_bound_s)} per step"
             bound = bound if search.gap >= _NOTHING else "is faster"
-            text += f"; with these sizes of micro-batches, no plan {bound}"
+            text += f"; no plan with these micro-batch sizes {bound}"
         yield "search", text
     if inputs.kept is not None:
         yield (
