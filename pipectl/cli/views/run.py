@@ -162,7 +162,7 @@ def _progress(status: RunStatus) -> Lines:
     """How far it is, at which pace and loss; percent of a run that only measures."""
     alive, so_far = status.job.state.alive, status.measured
     step_s, ratio = so_far.step_time_s, status.prediction_ratio
-    if status.phase and alive:
+    if status.phase not in ("", "training") and alive:
         yield "phase", status.phase, ""
     if status.steps:
         drawn = bar(so_far.step / status.steps, 20).replace(" ", "░")
