@@ -90,10 +90,19 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_holds_the_package_and_nothing_else(built: Path) -> None:
     names = set(zipfile.ZipFile(built).namelist())
-    files = (path for path in (CHECKOUT / "pipectl").rglob("*") if path.is_file())
-    package = {
-        path.relative_to(CHECKOUT).as_posix() for path in files if "__pycache__" not in path.parts
-    }
+
+    def files(folder: Path, place: str) -> set[str]:
+        found = (path for path in folder.rglob("*") if path.is_file())
+        return {
+            f"{place}/{path.relative_to(folder).as_posix()}"
+            for path in found
+            if "__pycache__" not in path.parts
+        }
+
+    package = files(CHECKOUT / "pipectl", "pipectl") | files(
+        CHECKOUT / "configs", "pipectl/recipes"
+    )
+    names = {name for name in names if "__pycache__" not in name}
     assert {name for name in names if ".dist-info/" not in name} == package
     assert {name.partition(".dist-info/")[2] for name in names - package} == METADATA
     assert {"pipectl/py.typed", "pipectl/jobs/starter/job.yaml.j2"} <= names

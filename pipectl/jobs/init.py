@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -130,6 +131,19 @@ def check_reference(text: str, option: str) -> None:
             return
         fault = f"no such file: {file}"
     raise UsageError(f"{option}: {fault}", cure=f"for example {option} model.py:build")
+
+
+def recipes() -> dict[str, Path]:
+    """The job files of all recipes, by name."""
+    package = Path(str(files("pipectl")))  # a wheel holds them; in a checkout they stand beside it
+    folder = package / "recipes" if (package / "recipes").is_dir() else package.parent / "configs"
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def recipe_files(job: Path) -> list[Path]:
+    """A recipe's job file, and the files of code that it names."""
+    named = re.findall(r"\./(models/\w+\.py):", job.read_text("utf-8"))
+    return [job, *(job.parent / name for name in dict.fromkeys(named))]
 
 
 def example_model() -> str:

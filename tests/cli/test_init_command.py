@@ -178,6 +178,31 @@ def test_held_out_data_that_is_not_there_is_a_comment_in_the_job(cli: Command) -
     assert '# evaluation: {data: {factory: "./mine.py:held_out_data"}, every: 50}' in text
 
 
+def test_a_recipe_is_copied_with_its_code(cli: Command) -> None:
+    names = cli("init", "--recipe", "list").out.split()
+    assert {"gpt-stdlib", "names-seq2seq", "lora-llm"} <= set(names)
+    for name in names:
+        cli("init", name, "--recipe", name)
+        assert cli("check", f"{name}/{name}.yaml").code == 0
+    assert Path("digits-cnn/models/digits.py").is_file()
+    assert Path("digits-cnn/job.schema.json").is_file()
+    assert not Path("digits-cnn/models/gpt.py").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--recipe", "gpt-stdlb"], "no recipe 'gpt-stdlb', did you mean 'gpt-stdlib'?"),
+        (["--recipe", "gpt-stdlib", "--nodes", "2"], "--nodes: has no effect with --recipe"),
+    ],
+)
+def test_a_recipe_that_cannot_be_copied(cli: Command, options: list[str], message: str) -> None:
+    done = cli("init", "first", *options)
+    assert done.code == 2
+    assert message in done.err
+    assert not Path("first").exists()
+
+
 def test_the_schema_that_the_job_names_lies_beside_it(cli: Command) -> None:
     assert cli("init", "new", "--walltime", "10").code == 0
     assert written("new/job.yaml").resources.walltime == 600, "a number alone is minutes"

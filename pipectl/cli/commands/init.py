@@ -32,12 +32,15 @@ from pipectl.jobs.init import (
     example_model,
     job_text,
     propose_resources,
+    recipe_files,
+    recipes,
 )
 from pipectl.jobs.places import memory_of_this_machine
 from pipectl.spec import json_schema
 from pipectl.units import did_you_mean, format_clock, is_name
 
 LOSS = "torch.nn:CrossEntropyLoss"
+STARTER = "starter"
 _REFERENCE = "FILE:NAME"
 
 
@@ -55,7 +58,11 @@ def command(
         str,
         typer.Option(metavar=_REFERENCE, help="Your loss; `model` if the model itself returns it."),
     ] = LOSS,
-    name: Annotated[str, typer.Option(metavar="NAME", help="Name of the job.")] = "starter",
+    recipe: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Recipe to copy; `list` shows all."),
+    ] = None,
+    name: Annotated[str, typer.Option(metavar="NAME", help="Name of the job.")] = STARTER,
     scheduler: Annotated[
         SchedulerName | None, typer.Option(help="Batch system; by default the installed one.")
     ] = None,
@@ -93,6 +100,16 @@ def command(
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
 ) -> None:
+    if recipe is not None:
+        others = {
+            "--model": model, "--data": data, "--loss": loss != LOSS, "--name": name != STARTER,
+            "--scheduler": scheduler, "--partition": partition, "--account": account,
+            "--nodes": nodes, "--tasks-per-node": tasks_per_node, "--cpus-per-task": cpus_per_task,
+            "--gpus-per-node": gpus_per_node, "--memory": memory, "--walltime": walltime,
+        }  # fmt: skip
+        refuse(others, "has no effect with --recipe", cure="change the job file afterwards")
+        copy_recipe(recipe, directory, force=force)
+        return
     if not is_name(name):
         raise UsageError(
             f"--name: {name!r} cannot name a job", cure="use letters, digits, '.', '_' and '-'"
@@ -100,12 +117,7 @@ def command(
     code = _code(model, loss, data)
     job, schema, example = (directory / n for n in ("job.yaml", "job.schema.json", "model.py"))
     targets = [job, schema, *([example] if code is None else [])]
-    existing = [str(path) for path in targets if path.exists()]
-    if existing and not force:
-        raise UsageError(
-            f"{', '.join(existing)}: exists already",
-            cure="choose another directory: pipectl init DIRECTORY; or replace with --force",
-        )
+    check_new(targets, force=force)
     where = scheduler.value if scheduler else find_scheduler()
     if where == LOCAL:
         sites = {"--partition": partition, "--account": account}
@@ -135,6 +147,40 @@ def command(
     for target in targets:
         say(f"written: {target}")
     say(f"next: pipectl submit {job} --wait")
+
+
+def check_new(targets: list[Path], *, force: bool) -> None:
+    """Raise UsageError if files exist that may not be replaced."""
+    existing = [str(path) for path in targets if path.exists()]
+    if existing and not force:
+        raise UsageError(
+            f"{', '.join(existing)}: exists already",
+            cure="choose another directory: pipectl init DIRECTORY; or replace with --force",
+        )
+
+
+def copy_recipe(name: str, directory: Path, *, force: bool) -> None:
+    """Write a recipe's job, its code and the schema into a directory; `list` prints all names."""
+    jobs = recipes()
+    if name == "list":
+        say("\n".join(jobs))
+        return
+    if name not in jobs:
+        raise UsageError(
+            f"no recipe {name!r}{did_you_mean(name, list(jobs))}",
+            cure=f"choose one of {', '.join(jobs)}",
+        )
+    job = jobs[name]
+    copies = {directory / path.relative_to(job.parent): path for path in recipe_files(job)}
+    schema = directory / "job.schema.json"
+    check_new([*copies, schema], force=force)
+    for target, source in copies.items():
+        make_directory_of(target)
+        write_text(target, source.read_text("utf-8"))
+    write_json(schema, json_schema())
+    for target in (*copies, schema):
+        say(f"written: {target}")
+    say(f"next: pipectl check {directory / job.name}")
 
 
 def _code(model: str | None, loss: str, data: str | None) -> Code | None:
