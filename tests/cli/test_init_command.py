@@ -192,7 +192,7 @@ def test_a_recipe_is_copied_with_its_code(cli: Command) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--recipe", "gpt-stdlb"], "no recipe 'gpt-stdlb', did you mean 'gpt-stdlib'?"),
+        (["--recipe", "gpt-stdlb"], "no recipe 'gpt-stdlb'; did you mean 'gpt-stdlib'?"),
         (["--recipe", "gpt-stdlib", "--nodes", "2"], "--nodes: has no effect with --recipe"),
     ],
 )
