@@ -88,7 +88,9 @@ def test_a_log_is_not_followed_for_ever_if_nobody_knows_of_an_end(
     result = cli("logs", "-f")
     rest = "" if lost == "directory" else "more\nand ended in the mid\n"
     assert (result.code, result.out) == (6, f"started\n{rest}")
-    assert result.err.startswith(f"error: {run.name}: it cannot be told whether it goes on: ")
+    assert result.err.startswith(
+        f"error: {run.name}: the log has stopped, and it is unknown whether the run is alive: "
+    )
     assert result.err.endswith(f"follow it again: pipectl logs -f {run.name}\n")
     assert 60 <= now <= 130, "as long after the last line"
 
@@ -131,11 +133,11 @@ def test_logs_of_several_runs_have_headings(cli: Command, finished: Path, failed
 def test_a_run_that_printed_nothing_is_no_error(cli: Command, finished: Path) -> None:
     result = cli("logs", "--rank", "1")
     assert (result.code, result.out) == (0, "")
-    assert result.err.startswith("20250101-120000-tiny: nothing of rank 1 was printed")
+    assert result.err.startswith("20250101-120000-tiny: rank 1 has printed nothing")
     (finished / "logs/job.log").unlink()
     result = cli("logs")
     assert (result.code, result.out) == (0, "")
-    assert result.err.startswith("20250101-120000-tiny: nothing was printed")
+    assert result.err.startswith("20250101-120000-tiny: the run has printed nothing")
 
 
 def test_cancel_leaves_finished_runs_alone(cli: Command, finished: Path, failed: Path) -> None:

@@ -104,12 +104,13 @@ def _print_logs(
         rest += [Line(error.get("rank"), text) for text in report_text(error).splitlines()]
     show(rest, tail)
     if not printed and tail != 0:
-        whose = f"of rank {', '.join(map(str, sorted(ranks)))} " if ranks else ""
-        note(f"{run.name}: nothing {whose}was printed; see: pipectl status {as_typed(run)}")
+        who = f"rank {', '.join(map(str, sorted(ranks)))}" if ranks else "the run"
+        note(f"{run.name}: {who} has printed nothing; see: pipectl status {as_typed(run)}")
     if unknown is not None:
         raise UnknownRunError(
-            f"{run.name}: it cannot be told whether it goes on: {unknown or 'nothing says so'}",
-            cure=f"if it does, follow it again: pipectl logs -f {as_typed(run)}",
+            f"{run.name}: the log has stopped, and it is unknown whether the run is alive: "
+            f"{unknown or 'no source knows its job'}",
+            cure=f"to follow it again: pipectl logs -f {as_typed(run)}",
         )
 
 

@@ -74,6 +74,6 @@ def _lines(result: RehearsalResult) -> Iterator[str]:
         yield f"messages: {rehearsal.message_share:.2g} of their size, their links' time in full"
     if result.late_s > rehearsal.late_s / rehearsal.stretch:
         yield (
-            f"a rank was {format_time(result.late_s)} late (in time of the plan): this machine "
-            "was busy, or too small for so many ranks"
+            f"the latest rank was {format_time(result.late_s)} late (in the plan's time): this "
+            "machine was busy, or has too few cores for so many ranks"
         )
