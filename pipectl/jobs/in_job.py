@@ -100,16 +100,6 @@ def _share(run: RunDirectory, result: Profile | Plan, place: Path) -> None:
             result.save(place)
 
 
-def measure_run(run: RunDirectory, output: Path, effort: str, *, again: bool) -> None:
-    """Measure the model of a run, and nothing else, and write its profile to ``output``, too."""
-    progress = progress_of(run, PERCENT, measures_only=True)
-    progress(0, 0, "capturing")
-    measurement = measure(load_run(run), run.profile, progress, effort, again=again)
-    write_json(run.measurement, measurement.to_json())
-    measurement.profile.save(output)
-    beat(run, "profiled", PERCENT, PERCENT)
-
-
 def main(arguments: Sequence[str]) -> int:
     """Prepare or measure one run; a failure goes to ``errors/prepare.json`` and standard error.
 
@@ -126,8 +116,14 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if values.output is None:
             prepare_run(run)
-        else:
-            measure_run(run, values.output, values.effort, again=values.again)
+        else:  # measure the model, and nothing else
+            progress = progress_of(run, PERCENT, measures_only=True)
+            progress(0, 0, "capturing")
+            spec, effort = load_run(run), values.effort
+            measurement = measure(spec, run.profile, progress, effort, again=values.again)
+            write_json(run.measurement, measurement.to_json())
+            measurement.profile.save(values.output)
+            beat(run, "profiled", PERCENT, PERCENT)
     except Exception as raised:
         error = with_details(as_fault(raised), run.preparation_error)
         report = {**_PLACE, **describe_error(error)}

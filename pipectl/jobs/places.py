@@ -1,4 +1,4 @@
-"""Where a job runs, and where its profile, plan and machines lie before it is submitted."""
+"""Where a job runs, and the profile, plan and cluster that it has before it is submitted."""
 
 from __future__ import annotations
 

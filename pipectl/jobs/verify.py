@@ -128,9 +128,13 @@ def verify(
     with _temporary_directory() as directory:
         chunks = 1 if schedule is None else schedule.stages_per_rank[0]
         spec = load(job, [*overrides, *_changes(spec, steps, directory, chunks), *here])
-        profile = _fresh_profile(job, overrides)
-        if profile is None:
+        profile = None
+        with suppress(PipectlError):  # the job's own if it is fresh: its times change no result
+            own = load(job, overrides)
+            profile = fresh_profile(own, profile_path(own))
+        if profile is None or profile.fingerprint is None:
             profile = measure(spec, directory / "profile.json", progress).profile
+        profile = replace(profile, key=None)
         # Not before: what this process holds while it measures counts as memory of a rank.
         from pipectl.capture.traits import find_traits
         from pipectl.runtime.compare import PipelineRun, PlainRun, compare
@@ -181,16 +185,6 @@ def _temporary_directory() -> Iterator[Path]:
         while directory.exists() and time.monotonic() < deadline:
             time.sleep(0.1)
             shutil.rmtree(directory, ignore_errors=True)
-
-
-def _fresh_profile(job: Path, overrides: Sequence[str]) -> Profile | None:
-    """The job's own profile if it is fresh: its times change no result."""
-    with suppress(PipectlError):
-        spec = load(job, overrides)
-        profile = fresh_profile(spec, profile_path(spec))
-        if profile is not None and profile.fingerprint is not None:
-            return replace(profile, key=None)
-    return None
 
 
 def _find_plan(spec: JobSpec, profile: Profile) -> Plan:

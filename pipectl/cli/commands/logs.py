@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from pipectl.access import read_limited
-from pipectl.batch import CHECKPOINTED, JobState, JobStatus
+from pipectl.batch import CHECKPOINTED, JobState
 from pipectl.cli.console import note
 from pipectl.cli.options import RUNS, RunNames, RunsDirectory
 from pipectl.errors import PipectlError, UnknownRunError, UsageError
@@ -121,7 +121,10 @@ def _follow(run: RunDirectory, logs: Logs, show: Callable[[Iterable[Line]], None
         Why it is not known whether it is over, if nothing was added for long; else None.
     """
     seen, last = logs.bytes_read, time.monotonic()
-    while (job := _find_job_alive(run)) is not None:
+    while read_exit_code(run) in (None, CHECKPOINTED):  # what stopped at a checkpoint may go on
+        job = get_status(run, time.time()).job
+        if job.state.final:
+            break
         if job.state is not JobState.UNKNOWN or logs.bytes_read != seen:
             seen, last = logs.bytes_read, time.monotonic()
         elif time.monotonic() - last >= _PATIENCE_S:
@@ -132,14 +135,6 @@ def _follow(run: RunDirectory, logs: Logs, show: Callable[[Iterable[Line]], None
             time.sleep(_POLL_S)
             show(logs.read_lines())
     return None
-
-
-def _find_job_alive(run: RunDirectory) -> JobStatus | None:
-    """The job of a run that is not over; what stopped at a checkpoint may go on."""
-    if read_exit_code(run) not in (None, CHECKPOINTED):
-        return None
-    job = get_status(run, time.time()).job
-    return None if job.state.final else job
 
 
 def _check_ranks(run: RunDirectory, ranks: Iterable[int]) -> None:
