@@ -20,7 +20,7 @@ from pipectl.cli import app
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.jobs.doctor import Finding, Level
 from pipectl.jobs.planning import write_plan
-from pipectl.jobs.verify import Expectation, Verification
+from pipectl.jobs.verify import Verification
 from pipectl.plan import Plan
 from pipectl.profile import Profile
 from pipectl.runs import Manifest, RunDirectory
@@ -202,7 +202,7 @@ def test_export(shown: Shown, finished: Path) -> None:
 def test_verify(shown: Shown, job: Path, pipeline: Callable[..., Plan], monkeypatch: Patch) -> None:
     """What tests with real ranks verify is in test_verify_command.py."""
     equal: Any = SimpleNamespace(equal=True, largest=0.0, first=None, losses=[(1.0, 1.0)])
-    found = Verification(pipeline(2, 4), None, "a reference", Expectation((), 0.0), equal)
+    found = Verification(pipeline(2, 4), False, "a reference", (), 0.0, equal)
     monkeypatch.setattr("pipectl.cli.lab.verify.verify", lambda *_, **__: found)
     shown("lab verify JOB", "lab", "verify", "job.yaml")
 

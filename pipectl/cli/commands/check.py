@@ -70,16 +70,25 @@ def _origins_table(origins: Sequence[Origin]) -> Table:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     table.add_column(no_wrap=True)
+    home = f"{Path.home()}/"
     for section, group in groupby(origins, key=lambda origin: origin.path[0]):
         keys = list(group)
         if keys[0].path[1:]:
             table.add_row(plain(section, "bold"))
         for origin in keys:
-            inner = origin.path[1:]
+            inner, place = origin.path[1:], origin.place
             key = f"  {path_text(inner)}" if inner else path_text(origin.path)
-            style = "dim" if origin.place is None else ""
-            cells = (key, _as_yaml(_public_value(origin)), _place_text(origin.place))
-            table.add_row(*(plain(cell, style) for cell in cells))
+            origin_text = _kind(place)
+            if place is not None and place.line:
+                name = short_path(Path(place.file))
+                name = f"~/{name.removeprefix(home)}" if name.startswith(home) else name
+                origin_text = f"{name}:{place.line}"
+            value = origin.value
+            is_plain = isinstance(value, str) and value.isprintable()
+            if not (is_plain and parse_scalar(value) == value):
+                value = json.dumps(value, ensure_ascii=False)
+            style = "dim" if place is None else ""
+            table.add_row(*(plain(cell, style) for cell in (key, value, origin_text)))
     return table
 
 
@@ -88,36 +97,14 @@ def _origin_json(origin: Origin) -> dict[str, Any]:
     place = origin.place
     return {
         "key": path_text(origin.path),
-        "value": _public_value(origin),
+        "value": origin.value,
         "origin": _kind(place),
         "file": place.file if place and place.line else None,
         "line": (place.line or None) if place else None,
     }
 
 
-def _public_value(origin: Origin) -> Any:
-    """The value, unless it may be a key or token."""
-    return "(not shown)" if origin.path[:2] == ("environment", "variables") else origin.value
-
-
 def _kind(place: Place | None) -> str:
     if place is None:
         return "default"
     return "file" if place.line else "--set"
-
-
-def _place_text(place: Place | None) -> str:
-    """``job.yaml:12``, ``~/.config/pipectl/site.yaml:3``, ``--set``, ``default``."""
-    if place is None or not place.line:
-        return _kind(place)
-    name, home = short_path(Path(place.file)), str(Path.home())
-    if name.startswith(f"{home}/"):
-        name = f"~{name.removeprefix(home)}"
-    return f"{name}:{place.line}"
-
-
-def _as_yaml(value: Any) -> str:
-    """A value as YAML in one line."""
-    if isinstance(value, str) and value.isprintable() and parse_scalar(value) == value:
-        return value
-    return json.dumps(value, ensure_ascii=False)
