@@ -83,7 +83,8 @@ def profile_job(
         device = choose_device(spec.resources.gpus_per_node, 0)
         baseline_bytes = _baseline_bytes(job, sizes[0], device)
         job.check_shapes(sizes[0])
-        profiling = _Profiling(job, effort, sizes, progress, journal or Journal(), device)
+        journal = Journal() if journal is None else journal  # an empty one counts as false
+        profiling = _Profiling(job, effort, sizes, progress, journal, device)
         tell("waiting for the processes that compute beside")
         neighbours.wait()
         tell("measuring")
