@@ -122,6 +122,7 @@ def request_of(
         replicas=None if pipeline.replicas == "any" else int(pipeline.replicas or 1),
         shard_optimizer=pipeline.shard_optimizer,
         backward_apart=apart,
+        every_schedule=pipeline.schedule is None and listed is None and not spec.training.compile,
         key=key_of_plan(spec, profile, cluster),
     )
 

@@ -73,6 +73,8 @@ class _Variants:
         self._expired = expired
         self._seen: set[Key] = set()
         self._plans: list[Plan] = []
+        self._unlimited: list[Plan] = []
+        self._is_short = any(trials.limit_of(rank) < inf for rank in range(cluster.ranks))
 
     def found(self) -> list[Plan]:
         """Plans that fit, the fastest first."""
@@ -87,10 +89,10 @@ class _Variants:
 
     def _try_all(self, plain: Sequence[Plan]) -> None:
         """Everything that can be derived from what the search found."""
-        offloads = self._is_limited and self._request.offload is not False
+        offloads = self._is_short and self._request.offload is not False
         again = self._request.recompute is None or self._request.blocks is not False
-        saves = offloads or (self._is_limited and again)
-        start = [*plain, *(self._proposals.unlimited() if saves else [])]
+        saves = offloads or (self._is_short and again)
+        start = [*plain, *(self._unlimited if saves else [])]
         self._consider([*start, *(self._proposals.deeper(start) if saves else [])])
         self._consider(self._proposals.elsewhere(start))
         self._consider(self._proposals.split(start), SPLIT_GAIN)
@@ -104,7 +106,18 @@ class _Variants:
         return not self._trials.are_over
 
     def _plain(self) -> tuple[list[Plan], Exception | None]:
-        """What there is without variants, or why there is nothing."""
+        """What there is without variants, or why there is nothing.
+
+        Memory is not short if the best plan without regard to it fits, and no stage has to save
+        any: then that is what there is.
+        """
+        if self._is_short:
+            self._unlimited = self._proposals.unlimited()
+            fitting = [plan for plan in self._unlimited if self._trials.fits(plan)]
+            saves = self._request.offload or self._request.blocks
+            if fitting and fitting[0] is self._unlimited[0] and not saves:
+                self._is_short = False
+                return fitting, None
         found: list[Plan] = []
         reason: Exception | None = None
         for wanted in self._plain_requests():
@@ -118,7 +131,7 @@ class _Variants:
         """Where memory is short, recomputation of some stages also ends the search for plans that
         do with smaller micro-batches; so these are asked for, too."""
         wanted = self._request.without_variants
-        if wanted.recompute is None and self._is_limited:
+        if wanted.recompute is None and self._is_short:
             return [replace(wanted, recompute=False), wanted]
         return [wanted]
 
@@ -173,10 +186,6 @@ class _Variants:
         return (not request.offload or all(stage.offload for stage in stages)) and (
             not request.backward_apart or all(stage.backward_ranks for stage in stages)
         )
-
-    @property
-    def _is_limited(self) -> bool:
-        return any(self._trials.limit_of(rank) < inf for rank in range(self._cluster.ranks))
 
     def _ranked(self, plain: Sequence[Plan]) -> list[Plan]:
         """The best plan of every shape; first what the search found, if that is not slower."""

@@ -2,7 +2,9 @@
 
 What a rank executes follows from its stages and their neighbours, hardly ever from the rest of the
 plan. So the program of a rank is made from a plan that holds only those, and ranks for which these
-small plans are equal share it: of a pipeline with 10,000 stages, few programs differ.
+small plans are equal share it: of a pipeline with 10,000 stages, few programs differ. If a rank
+needs the whole plan, its program is made once for every way in which its own stages recompute and
+offload.
 """
 
 from __future__ import annotations
@@ -82,7 +84,8 @@ def parts_of(plan: Plan, numbering: Numbering) -> list[Part]:
     skeleton = _skeleton(plan)
     if not _is_local(plan):
         stages, streams = range(len(plan.stages)), range(numbering.streams)
-        return [Part(*each, stages, streams) for each in enumerate(_rows_of_all(skeleton))]
+        rows = _rows_of_all(skeleton, numbering)
+        return [Part(*each, stages, streams) for each in enumerate(rows)]
     surroundings = _Surroundings(skeleton, numbering)
     programs: dict[Plan, tuple[int, Rows]] = {}
     parts = []
@@ -146,7 +149,7 @@ def _skeleton(plan: Plan) -> Plan:
         plan,
         name="",
         fingerprint=None,
-        stages=tuple(replace(stage, nodes=(), cost=_NO_COST) for stage in plan.stages),
+        stages=tuple(replace(stage, nodes=(), cost=_NO_COST, blocks=None) for stage in plan.stages),
         transfers=tuple(replace(item, size_bytes=0) for item in plan.transfers),
         memory_limit_bytes=None,
         prediction=None,
@@ -161,10 +164,27 @@ def _rows_of_first(plan: Plan) -> Rows:
     return _rows(plan, Numbering(plan), 0, lower(plan, 0).body)
 
 
-@lru_cache(maxsize=4)
-def _rows_of_all(plan: Plan) -> tuple[Rows, ...]:
-    numbering = Numbering(plan)
-    return tuple(_rows(plan, numbering, rank, lower(plan, rank).body) for rank in range(plan.ranks))
+def _rows_of_all(plan: Plan, numbering: Numbering) -> list[Rows]:
+    """Of every rank; they follow from the modes of its own stages and from no others."""
+    stages = tuple(replace(stage, recompute=False, offload=False) for stage in plan.stages)
+    known = _rows_by_modes(replace(plan, stages=stages))
+    modes: list[list[bool]] = [[] for _ in range(plan.ranks)]
+    for stage in plan.stages:
+        for rank in (*stage.ranks, *stage.backward_ranks):
+            modes[rank] += stage.recompute, stage.offload
+    found = []
+    for rank, own in enumerate(modes):
+        key = rank, tuple(own)
+        if key not in known:
+            known[key] = _rows(plan, numbering, rank, lower(plan, rank).body)
+        found.append(known[key])
+    return found
+
+
+@lru_cache(maxsize=16)
+def _rows_by_modes(_: Plan) -> dict[tuple[int, tuple[bool, ...]], Rows]:
+    """Rows by rank and by what its stages do, of plans that differ in nothing else."""
+    return {}
 
 
 def _rows(plan: Plan, numbering: Numbering, rank: int, actions: Actions) -> Rows:

@@ -16,9 +16,10 @@ from pipectl.simulate.tables import Rows
 
 
 class Numbering:
-    """Numbers of all streams: channels, then the sums of every stage, then copies.
+    """Numbers of all streams: channels, then the sums of every stage, then its copies.
 
-    Copies are numbered by stage and replica; to the host even, back odd.
+    Copies are numbered by stage and replica, to the host and back, whether there are any or not: so
+    the numbers do not depend on which stages offload.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -28,7 +29,7 @@ class Numbering:
         self.streams = len(self.connections) + len(plan.stages)
         for stage in plan.stages:
             self._first_copy.append(self.streams)
-            self.streams += 2 * stage.replicas if stage.offload else 0
+            self.streams += 2 * stage.replicas
 
     def of_rows(self, rank: int, actions: Actions) -> Rows:
         """The stream of every row of a rank's program; -1 for computations."""
@@ -53,10 +54,9 @@ class Numbering:
         """
         found = [*connections, *(len(self.connections) + stage for stage in stages)]
         for stage in stages:
-            if self._plan.stages[stage].offload:
-                mine = rank in self._plan.stages[stage].updating_ranks
-                first = self._copy(stage, rank) if mine else -1
-                found += [first, first + 1]
+            mine = rank in self._plan.stages[stage].updating_ranks
+            first = self._copy(stage, rank) if mine else -1
+            found += [first, first + 1]
         return found
 
     def _copy(self, stage: int, rank: int) -> int:
@@ -91,7 +91,10 @@ def _sums(plan: Plan, cluster: Cluster) -> Iterator[Stream]:
 
 def _copies(plan: Plan, cluster: Cluster) -> Iterator[Stream]:
     for stage in plan.stages:
-        for rank in stage.updating_ranks if stage.offload else ():
+        if not stage.offload:
+            yield from (Stream(0, 0.0, (), 1, 0),) * (2 * stage.replicas)
+            continue
+        for rank in stage.updating_ranks:
             device = cluster.nodes[plan.node_of_rank[rank]].device
             link = device.offload_link(plan.offload_to)
             for to_host in (True, False):

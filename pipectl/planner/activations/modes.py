@@ -193,13 +193,15 @@ class Keeping:
         return replace(plan, stages=tuple(stages), prediction=None)
 
     def _improved(self, best: Plan, fitting: Mapping[Way, Sequence[bool]]) -> Plan:
-        """Other ways for single stages, as long as that makes the step shorter."""
-        before: Plan | None = None
+        """Cheaper ways for single stages, as long as that makes the step shorter."""
+        before, cost_s = None, _cost_s(self._cluster, best.offload_to)
         while best is not before and not self._trials.are_over:
             before = best
             for index in range(len(best.stages)):
                 for way, fits in fitting.items():
-                    if fits[index] or _shares_ranks(best, index):
+                    stage = best.stages[index]
+                    cheaper = cost_s(way, stage) < cost_s(_way_of(stage), stage)
+                    if cheaper and (fits[index] or _shares_ranks(best, index)):
                         best = self._better(best, index, way)
         return best
 

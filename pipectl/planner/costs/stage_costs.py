@@ -75,9 +75,15 @@ def scaled_transfers(parts: Footprint, scale: float) -> tuple[Transfer, ...]:
     )
 
 
+SPLIT = frozenset(
+    ("linear", "addmm", "mm", "matmul", "conv1d", "conv2d", "conv3d")
+    + ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+)
+"""Operators whose backward ranks split; all others make the gradients of parameters in the first
+half. Ids in captured graphs begin so."""
 ASSUMED = (
     "backwards are split: gradients of parameters are taken as half of the backward of operators "
-    "that have any, which then keep what they save and the gradient of their output"
+    "that multiply by them, which then keep what they save and the gradient of their output"
 )
 
 
@@ -95,7 +101,13 @@ def with_halves(plan: Plan, profile: Profile) -> Plan:
 
 def _halved(stage: Stage, profile: Profile, scale: float) -> StageCost:
     operators = [profile.by_id[node] for node in stage.nodes]
-    weighing = [operator for operator in operators if operator.parameters]
+    is_captured = profile.fingerprint is not None
+    weighing = [
+        operator
+        for operator in operators
+        if operator.parameters
+        and (not is_captured or operator.id.rstrip("0123456789").rstrip("_") in SPLIT)
+    ]
     total_s = sum(operator.backward_s for operator in operators)
     part = sum(operator.backward_s for operator in weighing) / total_s / 2 if total_s else 0.0
     return replace(
