@@ -43,7 +43,8 @@ from pipectl.planner.explain.what_if import (
     with_ranks,
 )
 from pipectl.planner.graph.imported import folded, prepared
-from pipectl.planner.search import MOST_ALTERNATIVES, Found, search_plans
+from pipectl.planner.plain import MAX_ALTERNATIVES
+from pipectl.planner.search import Found, search_plans
 from pipectl.profile import Profile
 from pipectl.report.learning import corrected_profile
 from pipectl.runs import find_run
@@ -386,4 +387,4 @@ def _search(
     plan, *others = policy_plans(planner, profile, cluster, request, deadline)
     assert plan.search is not None, "planners say how they found a plan"
     searched = replace(plan.search, planning_s=time.perf_counter() - started_s)
-    return Found(replace(plan, search=searched), tuple(others[:MOST_ALTERNATIVES]))
+    return Found(replace(plan, search=searched), tuple(others[:MAX_ALTERNATIVES]))

@@ -1,287 +1,59 @@
-"""What can be tried with one rank per stage, and the queue in which it waits.
+"""The search with one rank per stage: what can be tried, and the queue in which it waits.
 
-An area is a number of stages and a micro-batch size, with the cuts that the dynamic programme
-proposes for it, or all there are. See :mod:`pipectl.planner.search` for the course of the search.
-One that ends before it has judged anything falls back to even cuts of the graph's own order.
+Everything waits by the least that its step can take:
+
+- an *area*: a number of stages and a micro-batch size. It becomes candidates: good partitions
+  from the dynamic programme (all there are, if they are few) with every schedule, warm-up and
+  placement.
+- a *candidate*, known by its estimate: the time of its step by the recurrence. The judge simulates
+  it, or finds that it does not fit into memory.
+- a *fit*: what did not fit is cut once more, for the memory limit, in a later turn.
+
+The first candidate is made better before it is simulated: its stages are cut anew if its
+micro-batch size is not the one they were cut for, and their borders move while that lowers its
+estimate. When nothing left in the queue can beat the best, the borders of the best move once more,
+while that makes its simulated step shorter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
-from itertools import islice, pairwise
+from itertools import islice
 from math import inf
 
-import numpy as np
-
+from pipectl.cluster import Cluster
 from pipectl.errors import OutOfTimeError
-from pipectl.planner.bounds import longest_path_s, outlook_s
-from pipectl.planner.costs.devices import (
-    Mix,
-    Placement,
-    every_placement,
-    mixes,
-    one_each,
-    placements,
+from pipectl.plan import Plan, Search
+from pipectl.planner.areas import Area, Areas, first_choices
+from pipectl.planner.graph.blocks import condense
+from pipectl.planner.infeasible import infeasible, least_demanding
+from pipectl.planner.judge import (
+    PLANNER,
+    Candidate,
+    Candidates,
+    Judge,
+    Verdict,
+    family_of,
+    largest_load_s,
+    out_of_time,
 )
-from pipectl.planner.graph.blocks import bitset
-from pipectl.planner.graph.downsets import Enumeration, Partition
-from pipectl.planner.judge import Candidate, Candidates, Judge, Verdict, family_of
 from pipectl.planner.partition.cut_space import CutSpace
-from pipectl.planner.partition.cutter import Bound, Cut, Cutter, plain_fit
+from pipectl.planner.partition.cutter import Bound, Cutter, plain_fit
 from pipectl.planner.partition.estimate import Layout
 from pipectl.planner.partition.moves import neighbours
 from pipectl.planner.partition.plans import Choice
 from pipectl.planner.partition.programme import Check
 from pipectl.planner.problem import Problem
-from pipectl.planner.request import Order, micro_batch_sizes, open_orders
+from pipectl.planner.request import (
+    PlanRequest,
+    micro_batch_sizes,
+    open_orders,
+    stage_counts,
+)
 from pipectl.profile import Profile
-
-MICRO_BATCHES_PER_STAGE = 8
-"""More add little: the bubble is then about a tenth."""
-MICRO_BATCHES_IF_PROPORTIONAL = 4
-"""The same where what a small micro-batch costs was not measured but scaled from a larger one."""
-MAX_LAYOUTS = 300
-"""An area with fewer partitions times placements is tried in full."""
-SMALL, MORE = 10, 50
-"""Graphs of so few blocks may have this many times as many."""
-
-
-def most_micro_batches(profile: Profile, stages: int) -> int:
-    """How many are worth trying with so many stages."""
-    several = profile.has_several_sizes
-    return stages * (MICRO_BATCHES_PER_STAGE if several else MICRO_BATCHES_IF_PROPORTIONAL)
-
-
-@dataclass(frozen=True)
-class Area:
-    """A number of stages and a micro-batch size.
-
-    Args:
-        size: samples of a micro-batch.
-        least_s: no plan with them has a shorter step.
-    """
-
-    stages: int
-    size: int
-    micro_batches: int
-    least_s: float
-
-
-class Areas:
-    """The areas of a problem, and what is in them.
-
-    Args:
-        counts: numbers of stages to try, ascending.
-        check: called now and then; raises to end the search.
-    """
-
-    def __init__(
-        self, problem: Problem, space: CutSpace, counts: Sequence[int], check: Check
-    ) -> None:
-        self.counts = counts
-        self._problem = problem
-        self._space = space
-        self._cutter = Cutter(problem, space, check)
-        self._paths: dict[int, float] = {}
-        self._known: dict[tuple[int, int], Area] = {}
-        self._cuts: dict[tuple[int, int], list[Cut]] = {}
-        self._times: dict[int, list[float]] = {}
-        self._work: dict[int, tuple[float, float]] = {}
-        self._sizes: dict[int, list[int]] = {}
-        self._everything: dict[int, list[Layout] | None] = {}
-        self._places: dict[tuple[int, ...], list[Placement]] = {}
-
-    @cached_property
-    def all(self) -> list[Area]:
-        """Every area whose stages could hold the model."""
-        return [
-            self.of(stages, size)
-            for stages in self.counts
-            if self._problem.could_hold(stages)
-            for size in self.sizes(stages)
-        ]
-
-    @property
-    def known(self) -> list[Area]:
-        """Every area, with those besides that were asked for."""
-        return list(dict.fromkeys([*self.all, *self._known.values()]))
-
-    def of(self, stages: int, size: int) -> Area:
-        """One area, with its bound."""
-        if (stages, size) not in self._known:
-            problem = self._problem
-            speeds = self._fastest(stages)
-            bottleneck_s = self.quick_bound(stages, size).load_s
-            shares = problem.shares(size)
-            least_s = outlook_s(bottleneck_s, self._path_s(size), shares, stages, speeds[0])
-            least_s = max(least_s, sum(shares) * self._least_work(size)[0] / self._capacity)
-            area = Area(stages, size, problem.micro_batches(size), least_s)
-            self._known[stages, size] = area
-        return self._known[stages, size]
-
-    @cached_property
-    def reference_size(self) -> int:
-        """The size stages are first cut for: the one that was measured, if it is open."""
-        measured = self._problem.profile.micro_batch_size
-        sizes = self.sizes(self.counts[-1])
-        return min(sizes, key=lambda size: (abs(size - measured), size))
-
-    def cuts(self, stages: int, size: int | None = None) -> list[Cut]:
-        """Good partitions into so many stages, cut for a size."""
-        size = size or self.reference_size
-        if (stages, size) not in self._cuts:
-            ways = self.mixes(stages)
-            found = [cut for mix in ways for cut in self._cutter.partitions(stages, size, mix)]
-            self._cuts[stages, size] = list(dict.fromkeys(found))
-        return self._cuts[stages, size]
-
-    def layouts(self, cuts: Iterable[Cut]) -> list[Layout]:
-        """Cuts with every placement."""
-        return [
-            Layout(cut.partition, one_each(place), self._recompute(cut))
-            for cut in cuts
-            for place in self._placements(cut.kinds)
-        ]
-
-    def _placements(self, kinds: tuple[int, ...]) -> list[Placement]:
-        if kinds not in self._places:
-            problem = self._problem
-            self._places[kinds] = placements(problem.cluster, problem.devices, kinds)
-        return self._places[kinds]
-
-    def everything(self, area: Area) -> list[Layout] | None:
-        """All layouts of an area without recomputation; None if they are many."""
-        if area.stages not in self._everything:
-            self._everything[area.stages] = self._every_layout(area.stages)
-        return self._everything[area.stages]
-
-    def _every_layout(self, stages: int) -> list[Layout] | None:
-        most = MAX_LAYOUTS * (MORE if len(self._problem.graph) <= SMALL else 1)
-        if self._enumeration is None or self._enumeration.count(stages) > most:
-            return None
-        places = every_placement(self._problem.cluster, stages, MAX_LAYOUTS)
-        if not places or self._enumeration.count(stages) > most // len(places):
-            return None
-        partitions = self._enumeration.every_partition(stages)
-        again = (True,) * stages if self._problem.request.recompute else ()
-        ranks = list(map(one_each, places))
-        return [Layout(partition, held, again) for partition in partitions for held in ranks]
-
-    @cached_property
-    def _enumeration(self) -> Enumeration | None:
-        """Where partitions can be few."""
-        few = len(self._space) <= MAX_LAYOUTS * 4
-        whole = self._space.complete and not self._space.moved
-        return Enumeration(self._space.downsets) if few and whole else None
-
-    def bound(self, stages: int, size: int) -> Bound:
-        """What is proven about partitions into so many stages."""
-        return self._cutter.bound(stages, size, self.mixes(stages), self._fastest(stages))
-
-    def quick_bound(self, stages: int, size: int) -> Bound:
-        """The same from sums alone."""
-        total_s, largest_s = self._least_work(size)
-        speeds = self._fastest(stages)
-        return Bound(max(total_s / sum(speeds), largest_s / speeds[0]), False)
-
-    def mixes(self, stages: int) -> list[Mix]:
-        """Ways for so many stages to use the devices."""
-        if len(self._problem.devices) == 1:
-            most = max([n for n in self.counts if n.bit_length() == stages.bit_length()], default=0)
-            return [Mix.ordered([0] * max(most, stages), 1)]
-        return mixes(self._problem.devices, len(self._space), stages, stages)
-
-    def _recompute(self, cut: Cut) -> tuple[bool, ...]:
-        everywhere = self._problem.request.recompute
-        return (True,) * len(cut.partition) if everywhere else cut.recompute
-
-    def orders(self, stages: int, size: int) -> list[Order]:
-        """Schedules and warm-ups, the one with the fewest micro-batches in flight first."""
-        return open_orders(self._problem.request, stages, self._problem.micro_batches(size))
-
-    def sizes(self, stages: int) -> list[int]:
-        """Micro-batch sizes worth trying with so many stages."""
-        if stages not in self._sizes:
-            most = most_micro_batches(self._problem.profile, stages)
-            self._sizes[stages] = micro_batch_sizes(self._problem.request, most)
-        return self._sizes[stages]
-
-    def _fastest(self, stages: int) -> list[float]:
-        """Speeds of the fastest devices."""
-        return self._speeds[:stages]
-
-    @cached_property
-    def _capacity(self) -> float:
-        """Work that all cores do in a second, however many ranks share them."""
-        nodes = self._problem.cluster.nodes
-        return sum(min(node.ranks, node.cores) * node.device.speed for node in nodes)
-
-    @cached_property
-    def _speeds(self) -> list[float]:
-        """Of all devices, the fastest first."""
-        return [pool.speed for pool in self._problem.devices for _ in pool.ranks]
-
-    def _least_times(self, size: int) -> list[float]:
-        if size not in self._times:
-            moved = self._space.moved
-            self._times[size] = self._problem.block_times(size, moved, cached=True)
-        return self._times[size]
-
-    def _least_work(self, size: int) -> tuple[float, float]:
-        """Of all blocks together, and of the largest."""
-        if size not in self._work:
-            times = self._least_times(size)
-            self._work[size] = sum(times), max(times)
-        return self._work[size]
-
-    def _path_s(self, size: int) -> float:
-        if size not in self._paths:
-            times = self._least_times(size)
-            self._paths[size] = longest_path_s(self._problem.graph, times)
-        return self._paths[size]
-
-
-_MICRO_BATCHES_PER_STAGE = 4
-
-
-def first_choices(problem: Problem, counts: Sequence[int]) -> Iterator[tuple[Layout, int, Order]]:
-    """Even cuts of the graph's own order into the most stages and the fewest.
-
-    With micro-batches near the measured size, and with the smallest that are worth a try, which
-    need the least memory; of schedules the one with the fewest micro-batches in flight.
-
-    Args:
-        counts: numbers of stages that are allowed, ascending.
-    """
-    measured, request = problem.profile.micro_batch_size, problem.request
-    for stages in dict.fromkeys((counts[-1], counts[0])):
-        sizes = micro_batch_sizes(request, _MICRO_BATCHES_PER_STAGE * stages)
-        near = min(sizes, key=lambda size: (abs(size - measured), size))
-        for size in dict.fromkeys((near, min(sizes))):
-            order = open_orders(request, stages, problem.micro_batches(size))[0]
-            again = (bool(request.recompute),) * stages if request.recompute else ()
-            cut = _even(problem.block_times(size), stages)
-            yield Layout(cut, one_each(_fastest(problem, stages)), again), size, order
-
-
-def _fastest(problem: Problem, stages: int) -> tuple[int, ...]:
-    ranks = [rank for pool in problem.devices for rank in pool.ranks]
-    return tuple(sorted(ranks[:stages]))
-
-
-def _even(times: Sequence[float], stages: int) -> Partition:
-    """Consecutive blocks, at least one a stage, cut where the sum is nearest to even shares."""
-    sums = np.concatenate([[0.0], np.cumsum(times)])
-    cuts = [0]
-    for stage in range(1, stages):
-        nearest = int(np.abs(sums - sums[-1] * stage / stages).argmin())
-        cuts.append(min(max(nearest, cuts[-1] + 1), len(times) - stages + stage))
-    return tuple(bitset(range(*ends)) for ends in pairwise([*cuts, len(times)]))
-
 
 MAX_LOOKS = 2_000_000
 """While borders move: partitions times what one costs, in operators, actions and messages."""
@@ -549,3 +321,73 @@ class Explorer:
     def _area_of(self, candidate: Candidate) -> Area:
         choice = candidate.choice
         return self._areas.of(len(choice.ranks), choice.size)
+
+
+def straight_plans(
+    profile: Profile,
+    cluster: Cluster,
+    request: PlanRequest,
+    expired: Callable[[], bool],
+    alternatives: int,
+) -> list[Plan]:
+    """The best plan with one rank per stage, and the next best of other shapes, with predictions.
+
+    Args:
+        expired: asked now and then; once it is true, the search ends.
+        alternatives: how many plans besides the best.
+
+    Raises:
+        InfeasibleError: nothing fits; says how much is missing and what would help.
+        OutOfTimeError: time was over before any plan was found, and even cuts do not fit.
+    """
+    graph = condense(profile)
+    counts = stage_counts(request, cluster.ranks, len(graph))
+    space = CutSpace.of(graph, profile)
+    if len(space.graph) < counts[-1]:  # too few for the stages: small blocks stay apart
+        space = CutSpace.sample(graph)
+    problem = Problem(profile, cluster, request, space.graph)
+
+    def check() -> None:
+        if expired():
+            raise out_of_time()
+
+    explorer, finished = Explorer(problem, space, counts, check), True
+    try:
+        explorer.run()
+    except OutOfTimeError:
+        finished = False
+    best, demand, cutter = explorer.judge.best(), None, Cutter(problem, space, check)
+    if best is None:  # a last resort
+        if finished:
+            candidate, demand = least_demanding(problem, cutter, counts)
+            layouts = [candidate]
+        else:
+            layouts = list(first_choices(problem, counts))
+        for layout, size, order in layouts:
+            choice = problem.choice(layout, size, order)
+            micro_batches = problem.micro_batches(size)
+            explorer.judge.examine(Candidate(choice, layout, micro_batches, 0.0))
+        best = explorer.judge.best()
+    if best is None:
+        raise infeasible(problem, cutter, demand) if demand else out_of_time()
+    others = explorer.alternatives(best, alternatives) if alternatives and finished else []
+    least_s = explorer.least_step_s()
+    return [
+        replace(verdict.plan, search=_search(explorer, verdict, least_s, finished=finished))
+        for verdict in (best, *others)
+    ]
+
+
+def _search(explorer: Explorer, found: Verdict, least_s: float, *, finished: bool) -> Search:
+    """What is known of how good a plan is."""
+    plan = found.plan
+    bound = explorer.bound(len(plan.stages), plan.micro_batch_size, finished=finished)
+    search = Search(
+        planner=PLANNER,
+        max_stage_load_s=largest_load_s(plan, explorer.problem.cluster),
+        lower_bound_s=bound.load_s,
+        exact=bound.exact,
+        planning_s=0.0,
+        finished=finished and not explorer.judge.gave_up,
+    )
+    return search.bounded(found.step_s, least_s)

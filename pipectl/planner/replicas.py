@@ -29,7 +29,7 @@ from pipectl.planner.partition.plans import Choice, PlanBuilder
 from pipectl.planner.partition.replicas import MANY_RANKS, Proposal, ReplicaSearch
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import PLACED, Order, PlanRequest, micro_batch_sizes, open_orders
-from pipectl.planner.schedules.several_stages import placed_orders
+from pipectl.planner.schedules.named import placed_orders
 from pipectl.profile import Profile
 from pipectl.schedule.one_f_one_b import policy_a, policy_b
 

@@ -19,19 +19,18 @@ from pipectl.plan import OffloadTarget, Plan
 from pipectl.plan import Search as Findings
 from pipectl.planner.activations.blocks import BlockPlans
 from pipectl.planner.activations.modes import Keeping, ways
-from pipectl.planner.activations.proposals import MOST_RANKS, Proposals, Search
+from pipectl.planner.activations.proposals import MOST_RANKS, Proposals
 from pipectl.planner.assumptions import baseline_bytes
 from pipectl.planner.bounds import least_step_s, work_s
 from pipectl.planner.judge import PLANNER, TIE, Trials, largest_load_s, out_of_time, preference
 from pipectl.planner.request import PlanRequest
-from pipectl.planner.schedules.several_stages import SPLIT_GAIN
+from pipectl.planner.schedules.named import SPLIT_GAIN
 from pipectl.profile import Profile
 
 Key = tuple[object, ...]
 
 
 def varied_plans(
-    search: Search,
     profile: Profile,
     cluster: Cluster,
     request: PlanRequest,
@@ -44,7 +43,7 @@ def varied_plans(
     """
     limit, baseline = request.memory_limit_bytes, baseline_bytes(profile)
     trials = Trials(cluster, limit, baseline, expired)
-    proposals = Proposals(search, profile, cluster, request, expired)
+    proposals = Proposals(profile, cluster, request, expired)
     allowed = ways(request.recompute_choices, request.offload_choices, request.block_choices)
     keeping = Keeping(allowed, trials, cluster, BlockPlans(profile).of)
     variants = _Variants(proposals, keeping, trials, cluster, request, expired)

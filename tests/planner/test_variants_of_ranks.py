@@ -18,7 +18,7 @@ from pipectl.planner.graph.blocks import condense
 from pipectl.planner.partition.cut_space import CutSpace
 from pipectl.planner.partition.cutter import Cutter
 from pipectl.planner.problem import Problem
-from pipectl.planner.schedules.several_stages import SPLIT_GAIN
+from pipectl.planner.schedules.named import SPLIT_GAIN
 from pipectl.schedule import lower
 from pipectl.schedule.interleaved import INTERLEAVED
 from pipectl.simulate import simulate

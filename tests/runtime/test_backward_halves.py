@@ -14,19 +14,16 @@ from torch import Tensor, fx, nn
 from pipectl.capture import CapturedJob, Cut, Slot
 from pipectl.capture.slices import Rows
 from pipectl.capture.stage import StageCode
-from pipectl.runtime.device import CpuDevice
 from pipectl.planner.costs import stage_costs
-from pipectl.runtime import halves
-from pipectl.runtime.halves import Deferred, split_backwards
+from pipectl.runtime.device import CpuDevice
+from pipectl.runtime.halves import SPLIT, Deferred, split_backwards
 from pipectl.runtime.stage import MicroBatch, Stage
 
 PARTS = Path(__file__).with_name("job_parts.py")
 
 
 def test_the_planner_knows_which_operators_are_split():
-    assert {target.name().split("::")[1].split(".")[0] for target in halves.SPLIT} == (
-        stage_costs.SPLIT
-    )
+    assert {target.name().split("::")[1].split(".")[0] for target in SPLIT} == (stage_costs.SPLIT)
 
 
 class Product(nn.Module):

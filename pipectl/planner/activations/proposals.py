@@ -25,6 +25,7 @@ from pipectl.planner.partition.cut_space import CutSpace
 from pipectl.planner.partition.cutter import Cut, Cutter, Fit, plain_fit
 from pipectl.planner.partition.estimate import Layout
 from pipectl.planner.partition.plans import Members, PlanBuilder
+from pipectl.planner.plain import plain_plans
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import (
     PLACED,
@@ -33,7 +34,7 @@ from pipectl.planner.request import (
     open_orders,
     stage_counts,
 )
-from pipectl.planner.schedules.several_stages import every_schedule
+from pipectl.planner.schedules.named import every_schedule
 from pipectl.profile import Profile
 
 
@@ -122,13 +123,6 @@ class OffloadedCuts:
         return []
 
 
-Search = Callable[[Profile, Cluster, PlanRequest, Callable[[], bool]], Sequence[Plan]]
-"""Plans for a request without variants, the best first.
-
-Raises:
-    InfeasibleError, OutOfTimeError: there is none.
-"""
-
 MOST_RANKS = 64
 """With more, backwards elsewhere and several chunks a rank are not looked for."""
 MICRO_BATCHES = 8
@@ -140,18 +134,15 @@ class Proposals:
 
     Args:
         request: with the variants that are allowed.
-        search: finds the plans they are derived from.
     """
 
     def __init__(
         self,
-        search: Search,
         profile: Profile,
         cluster: Cluster,
         request: PlanRequest,
         expired: Callable[[], bool],
     ) -> None:
-        self._search = search
         self._profile = profile
         self._cluster = cluster
         self._request = request
@@ -184,7 +175,7 @@ class Proposals:
 
     def plain(self, request: PlanRequest) -> Sequence[Plan]:
         """What the search finds for a request without variants."""
-        return self._search(self._profile, self._cluster, request, self._expired)
+        return plain_plans(self._profile, self._cluster, request, self._expired)
 
     def _check(self) -> None:
         if self._expired():
@@ -203,7 +194,7 @@ class Proposals:
         free = replace(self._request.without_variants, memory_limit_bytes=None)
         with suppress(InfeasibleError, OutOfTimeError):
             cluster = replace(self._cluster, nodes=tuple(nodes))
-            found = self._search(self._profile, cluster, free, self._expired)
+            found = plain_plans(self._profile, cluster, free, self._expired)
             limit = self._request.memory_limit_bytes
             return [replace(plan, memory_limit_bytes=limit) for plan in found]
         return []

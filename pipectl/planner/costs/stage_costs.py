@@ -75,10 +75,10 @@ def scaled_transfers(parts: Footprint, scale: float) -> tuple[Transfer, ...]:
     )
 
 
-SPLIT = frozenset(
-    ("linear", "addmm", "mm", "matmul", "conv1d", "conv2d", "conv3d")
-    + ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-)
+SPLIT = {
+    *("linear", "addmm", "mm", "matmul", "conv1d", "conv2d", "conv3d"),
+    *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+}
 """Operators whose backward ranks split; all others make the gradients of parameters in the first
 half. Ids in captured graphs begin so."""
 ASSUMED = (

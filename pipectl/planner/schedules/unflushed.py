@@ -7,7 +7,6 @@ micro-batches is as good as another but for its size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from math import ceil
 
@@ -17,16 +16,17 @@ from pipectl.plan import Plan
 from pipectl.planner.activations.blocks import in_blocks
 from pipectl.planner.activations.modes import guessed_traffic, settled_traffic
 from pipectl.planner.assumptions import baseline_bytes
+from pipectl.planner.explorer import straight_plans
 from pipectl.planner.graph.blocks import condense
 from pipectl.planner.judge import Trials
 from pipectl.planner.partition.plans import other_count
 from pipectl.planner.request import PlanRequest, micro_batch_sizes, stage_counts
-from pipectl.planner.schedules.several_stages import (
-    TimedPlanner,
+from pipectl.planner.schedules.named import (
     balanced,
     fastest_that_fits,
-    one_rank_a_stage,
+    one_rank_per_stage,
 )
+from pipectl.planner.variants import varied_plans
 from pipectl.profile import Profile
 from pipectl.schedule import SCHEDULES, default_warm_up
 
@@ -36,18 +36,13 @@ that there are would let the pipeline run dry."""
 
 
 def unflushed_plan(
-    make_plan: TimedPlanner,
-    profile: Profile,
-    cluster: Cluster,
-    request: PlanRequest,
-    expired: Callable[[], bool],
+    profile: Profile, cluster: Cluster, request: PlanRequest, expired: Callable[[], bool]
 ) -> Plan:
     """The plan found with the least time between updates that fits into memory.
 
     Stages are cut for balance, and where these do not fit for the memory there is.
 
     Args:
-        make_plan: cuts the model into stages.
         expired: once it is true, what was found so far is good enough.
 
     Raises:
@@ -57,41 +52,29 @@ def unflushed_plan(
     reason: Exception | None = None
     trials = Trials(cluster, request.memory_limit_bytes, baseline_bytes(profile), expired)
 
-    def planned(machines: Cluster, long_step: PlanRequest) -> Plan:
-        plan = _unflushed(make_plan(profile, machines, long_step, expired), request)
-        plan = in_blocks(plan, profile) if request.blocks else plan
-        return _tried(plan, request, cluster, trials)
-
     for wanted in _long_steps(profile, cluster, request):
-        if not (expired() and any(map(trials.fits, found))):
-            try:
-                found += _cut(planned, wanted, request, cluster, trials)
-            except (InfeasibleError, OutOfTimeError) as error:
-                reason = error
+        if expired() and any(map(trials.fits, found)):
+            break
+        try:  # balanced, and if that does not fit, with stages that a flushed step fits
+            for machines, limit in (
+                (one_rank_per_stage(cluster, 1), None),
+                (cluster, request.memory_limit_bytes),
+            ):
+                long_step = replace(wanted, memory_limit_bytes=limit)
+                if request.backward_apart:
+                    cut = varied_plans(profile, machines, long_step, expired)[0]
+                else:
+                    cut = straight_plans(profile, machines, long_step, expired, 0)[0]
+                plan = _unflushed(cut, request)
+                plan = in_blocks(plan, profile) if request.blocks else plan
+                found.append(_tried(plan, request, cluster, trials))
+                if trials.fits(found[-1]):
+                    break
+        except (InfeasibleError, OutOfTimeError) as error:
+            reason = error
     if reason is not None and not found:
         raise reason
     return fastest_that_fits(found, profile, cluster, request, trials)
-
-
-def _cut(
-    planned: Callable[[Cluster, PlanRequest], Plan],
-    wanted: PlanRequest,
-    request: PlanRequest,
-    cluster: Cluster,
-    trials: Trials,
-) -> Iterator[Plan]:
-    """The plan with balanced stages, and if that does not fit, with some that a flushed step fits.
-
-    Args:
-        planned: makes a plan of the stages of a long step.
-        wanted: the long step.
-    """
-    balanced_plan = planned(one_rank_a_stage(cluster, 1), wanted)
-    yield balanced_plan
-    if not trials.fits(balanced_plan):
-        with suppress(InfeasibleError, OutOfTimeError):
-            limit = request.memory_limit_bytes
-            yield planned(cluster, replace(wanted, memory_limit_bytes=limit))
 
 
 def _tried(plan: Plan, request: PlanRequest, cluster: Cluster, trials: Trials) -> Plan:

@@ -1,7 +1,7 @@
 """Plans for schedules that say which stages a rank holds, or that split backwards.
 
-:func:`placed_plan` makes that of a named schedule, :func:`every_schedule` proposes plans of all of
-them if none is named.
+:func:`named_plan` makes that of a named schedule or of a user's own, :func:`every_schedule`
+proposes plans of all of them if none is named.
 
 Stages are cut as if every one had a rank of its own, and then lie on the ranks there are: round,
 for interleaved 1F1B and looped breadth-first, in a V for ZB-V and DualPipeV, one per rank for
@@ -25,6 +25,7 @@ from pipectl.planner.assumptions import baseline_bytes
 from pipectl.planner.bounds import work_s
 from pipectl.planner.costs.devices import Mix, one_each, pools
 from pipectl.planner.costs.stage_costs import with_halves
+from pipectl.planner.explorer import straight_plans
 from pipectl.planner.graph.blocks import condense
 from pipectl.planner.graph.downsets import Partition
 from pipectl.planner.judge import TIE, Trials, largest_stage_load_s, out_of_time
@@ -36,6 +37,7 @@ from pipectl.planner.problem import Problem
 from pipectl.planner.request import PLACED, Order, PlanRequest, micro_batch_sizes
 from pipectl.profile import Profile
 from pipectl.schedule import SCHEDULES
+from pipectl.schedule.listed import Listed
 from pipectl.schedule.one_f_one_b import ONE_F_ONE_B
 from pipectl.schedule.order import Placement, Schedule, Shape
 from pipectl.units import format_bytes
@@ -98,9 +100,6 @@ the schedule is open."""
 SPLIT_GAIN = 0.08
 """By which share a step with split backwards must be faster if the schedule is open. No profile
 says what the halves take: ZB-H1 was measured 8 % slower than predicted (docs/benchmarks.md)."""
-
-TimedPlanner = Callable[[Profile, Cluster, PlanRequest, Callable[[], bool]], Plan]
-"""Makes the best plan it can until time is up; raises InfeasibleError where none fits."""
 
 
 def every_schedule(
@@ -178,33 +177,93 @@ def _open_sizes(request: PlanRequest, ranks: int, found: Sequence[Plan]) -> list
     return list(dict.fromkeys([*(plan.micro_batch_size for plan in found[:1]), *few]))
 
 
-def placed_plan(
-    make_plan: TimedPlanner,
-    profile: Profile,
-    cluster: Cluster,
-    request: PlanRequest,
-    expired: Callable[[], bool],
+def named_plan(
+    profile: Profile, cluster: Cluster, request: PlanRequest, expired: Callable[[], bool]
 ) -> Plan:
     """The fastest plan found that fits into memory.
 
     Args:
-        make_plan: cuts the model into stages.
-        request: with a schedule of this module.
+        request: with a schedule of this module, or with lists, which say how many stages there are,
+            on which ranks, in which order: what is left is where to cut.
         expired: once it is true, what was found so far is good enough.
 
     Raises:
-        InfeasibleError: the stages do not suit the ranks, or nothing fits.
+        InfeasibleError: the stages do not suit the ranks, there are too few ranks or micro-batches
+            for the lists, or nothing fits.
     """
-    places = _places(request, cluster.ranks, len(condense(profile)))
-    wide = one_rank_a_stage(cluster, ceil(len(places) / cluster.ranks))
+    listed = request.listed
+    if listed is None:
+        places = _places(request, cluster.ranks, len(condense(profile)))
+        sizes = _sizes(request, len(set(places)))
+    else:
+        places, sizes = list(listed.rank_of_stage), [_size_of_lists(listed, request, cluster)]
+    wide = one_rank_per_stage(cluster, ceil(len(places) / cluster.ranks))
+    long_step = replace(request, listed=None, warm_up=None, backward_apart=False)
     trials = Trials(cluster, request.memory_limit_bytes, baseline_bytes(profile), expired)
     found: list[Plan] = []
-    for size in _sizes(request, len(set(places))):
+    for size in sizes:
         if not (expired() and any(map(trials.fits, found))):
-            cut = make_plan(profile, wide, balanced(request, len(places), size), expired)
-            placed = _placed(cut, profile, cluster, request, places)
-            found += [trials.run(plan) for plan in _ordered(placed, profile, request)]
+            balanced_step = balanced(long_step, len(places), size)
+            (cut,) = straight_plans(profile, wide, balanced_step, expired, 0)
+            if listed is not None:
+                plans = [_in_lists(on_ranks(cut, places, profile, cluster, request), request)]
+            else:
+                placed = _placed(cut, profile, cluster, request, places)
+                orders = placed_orders(placed, request, placed.micro_batches)
+                plans = [replace(placed, warm_up=warm_up) for _, warm_up in orders]
+            found += [trials.run(with_halves(plan, profile)) for plan in plans]
     return fastest_that_fits(found, profile, cluster, request, trials)
+
+
+def _size_of_lists(listed: Listed, request: PlanRequest, cluster: Cluster) -> int:
+    """Samples of a micro-batch.
+
+    Raises:
+        InfeasibleError: the batch cannot be cut into as many as the lists have, or there are too
+            few ranks.
+    """
+    size = ceil(request.batch_size / listed.micro_batches)
+    if ceil(request.batch_size / size) != listed.micro_batches:
+        raise InfeasibleError(
+            f"no feasible plan: schedule {listed.name} has {listed.micro_batches} micro-batches, "
+            f"into which a batch of {request.batch_size} cannot be cut",
+            cure="change training.batch_size, a multiple is best, or the schedule",
+        )
+    if len(listed.ranks) > cluster.ranks:
+        raise InfeasibleError(
+            f"no feasible plan: schedule {listed.name} has {len(listed.ranks)} ranks, "
+            f"there are {cluster.ranks}",
+            cure="use more ranks, or a schedule of fewer",
+        )
+    return size
+
+
+def _in_lists(placed: Plan, request: PlanRequest) -> Plan:
+    """The stages of a plan in the order of the request's lists."""
+    listed = request.listed
+    assert listed is not None
+    return replace(
+        placed,
+        schedule=listed.name,
+        actions=listed.text,
+        warm_up=listed.warm_up,
+        batch_size=request.batch_size,
+        micro_batches=listed.micro_batches,
+        memory_limit_bytes=request.memory_limit_bytes,
+        assumptions=(*placed.assumptions, *notices(listed)),
+    )
+
+
+def notices(listed: Listed) -> tuple[str, ...]:
+    """What changes with the lists besides time and memory."""
+    stages = listed.unordered_stages()
+    if not stages:
+        return ()
+    return (
+        f"{listed.name} adds up the gradients of stage {stages[0]}"
+        f"{f' and {len(stages) - 1} more' if stages[1:] else ''} in another order than by "
+        "micro-batch: results equal those of other schedules within rounding, not to the bit",
+    )
 
 
 def _places(request: PlanRequest, ranks: int, blocks: int) -> list[int]:
@@ -217,8 +276,8 @@ def _places(request: PlanRequest, ranks: int, blocks: int) -> list[int]:
         InfeasibleError: that number of stages has no place in the schedule.
     """
     assert request.schedule is not None
-    fixed, placement = request.fixed_stages, _placement(request)
-    chunks = SCHEDULES[request.schedule].stages_per_rank[0]
+    fixed, schedule = request.fixed_stages, SCHEDULES[request.schedule]
+    placement, chunks = schedule.placement, schedule.stages_per_rank[0]
     stages = fixed or min(chunks * ranks, blocks)
     if fixed is None and placement is Placement.V_SHAPED:
         stages -= stages % 2
@@ -244,12 +303,7 @@ _UNSUITABLE = {
 }
 
 
-def _placement(request: PlanRequest) -> Placement:
-    assert request.schedule is not None
-    return SCHEDULES[request.schedule].placement
-
-
-def one_rank_a_stage(cluster: Cluster, chunks: int) -> Cluster:
+def one_rank_per_stage(cluster: Cluster, chunks: int) -> Cluster:
     """The cluster with every rank as often as it has chunks, and memory for all."""
     nodes = tuple(
         replace(
@@ -292,9 +346,8 @@ def _placed(
     """The stages on their ranks, in a step of the batch."""
     assert request.schedule is not None
     size = cut.micro_batch_size
-    if (
-        _placement(request) is Placement.STRAIGHT
-    ):  # any rank suits a stage, and each was cut for its own
+    if SCHEDULES[request.schedule].placement is Placement.STRAIGHT:
+        # Any rank suits a stage, and each was cut for its own.
         places = [stage.ranks[0] for stage in cut.stages]
     count = ceil(request.batch_size / size)
     return replace(
@@ -304,13 +357,6 @@ def _placed(
         micro_batches=count,
         assumptions=(*cut.assumptions, *other_count(request, count, size)),
     )
-
-
-def _ordered(plan: Plan, profile: Profile, request: PlanRequest) -> Iterator[Plan]:
-    """With every warm-up that is open, and the cost of halves where backwards are split."""
-    split = with_halves(plan, profile)
-    for _, warm_up in placed_orders(plan, request, plan.micro_batches):
-        yield replace(split, warm_up=warm_up)
 
 
 def placed_orders(
