@@ -175,7 +175,8 @@ class Cutter:
 
     def _fitting(self, fit: Fit, objective: int) -> list[Cut]:
         found: list[Cut] = []
-        for entering, buffers in _HELD:
+        is_limited = objective == MEMORY or any(map(isfinite, fit.limits_bytes))
+        for entering, buffers in _HELD if is_limited else _HELD[-1:]:
             goal = Goal(
                 objective,
                 flying=np.array(fit.warm_up[::-1], dtype=np.float64),

@@ -102,6 +102,10 @@ SPLIT_GAIN = 0.08
 says what the halves take: ZB-H1 was measured 8 % slower than predicted (docs/benchmarks.md)."""
 
 
+Cuts = dict[tuple[int, ...], list[Partition]]
+"""By the ranks of all stages."""
+
+
 def every_schedule(
     problem: Problem,
     cutter: Cutter,
@@ -122,6 +126,7 @@ def every_schedule(
     ranks, request = problem.cluster.ranks, problem.request
     if ranks == 1 or request.warm_up is not None or request.schedule is not None:
         return
+    cuts: Cuts = {}
     for name in PLACED:
         schedule = SCHEDULES[name]
         if not schedule.flushes or schedule.splits_backward != splits_backward:
@@ -129,7 +134,8 @@ def every_schedule(
         if schedule.placement is Placement.STRAIGHT:
             layouts = _layouts_of(builder, found[:1])
         else:
-            layouts = _layouts_on(problem, cutter, schedule, _open_sizes(request, ranks, found))
+            sizes = _open_sizes(request, ranks, found)
+            layouts = _layouts_on(problem, cutter, schedule, sizes, cuts)
         for members, places, size in layouts:
             count = problem.micro_batches(size)
             if 2 * len(members) * count <= MAX_ACTIONS:
@@ -151,12 +157,13 @@ def _layouts_of(
 
 
 def _layouts_on(
-    problem: Problem, cutter: Cutter, schedule: Schedule, sizes: Sequence[int]
+    problem: Problem, cutter: Cutter, schedule: Schedule, sizes: Sequence[int], cuts: Cuts
 ) -> Iterator[tuple[Members, Sequence[int], int]]:
     """Several stages on every rank, with their ranks and micro-batch sizes.
 
     Args:
         sizes: to try, the first one to cut for.
+        cuts: for that size, known from other schedules.
     """
     ranks, asked = problem.cluster.ranks, problem.request.stages
     for chunks in schedule.stages_per_rank:
@@ -164,7 +171,9 @@ def _layouts_on(
         if asked in (None, stages) and stages <= len(problem.graph):
             places = schedule.placement.ranks(stages, ranks)
             assert places is not None
-            for partition in cuts_for(problem, cutter, places, sizes[0]):
+            if places not in cuts:
+                cuts[places] = cuts_for(problem, cutter, places, sizes[0])
+            for partition in cuts[places]:
                 for size in sizes:
                     yield problem.members(partition), places, size
 
