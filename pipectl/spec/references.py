@@ -82,10 +82,10 @@ def parse(text: str, base: Path) -> Reference:
     top = module.partition(".")[0]
     if top in sys.stdlib_module_names or top in ("pipectl", "torch"):
         return Reference(None, module, attribute)
-    PathFinder.invalidate_caches()  # files may be newer than the times of directories tell
-    outermost, own = (_find(name, [str(base)]) for name in (top, module))
+    job = base.resolve()
+    outermost, own = (_find(name, [str(job)]) for name in (top, module))
     beside = any(found is not None and found.origin for found in (outermost, own))
-    return Reference(None, module, attribute, base.resolve() if beside else None)
+    return Reference(None, module, attribute, job if beside else None)
 
 
 def fault_of(text: str) -> str | None:
@@ -119,7 +119,6 @@ def user_sources(references: Iterable[Reference]) -> dict[str, Path]:
     waiting = [name for each in references for name in _levels(each.module or "")]
     waiting += [name for file in files for name in _imports("", file)]
     sources: dict[str, Path] = {}
-    PathFinder.invalidate_caches()
     while waiting:
         name = waiting.pop()
         top = name.partition(".")[0]

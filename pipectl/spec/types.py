@@ -6,7 +6,7 @@ field's JSON Schema (:func:`pipectl.spec.schema.words`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import suppress
 from importlib.metadata import entry_points
 from typing import Annotated, Any, Literal
@@ -61,17 +61,15 @@ class Section(BaseModel):
     @classmethod
     def _drop_nulls(cls, value: Any) -> Any:
         """A key that is null counts as not given."""
-        if not isinstance(value, dict):
-            return value
-        known = cls.model_fields
-        return {key: item for key, item in value.items() if not is_null(item) or key not in known}
+        return drop_nulls(value, cls.model_fields)
 
 
-def drop_nulls(value: Any) -> Any:
-    """A mapping of names without those that are null."""
+def drop_nulls(value: Any, known: Container[str] | None = None) -> Any:
+    """A mapping without the keys, or those of them that are known, whose values are null."""
     if not isinstance(value, dict):
         return value
-    return {key: item for key, item in value.items() if not is_null(item)}
+    unknown = {key for key in value if known is not None and key not in known}
+    return {key: item for key, item in value.items() if key in unknown or not is_null(item)}
 
 
 class Auto:
