@@ -16,7 +16,6 @@ from pipectl.errors import Problem, SpecError, UsageError
 from pipectl.jobs.places import find_cluster, scheduler_name
 from pipectl.plan import OffloadTarget
 from pipectl.runs import TRAINING, stem_of
-from pipectl.spec.references import parse
 
 if TYPE_CHECKING:
     from pipectl.cluster import Cluster
@@ -224,7 +223,7 @@ def _binds(spec: JobSpec, runs: Path, output: Path | None) -> tuple[Path, ...]:
 
     Preparing in the job writes profiles beside the run directory, for other runs to find.
     """
-    code = [parse(text, spec.base) for _, text in spec.factories()]
+    code = [reference for _, reference in spec.factories()]
     files = (*(one.file for one in code), spec.weights_path, spec.cluster_file, spec.schedule_file)
     needed = {path.parent for path in files if path is not None}
     needed |= {one.root for one in code if one.root is not None}
@@ -257,8 +256,7 @@ def _code_of_others(spec: JobSpec, job: Path, *, groups: bool = True) -> str:
         groups: whether members of a group that may write it count.
     """
     files = [job]
-    for _, text in spec.factories():
-        reference = parse(text, spec.base)
+    for _, reference in spec.factories():
         if reference.file is not None:
             files += [reference.file, reference.file.parent]
         elif reference.root is not None:

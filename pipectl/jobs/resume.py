@@ -29,7 +29,6 @@ from pipectl.runs import (
     read_starts,
 )
 from pipectl.spec import load, profile_key
-from pipectl.spec.references import parse
 
 if TYPE_CHECKING:
     from pipectl.spec import JobSpec
@@ -121,7 +120,7 @@ def _check_unchanged(run: RunDirectory, record: Record, before: JobSpec, spec: J
             cure="leave it out, or submit a new run: "
             f"pipectl submit {run.job} --scheduler {scheduler}",
         )
-    old, new = (parse(job.model.factory, job.base) for job in (before, spec))
+    old, new = (job.model.resolve(job.base) for job in (before, spec))
     key = "model.factory" if old != new else "model.kwargs"
     if (old != new or before.model.kwargs != spec.model.kwargs) and last_checkpoint(
         run

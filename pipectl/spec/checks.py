@@ -8,8 +8,8 @@ from itertools import pairwise
 from typing import Any
 
 from pipectl.directives import QSUB, SBATCH, fault_of_option
-from pipectl.spec import references
 from pipectl.spec.models import JobSpec, Launch, Loss, Pbs, Pipeline, Resources, Slurm, Training
+from pipectl.spec.references import fault_of_name
 from pipectl.spec.types import APART, BUILT_IN, ONE_STAGE, ROUND, UNFLUSHED, V_SHAPED
 
 Finding = tuple[tuple[str, ...], str]
@@ -32,7 +32,7 @@ def cross_check(sections: Mapping[str, Any]) -> Iterator[Finding]:
 
 def missing_files(spec: JobSpec) -> Iterator[Finding]:
     """References of the spec to files that do not exist."""
-    code = ((path, references.parse(text, spec.base).file) for path, text in spec.factories())
+    code = ((path, reference.file) for path, reference in spec.factories())
     for path, file in (*code, *spec.files()):
         try:
             is_there = file is None or file.is_file() or (path == _WEIGHTS and file.is_dir())
@@ -52,10 +52,9 @@ def missing_names(spec: JobSpec) -> Iterator[Finding]:
         environment.container or environment.modules or environment.setup
         or "PYTHONPATH" in environment.variables
     )  # fmt: skip
-    for path, text in spec.factories():
-        reference = references.parse(text, spec.base)
+    for path, reference in spec.factories():
         installed = reference.file is None and reference.root is None
-        if not (installed and elsewhere) and (fault := references.fault_of_name(reference)):
+        if not (installed and elsewhere) and (fault := fault_of_name(reference)):
             yield path, fault
 
 

@@ -11,8 +11,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pipectl.spec import references
 from pipectl.spec.models import JobSpec
+from pipectl.spec.references import user_sources
 
 
 def profile_key(spec: JobSpec) -> str:
@@ -48,9 +48,10 @@ def links_key(spec: JobSpec, machine: str) -> str:
 
 def _profiled(spec: JobSpec) -> Any:
     sections = spec.model_dump(include={"model", "loss", "data", "optimizer"})
-    named = [(path, text) for path, text in spec.factories() if path[0] in sections]
-    for path, text in named:
-        sections[path[0]][path[-1]] = _identity(text, spec.base)
+    named = [(path, reference) for path, reference in spec.factories() if path[0] in sections]
+    for path, reference in named:  # by content: the module's name, or the file's hash
+        content = None if reference.file is None else _content(reference.file)
+        sections[path[0]][path[-1]] = [reference.attribute, reference.module, content]
     del sections["model"]["weights"]
     optimizer = sections["optimizer"]
     for options in (optimizer["kwargs"], *optimizer["groups"]):
@@ -66,16 +67,9 @@ def _profiled(spec: JobSpec) -> Any:
         load["accelerators"] = True
     training = spec.training.model_dump(include={"batch_size", "precision"})
     micro_batches = spec.pipeline.model_dump()["micro_batches"]
-    modules = references.user_sources(references.parse(text, spec.base) for _, text in named)
+    modules = user_sources(reference for _, reference in named)
     contents = {name: _content(path) for name, path in modules.items()}
     return [sections, training, load, micro_batches, contents]
-
-
-def _identity(text: str, base: Path) -> list[str | None]:
-    """A reference by content: the attribute, and its module's name or its file's hash."""
-    reference = references.parse(text, base)
-    content = None if reference.file is None else _content(reference.file)
-    return [reference.attribute, reference.module, content]
 
 
 def _content(path: Path) -> str | None:

@@ -14,7 +14,6 @@ from pydantic_core import ErrorDetails
 
 from pipectl.errors import Problem, SpecError, UsageError
 from pipectl.files import RUNS_VARIABLE
-from pipectl.spec import references
 from pipectl.spec.checks import cross_check, missing_files, missing_names
 from pipectl.spec.document import (
     MAX_DEPTH,
@@ -337,12 +336,11 @@ def _unknown_key(path: KeyPath) -> str:
 def dump(spec: JobSpec) -> str:
     """YAML that means the same anywhere: with absolute paths, and without site defaults."""
     data = spec.model_dump()
-    named = [(path, str(references.parse(text, spec.base))) for path, text in spec.factories()]
-    for path, name in [*named, *((path, str(file)) for path, file in spec.files())]:
+    for path, named in (*spec.factories(), *spec.files()):
         section = data
         for key in path[:-1]:
             section = section[key]
-        section[path[-1]] = name
+        section[path[-1]] = str(named)
     data["environment"]["container"] = spec.container
     data["site_defaults"] = False
     return to_yaml(data)

@@ -495,21 +495,25 @@ class JobSpec(Section):
         }
         yield from ((key, file) for key, file in named.items() if file is not None)
 
-    def factories(self) -> Iterator[tuple[tuple[str, ...], str]]:
+    def factories(self) -> Iterator[tuple[tuple[str, ...], references.Reference]]:
         """Every reference to user code, with the path of its key."""
-        named = {"model": self.model, "loss": self.loss, "data": self.data}
-        optional = {"optimizer": self.optimizer, "lr_scheduler": self.lr_scheduler}
-        for key, section in (named | optional).items():
-            if section is not None and section.factory != "model":
-                yield (key, "factory"), section.factory
-        if self.loss.weight != "samples":
-            yield ("loss", "weight"), self.loss.weight
+        named: dict[tuple[str, ...], str | None] = {
+            ("model", "factory"): self.model.factory,
+            ("loss", "factory"): self.loss.factory if self.loss.factory != "model" else None,
+            ("data", "factory"): self.data.factory,
+            ("optimizer", "factory"): self.optimizer.factory,
+            ("lr_scheduler", "factory"): getattr(self.lr_scheduler, "factory", None),
+            ("loss", "weight"): self.loss.weight if self.loss.weight != "samples" else None,
+        }
         if self.evaluation is not None:
-            yield ("evaluation", "data", "factory"), self.evaluation.data.factory
+            named["evaluation", "data", "factory"] = self.evaluation.data.factory
             for name, metric in self.evaluation.metrics.items():
-                yield ("evaluation", "metrics", name, "factory"), metric.factory
+                named["evaluation", "metrics", name, "factory"] = metric.factory
         for name, callback in self.callbacks.items():
-            yield ("callbacks", name, "factory"), callback.factory
+            named["callbacks", name, "factory"] = callback.factory
+        for key, text in named.items():
+            if text is not None:
+                yield key, references.parse(text, self.base)
 
     @property
     def container(self) -> str | None:
