@@ -10,10 +10,11 @@ from typing import Annotated
 import typer
 
 from pipectl.cli.console import note, output, say, say_json, short_path, warn
-from pipectl.cli.follow import follow_or_exit, job_of, print_submission, submission_json
+from pipectl.cli.follow import follow_or_exit
 from pipectl.cli.options import JobFile, Json, Overrides, SchedulerOption, refuse
 from pipectl.cli.progress import profiling_progress
 from pipectl.cli.views.profile import links_view, show_measurement
+from pipectl.cli.views.submission import job_of, print_submission, submission_json
 from pipectl.cluster import Cluster
 from pipectl.errors import UsageError
 from pipectl.jobs.job import warning_of_code

@@ -8,16 +8,16 @@ from typing import Annotated
 import typer
 
 from pipectl.cli.console import say_json
-from pipectl.cli.follow import (
-    follow_or_exit,
+from pipectl.cli.follow import follow_or_exit
+from pipectl.cli.options import RUNS, Json, Overrides, RunName, RunsDirectory, TrustOwner, Wait
+from pipectl.cli.views.run import print_run
+from pipectl.cli.views.submission import (
     job_of,
     print_launch,
     print_plan,
     print_submission,
     submission_json,
 )
-from pipectl.cli.options import RUNS, Json, Overrides, RunName, RunsDirectory, TrustOwner, Wait
-from pipectl.cli.views.run import print_run
 from pipectl.jobs.resume import resume
 from pipectl.runs import find_run, last_checkpoint, step_of
 

@@ -8,22 +8,12 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pipectl.batch import LOCAL, get
 from pipectl.cli.console import note, say, say_json, short_path, warn
-from pipectl.cli.follow import (
-    exit_code,
-    follow,
-    follow_or_exit,
-    job_of,
-    print_launch,
-    print_plan,
-    print_submission,
-    submission_json,
-)
 from pipectl.cli.options import (
     JobFile,
     Json,
@@ -34,18 +24,22 @@ from pipectl.cli.options import (
     read_walltime,
     refuse,
 )
-from pipectl.cli.progress import profiling_progress
-from pipectl.cli.views.profile import note_origin
-from pipectl.cli.views.run import print_run, print_sweep
+from pipectl.cli.views.submission import (
+    job_of,
+    print_launch,
+    print_plan,
+    print_submission,
+    submission_json,
+)
 from pipectl.errors import UsageError
 from pipectl.jobs.job import render, warning_of_code
 from pipectl.jobs.places import coupling_warning, plan_path, profile_path, scheduler_name
 from pipectl.jobs.prepare import prepare
-from pipectl.jobs.state import get_statuses
-from pipectl.jobs.submit import Submission, estimate, submit
-from pipectl.jobs.sweep import render_array, submit_sweep
 from pipectl.runs import RunDirectory, SweepDirectory, find_runs
 from pipectl.spec import JobSpec, Point, load_sweep
+
+if TYPE_CHECKING:
+    from pipectl.jobs.submit import Submission
 
 
 def command(
@@ -144,6 +138,8 @@ def command(
     if dry_run:
         _print_script(spec, points, name)
     elif test_only:
+        from pipectl.jobs.submit import estimate, render_array
+
         (first,) = prepare(spec, name, points=points[:1], make_missing=False)
         at_once = None if spec.sweep is None else spec.sweep.at_once
         script = render(first, time.time())
@@ -165,6 +161,13 @@ def _submit(
     as_json: bool,
 ) -> None:
     """Submit a job, or a run for every point of its sweep, whose values ``spec`` is without."""
+    # A dry run does without these.
+    from pipectl.cli.follow import follow_or_exit
+    from pipectl.cli.progress import profiling_progress
+    from pipectl.cli.views.profile import note_origin
+    from pipectl.cli.views.run import print_run
+    from pipectl.jobs.submit import submit, submit_sweep
+
     before = find_runs(Path(spec.output.directory), after)
     with profiling_progress() as progress:
         jobs = prepare(spec, scheduler, progress, points=points)
@@ -217,6 +220,10 @@ def _follow_sweep(sweep: SweepDirectory, *, as_json: bool) -> None:
     Raises:
         typer.Exit: with the code of the first run that failed.
     """
+    from pipectl.cli.follow import exit_code, follow
+    from pipectl.cli.views.run import print_sweep
+    from pipectl.jobs.state import get_statuses
+
     codes = []
     for run in sweep.runs():
         note(run.name)
@@ -232,6 +239,8 @@ def _print_script(spec: JobSpec, points: Sequence[Point], scheduler: str | None)
     (job,) = prepare(spec, scheduler, points=points[:1], make_missing=False)
     script = render(job, now, "-0" if points else "")
     if points:
+        from pipectl.jobs.submit import render_array
+
         at_once = None if spec.sweep is None else spec.sweep.at_once
         sys.stdout.write(render_array(job, len(points), at_once, now))
         note("\nEach task of the array runs the script of its run. The first one is:\n")

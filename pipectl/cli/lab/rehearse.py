@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 from pipectl.batch import LOCAL
 from pipectl.cli.console import note, say, say_json, short_path, warn
-from pipectl.cli.follow import follow_or_exit, print_launch, submission_json
+from pipectl.cli.follow import follow_or_exit
 from pipectl.cli.options import JobFile, Json, Overrides, SchedulerOption, Wait
 from pipectl.cli.progress import profiling_progress
+from pipectl.cli.views.submission import print_launch, submission_json
 from pipectl.jobs.job import warning_of_code
 from pipectl.jobs.rehearse import (
     RehearsalResult,
