@@ -61,17 +61,17 @@ def cancel_sweep(sweep: SweepDirectory, now: float) -> int:
         UnknownRunError: the job of none is known.
         SchedulerError: the batch system refuses or does not answer.
     """
-    known = [
+    submitted = [
         status
         for status in get_statuses(sweep.runs(), now)
         if status.record is not None and status.record.job_id is not None
     ]
-    if not known:
+    if not submitted:
         raise UnknownRunError(
             f"{sweep.name}: its submission was never confirmed, and no job carries its tag",
             cure=f"if nothing runs, remove {sweep.path} and its runs",
         )
-    alive = [status for status in known if not status.job.state.final]
+    alive = [status for status in submitted if not status.job.state.final]
     # On this machine, those that wait must know before the end of others makes them start.
     alive.sort(key=lambda status: status.job.state is not JobState.QUEUED)
     arrays: set[str] = set()

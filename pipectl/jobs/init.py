@@ -51,7 +51,7 @@ class StarterResources:
             (self.memory_bytes or 0, queue.memory_bytes, "more memory than a node has"),
             (self.walltime_s, queue.walltime_s, "a longer walltime than jobs there may have"),
         )
-        return [words for wanted, limit, words in limits if limit and wanted > limit]
+        return [words for value, limit, words in limits if limit and value > limit]
 
     def rank_limit(self, node_bytes: int | None) -> int | None:
         """Bytes that one rank may hold: its share of what the job asks for, else of the node.
@@ -118,8 +118,8 @@ def describe_queue(queue: Queue) -> str:
     if per_node := ", ".join(filter(None, each)):
         nodes = f"{nodes or 'nodes'}, each with at least {per_node}"
     limit = "" if queue.walltime_s is None else f"jobs of at most {format_clock(queue.walltime_s)}"
-    known = "; ".join(filter(None, (nodes, limit)))
-    return f"{queue.name}: {known}" if known else queue.name
+    limits = "; ".join(filter(None, (nodes, limit)))
+    return f"{queue.name}: {limits}" if limits else queue.name
 
 
 def check_reference(text: str, option: str) -> None:

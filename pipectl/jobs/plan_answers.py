@@ -147,8 +147,8 @@ def gather(
     kept = None if new_micro_batches or nodes is not None else kept_micro_batches(spec)
     choice = find_cluster(spec, scheduler_name(spec, scheduler))
     warnings += [choice.warning, coupling_warning(spec, measured)]
-    measured, known = join_rows(measured, choice.cluster)
-    used = _use_devices(known, devices, "--nodes 1,2,4 plans for other sizes")
+    measured, whole = join_rows(measured, choice.cluster)
+    used = _use_devices(whole, devices, "--nodes 1,2,4 plans for other sizes")
     return PlanInputs(
         profile=measured,
         cluster=used,

@@ -160,8 +160,8 @@ def _find_or_measure(
         with suppress(DataFileError):
             document = entry.read()
             profile = replace(Profile.from_json(document.get("profile") or {}), name=spec.name)
-            known = Measurement.from_json(document, profile, entry.path)
-            return replace(known, cached=True, resumed=0)
+            cached = Measurement.from_json(document, profile, entry.path)
+            return replace(cached, cached=True, resumed=0)
     if progress is not None:
         progress(0, 0, LOADING)
     from pipectl.profiler import profile_job

@@ -214,15 +214,15 @@ class RunStatus:
     @property
     def laggard(self) -> Laggard | None:
         """The rank that the others wait for; None if all wait about alike, or little."""
-        known = [rank for rank in self.ranks if rank.get("waiting") is not None]
-        if len(known) < 2:
+        ranks = [rank for rank in self.ranks if rank.get("waiting") is not None]
+        if len(ranks) < 2:
             return None
-        least = min(known, key=lambda rank: rank["waiting"])
-        share = least["waiting"]
-        others = (sum(rank["waiting"] for rank in known) - share) / (len(known) - 1)
+        slowest = min(ranks, key=lambda rank: rank["waiting"])
+        share = slowest["waiting"]
+        others = (sum(rank["waiting"] for rank in ranks) - share) / (len(ranks) - 1)
         if others < _MIN_WAITING or share > _MAX_SHARE_OF_IT * others:
             return None
-        return Laggard(least["rank"], least.get("node") or "", share, others)
+        return Laggard(slowest["rank"], slowest.get("node") or "", share, others)
 
     @property
     def steps(self) -> int | None:

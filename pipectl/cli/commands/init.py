@@ -128,8 +128,8 @@ def command(
         "nodes": nodes, "tasks_per_node": tasks_per_node, "cpus_per_task": cpus_per_task,
         "gpus_per_node": gpus_per_node, "memory_bytes": memory, "walltime_s": walltime,
     }  # fmt: skip
-    given = {key: value for key, value in options.items() if value is not None}
-    resources = _find_resources(queue, given, ask=ask)
+    chosen = {key: value for key, value in options.items() if value is not None}
+    resources = _find_resources(queue, chosen, ask=ask)
     node_bytes = None if queue is None else queue.memory_bytes
     if where == LOCAL:
         node_bytes = memory_of_this_machine()
@@ -227,23 +227,23 @@ def _find_queue(scheduler: str, name: str | None, *, ask: bool) -> Queue | None:
     return queue
 
 
-def _find_resources(queue: Queue | None, given: dict[str, Any], *, ask: bool) -> StarterResources:
+def _find_resources(queue: Queue | None, chosen: dict[str, Any], *, ask: bool) -> StarterResources:
     """What options say, and for the rest answers, or what is proposed.
 
     Args:
-        given: values of options, by the fields of the resources.
+        chosen: values of options, by the fields of the resources.
 
     Raises:
         UsageError: more than the queue has.
     """
-    resources = replace(propose_resources(queue, given.get("tasks_per_node")), **given)
+    resources = replace(propose_resources(queue, chosen.get("tasks_per_node")), **chosen)
     if ask:
         if queue is not None:
             note(describe_queue(queue))
         answers = {}
         for key, (question, read, show) in _QUESTIONS.items():
             without_gpus = key == "gpus_per_node" and queue is not None and not queue.gpus
-            if key not in given and not without_gpus:
+            if key not in chosen and not without_gpus:
                 default = show(getattr(resources, key))
                 answers[key] = typer.prompt(question, default=default, value_proc=read)
         resources = replace(resources, **answers)
