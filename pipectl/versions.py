@@ -17,16 +17,14 @@ def tested_torch() -> str:
     return f"torch {OLDEST_TORCH} to {NEWEST_TORCH}"
 
 
-def is_tested_torch(installed: str) -> bool:
-    """Whether a version of torch (``2.14.1+cpu``) lies in the range."""
-    release = _release(installed)
-    return _release(OLDEST_TORCH) <= release <= _release(NEWEST_TORCH)
-
-
 def untested_torch() -> str | None:
     """What to say if the installed torch is none of those tested, else None."""
     installed = installed_version("torch")
-    if installed is None or is_tested_torch(installed):
+    release, oldest, newest = (
+        [int(number) for number in re.findall(r"\d+", text or "")[:2]]  # major and minor
+        for text in (installed, OLDEST_TORCH, NEWEST_TORCH)
+    )
+    if installed is None or oldest <= release <= newest:
         return None
     return f"tested with {tested_torch()}; this is {installed}"
 
@@ -47,8 +45,3 @@ def installed_version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def _release(text: str) -> tuple[int, ...]:
-    """Major and minor number, the only ones that count."""
-    return tuple(int(number) for number in re.findall(r"\d+", text)[:2])

@@ -68,6 +68,7 @@ class PbsScheduler(BatchCommands):
                 "sweep: PBS takes no array of a single job",
                 cure="give the sweep another point, or its value to the job itself",
             )
+        first = "" if request.name[:1].isalpha() else "j"
         resources = request.resources
         asked = options_of("l", request.pbs.options.get("l", False))
         has_place = any(re.search("(?i)(^|,)place=", text or "") for _, text in asked)
@@ -85,7 +86,8 @@ class PbsScheduler(BatchCommands):
             request,
             self.name,
             QSUB,
-            job_name=_job_name(request),
+            # PBS has no field for comments, and names may have more than 200 characters.
+            job_name=f"{first}{request.name[:_NAME_LENGTH]}{_suffix(request.tag)}",
             select=":".join([str(resources.nodes), *select, *own]),
             has_place=has_place,
             array_index="PBS_ARRAY_INDEX",
@@ -135,16 +137,6 @@ class PbsScheduler(BatchCommands):
         with process.patience(QUEUES_TIMEOUT_S):
             commands = (("qstat", "-Q", "-f"), ("qstat", "-B", "-f"), ("pbsnodes", "-a"))
             return parse_queues(*(self._ask(*command).stdout for command in commands))
-
-
-def _job_name(request: JobRequest) -> str:
-    """The job's name: that of the spec, and what tells this submission from all others.
-
-    PBS has no field for comments, and allows names of more than 200 characters (15 before
-    version 10).
-    """
-    first = "" if request.name[:1].isalpha() else "j"
-    return f"{first}{request.name[:_NAME_LENGTH]}{_suffix(request.tag)}"
 
 
 def _suffix(tag: str) -> str:
