@@ -41,11 +41,12 @@ _ON_COMPUTE_NODES = {
 __all__ = [
     "CHECKPOINTED", "LOCAL", "Array", "Evidence", "JobRequest", "JobState", "JobStatus",
     "MpiChoice", "Queue", "Scheduler", "Template", "allocation", "check_template", "choose_mpi",
-    "find_scheduler", "get", "launch_command", "render_script", "render_variables", "resolve",
+    "find_scheduler", "get_scheduler", "launch_command", "render_script", "render_variables",
+    "resolve",
 ]  # fmt: skip
 
 
-def get(name: str) -> Scheduler:
+def get_scheduler(name: str) -> Scheduler:
     """The batch system called ``name``.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from enum import Enum
 
-from pipectl.batch import CHECKPOINTED, JobState, JobStatus, get
+from pipectl.batch import CHECKPOINTED, JobState, JobStatus, get_scheduler
 from pipectl.errors import UnknownRunError
 from pipectl.jobs.recover import BY_TAG, recover_locked
 from pipectl.jobs.state import get_status, get_statuses
@@ -84,7 +84,7 @@ def cancel_sweep(sweep: SweepDirectory, now: float) -> int:
         with locked(run):
             record = recover_locked(run, now)
             if record.job_id is not None:
-                array_id = get(record.scheduler).array_id(record.job_id)
+                array_id = get_scheduler(record.scheduler).array_id(record.job_id)
                 job_id = None if array_id in arrays else array_id
                 count += _end(run, record, status.job, job_id, now) is Cancellation.ASKED
                 arrays.add(array_id)
@@ -103,7 +103,7 @@ def _end(
         job_id: of what is cancelled; None if that was done.
     """
     has_ended = not job.state.waits and read_exit_code(run) not in {None, CHECKPOINTED}
-    scheduler = get(record.scheduler)
+    scheduler = get_scheduler(record.scheduler)
     if job_id is not None:
         scheduler.cancel(job_id)
     if has_ended:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipectl.access import fault_of_owner
-from pipectl.batch import JobRequest, MpiChoice, Template, check_template, choose_mpi, get
+from pipectl.batch import JobRequest, MpiChoice, Template, check_template, choose_mpi, get_scheduler
 from pipectl.errors import Problem, SpecError, UsageError
 from pipectl.jobs.places import find_cluster, scheduler_name
 from pipectl.plan import OffloadTarget
@@ -179,7 +179,7 @@ def render(job: Job, now: float = 0.0, suffix: str = "") -> str:
     installed = shutil.which("mpiexec") or (Path(sys.executable).parent / "mpiexec").exists()
     mpiexec = None if installed else "mpiexec"
     request = make_request(job, directory, tag=f"{directory.name} dry-run", mpiexec=mpiexec)
-    return get(job.scheduler).render(request)
+    return get_scheduler(job.scheduler).render(request)
 
 
 def check_script(spec: JobSpec) -> None:
@@ -192,7 +192,7 @@ def check_script(spec: JobSpec) -> None:
         job = Job(spec, scheduler_name(spec, None), MpiChoice("auto"), read_template(spec))
         plain = {"launcher": "mpiexec", "bind": "none"}
         request = make_request(job, mpiexec="mpiexec").update(launch=plain)
-        get(job.scheduler).render(request)
+        get_scheduler(job.scheduler).render(request)
 
 
 def read_template(spec: JobSpec) -> Template | None:

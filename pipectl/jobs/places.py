@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipectl.batch import LOCAL, find_scheduler, get
+from pipectl.batch import LOCAL, find_scheduler, get_scheduler
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.errors import MismatchError, SchedulerError
 from pipectl.plan import Plan
@@ -112,7 +112,7 @@ def check_answering(spec: JobSpec, scheduler: str | None) -> None:
     if (scheduler or spec.launch.scheduler) != AUTO or (name := find_scheduler()) == LOCAL:
         return
     try:
-        get(name).ping()
+        get_scheduler(name).ping()
     except SchedulerError as error:
         raise SchedulerError(
             f"{_TITLES[name]} is installed here, but does not answer: "

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from pipectl.access import is_ours, read_limited
-from pipectl.batch import get
+from pipectl.batch import get_scheduler
 from pipectl.errors import DataFileError, PipectlError, UsageError
 from pipectl.runs import Record, RunDirectory, as_typed, is_job_id, list_runs, locked
 
@@ -61,7 +61,7 @@ def recover_locked(run: RunDirectory, now: float) -> Record:
 
 def _find(run: RunDirectory, record: Record) -> str | None:
     """The id of the job with the record's tag; arrays are looked for once for all of their runs."""
-    scheduler = get(record.scheduler)
+    scheduler = get_scheduler(record.scheduler)
     if record.task is None:
         return scheduler.find(record.tag)
     key = run.path.parent, record.tag

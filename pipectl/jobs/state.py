@@ -10,7 +10,7 @@ from math import inf
 from statistics import median
 from typing import Any, NamedTuple
 
-from pipectl.batch import LOCAL, Evidence, JobState, JobStatus, get, process, resolve
+from pipectl.batch import LOCAL, Evidence, JobState, JobStatus, get_scheduler, process, resolve
 from pipectl.errors import DataFileError, PipectlError
 from pipectl.jobs.recover import add_next_job, recover
 from pipectl.plan import Plan
@@ -249,7 +249,7 @@ def ask_schedulers(records: Sequence[Record]) -> dict[str, Answer]:
         ids = [record.job_id for record in ours if record.job_id is not None]
         try:
             since = min(record.submitted_at for record in ours)
-            answers[name] = Answer(get(name).query(ids, since=since))
+            answers[name] = Answer(get_scheduler(name).query(ids, since=since))
         except PipectlError as error:
             answers[name] = Answer({}, error.message)
     return answers

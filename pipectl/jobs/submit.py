@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipectl.batch import Array, JobRequest, JobState, Template, get, render_variables
+from pipectl.batch import Array, JobRequest, JobState, Template, get_scheduler, render_variables
 from pipectl.batch.process import NoAnswerError
 from pipectl.errors import PipectlError, UsageError
 from pipectl.files import write_text
@@ -191,7 +191,7 @@ def render_array(job: Job, points: int, at_once: int | None, now: float) -> str:
     stem = Path(job.spec.output.directory).absolute() / stem_of(job.spec.name, now)
     sweep, runs = SweepDirectory.beside(stem), [Path(f"{stem}-{i}") for i in range(points)]
     request = _make_array(job, sweep, runs, at_once, tag=f"{stem.name} dry-run")
-    return get(job.scheduler).render(request)
+    return get_scheduler(job.scheduler).render(request)
 
 
 def _make_array(
@@ -230,7 +230,7 @@ def hand_over(
     Raises:
         SchedulerError: it refuses.
     """
-    scheduler = get(submissions[0].record.scheduler)
+    scheduler = get_scheduler(submissions[0].record.scheduler)
     first_with: dict[int, RunDirectory] = {}
     for submission in submissions:
         text = scheduler.render(submission.request)
@@ -319,7 +319,7 @@ def ids_to_wait_for(runs: Sequence[RunDirectory], scheduler: str, now: float) ->
                 f"--after {run.name}: is on {record.scheduler}, and this job goes to {scheduler}",
                 cure=f"wait for its end, or submit with --scheduler {record.scheduler}",
             )
-        job_id = get(scheduler).dependency_id(record.job_id)
+        job_id = get_scheduler(scheduler).dependency_id(record.job_id)
         if record.sweep is not None and job_id != record.job_id:
             sweep = sweep_of(run, record.sweep.name)
             if not set(sweep.runs()) <= set(runs):
@@ -340,4 +340,4 @@ def estimate(script: str, scheduler: str) -> str | None:
     with tempfile.TemporaryDirectory(prefix="pipectl-") as directory:
         path = Path(directory) / "job.sh"
         write_text(path, script)
-        return get(scheduler).estimate(path)
+        return get_scheduler(scheduler).estimate(path)

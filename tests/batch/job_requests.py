@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from pipectl.batch import JobRequest, get, render_variables
+from pipectl.batch import JobRequest, get_scheduler, render_variables
 from pipectl.spec.models import Environment, Launch, Pbs, Resources, Slurm
 
 FIELDS = {field.name for field in fields(JobRequest)}
@@ -54,7 +54,7 @@ def write_script(request: JobRequest, *command: str, scheduler: str = "local") -
     launcher.write_text('#!/bin/bash\nshift 2\nexec "$@"\n')
     launcher.chmod(0o755)
     request = change(request, command=command, mpiexec=str(launcher))
-    script.write_text(get(scheduler).render(request))
+    script.write_text(get_scheduler(scheduler).render(request))
     (directory / "variables.sh").write_text(render_variables(request))
     return script
 

@@ -11,7 +11,7 @@ import pytest
 from grammar import directives
 from job_requests import change
 
-from pipectl.batch import JobRequest, Scheduler, Template, get
+from pipectl.batch import JobRequest, Scheduler, Template, get_scheduler
 from pipectl.batch.pbs import PbsScheduler
 from pipectl.batch.process import NoAnswerError
 from pipectl.batch.slurm import SlurmScheduler
@@ -258,8 +258,8 @@ def test_directives_of_a_template_come_first_so_that_those_of_pipectl_win(
     plain = make_request(slurm={"partition": "y"}, pbs={"queue": "y"})
     mark = "#SBATCH" if scheduler == "slurm" else "#PBS"
     template = Template("t", DIRECTIVES.format(f"{mark} {line}"))
-    own = get(scheduler).render(change(plain, template=template)).splitlines()
-    ours = get(scheduler).render(plain).splitlines()
+    own = get_scheduler(scheduler).render(change(plain, template=template)).splitlines()
+    ours = get_scheduler(scheduler).render(plain).splitlines()
     assert own[: own.index("")] == [ours[0], f"{mark} {line}", *ours[1 : ours.index("")]]
 
 
@@ -292,9 +292,9 @@ def test_directives_of_a_template_that_order_does_not_settle_are_refused(
     text = DIRECTIVES.format(f"{mark} {line}")
     request = make_request(template=Template("site.sh", text))
     with pytest.raises(InvalidInputError, match=r"site\.sh:2:1: ") as caught:
-        get(scheduler).render(request)
+        get_scheduler(scheduler).render(request)
     assert cure in (caught.value.cure or "")
-    assert f"{mark} {line}" in get(other).render(request), "it means nothing there"
+    assert f"{mark} {line}" in get_scheduler(other).render(request), "it means nothing there"
 
 
 @pytest.mark.parametrize(
@@ -312,11 +312,10 @@ def test_a_dependency_of_the_users_goes_with_none_of_ours(
     make_request: MakeRequest, scheduler: str, name: str, value: Value
 ) -> None:
     request = make_request(**{scheduler: {"options": {name: value}}})
-    assert any(
-        "on:1" in words[-1] for words in directives(get(scheduler).render(request), scheduler)
-    )
+    script = get_scheduler(scheduler).render(request)
+    assert any("on:1" in words[-1] for words in directives(script, scheduler))
     with pytest.raises(InvalidInputError, match=rf"{scheduler}\.options\.{name}: .* --after"):
-        get(scheduler).render(change(request, after=("41",)))
+        get_scheduler(scheduler).render(change(request, after=("41",)))
 
 
 @pytest.mark.parametrize(
@@ -333,8 +332,8 @@ def test_a_job_with_a_launcher_of_its_own_in_its_variables_gets_no_other(
     make_request: MakeRequest, scheduler: str, variable: str, others: str | None
 ) -> None:
     request = make_request(nodes=2, mpi="hydra")
-    assert "HYDRA_LAUNCHER_EXEC=" in get(scheduler).render(request)
-    script = get(scheduler).render(change(request, variables={variable: "ssh"}))
+    assert "HYDRA_LAUNCHER_EXEC=" in get_scheduler(scheduler).render(request)
+    script = get_scheduler(scheduler).render(change(request, variables={variable: "ssh"}))
     agent = variable.partition("_")[0]
     assert not any(line.strip().startswith(f"export {agent}") for line in script.splitlines())
     assert others is None or others in script
@@ -346,6 +345,6 @@ def test_a_command_alone_is_started_without_mpi(
     make_request: MakeRequest, launcher: str, scheduler: str
 ) -> None:
     request = make_request(alone=True, launcher=launcher, command=("measure", "this model"))
-    script = get(scheduler).render(request)
+    script = get_scheduler(scheduler).render(request)
     assert "\nrun with_variables measure 'this model'\n" in script
     assert not {"mpiexec", "srun"} & set(script.replace(os.sep, " ").split())

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from job_requests import change, make_request
 
-from pipectl.batch import Array, Template, get
+from pipectl.batch import Array, Template, get_scheduler
 from pipectl.spec.models import Checkpoint
 
 GOLDEN = Path(__file__).parents[2] / "slurm" / "golden"
@@ -109,7 +109,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_script_is_the_golden_one(name: str) -> None:
     scheduler, request = CASES[name]
-    script = get(scheduler).render(request)
+    script = get_scheduler(scheduler).render(request)
     path = GOLDEN / name
     if os.environ.get("PIPECTL_GOLDEN") == "write":
         path.parent.mkdir(exist_ok=True)

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from grammar import directives
 
-from pipectl.batch import MpiChoice, get
+from pipectl.batch import MpiChoice, get_scheduler
 from pipectl.cli.console import say
 from pipectl.errors import SpecError
 from pipectl.jobs.job import make_job, make_request
@@ -59,7 +59,7 @@ def test_they_arrive_in_the_directives_of_both(tmp_path: Path, nasty: list[str])
         spec = load(write(tmp_path, value), check_files=False)
         job = make_job(spec, "local", launch=MpiChoice("auto"))
         request = make_request(job, tmp_path / "run", mpiexec="/usr/bin/mpiexec")
-        scripts = {name: get(name).render(request) for name in ("slurm", "pbs")}
+        scripts = {name: get_scheduler(name).render(request) for name in ("slurm", "pbs")}
         slurm = directives(scripts["slurm"], "slurm")
         for option in ("--partition=", "--account=", "--qos=", "--mail-type=", "-x"):
             assert slurm.count([f"{option}{value}"]) == 1, (option, value)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from job_requests import change, run, start, wait_until, write_script
 
-from pipectl.batch import Array, JobRequest, Template, get, render_variables
+from pipectl.batch import Array, JobRequest, Template, get_scheduler, render_variables
 from pipectl.batch.script import slurm_file, slurm_value
 from pipectl.errors import InvalidInputError
 from pipectl.runs import (
@@ -290,7 +290,7 @@ def test_hostile_directories_of_an_array_arrive(
     make_request: MakeRequest, tmp_path: Path, nasty: list[str], scheduler: str
 ) -> None:
     runs = tuple(Path("/x") / text for text in nasty if text.isprintable() and "\0" not in text)
-    script = get(scheduler).render(make_request(array=Array(runs))).partition("run=")[0]
+    script = get_scheduler(scheduler).render(make_request(array=Array(runs))).partition("run=")[0]
     script += 'printf "%s\\0" "${runs[@]}"'
     done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, check=True)
     assert done.stdout.decode().split("\0")[:-1] == [str(run) for run in runs]
@@ -307,7 +307,7 @@ def test_the_script_of_a_run_takes_over_that_of_its_array(
     for directory in runs:
         (directory / "logs").mkdir(parents=True)
         (directory / "job.sh").write_text('echo "$$ $- $0"; exit 3\n')
-    script = get(scheduler).render(make_request(array=Array(runs), template=template))
+    script = get_scheduler(scheduler).render(make_request(array=Array(runs), template=template))
     (tmp_path / "array.sh").write_text(script)
     for beyond in ({}, {INDEX[scheduler]: "7"}):
         done = subprocess.run(["bash", "-c", script], env=beyond, capture_output=True)
@@ -371,7 +371,7 @@ def test_values_that_no_script_can_hold_are_refused(
     make_request: MakeRequest, changes: dict[str, object]
 ) -> None:
     with pytest.raises(InvalidInputError, match="holds the control character"):
-        get("slurm").render(make_request(**changes))
+        get_scheduler("slurm").render(make_request(**changes))
 
 
 @pytest.mark.parametrize("path", ["/a,b", "/a:b"])
@@ -380,7 +380,7 @@ def test_directories_that_apptainer_cannot_bind_are_refused(
 ) -> None:
     request = make_request(container="x.sif", binds=(Path(path),))
     with pytest.raises(InvalidInputError, match=r"environment\.container"):
-        get("local").render(request)
+        get_scheduler("local").render(request)
 
 
 def test_variables_that_bash_cannot_export_are_refused(make_request: MakeRequest) -> None:
@@ -404,7 +404,7 @@ def test_values_and_files_of_slurm_are_quoted_only_where_needed() -> None:
 
 def test_names_in_the_templates_are_those_that_python_reads(make_request: MakeRequest) -> None:
     request = make_request(checkpoint=Checkpoint(max_requeues=1), variables={"A": "1"})
-    text = "".join(get(name).render(request) for name in ("local", "pbs"))
+    text = "".join(get_scheduler(name).render(request) for name in ("local", "pbs"))
     for name in (ATTEMPT, RUN_VARIABLE, SCRIPT):
         assert f"export {name}=" in text
     run = RunDirectory(Path("x"))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from job_requests import change, start, wait_until
 
-from pipectl.batch import Array, JobRequest, Template, check_template, get
+from pipectl.batch import Array, JobRequest, Template, check_template, get_scheduler
 from pipectl.errors import SpecError
 from pipectl.spec.models import Checkpoint
 
@@ -83,14 +83,14 @@ def test_what_gives_a_wrong_script_is_refused_with_its_line(
     text = GOOD.replace(old, new)
     assert text != GOOD
     with pytest.raises(SpecError, match=words) as caught:
-        get("slurm").render(make_request(template=Template("site.sh", text)))
+        get_scheduler("slurm").render(make_request(template=Template("site.sh", text)))
     assert caught.value.problems[0].line == line
 
 
 def test_the_script_of_a_long_array_is_checked(make_request: MakeRequest, tmp_path: Path) -> None:
     runs = tuple(tmp_path / f"{'a' * 200}-{index}" for index in range(700))
     request = make_request(array=Array(runs), template=Template("site.sh", GOOD))
-    assert len(get("slurm").render(request)) > 2**17
+    assert len(get_scheduler("slurm").render(request)) > 2**17
 
 
 def test_text_is_kept_and_values_are_quoted(make_request: MakeRequest) -> None:
@@ -99,7 +99,7 @@ def test_text_is_kept_and_values_are_quoted(make_request: MakeRequest) -> None:
     text = GOOD.replace("echo before", f"{own}\n{values}")
     request = make_request(name="it's", template=Template("site.sh", text))
     for scheduler in ("slurm", "pbs", "local"):
-        script = get(scheduler).render(request)
+        script = get_scheduler(scheduler).render(request)
         assert f"\n{own}\n" in script
         assert f"\necho 'it'\"'\"'s' '$HOME' '{request.run_directory}/a b' a 'b c'\n" in script
 

@@ -15,7 +15,15 @@ import pytest
 from job_requests import make_request
 
 from pipectl import errors
-from pipectl.batch import CHECKPOINTED, Array, JobRequest, JobState, Scheduler, Template, get
+from pipectl.batch import (
+    CHECKPOINTED,
+    Array,
+    JobRequest,
+    JobState,
+    Scheduler,
+    Template,
+    get_scheduler,
+)
 from pipectl.cli.failure import INTERRUPTED
 from pipectl.schedule.listed import Listed
 
@@ -59,7 +67,7 @@ def test_the_other_exit_codes_are_there() -> None:
 
 
 def test_the_codes_of_signals_are_those_of_the_script(make_job: Callable[..., JobRequest]) -> None:
-    script = get("local").render(make_job())
+    script = get_scheduler("local").render(make_job())
     codes = re.findall(r"trap 'forward \w+ (\d+)'", script)
     assert f"| {', '.join(sorted(codes))} |" in text_of("exit-codes.md")
 

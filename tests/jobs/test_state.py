@@ -37,7 +37,7 @@ class Scheduler:
 @pytest.fixture
 def schedulers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Scheduler]:
     found = {"slurm": Scheduler(), "local": Scheduler()}
-    monkeypatch.setattr(state, "get", found.__getitem__)
+    monkeypatch.setattr(state, "get_scheduler", found.__getitem__)
     return found
 
 

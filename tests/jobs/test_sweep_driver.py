@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from job_requests import make_request
 
-from pipectl.batch import Array, JobState, get
+from pipectl.batch import Array, JobState, get_scheduler
 from pipectl.batch.local import LocalScheduler
 from pipectl.jobs.cancel import Cancellation, cancel, cancel_sweep
 from pipectl.jobs.state import get_statuses
 from pipectl.runs import Members, Record, RunDirectory, Setting, SweepDirectory, locked
 
-LOCAL = get("local")
+LOCAL = get_scheduler("local")
 SCRIPT = """\
 trap 'echo 143 >"{run}/exit_code"; exit 143' TERM
 touch "{run}/started"

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pipectl.batch import LOCAL, Queue, find_scheduler, get
+from pipectl.batch import LOCAL, Queue, find_scheduler, get_scheduler
 from pipectl.cli.console import note, say
 from pipectl.cli.options import (
     SchedulerName,
@@ -209,7 +209,7 @@ def _find_queue(scheduler: str, name: str | None, *, ask: bool) -> Queue | None:
         UsageError: there are some, but none of this name.
     """
     try:
-        known = get(scheduler).queues()
+        known = get_scheduler(scheduler).queues()
     except SchedulerError as error:
         note(f"limits of queues are not known: {error.message.splitlines()[0]}")
         return None if name is None else Queue(name)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipectl.batch import LOCAL, get
+from pipectl.batch import LOCAL, get_scheduler
 from pipectl.cli.console import note, say, say_json, short_path, warn
 from pipectl.cli.options import (
     JobFile,
@@ -207,7 +207,7 @@ def _print_submitted(
     record = submissions[0].record
     what, kind = f"{record.name} ({job_of(record)})", "run"
     if isinstance(place, SweepDirectory):
-        array = get(record.scheduler).array_id(record.job_id or "")
+        array = get_scheduler(record.scheduler).array_id(record.job_id or "")
         of = "" if record.scheduler == LOCAL else f" ({record.scheduler} job {array})"
         what, kind = f"{len(submissions)} runs of {record.name}{of}", "sweep"
     directory = f"{kind} directory: {short_path(place.path)}"
