@@ -12,8 +12,9 @@ from pipectl.cli.console import errors, note
 from pipectl.cli.progress import progress_bar
 from pipectl.cli.views.run import print_run
 from pipectl.errors import UnknownRunError
-from pipectl.jobs.state import Measured, RunStatus, get_status, read_measured
+from pipectl.jobs.state import RunStatus, get_status
 from pipectl.runs import PROFILING, RunDirectory, as_typed
+from pipectl.runs.summary import Measured, read_measured
 
 if TYPE_CHECKING:
     from pipectl.profiler.progress import Progress

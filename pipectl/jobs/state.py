@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import inf
-from statistics import median
 from typing import Any, NamedTuple
 
 from pipectl.batch import LOCAL, Evidence, JobState, JobStatus, get_scheduler, process, resolve
@@ -15,85 +14,25 @@ from pipectl.errors import DataFileError, PipectlError
 from pipectl.jobs.recover import add_next_job, recover
 from pipectl.plan import Plan
 from pipectl.runs import (
-    PROFILING,
     TRAINING,
     Record,
     RunDirectory,
-    read_errors,
     read_exit_code,
-    read_figures,
-    read_heartbeat,
-    read_report,
     read_requeue_error,
     read_stall,
 )
+from pipectl.runs.summary import (
+    FirstFailure,
+    Measured,
+    find_first_failure,
+    read_measured,
+    sound_heartbeat,
+)
 
-_WARM_UP_STEPS = 3
 _SHORT_PATIENCE_S = 10.0
 _MIN_WAITING, _MAX_SHARE_OF_IT = 0.3, 0.5
 """The others' waiting that is worth a word, and how much less the rank they wait for waits."""
 _MIN_PAUSE_S, _MAX_PAUSE_S, _GROWTH = 10.0, 60.0, 1.25
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Figures of a run so far; None where there is nothing to tell yet.
-
-    Args:
-        first_loss, last_loss: of the first and the last step that was written.
-        step_time_s: median, without the first steps.
-        evaluation: metric values of the last evaluation, made after ``evaluation_step``.
-        not_finite: steps whose loss or gradients were not.
-        fault: what was not finite in the last of these, e.g. ``the loss of micro-batch 2``.
-    """
-
-    step: int = 0
-    steps: int | None = None
-    first_loss: float | None = None
-    last_loss: float | None = None
-    samples_per_s: float | None = None
-    step_time_s: float | None = None
-    evaluation_step: int | None = None
-    evaluation: Mapping[str, float | None] = field(default_factory=dict)
-    not_finite: tuple[int, ...] = ()
-    fault: str = ""
-
-    @property
-    def remaining_s(self) -> float | None:
-        """Time the remaining steps take at the measured pace."""
-        if self.step_time_s is None or self.steps is None:
-            return None
-        return (self.steps - self.step) * self.step_time_s
-
-
-def sum_up(lines: Iterable[Mapping[str, Any]]) -> Measured:
-    """Sum up the lines of ``metrics.jsonl``, in order of steps and without repeated steps."""
-    lines = list(lines)
-    steps = [line for line in lines if "loss" in line]
-    first, last = (steps[0], steps[-1]) if steps else ({}, {})
-    evaluation: Mapping[str, Any] = next(
-        (one for one in reversed(lines) if "evaluation" in one), {}
-    )
-    times = [line["step_time_s"] for line in steps if line.get("step_time_s")]
-    faults = [line for line in lines if isinstance(line.get("not_finite"), Mapping)]
-    fault = ""
-    if faults:
-        what = faults[-1]["not_finite"]
-        fault = f"the gradient of {what.get('gradient_of')!r} in stage {what.get('stage')}"
-        if "loss_of_micro_batch" in what:
-            fault = f"the loss of micro-batch {what['loss_of_micro_batch']}"
-    return Measured(
-        step=last.get("step", 0),
-        steps=last.get("steps"),
-        first_loss=first.get("loss"),
-        last_loss=last.get("loss"),
-        samples_per_s=last.get("samples_per_s"),
-        step_time_s=median(times[min(_WARM_UP_STEPS, len(times) - 1) :]) if times else None,
-        evaluation_step=evaluation.get("step"),
-        evaluation=evaluation.get("evaluation") or {},
-        not_finite=tuple(line["step"] for line in faults),
-        fault=fault,
-    )
 
 
 class Peak(NamedTuple):
@@ -117,22 +56,6 @@ class Laggard(NamedTuple):
     node: str
     share: float
     others: float
-
-
-@dataclass(frozen=True)
-class FirstFailure:
-    """The failure that broke a run.
-
-    Args:
-        where: e.g. ``rank 3 on n1, stage 2, BACKWARD micro-batch 5, step 17``.
-        others: how many further ranks reported an error.
-    """
-
-    where: str
-    message: str
-    cure: str | None
-    exit_code: int
-    others: int
 
 
 @dataclass(frozen=True)
@@ -307,7 +230,7 @@ class Poller:
                 records, answers = newer, self._ask(list(newer.values()))
         statuses = []
         for run in runs:
-            heartbeat = _read_heartbeat(run)  # after the question, as all files
+            heartbeat = sound_heartbeat(run)  # after the question, as all files
             record = records.get(run)
             measured = read_measured(run, record)
             answer = answers.get(record.scheduler if record else "", Answer({}))
@@ -381,39 +304,6 @@ def _resolve(
     return job
 
 
-def read_measured(run: RunDirectory, record: Record | None) -> Measured:
-    """What a run has done so far; the steps of one that only measures are percent."""
-    if record is None or record.kind != PROFILING:
-        return sum_up(read_figures(run))
-    return Measured(step=_read_heartbeat(run).get("step") or 0, steps=record.steps)
-
-
-def find_first_failure(run: RunDirectory) -> FirstFailure | None:
-    """The failure of a run that came first, on whatever rank; None if nothing reported one."""
-    preparation = read_report(run.preparation_error)
-    reports = [*([] if preparation is None else [preparation]), *read_errors(run)]
-    if not reports:
-        return None
-    first = reports[0]
-    rank, stage, kind, code = (first.get(key) for key in ("rank", "stage", "type", "exit_code"))
-    where = "preparation" if rank is None else f"rank {rank}"
-    if first.get("host"):
-        where += f" on {first['host']}"
-    if stage is not None and stage >= 0:
-        where += f", stage {stage}"
-    if first.get("action") and rank is not None:
-        where += f", {first['action']}"
-    if first.get("step") is not None:
-        where += f", step {first['step']}"
-    return FirstFailure(
-        where=where,
-        message=f"{kind}: {first.get('message')}" if kind else str(first.get("message")),
-        cure=first.get("cure"),
-        exit_code=code if code is not None and 0 < code < 128 else 1,
-        others=len(reports) - 1,
-    )
-
-
 def find_best(runs: Sequence[RunStatus]) -> RunStatus | None:
     """Of the runs that have completed, the one with the lowest loss.
 
@@ -432,10 +322,3 @@ def find_best(runs: Sequence[RunStatus]) -> RunStatus | None:
         if loss is not None:
             losses.append((loss, index))
     return completed[min(losses)[1]] if len(losses) > 1 else None
-
-
-def _read_heartbeat(run: RunDirectory) -> Mapping[str, Any]:
-    """The last heartbeat; empty if there is none, or it is damaged."""
-    with suppress(DataFileError):
-        return read_heartbeat(run) or {}
-    return {}

@@ -16,9 +16,10 @@ from rich.console import Console
 
 from pipectl.batch import JobState, JobStatus
 from pipectl.cli.views.run import bar, format_long_time, run_json, run_lines, sparkline
-from pipectl.jobs.state import Measured, RunStatus
+from pipectl.jobs.state import RunStatus
 from pipectl.plan import Prediction
 from pipectl.runs import RunDirectory
+from pipectl.runs.summary import Measured
 
 if TYPE_CHECKING:
     from conftest import Command, Program, RunOf

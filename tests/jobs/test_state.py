@@ -11,9 +11,10 @@ import pytest
 
 from pipectl.batch import JobState, JobStatus
 from pipectl.jobs import state
-from pipectl.jobs.state import Measured, Poller, RunStatus, get_statuses, sum_up
+from pipectl.jobs.state import Poller, RunStatus, get_statuses
 from pipectl.plan import Plan, Stage, StageCost
 from pipectl.runs import Record, RunDirectory, beat
+from pipectl.runs.summary import Measured, sum_up
 
 
 class Clock:
