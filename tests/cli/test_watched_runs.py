@@ -52,7 +52,8 @@ def test_ctrl_c_ends_the_view_and_leaves_the_terminal_clean(
 
 
 def test_one_run_is_watched_to_its_end(cli: Command, screen: io.StringIO, finished: Path) -> None:
-    beat = {"version": 1, "state": "training", "ranks": [{"rank": 0, "waiting": 0.5}]}
+    rank = {"rank": 0, "node": "n1", "stages": [0], "waiting": 0.5}
+    beat = {"version": 1, "state": "training", "ranks": [rank]}
     (finished / "heartbeat.json").write_text(json.dumps(beat))
     result = cli("status", "last", "--watch")
     assert result.code == 0
