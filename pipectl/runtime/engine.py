@@ -15,7 +15,7 @@ from pipectl.graph import TransferKind
 from pipectl.runtime.device import Device
 from pipectl.runtime.failure import Doing
 from pipectl.runtime.layout import Tensors
-from pipectl.runtime.reduction import Reducer
+from pipectl.runtime.reduction import StageReduction
 from pipectl.runtime.slicing import Piece, Slicing
 from pipectl.runtime.stage import MicroBatch, Stage
 from pipectl.runtime.step import Loaded, Row, Step, StepInput
@@ -68,7 +68,7 @@ class Engine:
     Args:
         stages: the rank's stages by index.
         cut: of the training or evaluation graph; any batch size serves.
-        reducer: sums gradients over replicas.
+        reductions: of the stages that have replicas.
         graphs: by samples of a micro-batch, where they are several.
 
     Attributes:
@@ -84,13 +84,13 @@ class Engine:
         transport: Transport,
         device: Device,
         doing: Doing,
-        reducer: Reducer | None = None,
+        reductions: Mapping[int, StageReduction] | None = None,
         graphs: Mapping[int, CapturedGraph] | None = None,
     ) -> None:
         self.cut = cut
         self._stages = stages
         self._slicing = Slicing(cut.graph)
-        self._reducer = reducer or Reducer(())
+        self.reductions = dict(reductions or {})
         self._transport = transport
         self._device = device.torch_device
         self._board = doing.board
@@ -114,8 +114,8 @@ class Engine:
             Kind.OFFLOAD_WAIT: self._offload,
             Kind.FETCH_START: self._offload,
             Kind.FETCH_WAIT: self._offload,
-            Kind.REDUCE_START: lambda _, row: self._reducer.start(row.stage),
-            Kind.REDUCE_WAIT: lambda _, row: self._reducer.finish(row.stage),
+            Kind.REDUCE_START: lambda _, row: self.reductions[row.stage].start(),
+            Kind.REDUCE_WAIT: lambda _, row: self.reductions[row.stage].finish(),
         }
 
     def run(
@@ -170,7 +170,8 @@ class Engine:
         if kind is not Kind.UPDATE:
             run.busy_s += end - start
         self._transport.progress()
-        self._reducer.advance()
+        for reduction in self.reductions.values():
+            reduction.advance()
 
     def _forward(self, run: StepRun, row: Row) -> None:
         stage, micro_batch = self._stages[row.stage], self._micro_batch(run, row)
@@ -192,7 +193,7 @@ class Engine:
     def _backward(self, run: StepRun, row: Row) -> None:
         gradients = self._take(run, TransferKind.GRADIENT, row)
         if row.kind is Kind.BACKWARD and run.step.closing.get(row.stage) == row.micro_batch:
-            self._reducer.arm(row.stage)
+            self.reductions[row.stage].arm()
         if len(gradients) > 1:  # autograd adds later uses first
             last_use = self.cut.graph.last_use
             ordered = sorted(gradients, key=lambda slot: last_use(slot.value), reverse=True)

@@ -6,30 +6,19 @@ All give the same bits in every plan: sums and norms are formed in model order, 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
-from functools import reduce
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial, reduce
 
-import numpy as np
 import torch
-from mpi4py import MPI
 from torch import Tensor, nn
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from pipectl.capture import Slot
 from pipectl.runtime.loss_scale import alike
-from pipectl.runtime.waiting import gather_all, wait
+from pipectl.runtime.transport import Flight, Wire
 
 Uses = list[tuple[Slot, int]]
 """Uses of one parameter in graph order, each with its stage."""
-
-
-class _Use(NamedTuple):
-    """A use, with the ranks of its stage; ``branches`` if some steps may leave it out."""
-
-    slot: Slot
-    ranks: tuple[int, ...]
-    branches: bool
 
 
 class SharedGradients:
@@ -37,104 +26,69 @@ class SharedGradients:
 
     Each use accumulates on its own over the micro-batches; at the end of the step every rank that
     holds the parameter adds all uses in graph order. So neither the number of stages nor the place
-    of the uses changes a bit.
+    of the uses changes a bit. A number after the gradient of a use tells whether there is any.
 
     Args:
-        communicator: of its own.
+        wire: between all ranks.
         shared: uses of every such parameter by full name, in model order.
-        ranks_of_stage: the ranks of every stage, one a replica; each use's gradients are summed
+        ranks_of_stage: the ranks of every stage, one per replica; each use's gradients are summed
             over them before.
         leaves: this rank's leaf of every use it computes.
         parameters: this rank's parameters by full name.
-        branching: the stages in which a use may have a gradient in some steps only; whether it has
-            travels with it.
     """
 
     def __init__(
         self,
-        communicator: MPI.Comm,
+        wire: Wire,
         shared: Mapping[str, Uses],
         ranks_of_stage: Sequence[Sequence[int]],
         leaves: Mapping[Slot, Tensor],
         parameters: Mapping[str, nn.Parameter],
-        branching: Container[int] = (),
     ) -> None:
-        self._communicator = communicator
+        self._wire = wire
         self._leaves = leaves
-        self._parameters = parameters
-        self._users = {
-            name: [
-                _Use(slot, tuple(ranks_of_stage[stage]), stage in branching) for slot, stage in uses
-            ]
+        self._uses = [
+            (parameters[name], [(slot, ranks_of_stage[stage]) for slot, stage in uses])
             for name, uses in shared.items()
-        }
-        self._with_gradient: set[Slot] = set()
-
-    def learn(self) -> None:
-        """Agree, after a first backward, on the uses that a gradient reaches. Collective.
-
-        Those that one reached in an earlier backward stay.
-        """
-        mine = [slot for slot, leaf in self._leaves.items() if leaf.grad is not None]
-        self._with_gradient.update(*gather_all(self._communicator, mine))
+            if name in parameters and parameters[name].requires_grad
+        ]
 
     def reduce(self) -> None:
         """Give every parameter with several uses its whole gradient. Collective among holders."""
-        for name, users in self._users.items():
-            parameter = self._parameters.get(name)
-            if parameter is not None and parameter.requires_grad:
-                active = [use for use in users if use.branches or use.slot in self._with_gradient]
-                holders = {rank for use in users for rank in use.ranks}
-                gradients = self._exchange(parameter, active, holders)
-                parameter.grad = _sum_in_order(gradients, parameter)
+        for parameter, uses in self._uses:
+            parameter.grad = _sum_in_order(self._exchange(parameter, uses), parameter)
         for leaf in self._leaves.values():
             leaf.grad = None
 
     def _exchange(
-        self, parameter: nn.Parameter, users: Sequence[_Use], holders: set[int]
+        self, parameter: nn.Parameter, uses: Sequence[tuple[Slot, Sequence[int]]]
     ) -> list[Tensor]:
         """The gradients of the uses, in graph order; others' from their first rank."""
-        me = self._communicator.rank
-        requests: list[MPI.Request] = []
-        gradients: dict[int, Tensor | None] = {}
-        messages: dict[int, np.ndarray[Any, Any]] = {}
-        for index, use in enumerate(users):
-            if me not in use.ranks:
-                messages[index] = np.empty(parameter.nbytes + use.branches, dtype=np.uint8)
-                requests.append(self._communicator.Irecv(messages[index], use.ranks[0], index))
+        wire, count = self._wire, parameter.numel() + 1
+        holders = {rank for _, ranks in uses for rank in ranks}
+        incoming: dict[int, Flight] = {}
+        sent: list[Flight] = []
+        for tag, (slot, ranks) in enumerate(uses):
+            if wire.rank not in ranks:
+                what = partial("the gradient of a use of {}".format, slot.value)
+                incoming[tag] = wire.receive(count, parameter.dtype, ranks[0], tag, what)
                 continue
-            gradients[index] = self._leaves[use.slot].grad
-            readers = sorted(holders - set(use.ranks)) if me == use.ranks[0] else []
+            readers = sorted(holders - set(ranks)) if wire.rank == ranks[0] else []
             if readers:
-                messages[index] = _packed(gradients[index], parameter, use)
-            requests += [
-                self._communicator.Isend(messages[index], other, index) for other in readers
-            ]
-        wait(requests)
-        for index, use in enumerate(users):
-            if index not in gradients:
-                gradients[index] = _unpacked(messages[index], parameter, use)
-        found = (gradients[index] for index in range(len(users)))
-        return [gradient.to(parameter.device) for gradient in found if gradient is not None]
-
-
-def _packed(gradient: Tensor | None, parameter: nn.Parameter, use: _Use) -> np.ndarray[Any, Any]:
-    """The gradient of a use as a message; where it may be missing, a byte behind says if it is."""
-    if not use.branches:
-        assert gradient is not None
-        return _bytes(gradient)
-    message = np.zeros(parameter.nbytes + 1, dtype=np.uint8)
-    if gradient is not None:
-        message[:-1], message[-1] = _bytes(gradient), 1
-    return message
-
-
-def _unpacked(message: np.ndarray[Any, Any], parameter: nn.Parameter, use: _Use) -> Tensor | None:
-    """What :func:`_packed` was given, on the host."""
-    if use.branches and not message[-1]:
-        return None
-    found = torch.from_numpy(message[: parameter.nbytes])
-    return found.view(parameter.dtype).view(parameter.shape)
+                message, gradient = parameter.new_zeros(count), self._leaves[slot].grad
+                if gradient is not None:
+                    message[:-1].copy_(gradient.reshape(-1))
+                    message[-1] = 1
+                sent += [wire.send(message, reader, tag) for reader in readers]
+        wire.wait([*incoming.values(), *sent])
+        gradients: list[Tensor | None] = []
+        for tag, (slot, _) in enumerate(uses):
+            if tag not in incoming:
+                gradients.append(self._leaves[slot].grad)
+                continue
+            message = wire.arrived(incoming[tag])
+            gradients.append(message[:-1].view(parameter.shape) if message[-1] else None)
+        return [gradient for gradient in gradients if gradient is not None]
 
 
 def _sum_in_order(gradients: Sequence[Tensor], parameter: nn.Parameter) -> Tensor | None:
@@ -145,12 +99,6 @@ def _sum_in_order(gradients: Sequence[Tensor], parameter: nn.Parameter) -> Tenso
     for gradient in gradients[1:]:
         total += gradient
     return total
-
-
-def _bytes(gradient: Tensor) -> np.ndarray[Any, Any]:
-    """The memory of a gradient on the host, its own where it lies there in one piece."""
-    host = gradient.detach().contiguous().cpu()
-    return host.view(-1).view(torch.uint8).numpy()
 
 
 def gradient_norms(parameters: Mapping[str, nn.Parameter]) -> dict[str, float]:

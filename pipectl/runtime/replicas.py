@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -27,10 +28,10 @@ from pipectl.capture.step import own_name
 from pipectl.errors import WorkerError
 from pipectl.plan import Plan, Replication, sums
 from pipectl.runtime.device import Device
-from pipectl.runtime.reduction import Exchange, Received, Reducer, Sent, StageReduction, group_of
+from pipectl.runtime.reduction import StageReduction, group_names, group_of
 from pipectl.runtime.stage import Stage
 from pipectl.runtime.step import parts_of
-from pipectl.runtime.transport import Progress
+from pipectl.runtime.transport import Flight, Progress, Wire
 from pipectl.runtime.waiting import barrier, wait
 
 
@@ -43,33 +44,37 @@ class Sharing:
     """Updated parameters of one stage on their way from their owners to the other replicas.
 
     Args:
+        wire: between the replicas, in their order.
         parameters: by name, the same on all replicas.
         owners: the replica that updates each.
     """
 
     def __init__(
-        self, exchange: Exchange, parameters: Mapping[str, Tensor], owners: Mapping[str, int]
+        self, wire: Wire, parameters: Mapping[str, Tensor], owners: Mapping[str, int]
     ) -> None:
-        self._exchange = exchange
-        self._parameters = [
-            (tag, parameters[name], owner) for tag, (name, owner) in enumerate(owners.items())
-        ]
+        self._wire = wire
+        groups = group_names([*owners], parameters, owners)
+        self._groups = [(owner, [parameters[name] for name in names]) for owner, names in groups]
 
     def share(self) -> None:
-        """Give every replica the parameters that others have updated."""
-        sent: list[Sent] = []
-        received: list[tuple[Tensor, Received]] = []
-        for tag, parameter, owner in self._parameters:
-            if owner == self._exchange.replica:
-                vector = parameter.detach().contiguous().view(-1)
-                sent += [self._exchange.send(vector, other, tag) for other in self._exchange.others]
+        """Give every replica the parameters that others have updated, in buckets."""
+        wire, sent = self._wire, list[Flight]()
+        received: list[tuple[list[Tensor], Flight]] = []
+        for tag, (owner, parameters) in enumerate(self._groups):
+            if owner == wire.rank:
+                vector = torch.cat([each.detach().reshape(-1) for each in parameters])
+                sent += [wire.send(vector, other, tag) for other in wire.others]
             else:
-                found = self._exchange.receive(parameter.numel(), parameter.dtype, owner, tag)
-                received.append((parameter, found))
-        self._exchange.wait([*sent, *(message for _, message in received)])
+                assert owner is not None
+                count, dtype = sum(each.numel() for each in parameters), parameters[0].dtype
+                what = partial("parameters of replica {}".format, owner)
+                received.append((parameters, wire.receive(count, dtype, owner, tag, what)))
+        wire.wait([*sent, *(flight for _, flight in received)])
         with torch.no_grad():
-            for parameter, message in received:
-                parameter.copy_(self._exchange.arrived(message).view(parameter.shape))
+            for parameters, flight in received:
+                parts = torch.split(wire.arrived(flight), [each.numel() for each in parameters])
+                for parameter, part in zip(parameters, parts, strict=True):
+                    parameter.copy_(part.view(parameter.shape))
 
 
 _WORD = 8
@@ -170,32 +175,20 @@ class Replicas:
             for name, buffer in self._written_in(index)
             if not (buffer.is_floating_point() or buffer.is_complex())
         }
-        self.exchanges = {
-            stage: Exchange(group, device, progress) for stage, group in self._groups.items()
+        self.wires = {stage: Wire(group, device, progress) for stage, group in self._groups.items()}
+
+    def reductions(self) -> dict[int, StageReduction]:
+        """The sums of the gradients of all these stages."""
+        return {
+            index: StageReduction(wire, self._leaves(index), self.owners(index))
+            for index, wire in self.wires.items()
         }
-
-    def reducer(self, branching: Container[int] = ()) -> Reducer:
-        """Sums the gradients of all these stages.
-
-        Args:
-            branching: the stages of which a step may leave some gradients out.
-        """
-        return Reducer(
-            StageReduction(
-                index,
-                exchange,
-                self._leaves(index),
-                self.owners(index),
-                branches=index in branching,
-            )
-            for index, exchange in self.exchanges.items()
-        )
 
     def owners(self, stage: int) -> dict[str, int]:
         """The replica that updates each parameter; empty where all replicas update all."""
         if not self._plan.shard_optimizer:
             return {}
-        return owners_of(self._own_parameters(stage), self.exchanges[stage].replicas)
+        return owners_of(self._own_parameters(stage), self.wires[stage].size)
 
     def updates(self, name: str) -> bool:
         """Whether this rank updates one of its parameters."""
@@ -212,8 +205,8 @@ class Replicas:
     def sharings(self) -> list[Sharing]:
         """How parameters that one replica updates reach the others; one a stage."""
         return [
-            Sharing(exchange, self._stages[index].parameters, self.owners(index))
-            for index, exchange in self.exchanges.items()
+            Sharing(wire, self._stages[index].parameters, self.owners(index))
+            for index, wire in self.wires.items()
             if self._plan.shard_optimizer
         ]
 
@@ -229,10 +222,10 @@ class Replicas:
 
     def _claims(self, name: str) -> Iterator[bool]:
         """Whether a parameter is this replica's, where one replica alone updates it."""
-        for index, exchange in self.exchanges.items():
+        for index, wire in self.wires.items():
             owner = self.owners(index).get(name)
             if owner is not None:
-                yield owner == exchange.replica
+                yield owner == wire.rank
 
     def agree_on_buffers(self, plan: Plan) -> None:
         """Give all replicas the same buffers, from what each wrote in its part of a step.
@@ -249,8 +242,7 @@ class Replicas:
         for index, group in self._groups.items():
             ranks = self._plan.stages[index].updating_ranks
             taken = [list(parts_of(plan, rank, index)) for rank in ranks]
-            for name, buffer in self._written_in(index):
-                values = _gathered(group, buffer)
+            for name, buffer, values in self._gather(group, index):
                 agreed = agree(values, taken, self._before.get(name), split=split)
                 self._set(name, buffer, agreed)
 
@@ -261,9 +253,25 @@ class Replicas:
             names: of the buffers that an evaluation writes.
         """
         for index, group in self._groups.items():
-            for name, buffer in self._written_in(index):
+            for name, buffer, values in self._gather(group, index):
                 if name in names:
-                    self._set(name, buffer, _gathered(group, buffer)[0])
+                    self._set(name, buffer, values[0])
+
+    def _gather(self, group: MPI.Comm, stage: int) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """The buffers of a stage, each with that of every replica on the host, in one message.
+
+        Its shape is [replicas, elements].
+        """
+        written = list(self._written_in(stage))
+        if not written:
+            return
+        mine = [buffer.detach().cpu().reshape(-1).view(torch.uint8) for _, buffer in written]
+        sent = torch.cat(mine)
+        everyone = sent.new_empty(group.size, sent.numel())
+        wait([group.Iallgather(sent.numpy(), everyone.numpy())])
+        parts = torch.split(everyone, [len(each) for each in mine], dim=1)
+        for (name, buffer), values in zip(written, parts, strict=True):
+            yield name, buffer, values.clone().view(buffer.dtype)
 
     def _written_in(self, stage: int) -> Iterator[tuple[str, Tensor]]:
         """The buffers of a stage that forwards write, in the same order on all replicas."""
@@ -297,15 +305,6 @@ class Replicas:
             for name, parameter in runtime.parameters.items()
             if parameter.requires_grad and name not in several
         }
-
-
-def _gathered(group: MPI.Comm, buffer: Tensor) -> Tensor:
-    """The buffer of every replica, on the host; shape [replicas, elements]."""
-    mine = buffer.detach().cpu().contiguous().reshape(-1)
-    everyone = mine.new_empty(group.size, mine.numel())
-    octets = [tensor.view(-1).view(torch.uint8).numpy() for tensor in (mine, everyone)]
-    wait([group.Iallgather(*octets)])
-    return everyone
 
 
 def agree(

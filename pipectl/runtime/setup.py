@@ -23,7 +23,6 @@ from pipectl.runtime.offload import StageOffload, mover_of, offload_directory
 from pipectl.runtime.pipefb import Announcements, add_lanes, make_half
 from pipectl.runtime.replicas import Replicas
 from pipectl.runtime.stage import Stage
-from pipectl.runtime.stage_states import branching_stages
 from pipectl.runtime.step import parts_of
 from pipectl.runtime.transport import CHECK_VARIABLE, Progress, Transport
 from pipectl.runtime.waiting import barrier, broadcast
@@ -40,7 +39,6 @@ class Setup:
         stages: of this rank, by index.
         training, evaluating: engines; the second is None without evaluation data.
         cut: of the training graph at the plan's micro-batch size.
-        branching: the stages where it depends on values which parameters have gradients.
         written: the buffers of this rank that forwards write, by full name.
         evaluation_writes: names of the buffers that an evaluation writes, on all ranks.
         division: of the data into steps and micro-batches.
@@ -80,13 +78,12 @@ class Setup:
         doing.action = "connecting to the other ranks"
         barrier(communicator)  # ranks that made more weights come later; MPI would spin until then
         self.cut = cuts[True, plan.micro_batch_size]
-        self.branching = branching_stages(self.cut)
         self.evaluation_writes = _written_buffers(cuts, training=False)
         written = self.evaluation_writes | _written_buffers(cuts, training=True)
         buffers = {n: t for stage in self.stages.values() for n, t in stage.buffers.items()}
         self.written = {name: tensor for name, tensor in buffers.items() if name in written}
         self.replicas = Replicas(communicator, plan, self.stages, device, self.progress, written)
-        self.reducer = self.replicas.reducer(self.branching)
+        self._reductions = self.replicas.reductions()
         self._make_engines(cuts)
         weighing = self.cut.loss_stage if job.weight() is not None else None
         self.reading = tuple(i for i, s in self.stages.items() if s.reads or i == weighing)
@@ -232,7 +229,7 @@ class Setup:
     ) -> Engine:
         alike = {size: each for (kind, size), each in cuts.items() if kind is cut.training}
         graphs = {size: each.graph for size, each in alike.items()}
-        given = self.device, self.doing, self.reducer
+        given = self.device, self.doing, self._reductions
         return Engine(self.stages, cut, wires, *given, graphs=graphs)
 
     def _channel(self, lane: Lane) -> Channel:

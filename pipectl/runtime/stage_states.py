@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from pipectl.capture import Cut, Slot
-from pipectl.capture.opaque import Opaque
-from pipectl.capture.operators import Applied, runs
 from pipectl.capture.stage import StageCode, uses_of_parameter
 from pipectl.runtime.device import Device, move
 
@@ -65,21 +63,6 @@ def shared_uses(cut: Cut) -> dict[str, list[tuple[Slot, int]]]:
         if users:
             found[state.name] = [(Slot(state.name, user), cut.stage_of[user]) for user in users]
     return found
-
-
-def branching_stages(cut: Cut) -> frozenset[int]:
-    """The stages in which some parameters may have a gradient in some steps only.
-
-    Submodules that are kept whole may leave out their own. An autograd function may give none to
-    what it was called with, so that all before it go without.
-    """
-
-    def stages(kind: type) -> set[int]:
-        graph = cut.graph
-        return {cut.stage_of[n.name] for n in graph.operators if runs(n, graph.root, kind)}
-
-    before = range(max(stages(Applied), default=-1) + 1)
-    return frozenset(stages(Opaque).union(before))
 
 
 @contextmanager

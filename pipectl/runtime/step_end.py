@@ -25,6 +25,7 @@ from pipectl.runtime.recording import Recording
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.stage_states import shared_uses
 from pipectl.runtime.stepper import make_stepper
+from pipectl.runtime.transport import Wire
 from pipectl.runtime.vote import (
     Fault,
     Origin,
@@ -64,7 +65,7 @@ class StepEnd:
         self.told = {n: p for n, p in self._held.items() if self._tells(n)}
         self.stepper = make_stepper(setup.job, self.updated)
         self._sharings = setup.replicas.sharings()
-        self.shared = self._make_shared()
+        self._shared = self._make_shared()
         self.loss_scale = (
             LossScale(self._training.loss_scale, self._held)
             if self._training.precision == "float16"
@@ -121,7 +122,7 @@ class StepEnd:
         Raises:
             WorkerError: something is not finite, and the job is to stop then.
         """
-        self.shared.reduce()
+        self._shared.reduce()
         self.gradient_norm, self.used_rate = math.nan, self.stepper.learning_rate
         overflow = self.loss_scale is not None and self.loss_scale.unscale()
         if not self._meets:
@@ -231,12 +232,11 @@ class StepEnd:
     def _make_shared(self) -> SharedGradients:
         setup = self._setup
         return SharedGradients(
-            setup.communicator.Dup(),
+            Wire(setup.communicator.Dup(), setup.device, setup.progress),
             shared_uses(setup.cut),
             [stage.updating_ranks for stage in setup.plan.stages],
             {slot: leaf for stage in setup.updated_stages for slot, leaf in stage.uses.items()},
             setup.parameters,
-            setup.branching,
         )
 
     def _tells(self, name: str) -> bool:

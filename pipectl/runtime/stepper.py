@@ -29,7 +29,6 @@ class Stepper:
         updates: how often the optimizer has stepped, and with it a schedule of steps.
         watches: whether the schedule follows the loss of evaluations, as ReduceLROnPlateau does.
         losses: that such a schedule has seen.
-        before_update: called whenever weights are about to change.
     """
 
     optimizer: torch.optim.Optimizer | None
@@ -37,7 +36,6 @@ class Stepper:
     watches: bool = False
     updates: int = 0
     losses: list[float] = field(default_factory=list)
-    before_update: Callable[[], None] = lambda: None
     _has_stepped: bool = field(default=False, init=False)
 
     @property
@@ -52,7 +50,6 @@ class Stepper:
             CaptureError: the optimizer or the schedule raises, or a checkpoint could not hold what
                 the optimizer remembers: seen at the first update, not when the training is saved.
         """
-        self.before_update()
         if self.optimizer is not None:
             before = None if self._has_stepped else of_groups(self.optimizer)
             _run(self.optimizer.step, "optimizer")

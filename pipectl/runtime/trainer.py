@@ -25,7 +25,6 @@ from pipectl.runtime.evaluation import Evaluator
 from pipectl.runtime.failure import warn
 from pipectl.runtime.loss_scale import LossScale
 from pipectl.runtime.loss_shares import LossShares, loss_shares_of
-from pipectl.runtime.optimizer import SharedGradients
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.step import Batch, Row, Step, StepInput, narrowed
 from pipectl.runtime.step_end import StepEnd
@@ -47,9 +46,7 @@ from pipectl.schedule.memory import room_bytes
 from pipectl.schedule.one_f_one_b import ONE_F_ONE_B
 
 
-def learn_layouts(
-    setup: Setup, loss_shares: LossShares, shared: SharedGradients, evaluation: Callable[[], None]
-) -> None:
+def learn_layouts(setup: Setup, loss_shares: LossShares, evaluation: Callable[[], None]) -> None:
     """Send micro-batches of every size over every channel, so that all ends know all layouts.
 
     It leaves no trace: buffers and what modules keep in Python objects are put back, gradients are
@@ -60,11 +57,11 @@ def learn_layouts(
     """
     with undisturbed(setup.job.step, setup.written.values()):
         for size in setup.division.sizes:
-            _try(size, setup, loss_shares, shared)
+            _try(size, setup, loss_shares)
         evaluation()
 
 
-def _try(size: int, setup: Setup, loss_shares: LossShares, shared: SharedGradients) -> None:
+def _try(size: int, setup: Setup, loss_shares: LossShares) -> None:
     """A short step without an update."""
     plan = setup.plan
     if is_unflushed(plan):  # a trial is flushed; its messages are the same
@@ -77,8 +74,6 @@ def _try(size: int, setup: Setup, loss_shares: LossShares, shared: SharedGradien
     seed = setup.job.spec.training.seed, "layouts"
     given = loss_shares.step_input(trial, iter(batches), seed)
     setup.training.run(trial, given)
-    shared.learn()
-    setup.reducer.learn()
     for stage in setup.stages.values():
         stage.forget()
 
@@ -117,7 +112,6 @@ class Continuation:
         self._room_bytes = _room_bytes(setup, run)
         self.poll = self._saver.poll
         self.finish = self._saver.finish
-        stepper.before_update = self._give_back
 
     def save(self, step: int) -> None:
         """Begin to write a checkpoint behind a step; collective."""
@@ -132,12 +126,6 @@ class Continuation:
         )
         manifest = Manifest(step, setup.plan.micro_batch_size, self._aliases)
         self._saver.start(manifest, own)
-
-    def _give_back(self) -> None:
-        """Before an update: what had no room for a copy must be written now."""
-        if self._saver.borrows:
-            self._setup.doing.action = "saving"
-            self._saver.give_back()
 
     def take_up(self, stored: Stored, updated: Mapping[str, nn.Parameter]) -> None:
         """Put back what is not in the model.
@@ -394,7 +382,7 @@ class Trainer:
 
     def learn_layouts(self) -> None:
         """Send micro-batches of every size over every channel; see :func:`learn_layouts`."""
-        learn_layouts(self._setup, self._loss_shares, self._end.shared, self._evaluator.learn)
+        learn_layouts(self._setup, self._loss_shares, self._evaluator.learn)
 
     def _renew_weights(self) -> None:
         """Send weights to where forwards run without the backwards, as the next step does too."""

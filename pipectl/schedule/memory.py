@@ -117,11 +117,11 @@ def _before(changes: Floats) -> Floats:
 
 
 def room_bytes(plan: Plan, rank: int, limit_bytes: float | None) -> int | None:
-    """What a rank's copies of what it saves may take while a checkpoint is written.
+    """What a rank's copy of what it saves may take while a checkpoint is written.
 
     Ranks copy between two steps, when all that a step holds at its peak is still with the process.
-    So the copy comes on top of the peak; what finds no room is written from where it is. None where
-    nothing limits the copies, or the peak is not known.
+    So the copy comes on top of the peak; without room for it, the rank writes from where it is.
+    None if nothing limits the copy, or the peak is not known.
 
     Args:
         limit_bytes: of this rank, which may be less than that of the job.
@@ -132,9 +132,9 @@ def room_bytes(plan: Plan, rank: int, limit_bytes: float | None) -> int | None:
 
 
 def copy_bytes(plan: Plan, rank: int, limit_bytes: float | None) -> int:
-    """What they take at most: parameters, buffers and optimizer state that the rank holds."""
+    """What it takes: parameters, buffers and optimizer state of the rank; 0 without room."""
     room, state = room_bytes(plan, rank, limit_bytes), resident_bytes(plan, rank)
-    return state if room is None else min(room, state)
+    return state if room is None or state <= room else 0
 
 
 class Changes:

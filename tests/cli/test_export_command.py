@@ -105,15 +105,15 @@ def test_a_damaged_checkpoint_is_told(cli: Command, saved: Path) -> None:
 def test_an_export_that_ends_early_leaves_nothing_behind(
     cli: Command, saved: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, size: Any
 ) -> None:
-    writer, files = "pipectl.runtime.checkpoint.export.TensorFile.finish", []
+    files = []
 
-    def finish(_self: object, name: str, _names: object) -> None:
-        files.append(name)
+    def sync(file: int) -> None:
+        files.append(file)
         if len(files) == (2 if size else 1):
             raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(writer, finish)
+        patch.setattr("pipectl.runtime.checkpoint.tensor_file.os.fsync", sync)
         result = cli("export", "last", "-o", "new/out", *size)
     assert (result.code, result.out) == (130 if isinstance(error, KeyboardInterrupt) else 2, "")
     assert [path for path in Path("new").rglob("*") if path.is_file()] == []

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mpi4py import MPI
 from stages import Stages
 from torch import Tensor
 
@@ -33,7 +32,7 @@ from pipectl.runtime.layout import Layout
 from pipectl.runtime.offload import StageOffload, mover_of
 from pipectl.runtime.optimizer import SharedGradients, clip_gradients, gradient_norms, total_norm
 from pipectl.runtime.stage import Stage as RankStage
-from pipectl.runtime.stage_states import branching_stages, shared_uses
+from pipectl.runtime.stage_states import shared_uses
 from pipectl.runtime.step import Step, StepInput
 from pipectl.runtime.stepper import make_stepper
 from pipectl.runtime.transport import Message
@@ -126,28 +125,22 @@ class Replay:
 
 
 class _Alone:
-    """A communicator whose other ranks do nothing."""
-
-    rank = 0
+    """A wire to other ranks that send numbers at once."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
-    def Ibarrier(self) -> MPI.Request:  # noqa: N802
-        return MPI.REQUEST_NULL
+    def send(self, vector: Tensor, *_: Any) -> Tensor:
+        return vector
 
-    def allgather(self, mine: Any) -> list[Any]:
-        return [mine]
+    def receive(self, count: int, dtype: torch.dtype, *_: Any) -> Tensor:
+        return torch.ones(count, dtype=dtype)
 
-    def Isend(self, *_: Any) -> MPI.Request:  # noqa: N802
-        return MPI.REQUEST_NULL
+    def wait(self, _: Any) -> None:
+        pass
 
-    def Irecv(self, buffer: Any, *_: Any) -> MPI.Request:  # noqa: N802
-        buffer.fill(1)
-        return MPI.REQUEST_NULL
-
-    def Iallreduce(self, *_: Any) -> MPI.Request:  # noqa: N802
-        return MPI.REQUEST_NULL
+    def arrived(self, flight: Tensor) -> Tensor:
+        return flight
 
 
 @dataclass(frozen=True)
@@ -214,9 +207,8 @@ class _Step:
         self._job, self._plan, self._runtime = job, plan, runtime
         ranks = [(rank,) for rank in range(len(plan.stages))]
         alone: Any = _Alone(stage)
-        given = shared_uses(cut), ranks, runtime.uses, runtime.parameters, branching_stages(cut)
+        given = shared_uses(cut), ranks, runtime.uses, runtime.parameters
         self._shared = SharedGradients(alone, *given)
-        self._knows_uses = False
         held = {n: p for n, p in runtime.parameters.items() if p.requires_grad}
         self._held = held
         self._stepper = make_stepper(job, runtime.parameters)
@@ -229,9 +221,6 @@ class _Step:
         return StepInput([share] * plan.micro_batches, batches, ("memory",))
 
     def update(self, *_: Any) -> None:
-        if not self._knows_uses:
-            self._shared.learn()
-            self._knows_uses = True
         self._shared.reduce()
         norms = gradient_norms(self._held)
         dtypes = [p.dtype for p in self._held.values()]

@@ -21,9 +21,9 @@ from torch import Tensor
 from pipectl.plan import Plan, Stage, StageCost
 from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.links.measure import Session, buckets_of, sum_buckets
-from pipectl.runtime.reduction import Exchange, StageReduction
+from pipectl.runtime.reduction import StageReduction
 from pipectl.runtime.replicas import Replicas, Sharing, owners_of
-from pipectl.runtime.transport import Progress
+from pipectl.runtime.transport import Progress, Wire
 
 SIZES = {"a": 7, "b": 1, "c": 40, "unused": 3}
 
@@ -44,62 +44,55 @@ def backward(leaves: dict[str, Tensor], rank: int) -> None:
     sum((leaves[n] * gradient(n, rank, leaves[n].dtype)).sum() for n in used).backward()
 
 
-def summed(exchange: Exchange, dtype: torch.dtype, *, shard: bool) -> dict[str, list[float] | None]:
+def summed(wire: Wire, dtype: torch.dtype, *, shard: bool) -> dict[str, list[float] | None]:
     """The gradients behind the second of two sums, with buckets of a few numbers."""
     leaves = made(dtype)
-    owners = owners_of(leaves, exchange.replicas) if shard else {}
-    reduction = StageReduction(0, exchange, leaves, owners, bucket_bytes=32)
-    backward(leaves, exchange.replica)
-    reduction.learn()
+    owners = owners_of(leaves, wire.size) if shard else {}
+    reduction = StageReduction(wire, leaves, owners, bucket_bytes=32)
     for _ in range(2):
         reduction.arm()
-        backward(leaves, exchange.replica)
+        backward(leaves, wire.rank)
         reduction.advance()
         reduction.start()
         reduction.finish()
     return {n: None if p.grad is None else p.grad.double().tolist() for n, p in leaves.items()}
 
 
-def grown(exchange: Exchange, *, branches: bool) -> dict[str, list[float] | None]:
-    """Sums behind first backwards of one leaf each; of a third, one replica has a gradient."""
+def branching(wire: Wire) -> dict[str, list[float] | None]:
+    """Sums of gradients that all replicas have, that one has, and that none has."""
     leaves = made(torch.float32)
-    reduction = StageReduction(0, exchange, leaves, branches=branches)
-    for name in "ab":
-        leaves[name].grad = torch.ones_like(leaves[name])
-        reduction.learn()
-        leaves[name].grad = None
-    for name in "ab" if exchange.replica else "abc":
+    reduction = StageReduction(wire, leaves)
+    for name in "ab" if wire.rank else "abc":
         leaves[name].grad = torch.ones_like(leaves[name])
     reduction.start()
     reduction.finish()
     return {n: None if p.grad is None else p.grad.unique().tolist() for n, p in leaves.items()}
 
 
-def begun(exchange: Exchange) -> dict[str, list[bool]]:
+def begun(wire: Wire) -> dict[str, list[bool]]:
     """Whether each bucket is on its way behind a backward, before all are started."""
     leaves, found = made(torch.float32), {}
-    reduction = StageReduction(0, exchange, leaves, bucket_bytes=32)
-    backward(leaves, exchange.replica)
-    reduction.learn()
+    del leaves["unused"]
+    reduction = StageReduction(wire, leaves, bucket_bytes=32)
     for which in ("earlier", "last"):
         if which == "last":
             reduction.arm()
-        backward(leaves, exchange.replica)
+        backward(leaves, wire.rank)
         found[which] = [bucket.started for bucket in reduction._buckets]
     reduction.start()
     reduction.finish()
     return found
 
 
-def shared(exchange: Exchange) -> dict[str, list[float]]:
+def shared(wire: Wire) -> dict[str, list[float]]:
     """Parameters behind an update of each by its owner alone."""
     leaves = made(torch.float32)
-    owners = owners_of(leaves, exchange.replicas)
+    owners = owners_of(leaves, wire.size)
     with torch.no_grad():
         for name, owner in owners.items():
-            if owner == exchange.replica:
+            if owner == wire.rank:
                 leaves[name] += 1 + owner
-    Sharing(exchange, leaves, owners).share()
+    Sharing(wire, leaves, owners).share()
     return {name: leaf.tolist() for name, leaf in leaves.items()}
 
 
@@ -149,15 +142,14 @@ def measured(world: MPI.Intracomm) -> list[float]:
 def main(file: Path, mode: str) -> None:
     world = MPI.COMM_WORLD
     with Progress(mode) as progress:
-        exchange = Exchange(world.Dup(), CpuDevice(), progress)
+        wire = Wire(world.Dup(), CpuDevice(), progress)
         found = {
-            "float32": summed(exchange, torch.float32, shard=False),
-            "bfloat16": summed(exchange, torch.bfloat16, shard=False),
-            "sharded": summed(exchange, torch.float32, shard=True),
-            "grown": grown(exchange, branches=False),
-            "branching": grown(exchange, branches=True),
-            "begun": begun(exchange),
-            "shared": shared(exchange),
+            "float32": summed(wire, torch.float32, shard=False),
+            "bfloat16": summed(wire, torch.bfloat16, shard=False),
+            "sharded": summed(wire, torch.float32, shard=True),
+            "branching": branching(wire),
+            "begun": begun(wire),
+            "shared": shared(wire),
             "agreed": agreed(world, progress),
             "measured": measured(world.Dup()),
         }

@@ -14,14 +14,12 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pipectl.capture import CapturedJob, Cut
 from pipectl.cluster import assumed_cluster
 from pipectl.jobs.planning import find_plan
 from pipectl.plan import Plan, Replication
 from pipectl.profile import Profile
 from pipectl.runs import RunDirectory
 from pipectl.runtime import checkpoint
-from pipectl.runtime.stage_states import branching_stages
 from pipectl.schedule import default_warm_up
 
 pytestmark = pytest.mark.mpi
@@ -102,19 +100,3 @@ def replicated(plan: Plan, replicas: int, shard: bool) -> Plan:
         replication=Replication.WHOLE,
         shard_optimizer=shard,
     )
-
-
-@pytest.mark.parametrize(("model", "stages"), [("OwnBackward", {0, 1}), ("Tied", set())])
-def test_what_comes_before_an_autograd_function_may_go_without_gradient(
-    model: str, stages: set[int], make_spec: Callable[..., Any]
-) -> None:
-    """Three stages, of which the second calls the function, if any does; the third has the loss."""
-    parts = PARTS.parents[1] / "capture" / "models.py"
-    data = {"factory": f"{parts}:Vectors"}
-    factory = {"factory": f"{parts}:{model}"}
-    spec = make_spec(1, data, model=factory, loss="torch.nn:CrossEntropyLoss")
-    graph = CapturedJob(spec).training_graph(4)
-    names = [node.name for node in graph.operators]
-    middle = next((i for i, name in enumerate(names) if "doubling" in name.lower()), 1)
-    stage_of = {name: (i >= middle) + (name == names[-1]) for i, name in enumerate(names)}
-    assert branching_stages(Cut(graph, stage_of, training=True)) == stages

@@ -14,6 +14,7 @@ from pipectl.capture import CapturedJob, Slot
 from pipectl.errors import CaptureError
 from pipectl.runs import read_errors
 from pipectl.runtime.coupling import refuse_coupled_updates
+from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.optimizer import (
     SharedGradients,
     clip_gradients,
@@ -21,6 +22,7 @@ from pipectl.runtime.optimizer import (
     total_norm,
 )
 from pipectl.runtime.stepper import make_optimizer
+from pipectl.runtime.transport import Wire
 from pipectl.runtime.vote import Vote
 
 
@@ -91,8 +93,9 @@ def test_gradients_of_several_uses_are_summed_in_graph_order() -> None:
     for slot, part in zip(slots, parts, strict=False):
         leaves[slot].grad = part.clone()
     uses = {"model.weight": [(slot, 0) for slot in slots]}
-    shared = SharedGradients(MPI.COMM_SELF, uses, [(0,)], leaves, {"model.weight": parameter})
-    shared.learn()
+    shared = SharedGradients(
+        Wire(MPI.COMM_SELF, CpuDevice()), uses, [(0,)], leaves, {"model.weight": parameter}
+    )
     shared.reduce()
     expected = (parts[0] + parts[1]) + parts[2]
     assert torch.equal(parameter.grad, expected)
@@ -100,28 +103,12 @@ def test_gradients_of_several_uses_are_summed_in_graph_order() -> None:
     assert all(leaf.grad is None for leaf in leaves.values())
 
 
-def test_uses_of_all_first_backwards_are_summed() -> None:
-    """Ranks try every size of micro-batches, and learn from each."""
-    parameter = nn.Parameter(torch.zeros(1))
-    leaves = {Slot("w", use): torch.zeros(1, requires_grad=True) for use in "ab"}
-    uses = {"w": [(slot, 0) for slot in leaves]}
-    shared = SharedGradients(MPI.COMM_SELF, uses, [(0,)], leaves, {"w": parameter})
-    for leaf in leaves.values():
-        leaf.grad = torch.ones(1)
-        shared.learn()
-        leaf.grad = None
-    for leaf in leaves.values():
-        leaf.grad = torch.ones(1)
-    shared.reduce()
-    assert parameter.grad is not None
-    assert parameter.grad.tolist() == [2.0]
-
-
 def test_a_parameter_that_no_gradient_reaches_has_none() -> None:
     parameter, slot = nn.Parameter(torch.zeros(1)), Slot("w", "use")
     leaves = {slot: torch.zeros(1, requires_grad=True)}
-    shared = SharedGradients(MPI.COMM_SELF, {"w": [(slot, 0)]}, [(0,)], leaves, {"w": parameter})
-    shared.learn()
+    shared = SharedGradients(
+        Wire(MPI.COMM_SELF, CpuDevice()), {"w": [(slot, 0)]}, [(0,)], leaves, {"w": parameter}
+    )
     shared.reduce()
     assert parameter.grad is None
 

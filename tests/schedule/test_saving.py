@@ -1,4 +1,4 @@
-"""Memory for copies while a checkpoint is written."""
+"""Memory for the copy while a checkpoint is written."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,9 +12,9 @@ COST = StageCost(1.0, 2.0, 0.5, 40, 0, 0)
 
 
 @pytest.mark.parametrize(
-    ("limit", "room", "copies"), [(64, 49, 40), (16, 1, 1), (10, 0, 0), (None, None, 40)]
+    ("limit", "room", "copies"), [(64, 49, 40), (16, 1, 0), (10, 0, 0), (None, None, 40)]
 )
-def test_copies_take_what_a_rank_has_left(
+def test_a_copy_is_made_if_a_rank_has_room_for_all_of_it(
     pipeline: Callable[..., Plan], limit: int | None, room: int | None, copies: int
 ):
     plan = replace(pipeline(1, 4, costs=[COST]), prediction=Prediction(1.0, 0.0, (1.0,), (15,)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from pipectl.errors import UsageError
 from pipectl.files import make_directory, write_text
 from pipectl.runtime.checkpoint.stored import Stored
-from pipectl.runtime.checkpoint.tensor_file import TensorFile
+from pipectl.runtime.checkpoint.tensor_file import write_tensors
 
 INDEX = "model.safetensors.index.json"
 _METADATA = {"format": "pt"}
@@ -33,7 +33,7 @@ def export_file(weights: Stored, path: Path) -> int:
     make_directory(path.absolute().parent)
     layouts = {name: weights.layout(name) for name in weights}
     with _whole(path) as partial:
-        _write(weights, layouts, partial, path.name)
+        write_tensors(partial, layouts, weights.__getitem__, _METADATA)
     return sum(layout.nbytes for layout in layouts.values())
 
 
@@ -62,7 +62,8 @@ def export_shards(weights: Stored, directory: Path, most_bytes: int) -> int:
     with ExitStack() as ends:
         index = ends.enter_context(_whole(directory / INDEX))
         for file, part in files.items():
-            _write(weights, part, ends.enter_context(_whole(directory / file)), file)
+            partial = ends.enter_context(_whole(directory / file))
+            write_tensors(partial, part, weights.__getitem__, _METADATA)
         write_text(index, json.dumps(document, indent=1) + "\n")
     return total
 
@@ -78,17 +79,6 @@ def _parts(layouts: Mapping[str, Tensor], most_bytes: int) -> Iterator[dict[str,
         size += layout.nbytes
     if part:
         yield part
-
-
-def _write(
-    weights: Mapping[str, Tensor], layouts: Mapping[str, Tensor], path: Path, name: str
-) -> None:
-    """Write some weights into a file that is to have a name."""
-    names = sorted(layouts, key=lambda name: (-layouts[name].element_size(), name))
-    file = TensorFile(path, {name: layouts[name] for name in names}, _METADATA)
-    with closing(file):
-        file.write(weights[name] for name in names)
-        file.finish(name, names)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Writing checkpoints while training goes on.
 
-Ranks copy their states at once, and a thread of each writes them to a folder with a temporary name.
+Ranks copy their states at once, and a thread of each writes them to a folder with a temporary name;
+a rank without memory for the copy waits for its thread.
 What it wrote, each rank tells rank 0, which adds the manifest and gives the folder its final name.
 Whatever ends the job before that moment, the earlier checkpoints are as they were.
 """
@@ -14,7 +15,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import numpy as np
@@ -57,12 +57,10 @@ class _Save:
         self,
         manifest: Manifest,
         partial: Path,
-        given_back: Event,
         written: Future[dict[str, Any]],
     ) -> None:
         self.manifest = manifest
         self.partial = partial
-        self.given_back = given_back
         self.written = written
         self.told: MPI.Request | None = None
         self.heard: list[dict[str, Any]] = []
@@ -76,7 +74,7 @@ class Saver:
         communicator: of its own; making a saver is collective.
         directory: of all checkpoints.
         attempt: of the job, so that no two write to one temporary name.
-        warn: told where a checkpoint could not be written (on rank 0).
+        warn: told if a checkpoint could not be written (on rank 0), or training waits for it.
         ready: whether all else is written that belongs before a step's checkpoint (asked on
             rank 0).
     """
@@ -99,6 +97,7 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._save: _Save | None = None
         self._failure = ""
+        self._has_waited = False
         if communicator.rank == 0:
             _remove_leftovers(directory)
         barrier(communicator)
@@ -116,16 +115,16 @@ class Saver:
             return
         partial = self._directory / f".step-{manifest.step:06d}.partial-{self._attempt}"
         written = self._thread.submit(_written, partial, self._communicator.rank, snapshot)
-        self._save = _Save(manifest, partial, snapshot.given_back, written)
-
-    @property
-    def borrows(self) -> bool:
-        """Whether parameters or optimizer state may not change yet."""
-        return self._save is not None and not self._save.given_back.is_set()
-
-    def give_back(self) -> None:
-        """Wait until they may."""
-        poll(lambda: not self.borrows, lambda _: False)
+        self._save = _Save(manifest, partial, written)
+        if not snapshot.is_copy:
+            if not self._has_waited:
+                self._has_waited = True
+                self._warn(
+                    f"rank {self._communicator.rank} has no memory for a copy of the "
+                    f"{format_bytes(snapshot.size_bytes)} that it saves: training waits while they "
+                    "are written"
+                )
+            poll(written.done, lambda _: False)
 
     def poll(self) -> None:
         """Move the checkpoint on; never waits for another rank."""
@@ -216,8 +215,6 @@ def _written(partial: Path, rank: int, snapshot: Snapshot) -> dict[str, Any]:
         weights, training = snapshot.write(partial, rank)
     except Exception as error:  # safetensors raises its own for a full disk
         return {"error": f"{error} (rank {rank})"}
-    finally:
-        snapshot.given_back.set()  # whatever failed: updates wait for it
     return {
         "weights": write_value(weights),
         "training": write_value(training),

@@ -15,10 +15,11 @@ import hashlib
 import json
 import os
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,7 +29,6 @@ from torch import Tensor
 from pipectl.access import open_regular
 from pipectl.errors import DataFileError
 from pipectl.files import MAX_BYTES
-from pipectl.runs import Shard
 
 _PIECE_BYTES = 2**20
 _ALIGNMENT = 8
@@ -56,62 +56,42 @@ CODES = {
 }
 
 
-class TensorFile:
-    """A file that is being written.
+def write_tensors(
+    path: Path,
+    layouts: Mapping[str, Tensor],
+    read: Callable[[str], Tensor],
+    metadata: Mapping[str, str] | None = None,
+) -> tuple[int, str]:
+    """Write a file and have it on the disk; one tensor is asked for at a time.
+
+    Readers want numbers at multiples of their size, so the largest types come first.
 
     Args:
-        path: of the file.
-        layouts: of all tensors in the order in which they will come: themselves, or tensors of
-            the meta device. Readers want numbers at multiples of their size, so the largest types
-            come first.
+        layouts: of all tensors: themselves, or tensors of the meta device.
+        read: gives a tensor by its name.
+
+    Returns:
+        Bytes of the file, and its SHA-256.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the disk is full, say.
         TypeError: the format has no such type.
     """
-
-    def __init__(
-        self, path: Path, layouts: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
-    ) -> None:
-        header = _header(layouts, metadata)
-        self._hash = hashlib.sha256()
-        self._size = 0
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-        self._stream = os.fdopen(open_regular(path, flags), "wb", buffering=0)
-        self._write(len(header).to_bytes(LENGTH_BYTES, "little") + header)
-
-    def write(self, tensors: Iterable[Tensor]) -> None:
-        """Write the next tensors.
-
-        Raises:
-            OSError: the disk is full, say.
-        """
-        for tensor in tensors:
-            self._write(_as_bytes(tensor).numpy().data)
-
-    def finish(self, file: str, names: Iterable[str]) -> Shard:
-        """Have it on the disk.
-
-        Args:
-            file: its name in the manifest.
-            names: that the manifest gives for it.
-        """
-        os.fsync(self._stream.fileno())
-        self.close()
-        return Shard(file, self._size, self._hash.hexdigest(), tuple(sorted(names)))
-
-    def close(self) -> None:
-        """As it is."""
-        self._stream.close()
-
-    def _write(self, content: Any) -> None:
-        """Pieces of bytes; both calls let the other threads of the process run."""
-        for start in range(0, len(content), _PIECE_BYTES):
-            rest = content[start : start + _PIECE_BYTES]
-            self._hash.update(rest)
-            while len(rest):
-                rest = rest[self._stream.write(rest) :]
-        self._size += len(content)
+    ordered = sorted(layouts, key=lambda name: (-layouts[name].element_size(), name))
+    header = _header({name: layouts[name] for name in ordered}, metadata)
+    digest, size_bytes = hashlib.sha256(), 0
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    with os.fdopen(open_regular(path, flags), "wb", buffering=0) as stream:
+        head = memoryview(len(header).to_bytes(LENGTH_BYTES, "little") + header)
+        for content in chain([head], (_as_bytes(read(name)).numpy().data for name in ordered)):
+            for start in range(0, len(content), _PIECE_BYTES):  # other threads run in both calls
+                rest = content[start : start + _PIECE_BYTES]
+                digest.update(rest)
+                while len(rest):
+                    rest = rest[stream.write(rest) :]
+            size_bytes += len(content)
+        os.fsync(stream.fileno())
+    return size_bytes, digest.hexdigest()
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -2,14 +2,17 @@ from pipectl.runtime.transport.checks import CHECK_VARIABLE, Message
 from pipectl.runtime.transport.choice import Choice, Circumstances, choose_progress
 from pipectl.runtime.transport.lanes import Posted, Transport
 from pipectl.runtime.transport.progress import Progress
+from pipectl.runtime.transport.wire import Flight, Wire
 
 __all__ = [
     "CHECK_VARIABLE",
     "Choice",
     "Circumstances",
+    "Flight",
     "Message",
     "Posted",
     "Progress",
     "Transport",
+    "Wire",
     "choose_progress",
 ]

@@ -9,10 +9,8 @@ posted either.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from mpi4py import MPI
@@ -24,7 +22,8 @@ from pipectl.runtime.device import Device
 from pipectl.runtime.layout import Layout, Tensors
 from pipectl.runtime.transport.checks import Message, Note, differences, note_of, outline_of
 from pipectl.runtime.transport.progress import Progress
-from pipectl.runtime.transport.transfer import Transfer, memory
+from pipectl.runtime.transport.transfer import Transfer
+from pipectl.runtime.transport.wire import Flight, Wire
 
 Layouts = dict[Slot, Layout | None]
 _HEADER, _NOTE, _EXTRA = 0, 1, 2
@@ -42,10 +41,14 @@ class Posted:
 
     size: int = 0
     known: bool = False
-    transfers: list[Transfer] = field(default_factory=list)
-    buffers: dict[Slot, Tensor] = field(default_factory=dict)
+    flights: dict[Slot, Flight] = field(default_factory=dict)
     layouts: Layouts = field(default_factory=dict)
     note: Note | None = None
+
+    @property
+    def buffers(self) -> dict[Slot, Tensor]:
+        """The memory that MPI reads or writes."""
+        return {slot: flight.buffer for slot, flight in self.flights.items()}
 
 
 class Transport:
@@ -71,10 +74,8 @@ class Transport:
         *,
         check: bool = False,
     ) -> None:
-        self._communicator = communicator
-        self._device = device
+        self._wire = Wire(communicator, device, progress)
         self._lanes = lanes
-        self._progress = progress or Progress()
         self._check = check
         self._tags = _tags(lanes, largest_tag(communicator))
         self._layouts: dict[tuple[Lane, int, int], Layouts] = {}
@@ -99,14 +100,16 @@ class Transport:
             slot: _flat(message.lane, slot, layout, tensors.get(slot))
             for slot, layout in layouts.items()
         }
-        for index, (slot, vector) in enumerate(vectors.items()):
+        for (slot, vector), tag in zip(vectors.items(), tags, strict=False):
             if vector is not None:
-                self._send_tensor(posted, slot, vector, rank, tags[index])
+                before = self._last_sent.get((rank, tag))
+                posted.flights[slot] = self._wire.send(vector, rank, tag, before)
+                self._last_sent[rank, tag] = posted.flights[slot].transfer
         if self._check:
             # Of the tensors, not of the buffers: copies to these may still be under way.
             present = {slot: vector for slot, vector in vectors.items() if vector is not None}
             posted.note = note_of(message, layouts, present)
-            self._send_text(posted.note.to_json(), rank, tags[~_NOTE])
+            self._wire.send_text(posted.note.to_json(), rank, tags[~_NOTE])
         return posted
 
     def start_receive(self, message: Message, size: int, rank: int) -> Posted:
@@ -131,14 +134,14 @@ class Transport:
             self._learn(message.lane, self._unposted[message.lane, rank][0].size, rank)
             self._post_known(message.lane, rank)
         said = self._read_note(message, rank, posted) if self._check else None
-        self._progress.wait(posted.transfers)
+        self._wire.wait([*posted.flights.values()])
         if said is not None:
             self._compare(said, message, rank, posted)
         found: Tensors = {}
         for slot, layout in posted.layouts.items():
             found[slot] = None
             if layout is not None:
-                found[slot] = layout.unflatten(self._device.from_message(posted.buffers[slot]))
+                found[slot] = layout.unflatten(self._wire.arrived(posted.flights[slot]))
         return found
 
     def finish_send(self, posted: Posted) -> None:
@@ -147,13 +150,13 @@ class Transport:
         Raises:
             WorkerError: messages are checked, and this one changed while it was sent.
         """
-        self._progress.wait(posted.transfers)
+        self._wire.wait([*posted.flights.values()])
         if posted.note is not None:
             posted.note.check_unchanged(posted.buffers)
 
     def progress(self) -> None:
         """Let MPI work on what is under way; to be called between actions."""
-        self._progress.advance()
+        self._wire.progress.advance()
 
     def _post_known(self, lane: Lane, rank: int) -> None:
         """Post receives up to the first of whose layouts nothing is known."""
@@ -163,62 +166,32 @@ class Transport:
 
     def _post(self, posted: Posted, lane: Lane, layouts: Layouts, rank: int) -> None:
         posted.known, posted.layouts = True, layouts
-        for index, (slot, layout) in enumerate(layouts.items()):
-            if layout is not None:
-                self._receive(posted, lane, slot, layout, rank, self._tags[lane][index])
+        for (slot, layout), tag in zip(layouts.items(), self._tags[lane], strict=False):
+            if layout is None:
+                continue
 
-    def _send_tensor(self, posted: Posted, slot: Slot, vector: Tensor, rank: int, tag: int) -> None:
-        """Send a vector on the device, each piece as soon as MPI may read it."""
-        pieces, communicator = self._progress.pieces, self._communicator
-        outgoing = self._device.to_message(vector, pieces.size_bytes)
-        posted.buffers[slot] = outgoing.vector
+            def what(slot: Slot = slot) -> str:
+                return f"the {lane.kind} of {slot.value!r} {self._way(lane, rank)}"
 
-        def start(offset: int, size_bytes: int) -> MPI.Request | None:
-            if not outgoing.is_free(offset // pieces.size_bytes):
-                return None
-            return communicator.Isend(memory(outgoing.vector, offset, size_bytes), rank, tag)
-
-        total_bytes, before = outgoing.vector.nbytes, self._last_sent.get((rank, tag))
-        transfer = self._progress.begin(lambda: Transfer.send(start, total_bytes, pieces, before))
-        self._last_sent[rank, tag] = transfer
-        posted.transfers.append(transfer)
-
-    def _receive(
-        self, posted: Posted, lane: Lane, slot: Slot, layout: Layout, rank: int, tag: int
-    ) -> None:
-        pieces, communicator = self._progress.pieces, self._communicator
-        incoming = self._device.message_buffer(layout.count, layout.dtype)
-        posted.buffers[slot] = incoming.vector
-
-        def start(offset: int, size_bytes: int) -> MPI.Request | None:
-            if not incoming.is_free(offset // pieces.size_bytes):
-                return None
-            return communicator.Irecv(memory(incoming.vector, offset, size_bytes), rank, tag)
-
-        def what() -> str:
-            return f"the {lane.kind} of {slot.value!r} {self._way(lane, rank)}"
-
-        total_bytes, before = incoming.vector.nbytes, self._last_received.get((rank, tag))
-        transfer = self._progress.begin(
-            lambda: Transfer.receive(start, total_bytes, pieces, what, before)
-        )
-        self._last_received[rank, tag] = transfer
-        posted.transfers.append(transfer)
+            before = self._last_received.get((rank, tag))
+            form = layout.count, layout.dtype
+            posted.flights[slot] = self._wire.receive(*form, rank, tag, what, before)
+            self._last_received[rank, tag] = posted.flights[slot].transfer
 
     def _way(self, lane: Lane, rank: int) -> str:
         """From where to here, in words."""
-        me = self._communicator.rank
+        me = self._wire.rank
         return f"from stage {lane.source} (rank {rank}) to stage {lane.target} (rank {me})"
 
     def _announce(self, lane: Lane, size: int, rank: int, tensors: Tensors) -> Layouts:
         layouts = {slot: _layout(tensors.get(slot)) for slot in self._lanes[lane]}
         fields = [layout and layout.to_json() for layout in layouts.values()]
-        self._send_text(fields, rank, self._tags[lane][~_HEADER])
+        self._wire.send_text(fields, rank, self._tags[lane][~_HEADER])
         self._layouts[lane, rank, size] = layouts
         return layouts
 
     def _learn(self, lane: Lane, size: int, rank: int) -> None:
-        fields = self._receive_text(rank, self._tags[lane][~_HEADER])
+        fields = self._wire.receive_text(rank, self._tags[lane][~_HEADER])
         slots = self._lanes[lane]
         if len(fields) != len(slots):
             raise WorkerError(
@@ -238,7 +211,7 @@ class Transport:
         messages, which may be read in another.
         """
         while posted.note is None:
-            text = self._receive_text(rank, self._tags[message.lane][~_NOTE])
+            text = self._wire.receive_text(rank, self._tags[message.lane][~_NOTE])
             self._without_note[message.lane, rank].popleft().note = Note.from_json(text)
         said = posted.note
         self._refuse(differences(said.outline, outline_of(message, posted.layouts)), message, rank)
@@ -256,26 +229,6 @@ class Transport:
                 cure="ranks with different plans or versions, or an MPI that damages messages: "
                 "see docs/troubleshooting.md",
             )
-
-    def _send_text(self, fields: Any, rank: int, tag: int) -> None:
-        """Send a text on its own: its receiver posts no buffer before it needs the text.
-
-        So no message counts as unsent because of its text. The transfer holds the memory.
-        """
-        text = torch.frombuffer(bytearray(json.dumps(fields).encode()), dtype=torch.uint8)
-
-        def start(offset: int, size_bytes: int) -> MPI.Request:
-            return self._communicator.Isend(memory(text, offset, size_bytes), rank, tag)
-
-        self._progress.begin(lambda: Transfer.send(start, text.nbytes))
-
-    def _receive_text(self, rank: int, tag: int) -> Any:
-        status = MPI.Status()
-        self._progress.until(lambda: bool(self._communicator.Iprobe(rank, tag, status)))
-        text = bytearray(status.Get_count(MPI.BYTE))
-        request = self._communicator.Irecv([text, MPI.BYTE], rank, tag)
-        self._progress.until(request.Test)
-        return json.loads(text)
 
 
 def largest_tag(communicator: MPI.Comm) -> int:

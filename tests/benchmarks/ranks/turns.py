@@ -33,7 +33,7 @@ from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.failure import Doing
 from pipectl.runtime.process import settle_process
 from pipectl.runtime.recording import Recording
-from pipectl.runtime.reduction import Reducer
+from pipectl.runtime.reduction import StageReduction
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.step import Step as RankStep
 from pipectl.runtime.step import StepInput
@@ -109,29 +109,25 @@ def recorded(training: Training, steps: int, world: MPI.Intracomm) -> list[dict[
     return found
 
 
-class LateSums(Reducer):
-    """Sums that start when all ranks wait for nothing else."""
+class LateSums:
+    """Sums of a stage that start when all ranks wait for nothing else."""
 
-    def __init__(self, reducer: Reducer, world: MPI.Intracomm) -> None:
-        self._reducer, self._world = reducer, world
-        self._due: list[int] = []
+    def __init__(self, reduction: StageReduction, world: MPI.Intracomm) -> None:
+        self._reduction, self._world = reduction, world
 
-    def arm(self, stage: int) -> None:
+    def arm(self) -> None:
         """Nothing starts within a backward."""
 
-    def start(self, stage: int) -> None:
-        self._due.append(stage)
+    def start(self) -> None:
+        """Nor behind it."""
 
-    def finish(self, stage: int) -> None:
-        if self._due:
-            barrier(self._world)
-        for due in self._due:
-            self._reducer.start(due)
-        self._due = []
-        self._reducer.finish(stage)
+    def finish(self) -> None:
+        barrier(self._world)
+        self._reduction.start()
+        self._reduction.finish()
 
     def advance(self) -> None:
-        self._reducer.advance()
+        self._reduction.advance()
 
 
 class Watch:
@@ -170,7 +166,8 @@ def contender(
         spec = spec.model_copy(update={"training": compiled})
     training = trained(spec, plan, progress, own, batch, world)
     if given.get("sums") == "late":
-        training.setup.training._reducer = LateSums(training.setup.reducer, MPI.COMM_WORLD)
+        sums: Any = training.setup.training.reductions
+        sums.update({i: LateSums(each, MPI.COMM_WORLD) for i, each in sums.items()})
     return training
 
 

@@ -187,12 +187,12 @@ def test_a_checkpoint_that_was_moved_aside_moves_back(
     assert checkpoint.load(old)["count"] == 5
 
 
-@pytest.mark.parametrize("broken", ["TensorFile", "disk_usage"])
+@pytest.mark.parametrize("broken", ["write_tensors", "disk_usage"])
 def test_a_disk_that_fails_leaves_the_old_one_and_is_told(
     tmp_path: Path, states: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
     old = save(tmp_path, 3, states, Keep(1))
-    module = "snapshot.TensorFile" if broken == "TensorFile" else "saver.shutil.disk_usage"
+    module = f"snapshot.{broken}" if broken == "write_tensors" else "saver.shutil.disk_usage"
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")

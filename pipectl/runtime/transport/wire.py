@@ -1,0 +1,117 @@
+"""Vectors and texts between the ranks of one communicator, in the pieces that progress asks for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from mpi4py import MPI
+from torch import Tensor
+
+from pipectl.runtime.device import Device
+from pipectl.runtime.transport.progress import Progress
+from pipectl.runtime.transport.transfer import Transfer, Words, memory
+
+
+class Flight(NamedTuple):
+    """A vector under way, with the memory that MPI reads or writes."""
+
+    transfer: Transfer
+    buffer: Tensor
+
+
+class Wire:
+    """Sends and receives of one communicator.
+
+    Args:
+        communicator: of its own, so that no other message can match.
+        progress: keeps messages moving; by default nobody does while the rank computes.
+    """
+
+    def __init__(
+        self, communicator: MPI.Comm, device: Device, progress: Progress | None = None
+    ) -> None:
+        self._communicator, self._device = communicator, device
+        self.progress = progress or Progress()
+        self.rank, self.size = communicator.rank, communicator.size
+
+    @property
+    def others(self) -> list[int]:
+        """All other ranks, ascending."""
+        return [rank for rank in range(self.size) if rank != self.rank]
+
+    def send(self, vector: Tensor, rank: int, tag: int, after: Transfer | None = None) -> Flight:
+        """Begin to send a contiguous vector on the device, which must not change until it has left.
+
+        Args:
+            after: the earlier message of this rank and tag, if it may be under way.
+        """
+        pieces, communicator = self.progress.pieces, self._communicator
+        buffer = self._device.to_message(vector, pieces.size_bytes)
+
+        def start(offset: int, size_bytes: int) -> MPI.Request | None:
+            if not buffer.is_free(offset // pieces.size_bytes):
+                return None
+            return communicator.Isend(memory(buffer.vector, offset, size_bytes), rank, tag)
+
+        total_bytes = buffer.vector.nbytes
+        begun = self.progress.begin(lambda: Transfer.send(start, total_bytes, pieces, after))
+        return Flight(begun, buffer.vector)
+
+    def receive(
+        self,
+        count: int,
+        dtype: torch.dtype,
+        rank: int,
+        tag: int,
+        what: Words,
+        after: Transfer | None = None,
+    ) -> Flight:
+        """Begin to receive a vector of ``count`` elements.
+
+        Args:
+            what: names it, for errors.
+            after: see :meth:`send`.
+        """
+        pieces, communicator = self.progress.pieces, self._communicator
+        buffer = self._device.message_buffer(count, dtype)
+
+        def start(offset: int, size_bytes: int) -> MPI.Request | None:
+            if not buffer.is_free(offset // pieces.size_bytes):
+                return None
+            return communicator.Irecv(memory(buffer.vector, offset, size_bytes), rank, tag)
+
+        size = buffer.vector.nbytes
+        begun = self.progress.begin(lambda: Transfer.receive(start, size, pieces, what, after))
+        return Flight(begun, buffer.vector)
+
+    def wait(self, flights: Sequence[Flight]) -> None:
+        """Return when vectors have left or arrived."""
+        self.progress.wait([flight.transfer for flight in flights])
+
+    def arrived(self, flight: Flight) -> Tensor:
+        """A vector that has arrived, on the device."""
+        return self._device.from_message(flight.buffer)
+
+    def send_text(self, fields: Any, rank: int, tag: int) -> None:
+        """Begin to send JSON; its receiver posts no buffer before it needs the text.
+
+        So no message counts as unsent because of a text. The transfer holds the memory.
+        """
+        text = torch.frombuffer(bytearray(json.dumps(fields).encode()), dtype=torch.uint8)
+
+        def start(offset: int, size_bytes: int) -> MPI.Request:
+            return self._communicator.Isend(memory(text, offset, size_bytes), rank, tag)
+
+        self.progress.begin(lambda: Transfer.send(start, text.nbytes))
+
+    def receive_text(self, rank: int, tag: int) -> Any:
+        """Wait for JSON."""
+        status = MPI.Status()
+        self.progress.until(lambda: bool(self._communicator.Iprobe(rank, tag, status)))
+        text = bytearray(status.Get_count(MPI.BYTE))
+        request = self._communicator.Irecv([text, MPI.BYTE], rank, tag)
+        self.progress.until(request.Test)
+        return json.loads(text)
