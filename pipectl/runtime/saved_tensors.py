@@ -12,7 +12,6 @@ first that a parameter gets becomes its own, and later backwards add to it where
 two parameters, if both are used so (torch 2.13 looks only at tensors, not at memory). By then, a
 message may still read that memory, too, or the weight half of a backward. So such gradients get
 memory of their own.
-
 """
 
 from __future__ import annotations
@@ -120,7 +119,7 @@ class SavedTensors:
             return tensor
         block = self._blocks.get(key)
         if block is None:
-            block = self._blocks[key] = Block(self._housed(_bytes_of(tensor.untyped_storage())))
+            block = self._blocks[key] = Block(self._housed(bytes_of(tensor.untyped_storage())))
         size, stride = tuple(tensor.size()), tuple(tensor.stride())
         return Handle(block, tensor.dtype, size, stride, int(tensor.storage_offset()))
 
@@ -144,9 +143,11 @@ def unpack(packed: Tensor | Handle) -> Tensor:
     memory = packed.block.memory
     assert memory is not None
     empty = torch.empty(0, dtype=packed.dtype, device=memory.device)
-    return empty.set_(memory.untyped_storage(), packed.offset, packed.size, packed.stride)
+    first = packed.offset + int(memory.storage_offset()) // packed.dtype.itemsize
+    return empty.set_(memory.untyped_storage(), first, packed.size, packed.stride)
 
 
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+def bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """A vector of all its bytes."""
     empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return empty.set_(storage)

@@ -20,11 +20,11 @@ from pipectl.runtime.division import Division
 from pipectl.runtime.engine import Engine
 from pipectl.runtime.failure import Doing
 from pipectl.runtime.offload import StageOffload, mover_of, offload_directory
-from pipectl.runtime.pipefb import Announcements, add_lanes, make_half
+from pipectl.runtime.pipefb import add_lanes, make_half
 from pipectl.runtime.replicas import Replicas
 from pipectl.runtime.stage import Stage
 from pipectl.runtime.step import parts_of
-from pipectl.runtime.transport import CHECK_VARIABLE, Progress, Transport
+from pipectl.runtime.transport import CHECK_VARIABLE, Progress, Transport, Wire
 from pipectl.runtime.waiting import barrier, broadcast
 from pipectl.schedule import Channel, channels, plan_of_trial, splits_backwards
 
@@ -150,19 +150,17 @@ class Setup:
     def _stages(self, cuts: Mapping[tuple[bool, int], Cut]) -> dict[int, Stage]:
         apart = any(stage.backward_ranks for stage in self.plan.stages)
         own = self.communicator.Dup() if apart else self.communicator  # MPI has some thousands
-        announcements = Announcements(own, self.progress)
+        wire = Wire(own, self.device, self.progress)
         held = self.plan.stages_of_rank(self.communicator.rank)
-        return {index: self._stage(index, cuts, announcements) for index in held}
+        return {index: self._stage(index, cuts, wire) for index in held}
 
-    def _stage(
-        self, index: int, cuts: Mapping[tuple[bool, int], Cut], announcements: Announcements
-    ) -> Stage:
+    def _stage(self, index: int, cuts: Mapping[tuple[bool, int], Cut], wire: Wire) -> Stage:
         stage, rank = self.plan.stages[index], self.communicator.rank
         given = self.job.states, self.device, self.job.spec.training.precision
         offload = self._offload(index)
         if stage.updating_ranks != stage.ranks:
             whole = {(training, Rows.of(size)): cut for (training, size), cut in cuts.items()}
-            return make_half(stage, index, rank, announcements, whole, *given, offload)
+            return make_half(stage, index, rank, wire, whole, *given, offload)
         own = self._cuts_of_stage(cuts, index)
         firsts = () if stage.blocks is None else stage.blocks.firsts
         return Stage(index, own, *given, recompute=stage.recompute, firsts=firsts, offload=offload)

@@ -12,12 +12,10 @@ show here and not in wrong gradients.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from mpi4py import MPI
 from torch import Tensor
 from torch._ops import HigherOrderOperator
 from torch.autograd.graph import saved_tensors_hooks
@@ -33,13 +31,12 @@ from pipectl.plan import Stage as PlannedStage
 from pipectl.runtime.device import Device
 from pipectl.runtime.layout import Layout, Tensors
 from pipectl.runtime.offload import StageOffload
-from pipectl.runtime.pipefb.graph import TOGETHER, Call, Form, Graph, structure_of
+from pipectl.runtime.pipefb.graph import TOGETHER, Call, Graph, structure_of
 from pipectl.runtime.pipefb.messages import Contents, pack
 from pipectl.runtime.saved_tensors import memory_of, unpack
 from pipectl.runtime.stage import Code, Key, MicroBatch, Stage
-from pipectl.runtime.transport import Progress
+from pipectl.runtime.transport import Wire
 from pipectl.runtime.versions import Version
-from pipectl.runtime.waiting import wait
 
 _MAX_PLACES = 512
 
@@ -50,13 +47,11 @@ class Agreement:
 
     Args:
         call: of the stage's code.
-        forms: type and sizes of every saved tensor, in order.
         structure: of the autograd graph; see :attr:`Graph.structure`.
     """
 
     call: Call
     contents: Contents
-    forms: tuple[Form, ...]
     structure: tuple[str, ...]
 
     def check(self, stage: int, graph: Graph) -> None:
@@ -65,8 +60,9 @@ class Agreement:
         Raises:
             MismatchError: naming the first difference.
         """
+        forms = [(view.dtype, view.sizes) for view in self.contents.views]
         difference = _difference("node", self.structure, graph.structure) or _difference(
-            "saved tensor", self.forms, graph.saved
+            "saved tensor", forms, graph.saved
         )
         if difference:
             raise MismatchError(
@@ -81,7 +77,6 @@ class Agreement:
             "inputs": [layout.to_json() for layout in self.call.inputs],
             "received": [[item.to_json(), grad] for item, grad in self.call.received],
             "contents": self.contents.to_json(),
-            "forms": [Layout(dtype, sizes, ()).to_json()[:2] for dtype, sizes in self.forms],
             "structure": self.structure,
         }
 
@@ -90,39 +85,8 @@ class Agreement:
         """The inverse of :meth:`to_json`."""
         layouts = tuple(Layout.from_json(item) for item in fields["inputs"])
         received = tuple((Layout.from_json(item), grad) for item, grad in fields["received"])
-        forms = (Layout.from_json([dtype, sizes, ()]) for dtype, sizes in fields["forms"])
-        return cls(
-            Call(layouts, received),
-            Contents.from_json(fields["contents"]),
-            tuple((form.dtype, form.sizes) for form in forms),
-            tuple(fields["structure"]),
-        )
-
-
-class Announcements:
-    """Carries agreements from the forward's rank to the backward's.
-
-    Args:
-        communicator: of its own.
-    """
-
-    def __init__(self, communicator: MPI.Comm, progress: Progress) -> None:
-        self._communicator = communicator
-        self._progress = progress
-        self._sent: list[tuple[bytes, MPI.Request]] = []
-
-    def send(self, stage: int, rank: int, agreement: Agreement) -> None:
-        """Begin to send an agreement; those of a stage arrive in the order of their sends."""
-        text = json.dumps(agreement.to_json()).encode()
-        self._sent.append((text, self._communicator.Isend([text, MPI.BYTE], rank, stage)))
-
-    def receive(self, stage: int, rank: int) -> Agreement:
-        """Wait for the next agreement of a stage."""
-        status = MPI.Status()
-        self._progress.until(lambda: bool(self._communicator.Iprobe(rank, stage, status)))
-        text = bytearray(status.Get_count(MPI.BYTE))
-        wait([self._communicator.Irecv([text, MPI.BYTE], rank, stage)])
-        return Agreement.from_json(json.loads(text))
+        contents = Contents.from_json(fields["contents"])
+        return cls(Call(layouts, received), contents, tuple(fields["structure"]))
 
 
 @dataclass(frozen=True)
@@ -133,12 +97,13 @@ class Ends:
         other_rank: of the other half.
         places: tensors that a message of saved values may have.
         recomputes: whether it holds only what a forward starts from.
+        wire: for agreements; those of a stage arrive in the order in which they are sent.
     """
 
     other_rank: int
     places: int
     recomputes: bool
-    announcements: Announcements
+    wire: Wire
 
 
 class _Half(Stage):
@@ -245,9 +210,10 @@ class ForwardHalf(_Half):
         contents, message = pack(saved, lasting_states(code), self._ends.places)
         rows = micro_batch.rows
         if rows not in self._agreed:
-            forms = tuple((tensor.dtype, tuple(tensor.shape)) for tensor in saved)
-            self._agreed[rows] = Agreement(call, contents, forms, tuple(structure))
-            self._ends.announcements.send(self.index, self._ends.other_rank, self._agreed[rows])
+            self._agreed[rows] = Agreement(call, contents, tuple(structure))
+            self._ends.wire.send_text(
+                self._agreed[rows].to_json(), self._ends.other_rank, self.index
+            )
         if contents != self._agreed[rows].contents:
             raise WorkerError(
                 f"stage {self.index} saves other tensors for its backward than before, so that "
@@ -293,7 +259,8 @@ class BackwardHalf(_Half):
             MismatchError: the code of this stage cannot have its backward here.
         """
         if micro_batch.rows not in self._agreed:
-            agreed = self._ends.announcements.receive(self.index, self._ends.other_rank)
+            text = self._ends.wire.receive_text(self._ends.other_rank, self.index)
+            agreed = Agreement.from_json(text)
             self._agreed[micro_batch.rows] = agreed
             if not self._ends.recomputes:
                 self._graphs[micro_batch.rows] = self._graph(micro_batch.rows, agreed)
@@ -361,7 +328,7 @@ def make_half(
     stage: PlannedStage,
     index: int,
     rank: int,
-    announcements: Announcements,
+    wire: Wire,
     cuts: Mapping[Key, Cut],
     states: Mapping[str, Tensor],
     device: Device,
@@ -373,7 +340,7 @@ def make_half(
     Args:
         index: of the stage.
         offload: takes what arrives at the backward's rank; None if it stays.
-        announcements, others: see :class:`Ends` and :class:`Stage`.
+        wire, others: see :class:`Ends` and :class:`Stage`.
 
     Raises:
         MismatchError: the stage's backward cannot run on another rank.
@@ -384,7 +351,7 @@ def make_half(
         check_operators(cut, index)
     ranks = stage.ranks[0], stage.updating_ranks[0]
     is_forward = rank == ranks[0]
-    ends = Ends(ranks[is_forward], places_of(cut, index), stage.recompute, announcements)
+    ends = Ends(ranks[is_forward], places_of(cut, index), stage.recompute, wire)
     if is_forward:
         return ForwardHalf(ends, index, cuts, states, device, precision)
     return BackwardHalf(ends, index, training, states, device, precision, offload=offload)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ from pipectl.capture import CapturedJob, Cut, Lane, Slot
 from pipectl.capture.slices import Rows
 from pipectl.graph import TransferKind
 from pipectl.runtime.device import CpuDevice
-from pipectl.runtime.pipefb.stages import Agreement, BackwardHalf, Ends, ForwardHalf, places_of
+from pipectl.runtime.pipefb.stages import BackwardHalf, Ends, ForwardHalf, places_of
 from pipectl.runtime.stage import MicroBatch, Stage
 from pipectl.spec import load
 
@@ -26,16 +27,15 @@ MODELS = HERE / "saving_models.py"
 
 @dataclass
 class Told:
-    """Announcements without MPI."""
+    """A wire within one process."""
 
-    agreements: dict[int, list[Agreement]] = field(default_factory=dict)
+    texts: dict[int, list[str]] = field(default_factory=dict)
 
-    def send(self, stage: int, _rank: int, agreement: Agreement) -> None:
-        fields = agreement.to_json()
-        self.agreements.setdefault(stage, []).append(Agreement.from_json(fields))
+    def send_text(self, fields: Any, _rank: int, tag: int) -> None:
+        self.texts.setdefault(tag, []).append(json.dumps(fields))
 
-    def receive(self, stage: int, _rank: int) -> Agreement:
-        return self.agreements[stage].pop(0)
+    def receive_text(self, _rank: int, tag: int) -> Any:
+        return json.loads(self.texts[tag].pop(0))
 
 
 @pytest.fixture
