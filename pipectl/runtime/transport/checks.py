@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -29,65 +28,43 @@ class Message(NamedTuple):
     micro_batch: int
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """One tensor of a message.
 
     Args:
-        dtype: empty for a tensor that is not there.
-        checksum: CRC-32 of its bytes; None where they are not there yet.
+        value, use: of its slot.
+        form: type, sizes and strides in words; empty for a tensor that is not there.
+        checksum: CRC-32 of its bytes; None if they are not there yet.
     """
 
     value: str
     use: str
-    dtype: str
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    checksum: int | None
+    form: str
+    checksum: int | None = None
 
     def __str__(self) -> str:
-        if not self.dtype:
+        if not self.form:
             return f"nothing for {self.value!r}"
-        what = f"{self.dtype} {list(self.sizes)} with strides {list(self.strides)}"
         known = "" if self.checksum is None else f", checksum {self.checksum:08x}"
-        return f"{self.value!r}, {what}{known}"
+        return f"{self.value!r}, {self.form}{known}"
 
 
-@dataclass(frozen=True)
-class Note:
-    """A whole message."""
+class Note(NamedTuple):
+    """A whole message: its name, without its contents, and its tensors."""
 
-    kind: str
-    source: int
-    target: int
-    micro_batch: int
+    name: str
     parts: tuple[Part, ...]
 
-    @property
-    def name(self) -> str:
-        """The message without its contents."""
-        return (
-            f"{self.kind} of micro-batch {self.micro_batch} "
-            f"from stage {self.source} to {self.target}"
-        )
+    @classmethod
+    def from_json(cls, fields: Any) -> Note:
+        """What JSON makes of a note, as a note again."""
+        name, parts = fields
+        return cls(name, tuple(Part(*part) for part in parts))
 
     @property
     def outline(self) -> Note:
         """The message without its contents' checksums."""
-        return replace(self, parts=tuple(replace(part, checksum=None) for part in self.parts))
-
-    def to_json(self) -> dict[str, Any]:
-        """For the message that accompanies a message."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Note:
-        """The inverse of :meth:`to_json`."""
-        parts = tuple(
-            Part(**{**part, "sizes": tuple(part["sizes"]), "strides": tuple(part["strides"])})
-            for part in fields["parts"]
-        )
-        return cls(**{**fields, "parts": parts})
+        return Note(self.name, tuple(part._replace(checksum=None) for part in self.parts))
 
     def check_unchanged(self, buffers: Mapping[Slot, Tensor]) -> None:
         """Compare the memory of a message that was sent with what it was.
@@ -95,9 +72,9 @@ class Note:
         Raises:
             WorkerError: something wrote to it meanwhile.
         """
-        for part in self.parts:
-            buffer = buffers.get(Slot(part.value, part.use))
-            if buffer is not None and checksum(buffer) != part.checksum:
+        present = (part for part in self.parts if part.checksum is not None)
+        for part, buffer in zip(present, buffers.values(), strict=True):
+            if checksum(buffer) != part.checksum:
                 raise WorkerError(
                     f"{part.value!r} changed while it was sent ({self.name})",
                     cure="an operator of the model writes to a value that it does not own",
@@ -105,16 +82,22 @@ class Note:
 
 
 def note_of(
-    message: Message, layouts: Mapping[Slot, Layout | None], buffers: Mapping[Slot, Tensor]
+    message: Message,
+    layouts: Mapping[Slot, Layout | None],
+    buffers: Mapping[Slot, Tensor] | None = None,
 ) -> Note:
-    """What one side holds of a message."""
-    sums = {slot: checksum(buffers[slot]) for slot, layout in layouts.items() if layout is not None}
-    return _note(message, layouts, sums)
-
-
-def outline_of(message: Message, layouts: Mapping[Slot, Layout | None]) -> Note:
-    """What one side expects of a message before it arrives."""
-    return _note(message, layouts, {})
+    """What one side holds of a message, or expects of it before it arrives."""
+    parts = []
+    for slot, layout in layouts.items():
+        if layout is None:
+            parts.append(Part(*slot, ""))
+            continue
+        dtype = str(layout.dtype).removeprefix("torch.")
+        form = f"{dtype} {list(layout.sizes)} with strides {list(layout.strides)}"
+        parts.append(Part(*slot, form, None if buffers is None else checksum(buffers[slot])))
+    (kind, source, target), number = message
+    name = f"{kind} of micro-batch {number} from stage {source} to {target}"
+    return Note(name, tuple(parts))
 
 
 def differences(said: Note, arrived: Note) -> list[str]:
@@ -135,18 +118,3 @@ def checksum(buffer: Tensor) -> int:
     """CRC-32 of a contiguous tensor's bytes."""
     host = buffer.cpu().view(-1)
     return zlib.crc32(host.view(torch.uint8).numpy().data) if host.numel() else 0
-
-
-def _note(
-    message: Message, layouts: Mapping[Slot, Layout | None], sums: Mapping[Slot, int]
-) -> Note:
-    lane = message.lane
-    parts = tuple(_part(slot, layout, sums.get(slot)) for slot, layout in layouts.items())
-    return Note(str(lane.kind), lane.source, lane.target, message.micro_batch, parts)
-
-
-def _part(slot: Slot, layout: Layout | None, known: int | None) -> Part:
-    if layout is None:
-        return Part(slot.value, slot.use, "", (), (), None)
-    dtype = str(layout.dtype).removeprefix("torch.")
-    return Part(slot.value, slot.use, dtype, layout.sizes, layout.strides, known)

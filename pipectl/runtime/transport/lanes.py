@@ -20,7 +20,7 @@ from pipectl.capture import Lane, Slot
 from pipectl.errors import MismatchError, WorkerError
 from pipectl.runtime.device import Device
 from pipectl.runtime.layout import Layout, Tensors
-from pipectl.runtime.transport.checks import Message, Note, differences, note_of, outline_of
+from pipectl.runtime.transport.checks import Message, Note, differences, note_of
 from pipectl.runtime.transport.progress import Progress
 from pipectl.runtime.transport.transfer import Transfer
 from pipectl.runtime.transport.wire import Flight, Wire
@@ -109,7 +109,7 @@ class Transport:
             # Of the tensors, not of the buffers: copies to these may still be under way.
             present = {slot: vector for slot, vector in vectors.items() if vector is not None}
             posted.note = note_of(message, layouts, present)
-            self._wire.send_text(posted.note.to_json(), rank, tags[~_NOTE])
+            self._wire.send_text(posted.note, rank, tags[~_NOTE])
         return posted
 
     def start_receive(self, message: Message, size: int, rank: int) -> Posted:
@@ -214,7 +214,7 @@ class Transport:
             text = self._wire.receive_text(rank, self._tags[message.lane][~_NOTE])
             self._without_note[message.lane, rank].popleft().note = Note.from_json(text)
         said = posted.note
-        self._refuse(differences(said.outline, outline_of(message, posted.layouts)), message, rank)
+        self._refuse(differences(said.outline, note_of(message, posted.layouts)), message, rank)
         return said
 
     def _compare(self, said: Note, message: Message, rank: int, posted: Posted) -> None:
