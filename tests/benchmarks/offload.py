@@ -36,8 +36,7 @@ from pipectl.link import Link
 from pipectl.plan import OffloadTarget, Plan
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.profile import Profile
-from pipectl.runtime.offload import DiskStore
-from pipectl.runtime.offload.stores import Pages
+from pipectl.runtime.offload import DiskStore, Pages
 from pipectl.schedule.one_f_one_b import policy_a
 from pipectl.units import format_bytes
 

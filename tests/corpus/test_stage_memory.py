@@ -17,8 +17,7 @@ from pipectl.capture import CapturedJob
 from pipectl.plan import OffloadTarget, Plan
 from pipectl.planner.activations.blocks import in_blocks
 from pipectl.profiler import profile_job
-from pipectl.runtime.offload import StageOffload
-from pipectl.runtime.offload.stores import Pages
+from pipectl.runtime.offload import Pages, StageOffload
 
 SIZE, MICRO_BATCHES, IN_FLIGHT = 8, 4, 8
 MODELS = ("lstm", "encoder-decoder", "unet", "checkpointed", "experts")

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from pipectl.jobs.job import TIGHT_HEAP
-from pipectl.runtime.offload import DiskStore
-from pipectl.runtime.offload.stores import PAGE, Pages, paged_bytes, whole_pages
+from pipectl.runtime.offload import PAGE, DiskStore, Pages, paged_bytes, whole_pages
 
 STRESS = Path(__file__).with_name("micro_batches_that_leave.py")
 

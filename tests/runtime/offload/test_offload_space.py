@@ -34,7 +34,7 @@ def test_the_file_has_no_name_and_its_parts_are_used_again(tmp_path: Path):
             assert [int(piece.max()) for piece in into] == [value + round_] * 2
             following = value + round_ + 1
             places[value] = store.write([vector(4 * KIB, following), vector(10, following)])
-    assert os.fstat(store._file.descriptor).st_size == 3 * 8 * KIB
+    assert os.fstat(store.descriptor).st_size == 3 * 8 * KIB
     smaller = store.write([vector(1)])
     store.read(smaller, [vector(1)])
     store.close()

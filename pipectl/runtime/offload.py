@@ -1,0 +1,452 @@
+"""Offload: what a micro-batch keeps for its backward, out of the device's memory meanwhile.
+
+Copies run in the background, one at a time in each direction, as the simulator has it. Offloaded
+bytes wait in memory of the host, or in a file that has no name. Whether the disks of all nodes hold
+what their ranks will offload is known before anything starts.
+
+*Pages.* What a forward saves lives longer than what else it makes. Side by side in the C library's
+heap, the first leaves holes between the second when it goes, and blocks that do not fit them make
+the heap grow although much of it is free. In pages of their own, saved values leave nothing behind:
+every micro-batch needs the sizes that the one before gave back, so no page is taken from the system
+twice.
+
+*Files* are written past the system's cache, where the disk allows it. Through the cache a core
+copies every byte, and a node's memory holds it for a while. Past it, the disk reads and writes a
+vector's own memory, and no core has work. It takes whole pages only, in memory as in the file.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
+from weakref import finalize
+
+import torch
+from torch import Tensor
+
+from pipectl.errors import WorkerError
+from pipectl.plan import OffloadTarget, Plan
+from pipectl.runtime.saved_tensors import Block, SavedTensors
+from pipectl.runtime.waiting import gather_all
+from pipectl.schedule import Kind, lower, peak_host_bytes
+from pipectl.units import format_bytes
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+T = TypeVar("T")
+PAGE = mmap.PAGESIZE
+
+
+class Pages:
+    """What the offloading stages of a rank hold in its memory."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[mmap.mmap]] = {}
+
+    def take(self, size: int) -> Tensor:
+        """A vector of bytes at the start of pages that are its own until it is gone."""
+        paged = paged_bytes(size)
+        free = self._free.setdefault(paged, [])
+        memory = free.pop() if free else _new_pages(paged)
+        shared = memoryview(memory)
+        finalize(shared, free.append, memory).atexit = False
+        return torch.frombuffer(shared, dtype=torch.uint8)[:size]
+
+    def copy_of(self, vector: Tensor) -> Tensor:
+        """A vector of bytes moved here."""
+        return self.take(vector.numel()).copy_(vector)
+
+
+def paged_bytes(size: int) -> int:
+    """The size of the pages that hold so many bytes."""
+    return -(-size // PAGE) * PAGE
+
+
+def whole_pages(vector: Tensor) -> memoryview | None:
+    """The pages that hold a vector of bytes; None if it shares them with others."""
+    every = torch.empty(0, dtype=torch.uint8).set_(vector.untyped_storage())
+    own = vector.data_ptr() == every.data_ptr() and every.numel() == paged_bytes(vector.numel())
+    return every.numpy().data if own and every.data_ptr() % PAGE == 0 else None
+
+
+def _new_pages(size: int) -> mmap.mmap:
+    return mmap.mmap(-1, paged_bytes(size), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+class Extent(NamedTuple):
+    """A part of a file."""
+
+    offset: int
+    size: int
+
+
+class HostStore:
+    """Memory of the process itself.
+
+    On ranks that compute on the CPU this moves bytes from memory to the same memory, which frees
+    nothing; it is there so that a job for accelerators gives the same results without them.
+    """
+
+    def write(self, pieces: Sequence[Tensor]) -> list[Tensor]:
+        """Copy vectors of bytes on the host; their memory may be reused afterwards."""
+        return [piece.clone() for piece in pieces]
+
+    def read(self, place: Place, into: Sequence[Tensor]) -> None:
+        """Copy them back into vectors of the same lengths and forget them."""
+        assert isinstance(place, list)
+        for piece, target in zip(place, into, strict=True):
+            target.copy_(piece)
+        place.clear()
+
+    def close(self) -> None:
+        """Nothing is left behind."""
+
+
+class DiskStore:
+    """A file whose name is removed at once, so that it goes with the process, however that ends.
+
+    Micro-batches are written one after the other; the place of one that came back is used again.
+
+    Args:
+        directory: on a file system of the node itself.
+        rank: for errors.
+
+    Attributes:
+        descriptor: of the open file.
+        is_direct: whether bytes go between memory and disk past the system's cache.
+
+    Raises:
+        WorkerError: the directory cannot be written.
+    """
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        self._directory, self._rank = directory, rank
+        self._end = 0
+        self._free: list[Extent] = []
+        self._lock = Lock()
+        try:
+            self.descriptor, name = tempfile.mkstemp(prefix="pipectl-offload-", dir=directory)
+            self.is_direct = _is_direct(self.descriptor, name)
+            os.unlink(name)  # noqa: PTH108
+        except OSError as error:
+            raise self._failure(error, 0) from None
+
+    def write(self, pieces: Sequence[Tensor]) -> Extent:
+        """Write vectors of bytes into the file.
+
+        Raises:
+            WorkerError: the disk is full, or fails.
+        """
+        needed = sum(paged_bytes(piece.numel()) for piece in pieces)
+        extent = self._take(needed)
+        offset = extent.offset
+        try:
+            for piece in pieces:
+                rest = whole_pages(piece)
+                if rest is None:
+                    rest = memoryview(_new_pages(piece.numel()))
+                    rest[: piece.numel()] = piece.numpy().data
+                while len(rest):  # one call moves 2 GiB at most
+                    done = os.pwrite(self.descriptor, rest, offset)
+                    rest, offset = rest[done:], offset + done
+        except OSError as error:
+            raise self._failure(error, needed) from None
+        return extent
+
+    def read(self, place: Place, into: Sequence[Tensor]) -> None:
+        """Read them back, once.
+
+        Raises:
+            WorkerError: the disk fails.
+        """
+        assert isinstance(place, Extent)
+        offset = place.offset
+        try:
+            for vector in into:
+                own = whole_pages(vector)
+                pages = memoryview(_new_pages(vector.numel())) if own is None else own
+                rest = pages
+                while len(rest):
+                    done = os.preadv(self.descriptor, [rest], offset)
+                    if not done:
+                        raise OSError(errno.EIO, "the file is shorter than what was written")
+                    rest, offset = rest[done:], offset + done
+                if own is None:
+                    vector.numpy().data[:] = pages[: vector.numel()]
+        except OSError as error:
+            raise self._failure(error, 0) from None
+        with self._lock:
+            self._free.append(place)
+
+    def close(self) -> None:
+        """Give the disk's space back."""
+        os.close(self.descriptor)
+
+    def _take(self, size: int) -> Extent:
+        """The smallest free part that is large enough, or a new one at the end."""
+        with self._lock:
+            fitting = [extent for extent in self._free if extent.size >= size]
+            if fitting:
+                best = min(fitting, key=lambda extent: extent.size)
+                self._free.remove(best)
+                return best
+            extent = Extent(self._end, size)
+            self._end += size
+            return extent
+
+    def _failure(self, error: OSError, needed: int) -> WorkerError:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            return WorkerError(
+                f"rank {self._rank}: offload in {self._directory} fails: {error.strerror}",
+                cure="set TMPDIR in environment.variables to another directory on the nodes",
+            )
+        return WorkerError(
+            f"rank {self._rank}: no space for offload in {self._directory}: {format_bytes(needed)} "
+            f"more are needed beside {format_bytes(self._end - needed)}, and the disk is full",
+            cure="set TMPDIR in environment.variables to a directory with more space",
+        )
+
+
+Place = list[Tensor] | Extent
+"""Where something waits, in a store of either kind."""
+
+
+def _is_direct(opened: int, name: str) -> bool:
+    """Whether a page can be written past the cache and read again.
+
+    If so, the descriptor from then on stands for the file past the cache.
+    """
+    flag = getattr(os, "O_DIRECT", 0)
+    if not flag:
+        return False
+    page, direct = memoryview(_new_pages(PAGE)), -1
+    try:
+        direct = os.open(name, os.O_RDWR | flag)
+        works = os.pwrite(direct, page, 0) == os.preadv(direct, [page], 0) == PAGE
+        if works:
+            os.dup2(direct, opened, inheritable=False)
+        return works
+    except OSError:
+        return False
+    finally:
+        if direct >= 0:
+            os.close(direct)
+
+
+class Mover:
+    """Moves vectors of bytes between a rank's device and a store.
+
+    On accelerators, copies have a stream of their own, after what the device has been given to do
+    when they begin, and pass through pinned memory of the host.
+    """
+
+    def __init__(self, store: HostStore | DiskStore, device: torch.device) -> None:
+        self._store = store
+        self._device = device
+        self._out, self._in = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        self._stream = None if device.type == "cpu" else torch.Stream(device)
+        self._pages = Pages()
+
+    def housed(self, vector: Tensor) -> Tensor:
+        """A vector of bytes where it can wait and leave from.
+
+        That is where it is on accelerators, whose allocators keep blocks of sizes that recur.
+        """
+        return self._pages.copy_of(vector) if self._stream is None else vector
+
+    def leave(self, pieces: Sequence[Tensor]) -> Future[Place]:
+        """Begin to copy them out."""
+
+        def work() -> Place:
+            if self._stream is None:
+                return self._store.write(pieces)
+            copies = [_pinned(piece).copy_(piece, non_blocking=True) for piece in pieces]
+            self._stream.synchronize()
+            return self._store.write(copies)
+
+        return self._begin(self._out, work)
+
+    def fetch(self, place: Place, sizes: Sequence[int]) -> Future[list[Tensor]]:
+        """Begin to copy them back; their memory is taken at once."""
+        into = [self._empty(size) for size in sizes]
+
+        def work() -> list[Tensor]:
+            if self._stream is None:
+                self._store.read(place, into)
+                return into
+            copies = [_pinned(piece) for piece in into]
+            self._store.read(place, copies)
+            for piece, target in zip(copies, into, strict=True):
+                target.copy_(piece, non_blocking=True)
+            self._stream.synchronize()
+            return into
+
+        return self._begin(self._in, work)
+
+    def close(self) -> None:
+        """End the threads and free the store."""
+        self._out.shutdown()
+        self._in.shutdown()
+        self._store.close()
+
+    def _empty(self, size: int) -> Tensor:
+        if self._stream is None:
+            return self._pages.take(size)
+        return torch.empty(size, dtype=torch.uint8, device=self._device)
+
+    def _begin(self, threads: ThreadPoolExecutor, work: Callable[[], T]) -> Future[T]:
+        stream = self._stream
+        if stream is None:
+            return threads.submit(work)
+        given = torch.Event(self._device)
+        given.record()
+
+        def work_after() -> T:
+            stream.wait_event(given)
+            with stream:
+                return work()
+
+        return threads.submit(work_after)
+
+
+def mover_of(plan: Plan, rank: int, device: torch.device, directory: Path) -> Mover | None:
+    """What moves what the stages of a rank offload; None if they offload nothing.
+
+    Args:
+        directory: of the node, for what waits on a disk.
+    """
+    if not any(plan.stages[index].offload for index in plan.stages_of_rank(rank)):
+        return None
+    on_disk = plan.offload_to is OffloadTarget.DISK
+    return Mover(DiskStore(directory, rank) if on_disk else HostStore(), device)
+
+
+def _pinned(like: Tensor) -> Tensor:
+    pages = torch.empty(paged_bytes(like.numel()), dtype=torch.uint8, pin_memory=True)
+    return pages[: like.numel()]
+
+
+class StageOffload:
+    """Pools by micro-batch, and where each is.
+
+    Attributes:
+        least_bytes: smaller storages stay: statistics of norms, and other vectors.
+    """
+
+    least_bytes: ClassVar[int] = 16 << 10
+
+    def __init__(self, mover: Mover, device: torch.device) -> None:
+        self._mover = mover
+        self._device = device
+        self._pools: dict[int, SavedTensors] = {}
+        self._leaving: dict[int, tuple[list[Block], Future[Place]]] = {}
+        self._away: dict[int, tuple[list[Block], list[int], Place]] = {}
+        self._coming: dict[int, tuple[list[Block], Future[list[Tensor]]]] = {}
+
+    def pool(self, micro_batch: int, staying: Iterable[Tensor]) -> SavedTensors:
+        """A new pool for what a forward keeps; see :class:`SavedTensors`."""
+        pool = SavedTensors(staying, self.least_bytes, self._device, self._mover.housed)
+        self._pools[micro_batch] = pool
+        return pool
+
+    def run(self, kind: Kind, micro_batch: int) -> None:
+        """Do what one of the four kinds of rows says.
+
+        Raises:
+            WorkerError: the store is full, or fails.
+        """
+        if kind is Kind.OFFLOAD_START:
+            blocks = self._pools.pop(micro_batch).blocks
+            vectors = [block.memory for block in blocks if block.memory is not None]
+            self._leaving[micro_batch] = blocks, self._mover.leave(vectors)
+        elif kind is Kind.OFFLOAD_WAIT:
+            blocks, copied = self._leaving.pop(micro_batch)
+            place, sizes = copied.result(), []
+            for block in blocks:
+                assert block.memory is not None
+                sizes.append(block.memory.numel())
+                block.memory = None
+            self._away[micro_batch] = blocks, sizes, place
+        elif kind is Kind.FETCH_START:
+            blocks, sizes, place = self._away.pop(micro_batch)
+            self._coming[micro_batch] = blocks, self._mover.fetch(place, sizes)
+        else:
+            blocks, arrived = self._coming.pop(micro_batch)
+            for block, memory in zip(blocks, arrived.result(), strict=True):
+                block.memory = memory
+
+    def end(self, micro_batch: int) -> None:
+        """A backward begins: nothing of it leaves any more."""
+        self._pools.pop(micro_batch, None)
+
+    def forget(self) -> None:
+        """Drop what is unfinished."""
+        for each in (self._pools, self._leaving, self._away, self._coming):
+            each.clear()
+
+
+class _Space(NamedTuple):
+    """What one rank needs, and where.
+
+    Args:
+        disk: tells file systems of a node apart.
+        free_bytes: None if the directory cannot be written.
+    """
+
+    node: str
+    disk: int
+    need_bytes: int
+    free_bytes: int | None
+
+
+def offload_directory() -> Path:
+    """``TMPDIR`` of this node, even if it cannot be written, or else what the system has."""
+    return Path(os.environ.get("TMPDIR") or tempfile.gettempdir())
+
+
+def check_space(communicator: MPI.Comm, plan: Plan, node: str, directory: Path) -> None:
+    """Compare needs and free space on every node; collective.
+
+    Args:
+        node: of this rank.
+
+    Raises:
+        WorkerError: on all ranks, naming the first one whose disk is too small.
+    """
+    if plan.offload_to is not OffloadTarget.DISK or not any(s.offload for s in plan.stages):
+        return
+    need = peak_host_bytes(plan, lower(plan, communicator.rank))
+    everybody = gather_all(communicator, (_look(node, directory, need), str(directory)))
+    for rank, (mine, where) in enumerate(everybody):
+        if not mine.need_bytes:
+            continue
+        neighbours = (o for o, _ in everybody if (o.node, o.disk) == (mine.node, mine.disk))
+        together = sum(each.need_bytes for each in neighbours)
+        if mine.free_bytes is None or together > mine.free_bytes:
+            why = "it is no directory that can be written"
+            if mine.free_bytes is not None:
+                need_, have = format_bytes(together), format_bytes(mine.free_bytes)
+                why = f"need {need_} for all its ranks there, have {have}"
+            raise WorkerError(
+                f"rank {rank}: no space for offload in {where} on {mine.node}: {why}",
+                cure="set TMPDIR in environment.variables to a directory with more space on the "
+                "nodes",
+            )
+
+
+def _look(node: str, directory: Path, need: int) -> _Space:
+    try:
+        writable = os.access(directory, os.W_OK | os.X_OK)
+        free = shutil.disk_usage(directory).free if writable else None
+        return _Space(node, directory.stat().st_dev, need, free)
+    except OSError:
+        return _Space(node, -1, need, None)
