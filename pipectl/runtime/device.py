@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from pathlib import Path
 
 import psutil
 import torch
@@ -26,17 +26,17 @@ class MessageBuffer:
         return not self._free or self._free[min(piece, len(self._free) - 1)].query()
 
 
-class Device(Protocol):
-    """The device a rank computes on, and how its tensors reach MPI.
+class Device:
+    """The device a rank computes on, and how its tensors reach MPI: here, as on CPUs, in place.
 
     Attributes:
         route: how, in words.
         staged: whether messages are copied through host memory, piece by piece.
     """
 
-    torch_device: torch.device
-    route: str
-    staged: bool
+    torch_device = torch.device("cpu")
+    route = "in place"
+    staged = False
 
     def enter_thread(self) -> None:
         """Make this the current device of the thread that calls, which may hand it to MPI."""
@@ -46,52 +46,32 @@ class Device(Protocol):
 
     def message_buffer(self, count: int, dtype: torch.dtype) -> MessageBuffer:
         """Memory that MPI can write ``count`` elements into."""
-
-    def to_message(self, vector: Tensor, piece_bytes: int) -> MessageBuffer:
-        """``vector`` for MPI, which reads it in pieces of so many bytes."""
-
-    def from_message(self, buffer: Tensor) -> Tensor:
-        """A received buffer as a tensor on the device."""
-
-    def peak_bytes(self) -> int:
-        """Most memory this rank has held: resident on the CPU, allocated on an accelerator."""
-
-    def free_bytes(self) -> int:
-        """Memory that nobody holds now."""
-
-
-class CpuDevice:
-    """Tensors live in host memory: MPI reads and writes them in place."""
-
-    torch_device = torch.device("cpu")
-    route = "in place"
-    staged = False
-
-    def enter_thread(self) -> None:
-        """There is no other."""
-
-    def synchronize(self) -> None:
-        """Operators on the CPU are done when they return."""
-
-    def message_buffer(self, count: int, dtype: torch.dtype) -> MessageBuffer:
-        """Host memory; the allocator hands freed blocks of this size out again."""
         return MessageBuffer(torch.empty(count, dtype=dtype))
 
     def to_message(self, vector: Tensor, piece_bytes: int) -> MessageBuffer:  # noqa: ARG002
-        """The vector itself."""
+        """``vector`` for MPI, which reads it in pieces of so many bytes."""
         return MessageBuffer(vector)
 
     def from_message(self, buffer: Tensor) -> Tensor:
-        """The buffer itself."""
+        """A received buffer as a tensor on the device."""
         return buffer
 
     def peak_bytes(self) -> int:
-        """Peak resident memory of the process."""
-        return _peak_resident_bytes()
+        """Most memory this rank has held: resident on the CPU, allocated on an accelerator."""
+        try:
+            status = Path("/proc/self/status").read_text(encoding="ascii")
+            peak = next(line for line in status.splitlines() if line.startswith("VmHWM"))
+            return int(peak.split()[1]) * 1024
+        except (OSError, StopIteration):
+            return int(psutil.Process().memory_info().rss)
 
     def free_bytes(self) -> int:
-        """Of the machine."""
+        """Memory that nobody holds now."""
         return int(psutil.virtual_memory().available)
+
+
+class CpuDevice(Device):
+    """Tensors live in host memory: MPI reads and writes them in place."""
 
 
 class Staging:
@@ -129,7 +109,7 @@ class Staging:
         return tensor.copy_(buffer, non_blocking=self._pinned)
 
 
-class AcceleratorDevice:
+class AcceleratorDevice(Device):
     """Tensors live on an accelerator (CUDA, XPU, ...).
 
     Args:
@@ -211,12 +191,3 @@ def move(tensor: Tensor, device: torch.device) -> None:
     if isinstance(tensor, nn.Parameter):  # to a device outside of torch
         moved = nn.Parameter(moved, tensor.requires_grad)
     torch._C._swap_tensor_impl(tensor, moved)
-
-
-def _peak_resident_bytes() -> int:
-    try:
-        with open("/proc/self/status", encoding="ascii") as status:  # noqa: PTH123
-            peak = next(line for line in status if line.startswith("VmHWM"))
-        return int(peak.split()[1]) * 1024
-    except (OSError, StopIteration):
-        return int(psutil.Process().memory_info().rss)
