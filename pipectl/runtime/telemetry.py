@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -26,10 +26,6 @@ from pipectl.runtime.written import Attempts, Lines
 _HEARTBEAT_S = 2.0
 _SAY_S = 10.0
 """Between two lines about steps in the job's log."""
-_FIELDS = (
-    "step", "loss", "learning_rate", "gradient_norm", "loss_scale", "skipped", "busy_s",
-    "step_time_s", "samples", "rss_bytes", "peak_bytes", "waiting", "time",
-)  # fmt: skip
 _TAG = 1
 
 
@@ -53,6 +49,9 @@ class StepReport:
     peak_bytes: int
     loss_scale: float = math.nan
     skipped: bool = False
+
+
+_FIELDS = (*(field.name for field in fields(StepReport)), "rss_bytes", "waiting", "time")
 
 
 class Telemetry:
@@ -88,7 +87,14 @@ class Telemetry:
         self._steps = steps
         self._attempt = attempt
         self._process = psutil.Process()
-        self._ranks = communicator.gather(_identity(communicator.rank, stages))
+        me = {
+            "rank": communicator.rank,
+            "host": socket.gethostname(),
+            "node": node_name(),
+            "pid": os.getpid(),
+            "stages": list(stages),
+        }
+        self._ranks = communicator.gather(me)
         self._sending: list[tuple[MPI.Request, Any]] = []
         self._reports: dict[int, dict[int, dict[str, float]]] = {}
         self._latest: dict[int, dict[str, float]] = {}
@@ -98,9 +104,8 @@ class Telemetry:
         self._beats = Attempts(run.heartbeat.name, warn)
         self._waiting = WaitingShare()
         self._step = 0
-        self._receiving = [self._post(rank) for rank in range(1, communicator.size)]
-        if communicator.rank:
-            self._receiving = []
+        others = range(1, communicator.size) if communicator.rank == 0 else ()
+        self._receiving = [self._post(rank) for rank in others]
 
     def go_on_from(self, step: int) -> None:
         """Say that so many steps were done by earlier attempts."""
@@ -114,24 +119,8 @@ class Telemetry:
 
     def report(self, report: StepReport) -> None:
         """Send one step's figures on their way; never waits for another rank."""
-        record = np.array(
-            [
-                report.step,
-                report.loss,
-                report.learning_rate,
-                report.gradient_norm,
-                report.loss_scale,
-                report.skipped,
-                report.busy_s,
-                report.step_time_s,
-                report.samples,
-                self._process.memory_info().rss,
-                report.peak_bytes,
-                self._waiting.share(),
-                time.time(),
-            ],
-            dtype=np.float64,
-        )
+        own = self._process.memory_info().rss, self._waiting.share(), time.time()
+        record = np.array([*astuple(report), *own], dtype=np.float64)
         if self._communicator.rank == 0:
             self._accept(0, record)
             self._poll()
@@ -177,8 +166,6 @@ class Telemetry:
 
     def _post(self, rank: int) -> tuple[MPI.Request, Any]:
         buffer = np.empty(len(_FIELDS), dtype=np.float64)
-        if self._communicator.rank:
-            return MPI.REQUEST_NULL, buffer
         return self._communicator.Irecv(buffer, rank, _TAG), buffer
 
     def _poll(self) -> None:
@@ -188,10 +175,10 @@ class Telemetry:
                 request, buffer = self._receiving[index] = self._post(index + 1)
 
     def _accept(self, rank: int, record: Any) -> None:
-        fields = dict(zip(_FIELDS, record.tolist(), strict=True))
-        step = int(fields["step"])
-        self._latest[rank] = fields
-        self._reports.setdefault(step, {})[rank] = fields
+        report = dict(zip(_FIELDS, record.tolist(), strict=True))
+        step = int(report["step"])
+        self._latest[rank] = report
+        self._reports.setdefault(step, {})[rank] = report
         if len(self._reports[step]) == self._communicator.size:
             line = self._metrics(step, self._reports.pop(step))
             self._append([line])
@@ -264,13 +251,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _identity(rank: int, stages: tuple[int, ...]) -> dict[str, Any]:
-    return {
-        "rank": rank,
-        "host": socket.gethostname(),
-        "node": node_name(),
-        "pid": os.getpid(),
-        "stages": list(stages),
-    }
