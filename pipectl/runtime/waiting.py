@@ -1,5 +1,7 @@
 """Waiting without spinning: MPI's own waits keep a core busy, which a rank beside may need.
 
+A rank that shares its cores with no other spins nonetheless: it sees at once what it waits for.
+
 Many MPIs move a large message only within their own calls, one fragment a call. A wait that sleeps
 after every call would then slow the message down; so it sleeps only behind calls that moved
 nothing. Which ones these are shows in the processor time they take: about a microsecond, against
@@ -51,10 +53,11 @@ _meter = WorkMeter()
 
 @dataclass
 class _Waited:
-    """Time this process has spent in waits, in seconds, and who is told that it waits."""
+    """Seconds this process has spent in waits, who is told that it waits, and whether it spins."""
 
     total_s: float = 0.0
     tell: Callable[[bool], None] = lambda _: None
+    spins: bool = False
 
 
 _waited = _Waited()
@@ -93,6 +96,22 @@ class WaitingShare:
 def tell_of_waits(tell: Callable[[bool], None]) -> None:
     """Have somebody told when a wait begins to take longer, and when it is over."""
     _waited.tell = tell
+
+
+def spin_if_alone(communicator: MPI.Comm, node: object) -> None:
+    """Have waits of this process spin, if it has cores of its own. Collective.
+
+    These are two at least that no other rank of the node may use: one waits, and threads of the
+    process go on with messages and checkpoints on the other.
+
+    Args:
+        node: of this rank.
+    """
+    mine = frozenset(os.sched_getaffinity(0))
+    everyone = gather_all(communicator, (node, mine))
+    del everyone[communicator.rank]
+    shared = any(other == node and mine & cores for other, cores in everyone)
+    _waited.spins = len(mine) > 1 and not shared
 
 
 def wait(requests: Sequence[MPI.Request]) -> None:
@@ -141,7 +160,8 @@ def waiting() -> Iterator[None]:
 def poll(done: Callable[[], bool], worked: Callable[[float], bool]) -> None:
     """Call ``done`` until it says so: eagerly at first and as long as it works, else with pauses.
 
-    So a short wait costs no latency, and a long one leaves the core to a rank that computes.
+    So a short wait costs no latency, and a long one leaves the core to a rank that computes, unless
+    there is none (:func:`spin_if_alone`).
 
     Args:
         worked: whether a call that took so many seconds of processor time moved data.
@@ -170,7 +190,7 @@ def poll(done: Callable[[], bool], worked: Callable[[float], bool]) -> None:
             told = True
         if moved:
             spin_until = max(spin_until, now + _SPIN_S)
-        if now < spin_until:
+        if now < spin_until or _waited.spins:
             os.sched_yield()
         else:
             time.sleep(_SHORT_PAUSE_S if now - start < _SHORT_S else _LONG_PAUSE_S)

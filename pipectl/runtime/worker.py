@@ -36,7 +36,7 @@ from pipectl.runtime.stopping import stop_on_signals
 from pipectl.runtime.supported import check_supported
 from pipectl.runtime.trainer import Trainer
 from pipectl.runtime.transport import Circumstances, choose_progress, gpu_aware
-from pipectl.runtime.waiting import broadcast
+from pipectl.runtime.waiting import broadcast, spin_if_alone
 from pipectl.runtime.watching import watched
 from pipectl.spec import JobSpec, load
 
@@ -77,6 +77,7 @@ def _train(
     settle_process(spec.threads)
     doing.action = "choosing the device"
     nodes = neighbours_of(communicator)
+    spin_if_alone(communicator, node_name())
     local_rank = next(ranks.index(rank) for ranks in nodes if rank in ranks)
     device = _device(communicator, spec, local_rank)
     doing.action = "building the model and the data"

@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mpi4py import MPI
 
-from pipectl.runtime.waiting import WorkMeter, poll, tell_of_waits
+from pipectl.runtime import waiting
+from pipectl.runtime.waiting import WorkMeter, poll, spin_if_alone, tell_of_waits
 
 LOOK_S, MOVE_S = 1.5e-6, 8e-6
 """Processor time of a call that finds nothing to do, and of one that moves a fragment."""
@@ -41,6 +43,44 @@ def test_a_clock_that_was_wrong_once_does_not_make_waits_spin_for_ever():
     meter = WorkMeter()
     meter.worked(0.0)
     assert sum(meter.worked(LOOK_S) for _ in range(20000)) < 5000
+
+
+class World:
+    """Two ranks, of which the other has said where it is and which cores it may use."""
+
+    rank = 0
+
+    def __init__(self, node: str, cores: set[int]) -> None:
+        self._other = node, frozenset(cores)
+
+    def Ibarrier(self) -> MPI.Request:  # noqa: N802
+        return MPI.REQUEST_NULL
+
+    def allgather(self, mine: Any) -> list[Any]:
+        return [mine, self._other]
+
+
+@pytest.mark.parametrize(
+    ("node", "mine", "others", "spins"),
+    [
+        ("a", {0, 1}, {2, 3}, True),
+        ("a", {0, 1}, {1, 2}, False),
+        ("b", {0, 1}, {0, 1}, True),
+        ("b", {0}, {0}, False),
+    ],
+)
+def test_a_rank_spins_if_it_has_cores_of_its_own(
+    node: str, mine: set[int], others: set[int], spins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: mine)
+    monkeypatch.setattr(waiting._waited, "spins", False)
+    spin_if_alone(World(node, others), "a")  # type: ignore[arg-type]
+    assert waiting._waited.spins == spins
+    slept: list[float] = []
+    monkeypatch.setattr("time.sleep", slept.append)
+    looks = iter(range(2000))
+    poll(lambda: next(looks) == 1999, lambda _: False)
+    assert bool(slept) != spins
 
 
 SEEN = """
