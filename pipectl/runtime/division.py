@@ -1,16 +1,22 @@
-"""How the data divide into steps and micro-batches, and which sizes these have."""
+"""How the data divide into steps and micro-batches, which sizes these have, and which weights."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from mpi4py import MPI
+from torch import Tensor
 
 from pipectl.capture import CapturedJob
 from pipectl.capture.data import Batches, Loader, split_batch
+from pipectl.capture.step import target_weight, weighted
 from pipectl.errors import CaptureError, MismatchError
 from pipectl.plan import Plan
-from pipectl.runtime.waiting import gather_all
+from pipectl.runtime.reduction import group_of
+from pipectl.runtime.step import Batch, Step, StepInput, narrowed
+from pipectl.runtime.waiting import gather_all, wait
 
 
 @dataclass(frozen=True)
@@ -93,3 +99,80 @@ def _evaluation_sizes(held_out: Loader | None, size: int) -> tuple[int, ...]:
             cure="use a data set with __len__ and __getitem__ for evaluation",
         )
     return tuple(sorted(set(split_batch(held_out.samples, size)), reverse=True))
+
+
+class LossShares:
+    """Weights of the parts of the loss that this rank's replica of the loss stage computes.
+
+    Making one is collective among the ranks that compute the loss or begin its backward. If these
+    differ, the second begins the backwards of the first one's loss.
+
+    Args:
+        stage: the loss stage.
+    """
+
+    def __init__(self, communicator: MPI.Comm, job: CapturedJob, plan: Plan, stage: int) -> None:
+        self._rank, self._stage = communicator.rank, stage
+        self._weigh, self._name = job.weight(), job.spec.loss.weight
+        losing, seeding = plan.stages[stage].ranks, plan.stages[stage].updating_ranks
+        self._apart = seeding != losing
+        ranks = (*losing, *seeding) if self._apart else losing
+        self._group: MPI.Comm | None = None
+        if self._rank in ranks:
+            self._group = group_of(communicator, ranks, len(plan.stages))
+
+    @property
+    def reads_targets(self) -> bool:
+        """Whether this rank must see all its targets before the step begins."""
+        return self._weigh is not None and self._group is not None
+
+    def of(self, step: Step, batches: Sequence[Batch] = ()) -> list[float]:
+        """The weight of every micro-batch, or of this rank's part of it. Collective if they
+        depend on targets.
+
+        Args:
+            batches: of the pieces of the pass, where they do.
+        """
+        if self.reads_targets:
+            return self._by_targets(step, batches)
+        parts, total = step.parts(self._rank, self._stage), sum(step.sizes)
+        sizes = [parts[i].size if i in parts else size for i, size in enumerate(step.sizes)]
+        return [size / total for size in sizes]
+
+    def step_input(
+        self, step: Step, batches: Iterator[Batch], seed: tuple[int | str, ...], scale: float = 1.0
+    ) -> StepInput:
+        """What a pass works on; batches are read at once where weights depend on them."""
+        known = list(batches) if self.reads_targets else []
+        return StepInput(
+            weights=self.of(step, known),
+            batches=iter(known) if self.reads_targets else batches,
+            seed=seed,
+            scale=scale,
+        )
+
+    def computed(self, step: Step) -> list[int]:
+        """The micro-batches whose loss, or part of it, this rank computes; in order."""
+        return list(step.parts(self._rank, self._stage))
+
+    def loss(self, step: Step, losses: Sequence[Tensor], weights: Sequence[float]) -> float:
+        """What this rank adds to the loss of the step; NaN where it computes none of it."""
+        own = self.computed(step)
+        if not own:
+            return 0.0 if self._group is not None else float("nan")
+        return weighted(losses, [weights[index] for index in own])
+
+    def _by_targets(self, step: Step, batches: Sequence[Batch]) -> list[float]:
+        assert self._weigh is not None
+        assert self._group is not None
+        assert step.pieces is not None
+        loaded = dict(zip(step.pieces, batches, strict=True))
+        table = np.zeros((len(step.sizes), self._group.size))
+        for index, rows in step.parts(self._rank, self._stage).items():
+            targets = narrowed(loaded[index][1], rows, step.pieces[index])
+            table[index, self._group.rank] = target_weight(self._weigh, self._name, targets)
+        if self._group.size > 1:
+            wait([self._group.Iallreduce(MPI.IN_PLACE, table)])  # adding zeros changes no bit
+        total = float(sum(table.ravel().tolist()))
+        mine: list[float] = table[:, 0 if self._apart else self._group.rank].tolist()
+        return [weight / total if total else 0.0 for weight in mine]

@@ -1,22 +1,29 @@
-"""The engine: executes rank programs on tensors, the same ones the simulator executes on costs."""
+"""The engine: executes rank programs on tensors, the same ones the simulator executes on costs.
+
+Replicas that split micro-batches exchange the rows that both compute. A value that all samples
+share (positions of tokens, say) is the same on all replicas that make it; each reader takes it from
+the first of them, which also gets the reader's gradient, so that each part of it arrives once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from time import perf_counter
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from pipectl.capture import CapturedGraph, Cut, Slot
 from pipectl.capture.batch import Number, Reader, Sample, expected_of
+from pipectl.capture.slices import Rows, batch_dimension
 from pipectl.graph import TransferKind
 from pipectl.runtime.device import Device
 from pipectl.runtime.failure import Doing
 from pipectl.runtime.layout import Tensors
 from pipectl.runtime.reduction import StageReduction
-from pipectl.runtime.slicing import Piece, Slicing
 from pipectl.runtime.stage import MicroBatch, Stage
 from pipectl.runtime.step import Loaded, Row, Step, StepInput
 from pipectl.runtime.transport import Message, Posted, Transport
@@ -25,6 +32,71 @@ from pipectl.schedule import Actions, Kind
 
 _HALVES = (TransferKind.SAVED, TransferKind.WEIGHT)
 """Messages between the two ranks of a stage, which know what they hold."""
+
+
+class Piece(NamedTuple):
+    """What arrived of a micro-batch from one replica."""
+
+    rows: Rows
+    tensors: Tensors
+
+
+class Slicing:
+    """Cuts and joins the values of one graph."""
+
+    def __init__(self, graph: CapturedGraph) -> None:
+        self._graph = graph
+        self._nodes = {node.name: node for node in graph.operators}
+        self._dimension = cache(self._dimension_of)
+
+    def part(self, made: Tensors, origin: int, rows: Rows, *, leads: bool) -> Tensors:
+        """Rows of what a replica made.
+
+        Args:
+            origin: first sample of what it made.
+            rows: wanted, counted from the first sample of the micro-batch.
+            leads: whether shared values go along.
+        """
+        return {
+            slot: None if tensor is None else self._rows(slot, tensor, origin, rows, leads)
+            for slot, tensor in made.items()
+        }
+
+    def joined(self, pieces: Sequence[Piece]) -> Tensors:
+        """What arrived from all replicas, as one."""
+        if all(piece.rows.is_whole for piece in pieces):
+            return {slot: tensor for piece in pieces for slot, tensor in piece.tensors.items()}
+        found: dict[Slot, list[Tensor]] = {}
+        for piece in sorted(pieces, key=lambda item: item.rows):
+            for slot, tensor in piece.tensors.items():
+                kept = found.setdefault(slot, [])
+                if tensor is not None:
+                    kept.append(tensor)
+        return {slot: self._join(slot, tensors) for slot, tensors in found.items()}
+
+    def _rows(
+        self, slot: Slot, tensor: Tensor, origin: int, rows: Rows, leads: bool
+    ) -> Tensor | None:
+        dim = self._dimension(slot.value)
+        if dim is None:
+            return tensor if leads else None
+        if tensor.shape[dim] == rows.size:
+            return tensor
+        return tensor.narrow(dim, rows.start - origin, rows.size).contiguous()
+
+    def _join(self, slot: Slot, tensors: Sequence[Tensor]) -> Tensor | None:
+        if len(tensors) < 2:
+            return tensors[0] if tensors else None
+        dim = self._dimension(slot.value)
+        if dim is not None:
+            return torch.cat(list(tensors), dim)
+        total = tensors[0].clone()
+        for tensor in tensors[1:]:
+            total += tensor
+        return total
+
+    def _dimension_of(self, value: str) -> int | None:
+        return batch_dimension(self._graph, self._nodes[value])
 
 
 @dataclass

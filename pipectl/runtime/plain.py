@@ -38,8 +38,7 @@ from pipectl.errors import PipectlError
 from pipectl.files import write_json
 from pipectl.printable import printable
 from pipectl.runtime.device import choose_device
-from pipectl.runtime.loss_scale import refuse_half_parameters
-from pipectl.runtime.optimizer import gradient_norms, not_finite
+from pipectl.runtime.optimizer import gradient_norms, not_finite, refuse_half_parameters
 from pipectl.runtime.process import settle_process
 from pipectl.runtime.saved_tensors import kept_apart
 from pipectl.runtime.stepper import Stepper, make_stepper

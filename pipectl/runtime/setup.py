@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from mpi4py import MPI
-from torch import Tensor, nn
+from torch import nn
 
 from pipectl.capture import CapturedJob, Cut, Lane, evaluation_stages
 from pipectl.capture.data import Loader
@@ -129,23 +129,6 @@ class Setup:
         me = self.communicator.rank
         plan = self.plan.stages
         return [held for i, held in self.stages.items() if me in plan[i].updating_ranks]
-
-    @property
-    def saved_states(self) -> dict[str, Tensor]:
-        """The parameters and buffers this rank saves."""
-        me, states = self.communicator.rank, self.job.states
-        return {name: states[name] for name, owner in self.owners.items() if owner == me}
-
-    @property
-    def persistent(self) -> set[str]:
-        """The parameters and buffers of all ranks that a state dict holds."""
-        return set(self.job.step.state_dict(keep_vars=True))
-
-    @property
-    def saved_aliases(self) -> dict[str, str]:
-        """Further names of saved states, to the name each is saved under."""
-        persistent = self.persistent
-        return {name: first for name, first in self.job.tied.items() if name in persistent}
 
     def _stages(self, cuts: Mapping[tuple[bool, int], Cut]) -> dict[int, Stage]:
         apart = any(stage.backward_ranks for stage in self.plan.stages)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from pipectl.errors import UsageError
-from pipectl.runtime.loss_scale import LossScale
 from pipectl.runtime.optimizer import (
+    LossScale,
     SharedGradients,
     clip_gradients,
     gradient_norms,

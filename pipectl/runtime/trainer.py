@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from itertools import islice, pairwise
 from typing import Any
-
-from torch import nn
 
 from pipectl.capture.python_state import undisturbed
 from pipectl.capture.slices import Rows
@@ -20,15 +18,13 @@ from pipectl.files import write_text
 from pipectl.runs import Manifest, RunDirectory
 from pipectl.runtime.callbacks import Callbacks
 from pipectl.runtime.checkpoint import Keep, Saver, Stored, plain_name, take_snapshot
+from pipectl.runtime.division import LossShares
 from pipectl.runtime.engine import StepRun
 from pipectl.runtime.evaluation import Evaluator
 from pipectl.runtime.failure import warn
-from pipectl.runtime.loss_scale import LossScale
-from pipectl.runtime.loss_shares import LossShares, loss_shares_of
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.step import Batch, Row, Step, StepInput, narrowed
 from pipectl.runtime.step_end import StepEnd
-from pipectl.runtime.stepper import Stepper
 from pipectl.runtime.stopping import Stopping
 from pipectl.runtime.stretches import Stretches
 from pipectl.runtime.telemetry import StepReport, Telemetry
@@ -44,120 +40,6 @@ from pipectl.schedule import (
 )
 from pipectl.schedule.memory import room_bytes
 from pipectl.schedule.one_f_one_b import ONE_F_ONE_B
-
-
-def learn_layouts(setup: Setup, loss_shares: LossShares, evaluation: Callable[[], None]) -> None:
-    """Send micro-batches of every size over every channel, so that all ends know all layouts.
-
-    It leaves no trace: buffers and what modules keep in Python objects are put back, gradients are
-    dropped.
-
-    Args:
-        evaluation: does the same for evaluations.
-    """
-    with undisturbed(setup.job.step, setup.written.values()):
-        for size in setup.division.sizes:
-            _try(size, setup, loss_shares)
-        evaluation()
-
-
-def _try(size: int, setup: Setup, loss_shares: LossShares) -> None:
-    """A short step without an update."""
-    plan = setup.plan
-    if is_unflushed(plan):  # a trial is flushed; its messages are the same
-        plan = replace(plan, schedule=ONE_F_ONE_B.name)
-    rank, loader = setup.communicator.rank, setup.job.loader
-    trial = Step.of(plan_of_trial(plan, size), rank, setup.reading, load_whole=loader.takes_whole)
-    assert trial.pieces is not None
-    whole: Any = loader.example(size) if setup.reading else None
-    batches: list[Batch] = [narrowed(whole, rows, Rows.of(size)) for rows in trial.pieces.values()]
-    seed = setup.job.spec.training.seed, "layouts"
-    given = loss_shares.step_input(trial, iter(batches), seed)
-    setup.training.run(trial, given)
-    for stage in setup.stages.values():
-        stage.forget()
-
-
-class Continuation:
-    """Checkpoints of one rank's share of a training; making one is collective.
-
-    Where samples stand, and which random numbers come next, follows from the number of steps.
-
-    Args:
-        told: the parameters whose optimizer state is this rank's to save.
-        attempt: number of the job's start, from 1.
-        reported: whether the figures of all steps up to one are written (asked on rank 0).
-    """
-
-    def __init__(
-        self,
-        setup: Setup,
-        run: RunDirectory,
-        attempt: int,
-        stepper: Stepper,
-        loss_scale: LossScale | None,
-        told: Mapping[str, nn.Parameter],
-        reported: Callable[[int], bool],
-    ) -> None:
-        self._setup = setup
-        self._stepper = stepper
-        self._loss_scale = loss_scale
-        self._told = told
-        self._persistent = setup.persistent
-        self._aliases = _plain_aliases(setup.saved_aliases)
-        spec = setup.job.spec.checkpoint
-        keep = Keep(spec.keep, spec.keep_every)
-        communicator = setup.communicator.Dup()
-        self._saver = Saver(communicator, run.checkpoints, keep, attempt, warn, reported)
-        self._room_bytes = _room_bytes(setup, run)
-        self.poll = self._saver.poll
-        self.finish = self._saver.finish
-
-    def save(self, step: int) -> None:
-        """Begin to write a checkpoint behind a step; collective."""
-        setup, scale = self._setup, self._loss_scale
-        own = take_snapshot(
-            setup.saved_states,
-            self._persistent,
-            self._stepper,
-            self._told,
-            None if scale is None else scale.state,
-            self._room_bytes,
-        )
-        manifest = Manifest(step, setup.plan.micro_batch_size, self._aliases)
-        self._saver.start(manifest, own)
-
-    def take_up(self, stored: Stored, updated: Mapping[str, nn.Parameter]) -> None:
-        """Put back what is not in the model.
-
-        Args:
-            updated: the parameters that this rank updates.
-        """
-        manifest, optimizer = stored.manifest, self._stepper.optimizer
-        if optimizer is not None:
-            stored.restore_optimizer(optimizer, updated)
-        self._stepper.move_on(manifest.updates, manifest.losses)
-        if self._loss_scale is not None and manifest.loss_scale is not None:
-            self._loss_scale.restore(manifest.loss_scale)
-        stored.close()
-
-
-def _room_bytes(setup: Setup, run: RunDirectory) -> int | None:
-    """For copies; beside an accelerator, whose memory the plan counts, the host has enough."""
-    if setup.device.torch_device.type != "cpu":
-        return None
-    plan, rank = setup.plan, setup.communicator.rank
-    limit_bytes: float | None = plan.memory_limit_bytes
-    if run.cluster.exists():
-        limit_bytes = Cluster.load(run.cluster).memory_of(rank, limit_bytes)
-    return room_bytes(plan, rank, limit_bytes)
-
-
-def _plain_aliases(aliases: Mapping[str, str]) -> dict[str, str]:
-    """By the names in the user's model."""
-    pairs = [(plain_name(alias), plain_name(name)) for alias, name in aliases.items()]
-    return {alias: name for alias, name in pairs if alias is not None and name is not None}
-
 
 _CHECK_REPLICAS_EVERY = 100
 """Steps."""
@@ -196,18 +78,18 @@ class Trainer:
         self._tracing = Tracing(
             setup.communicator, run, self._spec.trace, self._spec.training.steps, rows
         )
-        self._loss_shares = loss_shares_of(setup)
+        self._loss_shares = LossShares(
+            setup.communicator, setup.job, setup.plan, setup.cut.loss_stage
+        )
         self._end = StepEnd(setup, self._telemetry.fault, self._finish_saving)
         self._evaluator = Evaluator(setup)
         self._step_of = cache(self._make_step)
-        self._continuation = self._make_continuation(run, attempt)
+        self._saver = self._make_saver(run, attempt)
         self._stopping = Stopping(setup.communicator.Dup(), run.stop)
         self._stopped = False
         self._done = 0
         if stored is not None:
-            self._continuation.take_up(stored, self._end.updated)
-            self._done = stored.manifest.step
-            self._telemetry.go_on_from(self._done)
+            self._go_on_from(stored)
 
     def train(self) -> None:
         """Run all steps, evaluations and checkpoints."""
@@ -231,7 +113,7 @@ class Trainer:
         self._setup.doing.action = "finishing"
         self._stopping.finish()
         self._tracing.finish()  # also where the last checkpoint cannot be written
-        self._continuation.finish()
+        self._saver.finish()
         self._telemetry.finish("stopped" if self._stopped else "done")
 
     def _train_steps(self, planned: list[tuple[int, range]], loaded: Iterator[Batch]) -> None:
@@ -248,7 +130,7 @@ class Trainer:
         """Steps that overlap; the pipeline empties where all ranks meet."""
         setup = self._setup
         batches = [positions for _, positions in planned]
-        save_on = self._continuation.poll
+        save_on = self._saver.poll
         stretches = Stretches(setup, self._end, self._telemetry, self._tracing, save_on)
         loaded: Iterator[Batch] = iter(())
         if setup.loader is not None:
@@ -325,16 +207,64 @@ class Trainer:
         if self._saves_behind(step):
             self._save(step)
             self._begin("training")
-        self._continuation.poll()
+        self._saver.poll()
 
     def _begin(self, phase: str) -> None:
         """Say what the run, and this rank, does now."""
         self._telemetry.state(phase)
         self._setup.doing.action = phase
 
+    def _make_saver(self, run: RunDirectory, attempt: int) -> Saver:
+        """Collective. Beside an accelerator, whose memory the plan counts, copies have room."""
+        setup, spec = self._setup, self._spec.checkpoint
+        self._room_bytes = None
+        if setup.device.torch_device.type == "cpu":
+            limit_bytes: float | None = setup.plan.memory_limit_bytes
+            if run.cluster.exists():
+                limit_bytes = Cluster.load(run.cluster).memory_of(self._rank, limit_bytes)
+            self._room_bytes = room_bytes(setup.plan, self._rank, limit_bytes)
+        # Of the parameters and buffers of all ranks, those that a state dict holds.
+        self._persistent = set(setup.job.step.state_dict(keep_vars=True))
+        tied = setup.job.tied.items()
+        named = [(plain_name(n), plain_name(first)) for n, first in tied if n in self._persistent]
+        self._aliases = {n: first for n, first in named if n is not None and first is not None}
+        return Saver(
+            setup.communicator.Dup(),
+            run.checkpoints,
+            Keep(spec.keep, spec.keep_every),
+            attempt,
+            warn,
+            self._telemetry.has_written,
+        )
+
+    def _go_on_from(self, stored: Stored) -> None:
+        """Put back what is not in the model.
+
+        Where samples stand, and which random numbers come next, follows from the number of steps.
+        """
+        manifest, stepper, scale = stored.manifest, self._end.stepper, self._end.loss_scale
+        if stepper.optimizer is not None:
+            stored.restore_optimizer(stepper.optimizer, self._end.updated)
+        stepper.move_on(manifest.updates, manifest.losses)
+        if scale is not None and manifest.loss_scale is not None:
+            scale.restore(manifest.loss_scale)
+        stored.close()
+        self._done = manifest.step
+        self._telemetry.go_on_from(self._done)
+
     def _save(self, step: int) -> None:
         self._begin("saving")
-        self._continuation.save(step)
+        end, setup = self._end, self._setup
+        states = setup.job.states
+        snapshot = take_snapshot(
+            {name: states[name] for name, owner in setup.owners.items() if owner == self._rank},
+            self._persistent,
+            end.stepper,
+            end.told,
+            None if end.loss_scale is None else end.loss_scale.state,
+            self._room_bytes,
+        )
+        self._saver.start(Manifest(step, setup.plan.micro_batch_size, self._aliases), snapshot)
 
     def _stop(self, step: int) -> None:
         """End here, so that the job can go on from here."""
@@ -350,7 +280,7 @@ class Trainer:
         before = doing.board.read()
         doing.action = "saving"
         try:
-            self._continuation.finish()
+            self._saver.finish()
         finally:  # reports of errors tell of the row
             doing.board.return_to(before)
 
@@ -381,8 +311,30 @@ class Trainer:
         return Step.of(plan, self._rank, setup.reading, load_whole=whole)
 
     def learn_layouts(self) -> None:
-        """Send micro-batches of every size over every channel; see :func:`learn_layouts`."""
-        learn_layouts(self._setup, self._loss_shares, self._evaluator.learn)
+        """Send micro-batches of every size over every channel, so that all ends know all layouts.
+
+        It leaves no trace: buffers and what modules keep in Python objects are put back, gradients
+        are dropped.
+        """
+        setup, plan = self._setup, self._setup.plan
+        if is_unflushed(plan):  # a trial is flushed; its messages are the same
+            plan = replace(plan, schedule=ONE_F_ONE_B.name)
+        loader, seed = setup.job.loader, (self._spec.training.seed, "layouts")
+        with undisturbed(setup.job.step, setup.written.values()):
+            for size in setup.division.sizes:
+                trial = Step.of(
+                    plan_of_trial(plan, size),
+                    self._rank,
+                    setup.reading,
+                    load_whole=loader.takes_whole,
+                )
+                assert trial.pieces is not None
+                whole: Any = loader.example(size) if setup.reading else None
+                batches = (narrowed(whole, rows, Rows.of(size)) for rows in trial.pieces.values())
+                setup.training.run(trial, self._loss_shares.step_input(trial, batches, seed))
+                for stage in setup.stages.values():
+                    stage.forget()
+            self._evaluator.learn()
 
     def _renew_weights(self) -> None:
         """Send weights to where forwards run without the backwards, as the next step does too."""
@@ -390,9 +342,3 @@ class Trainer:
         actions = lower_renewal(plan, self._rank).body
         step = Step.plain(actions, channels(plan), self._rank, ())
         self._setup.training.run(step, StepInput((), iter(()), ()))
-
-    def _make_continuation(self, run: RunDirectory, attempt: int) -> Continuation:
-        end, reported = self._end, self._telemetry.has_written
-        return Continuation(
-            self._setup, run, attempt, end.stepper, end.loss_scale, end.told, reported
-        )
