@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from mpi4py import MPI
 from torch import nn
@@ -71,7 +71,10 @@ class Setup:
         self.division = Division.of(job, plan, held_out, communicator)
         cuts = self._cuts()
         self.owners = self._owners(cuts)
-        self._make_states(self._held(cuts), stored)
+        held = self._held(cuts)
+        job.materialize(held)
+        if stored is not None:
+            stored.restore_states({name: job.states[name] for name in held})
         self._mover = mover_of(plan, communicator.rank, device.torch_device, offload_directory())
         self.stages = self._stages(cuts)
         self._change_code()
@@ -83,19 +86,12 @@ class Setup:
         buffers = {n: t for stage in self.stages.values() for n, t in stage.buffers.items()}
         self.written = {name: tensor for name, tensor in buffers.items() if name in written}
         self.replicas = Replicas(communicator, plan, self.stages, device, self.progress, written)
-        self._reductions = self.replicas.reductions()
         self._make_engines(cuts)
         weighing = self.cut.loss_stage if job.weight() is not None else None
         self.reading = tuple(i for i, s in self.stages.items() if s.reads or i == weighing)
         self.loader: Loader | None = job.loader if self.reading else None
         self.evaluation_loader = held_out if self.evaluated else None
         self._release()
-
-    def _make_states(self, held: Sequence[str], stored: Stored | None) -> None:
-        """Give parameters and buffers the values that training starts from."""
-        self.job.materialize(held)
-        if stored is not None:
-            stored.restore_states({name: self.job.states[name] for name in held})
 
     def _change_code(self) -> None:
         """Split backwards, compile, or let messages advance between operators."""
@@ -111,11 +107,6 @@ class Setup:
         """Free what is not memory: threads and files."""
         if self._mover is not None:
             self._mover.close()
-
-    def _offload(self, stage: int) -> StageOffload | None:
-        if self._mover is None or not self.plan.stages[stage].offload:
-            return None
-        return StageOffload(self._mover, self.device.torch_device)
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -140,7 +131,9 @@ class Setup:
     def _stage(self, index: int, cuts: Mapping[tuple[bool, int], Cut], wire: Wire) -> Stage:
         stage, rank = self.plan.stages[index], self.communicator.rank
         given = self.job.states, self.device, self.job.spec.training.precision
-        offload = self._offload(index)
+        offload = None
+        if self._mover is not None and stage.offload:
+            offload = StageOffload(self._mover, self.device.torch_device)
         if stage.updating_ranks != stage.ranks:
             whole = {(training, Rows.of(size)): cut for (training, size), cut in cuts.items()}
             return make_half(stage, index, rank, wire, whole, *given, offload)
@@ -183,39 +176,27 @@ class Setup:
                 cure="profile and plan the job again",
             )
         add_lanes(self.cut, self.job.states, lanes)
-        wires = self._transport(self.cut)
-        self.training = self._engine(self.cut, wires, cuts)
+        check = broadcast(self.communicator, CHECK_VARIABLE in os.environ)
+        reductions = self.replicas.reductions()
+
+        def make_engine(cut: Cut) -> Engine:
+            own = self.communicator.Dup()
+            wires = Transport(own, self.device, cut.lanes, self.progress, check=check)
+            alike = {size: each for (kind, size), each in cuts.items() if kind is cut.training}
+            graphs = {size: each.graph for size, each in alike.items()}
+            return Engine(self.stages, cut, wires, self.device, self.doing, reductions, graphs)
+
+        self.training = make_engine(self.cut)
         self.evaluating: Engine | None = None
         self.evaluation_channels: tuple[Channel, ...] = ()
         if self.division.evaluation_sizes:
             cut = cuts[False, self.division.evaluation_sizes[0]]
-            self.evaluation_channels = tuple(self._channel(lane) for lane in sorted(cut.lanes))
-            wires = self._transport(cut)
-            self.evaluating = self._engine(cut, wires, cuts)
-
-    def _transport(self, cut: Cut) -> Transport:
-        return Transport(
-            self.communicator.Dup(),
-            self.device,
-            cut.lanes,
-            self.progress,
-            check=broadcast(self.communicator, CHECK_VARIABLE in os.environ),
-        )
-
-    def _engine(
-        self,
-        cut: Cut,
-        wires: Transport,
-        cuts: Mapping[tuple[bool, int], Cut],
-    ) -> Engine:
-        alike = {size: each for (kind, size), each in cuts.items() if kind is cut.training}
-        graphs = {size: each.graph for size, each in alike.items()}
-        given = self.device, self.doing, self._reductions
-        return Engine(self.stages, cut, wires, *given, graphs=graphs)
-
-    def _channel(self, lane: Lane) -> Channel:
-        ranks = self.rank_of_stage[lane.source], self.rank_of_stage[lane.target]
-        return Channel(lane.kind, lane.source, lane.target, *ranks, size_bytes=0)
+            self.evaluating = make_engine(cut)
+            ranks = self.rank_of_stage
+            self.evaluation_channels = tuple(
+                Channel(*lane, ranks[lane.source], ranks[lane.target], size_bytes=0)
+                for lane in sorted(cut.lanes)
+            )
 
     def _owners(self, cuts: Mapping[tuple[bool, int], Cut]) -> dict[str, int]:
         """The rank of the lowest stage that uses a state; of the first stage for unused ones.

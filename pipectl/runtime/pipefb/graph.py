@@ -147,10 +147,10 @@ class Graph:
     def _record(self, states: Sequence[Tensor], call: Call, precision: str) -> None:
         anchor = torch.zeros((), requires_grad=True)
         with Valueless(), torch.enable_grad(), saved_tensors_hooks(self._pack, self._unpack):
-            inputs = [_blank(layout, self._device) for layout in call.inputs]
+            inputs = [self._blank(layout) for layout in call.inputs]
             received: dict[Slot, Tensor] = {}
             for slot, (layout, grad) in zip(self._code.received, call.received, strict=True):
-                value = _blank(layout, self._device)
+                value = self._blank(layout)
                 received[slot] = (
                     Receive.apply(anchor, value, self._caught, slot) if grad else value  # type: ignore[no-untyped-call]
                 )
@@ -159,6 +159,10 @@ class Graph:
         named = {**received, **dict(zip(self._code.results, results, strict=True))}
         self._forms = {slot: (t.dtype, tuple(t.shape)) for slot, t in named.items()}
         self._edges = {s: get_gradient_edge(t) for s, t in named.items() if t.requires_grad}
+
+    def _blank(self, layout: Layout) -> Tensor:
+        form = layout.sizes, layout.strides
+        return torch.empty_strided(*form, dtype=layout.dtype, device=self._device)
 
     def _pack(self, tensor: Tensor) -> int:
         self.saved.append((tensor.dtype, tuple(tensor.shape)))
@@ -193,10 +197,6 @@ def _is_read_once(node: Node) -> bool:
     """Whether it asks for each saved tensor once: true of all but the user's own functions."""
     function = getattr(node, "_forward_cls", None)
     return function is None or function.__module__ == Receive.__module__
-
-
-def _blank(layout: Layout, device: torch.device) -> Tensor:
-    return torch.empty_strided(layout.sizes, layout.strides, dtype=layout.dtype, device=device)
 
 
 def _check_functions(stage: int, nodes: Sequence[Node]) -> None:
@@ -235,12 +235,24 @@ class Valueless(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = func(*known[0], **known[1])
             if func in _NORMS:
                 result = _with_wide_statistics(result, args)
-        if func._schema.is_mutable:
-            return _in_place(func, result, args, kwargs)
-        return pytree.tree_map_only(Tensor, self._real, result)
-
-    def _real(self, form: Tensor) -> Tensor:
-        return blank(form)
+        if not func._schema.is_mutable:
+            return pytree.tree_map_only(Tensor, blank, result)
+        # Results that are arguments are those arguments; the others are new.
+        given = arguments_by_name(func._schema, args, kwargs)
+        results = result if isinstance(result, tuple) else (result,)
+        made = []
+        for form, returned in zip(results, func._schema.returns, strict=True):
+            alias = returned.alias_info
+            if alias is None:
+                made.append(pytree.tree_map_only(Tensor, blank, form))
+                continue
+            same = (
+                each.name
+                for each in func._schema.arguments
+                if each.alias_info is not None and each.alias_info.before_set == alias.before_set
+            )
+            made.append(given[next(same)])
+        return tuple(made) if isinstance(result, tuple) else made[0]
 
 
 def _with_wide_statistics(result: tuple[Tensor, ...], args: Sequence[Any]) -> tuple[Tensor, ...]:
@@ -255,27 +267,3 @@ def _with_wide_statistics(result: tuple[Tensor, ...], args: Sequence[Any]) -> tu
 def blank(like: Tensor) -> Tensor:
     """A tensor of the same form in memory of its own."""
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-
-
-def _in_place(func: OpOverload, result: Any, args: Any, kwargs: Any) -> Any:
-    """Results that are arguments are those arguments; the others are new."""
-    given = arguments_by_name(func._schema, args, kwargs)
-    alone = not isinstance(result, tuple)
-    found = []
-    for form, returned in zip((result,) if alone else result, func._schema.returns, strict=True):
-        written = returned.alias_info
-        found.append(_written(func, written, given) if written is not None else _new(form))
-    return found[0] if alone else tuple(found)
-
-
-def _new(form: Any) -> Any:
-    return pytree.tree_map_only(Tensor, blank, form)
-
-
-def _written(func: OpOverload, alias: Any, given: dict[str, Any]) -> Any:
-    """The argument that a result is an alias of."""
-    return next(
-        given[argument.name]
-        for argument in func._schema.arguments
-        if argument.alias_info is not None and argument.alias_info.before_set == alias.before_set
-    )
