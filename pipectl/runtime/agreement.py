@@ -184,7 +184,6 @@ def _told(found: object) -> Identity:
 
 
 def _difference(found: Sequence[Identity], differing: Sequence[int]) -> str:
-    """In words: the first rank that differs from rank 0, and in what."""
     first, other = found[0], found[differing[0]]
     if _told(first).keys() != _told(other).keys():
         return f"rank {differing[0]}{_more(differing)} runs another pipectl than rank 0"

@@ -90,7 +90,6 @@ def _takes_failure(close: Callable[..., object]) -> bool:
 
 
 def _made(factory: str, kwargs: Mapping[str, Any], spec: JobSpec, run: RunDirectory) -> Tell:
-    """What the user's function makes of the run directory and the job."""
     function = factories.find(factory, spec.base)
     config = spec.model_dump(mode="json")
     for private in ("variables", "setup"):  # keys and tokens, which would go to a server

@@ -95,7 +95,6 @@ def _answer(communicator: MPI.Comm, leader: int) -> None:
 
 
 def _gathered(communicator: MPI.Comm, value: float) -> Figures:
-    """The values of all ranks, without spinning."""
     found = np.empty(communicator.size)
     wait([communicator.Iallgather(np.array([value]), found)])
     return found

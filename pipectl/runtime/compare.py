@@ -136,7 +136,6 @@ def _number(loss: float | None) -> float:
 def _differences(
     found: Trained, reference: Trained, steps: int, tolerance: float, start: Weights
 ) -> Iterator[tuple[Difference, float]]:
-    """Every difference with what is allowed there."""
     for step in range(1, steps + 1):
         one, other = torch.tensor([[found.loss(step)], [reference.loss(step)]]).double()
         yield Difference(step, LOSS, distance(one, other)), tolerance * abs(float(other))

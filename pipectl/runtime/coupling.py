@@ -60,7 +60,6 @@ def refuse_coupled_updates(job: CapturedJob, device: torch.device) -> None:
 
 
 def _sample(job: CapturedJob) -> dict[str, tuple[int, ...]]:
-    """Names of some trained parameters of each kind, with small shapes."""
     groups = job.parameter_groups()
     kinds: dict[tuple[int, int], int] = {}
     sample: dict[str, tuple[int, ...]] = {}

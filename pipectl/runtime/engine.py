@@ -305,7 +305,6 @@ class Engine:
                 run.inbox.setdefault((kind, lane.target, row.micro_batch), []).append(piece)
 
     def _message(self, run: StepRun, row: Row) -> Tensors:
-        """What a message holds of what its stage has just made."""
         lane = row.lane
         assert lane is not None
         if lane.kind in _HALVES:
@@ -318,7 +317,6 @@ class Engine:
         return self._slicing.part(made, origin, row.rows, leads=leads)
 
     def _take(self, run: StepRun, kind: TransferKind, row: Row) -> Tensors:
-        """What arrived for a computation, from all stages and replicas."""
         return self._slicing.joined(run.inbox.pop((kind, row.stage, row.micro_batch), ()))
 
     def _send_start(self, run: StepRun, row: Row) -> None:
@@ -359,7 +357,6 @@ class Engine:
     def _read(
         self, run: StepRun, row: Row, names: Sequence[str], *, training: bool
     ) -> dict[str, Tensor]:
-        """The tensors of the batch that a stage reads."""
         if not names:
             return {}
         rows = row.rows

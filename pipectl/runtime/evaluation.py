@@ -115,7 +115,6 @@ def _on_host(tensor: Tensor | None) -> Tensor | None:
 
 
 def _outputs(graph: CapturedGraph, size: int, results: Tensors) -> Any:
-    """What the model returned, with tensors on the host."""
 
     def value(item: Any) -> Any:
         if isinstance(item, fx.Node):
@@ -175,7 +174,6 @@ class Evaluator:
         return StepInput((), batches, (self._seed, "layouts"))
 
     def _step(self, sizes: Sequence[int]) -> Step:
-        """Forwards of micro-batches of these sizes."""
         found, stages = self._setup.evaluation_channels, self._setup.evaluated
         actions = lower_evaluation(found, stages, self._rank, len(sizes)).body
         return Step.plain(actions, found, self._rank, sizes)

@@ -99,7 +99,6 @@ class SharedGradients:
 
 
 def _sum_in_order(gradients: Sequence[Tensor], parameter: nn.Parameter) -> Tensor | None:
-    """The sum from the first on, in the parameter's layout; None without gradients."""
     if not gradients:
         return None
     total = torch.empty_like(parameter).copy_(gradients[0])

@@ -107,7 +107,6 @@ class _LogStream(io.RawIOBase):
 
 
 def _text_stream(log: _LogStream) -> io.TextIOWrapper:
-    """What stands for ``sys.stdout``: a line is written when it ends."""
     raw = io.BufferedWriter(log)
     return io.TextIOWrapper(raw, "utf-8", errors="backslashreplace", line_buffering=True)
 

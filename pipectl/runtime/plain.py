@@ -66,8 +66,12 @@ def train(spec: JobSpec, micro_batch_size: int, directory: Path) -> None:
     scaler = _scaler(spec, parameters, device)
     losses = []
     skips = spec.training.on_nonfinite == "skip"
-    for step, batches in enumerate(_batches(job, micro_batch_size), 1):
-        shares = _shares(job, batches)
+    weigh = job.weight()
+    for step, (sizes, batches) in enumerate(_batches(job, micro_batch_size), 1):
+        if weigh is not None:
+            shares = target_shares(weigh, spec.loss.weight, [targets for _, targets in batches])
+        else:
+            shares = sample_shares(sizes)
         before = {name: buffer.clone() for name, buffer in job.step.named_buffers() if skips}
         found = _accumulate(job, batches, shares, scaler, device)
         losses.append(weighted(found, shares))
@@ -76,8 +80,8 @@ def train(spec: JobSpec, micro_batch_size: int, directory: Path) -> None:
             or bool(not scaler.is_enabled() and not_finite(parameters, gradient_norms(parameters)))
         )
         _update(stepper, scaler, spec.training.clip_grad_norm, parameters, faulty=faulty)
-        if faulty:
-            _restore(job, before)
+        for name, buffer in job.step.named_buffers() if faulty else ():
+            buffer.data.copy_(before[name])  # what forwards of a step that is left out have written
         if stepper.watches:
             stepper.watch(_evaluate(job, micro_batch_size, device))
         save_file(_weights(job), weights_file(directory, step))
@@ -118,7 +122,6 @@ def _update(
 
 
 def _evaluate(job: CapturedJob, micro_batch_size: int, device: torch.device) -> float:
-    """The loss of an evaluation."""
     loader, spec, weigh = job.evaluation_loader(), job.spec.evaluation, job.weight()
     assert loader is not None
     assert spec is not None
@@ -137,13 +140,6 @@ def _evaluate(job: CapturedJob, micro_batch_size: int, device: torch.device) -> 
             total, weights = total + float(loss) * weight, weights + weight
     job.step.train()
     return total / weights if weights else math.nan
-
-
-def _restore(job: CapturedJob, before: Mapping[str, Tensor]) -> None:
-    """Bring back what the forwards of a step that is left out have written."""
-    with torch.no_grad():
-        for name, buffer in job.step.named_buffers():
-            buffer.copy_(before[name])
 
 
 def weights_file(directory: Path, step: int) -> Path:
@@ -192,23 +188,14 @@ def _weights(job: CapturedJob) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in states.items()}
 
 
-def _batches(job: CapturedJob, micro_batch_size: int) -> Iterator[list[Batch]]:
-    """The micro-batches of every step."""
+def _batches(job: CapturedJob, micro_batch_size: int) -> Iterator[tuple[list[int], list[Batch]]]:
     training = job.spec.training
     batches = Batches(job.loader.samples, training.batch_size, job.spec.data.drop_last)
     planned = list(islice(iter(batches), training.steps))
     loaded = job.loader.micro_batches(planned, micro_batch_size)
     for _, positions in planned:
-        yield list(islice(loaded, len(split_batch(len(positions), micro_batch_size))))
-
-
-def _shares(job: CapturedJob, batches: Sequence[Batch]) -> list[float]:
-    weigh = job.weight()
-    if weigh is not None:
-        return target_shares(weigh, job.spec.loss.weight, [targets for _, targets in batches])
-    leaves = [pytree.tree_leaves(batch) for batch in batches]
-    sizes = [next(leaf.shape[0] for leaf in item if isinstance(leaf, Tensor)) for item in leaves]
-    return sample_shares(sizes)
+        sizes = split_batch(len(positions), micro_batch_size)
+        yield sizes, list(islice(loaded, len(sizes)))
 
 
 def _accumulate(
@@ -218,7 +205,6 @@ def _accumulate(
     scaler: GradScaler,
     device: torch.device,
 ) -> list[Tensor]:
-    """Add the gradients of all micro-batches; returns their losses."""
     losses = []
     parameters = list(job.step.parameters())
     for batch, share in zip(batches, shares, strict=True):

@@ -87,7 +87,6 @@ def rehearse(directory: RunDirectory, communicator: MPI.Intracomm, doing: Doing)
 def _write_metrics(
     directory: RunDirectory, plan: Plan, step: int, steps: int, step_s: float, late_s: float
 ) -> None:
-    """Add the line of a step; times are those of the plan."""
     line: dict[str, Any] = {
         "attempt": 1,
         "step": step,
@@ -201,7 +200,6 @@ class Rank:
         return float(word[0])
 
     def _work_s(self, kind: Kind, action: Action, share: float) -> float:
-        """Of a computation, in time of the rehearsal."""
         if kind is Kind.UPDATE:
             work_s = self._rehearsal.update_s[self._rank]
         else:

@@ -289,7 +289,6 @@ class Replicas:
                 yield index, group_of(communicator, stage.updating_ranks, index)
 
     def _leaves(self, stage: int) -> dict[str, Tensor]:
-        """What a stage accumulates gradients in: parameters, or their single uses."""
         found: dict[str, Tensor] = dict(self._own_parameters(stage))
         for slot, leaf in self._stages[stage].uses.items():
             if leaf.requires_grad:
@@ -297,7 +296,6 @@ class Replicas:
         return found
 
     def _own_parameters(self, stage: int) -> dict[str, Tensor]:
-        """Trained parameters with one accumulator."""
         runtime = self._stages[stage]
         several = {slot.value for slot in runtime.uses}
         return {

@@ -96,7 +96,6 @@ def build() -> nn.Module:
 
 
 def _spec(samples: int, threads: int) -> JobSpec:
-    """The job whose micro-batches have so many samples."""
     here = "pipectl.runtime.row_probe:"
     batch = samples * MICRO_BATCHES
     return JobSpec.model_validate(
@@ -115,7 +114,6 @@ def _spec(samples: int, threads: int) -> JobSpec:
 
 
 def _plan(job: CapturedJob, samples: int) -> Plan:
-    """A half on each rank."""
     graph = job.training_graph(samples)
     stage_of = {}
     for node in graph.operators:
@@ -143,7 +141,6 @@ def _plan(job: CapturedJob, samples: int) -> Plan:
 
 
 def _train(communicator: MPI.Comm, directory: Path, samples: int, threads: int) -> Steps:
-    """Steps with messages of one size, as they were recorded."""
     run = RunDirectory(directory / f"{samples}")
     if communicator.rank == 0:
         for place in (run.path, run.path / "trace", run.checkpoints, run.logs):

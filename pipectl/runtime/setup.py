@@ -94,7 +94,6 @@ class Setup:
         self._release()
 
     def _change_code(self) -> None:
-        """Split backwards, compile, or let messages advance between operators."""
         for stage in self.stages.values():
             if splits_backwards(self.plan):
                 stage.split_backwards()
@@ -216,7 +215,6 @@ class Setup:
         }
 
     def _held(self, cuts: Mapping[tuple[bool, int], Cut]) -> list[str]:
-        """Parameters and buffers that this rank's stages read, or that it saves."""
         me, mine = self.communicator.rank, self.plan.stages_of_rank(self.communicator.rank)
         held = {name for name, owner in self.owners.items() if owner == me}
         for cut in cuts.values():
@@ -236,6 +234,5 @@ class Setup:
 
 
 def _written_buffers(cuts: Mapping[tuple[bool, int], Cut], *, training: bool) -> set[str]:
-    """Full names of the buffers that forwards of training, or of evaluations, write."""
     graphs = {cut.graph for (kind, _), cut in cuts.items() if kind is training}
     return set().union(*(graph.written_buffers for graph in graphs))

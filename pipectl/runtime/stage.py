@@ -512,7 +512,6 @@ def cut_segments(cut: Cut, stage: int, firsts: Sequence[str]) -> Cut:
 
 
 def _sent(cut: Cut, stage: int) -> list[Slot]:
-    """What leaves a stage in a forward: the loss, and what other stages read."""
     found = {Slot(cut.graph.loss): None}
     for lane, slots in cut.lanes.items():
         if lane.kind is TransferKind.ACTIVATION and lane.source == stage:
@@ -604,7 +603,6 @@ class _Compiled:
 
 
 def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that the compiler calls without compiling it."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)

@@ -263,7 +263,6 @@ def _lane(channel: Channel) -> Lane:
 
 
 def _rows_of(given: Portion, sizes: Sequence[int]) -> dict[int, Rows]:
-    """A portion by micro-batch."""
     index = given.micro_batches
     start, stop = (np.broadcast_to(np.asarray(edge), index.shape) for edge in given[1:])
     return {

@@ -188,17 +188,14 @@ class StepEnd:
 
     @property
     def _looks(self) -> bool:
-        """Whether anybody looks for what is not finite."""
         return self._training.on_nonfinite != IGNORE
 
     @property
     def _skips(self) -> bool:
-        """Whether steps are left out that are not finite."""
         return self._training.on_nonfinite == SKIP
 
     @property
     def _meets(self) -> bool:
-        """Whether all ranks wait for one another before an update."""
         return self._skips or self._clips or self.loss_scale is not None
 
     def _cast(

@@ -170,7 +170,6 @@ def make_optimizer(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> 
 
 
 def _refuse_closure(optimizer: Any) -> None:
-    """Refuse an optimizer that computes the loss again within a step, such as LBFGS."""
     try:
         parameters = inspect.signature(optimizer.step).parameters.values()
     except (AttributeError, TypeError, ValueError):
@@ -214,7 +213,6 @@ def _check_options(optimizer: Any, options: Sequence[Mapping[str, Any]]) -> None
 
 
 def _schedule(job: CapturedJob) -> Any | None:
-    """The learning-rate schedule of a job, to be called with the optimizer."""
     spec = job.spec.lr_scheduler
     if spec is None:
         return None

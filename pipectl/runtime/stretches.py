@@ -163,11 +163,9 @@ class Stretches:
 
     @property
     def _reads(self) -> bool:
-        """Whether stages of this rank read the batches themselves."""
         return any(stage.reads for stage in self._setup.stages.values())
 
     def _shares(self, step: Sequence[Batch]) -> list[float]:
-        """The weights of a step's micro-batches in its loss, by what their targets are."""
         assert self._weigh is not None
         targets = [targets for _, targets in step]
         return target_shares(self._weigh, self._setup.job.spec.loss.weight, targets)

@@ -214,7 +214,6 @@ class Telemetry:
                 self.tell(line)
 
     def _say(self, line: Mapping[str, Any]) -> None:
-        """For people, once in a while and at the end."""
         now = time.monotonic()
         if now - self._said_at >= _SAY_S or line["step"] == self._steps:
             self._said_at = now

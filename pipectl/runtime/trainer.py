@@ -117,7 +117,6 @@ class Trainer:
         self._telemetry.finish("stopped" if self._stopped else "done")
 
     def _train_steps(self, planned: list[tuple[int, range]], loaded: Iterator[Batch]) -> None:
-        """Each step by itself, with the pipeline empty behind it."""
         for step, (_, positions) in islice(enumerate(planned, 1), self._done, None):
             self._setup.doing.step = step
             self._step(step, len(positions), loaded)
@@ -210,7 +209,6 @@ class Trainer:
         self._saver.poll()
 
     def _begin(self, phase: str) -> None:
-        """Say what the run, and this rank, does now."""
         self._telemetry.state(phase)
         self._setup.doing.action = phase
 
@@ -285,7 +283,6 @@ class Trainer:
             doing.board.return_to(before)
 
     def _stops_behind(self, step: int) -> bool:
-        """Whether the pipeline must be empty behind a step."""
         return self._evaluates_behind(step) or self._saves_behind(step)
 
     def _evaluates_behind(self, step: int) -> bool:

@@ -301,7 +301,6 @@ def _number(origin: Origin | None) -> int:
 
 
 def _origin(number: int) -> Origin | None:
-    """The inverse of :func:`_number`."""
     if not number:
         return None
     micro_batch, stage = divmod(number - 1, _STAGES)

@@ -107,7 +107,6 @@ def _train(
 
 
 def _device(communicator: MPI.Comm, spec: JobSpec, local_rank: int) -> Device:
-    """The device of this rank, and how messages reach it. Collective."""
     accelerators = spec.resources.gpus_per_node
     if not accelerators:
         return choose_device(0, local_rank)

@@ -69,7 +69,6 @@ def export_shards(weights: Stored, directory: Path, most_bytes: int) -> int:
 
 
 def _parts(layouts: Mapping[str, Tensor], most_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """Layouts file by file."""
     part, size = dict[str, Tensor](), 0
     for name, layout in layouts.items():
         if part and size + layout.nbytes > most_bytes:

@@ -184,7 +184,6 @@ class Saver:
             )
 
     def _lacking(self, size_bytes: int) -> str:
-        """In words, what space is missing for a checkpoint; collective."""
         total = np.array([size_bytes], dtype=np.int64)
         wait([self._communicator.Iallreduce(MPI.IN_PLACE, total)])
         lacking = ""
@@ -209,7 +208,6 @@ def _lacking_space(directory: Path, needed: int) -> str:
 
 
 def _written(partial: Path, rank: int, snapshot: Snapshot) -> dict[str, Any]:
-    """What a rank's thread has to tell."""
     try:
         make_private_directory(partial)
         weights, training = snapshot.write(partial, rank)
@@ -225,7 +223,6 @@ def _written(partial: Path, rank: int, snapshot: Snapshot) -> dict[str, Any]:
 
 
 def _complete_manifest(save: _Save) -> Manifest | str:
-    """The manifest with all files; or what went wrong on a rank."""
     errors = [heard["error"] for heard in save.heard if "error" in heard]
     if errors:
         return str(errors[0])

@@ -112,7 +112,6 @@ class Stored(Mapping[str, Tensor]):
         raise self._other(f"has no {name!r}")
 
     def _place(self, name: str) -> tuple[Path, str]:
-        """File of a weight, and the name it has there."""
         stored = self.manifest.aliases.get(name, name)
         return self._weights[stored], stored
 
@@ -163,7 +162,6 @@ def newest(communicator: MPI.Comm, directory: Path, warn: Callable[[str], None])
 
 
 def _read(communicator: MPI.Comm, directory: Path) -> tuple[Stored | None, str]:
-    """A checkpoint, and what is wrong with this rank's share of its files."""
     try:
         stored = Stored(directory)
     except DataFileError as error:

@@ -197,7 +197,6 @@ def overlap_sizes(link: Link, share_s: float) -> list[int]:
 
 
 def _mean(tables: Sequence[Table]) -> Timings:
-    """Mean over pairs, of the sizes that all of them have measured."""
     return tuple(
         (rows[0][0], sum(time_s for _, time_s in rows) / len(rows))
         for rows in zip(*tables, strict=False)
@@ -301,7 +300,6 @@ def hidden_shares(session: Session, size: int) -> tuple[float, float]:
 
 
 def _multiply(products: int, polled: Sequence[MPI.Request] = ()) -> None:
-    """Multiply matrices, and let MPI work on requests between two products."""
     matrix = np.ones((_MATRIX_ORDER, _MATRIX_ORDER), dtype=np.float32)
     product = np.empty_like(matrix)
     for _ in range(products):

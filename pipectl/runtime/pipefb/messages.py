@@ -143,7 +143,6 @@ def pack(
 
 
 def _large(sizes: Sequence[int], places: int) -> list[int]:
-    """The memories with a place of their own."""
     return [number for number, size in enumerate(sizes) if size >= BUNDLED_BYTES][: places - 1]
 
 

@@ -411,7 +411,6 @@ def lasting_states(code: Code) -> dict[int, Tensor]:
 
 
 def _trained_parameters(cut: Cut, stage: int, states: Mapping[str, Tensor]) -> list[str]:
-    """Full names of the parameters of a stage that are not frozen, sorted."""
     return sorted(
         state.name
         for placeholder, state in cut.graph.states.items()
@@ -431,7 +430,6 @@ def _start_of(code: Code, inputs: Mapping[str, Tensor], arrived: Tensors) -> lis
 
 
 def _call_of(code: Code, inputs: Mapping[str, Tensor], arrived: Tensors) -> Call:
-    """How the stage's code was called."""
     received = []
     for _, source, has_gradient in code.received:
         tensor = arrived[source]
@@ -445,7 +443,6 @@ def _refuse(_: Any) -> NoReturn:
 
 
 def _difference(what: str, expected: Sequence[Any], recorded: Sequence[Any]) -> str:
-    """The first difference of two sequences, in words; empty if there is none."""
     if len(expected) != len(recorded):
         return f"{len(expected)} {what}s instead of {len(recorded)}"
     pairs = enumerate(zip(expected, recorded, strict=True))

@@ -179,7 +179,6 @@ class Transport:
             self._last_received[rank, tag] = posted.flights[slot].transfer
 
     def _way(self, lane: Lane, rank: int) -> str:
-        """From where to here, in words."""
         me = self._wire.rank
         return f"from stage {lane.source} (rank {rank}) to stage {lane.target} (rank {me})"
 

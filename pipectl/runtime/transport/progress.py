@@ -114,14 +114,12 @@ class Progress:
             self._thread = None
 
     def _worked(self, cpu_s: float) -> bool:
-        """Whether a round through all transfers, so long, moved data."""
         return self._meter.worked(cpu_s / max(1, len(self._transfers)))
 
     def _advance(self) -> None:
         self._transfers = [item for item in self._transfers if not item.advance()]
 
     def _help(self) -> None:
-        """The thread."""
         pause_s = _PAUSE_S
         try:
             self._enter_thread()

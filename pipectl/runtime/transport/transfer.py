@@ -126,7 +126,6 @@ class Transfer:
         return self.done
 
     def _done(self, request: MPI.Request, size_bytes: int) -> bool:
-        """Whether a piece has left or arrived."""
         if self._what is None:
             return bool(request.Test())
         status = MPI.Status()
@@ -152,7 +151,6 @@ class Transfer:
         )
 
     def _start_next(self) -> None:
-        """Start pieces while there is room."""
         if self._after is not None and self._after._unstarted:
             return
         self._after = None
