@@ -47,21 +47,34 @@ class Division:
             MismatchError: ranks find different numbers of samples.
             CaptureError: the data fill no batch, or evaluation would not end.
         """
-        spec = job.spec
+        spec, size = job.spec, plan.micro_batch_size
         samples = _agreed("data", job.loader.samples, communicator)
-        held_out_samples = None
+        batches = Batches(samples, spec.training.batch_size, spec.data.drop_last)
+        lengths = {len(positions) for positions in batches.of_epoch()}
+        if not lengths:
+            raise CaptureError(
+                f"data: {samples} samples fill no batch of {spec.training.batch_size}",
+                cure="make the batch smaller, or set data.drop_last: false",
+            )
+        sizes = {size, *(part for length in lengths for part in split_batch(length, size))}
+        held_out_samples, evaluated = None, None
+        if spec.evaluation is not None:
+            evaluated = spec.evaluation.batch_size
+        evaluation_sizes: set[int] = set()
         if held_out is not None:
             held_out_samples = _agreed("evaluation.data", held_out.samples, communicator)
-        batches = Batches(samples, spec.training.batch_size, spec.data.drop_last)
-        _check(batches, spec.training.batch_size)
-        evaluated = spec.evaluation.batch_size if spec.evaluation is not None else None
-        evaluation_size = evaluated or plan.micro_batch_size
+            if held_out_samples is None:
+                raise CaptureError(
+                    "evaluation.data: is iterable, so that its end is not known",
+                    cure="use a data set with __len__ and __getitem__ for evaluation",
+                )
+            evaluation_sizes.update(split_batch(held_out_samples, evaluated or size))
         return cls(
             batches,
-            _sizes(batches, plan.micro_batch_size),
+            tuple(sorted(sizes, reverse=True)),
             held_out_samples,
-            evaluation_size,
-            _evaluation_sizes(held_out, evaluation_size),
+            evaluated or size,
+            tuple(sorted(evaluation_sizes, reverse=True)),
         )
 
 
@@ -74,31 +87,6 @@ def _agreed(key: str, samples: int | None, communicator: MPI.Comm) -> int | None
             cure="check that all nodes see the same files",
         )
     return samples
-
-
-def _check(batches: Batches, batch_size: int) -> None:
-    if not any(True for _ in batches.of_epoch()):
-        raise CaptureError(
-            f"data: {batches.samples} samples fill no batch of {batch_size}",
-            cure="make the batch smaller, or set data.drop_last: false",
-        )
-
-
-def _sizes(batches: Batches, micro_batch_size: int) -> tuple[int, ...]:
-    lengths = {len(positions) for positions in batches.of_epoch()}
-    found = {size for length in lengths for size in split_batch(length, micro_batch_size)}
-    return tuple(sorted({*found, micro_batch_size}, reverse=True))
-
-
-def _evaluation_sizes(held_out: Loader | None, size: int) -> tuple[int, ...]:
-    if held_out is None:
-        return ()
-    if held_out.samples is None:
-        raise CaptureError(
-            "evaluation.data: is iterable, so that its end is not known",
-            cure="use a data set with __len__ and __getitem__ for evaluation",
-        )
-    return tuple(sorted(set(split_batch(held_out.samples, size)), reverse=True))
 
 
 class LossShares:

@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from pipectl.capture import CapturedGraph, CapturedJob, Slot
+from pipectl.capture import CapturedGraph, Slot
 from pipectl.capture.data import split_batch
 from pipectl.capture.factories import call
 from pipectl.capture.step import target_weight
@@ -61,7 +61,10 @@ class Metrics:
         loss = results[Slot(graph.loss)]
         assert isinstance(loss, Tensor)
         self._samples += size
-        self._add_loss(loss, size if self._weigh is None else self._weigh(targets))
+        weight = size if self._weigh is None else self._weigh(targets)
+        if weight:
+            self._loss += float(loss) * weight
+            self._weight += weight
         if not self._stateful and not self._functions:
             return
         outputs = _outputs(graph, size, results)
@@ -69,7 +72,7 @@ class Metrics:
             call(metric.update, f"evaluation.metrics.{name}", outputs, targets)
         for name, function in self._functions.items():
             value = call(function, f"evaluation.metrics.{name}", outputs, targets)
-            self._sum(name, _number(name, value) * size)
+            self._sums[name] = self._sums.get(name, 0.0) + _number(name, value) * size
 
     def result(self) -> dict[str, float]:
         """The loss and every metric by name; the loss is NaN where nothing has a weight."""
@@ -80,14 +83,6 @@ class Metrics:
             for name, metric in self._stateful.items()
         }
         return {"loss": loss, **means, **computed}
-
-    def _add_loss(self, loss: Tensor, weight: float) -> None:
-        if weight:
-            self._loss += float(loss) * weight
-            self._weight += weight
-
-    def _sum(self, name: str, value: float) -> None:
-        self._sums[name] = self._sums.get(name, 0.0) + value
 
 
 def _is_stateful(metric: Any) -> bool:
@@ -110,16 +105,15 @@ def _number(name: str, value: Any) -> float:
     )
 
 
-def _on_host(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.cpu()
-
-
 def _outputs(graph: CapturedGraph, size: int, results: Tensors) -> Any:
 
     def value(item: Any) -> Any:
         if isinstance(item, fx.Node):
             return graph.size_at(item, size)
-        return _on_host(results.get(Slot(item))) if isinstance(item, str) else item
+        if not isinstance(item, str):
+            return item
+        tensor = results.get(Slot(item))
+        return None if tensor is None else tensor.cpu()
 
     return pytree.tree_unflatten(list(map(value, graph.outputs)), graph.output_spec)
 
@@ -132,54 +126,44 @@ class Evaluator:
         self._rank = setup.communicator.rank
         self._seed = setup.job.spec.training.seed
         self._metrics = setup.job.metrics()
-        self._weigh = _weight_of(setup.job)
+        self._weigh = None
+        if (weigh := setup.job.weight()) is not None:
+            self._weigh = partial(target_weight, weigh, setup.job.spec.loss.weight)
 
     def learn(self) -> None:
         """Send a micro-batch of every size, so that all ends of the channels know all layouts."""
         setup = self._setup
         for size in setup.division.evaluation_sizes:
-            held_out = setup.evaluation_loader or setup.job.loader
             assert setup.evaluating is not None
-            setup.evaluating.run(self._step([size]), self._example(size, held_out))
+            loader: Any = setup.evaluation_loader or setup.job.loader
+            batches = iter([loader.example(size)] if setup.evaluated else ())
+            given = StepInput((), batches, (self._seed, "layouts"))
+            setup.evaluating.run(self._step([size]), given)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """The loss and every metric by name, on every rank.
 
         Args:
-            step: behind which this is.
+            step: after which this is.
         """
         setup = self._setup
+        samples, size = setup.division.evaluation_samples, setup.division.evaluation_size
         assert setup.evaluating is not None
-        assert setup.division.evaluation_samples is not None
-        sizes = split_batch(setup.division.evaluation_samples, setup.division.evaluation_size)
+        assert samples is not None
         metrics = Metrics(self._metrics, setup.job.evaluation_graph, self._weigh)
         setup.evaluating.on_evaluated = metrics.add
-        seed = self._seed, "evaluation", step
-        given = StepInput((), self._batches(setup.division.evaluation_samples), seed)
-        setup.evaluating.run(self._step(sizes), given)
+        batches: Iterator[Batch] = iter(())
+        if setup.evaluation_loader is not None:
+            batches = setup.evaluation_loader.micro_batches([(0, range(samples))], size)
+        given = StepInput((), batches, (self._seed, "evaluation", step))
+        setup.evaluating.run(self._step(split_batch(samples, size)), given)
         barrier(setup.communicator)
         root = setup.rank_of_stage[setup.evaluating.cut.loss_stage]
         mine = metrics.result() if self._rank == root else None
         result: dict[str, float] = setup.communicator.bcast(mine, root)
         return result
 
-    def _batches(self, samples: int) -> Iterator[Batch]:
-        loader = self._setup.evaluation_loader
-        if loader is None:
-            return iter(())
-        return loader.micro_batches([(0, range(samples))], self._setup.division.evaluation_size)
-
-    def _example(self, size: int, loader: Any) -> StepInput:
-        batches = iter([loader.example(size)]) if self._setup.evaluated else iter(())
-        return StepInput((), batches, (self._seed, "layouts"))
-
     def _step(self, sizes: Sequence[int]) -> Step:
         found, stages = self._setup.evaluation_channels, self._setup.evaluated
         actions = lower_evaluation(found, stages, self._rank, len(sizes)).body
         return Step.plain(actions, found, self._rank, sizes)
-
-
-def _weight_of(job: CapturedJob) -> Callable[[Any], float] | None:
-    """What weighs a micro-batch by its targets, as in training; None weighs by samples."""
-    weigh = job.weight()
-    return None if weigh is None else partial(target_weight, weigh, job.spec.loss.weight)
