@@ -193,7 +193,7 @@ def test_a_checkpoint_that_takes_long_before_the_job_stops_is_no_row() -> None:
         raise UsageError("a full disk")
 
     rank: Any = SimpleNamespace(
-        _setup=SimpleNamespace(doing=doing), _continuation=SimpleNamespace(finish=finish)
+        _setup=SimpleNamespace(doing=doing), _saver=SimpleNamespace(finish=finish)
     )
     with pytest.raises(UsageError):
         Trainer._finish_saving(rank)
