@@ -12,13 +12,20 @@ Here a core copies what is saved once more, which the simulator takes to be free
 stages whose backwards have ranks of their own (PipeFB), which is compared with 1F1B on half of the
 ranks; with links for which the rule holds, and with links for which it does not.
 
-    python tests/benchmarks/offload.py [--rounds COUNT] [disk] [accelerators]
+*jobs*: whole jobs on four ranks, as many for every way: 1F1B and PipeDream on four stages, PipeFB
+(PipeDream whose backwards have ranks of their own) on two, with and without offload to disk. Peaks
+and steps are what the run says. Four ranks share two cores here, so what counts are peaks.
+
+    python tests/benchmarks/offload.py [--rounds COUNT] [disk] [accelerators] [jobs]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -26,6 +33,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import yaml
 from in_turns import Job, cluster_of, gpt, peak_of, profiled, spread, train_in_turns
 from planner_scale import cluster_of as accelerators
 from planner_scale import gpt3_profile
@@ -36,6 +44,7 @@ from pipectl.link import Link
 from pipectl.plan import OffloadTarget, Plan
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.profile import Profile
+from pipectl.runs import RunDirectory, read_metrics
 from pipectl.runtime.offload import DiskStore, Pages
 from pipectl.schedule.one_f_one_b import policy_a
 from pipectl.units import format_bytes
@@ -44,6 +53,7 @@ RANKS, MICRO_BATCHES, SAMPLES = 2, 16, 4
 """Of the trained job; samples of a micro-batch."""
 JOB: Job = gpt(layers=4, width=768, batch=MICRO_BATCHES * SAMPLES)
 TOO_SLOW = 4
+JOB_RANKS, JOB_MICRO_BATCHES, JOB_STEPS = 4, 8, 7
 GOAL_PEAK, GOAL_LOSS = 0.40, 0.05
 BLOCKS, DEVICES, LARGE, MANY = 48, 16, 512, 64
 """Of the large GPT: its blocks, accelerators, samples and micro-batches."""
@@ -171,6 +181,53 @@ def measured(one: Found, first: Found) -> Iterator[str]:
     yield f"{least_s / step_s - 1:+.1%}"
 
 
+def as_job(plan: Plan, profile: Profile, folder: Path, name: str) -> Found:
+    """What the metrics and the heartbeat of a job say that trains a plan."""
+    run = RunDirectory.create(folder / "runs", name, 0.0)
+    document = yaml.safe_load((folder / "job.yaml").read_text())
+    document["training"]["steps"] = JOB_STEPS
+    run.job.write_text(yaml.safe_dump(document))
+    profile.save(run.profile)
+    plan.save(run.plan)
+    tight = TIGHT_HEAP if any(stage.offload for stage in plan.stages) else {}
+    worker = [sys.executable, "-W", "ignore", "-m", "mpi4py", "-m", "pipectl.runtime.worker"]
+    subprocess.run(
+        ["mpiexec", "-n", str(plan.ranks), *worker, "--run", str(run.path)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **tight},
+        stdout=sys.stderr,
+        check=True,
+    )
+    steps_s = [line["step_time_s"] for line in read_metrics(run) if "step_time_s" in line]
+    ranks = json.loads(run.heartbeat.read_text())["ranks"]
+    return Found(plan, steps_s[2:], [max(rank["peak_bytes"] for rank in ranks)])
+
+
+def jobs() -> None:
+    """1F1B, PipeDream and PipeFB on as many ranks."""
+    job = gpt(layers=4, width=256, batch=32)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        job.write(folder, JOB_RANKS)
+        profile = profiled(folder, JOB_MICRO_BATCHES)
+        request = PlanRequest("gpt", job.batch, micro_batches=JOB_MICRO_BATCHES, stages=JOB_RANKS)
+        request = replace(request, schedule="pipedream", offload_to=OffloadTarget.DISK)
+        apart = replace(request, stages=JOB_RANKS // 2, backward_apart=True)
+        wanted = {
+            "1F1B": replace(request, schedule="1f1b"),
+            "PipeDream": request,
+            "PipeDream, offloaded": replace(request, offload=True),
+            "PipeFB": apart,
+            "PipeFB, offloaded": replace(apart, offload=True),
+        }
+        ways = {}
+        for way, each in wanted.items():
+            plan = make_plan(profile, cluster_of(JOB_RANKS), each)
+            ways[way] = as_job(plan, profile, folder, way.replace(", ", "-").lower())
+    print(f"\n### Jobs on {JOB_RANKS} ranks, {JOB_MICRO_BATCHES} micro-batches a step, "
+          f"{JOB_STEPS - 2} steps\n")  # fmt: skip
+    show(ways)
+
+
 def cluster_with(devices: int, host: float, peer: float) -> Cluster:
     """Accelerators, eight a node, with so many bytes a second to their host and to each other."""
     cluster = accelerators(devices)
@@ -219,17 +276,19 @@ def on_large_devices() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("parts", nargs="*", help="disk, accelerators; both by default")
+    parser.add_argument("parts", nargs="*", help="disk, accelerators, jobs; all by default")
     given = parser.parse_args()
-    unknown = set(given.parts) - {"disk", "accelerators"}
+    unknown = set(given.parts) - {"disk", "accelerators", "jobs"}
     if unknown:
-        sys.exit(f"unknown: {', '.join(unknown)}; one of disk, accelerators")
-    parts = given.parts or ["disk", "accelerators"]
+        sys.exit(f"unknown: {', '.join(unknown)}; one of disk, accelerators, jobs")
+    parts = given.parts or ["disk", "accelerators", "jobs"]
     print("## Jobs short of memory")
     if "accelerators" in parts:
         on_large_devices()
     if "disk" in parts:
         disk(given.rounds)
+    if "jobs" in parts:
+        jobs()
 
 
 if __name__ == "__main__":
