@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,15 +94,6 @@ class Layout:
         if self.is_dense:
             return vector.as_strided(self.sizes, self.strides)
         return self._spread(vector.view(self.stored_sizes))
-
-    def to_json(self) -> list[Any]:
-        """For a message that announces the layout."""
-        return [str(self.dtype).removeprefix("torch."), self.sizes, self.strides]
-
-    @classmethod
-    def from_json(cls, fields: list[Any]) -> Layout:
-        """The inverse of :meth:`to_json`."""
-        return cls(getattr(torch, fields[0]), tuple(fields[1]), tuple(fields[2]))
 
     def _stored(self, tensor: Tensor) -> Tensor:
         """``tensor`` with repeated dimensions cut to their first row."""

@@ -100,12 +100,6 @@ def test_lazy_conjugates_and_negatives_are_carried_out() -> None:
     assert torch.equal(message(Layout.of(negative), negative), negative)
 
 
-def test_a_layout_survives_its_announcement() -> None:
-    for tensor in TENSORS.values():
-        layout = Layout.of(tensor)
-        assert Layout.from_json(layout.to_json()) == layout
-
-
 @st.composite
 def views(draw: st.DrawFn) -> Tensor:
     """A chain of views of a small tensor."""

@@ -15,7 +15,7 @@ for every micro-batch of one size, so both ranks agree on them once.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,20 +80,6 @@ class Contents(NamedTuple):
             else:
                 found.append(unpack(Handle(blocks[number], dtype, sizes, strides, offset)))
         return found
-
-    def to_json(self) -> list[Any]:
-        """For the message in which the ranks agree."""
-        views = [(n, str(d).removeprefix("torch."), *rest) for n, d, *rest in self.views]
-        return [views, self.sizes]
-
-    @classmethod
-    def from_json(cls, fields: list[Any]) -> Contents:
-        """The inverse of :meth:`to_json`."""
-        views = tuple(
-            View(number, getattr(torch, dtype), tuple(sizes), tuple(strides), offset)
-            for number, dtype, sizes, strides, offset in fields[0]
-        )
-        return cls(views, tuple(fields[1]))
 
 
 def pack(

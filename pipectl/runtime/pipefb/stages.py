@@ -71,23 +71,6 @@ class Agreement:
                 cure=TOGETHER,
             )
 
-    def to_json(self) -> dict[str, Any]:
-        """For a message."""
-        return {
-            "inputs": [layout.to_json() for layout in self.call.inputs],
-            "received": [[item.to_json(), grad] for item, grad in self.call.received],
-            "contents": self.contents.to_json(),
-            "structure": self.structure,
-        }
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> Agreement:
-        """The inverse of :meth:`to_json`."""
-        layouts = tuple(Layout.from_json(item) for item in fields["inputs"])
-        received = tuple((Layout.from_json(item), grad) for item, grad in fields["received"])
-        contents = Contents.from_json(fields["contents"])
-        return cls(Call(layouts, received), contents, tuple(fields["structure"]))
-
 
 @dataclass(frozen=True)
 class Ends:
@@ -211,9 +194,7 @@ class ForwardHalf(_Half):
         rows = micro_batch.rows
         if rows not in self._agreed:
             self._agreed[rows] = Agreement(call, contents, tuple(structure))
-            self._ends.wire.send_text(
-                self._agreed[rows].to_json(), self._ends.other_rank, self.index
-            )
+            self._ends.wire.send_object(self._agreed[rows], self._ends.other_rank, self.index)
         if contents != self._agreed[rows].contents:
             raise WorkerError(
                 f"stage {self.index} saves other tensors for its backward than before, so that "
@@ -259,8 +240,7 @@ class BackwardHalf(_Half):
             MismatchError: the code of this stage cannot have its backward here.
         """
         if micro_batch.rows not in self._agreed:
-            text = self._ends.wire.receive_text(self._ends.other_rank, self.index)
-            agreed = Agreement.from_json(text)
+            agreed = self._ends.wire.receive_object(self._ends.other_rank, self.index)
             self._agreed[micro_batch.rows] = agreed
             if not self._ends.recomputes:
                 self._graphs[micro_batch.rows] = self._graph(micro_batch.rows, agreed)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,12 +54,6 @@ class Note(NamedTuple):
 
     name: str
     parts: tuple[Part, ...]
-
-    @classmethod
-    def from_json(cls, fields: Any) -> Note:
-        """What JSON makes of a note, as a note again."""
-        name, parts = fields
-        return cls(name, tuple(Part(*part) for part in parts))
 
     @property
     def outline(self) -> Note:

@@ -109,7 +109,7 @@ class Transport:
             # Of the tensors, not of the buffers: copies to these may still be under way.
             present = {slot: vector for slot, vector in vectors.items() if vector is not None}
             posted.note = note_of(message, layouts, present)
-            self._wire.send_text(posted.note, rank, tags[~_NOTE])
+            self._wire.send_object(posted.note, rank, tags[~_NOTE])
         return posted
 
     def start_receive(self, message: Message, size: int, rank: int) -> Posted:
@@ -184,24 +184,21 @@ class Transport:
 
     def _announce(self, lane: Lane, size: int, rank: int, tensors: Tensors) -> Layouts:
         layouts = {slot: _layout(tensors.get(slot)) for slot in self._lanes[lane]}
-        fields = [layout and layout.to_json() for layout in layouts.values()]
-        self._wire.send_text(fields, rank, self._tags[lane][~_HEADER])
+        self._wire.send_object([*layouts.values()], rank, self._tags[lane][~_HEADER])
         self._layouts[lane, rank, size] = layouts
         return layouts
 
     def _learn(self, lane: Lane, size: int, rank: int) -> None:
-        fields = self._wire.receive_text(rank, self._tags[lane][~_HEADER])
+        found = self._wire.receive_object(rank, self._tags[lane][~_HEADER])
         slots = self._lanes[lane]
-        if len(fields) != len(slots):
+        if len(found) != len(slots):
             raise WorkerError(
-                f"the {lane.kind} {self._way(lane, rank)} has {len(fields)} tensors there and "
+                f"the {lane.kind} {self._way(lane, rank)} has {len(found)} tensors there and "
                 f"{len(slots)} here",
                 cure="the two ranks run different programs: see that all nodes have the same "
                 "versions and files",
             )
-        pairs = zip(slots, fields, strict=True)
-        layouts = {slot: item and Layout.from_json(item) for slot, item in pairs}
-        self._layouts[lane, rank, size] = layouts
+        self._layouts[lane, rank, size] = dict(zip(slots, found, strict=True))
 
     def _read_note(self, message: Message, rank: int, posted: Posted) -> Note:
         """What the sender says of a message; compared with what was expected before it arrives.
@@ -210,8 +207,8 @@ class Transport:
         messages, which may be read in another.
         """
         while posted.note is None:
-            text = self._wire.receive_text(rank, self._tags[message.lane][~_NOTE])
-            self._without_note[message.lane, rank].popleft().note = Note.from_json(text)
+            note = self._wire.receive_object(rank, self._tags[message.lane][~_NOTE])
+            self._without_note[message.lane, rank].popleft().note = note
         said = posted.note
         self._refuse(differences(said.outline, note_of(message, posted.layouts)), message, rank)
         return said

@@ -1,8 +1,7 @@
-"""Vectors and texts between the ranks of one communicator, in the pieces that progress asks for."""
+"""Vectors between the ranks of one communicator, in the pieces that progress asks for."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -36,6 +35,7 @@ class Wire:
         self._communicator, self._device = communicator, device
         self.progress = progress or Progress()
         self.rank, self.size = communicator.rank, communicator.size
+        self._objects: list[MPI.Request] = []
 
     @property
     def others(self) -> list[int]:
@@ -95,23 +95,20 @@ class Wire:
         """A vector that has arrived, on the device."""
         return self._device.from_message(flight.buffer)
 
-    def send_text(self, fields: Any, rank: int, tag: int) -> None:
-        """Begin to send JSON; its receiver posts no buffer before it needs the text.
+    def send_object(self, value: object, rank: int, tag: int) -> None:
+        """Begin to send what is no tensor; it leaves, at the latest, when its receiver asks."""
+        self._objects = [sending for sending in self._objects if not sending.Test()]
+        self._objects.append(self._communicator.isend(value, rank, tag))
 
-        So no message counts as unsent because of a text. The transfer holds the memory.
-        """
-        text = torch.frombuffer(bytearray(json.dumps(fields).encode()), dtype=torch.uint8)
+    def receive_object(self, rank: int, tag: int) -> Any:
+        """Wait for the next such value."""
+        found: list[MPI.Message] = []
 
-        def start(offset: int, size_bytes: int) -> MPI.Request:
-            return self._communicator.Isend(memory(text, offset, size_bytes), rank, tag)
+        def is_there() -> bool:
+            message = self._communicator.improbe(rank, tag)
+            if message is not None:
+                found.append(message)
+            return message is not None
 
-        self.progress.begin(lambda: Transfer.send(start, text.nbytes))
-
-    def receive_text(self, rank: int, tag: int) -> Any:
-        """Wait for JSON."""
-        status = MPI.Status()
-        self.progress.until(lambda: bool(self._communicator.Iprobe(rank, tag, status)))
-        text = bytearray(status.Get_count(MPI.BYTE))
-        request = self._communicator.Irecv([text, MPI.BYTE], rank, tag)
-        self.progress.until(request.Test)
-        return json.loads(text)
+        self.progress.until(is_there)
+        return found[0].recv()
