@@ -8,20 +8,18 @@ Whatever ends the job before that moment, the earlier checkpoints are as they we
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
 from pipectl.errors import UsageError
-from pipectl.fields import read_fields, write_value
 from pipectl.files import make_private_directory
 from pipectl.runs import LossScaleState, Manifest, Shard, checkpoints, step_of
 from pipectl.runtime.checkpoint.snapshot import Snapshot, sync
@@ -50,21 +48,27 @@ class Keep:
         return [path for path, at in old if not (self.every and at % self.every == 0)]
 
 
-class _Save:
-    """A checkpoint on its way; the lists are filled on rank 0."""
+class _Report(NamedTuple):
+    """What the thread of a rank has written, or what went wrong."""
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        partial: Path,
-        written: Future[dict[str, Any]],
-    ) -> None:
-        self.manifest = manifest
-        self.partial = partial
-        self.written = written
-        self.told: MPI.Request | None = None
-        self.heard: list[dict[str, Any]] = []
-        self.committed: Future[None] | None = None
+    weights: Sequence[Shard] = ()
+    training: Sequence[Shard] = ()
+    updates: int = 0
+    losses: Sequence[float] = ()
+    loss_scale: LossScaleState | None = None
+    error: str = ""
+
+
+@dataclass
+class _Save:
+    """A checkpoint on its way; reports are collected on rank 0."""
+
+    manifest: Manifest
+    partial: Path
+    written: Future[_Report]
+    sending: MPI.Request | None = None
+    reports: list[_Report] = field(default_factory=list)
+    committed: Future[None] | None = None
 
 
 class Saver:
@@ -131,10 +135,8 @@ class Saver:
         save = self._save
         if save is None:
             return
-        if save.told is None and save.written.done():
-            text = json.dumps(save.written.result()).encode()
-            save.told = self._communicator.Isend([text, MPI.BYTE], 0)
-            self._text = text
+        if save.sending is None and save.written.done():
+            save.sending = self._communicator.isend(save.written.result(), 0)
         if self._communicator.rank == 0:
             self._hear(save)
         if self._is_done(save):
@@ -164,7 +166,7 @@ class Saver:
         return self._save is None
 
     def _is_done(self, save: _Save) -> bool:
-        if save.told is None or not save.told.Test():
+        if save.sending is None or not save.sending.Test():
             return False
         if self._communicator.rank:
             return True
@@ -172,16 +174,11 @@ class Saver:
 
     def _hear(self, save: _Save) -> None:
         """Take in what ranks wrote, and make the checkpoint valid when all are there."""
-        status = MPI.Status()
-        while self._communicator.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
-            text = bytearray(status.Get_count(MPI.BYTE))
-            self._communicator.Recv([text, MPI.BYTE], status.Get_source())
-            save.heard.append(json.loads(text))
-        all_written = len(save.heard) == self._communicator.size
+        while (message := self._communicator.improbe()) is not None:
+            save.reports.append(message.recv())
+        all_written = len(save.reports) == self._communicator.size
         if save.committed is None and all_written and self._ready(save.manifest.step):
-            save.committed = self._thread.submit(
-                _commit, self._directory, save.partial, _complete_manifest(save), self._keep
-            )
+            save.committed = self._thread.submit(_commit, self._directory, save, self._keep)
 
     def _lacking(self, size_bytes: int) -> str:
         total = np.array([size_bytes], dtype=np.int64)
@@ -207,58 +204,42 @@ def _lacking_space(directory: Path, needed: int) -> str:
     return f"it takes {format_bytes(needed)}, and {format_bytes(free)} are free"
 
 
-def _written(partial: Path, rank: int, snapshot: Snapshot) -> dict[str, Any]:
+def _written(partial: Path, rank: int, snapshot: Snapshot) -> _Report:
     try:
         make_private_directory(partial)
         weights, training = snapshot.write(partial, rank)
     except Exception as error:  # safetensors raises its own for a full disk
-        return {"error": f"{error} (rank {rank})"}
-    return {
-        "weights": write_value(weights),
-        "training": write_value(training),
-        "updates": snapshot.updates,
-        "losses": snapshot.losses,
-        "loss_scale": snapshot.loss_scale,
-    }
+        return _Report(error=f"{error} (rank {rank})")
+    own = snapshot.updates, snapshot.losses, snapshot.loss_scale
+    return _Report(weights, training, *own)
 
 
-def _complete_manifest(save: _Save) -> Manifest | str:
-    errors = [heard["error"] for heard in save.heard if "error" in heard]
-    if errors:
-        return str(errors[0])
-    files = {
-        key: sorted((s for heard in save.heard for s in heard[key]), key=lambda s: str(s["file"]))
-        for key in ("weights", "training")
-    }
-    weights, training = (
-        tuple(read_fields(Shard, each, file="what a rank wrote", cure=_CURE) for each in files[key])
-        for key in files
-    )
-    last = max(save.heard, key=lambda heard: int(heard["updates"]))  # ranks that only compute: 0
-    scale = last["loss_scale"]
-    return replace(
-        save.manifest,
-        weights=weights,
-        training=training,
-        updates=last["updates"],
-        losses=max((tuple(heard["losses"]) for heard in save.heard), key=len),
-        loss_scale=None if scale is None else LossScaleState(*scale),
-    )
-
-
-def _commit(directory: Path, partial: Path, manifest: Manifest | str, keep: Keep) -> None:
+def _commit(directory: Path, save: _Save, keep: Keep) -> None:
     """Give a checkpoint its name, and drop what is no longer kept.
 
     Raises:
         OSError: it cannot be made valid, and is removed.
     """
+    reports = save.reports
+    last = max(reports, key=lambda report: report.updates)  # ranks that only compute: 0
+    weights = (shard for report in reports for shard in report.weights)
+    training = (shard for report in reports for shard in report.training)
+    manifest = replace(
+        save.manifest,
+        weights=tuple(sorted(weights, key=lambda shard: shard.file)),
+        training=tuple(sorted(training, key=lambda shard: shard.file)),
+        updates=last.updates,
+        losses=max((tuple(report.losses) for report in reports), key=len),
+        loss_scale=last.loss_scale,
+    )
     try:
-        if isinstance(manifest, str):
-            raise OSError(manifest)
-        manifest.save(partial)
-        _rename(partial, directory / f"step-{manifest.step:06d}")
+        for report in reports:
+            if report.error:
+                raise OSError(report.error)
+        manifest.save(save.partial)
+        _rename(save.partial, directory / f"step-{manifest.step:06d}")
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(save.partial, ignore_errors=True)
         raise
     for old in keep.drops(directory, manifest.step):
         _drop(old)
