@@ -9,8 +9,9 @@ posted either.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from mpi4py import MPI
@@ -51,6 +52,24 @@ class Posted:
         return {slot: flight.buffer for slot, flight in self.flights.items()}
 
 
+class _Line:
+    """A lane between this rank and another.
+
+    Attributes:
+        layouts: of its messages, by the size of the micro-batch.
+        sent, received: the last transfer by tag; of one that is over, no memory is held.
+        unposted, without_note: receives in the order in which they started.
+    """
+
+    def __init__(self, lane: Lane, rank: int, tags: range) -> None:
+        self.lane, self.rank, self.tags = lane, rank, tags
+        self.layouts: dict[int, Layouts] = {}
+        self.sent: dict[int, Transfer] = {}
+        self.received: dict[int, Transfer] = {}
+        self.unposted: deque[Posted] = deque()
+        self.without_note: deque[Posted] = deque()
+
+
 class Transport:
     """Sends and receives along the lanes of one cut.
 
@@ -78,38 +97,30 @@ class Transport:
         self._lanes = lanes
         self._check = check
         self._tags = _tags(lanes, largest_tag(communicator))
-        self._layouts: dict[tuple[Lane, int, int], Layouts] = {}
-        # By rank and tag; of one that is over, no memory is held.
-        self._last_sent: dict[tuple[int, int], Transfer] = {}
-        self._last_received: dict[tuple[int, int], Transfer] = {}
-        # Of each lane and rank, receives in the order in which they started.
-        self._unposted: defaultdict[tuple[Lane, int], deque[Posted]] = defaultdict(deque)
-        self._without_note: defaultdict[tuple[Lane, int], deque[Posted]] = defaultdict(deque)
+        self._lines: dict[tuple[Lane, int], _Line] = {}
 
     def start_send(self, message: Message, size: int, rank: int, tensors: Tensors) -> Posted:
         """Begin to send, without waiting for the device or the other rank.
 
         ``tensors`` must not change until the message has left.
         """
-        layouts = self._layouts.get((message.lane, rank, size))
-        posted = Posted()
+        line = self._line(message.lane, rank)
+        layouts = line.layouts.get(size)
         if layouts is None:
-            layouts = self._announce(message.lane, size, rank, tensors)
-        tags = self._tags[message.lane]
-        vectors = {
-            slot: _flat(message.lane, slot, layout, tensors.get(slot))
-            for slot, layout in layouts.items()
-        }
-        for (slot, vector), tag in zip(vectors.items(), tags, strict=False):
+            layouts = {slot: _layout(tensors.get(slot)) for slot in self._lanes[message.lane]}
+            self._wire.send_object([*layouts.values()], rank, line.tags[~_HEADER])
+            line.layouts[size] = layouts
+        posted, vectors = Posted(), dict[Slot, Tensor]()
+        for (slot, layout), tag in zip(layouts.items(), line.tags, strict=False):
+            vector = _flat(message.lane, slot, layout, tensors.get(slot))
             if vector is not None:
-                before = self._last_sent.get((rank, tag))
-                posted.flights[slot] = self._wire.send(vector, rank, tag, before)
-                self._last_sent[rank, tag] = posted.flights[slot].transfer
+                vectors[slot] = vector
+                flight = self._wire.send(vector, rank, tag, line.sent.get(tag))
+                posted.flights[slot], line.sent[tag] = flight, flight.transfer
         if self._check:
             # Of the tensors, not of the buffers: copies to these may still be under way.
-            present = {slot: vector for slot, vector in vectors.items() if vector is not None}
-            posted.note = note_of(message, layouts, present)
-            self._wire.send_object(posted.note, rank, tags[~_NOTE])
+            posted.note = note_of(message, layouts, vectors)
+            self._wire.send_object(posted.note, rank, line.tags[~_NOTE])
         return posted
 
     def start_receive(self, message: Message, size: int, rank: int) -> Posted:
@@ -117,11 +128,11 @@ class Transport:
 
         Those of whose layouts nothing is known yet are posted when they are learnt.
         """
-        posted = Posted(size)
-        self._unposted[message.lane, rank].append(posted)
+        line, posted = self._line(message.lane, rank), Posted(size)
+        line.unposted.append(posted)
         if self._check:
-            self._without_note[message.lane, rank].append(posted)
-        self._post_known(message.lane, rank)
+            line.without_note.append(posted)
+        self._post_known(line)
         return posted
 
     def finish_receive(self, message: Message, rank: int, posted: Posted) -> Tensors:
@@ -131,17 +142,18 @@ class Transport:
             WorkerError: messages are checked, and this one is not what its sender sent.
         """
         while not posted.known:
-            self._learn(message.lane, self._unposted[message.lane, rank][0].size, rank)
-            self._post_known(message.lane, rank)
+            line = self._line(message.lane, rank)
+            self._learn(line, line.unposted[0].size)
+            self._post_known(line)
         said = self._read_note(message, rank, posted) if self._check else None
-        self._wire.wait([*posted.flights.values()])
+        self._wire.wait(posted.flights.values())
         if said is not None:
             self._compare(said, message, rank, posted)
-        found: Tensors = {}
-        for slot, layout in posted.layouts.items():
-            found[slot] = None
-            if layout is not None:
-                found[slot] = layout.unflatten(self._wire.arrived(posted.flights[slot]))
+        found: Tensors = dict.fromkeys(posted.layouts)
+        for slot, flight in posted.flights.items():
+            layout = posted.layouts[slot]
+            assert layout is not None
+            found[slot] = layout.unflatten(self._wire.arrived(flight))
         return found
 
     def finish_send(self, posted: Posted) -> None:
@@ -150,7 +162,7 @@ class Transport:
         Raises:
             WorkerError: messages are checked, and this one changed while it was sent.
         """
-        self._wire.wait([*posted.flights.values()])
+        self._wire.wait(posted.flights.values())
         if posted.note is not None:
             posted.note.check_unchanged(posted.buffers)
 
@@ -158,47 +170,42 @@ class Transport:
         """Let MPI work on what is under way; to be called between actions."""
         self._wire.progress.advance()
 
-    def _post_known(self, lane: Lane, rank: int) -> None:
+    def _line(self, lane: Lane, rank: int) -> _Line:
+        line = self._lines.get((lane, rank))
+        if line is None:
+            line = self._lines[lane, rank] = _Line(lane, rank, self._tags[lane])
+        return line
+
+    def _post_known(self, line: _Line) -> None:
         """Post receives up to the first of whose layouts nothing is known."""
-        waiting = self._unposted[lane, rank]
-        while waiting and (layouts := self._layouts.get((lane, rank, waiting[0].size))) is not None:
-            self._post(waiting.popleft(), lane, layouts, rank)
+        while line.unposted and (layouts := line.layouts.get(line.unposted[0].size)) is not None:
+            posted = line.unposted.popleft()
+            posted.known, posted.layouts = True, layouts
+            for (slot, layout), tag in zip(layouts.items(), line.tags, strict=False):
+                if layout is not None:
+                    what = partial(self._name, line, slot)
+                    form, before = (layout.count, layout.dtype), line.received.get(tag)
+                    flight = self._wire.receive(*form, line.rank, tag, what, before)
+                    posted.flights[slot], line.received[tag] = flight, flight.transfer
 
-    def _post(self, posted: Posted, lane: Lane, layouts: Layouts, rank: int) -> None:
-        posted.known, posted.layouts = True, layouts
-        for (slot, layout), tag in zip(layouts.items(), self._tags[lane], strict=False):
-            if layout is None:
-                continue
-
-            def what(slot: Slot = slot) -> str:
-                return f"the {lane.kind} of {slot.value!r} {self._way(lane, rank)}"
-
-            before = self._last_received.get((rank, tag))
-            form = layout.count, layout.dtype
-            posted.flights[slot] = self._wire.receive(*form, rank, tag, what, before)
-            self._last_received[rank, tag] = posted.flights[slot].transfer
+    def _name(self, line: _Line, slot: Slot) -> str:
+        return f"the {line.lane.kind} of {slot.value!r} {self._way(line.lane, line.rank)}"
 
     def _way(self, lane: Lane, rank: int) -> str:
         me = self._wire.rank
         return f"from stage {lane.source} (rank {rank}) to stage {lane.target} (rank {me})"
 
-    def _announce(self, lane: Lane, size: int, rank: int, tensors: Tensors) -> Layouts:
-        layouts = {slot: _layout(tensors.get(slot)) for slot in self._lanes[lane]}
-        self._wire.send_object([*layouts.values()], rank, self._tags[lane][~_HEADER])
-        self._layouts[lane, rank, size] = layouts
-        return layouts
-
-    def _learn(self, lane: Lane, size: int, rank: int) -> None:
-        found = self._wire.receive_object(rank, self._tags[lane][~_HEADER])
-        slots = self._lanes[lane]
+    def _learn(self, line: _Line, size: int) -> None:
+        found = self._wire.receive_object(line.rank, line.tags[~_HEADER])
+        slots = self._lanes[line.lane]
         if len(found) != len(slots):
             raise WorkerError(
-                f"the {lane.kind} {self._way(lane, rank)} has {len(found)} tensors there and "
-                f"{len(slots)} here",
+                f"the {line.lane.kind} {self._way(line.lane, line.rank)} has {len(found)} tensors "
+                f"there and {len(slots)} here",
                 cure="the two ranks run different programs: see that all nodes have the same "
                 "versions and files",
             )
-        self._layouts[lane, rank, size] = dict(zip(slots, found, strict=True))
+        line.layouts[size] = dict(zip(slots, found, strict=True))
 
     def _read_note(self, message: Message, rank: int, posted: Posted) -> Note:
         """What the sender says of a message; compared with what was expected before it arrives.
@@ -207,8 +214,9 @@ class Transport:
         messages, which may be read in another.
         """
         while posted.note is None:
-            note = self._wire.receive_object(rank, self._tags[message.lane][~_NOTE])
-            self._without_note[message.lane, rank].popleft().note = note
+            line = self._line(message.lane, rank)
+            note = self._wire.receive_object(rank, line.tags[~_NOTE])
+            line.without_note.popleft().note = note
         said = posted.note
         self._refuse(differences(said.outline, note_of(message, posted.layouts)), message, rank)
         return said

@@ -75,10 +75,14 @@ class Progress:
 
     def wait(self, transfers: Sequence[Transfer]) -> None:
         """Return when some transfers are complete; all others advance meanwhile."""
-        if not all(transfer.done for transfer in transfers):
+        pending = [transfer for transfer in transfers if not transfer.done]
+        if pending:
+            self.advance()  # which mostly ends what a schedule has let go on for long enough
+            pending = [transfer for transfer in pending if not transfer.done]
+        if pending:
             self._waiting = True
             try:
-                self.until(lambda: all(transfer.done for transfer in transfers))
+                self.until(lambda: all(transfer.done for transfer in pending))
             finally:
                 self._waiting = False
 

@@ -117,10 +117,12 @@ class Transfer:
         Raises:
             WorkerError: what arrives has another size than expected.
         """
-        self._start_next()
+        if self._unstarted:
+            self._start_next()
         while self._under_way and self._done(*self._under_way[0]):
             self._under_way.popleft()
-            self._start_next()
+            if self._unstarted:
+                self._start_next()
         if not self._unstarted and not self._under_way:
             self.done, self._start = True, _start_nothing  # which held the memory
         return self.done

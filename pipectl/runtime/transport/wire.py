@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -87,7 +87,7 @@ class Wire:
         begun = self.progress.begin(lambda: Transfer.receive(start, size, pieces, what, after))
         return Flight(begun, buffer.vector)
 
-    def wait(self, flights: Sequence[Flight]) -> None:
+    def wait(self, flights: Iterable[Flight]) -> None:
         """Return when vectors have left or arrived."""
         self.progress.wait([flight.transfer for flight in flights])
 

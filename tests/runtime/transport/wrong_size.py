@@ -73,8 +73,8 @@ def exchange(world: MPI.Comm, transport: Transport, case: Case) -> list[Posted]:
         return []
     transport.finish_send(transport.start_send(first, 2, 1, {A: tensor}))
     other = torch.ones(case.sent, dtype=case.dtype)
-    known = transport._layouts[LANE, 1, 2]
-    transport._layouts[LANE, 1, 2] = {**known, A: replace(Layout.of(other))}
+    layouts = transport._line(LANE, 1).layouts
+    layouts[2] = {**layouts[2], A: replace(Layout.of(other))}
     return [transport.start_send(Message(LANE, 1), 2, 1, {A: other})]
 
 
