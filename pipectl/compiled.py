@@ -15,16 +15,18 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import numba
+from numba.core import types
 from numba.core.caching import IndexDataCacheFile
 from numba.core.event import TimingListener, register
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_IN_PLACE = {"_nrt": False}
+_FROM_PYTHON = {"no_cfunc_wrapper": True}
+_IN_PLACE = {"_nrt": False, **_FROM_PYTHON}
 _TIMER = TimingListener()  # type: ignore[no-untyped-call]
 register("numba:compile", _TIMER)  # type: ignore[no-untyped-call]
-_PART = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True, **_IN_PLACE}
+_PART = {"no_cpython_wrapper": True, **_IN_PLACE}
 
 
 def compiling_s() -> float:
@@ -34,7 +36,7 @@ def compiling_s() -> float:
 
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a kernel; kernels may call each other."""
-    return _jit(function, {})
+    return _jit(function, _FROM_PYTHON)
 
 
 def compiled_in_place(function: Callable[P, R]) -> Callable[P, R]:
@@ -72,4 +74,9 @@ def _jit(function: Callable[P, R], options: dict[str, Any]) -> Callable[P, R]:
             cache._cache_file.__class__ = _Index
     except RuntimeError:  # no folder can be written: compile in every process
         kernel = numba.njit(**options)(function)
+    if template := getattr(kernel, "get_call_template", None):
+        # Calls with a constant would compile a kernel of their own.
+        vars(kernel)["get_call_template"] = lambda given, named: template(
+            tuple(map(types.unliteral, given)), named
+        )
     return kernel

@@ -164,7 +164,7 @@ class State(NamedTuple):
     owed_s: Floats
     started: Rows
     over_at: Floats
-    waiting: Rows
+    waiting: Integers
     next_waiting: Integers
     free_at: Floats
     met: Integers
@@ -204,7 +204,7 @@ def new_state(programs: Programs, costs: Costs, network: Network, *, record: boo
         owed_s=np.zeros(ranks),
         started=np.zeros(transfers, dtype=np.int32),
         over_at=np.full(transfers, np.inf),
-        waiting=np.full(transfers, -1, dtype=np.int32),
+        waiting=np.full(transfers, -1, dtype=np.int64),
         next_waiting=np.zeros(ranks, dtype=np.int64),
         free_at=np.zeros(int(network.queue.max(initial=-1)) + 1),
         met=np.zeros(ranks, dtype=np.int64),

@@ -207,7 +207,7 @@ class Cutter:
         total_s = float(table.work_s[0, 1, -1]) / speed
         largest_s = float(max(self._problem.block_times(fit.size))) / speed
         best: list[Cut] = []
-        goal = goal._replace(limit_bytes=max(limits))
+        goal = goal._replace(limit_bytes=float(max(limits)))  # one type, one kernel
         for cap_s in (2 * total_s / stages + largest_s + 2 * table.stage_s, inf):
             chains = self._run(space, table, mix, goal._replace(cap_s=cap_s), limits, modes)
             value = chains.value(tallies)
