@@ -92,15 +92,7 @@ def load(
 
 def load_text(text: str, overrides: Sequence[str] = ()) -> JobSpec:
     """The job spec in a text, as :func:`load`, but without site files; no file must exist."""
-    tree, problems = read_text(text, "job")
-    assert isinstance(tree, YamlMapping)
-    for override in overrides:
-        tree, faults = _override(tree, override)
-        problems += faults
-    spec, faults = validate(tree, Path("job.yaml"), check_files=False)
-    if spec is None or problems or faults:
-        raise SpecError([*problems, *faults])
-    return spec
+    return load_document(Path("job"), overrides, (), check_files=False, text=text)[0]
 
 
 def load_with_origins(
@@ -129,9 +121,14 @@ def load_document(
     *,
     check_files: bool,
     check_names: bool = False,
+    text: str | None = None,
 ) -> tuple[JobSpec, YamlMapping]:
-    """The spec, and the merged document of all layers."""
-    tree, problems = read_file(path)
+    """The spec, and the merged document of all layers.
+
+    Args:
+        text: of the job file, if it is not to be read.
+    """
+    tree, problems = read_file(path) if text is None else read_text(text, str(path))
     if not isinstance(tree, YamlMapping):
         fault = "the file is empty" if is_null(tree) else _NO_MAPPING
         raise SpecError([*problems, Problem(str(path), 0, 0, fault)], cure=_INIT)
