@@ -1,8 +1,8 @@
-"""Submitting a job, or those of a sweep: the one hand-over to a batch system.
+"""Submit a job, or the jobs of a sweep, to a batch system.
 
-Whoever submits (`submit`, sweeps, `resume`, rehearsals, runs that measure) makes a
-:class:`Submission` of each run and gives it to :func:`hand_over`, within a :class:`Rollback`. That
-writes all files of the runs, calls the batch system, and notes the job's id. Records are written
+Every submission (`submit`, sweeps, `resume`, rehearsals, runs that measure) makes a
+:class:`Submission` for each run and calls :func:`hand_over` within a :class:`Rollback`. `hand_over`
+writes all files of the runs, calls the batch system, and records the job's id. Records are written
 before that call, so that a submission which is interrupted can be found again by its tag; see
 :mod:`pipectl.jobs.recover`.
 """
@@ -47,10 +47,10 @@ _PRIVATE = 0o600
 
 @dataclass(frozen=True)
 class Submission:
-    """A run, and what the batch system is asked for.
+    """A run, its job, and the request to the batch system.
 
     Args:
-        record: with the job's id once the batch system has the job.
+        record: has the job's id after the batch system has accepted the job.
     """
 
     run: RunDirectory
@@ -62,7 +62,11 @@ class Submission:
     def new(
         cls, run: RunDirectory, job: Job, now: float, after: tuple[str, ...] = ()
     ) -> Submission:
-        """One that the batch system has yet to be told of; ``after`` are ids of jobs."""
+        """A submission that has not reached the batch system.
+
+        Args:
+            after: ids of the jobs that must have completed before this one starts.
+        """
         request, steps = make_request(job, run.path, after=after), job.work.steps
         record = Record(
             name=request.name,
@@ -79,28 +83,28 @@ class Submission:
 
 @dataclass
 class Rollback:
-    """As a context: puts files back if a submission fails before the batch system has the job.
+    """A context that restores files if a submission fails before the batch system has the job.
 
-    Nothing is put back if the batch system was asked and did not refuse: it may have the job.
+    It restores nothing if the batch system was called and did not refuse: it may have the job.
 
     Args:
-        created: directories that were not there before.
-        contents: of files that change; None for those that were not there.
-        moved: from where files are moved, and where to.
-        called: whether the batch system has been.
+        created: new directories, to be removed.
+        contents: text by file before the submission; None for new files, to be removed.
+        moved: new path by old path of files, to be moved back.
+        scheduler_called: whether the batch system was called.
     """
 
     created: Sequence[Path] = ()
     contents: Mapping[Path, str | None] = field(default_factory=dict)
     moved: Mapping[Path, Path] = field(default_factory=dict)
-    called: bool = False
+    scheduler_called: bool = False
 
     def __enter__(self) -> Rollback:
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         refused = isinstance(error, PipectlError) and not isinstance(error, NoAnswerError)
-        if error is None or (self.called and not refused):
+        if error is None or (self.scheduler_called and not refused):
             return
         for path in self.created:
             shutil.rmtree(path, ignore_errors=True)
@@ -129,10 +133,10 @@ def submit(job: Job, now: float, after: Sequence[RunDirectory] = ()) -> Submissi
         after: runs that must have completed before it starts.
 
     Raises:
-        UsageError: an earlier submission was interrupted, but reached the queue; or it cannot
-            start after such a run.
-        SchedulerError: missing or rejected; the run directory is removed again, unless the batch
-            system did not answer and may have taken the job.
+        UsageError: an earlier submission was interrupted, but reached the queue; or the job cannot
+            wait for a run of ``after``.
+        SchedulerError: the batch system is missing or rejects the job. The run directory is removed
+            again, unless the batch system did not answer and may have the job.
     """
     base = Path(job.spec.output.directory)
     refuse_duplicate(base, job.name, now)
@@ -186,7 +190,7 @@ def render_array(job: Job, points: int, at_once: int | None, now: float) -> str:
     """The script of a sweep's job array as it would be submitted.
 
     Args:
-        job: of any of its points.
+        job: the job of any point.
     """
     stem = Path(job.spec.output.directory).absolute() / stem_of(job.spec.name, now)
     sweep, runs = SweepDirectory.beside(stem), [Path(f"{stem}-{i}") for i in range(points)]
@@ -203,9 +207,9 @@ def _make_array(
     tag: str | None = None,
     after: tuple[str, ...] = (),
 ) -> JobRequest:
-    """What a batch system is asked for so that it starts the scripts of runs.
+    """The request for a job array that starts the scripts of its runs.
 
-    On this machine, where no batch system does, the command of the array starts them.
+    On this machine, the command of the request starts them.
     """
     driver = replace(job, work=Work(program=("-m", "pipectl.jobs.sweep")), prepares=False)
     request = make_request(driver, sweep.path, tag=tag, after=after)
@@ -217,29 +221,31 @@ def hand_over(
     rollback: Rollback,
     array: tuple[SweepDirectory, JobRequest] | None = None,
 ) -> tuple[Submission, ...]:
-    """Write all files of runs, and give their script to the batch system; for a caller in
-    ``rollback``, who holds the locks.
+    """Write all files of the runs, and submit their script to the batch system.
+
+    The caller holds the locks of the directories, and has entered ``rollback``.
 
     Args:
-        submissions: of one run; or of those of an array, in its order.
-        array: the directory of the sweep, and what the batch system is asked for.
+        submissions: one run, or the runs of an array in its order.
+        array: directory and request of the sweep; None for one run.
 
     Returns:
         The submissions with the ids of their jobs.
 
     Raises:
-        SchedulerError: it refuses.
+        SchedulerError: the batch system refuses the job.
     """
     scheduler = get_scheduler(submissions[0].record.scheduler)
-    first_with: dict[int, RunDirectory] = {}
+    first_runs: dict[int, RunDirectory] = {}  # by the identity of their plan
     for submission in submissions:
         text = scheduler.render(submission.request)
-        _write(submission, text, first_with.setdefault(id(submission.job.plan), submission.run))
+        first_run = first_runs.setdefault(id(submission.job.plan), submission.run)
+        _write_files(submission, text, first_run)
     script, request = submissions[0].run.script, submissions[0].request
     if array is not None:
         script, request = array[0].script, array[1]
         write_text(script, scheduler.render(request), mode=0o700)
-    rollback.called = True
+    rollback.scheduler_called = True
     try:
         job_id = scheduler.submit(script, request)
     except PipectlError as error:
@@ -250,21 +256,25 @@ def hand_over(
         own_id = job_id if array is None else scheduler.task_id(job_id, index)
         record = submission.record
         record = record.after(record.submitted_at, "submitted", job_id=own_id)
-        with suppress(UsageError):  # it is found by its tag
+        with suppress(UsageError):  # without a record of its id, the job is found by its tag
             record.save(submission.run.record)
         submitted.append(replace(submission, record=record))
     return tuple(submitted)
 
 
-def _write(submission: Submission, script: str, twin: RunDirectory) -> None:
-    """Write everything that the job reads, then the record; files of the plan as ``twin`` has."""
+def _write_files(submission: Submission, script: str, first_run: RunDirectory) -> None:
+    """Write all files that the job reads, and the record last.
+
+    Args:
+        first_run: the first run with the same plan. Other runs copy its files of the plan.
+    """
     run, job, request = submission.run, submission.job, submission.request
     write_job(run, job.spec, request.template)
     if job.cluster is not None:
         job.cluster.save(run.cluster)
-    if job.plan is not None and twin is not run:
+    if job.plan is not None and first_run is not run:
         for file in (run.profile, run.plan, run.predicted):
-            shutil.copyfile(twin.path / file.relative_to(run.path), file)
+            shutil.copyfile(first_run.path / file.relative_to(run.path), file)
     else:
         if job.profile is not None:
             job.profile.save(run.profile)
@@ -283,7 +293,7 @@ def _write(submission: Submission, script: str, twin: RunDirectory) -> None:
 
 
 def write_job(run: RunDirectory, spec: JobSpec, template: Template | None) -> None:
-    """Write ``job.yaml`` of a run, and beside it the template, by which it is resumed."""
+    """Write ``job.yaml`` of a run, and beside it the template, which `resume` reads."""
     if template is not None:
         write_text(run.template, template.text)
         launch = spec.launch.model_copy(update={"template": str(run.template)})
@@ -292,9 +302,9 @@ def write_job(run: RunDirectory, spec: JobSpec, template: Template | None) -> No
 
 
 def ids_to_wait_for(runs: Sequence[RunDirectory], scheduler: str, now: float) -> tuple[str, ...]:
-    """The ids of the jobs of runs, without those of runs that have completed already.
+    """Ids of the jobs of ``runs``, without runs that have completed.
 
-    If nothing can wait for a single job of an array, as on PBS, all of its runs must be named.
+    On PBS a job can wait only for a whole array, so ``runs`` must have all runs of its sweep.
 
     Raises:
         UsageError: a run has failed, is not on ``scheduler``, or its job is not known.
