@@ -14,7 +14,7 @@ from pipectl.cli.follow import follow_or_exit
 from pipectl.cli.options import JobFile, Json, Overrides, SchedulerOption, refuse
 from pipectl.cli.progress import profiling_progress
 from pipectl.cli.views.profile import links_view, show_measurement
-from pipectl.cli.views.submission import job_of, print_submission, submission_json
+from pipectl.cli.views.submission import describe_job, print_submission, submission_json
 from pipectl.cluster import Cluster
 from pipectl.errors import UsageError
 from pipectl.jobs.job import warning_of_code
@@ -83,9 +83,9 @@ def command(
     result = f"the {'cluster' if links else 'profile'} will be in {short_path(path.absolute())}"
     if submit and not as_json:
         lines = () if wait else (result,)
-        print_submission(run, f"submitted: {run.name} ({job_of(record)})", *lines)
+        print_submission(run, f"submitted: {run.name} ({describe_job(record)})", *lines)
     elif links and not submit:
-        note(f"measuring: {run.name} ({job_of(record)})")
+        note(f"measuring: {run.name} ({describe_job(record)})")
     if submit and not wait:
         if as_json:
             say_json(submission_json(run, record, file=str(path.absolute())))

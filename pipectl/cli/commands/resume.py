@@ -12,7 +12,7 @@ from pipectl.cli.follow import follow_or_exit
 from pipectl.cli.options import RUNS, Json, Overrides, RunName, RunsDirectory, TrustOwner, Wait
 from pipectl.cli.views.run import print_run
 from pipectl.cli.views.submission import (
-    job_of,
+    describe_job,
     print_launch,
     print_plan,
     print_submission,
@@ -45,7 +45,7 @@ def command(
         if job.plan is None or replanned:
             print_plan([job], "new plan: ")
         begin = f"from step {step}" if step else "from the beginning: no checkpoint yet"
-        print_submission(run, f"resumed: {record.name} ({job_of(record)}), {begin}")
+        print_submission(run, f"resumed: {record.name} ({describe_job(record)}), {begin}")
     if wait:
         print_run(follow_or_exit(run, as_json=as_json), as_json=as_json)
     elif as_json:

@@ -25,7 +25,7 @@ from pipectl.cli.options import (
     refuse,
 )
 from pipectl.cli.views.submission import (
-    job_of,
+    describe_job,
     print_launch,
     print_plan,
     print_submission,
@@ -111,7 +111,9 @@ def command(
         refuse({"--json": as_json}, f"{only} print text", cure=cure)
         refuse({"--wait": wait, "--after": after}, f"{only} submit nothing", cure=cure)
     gpus = re.fullmatch(r"gpu(?::([0-9]+))?", gres or "")
-    options: dict[str, dict[str, str | int | None]] = {  # keys that each sets
+    options: dict[
+        str, dict[str, str | int | None]
+    ] = {  # by option: keys of the job, and their values
         "--nodes": {"resources.nodes": nodes},
         "--time": {"resources.walltime": None if walltime is None else f"{walltime}s"},
         "--gres": {"slurm.options.gres": gres},
@@ -127,12 +129,12 @@ def command(
         for key, value in keys.items()
         if value is not None
     ]
-    spec, points = load_sweep(job, [*settings, *(overrides or ())])  # what --set says, wins
+    spec, points = load_sweep(job, [*settings, *(overrides or ())])  # --set has precedence
     name = None if scheduler is None else scheduler.value
-    place = scheduler_name(spec, name)
+    batch_system = scheduler_name(spec, name)
     for option, keys in options.items():
-        if not {key.partition(".")[0] for key in keys} & {"resources", place}:
-            why = f"is not used with {place}"
+        if not {key.partition(".")[0] for key in keys} & {"resources", batch_system}:
+            why = f"is not used with {batch_system}"
             refuse({option: next(iter(keys.values()))}, why, cure="leave it out")
     warn(warning_of_code(spec, job))
     if dry_run:
@@ -160,15 +162,20 @@ def _submit(
     wait: bool,
     as_json: bool,
 ) -> None:
-    """Submit a job, or a run for every point of its sweep, whose values ``spec`` is without."""
-    # A dry run does without these.
+    """Submit a job, or one run per point of its sweep.
+
+    Args:
+        spec: the job, without the values of its sweep.
+        after: names of the runs to wait for.
+    """
+    # A dry run does not import these.
     from pipectl.cli.follow import follow_or_exit
     from pipectl.cli.progress import profiling_progress
     from pipectl.cli.views.profile import note_origin
     from pipectl.cli.views.run import print_run
     from pipectl.jobs.submit import submit, submit_sweep
 
-    before = find_runs(Path(spec.output.directory), after)
+    runs_before = find_runs(Path(spec.output.directory), after)
     with profiling_progress() as progress:
         jobs = prepare(spec, scheduler, progress, points=points)
     job = jobs[0]
@@ -180,42 +187,42 @@ def _submit(
     for text in dict.fromkeys(coupling_warning(*each) for each in profiled):
         warn(text)
     now = time.time()
-    place: RunDirectory | SweepDirectory
+    directory: RunDirectory | SweepDirectory
     if points:
         at_once = None if spec.sweep is None else spec.sweep.at_once
-        place, submissions = submit_sweep(points, jobs, at_once, now, before)
+        directory, submissions = submit_sweep(points, jobs, at_once, now, runs_before)
     else:
-        submissions = (submit(job, now, before),)
-        place = submissions[0].run
+        submissions = (submit(job, now, runs_before),)
+        directory = submissions[0].run
     if not as_json:
         print_plan(jobs)
-        _print_submitted(place, submissions)
-    if wait and isinstance(place, SweepDirectory):
-        _follow_sweep(place, as_json=as_json)
+        _print_submitted(directory, submissions)
+    if wait and isinstance(directory, SweepDirectory):
+        _follow_sweep(directory, as_json=as_json)
     elif wait:
         print_run(follow_or_exit(submissions[0].run, as_json=as_json), as_json=as_json)
     elif as_json:
         answers = [submission_json(each.run, each.record) for each in submissions]
         for answer, point in zip(answers, points, strict=False):
-            answer |= {"sweep": place.name, "values": dict(point.values)}
+            answer |= {"sweep": directory.name, "values": dict(point.values)}
         say_json(answers if points else answers[0])
 
 
 def _print_submitted(
-    place: RunDirectory | SweepDirectory, submissions: Sequence[Submission]
+    directory: RunDirectory | SweepDirectory, submissions: Sequence[Submission]
 ) -> None:
     record = submissions[0].record
-    what, kind = f"{record.name} ({job_of(record)})", "run"
-    if isinstance(place, SweepDirectory):
+    what, kind = f"{record.name} ({describe_job(record)})", "run"
+    if isinstance(directory, SweepDirectory):
         array = get_scheduler(record.scheduler).array_id(record.job_id or "")
         of = "" if record.scheduler == LOCAL else f" ({record.scheduler} job {array})"
         what, kind = f"{len(submissions)} runs of {record.name}{of}", "sweep"
-    directory = f"{kind} directory: {short_path(place.path)}"
-    print_submission(place, f"submitted: {what}", directory)
+    line = f"{kind} directory: {short_path(directory.path)}"
+    print_submission(directory, f"submitted: {what}", line)
 
 
 def _follow_sweep(sweep: SweepDirectory, *, as_json: bool) -> None:
-    """Follow one run after the other to its end.
+    """Follow the runs of a sweep one after the other.
 
     Raises:
         typer.Exit: with the code of the first run that failed.
@@ -234,7 +241,7 @@ def _follow_sweep(sweep: SweepDirectory, *, as_json: bool) -> None:
 
 
 def _print_script(spec: JobSpec, points: Sequence[Point], scheduler: str | None) -> None:
-    """The script, or that of the array and that of its first run; and what would run."""
+    """Print the job script and its plan; for a sweep, the script of its array first."""
     now = time.time()
     (job,) = prepare(spec, scheduler, points=points[:1], make_missing=False)
     script = render(job, now, "-0" if points else "")

@@ -1,4 +1,4 @@
-"""What is said of a job that is submitted: its launcher, its plan, and where the run is."""
+"""Messages about a job that is submitted: its launcher, its plan, and its run directory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def submission_json(run: RunDirectory, record: Record, **more: Any) -> dict[str, Any]:
-    """For programs: where a run is."""
+    """The JSON of a run that was submitted; ``more`` adds keys."""
     return {
         "run": run.name,
         "directory": str(run.path),
@@ -25,25 +25,25 @@ def submission_json(run: RunDirectory, record: Record, **more: Any) -> dict[str,
 
 
 def print_submission(run: RunDirectory | SweepDirectory, what: str, *lines: str) -> None:
-    """Say what the batch system has now, and how to follow it.
+    """Print what was submitted, and the command that shows its status.
 
     Args:
-        what: ``submitted: gpt (slurm job 36)``; ``lines`` come after it.
+        what: the first line, such as ``submitted: gpt (slurm job 36)``; ``lines`` follow it.
     """
     for line in (what, *lines, f"see: pipectl status {as_typed(run)}"):
         say(line)
 
 
-def job_of(record: Record) -> str:
+def describe_job(record: Record) -> str:
     """``slurm job 36``."""
     return f"{record.scheduler} job {record.job_id}"
 
 
 def print_launch(launch: MpiChoice, warning: str) -> None:
-    """Say what ranks are started with, if somebody would ask.
+    """Print the choice of MPI if it needs an explanation, and the warnings.
 
     Args:
-        warning: about the machines; empty if all is well.
+        warning: about the cluster; may be empty.
     """
     warn(warning)
     if launch.reason:
@@ -52,11 +52,11 @@ def print_launch(launch: MpiChoice, warning: str) -> None:
 
 
 def print_plan(jobs: Sequence[Job], before: str = "", tell: Callable[[str], None] = say) -> None:
-    """What runs, and how fast it should be; or that a model has yet to be measured.
+    """Print the plan of a single job and its prediction, or that models are measured first.
 
     Args:
-        before: begins the line of a plan.
-        tell: prints it; plans of several jobs are not printed.
+        before: text before the name of the plan.
+        tell: prints a line of the plan.
     """
     missing = sum(job.plan is None for job in jobs)
     if missing:
