@@ -65,11 +65,11 @@ def fresh_plan(spec: JobSpec, profile: Profile, cluster: Cluster, path: Path) ->
         DataFileError: there is one, but it cannot be read.
     """
     plan = Plan.load(path) if path.exists() else None
-    return plan if plan is not None and plan.key == key_of_plan(spec, profile, cluster) else None
+    return plan if plan is not None and plan.key == plan_file_key(spec, profile, cluster) else None
 
 
-def key_of_plan(spec: JobSpec, profile: Profile, cluster: Cluster) -> str:
-    """A hash of everything that a plan is made from."""
+def plan_file_key(spec: JobSpec, profile: Profile, cluster: Cluster) -> str:
+    """The key in a plan's file: a hash of the spec's plan key, the profile and the cluster."""
     from pipectl.spec import plan_key  # pydantic, which `status` does without
 
     parts = [plan_key(spec), profile.to_json(), cluster.to_json()]
@@ -77,7 +77,7 @@ def key_of_plan(spec: JobSpec, profile: Profile, cluster: Cluster) -> str:
 
 
 def coupling_warning(spec: JobSpec, profile: Profile) -> str:
-    """That the planner chooses between different trainings; empty if it does not."""
+    """A warning if the plan changes the results of training; empty if it does not."""
     names = profile.coupled
     if spec.pipeline.micro_batches is not None or not names:
         return ""
@@ -98,13 +98,15 @@ def load_run(run: RunDirectory, overrides: Sequence[str] = ()) -> JobSpec:
 
 
 def scheduler_name(spec: JobSpec, scheduler: str | None) -> str:
-    """The scheduler asked for, else the spec's; ``auto`` is Slurm or PBS if it is installed."""
+    """``scheduler``, or by default the spec's; ``auto`` is Slurm or PBS if it is installed."""
     name: str = scheduler or spec.launch.scheduler
     return name if name != AUTO else find_scheduler()
 
 
 def check_answering(spec: JobSpec, scheduler: str | None) -> None:
-    """Ask a batch system that nobody named whether it is there: its commands may be all there is.
+    """Check that the batch system answers, if `auto` chose it.
+
+    Its commands may be installed where no batch system runs.
 
     Raises:
         SchedulerError: it does not answer.
@@ -167,7 +169,7 @@ def find_cluster(spec: JobSpec, scheduler: str) -> ClusterChoice:
         return ClusterChoice(assumed)
     measured = Cluster.load(path)
     layout, expected = ([node.ranks for node in each.nodes] for each in (measured, assumed))
-    if measured.key not in (None, measured_key(spec, scheduler)):
+    if measured.key not in (None, cluster_file_key(spec, scheduler)):
         fault = "was measured for other resources, launch settings or machines"
     elif measured.key is None and layout != expected:
         fault = f"describes nodes of {layout} ranks, but resources: ask for {expected}"
@@ -176,8 +178,11 @@ def find_cluster(spec: JobSpec, scheduler: str) -> ClusterChoice:
     return ClusterChoice(assumed, warning=f"{path} {fault}; it is not used")
 
 
-def measured_key(spec: JobSpec, scheduler: str) -> str:
-    """Names everything that measured links depend on; a local job's are those of this host."""
+def cluster_file_key(spec: JobSpec, scheduler: str) -> str:
+    """The key in the file of a measured cluster: a hash of everything that its links depend on.
+
+    Links of a local job are those of this host.
+    """
     from pipectl.spec import links_key  # pydantic, which `status` does without
 
     host = socket.gethostname() if scheduler == LOCAL else ""

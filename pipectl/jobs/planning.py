@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pipectl.cluster import Cluster
 from pipectl.errors import DataFileError, InfeasibleError, InvalidInputError
-from pipectl.jobs.places import key_of_plan, plan_path
+from pipectl.jobs.places import plan_file_key, plan_path
 from pipectl.plan import OffloadTarget, Plan
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.profile import Profile
@@ -123,7 +123,7 @@ def request_of(
         shard_optimizer=pipeline.shard_optimizer,
         backward_apart=apart,
         every_schedule=pipeline.schedule is None and listed is None and not spec.training.compile,
-        key=key_of_plan(spec, profile, cluster),
+        key=plan_file_key(spec, profile, cluster),
     )
 
 

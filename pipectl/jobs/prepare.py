@@ -1,4 +1,4 @@
-"""The one gather: from the spec of a job or a sweep to jobs with all that a submission needs."""
+"""From a job spec, or the points of a sweep, to jobs that are ready to be submitted."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pipectl.files import is_stream, make_directory_of
 from pipectl.jobs.job import PERCENT, PREPARE, Job, Work, make_job, render
 from pipectl.jobs.places import (
     check_answering,
+    cluster_file_key,
     fresh_plan,
     fresh_profile,
-    measured_key,
     plan_path,
     profile_path,
     scheduler_name,
@@ -44,16 +44,16 @@ def prepare(
     make_missing: bool = True,
     must_run: bool = True,
 ) -> list[Job]:
-    """The job, or the jobs of a sweep, with all that a submission needs.
+    """The job, or the jobs of a sweep, with cluster, launcher, profile and plan.
 
-    Profiles and plans that are missing or stale are made. Jobs of a batch system make profiles
-    themselves, since times on a login node say nothing about compute nodes. What several points
-    share is made once. The profile and the plan of ``spec`` itself are saved at their usual places.
+    Profiles and plans that are missing or stale are made, once for all points that share them. On a
+    batch system, the job measures its profile itself, since times on a login node say nothing about
+    compute nodes. The profile and the plan of ``spec`` itself are saved in the output directory.
 
     Args:
-        spec: the job without the values of its sweep.
-        scheduler: its name; by default the spec's.
-        points: of the sweep; none for a single job.
+        spec: the job, without the values of its sweep.
+        scheduler: name of the batch system; by default the spec's.
+        points: points of the sweep; empty for a single job.
         make_missing: whether to make profiles and plans that are missing or stale, and to ask
             whether the batch system answers.
         must_run: whether to refuse imported profiles, and plans that can only be simulated.
@@ -81,8 +81,8 @@ def prepare(
         with _name_values_in_errors(points, index):
             key = profile_key(job.spec) if points else ""
             if key not in measured:
-                usual = not points or key == profile_key(spec)
-                measured[key] = _add_profile(job, progress, usual, make_missing, must_run)
+                save = not points or key == profile_key(spec)
+                measured[key] = _add_profile(job, progress, save, make_missing, must_run)
         profile, cluster = measured[key].profile, job.cluster
         if profile is not None and cluster is not None:
             profile, cluster = join_rows(profile, cluster)
@@ -96,8 +96,8 @@ def prepare(
         with _name_values_in_errors(points, index):
             key = plan_key(job.spec) if points else ""
             if key not in plans:
-                usual = not points or key == plan_key(spec)
-                plans[key] = _find_plan(job, progress, usual, make_missing, must_run)
+                save = not points or key == plan_key(spec)
+                plans[key] = _find_plan(job, progress, save, make_missing, must_run)
         jobs[index] = replace(job, plan=plans[key])
     return jobs
 
@@ -105,12 +105,12 @@ def prepare(
 def _add_profile(
     job: Job, progress: Progress | None, save: bool, make: bool, must_run: bool
 ) -> Job:
-    """The job with the fresh profile at its usual place, else with one that is measured now."""
+    """The job with its saved profile if that is fresh, else with a profile measured now."""
     path = profile_path(job.spec)
     profile = fresh_profile(job.spec, path)
     if profile is None and make and job.scheduler == LOCAL:
         if must_run:
-            render(job)  # what cannot be written into a script is refused before it is measured
+            render(job)  # an error in the script is raised before the model is measured
         measurement = measure(job.spec, path if save else None, progress)
         return replace(job, profile=measurement.profile, measurement=measurement)
     if profile is not None and profile.fingerprint is None and must_run:
@@ -124,7 +124,7 @@ def _add_profile(
 def _find_plan(
     job: Job, progress: Progress | None, save: bool, make: bool, must_run: bool
 ) -> Plan | None:
-    """The fresh plan at the usual place of a job, else one that is made now."""
+    """The saved plan of a job if it is fresh, else a plan made now."""
     profile, cluster, path = job.profile, job.cluster, plan_path(job.spec)
     if profile is None or cluster is None:
         return None
@@ -202,7 +202,7 @@ def prepare_links(spec: JobSpec, scheduler: str, output: Path, effort: str) -> J
         kind=PROFILING,
         suffix="-links",
         program=("-m", "mpi4py", "-m", "pipectl.runtime.links.probe", "--run"),
-        arguments=("--key", measured_key(spec, scheduler), "--budget", budget),
+        arguments=("--key", cluster_file_key(spec, scheduler), "--budget", budget),
         steps=PERCENT,
         resources={"walltime": min(spec.resources.walltime, _LINKS_WALLTIME_S)},
     )

@@ -9,7 +9,7 @@ import pytest
 
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.errors import DataFileError, MismatchError
-from pipectl.jobs.places import cluster_path, find_cluster, measured_key, scheduler_name
+from pipectl.jobs.places import cluster_file_key, cluster_path, find_cluster, scheduler_name
 from pipectl.spec import JobSpec, load
 
 RESOURCES = "resources: {nodes: 2, tasks_per_node: 3, cpus_per_task: 2, memory_per_node: 6GiB}"
@@ -78,7 +78,7 @@ def test_a_measured_cluster_is_found_at_its_usual_place(
     spec: JobSpec, here: None, scheduler: str
 ) -> None:
     """It may have another layout than was asked for: the one that the launcher made."""
-    cluster = measured([2, 4], measured_key(spec, scheduler))
+    cluster = measured([2, 4], cluster_file_key(spec, scheduler))
     path = put(spec, cluster)
     found = find_cluster(spec, scheduler)
     assert (found.cluster, found.file, found.warning) == (cluster, path, "")
@@ -97,7 +97,7 @@ def test_a_measured_cluster_is_found_at_its_usual_place(
 def test_a_cluster_measured_for_other_settings_is_not_used(
     spec: JobSpec, here: None, tmp_path: Path, change: str
 ) -> None:
-    put(spec, measured([3, 3], measured_key(spec, "slurm")))
+    put(spec, measured([3, 3], cluster_file_key(spec, "slurm")))
     found = find_cluster(load(tmp_path / "job.yaml", [change]), "slurm")
     assert found.cluster.assumed
     assert found.file is None
@@ -113,14 +113,14 @@ def test_a_cluster_measured_for_other_settings_is_not_used(
 def test_settings_that_no_link_depends_on_do_not_matter(
     spec: JobSpec, here: None, tmp_path: Path, change: str
 ) -> None:
-    put(spec, measured([3, 3], measured_key(spec, "slurm")))
+    put(spec, measured([3, 3], cluster_file_key(spec, "slurm")))
     assert find_cluster(load(tmp_path / "job.yaml", [change]), "slurm").file is not None
 
 
 def test_a_cluster_measured_on_this_machine_is_none_for_slurm_or_another_host(
     spec: JobSpec, here: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put(spec, measured([6], measured_key(spec, "local")))
+    put(spec, measured([6], cluster_file_key(spec, "local")))
     assert find_cluster(spec, "slurm").warning
     monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
     assert find_cluster(spec, "local").warning
@@ -141,7 +141,7 @@ def test_a_cluster_that_the_job_names_beats_the_measured_one(
     described = assumed_cluster("mine", [6], 4, None)
     described.save(tmp_path / "mine.json")
     spec = load(job)
-    put(spec, measured([3, 3], measured_key(spec, "slurm")))
+    put(spec, measured([3, 3], cluster_file_key(spec, "slurm")))
     found = find_cluster(spec, "slurm")
     assert (found.cluster, found.file) == (described, tmp_path / "mine.json")
 
