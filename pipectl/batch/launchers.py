@@ -186,11 +186,10 @@ def find_mpiexec(request: JobRequest) -> str:
 
 
 class MpiChoice(NamedTuple):
-    """What ``launch.mpi`` comes to.
+    """The value of ``launch.mpi`` for a job.
 
     Args:
-        mpi: for the request.
-        reason: in a line for people; empty if nobody would ask.
+        reason: why this value was chosen, in one line for the user; may be empty.
         warning: what will probably fail; empty if nothing will.
     """
 
@@ -198,15 +197,11 @@ class MpiChoice(NamedTuple):
     reason: str = ""
     warning: str = ""
 
-    def apply(self, request: JobRequest) -> JobRequest:
-        """A request with it."""
-        return request.update(launch={"mpi": self.mpi})
-
 
 def choose_mpi(request: JobRequest) -> MpiChoice:
-    """Choose ``launch.mpi`` if it is ``auto``, and compare it with what is installed otherwise.
+    """Choose ``launch.mpi`` if it is ``auto``; otherwise compare it with the installed MPI.
 
-    What the job's modules, set-up lines and template bring is not there yet, and not guessed.
+    The MPI that the job's modules, setup or template provide is not known before the job runs.
     """
     mpi = request.launch.mpi
     if request.alone:
@@ -226,7 +221,7 @@ def choose_mpi(request: JobRequest) -> MpiChoice:
 def _choose_pmi(request: JobRequest) -> MpiChoice:
     """Choose the kind of PMI for ``srun --mpi``.
 
-    Between the wrong two of launcher and MPI, every rank is the only one of its own job.
+    If srun and the MPI library use different kinds of PMI, each rank starts as a job of one rank.
     """
     kinds = list_pmis()
     mpi, reason = request.launch.mpi, ""

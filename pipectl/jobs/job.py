@@ -1,4 +1,9 @@
-"""A job before it is submitted: what it runs, and what a batch system is asked for."""
+"""A job before it is submitted: its work, its script, and the request to the batch system.
+
+A `JobSpec` is what the user wrote. A :class:`Job` adds what a submission needs: launcher, cluster,
+profile and plan. :func:`make_request` turns it into the `JobRequest` of a run directory, from which
+a batch system renders the job script.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +31,7 @@ if TYPE_CHECKING:
     from pipectl.spec import JobSpec
 
 PREPARE = "pipectl.jobs.in_job"
+"""The module that profiles and plans within a job."""
 PERCENT = 100
 """Steps of a run that only measures: it reports its progress in percent."""
 TIGHT_HEAP = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"}
@@ -42,14 +48,14 @@ class Work:
 
     Args:
         kind: see :class:`pipectl.runs.Record`.
-        suffix: of the run's name, after that of the job.
-        program: what Python runs, before the run directory.
-        arguments: after the run directory.
-        steps: None for those of the training.
-        alone: whether one process does it, without MPI.
-        resources: that differ from those of the job.
-        output: directory that it writes to beside the run directory.
-        rehearsal: what the ranks wait for if they rehearse.
+        suffix: appended to the name of the job for the name of the run.
+        program: arguments of Python before the run directory.
+        arguments: arguments of Python after the run directory.
+        steps: steps of the run; by default those of the training.
+        alone: whether it is one process, without MPI.
+        resources: values that replace those of the job.
+        output: a further directory that it writes to.
+        rehearsal: the sleeps of a rehearsal.
     """
 
     kind: str = TRAINING
@@ -68,18 +74,18 @@ class Job:
     """A job before it is submitted; see :func:`make_job`.
 
     Args:
-        launch: what ranks are started with.
-        template: the user's own of job scripts, as it was read.
-        cluster: that it is planned for; None for runs that train nothing.
-        profile, plan: None if they are yet to be made.
-        prepares: whether it makes them itself, before it trains.
-        warning: why a measured cluster is not used; empty if all is well.
-        measurement: how the profile came to be, if it was made now.
+        mpi_choice: the kind of MPI that starts the ranks.
+        template: the user's template of the job script.
+        cluster: the cluster that the plan is for; None for runs that do not train.
+        profile, plan: None before they are made.
+        prepares: whether the job profiles and plans in its allocation before it trains.
+        warning: why a measured cluster is not used; empty if it is, or if there is none.
+        measurement: how the profile was measured; None if it was read from a file.
     """
 
     spec: JobSpec
     scheduler: str
-    launch: MpiChoice
+    mpi_choice: MpiChoice
     template: Template | None = None
     cluster: Cluster | None = None
     profile: Profile | None = None
@@ -96,13 +102,13 @@ class Job:
 
 
 def make_job(
-    spec: JobSpec, scheduler: str, work: Work | None = None, *, launch: MpiChoice | None = None
+    spec: JobSpec, scheduler: str, work: Work | None = None, *, mpi_choice: MpiChoice | None = None
 ) -> Job:
-    """A job with its cluster, its launcher and its template, yet without profile and plan.
+    """A job with its cluster, launcher and template, but without profile and plan.
 
     Args:
-        work: by default it trains. Runs that do something else have no cluster.
-        launch: what ranks are started with; by default it is looked for.
+        work: by default training. Other runs have no cluster.
+        mpi_choice: the kind of MPI that starts the ranks; by default :func:`choose_mpi` chooses it.
 
     Raises:
         SpecError: the template cannot be read or used, with the line.
@@ -110,11 +116,12 @@ def make_job(
         SchedulerError: there is no MPI to start the ranks with.
     """
     work = work or Work()
-    job = Job(spec, scheduler, launch or MpiChoice(spec.launch.mpi), read_template(spec), work=work)
+    mpi = mpi_choice or MpiChoice(spec.launch.mpi)
+    job = Job(spec, scheduler, mpi, read_template(spec), work=work)
     if work.kind == TRAINING:
         choice = find_cluster(spec, scheduler)
         job = replace(job, cluster=choice.cluster, warning=choice.warning)
-    return job if launch is not None else replace(job, launch=choose_mpi(make_request(job)))
+    return job if mpi_choice is not None else replace(job, mpi_choice=choose_mpi(make_request(job)))
 
 
 def make_request(
@@ -125,13 +132,13 @@ def make_request(
     after: tuple[str, ...] = (),
     mpiexec: str | None = None,
 ) -> JobRequest:
-    """What a batch system is asked for.
+    """The request to a batch system for one run of a job.
 
     Args:
-        directory: of the run; by default one that nobody makes, for checks only.
-        tag: text by which the job is found again; by default one that no other submission has.
-        after: ids of jobs that must have completed before.
-        mpiexec: its path; by default it is looked for.
+        directory: the run directory; by default one that does not exist, for checks only.
+        tag: text by which the job can be found in the queue; by default a unique one.
+        after: ids of jobs that must have completed before this one starts.
+        mpiexec: path of mpiexec; by default :func:`pipectl.batch.launchers.find_mpiexec` finds it.
     """
     spec, plan, work, python = job.spec, job.plan, job.work, sys.executable
     directory = (directory or Path(spec.output.directory) / "check").absolute()
@@ -161,7 +168,7 @@ def make_request(
         template=job.template,
     )
     environment = {"variables": variables, "container": spec.container}
-    launch = {"mpi": job.launch.mpi}
+    launch = {"mpi": job.mpi_choice.mpi}
     return request.update(launch=launch, environment=environment, resources=work.resources)
 
 
@@ -170,7 +177,7 @@ def render(job: Job, now: float = 0.0, suffix: str = "") -> str:
 
     Args:
         now: seconds since the epoch, for the run's name.
-        suffix: of that name, ``-0`` if it is the first of a sweep.
+        suffix: end of the run's name: ``-0`` for the first run of a sweep.
 
     Raises:
         InvalidInputError: a value cannot be written into the script safely.
@@ -183,7 +190,7 @@ def render(job: Job, now: float = 0.0, suffix: str = "") -> str:
 
 
 def check_script(spec: JobSpec) -> None:
-    """Write the script of a job that has a template of its own, and drop it.
+    """Check that the script of a job with a user's template can be written.
 
     Raises:
         InvalidInputError: it cannot be written.
@@ -219,9 +226,9 @@ def read_template(spec: JobSpec) -> Template | None:
 
 
 def _binds(spec: JobSpec, runs: Path, output: Path | None) -> tuple[Path, ...]:
-    """What a container sees: the directories of the runs and of all files that the spec names.
+    """Directories that a container sees: those of the runs and of all files that the spec names.
 
-    Preparing in the job writes profiles beside the run directory, for other runs to find.
+    A job that profiles in its allocation writes the profile beside its run directory.
     """
     code = [reference for _, reference in spec.factories()]
     files = (*(one.file for one in code), spec.weights_path, spec.cluster_file, spec.schedule_file)
@@ -247,13 +254,13 @@ def warning_of_code(spec: JobSpec, job: Path) -> str:
 
 
 def _code_of_others(spec: JobSpec, job: Path, *, groups: bool = True) -> str:
-    """Which file of a job's code somebody else could have written; empty if nobody could.
+    """The first file of a job's code that another user can write, and why; empty if there is none.
 
-    Modules count with the directories from which they import others; files of a module that do not
-    exist are looked at, too.
+    For a module, this also checks the directories from which it imports others, and files of the
+    module that do not exist.
 
     Args:
-        groups: whether members of a group that may write it count.
+        groups: whether write permission of a group counts.
     """
     files = [job]
     for _, reference in spec.factories():

@@ -69,13 +69,13 @@ def prepare(
     if make_missing and must_run:
         check_answering(spec, scheduler)
     name = scheduler_name(spec, scheduler)
-    launches: dict[str, MpiChoice] = {}
+    choices: dict[str, MpiChoice] = {}
     jobs = []
     for index, each in enumerate([point.spec for point in points] or [spec]):
         with _name_values_in_errors(points, index):
             settings = f"{each.launch} {each.environment}"
-            jobs.append(make_job(each, name, launch=launches.get(settings)))
-            launches[settings] = jobs[-1].launch
+            jobs.append(make_job(each, name, mpi_choice=choices.get(settings)))
+            choices[settings] = jobs[-1].mpi_choice
     measured: dict[str, Job] = {}
     for index, job in enumerate(jobs):
         with _name_values_in_errors(points, index):

@@ -366,4 +366,4 @@ def request_of_two(launch: Launch, *command: str) -> JobRequest:
         slurm=Slurm(),
         pbs=Pbs(),
     )
-    return choose_mpi(request).apply(request)
+    return request.update(launch={"mpi": choose_mpi(request).mpi})

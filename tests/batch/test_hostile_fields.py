@@ -57,7 +57,7 @@ def test_they_arrive_in_the_directives_of_both(tmp_path: Path, nasty: list[str])
     lengths = set()
     for value in filter(str.strip, nasty):
         spec = load(write(tmp_path, value), check_files=False)
-        job = make_job(spec, "local", launch=MpiChoice("auto"))
+        job = make_job(spec, "local", mpi_choice=MpiChoice("auto"))
         request = make_request(job, tmp_path / "run", mpiexec="/usr/bin/mpiexec")
         scripts = {name: get_scheduler(name).render(request) for name in ("slurm", "pbs")}
         slurm = directives(scripts["slurm"], "slurm")

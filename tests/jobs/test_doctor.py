@@ -115,7 +115,7 @@ def test_what_srun_takes_is_what_a_submission_does_not_warn_of(
     program("srun", f'printf "MPI plugin types are...\\n" >&2; printf "\\t%s\\n" {listed} >&2')
     spec = load(write_job(f"launch: {{launcher: srun, mpi: {wanted}}}"), check_files=False)
     assert of("PMI", examine(spec.launch, HERE, "Slurm")).level is level
-    warning = make_job(spec, "slurm").launch.warning
+    warning = make_job(spec, "slurm").mpi_choice.warning
     assert bool(warning) is (level is Level.FAIL)
 
 

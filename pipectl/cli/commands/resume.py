@@ -13,7 +13,7 @@ from pipectl.cli.options import RUNS, Json, Overrides, RunName, RunsDirectory, T
 from pipectl.cli.views.run import print_run
 from pipectl.cli.views.submission import (
     describe_job,
-    print_launch,
+    print_mpi_choice,
     print_plan,
     print_submission,
     submission_json,
@@ -40,7 +40,7 @@ def command(
     )
     job, record, checkpoint = submission.job, submission.record, last_checkpoint(run)
     step = 0 if checkpoint is None else step_of(checkpoint) or 0
-    print_launch(job.launch, job.warning)
+    print_mpi_choice(job.mpi_choice, job.warning)
     if not as_json:
         if job.plan is None or replanned:
             print_plan([job], "new plan: ")

@@ -26,7 +26,7 @@ from pipectl.cli.options import (
 )
 from pipectl.cli.views.submission import (
     describe_job,
-    print_launch,
+    print_mpi_choice,
     print_plan,
     print_submission,
     submission_json,
@@ -181,8 +181,8 @@ def _submit(
     job = jobs[0]
     if job.measurement is not None and not points:
         note_origin(job.measurement, time.time(), "use `pipectl profile --again` to measure again")
-    for launch, warning in dict.fromkeys((job.launch, job.warning) for job in jobs):
-        print_launch(launch, warning)
+    for choice, warning in dict.fromkeys((job.mpi_choice, job.warning) for job in jobs):
+        print_mpi_choice(choice, warning)
     profiled = [(job.spec, job.profile) for job in jobs if job.profile is not None]
     for text in dict.fromkeys(coupling_warning(*each) for each in profiled):
         warn(text)
@@ -251,7 +251,7 @@ def _print_script(spec: JobSpec, points: Sequence[Point], scheduler: str | None)
         at_once = None if spec.sweep is None else spec.sweep.at_once
         sys.stdout.write(render_array(job, len(points), at_once, now))
         note("\nEach task of the array runs the script of its run. The first one is:\n")
-    print_launch(job.launch, job.warning)
+    print_mpi_choice(job.mpi_choice, job.warning)
     if job.plan is None and job.profile is not None:
         note(f"no fresh plan: submit makes one, of {profile_path(job.spec)}")
     else:

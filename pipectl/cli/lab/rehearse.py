@@ -10,7 +10,7 @@ from pipectl.cli.console import note, say, say_json, short_path, warn
 from pipectl.cli.follow import follow_or_exit
 from pipectl.cli.options import JobFile, Json, Overrides, SchedulerOption, Wait
 from pipectl.cli.progress import profiling_progress
-from pipectl.cli.views.submission import print_launch, submission_json
+from pipectl.cli.views.submission import print_mpi_choice, submission_json
 from pipectl.jobs.job import warning_of_code
 from pipectl.jobs.rehearse import (
     RehearsalResult,
@@ -38,7 +38,7 @@ def command(
     warn(warning_of_code(spec, job))
     with profiling_progress() as progress:
         planned = prepare_rehearsal(spec, scheduler and scheduler.value, progress)
-    print_launch(planned.launch, planned.warning)
+    print_mpi_choice(planned.mpi_choice, planned.warning)
     submission = submit(planned, time.time())
     run, record, rehearsal = submission.run, submission.record, planned.work.rehearsal
     assert rehearsal is not None

@@ -39,16 +39,16 @@ def describe_job(record: Record) -> str:
     return f"{record.scheduler} job {record.job_id}"
 
 
-def print_launch(launch: MpiChoice, warning: str) -> None:
+def print_mpi_choice(choice: MpiChoice, warning: str) -> None:
     """Print the choice of MPI if it needs an explanation, and the warnings.
 
     Args:
         warning: about the cluster; may be empty.
     """
     warn(warning)
-    if launch.reason:
-        note(launch.reason)
-    warn(launch.warning)
+    if choice.reason:
+        note(choice.reason)
+    warn(choice.warning)
 
 
 def print_plan(jobs: Sequence[Job], before: str = "", tell: Callable[[str], None] = say) -> None:
