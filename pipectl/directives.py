@@ -20,8 +20,8 @@ REPLACEMENTS = {
     "mem": ("mem", "mem-per-cpu", "mem-per-gpu"),
     "time": ("time",),
 }
-"""Options of sbatch that follow from ``resources``, with those of a job that take their place, also
-if they are false."""
+"""Options of sbatch that are written from ``resources``. If ``slurm.options`` has one of the names
+on the right, even with the value false, the option on the left is not written."""
 _LETTERS = {"c": "cpus-per-task", "t": "time"}
 _LOG = "remove it; output and errors are in logs/job.log"
 

@@ -1,4 +1,4 @@
-"""What Slurm and PBS share: a script is handed over to a command, whose answer may be lost."""
+"""Batch systems with a command line, Slurm and PBS: submit a script by a command and get its id."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QUEUES_TIMEOUT_S = 20.0
 """For questions about partitions and queues, which somebody waits for."""
 
 
-class BatchCommands(Scheduler):
+class CommandLineScheduler(Scheduler):
     """A batch system whose commands are run one by one.
 
     Args:
@@ -29,38 +29,38 @@ class BatchCommands(Scheduler):
     title: ClassVar[str]
     """The batch system's name for people."""
     submit_command: ClassVar[tuple[str, ...]]
-    """Its words before the script."""
+    """The command that submits a script, without the script."""
     id_pattern: ClassVar[re.Pattern[str]]
-    """Of a line with the job's id, which is its first group."""
+    """Matches the line of its output with the job's id, which is the first group."""
     list_command: ClassVar[str]
     """Lists jobs with their tags."""
-    overrides: ClassVar[tuple[str, ...]]
-    """Beginnings of variables that change what the commands do, over the job script's own
-    directives, or come from a job around this one: the commands do not see them."""
-    kept: ClassVar[frozenset[str]] = frozenset()
-    """Those of them that the commands see all the same."""
-    unsure: ClassVar[Sequence[str]]
-    """Parts of messages, in small letters, after which the job may have been submitted."""
+    hidden_variables: ClassVar[tuple[str, ...]]
+    """Prefixes of environment variables that are removed for the commands, since they override
+    directives of the job script, or belong to the job that pipectl itself runs in."""
+    visible_variables: ClassVar[frozenset[str]] = frozenset()
+    """Variables with such a prefix that are not removed, by full name."""
+    unsure_messages: ClassVar[Sequence[str]]
+    """Parts of error messages, in lower case, after which the job may have been submitted."""
     advice: ClassVar[Sequence[tuple[str, str]]]
-    """What to do, by parts of messages in small letters; the first that fits counts."""
+    """Parts of error messages, in lower case, each with what to do; the first match counts."""
 
     def __init__(self, timeout_s: float = process.TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
 
     @abstractmethod
     def _describe_tag(self, tag: str) -> str:
-        """How a job with a tag is recognised, in words."""
+        """How to recognise a job with this tag, for messages."""
 
     def _run(self, *argv: str, **variables: str) -> process.Completed:
         """Run a command of the batch system.
 
         Args:
-            variables: of its environment, beside ours.
+            variables: further variables of its environment.
         """
         env = {
             name: value
             for name, value in os.environ.items()
-            if name in self.kept or not name.startswith(self.overrides)
+            if name in self.visible_variables or not name.startswith(self.hidden_variables)
         }
         cure = (
             f"run this where the commands of {self.title} are installed, or set "
@@ -74,7 +74,7 @@ class BatchCommands(Scheduler):
         """Run a command that should not fail.
 
         Args:
-            harmless: exit codes that are none of a failure.
+            harmless: exit codes that do not count as failures.
 
         Raises:
             SchedulerError: it fails.
@@ -86,13 +86,13 @@ class BatchCommands(Scheduler):
         return done
 
     def submit(self, script: Path, request: JobRequest) -> str:
-        """The job's id; if the answer is lost, of the job that is found by its tag.
+        """Submit the script and return the job's id; if the command gives none, find it by the tag.
 
-        Without its log directory a job fails or hangs and leaves no output, so it is made here.
+        This makes the log directory, without which a job fails or hangs and leaves no output.
 
         Raises:
             SchedulerError: the batch system refuses the job.
-            NoAnswerError: it gave no id, and no job is found, which does not prove that none comes.
+            NoAnswerError: the command gave no id, and no job has the tag; one may still appear.
         """
         make_private_directory(request.run_directory / "logs")
         job_id = None
@@ -106,7 +106,7 @@ class BatchCommands(Scheduler):
                 lines = (line.strip() for line in reversed(done.stdout.splitlines()))
                 ids = (match[1] for match in map(self.id_pattern.fullmatch, lines) if match)
                 job_id = next(ids, None)
-            elif not any(phrase in done.stderr.lower() for phrase in self.unsure):
+            elif not any(phrase in done.stderr.lower() for phrase in self.unsure_messages):
                 raise self._refusal(script, done)
         try:
             job_id = job_id or self.find(request.tag)
@@ -121,7 +121,7 @@ class BatchCommands(Scheduler):
         return job_id
 
     def _refusal(self, script: Path, done: process.Completed) -> SchedulerError:
-        """What the command said of a script, and what to do."""
+        """The error for a script that the command refuses, with what to do."""
         text = done.message.lower()
         fallback = "correct the job spec as the message says"
         cure = next((cure for phrase, cure in self.advice if phrase in text), fallback)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 
 from pipectl.batch import process
-from pipectl.batch.commands import QUEUES_TIMEOUT_S, BatchCommands, number_of, parse_limit
+from pipectl.batch.commands import QUEUES_TIMEOUT_S, CommandLineScheduler, number_of, parse_limit
 from pipectl.batch.protocol import JobRequest, JobState, JobStatus, Queue
 from pipectl.batch.script import render_script
 from pipectl.directives import QSUB, options_of
@@ -23,7 +23,7 @@ _UNKNOWN_ID, _FINISHED = 153, 35
 _NAME_LENGTH = 200
 
 
-class PbsScheduler(BatchCommands):
+class PbsScheduler(CommandLineScheduler):
     """PBS Pro from version 13, or OpenPBS. (Torque is another system.)
 
     Args:
@@ -36,8 +36,13 @@ class PbsScheduler(BatchCommands):
     submit_command = ("qsub", "-C", "#PBS")
     id_pattern = re.compile(r"([0-9]{1,18}(?:\[[0-9]*\])?(?:\.[A-Za-z0-9._-]+)?)")
     list_command = "qstat -x -u $USER -w"
-    overrides = ("PBS_DPREFIX", "PBS_JOBID", "PBS_ENVIRONMENT", "PBS_NODEFILE")
-    unsure = ("timed out", "communication failure", "end of file", "pbs_submit: unexpected")
+    hidden_variables = ("PBS_DPREFIX", "PBS_JOBID", "PBS_ENVIRONMENT", "PBS_NODEFILE")
+    unsure_messages = (
+        "timed out",
+        "communication failure",
+        "end of file",
+        "pbs_submit: unexpected",
+    )
     advice = (
         ("max_run_subjobs", "this PBS limits no arrays: leave sweep.at_once out"),
         ("usage:", "correct pbs.options"),

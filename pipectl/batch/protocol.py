@@ -1,4 +1,4 @@
-"""What every batch system offers, and the plain data that goes in and comes out."""
+"""The interface of every batch system, and the data that it takes and returns."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ class JobRequest:
 
     @property
     def changes_path(self) -> bool:
-        """Whether the job may find other programs than the command that submits it."""
+        """Whether the job may find other programs on its PATH than `pipectl submit` does."""
         own = self.environment
         return bool(own.modules or own.setup or self.template or "PATH" in own.variables)
 
@@ -254,7 +254,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def task_id(self, array_id: str, index: int) -> str:
-        """The id of one job of an array, whose own id is what ``submit`` or ``find`` gave."""
+        """The id of one job of an array, from the id that ``submit`` or ``find`` returned."""
 
     def array_id(self, task_id: str) -> str:
         """The id by which ``cancel`` ends all jobs of an array; else that of the job itself."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipectl.batch import process
-from pipectl.batch.commands import QUEUES_TIMEOUT_S, BatchCommands, number_of, parse_limit
+from pipectl.batch.commands import QUEUES_TIMEOUT_S, CommandLineScheduler, number_of, parse_limit
 from pipectl.batch.launchers import AUTO
 from pipectl.batch.protocol import JobRequest, JobState, JobStatus, Queue
 from pipectl.batch.script import render_script
@@ -29,7 +29,7 @@ SINFO_FORMAT = "%P|%l|%D|%c|%m|%G|%a"
 _CLOCK_SKEW_S = 60.0
 
 
-class SlurmScheduler(BatchCommands):
+class SlurmScheduler(CommandLineScheduler):
     """Slurm, version 20.02 or later.
 
     Args:
@@ -41,9 +41,11 @@ class SlurmScheduler(BatchCommands):
     submit_command = ("sbatch", "--parsable")
     id_pattern = re.compile(r"([0-9]{1,18})(?:;\S+)?")
     list_command = "squeue --me -o '%i %k'"
-    overrides = ("SBATCH_", "SLURM_", "SQUEUE_", "SACCT_", "SCANCEL_", "SINFO_")
-    kept = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT"})
-    unsure = ("timed out", "unable to contact", "connection failure", "zero bytes")
+    hidden_variables = ("SBATCH_", "SLURM_", "SQUEUE_", "SACCT_", "SCANCEL_", "SINFO_")
+    visible_variables = frozenset(
+        {"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT"}
+    )
+    unsure_messages = ("timed out", "unable to contact", "connection failure", "zero bytes")
     advice = (
         (
             "configuration source",
@@ -74,12 +76,14 @@ class SlurmScheduler(BatchCommands):
         self._squeue("--me")
 
     def render(self, request: JobRequest) -> str:
-        hydra = request.launch.mpi in {AUTO, "hydra"} and not request.has_variable(
+        may_be_hydra = request.launch.mpi in {AUTO, "hydra"} and not request.has_variable(
             "HYDRA_LAUNCHER", "HYDRA_BOOTSTRAP"
         )
-        own = any(word.startswith(("-launcher", "-bootstrap")) for word in request.launch.args)
+        sets_launcher = any(
+            word.startswith(("-launcher", "-bootstrap")) for word in request.launch.args
+        )
         resources, memory = request.resources, request.memory_per_node_mib
-        values = {
+        options = {
             "cpus-per-task": resources.cpus_per_task,
             "gpus-per-node": resources.gpus_per_node,
             "mem": memory and f"{memory}M",
@@ -92,10 +96,10 @@ class SlurmScheduler(BatchCommands):
             SBATCH,
             from_resources=[
                 (option, value)
-                for option, value in values.items()
+                for option, value in options.items()
                 if value and request.slurm.options.keys().isdisjoint(REPLACEMENTS[option])
             ],
-            agent=hydra and not own,
+            agent=may_be_hydra and not sets_launcher,
             array_index="SLURM_ARRAY_TASK_ID",
         )
 
