@@ -76,8 +76,8 @@ class Place(NamedTuple):
         return Problem(self.file, self.line, self.column, message)
 
 
-class _Written:
-    """A part of a document.
+class _Located:
+    """A node of a YAML document, with its place in the file.
 
     Attributes:
         place: where it begins.
@@ -93,16 +93,16 @@ class _Written:
         return self
 
 
-class YamlMapping(_Written, dict[str, Any]):
-    """Parts by key; keys are texts, too."""
+class YamlMapping(_Located, dict[str, Any]):
+    """A mapping of keys, which are `YamlText`, to nodes."""
 
 
-class YamlList(_Written, list[Any]):
-    """A list of parts."""
+class YamlList(_Located, list[Any]):
+    """A list of nodes."""
 
 
-class YamlText(_Written, str):
-    """A scalar; one in quotes is a text whatever it holds."""
+class YamlText(_Located, str):
+    """A scalar as it is written. In quotes it is a text, even if it looks like a number."""
 
 
 class YamlPlain(YamlText):
@@ -113,13 +113,13 @@ YamlNode = YamlMapping | YamlList | YamlText
 
 
 def locate(node: YamlNode, path: KeyPath) -> tuple[YamlNode, KeyPath]:
-    """What is written at ``path``, or the nearest thing around it, and what is left of the path."""
+    """The node at ``path`` and an empty path; or its nearest ancestor and the rest of the path."""
     for depth, step in enumerate(path):
         inner: YamlNode | None = None
         if isinstance(node, YamlList) and isinstance(step, int) and step < len(node):
             inner = node[step]
         elif isinstance(node, YamlMapping):
-            # A key is written so, or so as Python shows it: ``True`` for ``true``.
+            # ``step`` is the key as it is written, or its Python value: ``True`` for ``true``.
             matches = (node[key] for key in node if str(step) in (key, str(resolve(key))))
             inner = next(matches, None)
         if inner is None:
@@ -344,7 +344,7 @@ def parse_scalar(text: str) -> Any:
 
 
 def resolve(data: Any) -> Any:
-    """What data of a document mean where no field reads them, by the types of YAML 1.2."""
+    """Python values of YAML data by the types of YAML 1.2, if no field of the spec reads it."""
     if isinstance(data, list):
         return [resolve(item) for item in data]
     if isinstance(data, dict):

@@ -249,7 +249,7 @@ def validate(
     check_files: bool = True,
     check_names: bool = False,
 ) -> tuple[JobSpec | None, list[Problem]]:
-    """The spec that a document describes, and its faults; None if it describes none."""
+    """The spec of a document, and its faults; the spec is None if a section is not valid."""
     data = drop_former_keys(tree)
     if is_null(data.get("name")):
         stem = re.sub(r"[^A-Za-z0-9._-]", "-", source.stem).strip("._-")
@@ -273,7 +273,7 @@ def validate(
 
 
 def _read_without(data: dict[str, Any], wrong: Collection[str | int]) -> dict[str, Any]:
-    """The sections of a spec but for those with faults."""
+    """The valid sections of a spec: all but those in ``wrong``."""
     right = {name: info for name, info in JobSpec.model_fields.items() if name not in wrong}
     return {
         name: TypeAdapter(info.rebuild_annotation()).validate_python(data[name])
@@ -284,7 +284,7 @@ def _read_without(data: dict[str, Any], wrong: Collection[str | int]) -> dict[st
 
 
 def _explain_fault(tree: YamlNode, detail: ErrorDetails) -> Problem:
-    """A fault reported by pydantic or a validator, in words for people."""
+    """The problem for an error of pydantic: where it is, what was expected, and what was found."""
     path, kind, context = detail["loc"], detail["type"], detail.get("ctx", {})
     if path[-1] == "[key]" and kind == "value_error":
         return _problem(tree, path[:-1], str(context["error"]), at_key=True)
