@@ -39,6 +39,7 @@ from pipectl.runs import RunDirectory, SweepDirectory, find_runs
 from pipectl.spec import JobSpec, Point, load_sweep
 
 if TYPE_CHECKING:
+    from pipectl.jobs.job import Job
     from pipectl.jobs.submit import Submission
 
 
@@ -111,9 +112,7 @@ def command(
         refuse({"--json": as_json}, f"{only} print text", cure=cure)
         refuse({"--wait": wait, "--after": after}, f"{only} submit nothing", cure=cure)
     gpus = re.fullmatch(r"gpu(?::([0-9]+))?", gres or "")
-    options: dict[
-        str, dict[str, str | int | None]
-    ] = {  # by option: keys of the job, and their values
+    options: dict[str, dict[str, str | int | None]] = {  # with the keys that each sets
         "--nodes": {"resources.nodes": nodes},
         "--time": {"resources.walltime": None if walltime is None else f"{walltime}s"},
         "--gres": {"slurm.options.gres": gres},
@@ -133,22 +132,19 @@ def command(
     name = None if scheduler is None else scheduler.value
     batch_system = scheduler_name(spec, name)
     for option, keys in options.items():
-        if not {key.partition(".")[0] for key in keys} & {"resources", batch_system}:
+        sections = {key.partition(".")[0] for key in keys}
+        if not sections & {"resources", batch_system}:
             why = f"is not used with {batch_system}"
             refuse({option: next(iter(keys.values()))}, why, cure="leave it out")
     warn(warning_of_code(spec, job))
     if dry_run:
         _print_script(spec, points, name)
     elif test_only:
-        from pipectl.jobs.submit import estimate, render_array
+        from pipectl.jobs.submit import estimate
 
-        (first,) = prepare(spec, name, points=points[:1], make_missing=False)
-        at_once = None if spec.sweep is None else spec.sweep.at_once
-        script = render(first, time.time())
-        if points:
-            script = render_array(first, len(points), at_once, time.time())
+        first, script, array_script = _render_scripts(spec, points, name)
         forecast = "the scheduler gives no start time (without a queue, jobs start at once)"
-        say(estimate(script, first.scheduler) or f"the job is valid; {forecast}")
+        say(estimate(array_script or script, first.scheduler) or f"the job is valid; {forecast}")
     else:
         _submit(spec, points, name, after or (), wait=wait, as_json=as_json)
 
@@ -242,14 +238,9 @@ def _follow_sweep(sweep: SweepDirectory, *, as_json: bool) -> None:
 
 def _print_script(spec: JobSpec, points: Sequence[Point], scheduler: str | None) -> None:
     """Print the job script and its plan; for a sweep, the script of its array first."""
-    now = time.time()
-    (job,) = prepare(spec, scheduler, points=points[:1], make_missing=False)
-    script = render(job, now, "-0" if points else "")
-    if points:
-        from pipectl.jobs.submit import render_array
-
-        at_once = None if spec.sweep is None else spec.sweep.at_once
-        sys.stdout.write(render_array(job, len(points), at_once, now))
+    job, script, array_script = _render_scripts(spec, points, scheduler)
+    if array_script:
+        sys.stdout.write(array_script)
         note("\nEach task of the array runs the script of its run. The first one is:\n")
     print_mpi_choice(job.mpi_choice, job.warning)
     if job.plan is None and job.profile is not None:
@@ -257,3 +248,19 @@ def _print_script(spec: JobSpec, points: Sequence[Point], scheduler: str | None)
     else:
         print_plan([job], before=f"plan: {plan_path(job.spec)}: ", tell=note)
     sys.stdout.write(script)
+
+
+def _render_scripts(
+    spec: JobSpec, points: Sequence[Point], scheduler: str | None
+) -> tuple[Job, str, str]:
+    """The job, or the first one of a sweep, its script, and the script of the sweep's array.
+
+    The script of the array is empty for a single job.
+    """
+    now = time.time()
+    (job,) = prepare(spec, scheduler, points=points[:1], make_missing=False)
+    if spec.sweep is None:
+        return job, render(job, now), ""
+    from pipectl.jobs.submit import render_array
+
+    return job, render(job, now, "-0"), render_array(job, len(points), spec.sweep.at_once, now)
