@@ -1,4 +1,4 @@
-"""Jobs that no record names: of interrupted submissions, and those that job scripts submitted."""
+"""Find jobs that no record has: of interrupted submissions, or submitted by a job script."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from pipectl.runs import Record, RunDirectory, as_typed, is_job_id, list_runs, l
 
 BY_TAG = "found by its tag"
 _MAX_RUNS = 10
-"""Runs of one name to look at, the newest."""
+"""How many of the newest runs with the same name are checked."""
 _MAX_BYTES = 1000
 _ARRAYS: dict[tuple[Path, str], str] = {}
 """Ids of the job arrays that were found, by directory of their runs and tag."""
 
 
 def recover(run: RunDirectory, now: float) -> Record:
-    """The record of a run; completed, if its job is not the one that it names.
+    """The record of a run, with the id of its current job.
 
-    That is so if a submission was interrupted, but reached the queue (the job is found by its tag),
-    and if a job script submitted itself again, since the batch system requeues none. Nothing is
-    changed while another command has the run, or if it is another user's.
+    The saved record lacks this id if a submission was interrupted, but reached the queue (the job
+    is found by its tag), or if the job script submitted itself again, as on PBS. Nothing is saved
+    while another command holds the run, or if the run belongs to another user.
 
     Args:
         now: seconds since the epoch.
@@ -42,7 +42,7 @@ def recover(run: RunDirectory, now: float) -> Record:
 
 
 def recover_locked(run: RunDirectory, now: float) -> Record:
-    """What :func:`recover` does, for a caller that has the run.
+    """As :func:`recover`, for a caller that holds the lock of the run.
 
     Raises:
         DataFileError: there is no record, or it is damaged.
@@ -71,7 +71,7 @@ def _find(run: RunDirectory, record: Record) -> str | None:
 
 
 def add_next_job(run: RunDirectory, record: Record, now: float) -> Record:
-    """The record with the job that the job script submitted, if it did; else the same.
+    """The record with the job that the job script submitted; the same record if there is none.
 
     A script submits just before it ends, so look here after asking for the state of its job.
     """
@@ -85,9 +85,9 @@ def add_next_job(run: RunDirectory, record: Record, now: float) -> Record:
 
 
 def refuse_duplicate(base: Path, name: str, now: float) -> None:
-    """Raise if an earlier submission of a job was interrupted, but is in the queue.
+    """Raise if an earlier submission of a job was interrupted, but reached the queue.
 
-    It is raised once: the run's record is complete from then on.
+    This raises once per run, since it completes the run's record.
 
     Raises:
         UsageError: naming the run.
