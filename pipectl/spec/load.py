@@ -38,7 +38,7 @@ from pipectl.spec.document import (
 )
 from pipectl.spec.former import drop_former_keys, fault_of_former_key
 from pipectl.spec.models import JobSpec
-from pipectl.spec.schema import json_schema, properties, schema_at, words
+from pipectl.spec.schema import describe_schema, json_schema, properties, schema_at
 from pipectl.spec.types import check_version
 from pipectl.units import did_you_mean
 
@@ -297,7 +297,7 @@ def _explain_fault(tree: YamlNode, detail: ErrorDetails) -> Problem:
     node, rest = locate(tree, path)
     path = path[: len(path) - len(rest)]  # pydantic names alternatives of a type after it
     schema = schema_at(path)
-    allowed = "something else" if schema is None else words(schema)
+    allowed = "something else" if schema is None else describe_schema(schema)
     if kind == "less_than_equal":
         allowed = f"at most {context['le']}"
     shown = describe(node)

@@ -65,7 +65,7 @@ def json_schema() -> Schema:
 
 
 def schema_at(path: Sequence[str | int]) -> Schema | None:
-    """What may be written at ``path``; None for no key of the spec, and within ``kwargs``."""
+    """The schema of the value at ``path``; None for an unknown key, and within ``kwargs``."""
     schema: Schema | None = json_schema()
     for step in path:
         schema = _inner(schema, step)
@@ -100,8 +100,8 @@ def properties(schema: Schema | None) -> dict[str, Schema]:
     return {}
 
 
-def words(schema: Schema) -> str:
-    """What a value may be; completes "must be ...": ``auto or a whole number of at least 1``."""
+def describe_schema(schema: Schema) -> str:
+    """The values that a schema allows, in words: ``auto or a whole number of at least 1``."""
     parts: list[str] = []
     for item in alternatives(schema):
         if "title" in item:

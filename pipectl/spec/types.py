@@ -1,7 +1,7 @@
-"""The types of the spec's fields: what they accept, and how they are written.
+"""The types of the spec's fields: how values are read, checked and written.
 
-A validator that raises a ValueError without text means "must be", followed by the words of the
-field's JSON Schema (:func:`pipectl.spec.schema.words`).
+If a validator raises a ValueError without a message, the message is "must be", followed by the
+description of the field's JSON Schema (:func:`pipectl.spec.schema.describe_schema`).
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _quantity(parse: Callable[[str], int]) -> BeforeValidator:
 
 
 def _whole(value: Any) -> Any:
-    """3.0 is a whole number, too."""
+    """A number as it is written; 3.0 becomes 3."""
     number = resolve(value)
     return int(number) if isinstance(number, float) and number.is_integer() else number
 
@@ -120,15 +120,15 @@ def _one_line(text: str) -> str:
     return text
 
 
-def _line(text: str) -> str:
+def _nonempty_line(text: str) -> str:
     if not _one_line(text).strip():
         raise ValueError("is empty")
     return text
 
 
-def _must(be: Callable[[str], object]) -> AfterValidator:
+def _check(is_valid: Callable[[str], object]) -> AfterValidator:
     def check(text: str) -> str:
-        if not be(text):
+        if not is_valid(text):
             raise ValueError
         return text
 
@@ -166,7 +166,7 @@ def _option(value: Any) -> Any:
 def _option_text(value: Any) -> str:
     if not isinstance(value, str) or is_null(value):
         raise ValueError
-    return _line(value)
+    return _nonempty_line(value)
 
 
 def _is_schedule(name: str) -> bool:
@@ -201,11 +201,11 @@ Walltime = Annotated[
 ]
 Script = Annotated[str, _NOT_NULL, _TEXT]
 """Text of any length, also empty or of several lines."""
-Name = Annotated[str, AfterValidator(_line), _TEXT]
+Name = Annotated[str, AfterValidator(_nonempty_line), _TEXT]
 """One line, maybe the word null."""
 Text = Annotated[Name, _NOT_NULL]
-JobName = Annotated[Text, _must(is_name), _json("letters, digits, '.', '_' or '-', at most 64")]
-Select = Annotated[Text, _must(RESOURCES.fullmatch), _json("resources such as model=icelake")]
+JobName = Annotated[Text, _check(is_name), _json("letters, digits, '.', '_' or '-', at most 64")]
+Select = Annotated[Text, _check(RESOURCES.fullmatch), _json("resources such as model=icelake")]
 Reference = Annotated[Text, _reference(), _json(_REFERENCE, ":")]
 LossReference = Annotated[Text, _reference("model"), _json(f"model, {_REFERENCE}", "^model$|:")]
 WeightReference = Annotated[
@@ -227,7 +227,7 @@ Replicas = Annotated[Literal["any"] | Count | None, Auto()]
 _OWN_SCHEDULE = _json("the name of a .csv file or of a package's schedule", r"\.csv$")
 _Schedule = Annotated[
     str,
-    _must(_is_schedule),
+    _check(_is_schedule),
     WithJsonSchema({"anyOf": [{"enum": list(BUILT_IN)}, _OWN_SCHEDULE.json_schema]}),
 ]
 Schedule = Annotated[_Schedule | None, Auto()]

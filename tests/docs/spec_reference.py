@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pipectl.spec.schema import Schema, alternatives, json_schema, properties, words
+from pipectl.spec.schema import Schema, alternatives, describe_schema, json_schema, properties
 
 _MARK = "<!-- What follows is made by make golden; edit the models instead. -->"
 
@@ -74,6 +74,6 @@ def _value(schema: Schema, anchor: str) -> str:
             value = _value(item["items"], anchor)
             return f"list; each a {value}" if value.startswith("[") else f"list; each {value}"
         if isinstance(values, dict):
-            kind = "[factories](#factories)" if properties(values) else words(values)
+            kind = "[factories](#factories)" if properties(values) else describe_schema(values)
             return f"mapping of names to {kind}"
-    return words(schema)
+    return describe_schema(schema)
