@@ -108,7 +108,7 @@ def launch_command(request: JobRequest, scheduler: str) -> tuple[str, ...]:
     if request.alone:
         return command
     if launch.launcher != "srun":
-        options = _mpiexec_options(request, here=scheduler == "local")
+        options = _mpiexec_options(request, on_this_machine=scheduler == "local")
         return (find_mpiexec(request), *options, *launch.args, *command)
     if scheduler != "slurm":
         raise SchedulerError("launch.launcher: srun needs Slurm", cure="use mpiexec or auto")
@@ -130,11 +130,11 @@ def launch_command(request: JobRequest, scheduler: str) -> tuple[str, ...]:
     )
 
 
-def _mpiexec_options(request: JobRequest, *, here: bool) -> list[str]:
+def _mpiexec_options(request: JobRequest, *, on_this_machine: bool) -> list[str]:
     """Options of mpiexec for the ranks of a job.
 
     Args:
-        here: whether all ranks are started on this machine, whatever nodes the job asks for.
+        on_this_machine: whether all ranks start here, even if the job asks for several nodes.
     """
     mpi, bind = request.launch.mpi, request.launch.bind
     if mpi == AUTO and bind == "none":
@@ -152,10 +152,10 @@ def _mpiexec_options(request: JobRequest, *, here: bool) -> list[str]:
         )
     kind, resources = _MPIEXECS[mpi], request.resources
     words = kind.options[bind].format(
-        place=kind.place[here].format(per_node=resources.tasks_per_node),
+        place=kind.place[on_this_machine].format(per_node=resources.tasks_per_node),
         ranks=request.ranks,
         cores=resources.cpus_per_task,
-        oversubscribe=":OVERSUBSCRIBE" if here else "",
+        oversubscribe=":OVERSUBSCRIBE" if on_this_machine else "",
     )
     return words.split()
 

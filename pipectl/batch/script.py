@@ -45,7 +45,7 @@ def render_script(
     """The whole job script.
 
     Args:
-        base: name of a template of ours, or the text of another that extends ``job.sh.j2``.
+        base: file name of a template of pipectl, or the text of one that extends ``job.sh.j2``.
         scheduler: name of the batch system; the options of the user are in the section of that
             name.
         syntax: None if the batch system reads no options in scripts.
@@ -191,7 +191,7 @@ def _environment() -> Environment:
 
 
 def _compile(environment: Environment, template: Template) -> Compiled:
-    """The user's template, if all of it would come into the script.
+    """Compile the user's template, and check that all of its text reaches the script.
 
     Raises:
         SpecError: it cannot be read, does not extend ours, or has text outside of all blocks.
@@ -227,11 +227,11 @@ def _compile(environment: Environment, template: Template) -> Compiled:
 
 
 def _check_custom(template: Template, script: str, custom: str, syntax: Syntax | None) -> None:
-    """Refuse a script of the user's template that batch systems or bash would not read as meant.
+    """Check that the batch system and bash read the script of the user's template as intended.
 
     Args:
-        script: what pipectl's own template gives.
-        custom: what the user's gives.
+        script: the script of pipectl's own template.
+        custom: the script of the user's template.
     """
     first = custom.partition("\n")[0]
     if not _SHEBANG.fullmatch(first):

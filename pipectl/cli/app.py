@@ -100,16 +100,16 @@ class Commands(TyperGroup):
         name, command, rest = super().resolve_command(ctx, args)
         if isinstance(command, TyperCommand):
             module = import_module(f"pipectl.cli.{_PACKAGES[str(self.name)]}.{name}")
-            alone = typer.Typer(rich_markup_mode=None, add_completion=False)
-            alone.command(name, help=command.help)(module.command)
-            command = get_command(alone)
+            single = typer.Typer(rich_markup_mode=None, add_completion=False)
+            single.command(name, help=command.help)(module.command)
+            command = get_command(single)
         return name, command, rest
 
 
 def _group(name: str, commands: dict[str, str], help_text: str, **options: Any) -> typer.Typer:
     group = typer.Typer(name=name, cls=Commands, help=help_text, rich_markup_mode=None, **options)
     for command, text in commands.items():
-        group.command(command, help=text)(lambda: None)
+        group.command(command, help=text)(lambda: None)  # resolve_command replaces it
     return group
 
 
