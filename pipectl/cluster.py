@@ -48,6 +48,7 @@ class Device:
         host_link: the rank's way to the memory of its host, for offloading; None if unknown.
         disk_link: its way to a disk of its node, likewise.
         rows: what its program takes besides computing; None if unknown, and taken as nothing.
+        peak_flops_per_s: most floating-point operations per second, as its maker says.
     """
 
     kind: str
@@ -56,6 +57,7 @@ class Device:
     host_link: Link | None = None
     disk_link: Link | None = None
     rows: RowTimes | None = None
+    peak_flops_per_s: Positive | None = None
 
     def offload_link(self, target: OffloadTarget) -> Link:
         """The way of what is offloaded; an assumed one if nobody measured."""
@@ -115,6 +117,18 @@ class Cluster:
     def node_of_rank(self) -> tuple[int, ...]:
         """Index of the node of every rank."""
         return tuple(index for index, node in enumerate(self.nodes) for _ in range(node.ranks))
+
+    def peak_flops_per_s(self, nodes: Sequence[int]) -> float | None:
+        """Most floating-point operations per second of ranks on these nodes; None if unknown."""
+        peaks = self._peaks
+        return None if peaks is None else sum(peaks[node] for node in nodes)
+
+    @cached_property
+    def _peaks(self) -> tuple[float, ...] | None:
+        """Of a rank of every node."""
+        known = [node.device.peak_flops_per_s for node in self.nodes]
+        peaks = tuple(peak for peak in known if peak is not None)
+        return peaks if len(peaks) == len(known) else None
 
     @property
     def assumptions(self) -> tuple[str, ...]:

@@ -44,6 +44,16 @@ def format_bytes(size_bytes: float) -> str:
     return f"{size:.{_decimals(size)}f} TiB"
 
 
+def format_flops(flops_per_s: float) -> str:
+    """Floating-point operations per second, with three significant digits: ``3.41 TFLOP/s``."""
+    rate = flops_per_s / 1e6
+    for unit in ("M", "G", "T"):
+        if rate < 1000:
+            return f"{rate:.{_decimals(rate)}f} {unit}FLOP/s"
+        rate /= 1000
+    return f"{rate:.{_decimals(rate)}f} PFLOP/s"
+
+
 def parse_duration(text: str) -> int:
     """Seconds in ``"00:30:00"``, ``"2-12:00:00"``, ``"3m"``, ``"1h30m"`` or ``"90"``.
 

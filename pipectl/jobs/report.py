@@ -40,6 +40,8 @@ def make_page(run: RunDirectory, now: float, step: int | None = None) -> str:
         recorded = load_step(run, step)
         comparison, timelines = recorded.compare(), recorded.timelines()
         verdict = explain(comparison)
+        if status.plan and (flops := status.plan.describe_flops(comparison.time.measured_s)):
+            verdict.append(("speed", f"{flops}, all ranks together"))
     except PipectlError:
         if step is not None:
             raise

@@ -15,7 +15,7 @@ from pipectl.fields import Count, Rule, read_fields
 from pipectl.files import read_json, write_json
 from pipectl.graph import TransferKind
 from pipectl.plan.stage import Stage
-from pipectl.units import plural
+from pipectl.units import format_flops, plural
 
 T = TypeVar("T")
 
@@ -58,12 +58,14 @@ class Prediction:
         bubble: share of the ranks' time in which they do not compute.
         utilisation: share of the step each rank computes.
         peak_memory_bytes: resident bytes of each rank, process baseline included.
+        peak_flops_per_s: most floating-point operations per second of all ranks; None if unknown.
     """
 
     step_time_s: float
     bubble: float
     utilisation: tuple[float, ...]
     peak_memory_bytes: tuple[int, ...]
+    peak_flops_per_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,19 @@ class Plan:
         """Predicted time of one optimizer step; only plans with a prediction have one."""
         assert self.prediction is not None
         return self.prediction.step_time_s
+
+    def describe_flops(self, step_s: float | None) -> str:
+        """``3.41 TFLOP/s (12% of the peak)`` of a step so long; empty if nobody counted.
+
+        Recomputed forwards do not count.
+        """
+        counts = [stage.cost.flops for stage in self.stages]
+        flops = sum(count or 0 for count in counts) * sum(self.micro_batch_shares)
+        if not step_s or not flops or None in counts:
+            return ""
+        peak = self.prediction.peak_flops_per_s if self.prediction else None
+        share = f" ({flops / step_s / peak:.0%} of the peak)" if peak else ""
+        return f"{format_flops(flops / step_s)}{share}"
 
     @property
     def ranks(self) -> int:

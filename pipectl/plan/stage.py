@@ -44,6 +44,7 @@ class StageCost:
             parameters; half of it if None.
         deferred_bytes: kept by one micro-batch between the halves of a split backward; as much as
             ``saved_bytes`` if None.
+        flops: floating-point operations of forward and backward; None if nobody counted.
     """
 
     forward_s: float
@@ -58,6 +59,7 @@ class StageCost:
     peaks: StagePeaks | None = None
     weight_s: float | None = None
     deferred_bytes: int | None = None
+    flops: int | None = None
 
     @property
     def halves_s(self) -> tuple[float, float]:

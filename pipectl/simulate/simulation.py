@@ -47,6 +47,7 @@ class Simulation:
         bubble: share of the ranks' time in which they do not compute.
         utilisation: share of the step each rank computes.
         peak_memory_bytes: the most each rank holds at once.
+        peak_flops_per_s: most floating-point operations per second of all ranks; None if unknown.
         record: executes the step once more and says what every rank did.
     """
 
@@ -54,6 +55,7 @@ class Simulation:
     bubble: float
     utilisation: tuple[float, ...]
     peak_memory_bytes: tuple[int, ...]
+    peak_flops_per_s: float | None
     record: Callable[[], Sequence[Record]] = field(repr=False, compare=False)
 
     @cached_property
@@ -72,7 +74,13 @@ class Simulation:
     @property
     def prediction(self) -> Prediction:
         """The figures a plan records."""
-        return Prediction(self.step_time_s, self.bubble, self.utilisation, self.peak_memory_bytes)
+        return Prediction(
+            self.step_time_s,
+            self.bubble,
+            self.utilisation,
+            self.peak_memory_bytes,
+            self.peak_flops_per_s,
+        )
 
 
 def simulate(
@@ -101,6 +109,7 @@ def simulate(
         step_time_s,
         machine.busy_s(),
         peak_memory_bytes=machine.peak_memory_bytes(process_baseline_bytes),
+        peak_flops_per_s=cluster.peak_flops_per_s(plan.node_of_rank),
         record=lambda: _record(plan, cluster, programs),
     )
 
@@ -113,6 +122,7 @@ def _simulate_steady(
         found.step_time_s,
         found.busy_s,
         peak_memory_bytes=found.peak_memory_bytes,
+        peak_flops_per_s=cluster.peak_flops_per_s(plan.node_of_rank),
         record=lambda: steady.record(plan, cluster, programs),
     )
 

@@ -360,6 +360,17 @@ def test_speed_and_progress(pipeline: Any, tmp_path: Path, step_s: float, words:
     assert found["progress"].endswith(" left")
 
 
+def test_the_speed_tells_operations_and_their_share_of_the_peak(
+    pipeline: Any, tmp_path: Path
+) -> None:
+    plan = replace(pipeline(2, 4), prediction=Prediction(1.0, 0.0, (1.0, 1.0), (), 4e9))
+    stages = [replace(s, cost=replace(s.cost, flops=10**8)) for s in plan.stages]
+    plan = replace(plan, stages=tuple(stages))
+    measured = Measured(step=30, steps=40, step_time_s=0.5)
+    speed = details(status_of(tmp_path, plan=plan, measured=measured))["speed"]
+    assert ", 1.60 GFLOP/s (40% of the peak)" in speed
+
+
 def test_what_is_drawn_of_figures() -> None:
     times = (7199, 7260, 2e5)
     assert list(map(format_long_time, times)) == ["119 min 59 s", "2 h 01 min", "2.3 days"]

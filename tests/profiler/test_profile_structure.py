@@ -111,6 +111,14 @@ def test_a_linear_keeps_its_input_but_no_parameter(counted: Profile) -> None:
     assert [size for _, size in counted.by_id["linear"].saved] == [BATCH * 6 * 4]
 
 
+def test_products_count_operations_in_both_directions(counted: Profile) -> None:
+    """A product of matrices: 2 for each of its factors; backward two such products."""
+    first, last = counted.by_id["linear"], counted.by_id["linear_1"]
+    assert first.flops == 2 * 2 * BATCH * 6 * 10  # the input has no gradient
+    assert last.flops == 3 * 2 * BATCH * 5 * 3
+    assert counted.by_id["relu_"].flops == 0
+
+
 def test_relu_in_place_keeps_one_storage_under_the_name_of_what_it_wrote(counted: Profile) -> None:
     assert counted.by_id["relu_"].saved == (("linear", BATCH * 10 * 4),)
 

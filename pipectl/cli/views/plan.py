@@ -70,6 +70,8 @@ def prediction_lines(plan: Plan, range_s: tuple[float, float] | None = None) -> 
         return
     step_s, peaks = plan.prediction.step_time_s, plan.prediction.peak_memory_bytes
     rate = f"{plan.batch_size / step_s:.1f} samples/s, " if step_s else ""
+    if flops := plan.describe_flops(step_s):
+        rate += f"{flops}, "
     point = f"{format_time(step_s)} per step, {rate}bubble {plan.prediction.bubble:.1%}"
     if range_s is None:
         yield f"predicted: {point}"

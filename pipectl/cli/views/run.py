@@ -181,7 +181,10 @@ def _progress(status: RunStatus) -> Lines:
         yield "evaluation", f"after step {so_far.evaluation_step}: {values}", ""
     if step_s is not None:
         text = f"{format_time(step_s)} per step"
-        text += f", {status.plan.batch_size / step_s:.1f} samples/s" if status.plan else ""
+        if status.plan is not None:
+            text += f", {status.plan.batch_size / step_s:.1f} samples/s"
+            flops = status.plan.describe_flops(step_s)
+            text += f", {flops}" if flops else ""
         text += "" if status.efficiency is None else f", efficiency {status.efficiency:.0%}"
         yield "speed", text, ""
     if status.predicted_step_s is not None:

@@ -38,6 +38,7 @@ def _stage_cost(
     optimizer = profile.optimizer_cost
     parameter_bytes, memory = parts.parameter_bytes[index], parts.memory[index]
     forward_s, backward_s = stage_times(parts, index, times, scale, profile.stage)
+    counts = [profile.operators[member].flops for member in parts.members[index]]
     return StageCost(
         forward_s=forward_s,
         backward_s=backward_s,
@@ -49,6 +50,7 @@ def _stage_cost(
         buffer_bytes=memory.buffers,
         input_bytes=ceil(parts.received_bytes[index] * scale),
         peaks=memory.peaks(scale, profile.optimizer),
+        flops=None if None in counts else round(sum(count or 0 for count in counts) * scale),
     )
 
 
