@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils import _pytree as pytree
 
-from pipectl.capture.operators import arguments_by_name, written_arguments
+from pipectl.capture.operators import written_tensors
 from pipectl.capture.refusals import AS_IT_IS, EagerError, NodeError, module_of, place_in
 from pipectl.capture.regions import region_of
 
@@ -183,24 +183,12 @@ class _FakeRun:
         for storage in {*_storages(tensors), *_storages(result)}:
             self.touched.setdefault(storage, []).append(node)
         written = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
-        for tensor in (*written, *_declared_writes(node.target, args, kwargs)):
+        for tensor in (*written, *written_tensors(target, args, kwargs, statistics=True)):
             self.last_write.update(dict.fromkeys(_storages(tensor), index))
             for source in node.all_input_nodes:
                 if self.values[source] is tensor is result:
                     self.returned_argument[node.name] = source
         return result
-
-
-def _declared_writes(target: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """What an operator says it writes, and running statistics, of which nothing tells."""
-    schema = getattr(target, "_schema", None)
-    if schema is None:
-        return []
-    given, names = arguments_by_name(schema, args, kwargs), written_arguments(schema)
-    if any(given.get(flag) is True for flag in ("training", "use_input_stats", "train")):
-        names += ["running_mean", "running_var"]
-    found = pytree.tree_leaves([given.get(name) for name in names])
-    return [leaf for leaf in found if isinstance(leaf, Tensor)]
 
 
 def _storages(value: Any) -> list[int]:

@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from pipectl.capture.operators import arguments_by_name, written_arguments
+from pipectl.capture.operators import written_tensors
 from pipectl.capture.patches import copyable_without_values
 from pipectl.capture.randomness import seed_of
 from pipectl.capture.step import is_deferred
@@ -136,7 +136,11 @@ class Deferred:
             for index, leaf in enumerate(leaves)
             if isinstance(leaf, FakeTensor) and leaf.untyped_storage()._cdata not in known
         }
-        written = {place.storage for place in _written(function, arguments)}
+        written = {
+            tensor.untyped_storage()._cdata
+            for tensor in written_tensors(function, *arguments)
+            if isinstance(tensor, FakeTensor)
+        }
         if not created and not written:
             return
         self._alive += [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, FakeTensor)]
@@ -191,13 +195,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return function(*args, **kwargs)
         self._deferred.note(function, arguments, places, result)
         return result
-
-
-def _written(function: Any, arguments: Any) -> list[Place]:
-    """What a call writes of its arguments, by its schema."""
-    given = arguments_by_name(function._schema, *arguments)
-    leaves = pytree.tree_leaves([given.get(name) for name in written_arguments(function._schema)])
-    return [Place.of(leaf) for leaf in leaves if isinstance(leaf, FakeTensor)]
 
 
 def settle(deferred: Deferred, model: nn.Module) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor, fx
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
-from pipectl.capture.carried import Assignments, Attribute, later
 from pipectl.capture.checks import drop_conditions
 from pipectl.capture.fallback import Kept, call_modules, traced
 from pipectl.capture.outline import UnsuitableError
@@ -21,7 +20,7 @@ from pipectl.capture.patches import (
     patched_export,
     refused_reads,
 )
-from pipectl.capture.python_state import numbers_in
+from pipectl.capture.python_state import Assignments, Attribute, later, numbers_in
 from pipectl.capture.refusals import UnrolledError, carried, explain, refuse_backward_hooks
 from pipectl.capture.step import Step
 from pipectl.errors import CaptureError

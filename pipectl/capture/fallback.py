@@ -19,24 +19,20 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from pipectl.capture.carried import extra_states, refuse_extra_states
 from pipectl.capture.factories import is_torch_code
 from pipectl.capture.graph import CapturedGraph
-from pipectl.capture.opaque import (
-    Arguments,
-    Opaque,
-    States,
-    anchored,
-)
+from pipectl.capture.opaque import Arguments, Opaque, States, anchored
 from pipectl.capture.outline import Outline, UnsuitableError
 from pipectl.capture.patches import Mask
 from pipectl.capture.python_state import (
     SHARED_GENERATORS,
+    extra_states,
     own_generators,
+    refuse_extra_states,
     states_of,
     undisturbed,
 )
@@ -58,7 +54,6 @@ from pipectl.units import did_you_mean
 _SAMPLES = ((0, 2), (2, 5), (5, 9), (0, 4))
 """Micro-batches from which the rule for the sizes of a result is found: first and last sample."""
 _MAX_SAMPLES = 9
-
 _ROOT = "model"
 """The user's model. It is kept whole only if that is sure to be what it takes, or if it is a
 library's, so that its user cannot put the line that breaks into a submodule."""
@@ -100,13 +95,21 @@ class Fallback:
     """
 
     def __init__(self, step: Step, patterns: tuple[str, ...], make: Make, tell: Tell) -> None:
-        self._step = step
-        self._make = make
-        self._tell = tell
+        self._step, self._make, self._tell = step, make, tell
         self._modules = dict(step.named_modules())
         # By their dictionaries, which the proxies that an export puts around modules share.
         self._path_of = {id(vars(module)): path for path, module in self._modules.items()}
-        self._named = frozenset(path for pattern in patterns for path in self._matching(pattern))
+        self._named: set[str] = set()
+        own = {own_name(path): path for path in self._modules if in_model(path)}
+        for pattern in patterns:
+            paths = {path for name, path in own.items() if fnmatchcase(name, pattern)}
+            if not paths:
+                raise CaptureError(
+                    f"model.opaque: {pattern!r} matches no submodule{did_you_mean(pattern, own)}",
+                    cure="name submodules as in model.named_modules(), or patterns such as "
+                    "blocks.*",
+                )
+            self._named |= paths
         self._reasons: dict[str, str] = {}
         self._unrolls = False
 
@@ -145,11 +148,13 @@ class Fallback:
         failure: Exception | None = None
         for fixed in (False, True):  # perhaps it is a model for one batch size
             samples = example(size if fixed else _MAX_SAMPLES)
-            ranges = [(0, size)] if fixed else _SAMPLES
-            batches = [(stop - start, _rows(samples, start, stop)) for start, stop in ranges]
+            batches = [
+                (stop - start, _rows(samples, start, stop))
+                for start, stop in ([(0, size)] if fixed else _SAMPLES)
+            ]
             try:
-                found = observe(self._step, modules, batches, self._make)
-                return Kept(modules, found, fixed, self._unrolls)
+                outlines = observe(self._step, modules, batches, self._make)
+                return Kept(modules, outlines, fixed, self._unrolls)
             except (UnsuitableError, CaptureError):
                 raise
             except Exception as error:
@@ -230,26 +235,13 @@ class Fallback:
     def _path(self, module: nn.Module | None) -> str:
         return "" if module is None else self._path_of.get(id(vars(module)), "")
 
-    def _matching(self, pattern: str) -> list[str]:
-        own = {own_name(path): path for path in self._modules if in_model(path)}
-        paths = [path for name, path in own.items() if fnmatchcase(name, pattern)]
-        if not paths:
-            raise CaptureError(
-                f"model.opaque: {pattern!r} matches no submodule{did_you_mean(pattern, own)}",
-                cure="name submodules as in model.named_modules(), or patterns such as blocks.*",
-            )
-        return paths
-
 
 def _rows(samples: Any, start: int, stop: int) -> Any:
     return pytree.tree_map_only(Tensor, lambda tensor: tensor[start:stop].clone(), samples)
 
 
 def observe(
-    step: Step,
-    opaque: Mapping[str, nn.Module],
-    batches: Sequence[tuple[int, Any]],
-    make: Make,
+    step: Step, opaque: Mapping[str, nn.Module], batches: Sequence[tuple[int, Any]], make: Make
 ) -> dict[str, list[Outline]]:
     """What every call of the opaque submodules gives, in order, by their paths.
 
@@ -303,23 +295,31 @@ def _watch(path: str, module: nn.Module, make: Make, calls: list[Outline]) -> Ma
     generators = [*SHARED_GENERATORS, *own_generators(module)]
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        arguments = Arguments(args, kwargs)
-        given = [*states.now(), *arguments.tensors]
-        tensors = [*map(make, given[:count]), *map(_sample, given[count:])]
-        shapes = [tensor.shape for tensor in tensors]
-        versions = [tensor._version for tensor in tensors]
-        before = states_of(generators)
-        args, kwargs = arguments.filled(tensors[count:], [])
-        with mask.lifted(), states.replaced(tensors[:count]):
-            result = make_known(call_module(args, kwargs))
-        for tensor, shape, places in zip(tensors, shapes, states.places, strict=False):
-            if tensor.shape != shape:
-                raise resized(places[0][2], shape, tensor.shape)
-        written = frozenset(i for i, t in enumerate(tensors) if t._version != versions[i])
-        draws = states_of(generators) != before
-        calls.append(Outline.of_call(result, tensors, written, draws))
+        with _named(path):
+            arguments = Arguments(args, kwargs)
+            given = [*states.now(), *arguments.tensors]
+            tensors = [*map(make, given[:count]), *map(_sample, given[count:])]
+            shapes = [tensor.shape for tensor in tensors]
+            versions = [tensor._version for tensor in tensors]
+            before = states_of(generators)
+            args, kwargs = arguments.filled(tensors[count:], [])
+            with mask.lifted(), states.replaced(tensors[:count]):
+                result = make_known(call_module(args, kwargs))
+            for tensor, shape, places in zip(tensors, shapes, states.places, strict=False):
+                if tensor.shape != shape:
+                    raise resized(places[0][2], shape, tensor.shape)
+            written = frozenset(i for i, t in enumerate(tensors) if t._version != versions[i])
+            draws = states_of(generators) != before
+            calls.append(Outline.of_call(result, tensors, written, draws))
         mode = detect_fake_mode(given)
-        return result if mode is None else pytree.tree_map_only(Tensor, _hollow(mode), result)
+        if mode is None:
+            return result
+
+        def hollow(tensor: Tensor) -> Tensor:
+            fake = mode.from_tensor(tensor.detach())
+            return anchored(fake) if tensor.requires_grad else fake
+
+        return pytree.tree_map_only(Tensor, hollow, result)
 
     def call_module(args: Any, kwargs: Any) -> Any:
         try:
@@ -332,11 +332,7 @@ def _watch(path: str, module: nn.Module, make: Make, calls: list[Outline]) -> Ma
                 "form the derivative in the module that computes what is differentiated",
             ) from error
 
-    def named_call(*args: Any, **kwargs: Any) -> Any:
-        with _named(path):
-            return call(*args, **kwargs)
-
-    mask = Mask(module, named_call)
+    mask = Mask(module, call)
     return mask
 
 
@@ -350,14 +346,6 @@ def _sample(tensor: Tensor) -> Tensor:
             return sample.fill_(tensor.dtype is torch.bool)
         sample = sample.normal_()
     return anchored(sample) if tensor.requires_grad else sample
-
-
-def _hollow(mode: FakeTensorMode) -> Callable[[Tensor], Tensor]:
-    def hollow(tensor: Tensor) -> Tensor:
-        fake = mode.from_tensor(tensor.detach())
-        return anchored(fake) if tensor.requires_grad else fake
-
-    return hollow
 
 
 _LIBRARY: Any = torch.library.Library("pipectl", "DEF")  # type: ignore[no-untyped-call]
@@ -426,21 +414,18 @@ def traced(step: Step, kept: Kept) -> Iterator[dict[str, Opaque]]:
 def call_modules(program: ExportedProgram, calls: Mapping[str, Opaque]) -> None:
     """Let the operators of a program call the submodules."""
     for module in program.graph_module.modules():
-        if isinstance(module, fx.GraphModule):
-            for node in module.graph.find_nodes(op="call_function", target=_STAND_IN):
-                _call_module(module.graph, node, calls)
-
-
-def _call_module(graph: fx.Graph, node: fx.Node, calls: Mapping[str, Opaque]) -> None:
-    name, batch, tensors, numbers = node.args
-    target: Any = calls[str(name)]
-    with graph.inserting_before(node):
-        called = graph.create_node("call_function", target, (batch, *tensors, *numbers))  # type: ignore[misc]
-    called.meta = dict(node.meta)
-    if len(target.outline.forms) == 1:
-        called.meta["val"] = node.meta["val"][0]
-        for item in [user for user in node.users if user.target is operator.getitem]:
-            item.replace_all_uses_with(called)
-            graph.erase_node(item)
-    node.replace_all_uses_with(called)
-    graph.erase_node(node)
+        graph: Any = module.graph if isinstance(module, fx.GraphModule) else fx.Graph()
+        for node in graph.find_nodes(op="call_function", target=_STAND_IN):
+            name, batch, tensors, numbers = node.args
+            target = calls[str(name)]
+            with graph.inserting_before(node):
+                arguments = (batch, *tensors, *numbers)
+                called = graph.create_node("call_function", target, arguments)
+            called.meta = dict(node.meta)
+            if len(target.outline.forms) == 1:
+                called.meta["val"] = node.meta["val"][0]
+                for item in [user for user in node.users if user.target is operator.getitem]:
+                    item.replace_all_uses_with(called)
+                    graph.erase_node(item)
+            node.replace_all_uses_with(called)
+            graph.erase_node(node)

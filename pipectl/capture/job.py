@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -16,11 +16,12 @@ from pipectl.capture.data import Loader, check_dataset
 from pipectl.capture.export import export_step
 from pipectl.capture.fallback import Fallback, Kept, Tell
 from pipectl.capture.graph import CapturedGraph
+from pipectl.capture.python_state import undisturbed
 from pipectl.capture.randomness import seed_everything, seed_of
 from pipectl.capture.refusals import (
     UnexplainedError,
-    judge,
-    misfit,
+    first_line,
+    place_of,
     refuse_lazy,
     refuse_overlaps,
     refuse_parameter_hooks,
@@ -31,10 +32,17 @@ from pipectl.capture.regions import arithmetic
 from pipectl.capture.step import Step, as_module, is_deferred, own_name
 from pipectl.capture.weights import Materializer
 from pipectl.errors import CaptureError
+from pipectl.faults import fault_of, is_ours
 from pipectl.spec import JobSpec
 from pipectl.spec.models import Factory
 from pipectl.units import did_you_mean
 
+_SHOWN = 6
+"""So many entries of a collection a message names."""
+_MAPPING = (
+    'return {"inputs": ..., "targets": ...}: "inputs" goes to the model (the entries of a mapping '
+    'as keyword arguments), "targets" to the loss; any other mapping goes to both, whole'
+)
 _SMALLEST_EXPORT = 2
 """torch.export gives batch sizes 0 and 1 a meaning of their own."""
 
@@ -152,7 +160,7 @@ class CapturedJob:
 
     def misfit(self, batch: int) -> CaptureError | None:
         """Why model and loss fail on the first ``batch`` samples; None if they do not."""
-        return misfit(self.step, self.loader.example(batch), self.spec)
+        return _misfit(self.step, self.loader.example(batch), self.spec)
 
     def metrics(self) -> dict[str, Any]:
         """Metric functions or objects by name."""
@@ -225,7 +233,12 @@ class CapturedJob:
             try:
                 graph = self._fallback.capture(size, self.loader.example, capture)
             except UnexplainedError as error:
-                raise judge(error, self.step, (inputs, targets), self.spec) from error.__cause__
+                # Whose fault it is: of the job, of what torch exports, or of pipectl.
+                cause = error.__cause__ or error
+                refusal = _misfit(self.step, (inputs, targets), self.spec)
+                if refusal is None and not (place_of(cause) and not is_ours(cause)):
+                    raise fault_of(cause) from error.__cause__
+                raise (refusal or error) from error.__cause__
         refuse_writes(graph)
         if graph.fixed and size != batch:
             return self._capture(training, batch, graph)
@@ -268,3 +281,60 @@ def assign_groups(names: Mapping[str, Sequence[str]], patterns: Sequence[str]) -
 
 def _matches(names: Sequence[str], pattern: str) -> bool:
     return any(fnmatchcase(name, pattern) for name in names)
+
+
+def _misfit(step: Step, batch: Any, spec: JobSpec) -> CaptureError | None:
+    """Why model and loss of a job fail on a batch of its data; None if they do not."""
+    if any(is_deferred(tensor) for tensor in (*step.parameters(), *step.buffers())):
+        return None  # too large to be run
+    inputs, targets = batch
+    error = None
+    with torch.enable_grad(), undisturbed(step, step.buffers()):
+        try:
+            step(inputs, targets)
+        except Exception as raised:
+            error = raised
+    if error is None or isinstance(error, CaptureError):
+        return error
+    trace, known = error.__traceback__, dict[str, Any]()
+    while trace is not None:  # whether the model had returned when the step failed, and what
+        if trace.tb_frame.f_code is Step.forward.__code__:
+            known = trace.tb_frame.f_locals
+        trace = trace.tb_next
+    if "outputs" in known:
+        name = f"loss.factory: {spec.loss.factory}"
+        call = f"outputs {_describe(known['outputs'])} and targets {_describe(targets)}"
+        cure = (
+            "a loss is called as loss(outputs, targets): give it further arguments under "
+            "loss.kwargs; what differs by sample (weights, say) belongs into the targets, as a "
+            "tuple or mapping"
+        )
+        if isinstance(targets, Mapping) and isinstance(inputs, Mapping) and targets == inputs:
+            cure = "let the loss take what it needs from the mapping, or let the data set "
+            cure += _MAPPING
+    else:
+        name = f"model.factory: {spec.model.factory}"
+        call = f"inputs {_describe(inputs)}"
+        cure = "let data.factory give the inputs that the model's forward() takes"
+        if isinstance(inputs, Mapping):
+            call = f"keyword arguments {_describe(inputs)}"
+            cure = f"let the model's forward() take these names, or let the data set {_MAPPING}"
+    return CaptureError(
+        f"{name}: raised {type(error).__name__}: {first_line(error)}{place_of(error)}; "
+        f"called with {call}",
+        cure=cure,
+    )
+
+
+def _describe(value: Any) -> str:
+    """A batch, or a part of one, in a few words."""
+    if isinstance(value, Tensor):
+        return f"{list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, Mapping):
+        shown = [f"{key}: {_describe(item)}" for key, item in islice(value.items(), _SHOWN)]
+    elif isinstance(value, tuple | list):
+        shown = [_describe(item) for item in islice(value, _SHOWN)]
+    else:
+        return f"a {type(value).__name__}"
+    words = ", ".join([*shown, "..."] if len(value) > _SHOWN else shown)
+    return f"{{{words}}}" if isinstance(value, Mapping) else f"({words})"

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 from pipectl.capture.factories import module_of
 from pipectl.capture.opaque import Opaque
@@ -22,9 +23,24 @@ def arguments_by_name(
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def written_arguments(schema: Any) -> list[str]:
-    """Names of the arguments whose memory the operator says it writes."""
-    return [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+def written_tensors(
+    target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, statistics: bool = False
+) -> list[Tensor]:
+    """The arguments whose memory an operator says it writes.
+
+    Args:
+        statistics: whether to add the running statistics of norms, of which none says that.
+    """
+    schema = getattr(target, "_schema", None)
+    if schema is None:
+        return []
+    given = arguments_by_name(schema, args, kwargs)
+    names = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
+    flags = ("training", "use_input_stats", "train") if statistics else ()
+    if any(given.get(flag) is True for flag in flags):
+        names += ["running_mean", "running_var"]
+    leaves = pytree.tree_leaves([given.get(name) for name in names])
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def gives_views(operator: Any) -> bool:

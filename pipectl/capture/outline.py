@@ -69,21 +69,15 @@ class Form(NamedTuple):
         pairs = zip(sizes, strides, strict=True)
         return max(0, int(offset + 1 + sum((size - 1) * stride for size, stride in pairs)))
 
-    def in_own_memory(self) -> Form:
-        """The same in memory that nothing else has."""
-        return self._replace(origin=None, memory=-1 - self.memory, layout=(*self.layout[:-1], _NIL))
-
-
-_NIL = (0, 0)
+    def in_own_memory(self, memory: int) -> Form:
+        """The same at the start of memory that no argument has."""
+        return self._replace(origin=None, memory=memory, layout=(*self.layout[:-1], (0, 0)))
 
 
 class Unsteady:
     """Stands for a part of a result that no two calls give in one structure.
 
-    Nothing may be read of it but its type.
-
-    Args:
-        kind: that type.
+    Nothing may be read of it but its type, ``kind``.
     """
 
     def __init__(self, kind: type) -> None:
@@ -129,12 +123,12 @@ class Outline:
         for index, argument in enumerate(arguments):
             memories.setdefault(argument.untyped_storage()._cdata, index)
         trained = any(argument.requires_grad for argument in arguments)
-        found: list[Any] = []
+        outlined: list[Any] = []
         for leaf in leaves:
             if not isinstance(leaf, Tensor):
                 if not isinstance(leaf, _PLAIN):
                     raise UnsuitableError(f"gives a {type(leaf).__name__}, which is not a tensor")
-                found.append(leaf)
+                outlined.append(leaf)
                 continue
             number = len(arguments) + len(memories)
             memory = memories.setdefault(leaf.untyped_storage()._cdata, number)
@@ -144,12 +138,11 @@ class Outline:
             form = Form(leaf.dtype, leaf.requires_grad, origin, memory, layout)
             if draws and origin not in written:
                 # Another draw may give more than an argument as it is.
-                grad = form.requires_grad or (trained and form.dtype.is_floating_point)
-                form = (form if origin is None else form.in_own_memory())._replace(
-                    requires_grad=grad
-                )
-            found.append(form)
-        return cls(tuple(found), structure, written, draws)
+                form = form if origin is None else form.in_own_memory(-1 - memory)
+                if trained and form.dtype.is_floating_point:
+                    form = form._replace(requires_grad=True)
+            outlined.append(form)
+        return cls(tuple(outlined), structure, written, draws)
 
     @classmethod
     def of_calls(cls, batches: Sequence[int], calls: Sequence[Outline]) -> Outline:
@@ -190,9 +183,6 @@ def _shared(
     """The structure that several results share, and for each of its leaves theirs.
 
     A part of one type in which they differ, as a list of another length, is one unsteady leaf.
-
-    Raises:
-        UnsuitableError: a part is of another type from call to call.
     """
     first = structures[0]
     if all(other == first for other in structures):
@@ -204,9 +194,7 @@ def _shared(
     children, columns = [], []
     rest = [iter(leaves) for leaves in calls]
     for parts in zip(*(structure.children() for structure in structures), strict=True):
-        below = [
-            list(islice(leaves, part.num_leaves)) for leaves, part in zip(rest, parts, strict=True)
-        ]
+        below = [list(islice(some, p.num_leaves)) for some, p in zip(rest, parts, strict=True)]
         child, shared = _shared(parts, below)
         children.append(child)
         columns += shared
@@ -214,11 +202,7 @@ def _shared(
 
 
 def _common(batches: Sequence[int], column: Sequence[Any]) -> Any:
-    """What one leaf of the result has in common over several calls.
-
-    Raises:
-        UnsuitableError: nothing that follows from the batch size.
-    """
+    """What one leaf of the result has in common over several calls."""
     first = column[0]
     if type(first) is Unsteady:
         return first
@@ -232,25 +216,17 @@ def _common(batches: Sequence[int], column: Sequence[Any]) -> Any:
         raise UnsuitableError("gives a tensor of another type from call to call")
     if any(other.memory != first.memory for other in column):
         # Sometimes an argument itself, sometimes not: taken to be none.
-        column = [other.in_own_memory() for other in column]
-        column = [other._replace(memory=-1 - first.memory) for other in column]
-    rows = zip(*([rest for _, rest in form.layout] for form in column), strict=True)
-    layout = tuple(_linear(batches, numbers) for numbers in rows)
-    return column[0]._replace(layout=layout, requires_grad=any(o.requires_grad for o in column))
-
-
-def _linear(batches: Sequence[int], numbers: Sequence[int]) -> tuple[int, int]:
-    """(factor, rest) of the rule that gives ``numbers`` at ``batches``.
-
-    Raises:
-        UnsuitableError: there is none.
-    """
-    pairs = sorted(zip(batches, numbers, strict=True))
-    (low, first), (high, last) = pairs[0], pairs[-1]
-    factor = (last - first) // (high - low) if high > low else 0
-    rest = first - factor * low
-    if any(factor * batch + rest != number for batch, number in pairs):
-        raise UnsuitableError(
-            "gives a tensor whose size depends on the data, not on the batch size"
-        )
-    return factor, rest
+        column = [other.in_own_memory(-1 - first.memory) for other in column]
+    layout = []
+    for numbers in zip(*([rest for _, rest in form.layout] for form in column), strict=True):
+        pairs = sorted(zip(batches, numbers, strict=True))
+        (low, low_number), (high, high_number) = pairs[0], pairs[-1]
+        factor = (high_number - low_number) // (high - low) if high > low else 0
+        rest = low_number - factor * low
+        if any(factor * batch + rest != number for batch, number in pairs):
+            raise UnsuitableError(
+                "gives a tensor whose size depends on the data, not on the batch size"
+            )
+        layout.append((factor, rest))
+    wants_gradient = any(other.requires_grad for other in column)
+    return column[0]._replace(layout=tuple(layout), requires_grad=wants_gradient)

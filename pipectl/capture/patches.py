@@ -36,11 +36,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
-from pipectl.capture.carried import Attribute
 from pipectl.capture.checks import is_caught, mark_condition, passing_answer
 from pipectl.capture.factories import is_torch_code
 from pipectl.capture.operators import Applied
-from pipectl.capture.python_state import LIBRARY_GENERATORS, generator_places, states_of
+from pipectl.capture.python_state import (
+    LIBRARY_GENERATORS,
+    Attribute,
+    generator_places,
+    states_of,
+)
 from pipectl.capture.refusals import (
     HOOK_CURE,
     DrawError,

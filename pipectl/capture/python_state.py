@@ -1,7 +1,12 @@
-"""What a model keeps in Python objects: attributes of modules, and what these lead to.
+"""What a model keeps from one step to the next other than in parameters and buffers.
 
-No state dict has it and no graph follows it. Objects of torch and of Python's own library are left
-out, but for modules, lists, mappings, sets and generators of random numbers.
+That is in Python objects: attributes of modules, and what these lead to. No state dict has it and
+no graph follows it. Objects of torch and of Python's own library are left out, but for modules,
+lists, mappings, sets and generators of random numbers.
+
+A graph would freeze it: it has what plain attributes held when it was captured, and torch drops
+what is assigned. That does no harm if nothing reads it again (a map to look at), or if every step
+would assign the same (a table that is made when it is first needed).
 """
 
 from __future__ import annotations
@@ -9,16 +14,20 @@ from __future__ import annotations
 import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils import _pytree as pytree
 
+from pipectl.capture.refusals import CarriedError
+from pipectl.capture.step import own_path
 from pipectl.faults import is_user_code
 
 _PLAIN = (str, bytes, int, float, complex, type(None), type, FunctionType, ModuleType, nn.Parameter)
@@ -31,6 +40,9 @@ _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 _CONTAINERS = (*_MAPPINGS, list, deque, set)
 _SHARED = frozenset({*sys.stdlib_module_names, "torch"})
 """Packages whose objects other code may use at the same time, such as loggers and locks."""
+_CONVERSIONS = {"to", "_to_copy", "type_as", "contiguous", "clone", "detach", "alias"}
+"""Operators that leave values as they are."""
+_ABSENT = object()
 
 
 class Number(NamedTuple):
@@ -112,7 +124,10 @@ def _items(model: nn.Module) -> Iterator[_Item]:
         elif type(value) is Tensor:
             if _is_restorable(value):
                 yield item
-        elif _has_own_attributes(value):
+        elif isinstance(value, nn.Module | SimpleNamespace) or (
+            type(value).__module__.partition(".")[0] not in _SHARED
+            and isinstance(getattr(value, "__dict__", None), dict)
+        ):
             waiting.append(_Item(vars(value), path, None, True))
 
 
@@ -123,13 +138,6 @@ def _is_restorable(tensor: Tensor) -> bool:
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     overlaps = any(size > 1 and stride == 0 for size, stride in sizes)
     return not (overlaps or tensor.is_quantized or tensor.is_inference())
-
-
-def _has_own_attributes(value: Any) -> bool:
-    if isinstance(value, nn.Module | SimpleNamespace):
-        return True
-    package = type(value).__module__.partition(".")[0]
-    return package not in _SHARED and isinstance(getattr(value, "__dict__", None), dict)
 
 
 def _copy(value: Any) -> Any:
@@ -221,3 +229,187 @@ def generator_places(root: nn.Module) -> list[tuple[dict[str, Any], str]]:
         if is_user_code(getattr(code, "__file__", None) or "<"):
             spaces.append(vars(code))
     return [(own, name) for own in spaces for name in own if isinstance(own[name], _GENERATORS)]
+
+
+class Attribute(NamedTuple):
+    """A plain attribute of a module; ``path`` is the module's in the step."""
+
+    module: nn.Module
+    path: str
+    name: str
+
+
+class Assignments:
+    """While a step is exported: finds what every step would assign anew to plain attributes.
+
+    Attributes:
+        tensors: attributes that got tensors which follow from the batch, or from what was there.
+        numbers: numbers that are others now, by name, with what they were and what they are.
+    """
+
+    def __init__(self, step: nn.Module) -> None:
+        self.tensors: list[Attribute] = []
+        self.numbers: dict[str, tuple[Any, Any]] = {}
+        self._modules: dict[str, nn.Module] = dict(step.named_modules())
+        self._before = {path: dict(vars(module)) for path, module in self._modules.items()}
+        self._buffers = {path: dict(module._buffers) for path, module in self._modules.items()}
+        self._numbers = numbers_in(step)
+        self._extra = extra_states(step)
+        self._batch: set[fx.Node] = set()
+        self._hooks = [
+            step.register_forward_pre_hook(lambda _, batch: self._batch.update(_nodes(batch))),
+            step.register_forward_hook(lambda *_: self._compare()),
+        ]
+
+    def __enter__(self) -> Assignments:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Drop new attributes with tensors of the export, which torch leaves.
+
+        Others may say what a forward has done for good (put hooks on modules, say).
+        """
+        for hook in self._hooks:
+            hook.remove()
+        for path, module in self._modules.items():
+            for name in vars(module).keys() - self._before[path].keys():
+                if _tensors(vars(module)[name]):
+                    del vars(module)[name]
+        for name in self.numbers:
+            self._numbers[name].set(self._numbers[name].value)
+
+    def _compare(self) -> None:
+        refuse_extra_states(self._modules[""], self._extra)
+        caching: set[str] = set()  # modules that assigned tensors: numbers may say of what they are
+        for path, module in self._modules.items():
+            before = {**self._before[path], **self._buffers[path]}
+            for name, value in (*vars(module).items(), *module._buffers.items()):
+                old = before.get(name)
+                if value is old:
+                    continue
+                if isinstance(value, Tensor):
+                    caching.add(path)
+                if name in vars(module) and self._changes(old, value):
+                    self.tensors.append(Attribute(module, path, name))
+        for name, number in numbers_in(self._modules[""]).items():
+            known = self._numbers.get(name)
+            if known is None or number.path in caching:
+                continue
+            if type(number.value) is type(known.value) and number.value != known.value:
+                self.numbers[name] = known.value, number.value
+
+    def _changes(self, old: Any, new: Any) -> bool:
+        """Whether tensors follow from the batch or, other than by a conversion, from old ones."""
+        mode: Any = get_proxy_mode()
+        known = {id(leaf) for leaf in pytree.tree_leaves(old)}
+        for node in _nodes(new):
+            while _kind(node) in _CONVERSIONS:
+                node = node.all_input_nodes[0]
+            if node.op == "get_attr":
+                continue
+            waiting, seen = [node], {node}
+            while waiting:
+                source = waiting.pop()
+                constant = source.op == "get_attr"  # what was there before the trace
+                if source in self._batch or (
+                    constant and id(getattr(mode.tracer.root, str(source.target), _ABSENT)) in known
+                ):
+                    return True
+                fresh = [each for each in _sources(source) if each not in seen]
+                seen.update(fresh)
+                waiting += fresh
+        return False
+
+
+def _nodes(value: Any) -> list[fx.Node]:
+    """The nodes of tensors in the graph that is being traced."""
+    mode = get_proxy_mode()
+    if mode is None:
+        return []
+    slots: list[Any] = [get_proxy_slot(leaf, mode.tracer, None) for leaf in _tensors(value)]
+    return [slot.proxy.node for slot in slots if slot is not None]
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def _sources(node: fx.Node) -> list[fx.Node]:
+    """The nodes on whose values, not only sizes and types, those of a node depend."""
+    kind = _kind(node)
+    if kind.startswith(("sym_", "new_")) or kind.endswith("_like"):
+        return []
+    return node.all_input_nodes[:1] if kind in _CONVERSIONS else node.all_input_nodes
+
+
+def _kind(node: fx.Node) -> str:
+    return str(getattr(node.target, "_opname", ""))
+
+
+@contextmanager
+def later(step: nn.Module, numbers: Mapping[str, Any]) -> Iterator[None]:
+    """While a step is exported once more: with other numbers, by name, as later steps have them."""
+    known = numbers_in(step)
+    for name, value in numbers.items():
+        known[name].set(value)
+    try:
+        yield
+    finally:
+        for name in numbers:
+            known[name].set(known[name].value)
+
+
+def extra_states(model: nn.Module) -> dict[str, Any]:
+    """What modules add to a state dict (``get_extra_state``), by their paths."""
+    plain = nn.Module.get_extra_state
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.clone()
+        return value.copy() if isinstance(value, np.ndarray) else value
+
+    return {
+        path: pytree.tree_map(copied, module.get_extra_state())
+        for path, module in model.named_modules()
+        if type(module).get_extra_state is not plain
+    }
+
+
+def refuse_extra_states(model: nn.Module, before: Mapping[str, Any]) -> None:
+    """Raise if the extra state of a module is another one after a forward.
+
+    One that stays the same comes from the factory on every rank.
+
+    Raises:
+        CarriedError: no checkpoint would hold it.
+    """
+    if not before:
+        return
+    now, again = extra_states(model), extra_states(model)
+    for path, old in before.items():
+        # Objects that are made anew for each call may never equal others.
+        if not _are_same(old, now[path]) and _are_same(now[path], again[path]):
+            kind = type(model.get_submodule(path)).__name__
+            raise CarriedError(
+                f"model: {own_path(path) or kind} changes its extra state "
+                "(get_extra_state) in its forward, which no checkpoint would hold",
+                cure="keep what changes in a buffer, with register_buffer()",
+            )
+
+
+def _are_same(old: Any, new: Any) -> bool:
+    if pytree.tree_structure(old) != pytree.tree_structure(new):
+        return False
+    pairs = zip(pytree.tree_leaves(old), pytree.tree_leaves(new), strict=True)
+    return all(_is_same(*pair) for pair in pairs)
+
+
+def _is_same(old: Any, new: Any) -> bool:
+    if isinstance(old, Tensor) and isinstance(new, Tensor):
+        return isinstance(new, FakeTensor) or torch.equal(old, new)
+    if isinstance(old, np.ndarray) and isinstance(new, np.ndarray):
+        return np.array_equal(old, new)
+    try:
+        return old is new or bool(old == new)
+    except Exception:  # of the model's own __eq__
+        return False

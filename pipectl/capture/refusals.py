@@ -6,8 +6,7 @@ import linecache
 import re
 import traceback
 from collections.abc import Iterable, Mapping
-from itertools import islice
-from types import FrameType, SimpleNamespace, TracebackType
+from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,11 +14,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
-from pipectl.capture.python_state import undisturbed
-from pipectl.capture.step import Step, is_deferred, own_name, own_path
-from pipectl.errors import CaptureError, PipectlError
-from pipectl.faults import fault_of, is_ours, is_user_code
-from pipectl.spec import JobSpec
+from pipectl.capture.step import is_deferred, own_name, own_path
+from pipectl.errors import CaptureError
+from pipectl.faults import is_user_code
 
 if TYPE_CHECKING:
     from pipectl.capture.graph import CapturedGraph
@@ -405,83 +402,3 @@ def refuse_writes(graph: CapturedGraph) -> None:
             cure="write a buffer instead, or change what is read of the parameter (for "
             "nn.Embedding(max_norm=...): leave it out, and scale the vectors that are looked up)",
         )
-
-
-_SHOWN = 6
-"""So many entries of a collection a message names."""
-_MAPPING = (
-    'return {"inputs": ..., "targets": ...}: "inputs" goes to the model (the entries of a mapping '
-    'as keyword arguments), "targets" to the loss; any other mapping goes to both, whole'
-)
-
-
-def judge(unexplained: UnexplainedError, step: Step, batch: Any, spec: JobSpec) -> PipectlError:
-    """Whose fault an unexplained failure is: of the job, of what torch exports, or of pipectl."""
-    refusal = misfit(step, batch, spec)
-    if refusal is not None:
-        return refusal
-    cause = unexplained.__cause__ or unexplained
-    return unexplained if place_of(cause) and not is_ours(cause) else fault_of(cause)
-
-
-def misfit(step: Step, batch: Any, spec: JobSpec) -> CaptureError | None:
-    """Why model and loss of a job fail on a batch of its data; None if they do not."""
-    if any(is_deferred(tensor) for tensor in (*step.parameters(), *step.buffers())):
-        return None  # too large to be run
-    inputs, targets = batch
-    error = None
-    with torch.enable_grad(), undisturbed(step, step.buffers()):
-        try:
-            step(inputs, targets)
-        except Exception as raised:
-            error = raised
-    if error is None or isinstance(error, CaptureError):
-        return error
-    returned, outputs = _outputs(error.__traceback__)
-    if returned:
-        name = f"loss.factory: {spec.loss.factory}"
-        call = f"outputs {describe(outputs)} and targets {describe(targets)}"
-        cure = (
-            "a loss is called as loss(outputs, targets): give it further arguments under "
-            "loss.kwargs; what differs by sample (weights, say) belongs into the targets, as a "
-            "tuple or mapping"
-        )
-        if isinstance(targets, Mapping) and isinstance(inputs, Mapping) and targets == inputs:
-            cure = "let the loss take what it needs from the mapping, or let the data set "
-            cure += _MAPPING
-    else:
-        name = f"model.factory: {spec.model.factory}"
-        call = f"inputs {describe(inputs)}"
-        cure = "let data.factory give the inputs that the model's forward() takes"
-        if isinstance(inputs, Mapping):
-            call = f"keyword arguments {describe(inputs)}"
-            cure = f"let the model's forward() take these names, or let the data set {_MAPPING}"
-    return CaptureError(
-        f"{name}: raised {type(error).__name__}: {first_line(error)}{place_of(error)}; "
-        f"called with {call}",
-        cure=cure,
-    )
-
-
-def _outputs(trace: TracebackType | None) -> tuple[bool, Any]:
-    """Whether the model had returned when the step failed, and what."""
-    while trace is not None:
-        if trace.tb_frame.f_code is Step.forward.__code__:
-            known = trace.tb_frame.f_locals
-            return "outputs" in known, known.get("outputs")
-        trace = trace.tb_next
-    return False, None
-
-
-def describe(value: Any) -> str:
-    """A batch, or a part of one, in a few words."""
-    if isinstance(value, Tensor):
-        return f"{list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
-    if isinstance(value, Mapping):
-        shown = [f"{key}: {describe(item)}" for key, item in islice(value.items(), _SHOWN)]
-    elif isinstance(value, tuple | list):
-        shown = [describe(item) for item in islice(value, _SHOWN)]
-    else:
-        return f"a {type(value).__name__}"
-    words = ", ".join([*shown, "..."] if len(value) > _SHOWN else shown)
-    return f"{{{words}}}" if isinstance(value, Mapping) else f"({words})"

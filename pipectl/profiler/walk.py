@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedJob
 from pipectl.capture.opaque import Opaque
-from pipectl.capture.operators import arguments_by_name, written_arguments
+from pipectl.capture.operators import written_tensors
 from pipectl.capture.regions import WHOLE, arithmetic, missing_kernels, region_of
 from pipectl.capture.stage import on_device, place_subgraphs
 from pipectl.capture.step import is_deferred
@@ -31,7 +31,6 @@ from pipectl.profiler.operators import (
     count_flops,
     observe,
     storages_in,
-    tensors_in,
     time_alone,
 )
 from pipectl.runtime.process import release_freed_memory
@@ -217,7 +216,11 @@ class Walk:
         found = [origins.get(storage) for storage in storages_in(observed.run.result)]
         views = any(origin is not None for origin in found)
         reads_states = any(s.name in self._graph.states for s in node.all_input_nodes)
-        if self._patterns is None or (reads_states and views) or _written(node, call):
+        if (
+            self._patterns is None
+            or (reads_states and views)
+            or written_tensors(node.target, call.args, call.kwargs)
+        ):
             return  # a view of a parameter needs that parameter, and each write its own memory
         waiting = iter(found)
         result = pytree.tree_map_only(
@@ -245,7 +248,7 @@ class Walk:
     def _value(self, node: fx.Node, call: Call, result: Any) -> Any:
         """What later operators read: if values are written in place, in their own memory."""
         flags = pytree.tree_map_only(Tensor, lambda tensor: tensor.requires_grad, result)
-        written = storages_in(_written(node, call))
+        written = storages_in(written_tensors(node.target, call.args, call.kwargs))
         if written and not self._state_storages & set(written):
             with torch.no_grad():
                 result = call.target(*call.args, **call.kwargs)
@@ -392,12 +395,3 @@ class Walk:
             if value.op != "placeholder":
                 unread.setdefault(reader, []).append(value)
         return unread
-
-
-def _written(node: fx.Node, call: Call) -> list[Tensor]:
-    """The arguments that an operator writes, if its schema says so."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return []
-    given = arguments_by_name(schema, call.args, call.kwargs)
-    return tensors_in([given.get(name) for name in written_arguments(schema)])
