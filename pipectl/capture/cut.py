@@ -142,7 +142,21 @@ def evaluation_stages(
     Raises:
         CaptureError: a parameter is only in a stage before the values it meets.
     """
-    allowed = _allowed_stages(graph, _holders(training, plan))
+    # Stages that hold each parameter and buffer in training, by full name.
+    holders = {
+        state.name: {plan[user] for user in training.users[placeholder]}
+        for placeholder, state in training.states.items()
+        if state.kind != "constant" and training.users.get(placeholder)
+    }
+    read = {
+        node.name: [
+            graph.states[s.name].name for s in graph.tensor_inputs(node) if s.name in graph.states
+        ]
+        for node in graph.operators
+    }
+    held = {
+        operator: [name for name in names if name in holders] for operator, names in read.items()
+    }
     sources = {n.name: [s.name for s in graph.tensor_inputs(n)] for n in graph.operators}
     sources[graph.loss] += [name for name in graph.outputs if name in sources]
     stage_of = dict.fromkeys(sources, 0)
@@ -151,45 +165,20 @@ def evaluation_stages(
     while changed:  # a member of a group may have to wait for one that comes later
         changed = False
         for name, group in ((name, graph.groups.get(name, "")) for name in sources):
-            earliest = max(stage_of.get(source, 0) for source in (*sources[name], name))
-            stage = _first_allowed(name, allowed, max(earliest, lowest_of_group.get(group, 0)))
+            stage = max(stage_of.get(source, 0) for source in (*sources[name], name))
+            stage = max(stage, lowest_of_group.get(group, 0))
+            if held[name]:
+                common = set.intersection(*(holders[state] for state in held[name]))
+                allowed = [each for each in common if each >= stage]
+                if not allowed:
+                    raise CaptureError(
+                        f"model: in evaluation {name!r} needs {held[name][0]!r} after its stage",
+                        cure="use fewer stages, or the same order of layers in evaluation as in "
+                        "training",
+                    )
+                stage = min(allowed)
             changed = changed or stage != stage_of[name]
             stage_of[name] = stage
             if group:
                 lowest_of_group[group] = stage
     return stage_of
-
-
-def _first_allowed(name: str, allowed: Mapping[str, Mapping[str, set[int]]], earliest: int) -> int:
-    """The first stage from ``earliest`` on that holds every state an operator reads."""
-    held = allowed[name]
-    if not held:
-        return earliest
-    common = [stage for stage in set.intersection(*held.values()) if stage >= earliest]
-    if not common:
-        raise CaptureError(
-            f"model: in evaluation {name!r} needs {next(iter(held))!r} after its stage",
-            cure="use fewer stages, or the same order of layers in evaluation as in training",
-        )
-    return min(common)
-
-
-def _allowed_stages(
-    graph: CapturedGraph, holders: Mapping[str, set[int]]
-) -> dict[str, dict[str, set[int]]]:
-    """For every operator: the stages that hold each of its states, by the state's full name."""
-    found: dict[str, dict[str, set[int]]] = {}
-    for node in graph.operators:
-        read = (graph.states[s.name] for s in graph.tensor_inputs(node) if s.name in graph.states)
-        found[node.name] = {s.name: holders[s.name] for s in read if s.name in holders}
-    return found
-
-
-def _holders(graph: CapturedGraph, stage_of: Mapping[str, int]) -> dict[str, set[int]]:
-    """Stages that hold each parameter and buffer in training, by full name."""
-    found: dict[str, set[int]] = {}
-    for placeholder, state in graph.states.items():
-        users = graph.users.get(placeholder, ())
-        if users and state.kind != "constant":
-            found[state.name] = {stage_of[user] for user in users}
-    return found

@@ -144,19 +144,17 @@ class Deferred:
         if not created and not written:
             return
         self._alive += [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, FakeTensor)]
+        draw = None
+        if torch.Tag.nondeterministic_seeded in getattr(function, "tags", ()):
+            self._draws += 1
+            draw = self._draws
         structure = pytree.tree_structure(arguments)
-        self._writes.append(Write(function, places, structure, created, self._draw(function)))
+        self._writes.append(Write(function, places, structure, created, draw))
         storages = written | {place.storage for place in created.values()}
         for storage in storages:
             self._writes_of.setdefault(storage, []).append(len(self._writes) - 1)
         if "empty" not in str(function):
             self._filled |= storages
-
-    def _draw(self, function: Any) -> int | None:
-        if torch.Tag.nondeterministic_seeded not in getattr(function, "tags", ()):
-            return None
-        self._draws += 1
-        return self._draws
 
     def _history(self, target: Place) -> list[Write]:
         """The calls that the values of a tensor follow from, in order."""

@@ -45,28 +45,25 @@ def export_step(step: Step, inputs: Any, targets: Any, kept: Kept) -> ExportedPr
         UnsuitableError: a submodule of ``kept`` cannot be an operator.
     """
     refuse_backward_hooks(step, kept.modules.values())
-    try:
-        return _export(step, (inputs, targets), kept, free=not kept.fixed)
-    except (CaptureError, UnsuitableError):
-        raise
-    except Exception as free_error:
-        # Some models fix the batch size (a reshape to a constant, say): export for this one.
+    batch = (inputs, targets)
+    failure: Exception | None = None
+    # Some models fix the batch size (a reshape to a constant, say): exported for this one.
+    for free in (not kept.fixed, False):
         try:
-            return _export(step, (inputs, targets), kept, free=False)
+            program, assigned = _program(step, batch, kept, free=free)
+            if assigned.tensors:  # only watching them shows whether the model reads what it kept
+                with refused_reads(assigned.tensors):
+                    program, _ = _program(step, batch, kept, free=free)
+            if assigned.numbers:
+                _refuse_counts(step, batch, kept, program, assigned.numbers, free=free)
         except (CaptureError, UnsuitableError):
             raise
-        except Exception:
-            raise explain(free_error) from free_error
-
-
-def _export(step: Step, batch: tuple[Any, Any], kept: Kept, *, free: bool) -> ExportedProgram:
-    program, found = _program(step, batch, kept, free=free)
-    if found.tensors:  # only watching them shows whether the model reads what it kept
-        with refused_reads(found.tensors):
-            program, _ = _program(step, batch, kept, free=free)
-    if found.numbers:
-        _refuse_counts(step, batch, kept, program, found.numbers, free=free)
-    return program
+        except Exception as error:
+            failure = failure or error
+        else:
+            return program
+    assert failure is not None
+    raise explain(failure) from failure
 
 
 def _refuse_counts(
@@ -129,7 +126,11 @@ def _program(
     step: Step, batch: tuple[Any, Any], kept: Kept, *, free: bool
 ) -> tuple[ExportedProgram, Assignments]:
     """The program, and what every step assigns anew."""
-    shapes = pytree.tree_map(_free_batch, batch) if free else None
+
+    def free_batch(leaf: Any) -> dict[int, Any] | None:
+        return {0: Dim.AUTO} if isinstance(leaf, Tensor) and leaf.dim() > 0 else None
+
+    shapes = pytree.tree_map(free_batch, batch) if free else None
     with ExitStack() as stack:
         functions = stack.enter_context(patched_export(step, unrolls=kept.unrolls))
         calls = stack.enter_context(traced(step, kept))
@@ -144,7 +145,3 @@ def _program(
 def _digest(tensor: Tensor) -> str:
     octets = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return hashlib.sha256(octets.numpy().tobytes()).hexdigest()
-
-
-def _free_batch(leaf: Any) -> dict[int, Any] | None:
-    return {0: Dim.AUTO} if isinstance(leaf, Tensor) and leaf.dim() > 0 else None

@@ -92,10 +92,8 @@ class CapturedGraph:
         self._merge_tied()
         self.operators = tuple(n for n in self.graph.nodes if _computes(n))
         self.constants: dict[str, Any] = dict(program.constants)
-        symbols = _batch_symbols(self.inputs)
-        self.symbols = frozenset(symbols)
-        self.fixed = not symbols
-        self._conditions = _conditions_on(symbols)
+        self.symbols, self._conditions = _batch_symbols(self.inputs)
+        self.fixed = not self.symbols
         aliases = find_aliases(self, states)
         self._rename_mutated(aliases)
         self.groups = aliases.groups
@@ -103,7 +101,16 @@ class CapturedGraph:
         self.last_writer = aliases.last_writer
         self.rewritten = aliases.rewritten
         self.written = aliases.written
-        self.loss, self.outputs, self.output_spec = _results(program)
+        loss, *outputs = next(n for n in program.graph.nodes if n.op == "output").args[0]
+        self.loss: str = loss.name
+        self.outputs = tuple(
+            item.name
+            if isinstance(item, fx.Node) and isinstance(item.meta.get("val"), Tensor)
+            else item
+            for item in outputs
+        )
+        spec = program.call_spec.out_spec
+        self.output_spec: Any = spec.child(1) if outputs and spec is not None else None
 
     def holds_for(self, batch: int) -> bool:
         """Whether the model computes the same for micro-batches of ``batch`` samples.
@@ -279,38 +286,19 @@ def _placeholders(
     return states, inputs
 
 
-def _results(program: ExportedProgram) -> tuple[str, tuple[Any, ...], Any]:
-    output = next(node for node in program.graph.nodes if node.op == "output")
-    loss, *outputs = output.args[0]
-    spec = program.call_spec.out_spec
-    flat = tuple(
-        item.name
-        if isinstance(item, fx.Node) and isinstance(item.meta.get("val"), Tensor)
-        else item
-        for item in outputs
-    )
-    inner = spec.child(1) if outputs and spec is not None else None
-    return loss.name, flat, inner
+def _batch_symbols(inputs: Mapping[str, Any]) -> tuple[frozenset[Any], tuple[Any, ...]]:
+    """Symbols of the number of samples (none if it is a number), and what they must fulfil.
 
-
-def _batch_symbols(inputs: Mapping[str, Any]) -> dict[Any, Any]:
-    """Symbols of the number of samples, each with where it is from; none if it is a number.
-
-    A tensor that nobody reads has one of its own, even if all others have numbers.
+    A tensor that nobody reads has a symbol of its own, even if all others have numbers. What code
+    outside torch asked of the number of samples must be answered as it was; what torch asks it asks
+    again for every size.
     """
     tensors = [value for value in inputs.values() if isinstance(value, Tensor) and value.dim()]
     sizes: list[Any] = [tensor.shape[0] for tensor in tensors]
     if not all(isinstance(size, torch.SymInt) and size.node.expr.is_Symbol for size in sizes):
-        return {}
-    return {size.node.expr: size.node.shape_env for size in sizes}
-
-
-def _conditions_on(symbols: Mapping[Any, Any]) -> tuple[Any, ...]:
-    """What was asked of the number of samples by code outside torch, as it was answered.
-
-    What torch asks it asks again for every size.
-    """
-    environments = {id(environment): environment for environment in symbols.values()}
+        return frozenset(), ()
+    symbols = frozenset(size.node.expr for size in sizes)
+    environments = {id(size.node.shape_env): size.node.shape_env for size in sizes}
     asked = []
     for environment in environments.values():
         for guard in environment.guards:
@@ -318,7 +306,7 @@ def _conditions_on(symbols: Mapping[Any, Any]) -> tuple[Any, ...]:
             if not is_torch_code(str(getattr(place, "filename", place))):
                 # Symbols that turned out to be equal have one name.
                 asked.append(environment.replace(guard.expr))
-    return tuple(condition for condition in asked if condition.free_symbols <= symbols.keys())
+    return symbols, tuple(each for each in asked if each.free_symbols <= symbols)
 
 
 def _describe_argument(argument: Any, root: fx.GraphModule) -> str:

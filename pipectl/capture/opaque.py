@@ -172,7 +172,16 @@ class Opaque:
         if any(isinstance(tensor, FakeTensor) for tensor in tensors):
             results = self._imitate(batch, tensors)
         else:
-            anchor = self._enter(tensors) if torch.is_grad_enabled() else None
+            anchor = None
+            if torch.is_grad_enabled():
+                # Aliases of the inputs that have a gradient and are not changed by that.
+                entered = [i for i in sorted(self._entered) if tensors[i].requires_grad]
+                aliases, anchor = enter([tensors[index] for index in entered])
+                for index, alias in zip(entered, aliases, strict=True):
+                    tensors[index] = alias
+                for index in range(len(self._states.places), len(tensors)):
+                    if not tensors[index].requires_grad:  # the module may ask for its gradient
+                        tensors[index] = tensors[index].detach()
             results = self._checked(self._run(tensors, numbers), batch, tensors)
             if anchor is not None:
                 forms = self.outline.forms
@@ -205,17 +214,6 @@ class Opaque:
             results.append(view if form.requires_grad else view.detach())
         return results
 
-    def _enter(self, tensors: list[Tensor]) -> Tensor:
-        """Replace those of the inputs that have a gradient and are not changed by their aliases."""
-        wanted = [index for index in sorted(self._entered) if tensors[index].requires_grad]
-        aliases, anchor = enter([tensors[index] for index in wanted])
-        for index, alias in zip(wanted, aliases, strict=True):
-            tensors[index] = alias
-        for index in range(len(self._states.places), len(tensors)):
-            if not tensors[index].requires_grad:  # the module may ask for its gradient
-                tensors[index] = tensors[index].detach()
-        return anchor
-
     def _run(self, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> Any:
         count = len(self._states.places)
         for module, training in self._modes:
@@ -242,27 +240,25 @@ class Opaque:
                     raise self._changed(f"gave {leaf!r}", repr(expected))
                 continue
             sizes, strides, _ = expected.layout_at(batch)
-            self._check(leaf, expected, sizes)
+            if not isinstance(leaf, Tensor):
+                raise self._changed(f"gave a {type(leaf).__name__}", "a tensor")
+            if (leaf.dtype, leaf.shape) != (expected.dtype, sizes):
+                raise self._changed(
+                    f"gave {list(leaf.shape)} of {leaf.dtype}", f"{list(sizes)} of {expected.dtype}"
+                )
+            if leaf.requires_grad and not expected.requires_grad:
+                raise CaptureError(
+                    f"model: {self.path} gave a tensor with a gradient, where its capture found "
+                    "one without: whether it computes with its parameters depends on the values "
+                    "it gets",
+                    cure="let it return a tensor that has a gradient in every case (x + 0 * "
+                    "self.f(x), say), or name a larger part of the model under model.opaque",
+                )
             borrowed = expected.origin is None and leaf.untyped_storage()._cdata in memories
             if leaf.stride() != strides:
                 leaf = expected.blank(batch, leaf.device).copy_(leaf)
             found.append(leaf.clone() if borrowed else leaf)
         return found
-
-    def _check(self, leaf: Any, form: Form, sizes: tuple[int, ...]) -> None:
-        if not isinstance(leaf, Tensor):
-            raise self._changed(f"gave a {type(leaf).__name__}", "a tensor")
-        if (leaf.dtype, leaf.shape) != (form.dtype, sizes):
-            raise self._changed(
-                f"gave {list(leaf.shape)} of {leaf.dtype}", f"{list(sizes)} of {form.dtype}"
-            )
-        if leaf.requires_grad and not form.requires_grad:
-            raise CaptureError(
-                f"model: {self.path} gave a tensor with a gradient, where its capture found one "
-                "without: whether it computes with its parameters depends on the values it gets",
-                cure="let it return a tensor that has a gradient in every case (x + 0 * self.f(x), "
-                "say), or name a larger part of the model under model.opaque",
-            )
 
     def _changed(self, found: str, expected: str) -> CaptureError:
         return CaptureError(

@@ -102,17 +102,15 @@ def _with_inner(node: fx.Node, root: fx.GraphModule) -> Iterator[fx.Node]:
 def _draws(node: fx.Node) -> bool:
     if isinstance(node.target, Opaque):
         return node.target.outline.draws
-    tags: Any = getattr(node.target, "tags", ())
-    seeded = torch.Tag.nondeterministic_seeded in tags and not _drops_nothing(node)
-    return seeded or isinstance(node.target, Applied)
-
-
-def _drops_nothing(node: fx.Node) -> bool:
+    if isinstance(node.target, Applied):
+        return True
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
     schema = getattr(node.target, "_schema", None)
     if schema is None:
-        return False
+        return True
     defaults = {argument.name: argument.default_value for argument in schema.arguments}
     given = {**defaults, **arguments_by_name(schema, node.args, node.kwargs)}
     probabilities = [given[name] for name in ("p", "dropout_p", "dropout") if name in given]
     off = any(given.get(name) is False for name in ("train", "training"))
-    return off or (bool(probabilities) and all(value == 0 for value in probabilities))
+    return not (off or (probabilities and all(value == 0 for value in probabilities)))

@@ -102,14 +102,25 @@ class _Builder:
         self._names = cut.operators(stage)
         self._received = cut.received(stage)
         self._local: dict[Slot, fx.Node] = {}
-        self._readers = {s.name: s for node in self._nodes() for s in node.all_input_nodes}
 
     def build(self) -> StageCode:
         seed = self._graph.placeholder("seed")
-        states, inputs = self._states(), self._inputs()
+        captured = self._captured
+        states = dict.fromkeys(
+            self._state_slot(source.name, node.name)
+            for node in self._nodes()
+            for source in node.all_input_nodes
+            if source.name in captured.states
+        )
+        wanted = {source.name for node in self._nodes() for source in node.all_input_nodes}
+        if self._stage == self._cut.loss_stage:
+            wanted |= {name for name in captured.outputs if isinstance(name, str)}
+        inputs = [name for name in captured.inputs if name in wanted]
         for slot in [*states, *map(Slot, inputs), *self._received]:
             self._local[slot] = self._graph.placeholder("_".join(filter(None, slot)))
-        forks = self._forks()
+        forks: dict[str, list[str]] = {}  # values to fork after the last operator that writes them
+        for name in self._cut.forked(self._stage):
+            forks.setdefault(captured.last_writer.get(name, name), []).append(name)
         for node in self._nodes():
             self._switch.to(region_of(node))
             seeder = seeder_of(node, self._captured.root)
@@ -130,30 +141,9 @@ class _Builder:
         position = self._captured.position
         return [self._captured.operators[position[name]] for name in self._names]
 
-    def _states(self) -> list[Slot]:
-        found: dict[Slot, None] = {}
-        for node in self._nodes():
-            for source in node.all_input_nodes:
-                if source.name in self._captured.states:
-                    found[self._state_slot(source.name, node.name)] = None
-        return list(found)
-
-    def _inputs(self) -> list[str]:
-        wanted = set(self._readers)
-        if self._stage == self._cut.loss_stage:
-            wanted |= {name for name in self._captured.outputs if isinstance(name, str)}
-        return [name for name in self._captured.inputs if name in wanted]
-
     def _state_slot(self, placeholder: str, user: str) -> Slot:
         per_use = self._cut.training and uses_of_parameter(self._captured, placeholder)
         return Slot(placeholder, user if per_use else "")
-
-    def _forks(self) -> dict[str, list[str]]:
-        """Values to fork after each operator: the last that writes their memory."""
-        found: dict[str, list[str]] = {}
-        for name in self._cut.forked(self._stage):
-            found.setdefault(self._captured.last_writer.get(name, name), []).append(name)
-        return found
 
     def _copy(self, node: fx.Node) -> fx.Node:
         target: Any = node.target
