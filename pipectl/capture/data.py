@@ -120,7 +120,14 @@ class Loader:
             first: index of the first one in a data set that is not iterable.
         """
         known = self.samples
-        found = call(self._samples, "data", first, size if known is None else min(size, known))
+
+        def load() -> list[Any]:
+            if known is None:
+                return list(islice(_SeededStream(self._dataset, self._seed, 0), size))
+            seeded = _Seeded(self._dataset, self._seed)
+            return [seeded[0, (first + index) % known] for index in range(min(size, known))]
+
+        found = call(load, "data")
         if not found:
             raise CaptureError("data: the data set is empty", cure="check the arguments of data:")
         return split_sample(self._collate([found[i % len(found)] for i in range(size)]))
@@ -162,12 +169,6 @@ class Loader:
             return list(range(samples))
         generator = torch.Generator().manual_seed(seed_of(self._seed, "epoch", epoch) >> 1)
         return torch.randperm(samples, generator=generator).tolist()
-
-    def _samples(self, first: int, size: int) -> list[Any]:
-        if self._iterable:
-            return list(islice(_SeededStream(self._dataset, self._seed, 0), size))
-        seeded = _Seeded(self._dataset, self._seed)
-        return [seeded[0, (first + index) % len(self._dataset)] for index in range(size)]
 
     def _stream(
         self, batches: Iterable[tuple[int, range]], pieces_of: Pieces, skipped: int

@@ -141,19 +141,19 @@ def place_of(error: BaseException) -> str:
 
 def _library_place(trace: list[tuple[FrameType, int]]) -> str:
     """The innermost line of the packages, other than torch, whose modules were being called."""
+
+    def package(module: str) -> str:
+        return module.partition(".")[0]
+
     modules = [frame.f_locals.get("self") for frame, _ in trace]
-    packages = {_package(type(m).__module__) for m in modules if isinstance(m, nn.Module)}
-    packages -= {_package(torch.__name__), _package(__name__)}
+    packages = {package(type(m).__module__) for m in modules if isinstance(m, nn.Module)}
+    packages -= {"torch", package(__name__)}
     lines = [
         (frame.f_code.co_filename, line)
         for frame, line in trace
-        if _package(frame.f_globals.get("__name__", "")) in packages
+        if package(frame.f_globals.get("__name__", "")) in packages
     ]
     return place_at(*lines[-1]) if lines else ""
-
-
-def _package(module: str) -> str:
-    return module.partition(".")[0]
 
 
 def place_in(text: str) -> str:
@@ -333,21 +333,19 @@ def refuse_overlaps(states: Mapping[str, Tensor]) -> None:
             before = [item for item in before if np.may_share_memory(item[0], array)]
             for other_array, other in before:
                 pair = sorted((name, other), key=list(states).index)
-                trained = any(_is_trained(states[each]) for each in pair)
+                parameters = [states[n] for n in pair if isinstance(states[n], nn.Parameter)]
+                trained = any(parameter.requires_grad for parameter in parameters)
                 if not trained or not np.shares_memory(other_array, array):
                     continue
-                both = all(isinstance(states[each], nn.Parameter) for each in pair)
-                tie = "make both the same nn.Parameter (self.b.weight = self.a.weight), or "
+                tie = ""
+                if len(parameters) == 2:
+                    tie = "make both the same nn.Parameter (self.b.weight = self.a.weight), or "
                 raise CaptureError(
                     f"model: {own_name(pair[0])} and {own_name(pair[1])} share memory but are not "
                     "one tensor, so that ranks would train them apart",
-                    cure=f"{tie if both else ''}give each memory of its own (.clone())",
+                    cure=f"{tie}give each memory of its own (.clone())",
                 )
             before.append((array, name))
-
-
-def _is_trained(tensor: Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter) and tensor.requires_grad
 
 
 def _locate(tensor: Tensor) -> tuple[object, np.ndarray[Any, Any]] | None:
