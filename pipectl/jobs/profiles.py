@@ -169,18 +169,18 @@ def _find_or_measure(
     from pipectl.profiler.journal import Journal
 
     started = time.time()
-    with Journal(entry.path.with_suffix(".journal"), entry.identity) as journal:
-        try:
-            profile = profile_job(spec, progress, effort=Effort(effort), journal=journal)
-        except KeyboardInterrupt as stop:
-            raise Interrupted(len(journal)) from stop
-        neighbours = profile.device.neighbours if profile.device else 0
-        profile = replace(profile, device=replace(device, neighbours=neighbours))
-        profile = _with_rows(profile, spec, progress, directory, again=again)
-        now, host, resumed = time.time(), socket.gethostname(), journal.resumed
-        measurement = Measurement(profile, now, host, round(now - started, 3), resumed=resumed)
-        entry.write({**measurement.to_json(), "profile": profile.to_json()})
-        journal.remove()
+    journal = Journal(entry.path.with_suffix(".journal"), entry.identity)
+    try:
+        profile = profile_job(spec, progress, effort=Effort(effort), journal=journal)
+    except KeyboardInterrupt as stop:
+        raise Interrupted(len(journal)) from stop
+    neighbours = profile.device.neighbours if profile.device else 0
+    profile = replace(profile, device=replace(device, neighbours=neighbours))
+    profile = _with_rows(profile, spec, progress, directory, again=again)
+    now, host, resumed = time.time(), socket.gethostname(), journal.resumed
+    measurement = Measurement(profile, now, host, round(now - started, 3), resumed=resumed)
+    entry.write({**measurement.to_json(), "profile": profile.to_json()})
+    journal.remove()
     ages = []
     for file in (*directory.glob("*.json"), *directory.glob("*.journal")):
         with suppress(OSError):

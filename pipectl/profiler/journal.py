@@ -1,34 +1,29 @@
-"""What an interrupted measurement leaves behind, so that the next one goes on from there.
-
-A journal is a text file: a line of JSON that says what is measured, then one line per finished
-measurement. Only whole lines count, so that it may end anywhere, and nothing in it is executed.
-"""
+"""What an interrupted measurement leaves behind, so that the next one goes on from there."""
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any
 
-from pipectl.access import open_regular
-from pipectl.errors import UsageError
+from pipectl.errors import DataFileError, UsageError
+from pipectl.files import read_json, write_json
 
 _GRAPH = "graph"
 
 
 class Journal:
-    """Finished measurements by key, one writer at a time.
+    """Finished measurements by key, in a JSON file that is replaced whole with every note.
 
-    They are kept in memory only if another process writes the file, or the disk becomes full.
+    Two processes that measure the same replace each other's notes, of which either is good. If the
+    disk becomes full, notes are kept in memory only.
 
     Args:
         path: its directory exists; None keeps everything in memory.
-        header: what decides whether noted measurements are still good; a journal with another
-            header is discarded.
+        header: what decides whether noted measurements are still good; a file with another
+            header, or a damaged one, is discarded.
 
     Attributes:
         resumed: measurements taken over from an earlier process.
@@ -39,30 +34,17 @@ class Journal:
 
     def __init__(self, path: Path | None = None, header: Mapping[str, Any] | None = None) -> None:
         self._path = path
-        self._header = json.dumps({"journal": header}, sort_keys=True)
+        self._header = json.loads(json.dumps(header))
         self._entries: dict[str, dict[str, Any]] = {}
-        self.resumed = 0
-        self._stream: IO[str] | None = None
-        self._is_ours = False
-        if path is None:
-            return
-        try:
-            self._stream = _locked(path)
-            if self._stream is not None:
-                self._is_ours = True
-                self._read(self._stream)
-        except OSError as error:
-            self._leave()
-            raise UsageError(
-                f"{path}: cannot be written: {error.strerror or error}",
-                cure="set output.directory to a directory you may write to, or free some space",
-            ) from error
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        self._is_written = path is not None
+        if path is not None:
+            with suppress(DataFileError):
+                document = read_json(path, cure="")
+                entries = document.get("entries")
+                if document.get("journal") == self._header and isinstance(entries, dict):
+                    self._entries = {k: v for k, v in entries.items() if isinstance(v, dict)}
+            self._write()
+        self.resumed = len(self)
 
     def __len__(self) -> int:
         """Measurements that are kept."""
@@ -73,91 +55,31 @@ class Journal:
         return self._entries.get(key)
 
     def note(self, key: str, entry: dict[str, Any]) -> None:
-        """Keep a finished measurement; it is on its way to the file when this returns.
+        """Keep a finished measurement; it is in the file when this returns.
 
         Args:
             entry: survives JSON unchanged.
         """
         self._entries[key] = entry
         try:
-            if self._stream is not None:
-                _write(self._stream, json.dumps([key, entry]))
-        except OSError:
-            self._leave()
+            self._write()
+        except UsageError:
+            self._is_written = False
 
     def match(self, fingerprint: str) -> None:
         """Forget everything that was not measured for this graph."""
-        if self.find(_GRAPH) == {"fingerprint": fingerprint}:
-            return
-        self._entries.clear()
-        self.resumed = 0
-        try:
-            if self._stream is not None:
-                self._begin(self._stream)
-        except OSError:
-            self._leave()
-        self.note(_GRAPH, {"fingerprint": fingerprint})
+        graph = {"fingerprint": fingerprint}
+        if self.find(_GRAPH) != graph:
+            self._entries.clear()
+            self.resumed = 0
+            self.note(_GRAPH, graph)
 
     def remove(self) -> None:
         """The measurement is complete: nothing is left to go on with."""
-        if self._is_ours and self._path is not None:
+        if self._path is not None:
+            self._is_written = False
             self._path.unlink(missing_ok=True)
-        self.close()
 
-    def close(self) -> None:
-        """Let another process write it."""
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
-
-    def _leave(self) -> None:
-        """Write no more; the line that did not fit is cut off by who reads the file next."""
-        stream, self._stream = self._stream, None
-        if stream is not None:
-            with suppress(OSError):  # closing tries to write it once more
-                stream.close()
-
-    def _read(self, stream: IO[str]) -> None:
-        """Take over the whole lines, and cut off what follows them."""
-        stream.seek(0)
-        *lines, _unfinished = stream.read().split("\n")
-        if lines[:1] != [self._header]:
-            self._begin(stream)
-            return
-        size = len(self._header) + 1
-        for line in lines[1:]:
-            try:
-                key, entry = json.loads(line)
-            except (ValueError, TypeError, RecursionError):
-                break
-            if not (line.isascii() and isinstance(key, str) and isinstance(entry, dict)):
-                break
-            self._entries[key] = entry
-            size += len(line) + 1
-        self.resumed = len(self)
-        stream.truncate(size)
-        stream.seek(size)
-
-    def _begin(self, stream: IO[str]) -> None:
-        stream.seek(0)
-        stream.truncate()
-        _write(stream, self._header)
-
-
-def _write(stream: IO[str], line: str) -> None:
-    stream.write(line + "\n")
-    stream.flush()
-
-
-def _locked(path: Path) -> IO[str] | None:
-    """The file, open and ours; None if another process has it."""
-    handle = open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
-    stream = os.fdopen(handle, "a+", encoding="ascii", errors="replace", newline="\n")
-    try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        stream.close()
-        return None
-    except OSError:
-        pass  # a file system without locks
-    return stream
+    def _write(self) -> None:
+        if self._path is not None and self._is_written:
+            write_json(self._path, {"journal": self._header, "entries": self._entries})
