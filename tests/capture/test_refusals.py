@@ -238,6 +238,6 @@ def test_a_trial_that_cannot_be_begun_is_no_fault_of_the_model(
         raise RuntimeError("broken")
 
     job = make_job(f"{written()}:Model")
-    monkeypatch.setattr("pipectl.capture.refusals.undisturbed", broken)
+    monkeypatch.setattr("pipectl.capture.job.undisturbed", broken)
     with pytest.raises(RuntimeError, match="broken"):
         job.misfit(4)
