@@ -62,7 +62,9 @@ class StepEnd:
         self.updated = {n: p for n, p in setup.parameters.items() if own(n)}
         self._held = _trained(setup.parameters)
         self._trained_of = {each.index: _trained(each.parameters) for each in setup.updated_stages}
-        self.told = {n: p for n, p in self._held.items() if self._tells(n)}
+        me, counts = setup.communicator.rank, setup.replicas.counts
+        firsts = {name: owner == me for name, owner in setup.owners.items()}
+        self.told = {n: p for n, p in self._held.items() if counts(n, first=firsts[n])}
         self.stepper = make_stepper(setup.job, self.updated)
         self._sharings = setup.replicas.sharings()
         self._shared = self._make_shared()
@@ -235,11 +237,6 @@ class StepEnd:
             {slot: leaf for stage in setup.updated_stages for slot, leaf in stage.uses.items()},
             setup.parameters,
         )
-
-    def _tells(self, name: str) -> bool:
-        """Whether of all ranks that hold a parameter, this one speaks for it."""
-        first = self._setup.owners[name] == self._setup.communicator.rank
-        return self._setup.replicas.counts(name, first=first)
 
 
 def _trained(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:

@@ -127,16 +127,17 @@ def make_stepper(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> St
             evaluations and there are none.
     """
     trained = {name: found for name, found in parameters.items() if found.requires_grad}
-    schedule = _schedule(job)
+    schedule = job.spec.lr_scheduler
+    function = None if schedule is None else job.find(schedule)
     if not trained:
         return Stepper(None, None)
     # Its factory may set hooks; those of sums over replicas are of an earlier training of the job.
     unhooked = [(name, found) for name, found in trained.items() if not has_hooks(found)]
     optimizer = make_optimizer(job, trained)
     refuse_parameter_hooks(unhooked)
-    if schedule is None:
+    if schedule is None or function is None:
         return Stepper(optimizer, None)
-    lr_scheduler = schedule(optimizer)
+    lr_scheduler = call(function, schedule.factory, optimizer, **schedule.kwargs)
     return Stepper(optimizer, lr_scheduler, _watches(lr_scheduler, job))
 
 
@@ -210,14 +211,6 @@ def _check_options(optimizer: Any, options: Sequence[Mapping[str, Any]]) -> None
                 f"{unknown!r}{did_you_mean(unknown, known)}",
                 cure=f"its options are {', '.join(known)}",
             )
-
-
-def _schedule(job: CapturedJob) -> Any | None:
-    spec = job.spec.lr_scheduler
-    if spec is None:
-        return None
-    function = job.find(spec)
-    return lambda optimizer: call(function, spec.factory, optimizer, **spec.kwargs)
 
 
 def _watches(lr_scheduler: Any, job: CapturedJob) -> bool:

@@ -151,7 +151,8 @@ class Stretches:
         micro_batches: Iterator[Batch] = islice(loaded, len(steps) * count)
         weights: Sequence[float] = [share for sizes in steps for share in sample_shares(sizes)]
         if self._weigh is not None:
-            weights = read = _Weights(micro_batches, count, self._shares, needed=self._reads)
+            reads = any(stage.reads for stage in self._setup.stages.values())
+            weights = read = _Weights(micro_batches, count, self._shares, needed=reads)
             micro_batches = read.batches()
         return StretchInput(
             weights=weights,
@@ -160,10 +161,6 @@ class Stretches:
             first=self._first,
             micro_batches=count,
         )
-
-    @property
-    def _reads(self) -> bool:
-        return any(stage.reads for stage in self._setup.stages.values())
 
     def _shares(self, step: Sequence[Batch]) -> list[float]:
         assert self._weigh is not None

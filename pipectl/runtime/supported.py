@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipectl.errors import MismatchError
-from pipectl.plan import Plan, Replication, Stage
+from pipectl.plan import Plan, Replication
 from pipectl.schedule import splits_backwards
 
 
@@ -23,7 +23,7 @@ def check_supported(plan: Plan, file: str = "plan.json") -> None:
 
 def unsupported(plan: Plan) -> list[str]:
     """What the plan asks for that cannot be run, in words; empty if it can be."""
-    held = [stage for stage in plan.stages if _is_apart(stage)]
+    held = [stage for stage in plan.stages if stage.updating_ranks != stage.ranks]
     clashes = {
         "split backwards": bool(held) and splits_backwards(plan),
         "replicas": any(stage.replicas > 1 for stage in held),
@@ -42,7 +42,3 @@ def _check_samples(plan: Plan, file: str) -> None:
                 f"{plan.micro_batch_size} samples of a micro-batch",
                 cure="use larger micro-batches, or fewer replicas",
             )
-
-
-def _is_apart(stage: Stage) -> bool:
-    return stage.updating_ranks != stage.ranks

@@ -158,12 +158,12 @@ class Saver:
             raise UsageError(f"{self._directory}: the last checkpoint: {failure}", cure=_CURE)
 
     def _complete(self) -> None:
-        poll(self._is_idle, lambda _: False)
-        barrier(self._communicator)
+        def is_idle() -> bool:
+            self.poll()
+            return self._save is None
 
-    def _is_idle(self) -> bool:
-        self.poll()
-        return self._save is None
+        poll(is_idle, lambda _: False)
+        barrier(self._communicator)
 
     def _is_done(self, save: _Save) -> bool:
         if save.sending is None or not save.sending.Test():

@@ -99,7 +99,8 @@ def pack(
     spans: dict[int, tuple[int, int]] = {}
     memories: dict[int, Tensor] = {}
     for tensor in saved:
-        if tensor.layout is not torch.strided or tensor.is_quantized or _is_lazy(tensor):
+        is_lazy = tensor.is_conj() or tensor.is_neg()  # its memory holds something else
+        if tensor.layout is not torch.strided or tensor.is_quantized or is_lazy:
             raise WorkerError(
                 f"a backward needs a tensor of layout {tensor.layout} and type {tensor.dtype}, "
                 "which cannot be sent to another rank",
@@ -130,11 +131,6 @@ def pack(
 
 def _large(sizes: Sequence[int], places: int) -> list[int]:
     return [number for number, size in enumerate(sizes) if size >= BUNDLED_BYTES][: places - 1]
-
-
-def _is_lazy(tensor: Tensor) -> bool:
-    """Whether its memory holds something else than its values."""
-    return tensor.is_conj() or tensor.is_neg()
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

@@ -50,7 +50,7 @@ def find(communicator: MPI.Comm, wanted: str, *, asks: bool) -> Finding:
     """
     if wanted != "auto":
         return Finding(wanted == "always", "set in the job")
-    mine = judge(_kind(), os.environ, passes_self_test if asks else _trusting)
+    mine = judge(_kind(), os.environ, passes_self_test if asks else lambda _: True)
     found = gather_all(communicator, mine)
     return next((finding for finding in found if not finding.able), found[0])
 
@@ -125,7 +125,3 @@ def _kind() -> str:
     if accelerator is None:
         return "none"
     return "rocm" if accelerator.type == "cuda" and torch.version.hip else accelerator.type
-
-
-def _trusting(_: str) -> bool:
-    return True

@@ -107,7 +107,8 @@ class Transport:
         line = self._line(message.lane, rank)
         layouts = line.layouts.get(size)
         if layouts is None:
-            layouts = {slot: _layout(tensors.get(slot)) for slot in self._lanes[message.lane]}
+            known = ((slot, tensors.get(slot)) for slot in self._lanes[message.lane])
+            layouts = {slot: None if t is None else Layout.of(t) for slot, t in known}
             self._wire.send_object([*layouts.values()], rank, line.tags[~_HEADER])
             line.layouts[size] = layouts
         posted, vectors = Posted(), dict[Slot, Tensor]()
@@ -258,10 +259,6 @@ def _tags(lanes: dict[Lane, list[Slot]], largest: int) -> dict[Lane, range]:
             cure="plan fewer stages, or use another MPI",
         )
     return found
-
-
-def _layout(tensor: Tensor | None) -> Layout | None:
-    return None if tensor is None else Layout.of(tensor)
 
 
 def _flat(lane: Lane, slot: Slot, layout: Layout | None, tensor: Tensor | None) -> Tensor | None:
