@@ -65,13 +65,15 @@ class Bucket:
 
     def start(self) -> None:
         """Send others their parts, and receive one's own."""
-        first, flags = self.leaves[0], [leaf.grad is not None for leaf in self.leaves]
-        count = self._edges[-1][1] + len(flags)
+        first, count = self.leaves[0], self._edges[-1][1] + len(self.leaves)
         self._flat = flat = torch.empty(count, dtype=first.dtype, device=first.device)
-        for leaf, (start, stop) in zip(self.leaves, self._edges, strict=True):
-            part = flat[start:stop].view(leaf.shape)
-            part.zero_() if leaf.grad is None else part.copy_(leaf.grad)
-        flat[-len(flags) :].copy_(torch.tensor(flags))
+        flags = flat[-len(self.leaves) :].fill_(1)  # no copy from the host, which would wait
+        for index, (leaf, (start, stop)) in enumerate(zip(self.leaves, self._edges, strict=True)):
+            if leaf.grad is not None:
+                flat[start:stop].view(leaf.shape).copy_(leaf.grad)
+            else:
+                flat[start:stop].zero_()
+                flags[index].zero_()
         mine = self._parts[self._wire.rank]
         for replica in self._wire.others:
             if len(mine):
