@@ -28,26 +28,20 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipectl.capture import CapturedGraph, Cut, Slot, build_stage
 from pipectl.capture.batch import spared
-from pipectl.capture.randomness import SEEDERS
 from pipectl.capture.regions import arithmetic
 from pipectl.capture.slices import Rows
 from pipectl.capture.stage import Receive, StageCode
-from pipectl.errors import CaptureError
 from pipectl.graph import TransferKind
 from pipectl.runtime.device import Device
-from pipectl.runtime.halves import Deferred, split_backwards
 from pipectl.runtime.layout import Tensors
 from pipectl.runtime.offload import StageOffload
 from pipectl.runtime.saved_tensors import SavedTensors, kept_apart, unpack
+from pipectl.runtime.stage_code import Deferred, compile_stage, insert_ticks, split_backwards
 from pipectl.runtime.stage_states import StageStates, before, rewriting
 from pipectl.runtime.versions import Version, Versions
 
-Backend = str | Callable[..., Any]
 Key = tuple[bool, Rows]
 """Whether a code is for training, and what it computes at once."""
-
-TICK_EVERY = 4
-"""Operators between two ticks."""
 
 
 class MicroBatch(NamedTuple):
@@ -526,85 +520,3 @@ def _returning(cut: Cut, stage: int) -> list[Slot]:
         if lane.kind is TransferKind.GRADIENT and lane.target == stage:
             found.update(dict.fromkeys(slots))
     return sorted(found, key=lambda slot: cut.graph.last_use(slot.value), reverse=True)
-
-
-def insert_ticks(module: fx.GraphModule, advance: Callable[[], None]) -> None:
-    """Call ``advance`` after every few operators of a stage's code, and in their backward.
-
-    Neither sees a tensor, so no bit changes. Backwards on accelerators run in threads of autograd,
-    from which MPI may not be called.
-    """
-
-    def tick(value: Any) -> None:
-        advance()
-        if not isinstance(value, Tensor) or value.device.type != "cpu":
-            return
-        if value.grad_fn is not None and torch.is_grad_enabled():
-            value.grad_fn.register_prehook(lambda _: advance())
-
-    operators = [node for node in module.graph.nodes if node.op == "call_function"]
-    for node in operators[TICK_EVERY - 1 :: TICK_EVERY]:
-        with module.graph.inserting_after(node):
-            module.graph.call_function(tick, (node,))
-    module.recompile()
-
-
-def compile_stage(code: StageCode, backend: Backend = "inductor") -> StageCode:
-    """The same code, compiled when it is first called, for the sizes it is called with.
-
-    What draws random numbers, and what seeds it, runs as it is between compiled pieces: a
-    compiler's own dropout draws other masks than the operator. All else may be fused, so sums are
-    rounded in another order than without, and results agree within a tolerance only.
-
-    Args:
-        backend: of ``torch.compile``, or a name of one.
-
-    The first call raises CaptureError if nothing can be compiled.
-    """
-    return replace(code, module=_Compiled(code, backend))
-
-
-class _Compiled:
-    """A stage's function. The seed goes past the compiler, which would compile anew for each."""
-
-    def __init__(self, code: StageCode, backend: Backend) -> None:
-        assert isinstance(code.module, fx.GraphModule)
-        self._seed = 0
-        graph = fx.Graph()
-        graph.output(graph.graph_copy(code.module.graph, {}))
-        drawing = False
-        for node in graph.nodes:
-            seeds = node.op == "call_function" and node.target in SEEDERS
-            if seeds:
-                node.target = self._seeding(node.target, node.args[1])
-                node.args = ()
-            elif drawing:
-                node.target = _uncompiled(node.target)
-            drawing = seeds
-        graph.erase_node(next(iter(graph.nodes)))
-        module = fx.GraphModule(code.module, graph)
-        self._run = torch.compile(module, backend=backend, dynamic=False)
-
-    def __call__(self, seed: int, *arguments: Any) -> tuple[Tensor, ...]:
-        self._seed = seed
-        try:
-            return self._run(*arguments)  # type: ignore[no-any-return]
-        except Exception as error:
-            if not type(error).__module__.startswith(("torch._inductor", "torch._dynamo")):
-                raise
-            raise CaptureError(
-                f"training.compile: torch.compile fails: {str(error).splitlines()[0]}",
-                cure="see to a C++ compiler on the nodes (the variable CXX names it), "
-                "or set training.compile: false",
-            ) from error
-
-    def _seeding(self, seeder: Callable[[int, int], None], key: int) -> Callable[[], None]:
-        return _uncompiled(lambda: seeder(self._seed, key))
-
-
-def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    return torch.compiler.disable(call)  # type: ignore[no-any-return, no-untyped-call]

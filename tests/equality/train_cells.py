@@ -35,7 +35,7 @@ from pipectl.runtime.failure import Doing
 from pipectl.runtime.offload import StageOffload
 from pipectl.runtime.reduction import StageReduction
 from pipectl.runtime.setup import Setup
-from pipectl.runtime.stage import compile_stage
+from pipectl.runtime.stage_code import compile_stage
 from pipectl.runtime.trainer import Trainer
 from pipectl.runtime.waiting import barrier
 from pipectl.spec import load

@@ -16,8 +16,8 @@ from pipectl.capture.slices import Rows
 from pipectl.capture.stage import StageCode
 from pipectl.planner.costs import stage_costs
 from pipectl.runtime.device import CpuDevice
-from pipectl.runtime.halves import SPLIT, Deferred, split_backwards
 from pipectl.runtime.stage import MicroBatch, Stage
+from pipectl.runtime.stage_code import SPLIT, Deferred, split_backwards
 
 PARTS = Path(__file__).with_name("job_parts.py")
 

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from pipectl.capture import Slot
 from pipectl.capture.randomness import seed_operator
 from pipectl.capture.stage import StageCode
-from pipectl.runtime.stage import compile_stage
+from pipectl.runtime.stage_code import compile_stage
 
 WEIGHT, INPUT = torch.linspace(-1, 1, 48).view(6, 8), torch.linspace(-2, 2, 24).view(3, 8)
 

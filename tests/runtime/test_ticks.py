@@ -3,7 +3,7 @@
 import torch
 from torch import fx
 
-from pipectl.runtime.stage import TICK_EVERY, insert_ticks
+from pipectl.runtime.stage_code import TICK_EVERY, insert_ticks
 
 
 def test_every_few_operators_there_is_a_call_forward_and_backward():

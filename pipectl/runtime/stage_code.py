@@ -1,11 +1,11 @@
-"""Backwards in two halves: gradients of values first, gradients of weights later.
+"""What is changed in the code of a stage: backwards in two halves, ticks, and compilation.
 
-In the code of a stage, operators that multiply by weights (linear layers, convolutions, products of
-matrices) become a :class:`_Split`: its forward builds the operator's own small autograd graph, its
-backward asks that graph for the gradients of the values alone and leaves the rest in a
-:class:`Deferred`, which asks the same graph for those of the weights. So both halves run the
-kernels that a whole backward runs, on the same numbers. Between them only what the weights need is
-kept: the operator's input and the gradient of its output.
+*Halves*: gradients of values first, gradients of weights later. Operators that multiply by weights
+(linear layers, convolutions, products of matrices) become a :class:`_Split`: its forward builds the
+operator's own small autograd graph, its backward asks that graph for the gradients of the values
+alone and leaves the rest in a :class:`Deferred`, which asks the same graph for those of the
+weights. So both halves run the kernels that a whole backward runs, on the same numbers. Between
+them only what the weights need is kept: the operator's input and the gradient of its output.
 
 All other operators make the gradients of their parameters in the first half: for norms and
 embeddings little is gained by waiting.
@@ -14,7 +14,7 @@ embeddings little is gained by waiting.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from pipectl.capture.graph import State
+from pipectl.capture.randomness import SEEDERS
 from pipectl.capture.stage import StageCode
+from pipectl.errors import CaptureError
 from pipectl.runtime.saved_tensors import kept_apart
 
 _ATEN = torch.ops.aten
@@ -49,6 +51,9 @@ _VIEWS = frozenset(
     {_ATEN.t.default, _ATEN.transpose.int, _ATEN.permute.default, _ATEN.numpy_T.default}
 )
 """What may stand between a weight and its operator."""
+
+
+Backend = str | Callable[..., Any]
 
 
 @dataclass
@@ -189,3 +194,89 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(*_: Any) -> tuple[None, None]:
         return None, None
+
+
+TICK_EVERY = 4
+"""Operators between two ticks."""
+
+
+def insert_ticks(module: fx.GraphModule, advance: Callable[[], None]) -> None:
+    """Call ``advance`` after every few operators of a stage's code, and in their backward.
+
+    Neither sees a tensor, so no bit changes. Backwards on accelerators run in threads of autograd,
+    from which MPI may not be called.
+    """
+
+    def tick(value: Any) -> None:
+        advance()
+        if not isinstance(value, Tensor) or value.device.type != "cpu":
+            return
+        if value.grad_fn is not None and torch.is_grad_enabled():
+            value.grad_fn.register_prehook(lambda _: advance())
+
+    operators = [node for node in module.graph.nodes if node.op == "call_function"]
+    for node in operators[TICK_EVERY - 1 :: TICK_EVERY]:
+        with module.graph.inserting_after(node):
+            module.graph.call_function(tick, (node,))
+    module.recompile()
+
+
+def compile_stage(code: StageCode, backend: Backend = "inductor") -> StageCode:
+    """The same code, compiled when it is first called, for the sizes it is called with.
+
+    What draws random numbers, and what seeds it, runs as it is between compiled pieces: a
+    compiler's own dropout draws other masks than the operator. All else may be fused, so sums are
+    rounded in another order than without, and results agree within a tolerance only.
+
+    Args:
+        backend: of ``torch.compile``, or a name of one.
+
+    The first call raises CaptureError if nothing can be compiled.
+    """
+    return replace(code, module=_Compiled(code, backend))
+
+
+class _Compiled:
+    """A stage's function. The seed goes past the compiler, which would compile anew for each."""
+
+    def __init__(self, code: StageCode, backend: Backend) -> None:
+        assert isinstance(code.module, fx.GraphModule)
+        self._seed = 0
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(code.module.graph, {}))
+        drawing = False
+        for node in graph.nodes:
+            seeds = node.op == "call_function" and node.target in SEEDERS
+            if seeds:
+                node.target = self._seeding(node.target, node.args[1])
+                node.args = ()
+            elif drawing:
+                node.target = _uncompiled(node.target)
+            drawing = seeds
+        graph.erase_node(next(iter(graph.nodes)))
+        module = fx.GraphModule(code.module, graph)
+        self._run = torch.compile(module, backend=backend, dynamic=False)
+
+    def __call__(self, seed: int, *arguments: Any) -> tuple[Tensor, ...]:
+        self._seed = seed
+        try:
+            return self._run(*arguments)  # type: ignore[no-any-return]
+        except Exception as error:
+            if not type(error).__module__.startswith(("torch._inductor", "torch._dynamo")):
+                raise
+            raise CaptureError(
+                f"training.compile: torch.compile fails: {str(error).splitlines()[0]}",
+                cure="see to a C++ compiler on the nodes (the variable CXX names it), "
+                "or set training.compile: false",
+            ) from error
+
+    def _seeding(self, seeder: Callable[[int, int], None], key: int) -> Callable[[], None]:
+        return _uncompiled(lambda: seeder(self._seed, key))
+
+
+def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return torch.compiler.disable(call)  # type: ignore[no-any-return, no-untyped-call]
