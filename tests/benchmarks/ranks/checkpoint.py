@@ -24,15 +24,15 @@ class Saving(Training):
         spec = load(Path(case["job"]), overrides=[*case["overrides"], *more])
         super().__init__(spec, Path(case["folder"]), name, progress, total)
         self.saving_s: list[float] = []
-        self._save = self.trainer._continuation.save
-        self.trainer._continuation.save = self._timed_save  # type: ignore[method-assign]
+        self._save = self.trainer._save
+        self.trainer._save = self._timed_save  # type: ignore[method-assign]
 
     def step(self, number: int) -> None:
         super().step(number)
         self.trainer._between_steps(number)
 
     def finish(self) -> None:
-        self.trainer._continuation.finish()
+        self.trainer._saver.finish()
         super().finish()
 
     def _timed_save(self, step: int) -> None:
