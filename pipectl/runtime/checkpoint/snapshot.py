@@ -116,10 +116,10 @@ def take_snapshot(
     tensors, kept = stepper.state(updated)
     training |= tensors
     losses = tuple(stepper.losses)
-    found = Snapshot(weights, training, kept, stepper.updates, losses, loss_scale)
-    if room_bytes is not None and found.size_bytes > room_bytes:
-        return found
-    return replace(found, weights=_copy(weights), training=_copy(training), is_copy=True)
+    own = Snapshot(weights, training, kept, stepper.updates, losses, loss_scale)
+    if room_bytes is not None and own.size_bytes > room_bytes:
+        return own
+    return replace(own, weights=_copy(weights), training=_copy(training), is_copy=True)
 
 
 def _copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

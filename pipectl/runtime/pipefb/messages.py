@@ -72,14 +72,14 @@ class Contents(NamedTuple):
                 memory = bundle[start : start + size].clone()
                 start += size
             blocks.append(Block(memory))
-        found = []
+        tensors = []
         for number, dtype, sizes, strides, offset in self.views:
             if number < 0:
                 state = states[~number].detach()
-                found.append(state.as_strided(sizes, strides, state.storage_offset() + offset))
+                tensors.append(state.as_strided(sizes, strides, state.storage_offset() + offset))
             else:
-                found.append(unpack(Handle(blocks[number], dtype, sizes, strides, offset)))
-        return found
+                tensors.append(unpack(Handle(blocks[number], dtype, sizes, strides, offset)))
+        return tensors
 
 
 def pack(

@@ -150,12 +150,12 @@ class Transport:
         self._wire.wait(posted.flights.values())
         if said is not None:
             self._compare(said, message, rank, posted)
-        found: Tensors = dict.fromkeys(posted.layouts)
+        tensors: Tensors = dict.fromkeys(posted.layouts)
         for slot, flight in posted.flights.items():
             layout = posted.layouts[slot]
             assert layout is not None
-            found[slot] = layout.unflatten(self._wire.arrived(flight))
-        return found
+            tensors[slot] = layout.unflatten(self._wire.arrived(flight))
+        return tensors
 
     def finish_send(self, posted: Posted) -> None:
         """Wait until the memory of a message may be reused.
@@ -197,16 +197,16 @@ class Transport:
         return f"from stage {lane.source} (rank {rank}) to stage {lane.target} (rank {me})"
 
     def _learn(self, line: _Line, size: int) -> None:
-        found = self._wire.receive_object(line.rank, line.tags[~_HEADER])
+        layouts = self._wire.receive_object(line.rank, line.tags[~_HEADER])
         slots = self._lanes[line.lane]
-        if len(found) != len(slots):
+        if len(layouts) != len(slots):
             raise WorkerError(
-                f"the {line.lane.kind} {self._way(line.lane, line.rank)} has {len(found)} tensors "
-                f"there and {len(slots)} here",
+                f"the {line.lane.kind} {self._way(line.lane, line.rank)} has {len(layouts)} "
+                f"tensors there and {len(slots)} here",
                 cure="the two ranks run different programs: see that all nodes have the same "
                 "versions and files",
             )
-        line.layouts[size] = dict(zip(slots, found, strict=True))
+        line.layouts[size] = dict(zip(slots, layouts, strict=True))
 
     def _read_note(self, message: Message, rank: int, posted: Posted) -> Note:
         """What the sender says of a message; compared with what was expected before it arrives.

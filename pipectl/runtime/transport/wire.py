@@ -102,13 +102,13 @@ class Wire:
 
     def receive_object(self, rank: int, tag: int) -> Any:
         """Wait for the next such value."""
-        found: list[MPI.Message] = []
+        messages: list[MPI.Message] = []
 
         def is_there() -> bool:
             message = self._communicator.improbe(rank, tag)
             if message is not None:
-                found.append(message)
+                messages.append(message)
             return message is not None
 
         self.progress.until(is_there)
-        return found[0].recv()
+        return messages[0].recv()
