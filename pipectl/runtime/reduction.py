@@ -238,13 +238,3 @@ def group_names(
         if sum(tensors[other].nbytes for other in open_[key]) >= bucket_bytes:
             del open_[key]
     return groups
-
-
-def zero_gradients(size_bytes: int) -> dict[str, Tensor]:
-    """Leaves whose float32 gradients take so many bytes, for whoever measures sums."""
-    step = BUCKET_BYTES // 4
-    sizes = [min(step, size_bytes // 4 - start) for start in range(0, size_bytes // 4, step)]
-    leaves = {str(index): torch.zeros(size) for index, size in enumerate(sizes)}
-    for leaf in leaves.values():
-        leaf.grad = torch.zeros_like(leaf)
-    return leaves

@@ -1,1 +1,1 @@
-"""Measuring the links between ranks: an MPI program of its own, with torch for rows and sums."""
+"""Measuring the links between ranks: an MPI program of its own; two ranks load torch, for rows."""

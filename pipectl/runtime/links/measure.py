@@ -1,6 +1,4 @@
-"""Measuring links and sums: MPI messages as the training sends them.
-
-Links are measured without torch, sums as the training forms them.
+"""Measuring links and sums: MPI messages as the training sends them, without torch.
 
 One experiment runs at a time, while all other ranks wait without using their cores. Every rank gets
 every result, so all ranks take the same decisions without a message about them.
@@ -21,6 +19,7 @@ import numpy.typing as npt
 from mpi4py import MPI
 
 from pipectl.link import Link, Observed, Timings, measured_link
+from pipectl.plan.sums import BUCKET_BYTES, ROUNDS, parts_of_bucket
 from pipectl.runtime.waiting import barrier, broadcast, wait
 
 T = TypeVar("T")
@@ -57,42 +56,42 @@ class Session:
     """
 
     def __init__(self, communicator: MPI.Comm) -> None:
-        self.communicator = communicator
+        self._communicator = communicator
         self.rank, self.size = communicator.rank, communicator.size
 
     def run(self, ranks: Sequence[int], experiment: Callable[[Session], T]) -> T:
         """The first of some ranks' result of an experiment that these ranks run; collective."""
-        barrier(self.communicator)
+        barrier(self._communicator)
         takes_part = self.rank in ranks
         color, key = (0, ranks.index(self.rank)) if takes_part else (MPI.UNDEFINED, 0)
-        communicator = self.communicator.Split(color, key)
+        communicator = self._communicator.Split(color, key)
         mine: Any = None
         if takes_part:
             mine = experiment(Session(communicator))
             communicator.Free()
-        result: T = broadcast(self.communicator, mine, ranks[0])
+        result: T = broadcast(self._communicator, mine, ranks[0])
         return result
 
     def send(self, buffer: Array, rank: int, tag: int = 0) -> MPI.Request:
         """Start to send an array."""
-        return self.communicator.Isend([buffer.view(np.uint8), MPI.BYTE], rank, tag)
+        return self._communicator.Isend([buffer.view(np.uint8), MPI.BYTE], rank, tag)
 
     def receive(self, buffer: Array, rank: int, tag: int = 0) -> MPI.Request:
         """Start to receive into an array."""
-        return self.communicator.Irecv([buffer.view(np.uint8), MPI.BYTE], rank, tag)
+        return self._communicator.Irecv([buffer.view(np.uint8), MPI.BYTE], rank, tag)
 
     def meet(self) -> None:
         """Return when all ranks have come here."""
-        barrier(self.communicator)
+        barrier(self._communicator)
 
     def gather(self, value: T) -> list[T]:
         """The values of all ranks, on all ranks."""
-        values: list[T] = self.communicator.allgather(value)
+        values: list[T] = self._communicator.allgather(value)
         return values
 
     def agree(self, value: T) -> T:
         """The first rank's value, on all ranks."""
-        return broadcast(self.communicator, value)
+        return broadcast(self._communicator, value)
 
     def time_by_size(
         self,
@@ -166,19 +165,13 @@ def measure_sharing(session: Session, link: Link, nodes: Sequence[Sequence[int]]
 def measure_sums(session: Session, ranks: int, share_s: float) -> Table:
     """Time of a float32 sum over the first ranks, by the bytes of the vector."""
 
-    from pipectl.runtime.device import CpuDevice  # and torch, which links do without
-    from pipectl.runtime.reduction import StageReduction, zero_gradients
-    from pipectl.runtime.transport import Wire
-
-    def prepare(group: Session, size: int) -> Callable[[], float]:
-        wire = Wire(group.communicator, CpuDevice())
-        reduction = StageReduction(wire, zero_gradients(size))
+    def prepare(session: Session, size: int) -> Callable[[], float]:
+        buckets = buckets_of(session, np.ones(size // 4, dtype=np.float32))
 
         def once() -> float:
-            group.meet()
+            session.meet()
             start = perf_counter()
-            reduction.start()
-            reduction.finish()
+            sum_buckets(buckets)
             return perf_counter() - start
 
         return once
@@ -312,3 +305,65 @@ def _fastest(*trials: Callable[[], float]) -> list[float]:
     """The fastest time of each trial; they take turns, so that all meet the same disturbances."""
     times = [[trial() for trial in trials] for _ in range(WARM_UP + TRIALS)]
     return [min(column) for column in zip(*times[WARM_UP:], strict=True)]
+
+
+class Bucket:
+    """Gradients that travel together; see :mod:`pipectl.plan.sums`.
+
+    Args:
+        gradients: become their mean over the ranks, so that repeated sums do not grow.
+    """
+
+    def __init__(self, session: Session, gradients: Array, tag: int) -> None:
+        self._session, self._tag = session, tag
+        self._gradients, self._flat = gradients, np.empty_like(gradients)
+        parts = parts_of_bucket(len(gradients), session.size)
+        self._parts = [self._flat[part.start : part.stop] for part in parts]
+        self._own = self._parts[session.rank]
+        self._others = [rank for rank in range(session.size) if rank != session.rank]
+        self._arriving = {rank: np.empty_like(self._own) for rank in self._others}
+        self._sums = {rank: np.empty_like(self._parts[rank]) for rank in self._others}
+
+    def start(self) -> None:
+        """Send the others their parts, and receive one's own."""
+        np.copyto(self._flat, self._gradients)
+        self._receives, self._requests = [], []
+        for rank in self._others:
+            self._receives.append(self._session.receive(self._arriving[rank], rank, self._tag))
+            self._requests.append(self._session.send(self._parts[rank], rank, self._tag))
+
+    def add_up(self) -> None:
+        """Add up one's own part once all have sent it, and send the result to all."""
+        wait(self._receives)
+        for part in self._arriving.values():
+            self._own += part
+        self._own /= self._session.size
+        for rank in self._others:
+            self._requests.append(self._session.receive(self._sums[rank], rank, self._tag + 1))
+            self._requests.append(self._session.send(self._own, rank, self._tag + 1))
+
+    def finish(self) -> None:
+        """Take in the results of all others."""
+        wait(self._requests)
+        for rank, part in self._sums.items():
+            np.copyto(self._parts[rank], part)
+        np.copyto(self._gradients, self._flat)
+
+
+def buckets_of(session: Session, gradients: Array) -> list[Bucket]:
+    """The buckets of a vector that takes the place of a stage's gradients."""
+    step = BUCKET_BYTES // 4
+    return [
+        Bucket(session, gradients[start : start + step], ROUNDS * index)
+        for index, start in enumerate(range(0, len(gradients), step))
+    ]
+
+
+def sum_buckets(buckets: Sequence[Bucket]) -> None:
+    """Send, add up and receive as :class:`pipectl.runtime.reduction.StageReduction` does."""
+    for bucket in buckets:
+        bucket.start()
+    for bucket in buckets:
+        bucket.add_up()
+    for bucket in buckets:
+        bucket.finish()
