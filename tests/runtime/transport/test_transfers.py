@@ -18,6 +18,9 @@ from pipectl.runtime.transport.lanes import _tags, largest_tag
 from pipectl.runtime.transport.progress import Progress
 from pipectl.runtime.transport.transfer import Pieces, Transfer, memory
 
+OWN = MPI.COMM_SELF.Dup()
+"""What stays unreceived here is nobody else's."""
+
 
 class Counted:
     """Starts messages to this process and remembers their sizes."""
@@ -28,10 +31,10 @@ class Counted:
 
     def send(self, offset: int, size_bytes: int) -> MPI.Request:
         self.sizes.append(size_bytes)
-        return MPI.COMM_SELF.Issend(memory(self.sent, offset, size_bytes), 0, 5)
+        return OWN.Issend(memory(self.sent, offset, size_bytes), 0, 5)
 
     def receive(self, offset: int, size_bytes: int) -> MPI.Request:
-        return MPI.COMM_SELF.Irecv(memory(self.received, offset, size_bytes), 0, 5)
+        return OWN.Irecv(memory(self.received, offset, size_bytes), 0, 5)
 
 
 def pair(count: int, dtype: torch.dtype) -> Counted:
@@ -152,7 +155,7 @@ def test_a_send_that_the_device_is_not_ready_for_waits_in_the_queue(mode: str, c
     """It starts at once, leaves in the order of the sends, and no check takes it for damaged."""
     lane, slot, device = Lane(TransferKind.ACTIVATION, 0, 1), Slot("note"), LateDevice()
     with Progress(mode, Pieces(16, 2)) as progress:
-        transport = Transport(MPI.COMM_SELF, device, {lane: [slot]}, progress, check=check)
+        transport = Transport(OWN, device, {lane: [slot]}, progress, check=check)
         messages = [Message(lane, index) for index in range(3)]
         values = [torch.arange(10.0) + 100 * index for index in range(3)]
         sent = [
