@@ -199,6 +199,7 @@ def _gather_profile(
         name=profile.name,
         memory_limit_bytes=request.memory_limit_bytes or limit_bytes or None,
         key=None,
+        every_schedule=False,  # lab plan --allow schedules opens them
         from_job=False,
     )
     if _BATCH not in keys:

@@ -55,7 +55,7 @@ def test_a_rehearsal_for_programs_says_when_it_was_disturbed(
         0.5 / answer["predicted_step_time_s"]
     )
     words = cli("lab", "rehearse", "job.yaml", *FOUR).out
-    assert "a rank was 3.50 s late" in words
+    assert "the latest rank was 3.50 s late" in words
 
 
 def test_json_stays_json_beside_warnings(

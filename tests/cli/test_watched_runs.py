@@ -59,7 +59,7 @@ def test_one_run_is_watched_to_its_end(cli: Command, screen: io.StringIO, finish
     assert result.code == 0
     picture = screen.getvalue().partition(LEAVE)[0]
     assert "  loss  █" in picture, "as a curve"
-    assert "rank  busy" in picture, "as there is room for it"
+    assert "rank  node  stage  busy" in picture, "as there is room for it"
     assert "COMPLETED" in result.out, "the last state stays on the terminal"
 
 
