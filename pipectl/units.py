@@ -48,7 +48,7 @@ def format_flops(flops_per_s: float) -> str:
     """Floating-point operations per second, with three significant digits: ``3.41 TFLOP/s``."""
     rate = flops_per_s / 1e6
     for unit in ("M", "G", "T"):
-        if rate < 1000:
+        if rate < 999.5:
             return f"{rate:.{_decimals(rate)}f} {unit}FLOP/s"
         rate /= 1000
     return f"{rate:.{_decimals(rate)}f} PFLOP/s"
@@ -94,15 +94,16 @@ def format_time(time_s: float) -> str:
         minutes, seconds = divmod(round(time_s), 60)
         return f"{minutes} min {seconds:02d} s"
     for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
-        if time_s * factor >= 1 or unit == "us":
-            return f"{time_s * factor:.{_decimals(time_s * factor)}f} {unit}"
+        value = time_s * factor
+        if value >= 0.9995 or unit == "us":
+            return f"{value:.{_decimals(value)}f} {unit}"
     raise AssertionError("unreachable")
 
 
 def _decimals(value: float) -> int:
     """Digits after the point for three significant ones."""
     size = abs(value)
-    return 2 if size < 10 else 1 if size < 100 else 0
+    return 2 if size < 9.995 else 1 if size < 99.95 else 0
 
 
 def plural(number: int, noun: str) -> str:
