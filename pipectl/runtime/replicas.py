@@ -242,7 +242,7 @@ class Replicas:
         for index, group in self._groups.items():
             ranks = self._plan.stages[index].updating_ranks
             taken = [list(parts_of(plan, rank, index)) for rank in ranks]
-            for name, buffer, values in self._gather(group, index):
+            for name, buffer, values in _gather(group, self._written_in(index)):
                 agreed = agree(values, taken, self._before.get(name), split=split)
                 self._set(name, buffer, agreed)
 
@@ -253,30 +253,14 @@ class Replicas:
             names: of the buffers that an evaluation writes.
         """
         for index, group in self._groups.items():
-            for name, buffer, values in self._gather(group, index):
-                if name in names:
-                    self._set(name, buffer, values[0])
+            evaluated = [(name, each) for name, each in self._written_in(index) if name in names]
+            for name, buffer, values in _gather(group, evaluated):
+                self._set(name, buffer, values[0])
 
-    def _gather(self, group: MPI.Comm, stage: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """The buffers of a stage, each with that of every replica on the host, in one message.
-
-        Its shape is [replicas, elements].
-        """
-        written = list(self._written_in(stage))
-        if not written:
-            return
-        mine = [buffer.detach().cpu().reshape(-1).view(torch.uint8) for _, buffer in written]
-        sent = torch.cat(mine)
-        everyone = sent.new_empty(group.size, sent.numel())
-        wait([group.Iallgather(sent.numpy(), everyone.numpy())])
-        parts = torch.split(everyone, [len(each) for each in mine], dim=1)
-        for (name, buffer), values in zip(written, parts, strict=True):
-            yield name, buffer, values.clone().view(buffer.dtype)
-
-    def _written_in(self, stage: int) -> Iterator[tuple[str, Tensor]]:
+    def _written_in(self, stage: int) -> list[tuple[str, Tensor]]:
         """The buffers of a stage that forwards write, in the same order on all replicas."""
         buffers = self._stages[stage].buffers
-        return ((name, buffers[name]) for name in sorted(self._written & buffers.keys()))
+        return [(name, buffers[name]) for name in sorted(self._written & buffers.keys())]
 
     def _set(self, name: str, buffer: Tensor, values: Tensor) -> None:
         if name in self._before:
@@ -303,6 +287,24 @@ class Replicas:
             for name, parameter in runtime.parameters.items()
             if parameter.requires_grad and name not in several
         }
+
+
+def _gather(
+    group: MPI.Comm, buffers: Sequence[tuple[str, Tensor]]
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Buffers, each with that of every replica on the host, in one message.
+
+    Its shape is [replicas, elements].
+    """
+    if not buffers:
+        return
+    mine = [buffer.detach().cpu().reshape(-1).view(torch.uint8) for _, buffer in buffers]
+    sent = torch.cat(mine)
+    everyone = sent.new_empty(group.size, sent.numel())
+    wait([group.Iallgather(sent.numpy(), everyone.numpy())])
+    parts = torch.split(everyone, [len(each) for each in mine], dim=1)
+    for (name, buffer), values in zip(buffers, parts, strict=True):
+        yield name, buffer, values.clone().view(buffer.dtype)
 
 
 def agree(
