@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from pipectl.runtime.device import Device
+from pipectl.runtime.device import Device, MessageBuffer
 from pipectl.runtime.transport.progress import Progress
-from pipectl.runtime.transport.transfer import Transfer, Words, memory
+from pipectl.runtime.transport.transfer import Start, Transfer, Words, memory
 
 
 class Flight(NamedTuple):
@@ -48,16 +48,10 @@ class Wire:
         Args:
             after: the earlier message of this rank and tag, if it may be under way.
         """
-        pieces, communicator = self.progress.pieces, self._communicator
+        pieces = self.progress.pieces
         buffer = self._device.to_message(vector, pieces.size_bytes)
-
-        def start(offset: int, size_bytes: int) -> MPI.Request | None:
-            if not buffer.is_free(offset // pieces.size_bytes):
-                return None
-            return communicator.Isend(memory(buffer.vector, offset, size_bytes), rank, tag)
-
-        total_bytes = buffer.vector.nbytes
-        begun = self.progress.begin(lambda: Transfer.send(start, total_bytes, pieces, after))
+        start, size = self._start(self._communicator.Isend, buffer, rank, tag), buffer.vector.nbytes
+        begun = self.progress.begin(lambda: Transfer.send(start, size, pieces, after))
         return Flight(begun, buffer.vector)
 
     def receive(
@@ -75,17 +69,24 @@ class Wire:
             what: names it, for errors.
             after: see :meth:`send`.
         """
-        pieces, communicator = self.progress.pieces, self._communicator
+        pieces = self.progress.pieces
         buffer = self._device.message_buffer(count, dtype)
-
-        def start(offset: int, size_bytes: int) -> MPI.Request | None:
-            if not buffer.is_free(offset // pieces.size_bytes):
-                return None
-            return communicator.Irecv(memory(buffer.vector, offset, size_bytes), rank, tag)
-
-        size = buffer.vector.nbytes
+        start, size = self._start(self._communicator.Irecv, buffer, rank, tag), buffer.vector.nbytes
         begun = self.progress.begin(lambda: Transfer.receive(start, size, pieces, what, after))
         return Flight(begun, buffer.vector)
+
+    def _start(
+        self, call: Callable[..., MPI.Request], buffer: MessageBuffer, rank: int, tag: int
+    ) -> Start:
+        """A function that begins to send or receive a piece of a buffer, once that is free."""
+        piece_bytes = self.progress.pieces.size_bytes
+
+        def start(offset: int, size_bytes: int) -> MPI.Request | None:
+            if not buffer.is_free(offset // piece_bytes):
+                return None
+            return call(memory(buffer.vector, offset, size_bytes), rank, tag)
+
+        return start
 
     def wait(self, flights: Iterable[Flight]) -> None:
         """Return when vectors have left or arrived."""
