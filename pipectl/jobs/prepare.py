@@ -76,12 +76,13 @@ def prepare(
             settings = f"{each.launch} {each.environment}"
             jobs.append(make_job(each, name, mpi_choice=choices.get(settings)))
             choices[settings] = jobs[-1].mpi_choice
+    own_profile, own_plan = (profile_key(spec), plan_key(spec)) if points else ("", "")
     measured: dict[str, Job] = {}
     for index, job in enumerate(jobs):
         with _name_values_in_errors(points, index):
             key = profile_key(job.spec) if points else ""
             if key not in measured:
-                save = not points or key == profile_key(spec)
+                save = key == own_profile
                 measured[key] = _add_profile(job, progress, save, make_missing, must_run)
         profile, cluster = measured[key].profile, job.cluster
         if profile is not None and cluster is not None:
@@ -96,7 +97,7 @@ def prepare(
         with _name_values_in_errors(points, index):
             key = plan_key(job.spec) if points else ""
             if key not in plans:
-                save = not points or key == plan_key(spec)
+                save = key == own_plan
                 plans[key] = _find_plan(job, progress, save, make_missing, must_run)
         jobs[index] = replace(job, plan=plans[key])
     return jobs
