@@ -38,14 +38,12 @@ def plain_plans(
         InfeasibleError, OutOfTimeError: there is none.
     """
     copies = request.replicas
-    if copies == 1:
+    if copies == 1 or (copies is None and request.schedule in PLACED):
         return _without_replicas(profile, cluster, request, expired, alternatives)
     if copies is not None:
         own = one_copy(profile, cluster, request, copies)
         alone = _without_replicas(*own, expired, MAX_ALTERNATIVES)
         return copied_plans(profile, cluster, request, alone, copies)
-    if request.schedule in PLACED:
-        return [named_plan(profile, cluster, request, expired)]
     found = replicated_plans(profile, cluster, request, expired)
     with suppress(*((InfeasibleError, OutOfTimeError) if found else ())):
         one = replace(request, replicas=1)
