@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from datetime import datetime
 from typing import Any
 
@@ -14,7 +13,6 @@ from rich.text import Text
 
 from pipectl.batch import JobState, JobStatus
 from pipectl.cli.console import label_lines, output, plain, say_json, short_path, table
-from pipectl.errors import DataFileError
 from pipectl.jobs.state import RunStatus, find_best
 from pipectl.report.charts import thinned
 from pipectl.runs import (
@@ -22,10 +20,10 @@ from pipectl.runs import (
     SweepDirectory,
     as_typed,
     last_checkpoint,
-    read_heartbeat,
     read_metrics,
     step_of,
 )
+from pipectl.runs.summary import sound_heartbeat
 from pipectl.units import format_bytes, format_time, plural
 
 _STYLES = {
@@ -421,11 +419,10 @@ def ranks_table(status: RunStatus, max_rows: int | None = None, width: int | Non
     heads = ("rank", "node", "stage", "busy", "waits", "computes per step", "memory", "predicted")
     optional = ("predicted", "computes per step", "busy", "stage", "waits", "memory", "node")
     drawn = table(heads, rows, left=heads[1:4], optional=optional, width=width)
-    with suppress(DataFileError):
-        if sent := (read_heartbeat(status.run) or {}).get("messages"):
-            how = f"messages: {sent.get('route')}; progress: {sent.get('progress')}"
-            drawn.caption = plain(f"{how} ({sent.get('why')})", "dim")
-            drawn.caption_justify = "left"
+    if sent := sound_heartbeat(status.run).get("messages"):
+        how = f"messages: {sent.get('route')}; progress: {sent.get('progress')}"
+        drawn.caption = plain(f"{how} ({sent.get('why')})", "dim")
+        drawn.caption_justify = "left"
     return drawn
 
 
