@@ -12,7 +12,13 @@ from pathlib import Path
 from pipectl.errors import UsageError
 from pipectl.schedule.listed import Listed
 from pipectl.schedule.registry import NAMES
-from pipectl.spec import SCHEDULES_GROUP
+
+_GROUP = "pipectl.schedules"
+
+
+def packaged_names() -> frozenset[str]:
+    """Names of the schedules that installed packages offer."""
+    return frozenset(entry_points(group=_GROUP).names)
 
 
 def read_listed(path: Path, name: str) -> Listed:
@@ -37,9 +43,9 @@ def make_listed(name: str, ranks: int, stages: int, micro_batches: int) -> Liste
         UsageError: there is none of this name, or it fails.
         ScheduleError: what it makes is no schedule.
     """
-    entries = entry_points(group=SCHEDULES_GROUP, name=name)
+    entries = entry_points(group=_GROUP, name=name)
     if not entries:
-        known = ", ".join((*NAMES, *sorted(entry_points(group=SCHEDULES_GROUP).names)))
+        known = ", ".join((*NAMES, *sorted(packaged_names())))
         raise UsageError(
             f"there is no schedule {name!r}", cure=f"one of: {known}, or a file that ends in .csv"
         )

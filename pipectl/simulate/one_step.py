@@ -16,7 +16,7 @@ from pipectl.schedule import NAMES, default_ranks, default_warm_up, lower, stage
 from pipectl.schedule.listed import Listed
 from pipectl.schedule.own import make_listed, read_listed
 from pipectl.simulate.simulation import Simulation, simulate
-from pipectl.spec.types import SCHEDULE_SUFFIX
+from pipectl.spec import SCHEDULE_SUFFIX
 
 _FAST = 1e15
 

@@ -5,10 +5,10 @@ from pipectl.spec.load import Origin, dump, load, load_text, load_with_origins, 
 from pipectl.spec.models import JobSpec
 from pipectl.spec.schema import json_schema
 from pipectl.spec.sweep import Point, load_sweep
-from pipectl.spec.types import SCHEDULES_GROUP
+from pipectl.spec.types import SCHEDULE_SUFFIX
 
 __all__ = [
-    "SCHEDULES_GROUP",
+    "SCHEDULE_SUFFIX",
     "JobSpec",
     "Origin",
     "Point",

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from inspect import signature
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipectl.directives import QSUB, SBATCH, fault_of_option
 from pipectl.spec.models import JobSpec, Launch, Loss, Pbs, Pipeline, Resources, Slurm, Training
 from pipectl.spec.references import fault_of_name
-from pipectl.spec.types import APART, BUILT_IN, ONE_STAGE, ROUND, UNFLUSHED, V_SHAPED
+
+if TYPE_CHECKING:
+    from pipectl.schedule.order import Schedule
 
 Finding = tuple[tuple[str, ...], str]
 """The path of a key, and what is wrong with it."""
@@ -58,38 +60,46 @@ def missing_names(spec: JobSpec) -> Iterator[Finding]:
             yield path, fault
 
 
+def _built_in(pipeline: Pipeline) -> Schedule | None:
+    """The schedule that a job names; None if it names none, or the user's own."""
+    from pipectl.schedule import SCHEDULES
+
+    return SCHEDULES.get(pipeline.schedule or "")
+
+
 def _check_ranks(pipeline: Pipeline, resources: Resources) -> Iterator[Finding]:
     """What the stages and their memory need of the ranks."""
-    stages, schedule, ranks = pipeline.stages, pipeline.schedule, resources.ranks
+    stages, name, ranks = pipeline.stages, pipeline.schedule, resources.ranks
     if pipeline.offload == "host" and not resources.gpus_per_node:
         fault = "frees nothing on ranks that compute on the CPU, in the host's memory; write disk"
         yield ("pipeline", "offload"), fault
-    if stages is None or schedule not in (None, *BUILT_IN):
+    schedule = _built_in(pipeline)
+    if stages is None or (schedule is None and name is not None):
         return
-    if schedule in ROUND and stages % min(stages, ranks):
+    placement = "straight" if schedule is None else schedule.placement
+    if placement == "round" and stages % min(stages, ranks):
         fault = f"{stages} stages cannot go round over {ranks} ranks"
-        yield _STAGES, f"{fault}; schedule {schedule} takes a multiple of them"
-    elif schedule in V_SHAPED and (stages % 2 or stages > 2 * ranks):
+        yield _STAGES, f"{fault}; schedule {name} takes a multiple of them"
+    elif placement == "v" and (stages % 2 or stages > 2 * ranks):
         fault = f"{stages} stages cannot lie in a V over {ranks} ranks"
-        yield _STAGES, f"{fault}; schedule {schedule} takes two per rank"
-    elif schedule not in (*ROUND, *V_SHAPED) and stages > ranks:
+        yield _STAGES, f"{fault}; schedule {name} takes two per rank"
+    elif placement == "straight" and stages > ranks:
         product = f"{resources.nodes} x {resources.tasks_per_node}"
         fault = f"{stages} stages need as many ranks"
         yield _STAGES, f"{fault}; resources give nodes x tasks_per_node = {product}"
 
 
 def _check_warm_up(pipeline: Pipeline) -> Iterator[Finding]:
-    warm_up, schedule = pipeline.warm_up, pipeline.schedule
+    warm_up, name = pipeline.warm_up, pipeline.schedule
     if warm_up is None:
         return
     if pipeline.stages is None:
         yield _WARM_UP, f"needs pipeline.stages: {len(warm_up)} as well"
     elif len(warm_up) != pipeline.stages:
         yield _WARM_UP, f"has length {len(warm_up)}, but pipeline.stages is {pipeline.stages}"
-    if schedule == "gpipe":
-        yield _WARM_UP, "has no meaning with schedule gpipe, which runs all forwards first"
-    if schedule not in (None, *ONE_STAGE):
-        yield _WARM_UP, f"has no meaning with schedule {schedule}, which has one of its own"
+    schedule = _built_in(pipeline)
+    if name is not None and (schedule is None or not schedule.chooses_warm_up):
+        yield _WARM_UP, f"has no meaning with schedule {name}, which has one of its own"
     if any(early < late for early, late in pairwise(warm_up)):
         yield _WARM_UP, f"{list(warm_up)} rises from one stage to the next; it may only fall"
     largest, micro_batches = max(warm_up, default=0), pipeline.micro_batches
@@ -103,13 +113,17 @@ def _check_backward(
     """``backward: apart`` takes two ranks per stage, between which nothing else comes."""
     if pipeline.backward != "apart":
         return
-    ranks, schedule, replicas = 2 * (pipeline.stages or 1), pipeline.schedule, pipeline.replicas
+    ranks, replicas = 2 * (pipeline.stages or 1), pipeline.replicas
     if ranks > resources.ranks:
         fault = f"apart takes 2 ranks per stage: {ranks}"
         yield _BACKWARD, f"{fault}; resources give {resources.ranks}"
-    if schedule not in (None, *APART):
-        fault = f"cannot be apart with schedule {schedule}"
-        yield _BACKWARD, f"{fault}, but with one of {', '.join(APART)}"
+    schedule = _built_in(pipeline)
+    if pipeline.schedule and (schedule is None or not schedule.allows_backward_elsewhere):
+        from pipectl.schedule import SCHEDULES
+
+        suitable = (name for name, each in SCHEDULES.items() if each.allows_backward_elsewhere)
+        fault = f"cannot be apart with schedule {pipeline.schedule}"
+        yield _BACKWARD, f"{fault}, but with one of {', '.join(suitable)}"
     if replicas not in (None, 1, "any"):
         yield _BACKWARD, f"cannot be apart with {replicas} replicas per stage; leave these out"
     if pipeline.offload in ("host", "disk"):
@@ -125,13 +139,13 @@ def _check_backward(
 def _check_batch(pipeline: Pipeline, training: Training) -> Iterator[Finding]:
     """Micro-batches; and that schedules without flushes have no moment at which all stages have
     their gradients."""
-    schedule, micro_batches = pipeline.schedule, pipeline.micro_batches or 1
+    micro_batches, schedule = pipeline.micro_batches or 1, _built_in(pipeline)
     if micro_batches > training.batch_size:
         fault = f"a batch of {training.batch_size} cannot be cut into {micro_batches}"
         yield _MICRO_BATCHES, f"{fault}; lower it or raise training.batch_size"
-    if schedule not in UNFLUSHED:
+    if schedule is None or schedule.staleness is None:
         return
-    other = f", or use another schedule than {schedule}"
+    other = f", or use another schedule than {schedule.name}"
     if training.clip_grad_norm is not None:
         fault = "needs the gradients of all stages, which update at different times; leave it out"
         yield ("training", "clip_grad_norm"), fault + other
@@ -142,9 +156,9 @@ def _check_batch(pipeline: Pipeline, training: Training) -> Iterator[Finding]:
         fault = "skip leaves a step out on all ranks, but stages update at different times, and "
         fault += "later steps have begun by then; use stop"
         yield ("training", "on_nonfinite"), fault + other
-    if schedule == "pipedream" and micro_batches > 1:
-        fault = f"{micro_batches} have no meaning with schedule pipedream, which updates after each"
-        yield _MICRO_BATCHES, f"{fault}; leave it out, or use pipedream-2bw"
+    if schedule.staleness.one_micro_batch and micro_batches > 1:
+        fault = f"{micro_batches} have no meaning with schedule {schedule.name}, which updates "
+        yield _MICRO_BATCHES, f"{fault}after each; leave it out{other}"
 
 
 def _check_progress(launch: Launch, resources: Resources) -> Iterator[Finding]:

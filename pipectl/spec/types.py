@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container
 from contextlib import suppress
-from importlib.metadata import entry_points
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -29,22 +28,10 @@ from pipectl.spec.document import is_null, parse_scalar, resolve
 from pipectl.units import format_clock, is_name, parse_bytes, parse_duration, parse_walltime
 
 VERSION = 1
-ROUND, V_SHAPED = ("interleaved", "looped-bfs"), ("zb-v", "dualpipev", "v-half", "v-min")
-"""Schedules with several stages per rank."""
-ONE_STAGE = ("gpipe", "1f1b", "zb-h1")
-"""Schedules with one, and a flush after every step."""
-UNFLUSHED = ("pipedream", "pipedream-2bw")
-"""Schedules whose steps overlap."""
-BUILT_IN = ("gpipe", "1f1b", *ROUND, "zb-h1", *V_SHAPED, *UNFLUSHED)
-"""All others are the user's own, and say which rank has which stage."""
-APART = ("gpipe", "1f1b", *UNFLUSHED)
-"""Schedules that leave backwards to other ranks."""
-SCHEDULES_GROUP = "pipectl.schedules"
-"""Entry points of packages that offer schedules; see :mod:`pipectl.schedule.own`."""
 SCHEDULE_SUFFIX = ".csv"
+"""Of the file of a user's own schedule."""
 
 _MAX = 2**63 - 1
-_MAX_QUANTITY = 40
 _REFERENCE = "./file.py:name or package.module:name"
 _CHECK_MESSAGES = "PIPECTL_CHECK_MESSAGES"
 _READONLY = ("BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID")
@@ -99,10 +86,8 @@ def check_version(data: Any) -> int:
 
 def _quantity(parse: Callable[[str], int]) -> BeforeValidator:
     def read(value: Any) -> int:
-        if not isinstance(value, str | int) or len(text := str(value)) > _MAX_QUANTITY:
-            raise ValueError
         with suppress(ValueError):
-            return parse(text)
+            return parse(str(value))
         raise ValueError
 
     return BeforeValidator(read)
@@ -170,8 +155,10 @@ def _option_text(value: Any) -> str:
 
 
 def _is_schedule(name: str) -> bool:
-    known = name in BUILT_IN or name.endswith(SCHEDULE_SUFFIX)
-    return known or name in entry_points(group=SCHEDULES_GROUP).names
+    from pipectl.schedule import SCHEDULES
+    from pipectl.schedule.own import packaged_names
+
+    return name in SCHEDULES or name.endswith(SCHEDULE_SUFFIX) or name in packaged_names()
 
 
 def _json(title: str, pattern: str | None = None) -> WithJsonSchema:
@@ -224,10 +211,17 @@ _Variable = Annotated[Name, AfterValidator(_variable)]
 _Setting = Annotated[str, AfterValidator(_one_line), _TEXT]
 Variables = Annotated[dict[_Variable, _Setting], _MAPPING]
 Replicas = Annotated[Literal["any"] | Count | None, Auto()]
-_OWN_SCHEDULE = _json("the name of a .csv file or of a package's schedule", r"\.csv$")
-_Schedule = Annotated[
-    str,
-    _check(_is_schedule),
-    WithJsonSchema({"anyOf": [{"enum": list(BUILT_IN)}, _OWN_SCHEDULE.json_schema]}),
-]
-Schedule = Annotated[_Schedule | None, Auto()]
+
+
+class _ScheduleNames:
+    """The JSON Schema of the name of a schedule."""
+
+    def __get_pydantic_json_schema__(self, core: Any, handler: Any) -> dict[str, Any]:
+        from pipectl.schedule import NAMES
+
+        own = "the name of a .csv file or of a package's schedule"
+        built_in, file = {"enum": list(NAMES)}, {"type": "string", "pattern": r"\.csv$"}
+        return {"anyOf": [built_in, {"title": own, **file}]}
+
+
+Schedule = Annotated[Annotated[str, _check(_is_schedule), _ScheduleNames()] | None, Auto()]

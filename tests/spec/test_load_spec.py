@@ -10,8 +10,6 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from pipectl.schedule import SCHEDULES
-from pipectl.schedule.order import Placement
 from pipectl.spec import (
     JobSpec,
     Origin,
@@ -19,7 +17,6 @@ from pipectl.spec import (
     load,
     load_with_origins,
     profile_key,
-    types,
 )
 
 FULL = """\
@@ -242,21 +239,6 @@ def test_a_byte_order_mark_is_no_part_of_the_spec(read, minimal) -> None:
 def test_lower_layers_do_not_import_pydantic() -> None:
     code = "import sys, pipectl.errors, pipectl.plan; sys.exit('pydantic' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_the_spec_takes_every_schedule_in_the_groups_it_belongs_to() -> None:
-    assert set(types.BUILT_IN) == set(SCHEDULES)
-    assert len(types.BUILT_IN) == len(SCHEDULES)
-    by_placement = {
-        place: {n for n, s in SCHEDULES.items() if s.flushes and s.placement is place}
-        for place in Placement
-    }
-    assert set(types.ROUND) == by_placement[Placement.ROUND]
-    assert set(types.V_SHAPED) == by_placement[Placement.V_SHAPED]
-    assert set(types.ONE_STAGE) == by_placement[Placement.STRAIGHT]
-    assert set(types.UNFLUSHED) == {name for name, s in SCHEDULES.items() if not s.flushes}
-    apart = {name for name, s in SCHEDULES.items() if s.allows_backward_elsewhere}
-    assert set(types.APART) == apart
 
 
 def test_the_origin_of_a_value_is_the_layer_that_wins(origins: Origins) -> None:

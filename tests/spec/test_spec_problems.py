@@ -113,9 +113,9 @@ BOMB = "\n".join(
         ("pipeline: {stages: 3, schedule: interleaved}\nresources: {tasks_per_node: 2}", "7:20: pipeline.stages: 3 stages cannot go round over 2 ranks; schedule interleaved takes a multiple of them"),
         ("pipeline: {stages: 3, schedule: zb-v}\nresources: {nodes: 4}", "7:20: pipeline.stages: 3 stages cannot lie in a V over 4 ranks; schedule zb-v takes two per rank"),
         ("pipeline: {stages: 3, warm_up: [2, 1, 2]}\nresources: {nodes: 3}", "7:32: pipeline.warm_up: [2, 1, 2] rises from one stage to the next; it may only fall"),
-        ("pipeline: {stages: 1, schedule: gpipe, warm_up: [1]}", "7:49: pipeline.warm_up: has no meaning with schedule gpipe, which runs all forwards first"),
+        ("pipeline: {stages: 1, schedule: gpipe, warm_up: [1]}", "7:49: pipeline.warm_up: has no meaning with schedule gpipe, which has one of its own"),
         ("pipeline: {schedule: pipedream, stages: 1, warm_up: [1]}", "7:53: pipeline.warm_up: has no meaning with schedule pipedream, which has one of its own"),
-        ("pipeline: {schedule: pipedream, micro_batches: 4}", "7:48: pipeline.micro_batches: 4 have no meaning with schedule pipedream, which updates after each; leave it out, or use pipedream-2bw"),
+        ("pipeline: {schedule: pipedream, micro_batches: 4}", "7:48: pipeline.micro_batches: 4 have no meaning with schedule pipedream, which updates after each; leave it out, or use another schedule than pipedream"),
         # duplicate and dangerous
         ("name: other", "7:1: name: given twice; first on line 2"),
         ("<<: {name: x}", "7:1: merging with '<<' is not supported; write the keys out"),
