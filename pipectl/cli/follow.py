@@ -14,7 +14,7 @@ from pipectl.cli.views.run import print_run
 from pipectl.errors import UnknownRunError
 from pipectl.jobs.state import RunStatus, get_status
 from pipectl.runs import PROFILING, RunDirectory, as_typed
-from pipectl.runs.summary import Measured, read_measured
+from pipectl.runs.readers import Measured, read_measured
 
 if TYPE_CHECKING:
     from pipectl.profiler.progress import Progress

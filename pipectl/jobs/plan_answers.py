@@ -46,7 +46,7 @@ from pipectl.planner.graph.imported import folded, prepared
 from pipectl.planner.plain import MAX_ALTERNATIVES
 from pipectl.planner.search import Found, search_plans
 from pipectl.profile import Profile
-from pipectl.report.learning import corrected_profile
+from pipectl.report.recorded import corrected_profile
 from pipectl.runs import find_run
 from pipectl.simulate import Simulation, simulate
 from pipectl.spec import load, load_text

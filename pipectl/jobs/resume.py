@@ -143,7 +143,7 @@ def _plan_again(
     enough if it is of the same model and loss.
     """
     from pipectl.jobs.planning import find_plan
-    from pipectl.report.learning import corrected_profile
+    from pipectl.report.recorded import corrected_profile
     from pipectl.runtime.supported import check_supported
 
     assert job.cluster is not None

@@ -21,7 +21,7 @@ from pipectl.runs import (
     read_requeue_error,
     read_stall,
 )
-from pipectl.runs.summary import (
+from pipectl.runs.readers import (
     FirstFailure,
     Measured,
     find_first_failure,

@@ -1,19 +1,29 @@
-"""A recorded step of a run, and the prediction it is compared with."""
+"""The recorded steps of a run: one beside its prediction, and what all say of the job's profile."""
 
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median
 
-from pipectl.errors import PipectlError, UsageError
+from pipectl.errors import DataFileError, PipectlError, UsageError
 from pipectl.plan import Plan
-from pipectl.report.comparison import Comparison, compare
-from pipectl.runs import RunDirectory, measured_steps
+from pipectl.planner.costs.operator_times import operator_times
+from pipectl.profile import Profile
+from pipectl.report.comparison import Comparison, Part, compare
+from pipectl.runs import RunDirectory, measured_steps, read_metrics
 from pipectl.schedule import channels
+from pipectl.schedule.measured_rows import Steps, row_times_of
 from pipectl.timeline import Timeline
 
 _MAX_EVENTS = 20_000
 """Of a step that `status` compares, so that it answers at once."""
+_MAX_STEPS = 20
+"""Of those that correct a profile: the last count."""
+_FIRST_STEPS = 3
+"""Slower than others, and left out if there are others."""
+_PHASES = ({"forward", "recompute"}, {"backward", "backward_input", "backward_weight"})
+"""Kinds of computations that a profile calls forward and backward."""
 
 
 @dataclass(frozen=True)
@@ -78,3 +88,70 @@ def divide_last_step(run: RunDirectory) -> tuple[int, dict[str, float]] | None:
         if len(recorded.measured.events) <= _MAX_EVENTS and recorded.measured.step is not None:
             return recorded.measured.step, recorded.compare().difference_s
     return None
+
+
+def corrected_profile(run: RunDirectory) -> Profile:
+    """The profile of a run with what its stages, and the rows of its programs, took.
+
+    The operators of a stage are scaled to the stage's time: within a stage, the profile knows best.
+
+    Raises:
+        UsageError: no step is recorded under the run's plan.
+        DataFileError: a file is missing or damaged.
+    """
+    plan, profile = Plan.load(run.plan), Profile.load(run.profile)
+    steps = measured_steps(run)
+    timelines = []
+    for step in ([step for step in steps if step > _FIRST_STEPS] or steps)[-_MAX_STEPS:]:
+        with suppress(DataFileError):
+            timelines.append(Timeline.load(run.measured_of(step)))
+    recorded = [each for each in timelines if each.ranks == plan.ranks]
+    if not recorded:
+        raise UsageError(
+            f"{run.name}: no step is recorded under its plan",
+            cure="`trace.steps` in the job says which will be",
+        )
+    predicted, sent = Timeline.load(run.predicted), channels(plan)
+    profile = _scale_stages(
+        profile, plan, [compare(predicted, measured, sent).parts for measured in recorded]
+    )
+    times_s = {
+        line["step"]: line["step_time_s"] for line in read_metrics(run) if line.get("step_time_s")
+    }
+    known = [(each, times_s[each.step]) for each in recorded if each.step in times_s]
+    update_s = sum(stage.cost.update_s for stage in plan.stages if 0 in stage.updating_ranks)
+    timed = Steps(sent, [a for a, _ in known], [b for _, b in known], update_s)
+    return replace(
+        profile,
+        rows=row_times_of([timed]) if known else profile.rows,
+        source=f"{profile.source.split('; corrected')[0]}; corrected by {run.name}",
+    )
+
+
+def _scale_stages(profile: Profile, plan: Plan, steps: list[tuple[Part, ...]]) -> Profile:
+    """The profile in which the stages of a plan take what they took in the median of the steps.
+
+    Args:
+        steps: computations of each, with predicted and measured times.
+    """
+    times = operator_times(profile, plan.micro_batch_size).uncached
+    factors: dict[str, list[float]] = {}
+    for index, stage in enumerate(plan.stages):
+        own = [times[profile.index_of[node]] for node in stage.nodes if node in profile.by_id]
+        scales = []
+        for phase, kinds in enumerate(_PHASES):
+            ratios = []
+            for parts in steps:
+                pairs = [part.time for part in parts if part.stage == index and part.kind in kinds]
+                predicted_s, measured_s = (sum(pair[i] for pair in pairs) for i in (0, 1))
+                known = predicted_s > 0 and measured_s > 0
+                ratios.append(measured_s / predicted_s if known else 1.0)
+            whole_s = (stage.cost.forward_s, stage.cost.backward_s)[phase]
+            total_s = sum(each[phase] for each in own)
+            more = (median(ratios) - 1) * whole_s / total_s if total_s > 0 else 0.0
+            scales.append(max(0.0, 1 + more))
+        factors.update(dict.fromkeys(stage.nodes, scales))
+    operators = tuple(
+        each.scaled(*factors[each.id]) if each.id in factors else each for each in profile.operators
+    )
+    return replace(profile, operators=operators)

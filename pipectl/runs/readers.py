@@ -1,4 +1,4 @@
-"""What a running job writes, read at any moment and after any crash.
+"""What a running job writes, read at any moment and after any crash: how far it is, what broke it.
 
 A damaged file must not keep ``status`` from telling the rest: lines that were cut are skipped, and
 fields that are not of their type are left out, as if they had not been written.
@@ -10,10 +10,12 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 from pipectl.access import read_limited
@@ -22,6 +24,7 @@ from pipectl.fields import FieldError, Rule, read_value
 from pipectl.files import read_json, write_json
 from pipectl.printable import printable
 from pipectl.runs.directory import RunDirectory, checkpoints
+from pipectl.runs.record import PROFILING, Record
 from pipectl.watch.files import node_path
 
 HEARTBEAT_VERSION = 1
@@ -30,6 +33,7 @@ _EDGE = 1 << 13
 _MAX_BYTES, _MAX_REPORT_BYTES, _MAX_DIGITS = 2**28, 2**24, 100
 _ATTEMPT, _NOT_FINITE = re.compile(rb'"attempt": (\d+)'), re.compile(rb'"not_finite"')
 _CURE = "the running job writes it again within seconds"
+_WARM_UP_STEPS = 3
 
 
 def beat(
@@ -172,6 +176,123 @@ def measured_steps(run: RunDirectory) -> list[int]:
 def last_checkpoint(run: RunDirectory) -> Path | None:
     """The folder of the latest saved step; one that is still being written does not count."""
     return next(iter(checkpoints(run.checkpoints)), None)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Figures of a run so far; None where there is nothing to tell yet.
+
+    Args:
+        first_loss, last_loss: of the first and the last step that was written.
+        step_time_s: median, without the first steps.
+        evaluation: metric values of the last evaluation, made after ``evaluation_step``.
+        not_finite: steps whose loss or gradients were not.
+        fault: what was not finite in the last of these, e.g. ``the loss of micro-batch 2``.
+    """
+
+    step: int = 0
+    steps: int | None = None
+    first_loss: float | None = None
+    last_loss: float | None = None
+    samples_per_s: float | None = None
+    step_time_s: float | None = None
+    evaluation_step: int | None = None
+    evaluation: Mapping[str, float | None] = field(default_factory=dict)
+    not_finite: tuple[int, ...] = ()
+    fault: str = ""
+
+    @property
+    def remaining_s(self) -> float | None:
+        """Time the remaining steps take at the measured pace."""
+        if self.step_time_s is None or self.steps is None:
+            return None
+        return (self.steps - self.step) * self.step_time_s
+
+
+def sum_up(lines: Iterable[Mapping[str, Any]]) -> Measured:
+    """Sum up the lines of ``metrics.jsonl``, in order of steps and without repeated steps."""
+    lines = list(lines)
+    steps = [line for line in lines if "loss" in line]
+    first, last = (steps[0], steps[-1]) if steps else ({}, {})
+    evaluation: Mapping[str, Any] = next(
+        (one for one in reversed(lines) if "evaluation" in one), {}
+    )
+    times = [line["step_time_s"] for line in steps if line.get("step_time_s")]
+    faults = [line for line in lines if isinstance(line.get("not_finite"), Mapping)]
+    fault = ""
+    if faults:
+        what = faults[-1]["not_finite"]
+        fault = f"the gradient of {what.get('gradient_of')!r} in stage {what.get('stage')}"
+        if "loss_of_micro_batch" in what:
+            fault = f"the loss of micro-batch {what['loss_of_micro_batch']}"
+    return Measured(
+        step=last.get("step", 0),
+        steps=last.get("steps"),
+        first_loss=first.get("loss"),
+        last_loss=last.get("loss"),
+        samples_per_s=last.get("samples_per_s"),
+        step_time_s=median(times[min(_WARM_UP_STEPS, len(times) - 1) :]) if times else None,
+        evaluation_step=evaluation.get("step"),
+        evaluation=evaluation.get("evaluation") or {},
+        not_finite=tuple(line["step"] for line in faults),
+        fault=fault,
+    )
+
+
+def read_measured(run: RunDirectory, record: Record | None) -> Measured:
+    """What a run has done so far; the steps of one that only measures are percent."""
+    if record is None or record.kind != PROFILING:
+        return sum_up(read_figures(run))
+    return Measured(step=sound_heartbeat(run).get("step") or 0, steps=record.steps)
+
+
+@dataclass(frozen=True)
+class FirstFailure:
+    """The failure that broke a run.
+
+    Args:
+        where: e.g. ``rank 3 on n1, stage 2, BACKWARD micro-batch 5, step 17``.
+        others: how many further ranks reported an error.
+    """
+
+    where: str
+    message: str
+    cure: str | None
+    exit_code: int
+    others: int
+
+
+def find_first_failure(run: RunDirectory) -> FirstFailure | None:
+    """The failure of a run that came first, on whatever rank; None if nothing reported one."""
+    preparation = read_report(run.preparation_error)
+    reports = [*([] if preparation is None else [preparation]), *read_errors(run)]
+    if not reports:
+        return None
+    first = reports[0]
+    rank, stage, kind, code = (first.get(key) for key in ("rank", "stage", "type", "exit_code"))
+    where = "preparation" if rank is None else f"rank {rank}"
+    if first.get("host"):
+        where += f" on {first['host']}"
+    if stage is not None and stage >= 0:
+        where += f", stage {stage}"
+    if first.get("action") and rank is not None:
+        where += f", {first['action']}"
+    if first.get("step") is not None:
+        where += f", step {first['step']}"
+    return FirstFailure(
+        where=where,
+        message=f"{kind}: {first.get('message')}" if kind else str(first.get("message")),
+        cure=first.get("cure"),
+        exit_code=code if code is not None and 0 < code < 128 else 1,
+        others=len(reports) - 1,
+    )
+
+
+def sound_heartbeat(run: RunDirectory) -> Mapping[str, Any]:
+    """The last heartbeat; empty if there is none, or it is damaged."""
+    with suppress(DataFileError):
+        return read_heartbeat(run) or {}
+    return {}
 
 
 def _read_number(path: Path) -> int | None:

@@ -157,7 +157,9 @@ def set_key(tree: YamlMapping, keys: Sequence[str], value: YamlNode, place: Plac
     """``tree`` with ``value`` at ``keys``; a factory in short form gets the key ``factory``."""
     for depth in range(1, len(keys)):
         node, rest = locate(tree, tuple(keys[:depth]))
-        if isinstance(node, YamlText) and not rest and "kwargs" not in keys[:depth]:
+        if rest or not isinstance(node, YamlText):
+            continue
+        if "factory" in properties(schema_at(keys[:depth])):
             short = type(node)(node).at(node.place, node.place)
             factory = YamlMapping(factory=short).at(node.place)
             tree = put(tree, keys[:depth], factory, node.place)

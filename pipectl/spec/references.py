@@ -17,8 +17,9 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.util import find_spec
+from importlib.util import decode_source, find_spec
 from pathlib import Path
+from symtable import symtable
 
 from pipectl.units import did_you_mean
 
@@ -27,7 +28,6 @@ _FORM = "write ./file.py:name or package.module:name"
 # As it was before any user code ran, which may change it.
 _SEARCH = tuple(entry for entry in sys.path if entry)
 _LIBRARY = ("site-packages", "dist-packages")
-_INNER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 _UNPARSABLE = (OSError, SyntaxError, ValueError, RecursionError)
 
 
@@ -149,14 +149,14 @@ def fault_of_name(reference: Reference) -> str | None:
     if file is None or not file.is_file():  # a missing file is reported elsewhere
         return None
     try:
-        tree = ast.parse(file.read_bytes())
+        code = decode_source(file.read_bytes())
+        names = set(symtable(code, str(file), "exec").get_identifiers())
     except SyntaxError as error:
-        return f"{file}:{error.lineno}: {error.msg}"
+        return f"{file}:{error.lineno or 1}: {error.msg}"
     except _UNPARSABLE:
         return None
-    names = set(_names(tree))
     first = reference.attribute.partition(".")[0]
-    if first in names or {"*", "__getattr__", "globals"} & names:
+    if not names.isdisjoint({first, "__getattr__", "globals"}) or _may_bind_more(code):
         return None
     inner = file.name == "__init__.py" and _find(first, [str(file.parent)])
     return None if inner else f"{file} defines no {first!r}{did_you_mean(first, names)}"
@@ -178,21 +178,13 @@ def _file_of(found: ModuleSpec | None) -> Path | None:
     return Path(found.origin or next(iter(found.submodule_search_locations or ())))
 
 
-def _names(tree: ast.Module) -> Iterator[str]:
-    """All names that running a module may bind in it, ``*`` for unknown ones, and ``globals``."""
-    waiting: list[ast.AST] = list(tree.body)
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.Name):
-            yield node.id
-        if not isinstance(node, _INNER):
-            waiting += ast.iter_child_nodes(node)
-    if any(isinstance(node, ast.Global) for node in ast.walk(tree)):
-        yield "*"
+def _may_bind_more(code: str) -> bool:
+    """Whether a module may have names that only running it tells."""
+    return any(
+        isinstance(node, ast.Global)
+        or (isinstance(node, ast.ImportFrom) and node.names[0].name == "*")
+        for node in ast.walk(ast.parse(code))
+    )
 
 
 def _imports(name: str, path: Path) -> Iterator[str]:

@@ -19,7 +19,7 @@ from pipectl.cli.views.run import bar, format_long_time, run_json, run_lines, sp
 from pipectl.jobs.state import RunStatus
 from pipectl.plan import Prediction
 from pipectl.runs import RunDirectory
-from pipectl.runs.summary import Measured
+from pipectl.runs.readers import Measured
 
 if TYPE_CHECKING:
     from conftest import Command, Program, RunOf

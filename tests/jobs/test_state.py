@@ -14,7 +14,7 @@ from pipectl.jobs import state
 from pipectl.jobs.state import Poller, RunStatus, get_statuses
 from pipectl.plan import Plan, Stage, StageCost
 from pipectl.runs import Record, RunDirectory, beat
-from pipectl.runs.summary import Measured, sum_up
+from pipectl.runs.readers import Measured, sum_up
 
 
 class Clock:

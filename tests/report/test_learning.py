@@ -10,7 +10,7 @@ from pipectl.errors import UsageError
 from pipectl.jobs.plan_answers import gather
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.profile import Operator, OptimizerCost, Profile
-from pipectl.report.learning import corrected_profile
+from pipectl.report.recorded import corrected_profile
 from pipectl.runs import RunDirectory
 from pipectl.simulate import simulate
 

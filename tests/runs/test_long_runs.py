@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipectl.runs import RunDirectory, read_figures, read_metrics
-from pipectl.runs.summary import sum_up
+from pipectl.runs.readers import sum_up
 
 STEPS = 20_000
 

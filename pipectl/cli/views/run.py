@@ -23,7 +23,7 @@ from pipectl.runs import (
     read_metrics,
     step_of,
 )
-from pipectl.runs.summary import sound_heartbeat
+from pipectl.runs.readers import sound_heartbeat
 from pipectl.units import format_bytes, format_time, plural
 
 _STYLES = {
