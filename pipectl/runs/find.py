@@ -24,7 +24,8 @@ def runs_directory() -> Path:
 def list_runs(base: Path) -> list[RunDirectory]:
     """All runs in ``base``, oldest first; none if ``base`` does not exist."""
     try:
-        names = [path.name for path in base.iterdir() if _is_directory(path)]
+        # Of links, too, that lead to where one may not look.
+        names = [path.name for path in base.iterdir() if os.path.isdir(path)]  # noqa: PTH112
     except OSError:
         return []
     return [
@@ -49,7 +50,12 @@ def find(base: Path, name: str) -> RunDirectory | SweepDirectory:
     """
     matches = _find_all(base, name)
     if len(matches) > 1 and matches[0].name != name:
-        raise _ambiguous(name, matches)
+        more = f"{len(matches) - 5} more, " if len(matches) > 5 else ""
+        listed = ", ".join(run.name for run in matches[-5:])
+        raise UnknownRunError(
+            f"{name!r} matches {len(matches)} runs: {more}{listed}",
+            cure="write the whole name of one, or `last` for the newest run",
+        )
     return matches[0]
 
 
@@ -59,16 +65,12 @@ def find_run(base: Path, name: str) -> RunDirectory:
     Raises:
         UnknownRunError: none matches, several do, or it is a sweep.
     """
-    matches = _find_all(base, name)
-    runs = [match for match in matches if isinstance(match, RunDirectory)]
-    if len(runs) == 1 and (len(matches) == 1 or runs[0].name == name):
-        return runs[0]
-    if len(matches) == 1 and isinstance(matches[0], SweepDirectory):
-        raise UnknownRunError(
-            f"{name!r} is a sweep of several runs",
-            cure=f"name one of them: {one_of(matches[0])}, say",
-        )
-    raise _ambiguous(name, matches)
+    match = find(base, name)
+    if isinstance(match, RunDirectory):
+        return match
+    raise UnknownRunError(
+        f"{name!r} is a sweep of several runs", cure=f"name one of them, such as {one_of(match)}"
+    )
 
 
 def find_runs(base: Path, names: Sequence[str]) -> list[RunDirectory]:
@@ -115,7 +117,7 @@ def _find_all(base: Path, name: str) -> Sequence[RunDirectory | SweepDirectory]:
         raise UnknownRunError(f"{base}: no runs here", cure="start one with `pipectl submit`")
     if name == "last":
         return runs[-1:]
-    every: list[RunDirectory | SweepDirectory] = [*sweeps, *runs]
+    every: list[RunDirectory | SweepDirectory] = [*runs, *sweeps]
     if exact := [each for each in every if each.name == name]:
         return exact
     parts = [each for each in sweeps if _matches(each.name, name)]
@@ -156,25 +158,8 @@ def _find_job(runs: Sequence[RunDirectory], job_id: str) -> Sequence[RunDirector
     return [run for run, _ in matches]
 
 
-def _is_directory(path: Path) -> bool:
-    """False if it cannot be told, such as of a link to where one may not look."""
-    try:
-        return path.is_dir()
-    except OSError:
-        return False
-
-
 def _matches(run: str, part: str) -> bool:
     return bool(part) and (run.startswith(part) or run.endswith(part))
-
-
-def _ambiguous(name: str, matches: Sequence[RunDirectory | SweepDirectory]) -> UnknownRunError:
-    listed = ", ".join(run.name for run in matches[-5:])
-    more = f"{len(matches) - 5} more, " if len(matches) > 5 else ""
-    return UnknownRunError(
-        f"{name!r} matches {len(matches)} runs: {more}{listed}",
-        cure="write the whole name of one, or `last` for the newest run",
-    )
 
 
 def _age(name: str) -> list[tuple[int, str]]:

@@ -1,8 +1,10 @@
 """Directories of runs and sweeps, and finding them by name, path or job id."""
 
+import os
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -139,14 +141,14 @@ def test_what_cannot_be_looked_at_hides_no_run(base: Path, monkeypatch: pytest.M
     before = list_runs(base)
     (base / "20261122-000000-locked").symlink_to(base / "notes")
     (base / "5²").mkdir()
-    is_dir = Path.is_dir
+    stat = os.stat
 
-    def refused(path: Path) -> bool:
-        if path.name.endswith("locked"):
+    def refused(path: Path, *args: Any, **options: Any) -> os.stat_result:
+        if str(path).endswith("locked"):
             raise PermissionError(13, "Permission denied")
-        return is_dir(path)
+        return stat(path, *args, **options)
 
-    monkeypatch.setattr(Path, "is_dir", refused)
+    monkeypatch.setattr(os, "stat", refused)
     assert list_runs(base) == before
 
 
@@ -305,7 +307,7 @@ def test_a_sweep_is_found_by_its_path(tmp_path: Path, monkeypatch: pytest.Monkey
     assert find(Path("runs"), f"out/{STEM}-0") == runs[0]
     with pytest.raises(UnknownRunError, match="is a sweep of several runs") as caught:
         find_run(Path("runs"), called)
-    assert caught.value.cure == f"name one of them: out/{STEM}-0, say"
+    assert caught.value.cure == f"name one of them, such as out/{STEM}-0"
     (tmp_path / "out").rename("runs")
     assert as_typed(SweepDirectory(tmp_path / "runs/sweeps" / STEM)) == STEM
 
