@@ -9,4 +9,4 @@ Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 Words = npt.NDArray[np.uint64]
-"""Sets of small numbers, 64 a word."""
+"""Sets of small numbers, 64 per word."""

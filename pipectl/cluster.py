@@ -135,14 +135,14 @@ class Cluster:
         """What of it is assumed, of the parts that are used."""
         if self.assumed:
             return (f"cluster {self.name!r} is assumed, not measured",)
-        found = []
+        assumed = []
         if self.within_node.assumed and any(node.ranks > 1 for node in self.nodes):
-            found.append("the link within a node is assumed, not measured")
+            assumed.append("the link within a node is assumed, not measured")
         if self.between_nodes.assumed and len(self.nodes) > 1:
-            found.append("the link between nodes is assumed, not measured")
+            assumed.append("the link between nodes is assumed, not measured")
         if self._has_assumed_switches:
-            found.append("the link between switches is assumed, not measured")
-        return tuple(found)
+            assumed.append("the link between switches is assumed, not measured")
+        return tuple(assumed)
 
     @property
     def ranks(self) -> int:

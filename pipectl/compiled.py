@@ -4,7 +4,7 @@ A kernel is a plain function of numbers and NumPy arrays. numba compiles it when
 with given types, and keeps the result on disk, so a fresh installation is slow once. Kernels follow
 IEEE arithmetic in the order written (no ``fastmath``, no threads): results are the same on every
 machine, and the same as Python's with ``NUMBA_DISABLE_JIT=1``, which is the way to debug one.
-A stale cache is told by the time of a kernel's own file: after a change, touch those that call it.
+A stale cache shows by the time of a kernel's own file: after a change, touch those that call it.
 
 Importing numba takes a third of a second: only what plans or simulates imports this module.
 """

@@ -73,18 +73,14 @@ def fault_of(error: BaseException) -> FaultError:
     return fault
 
 
-def as_fault(error: BaseException) -> BaseException:
-    """An exception, or the fault of pipectl that it is."""
-    return fault_of(error) if is_ours(error) else error
-
-
 def with_details(error: BaseException, file: Path | None) -> BaseException:
-    """An exception which, if it is a fault of pipectl, says which file holds its details."""
-    if isinstance(error, FaultError) and not error.has_details:
+    """An exception, or the fault of pipectl that it is, which says which file holds its details."""
+    fault = fault_of(error) if is_ours(error) else error
+    if isinstance(fault, FaultError) and not fault.has_details:
         where = "the output of: pipectl --debug ..." if file is None else str(file)
-        error.cure = f"please report it with {where}\n{error.cure}"
-        error.has_details = True
-    return error
+        fault.cure = f"please report it with {where}\n{fault.cure}"
+        fault.has_details = True
+    return fault
 
 
 def with_file(error: BaseException, file: Path | None = None) -> BaseException:
@@ -93,7 +89,7 @@ def with_file(error: BaseException, file: Path | None = None) -> BaseException:
     Args:
         file: None for a new one among the system's temporary files.
     """
-    fault = as_fault(error)
+    fault = fault_of(error) if is_ours(error) else error
     if not isinstance(fault, FaultError) or fault.has_details:
         return fault
     return with_details(fault, _write_details(file, fault))

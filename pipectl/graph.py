@@ -89,7 +89,7 @@ def topological_order(nodes: Sequence[int], arcs: Iterable[tuple[int, int]]) -> 
         arcs: distinct (from, to) pairs; one from a node to itself counts for nothing.
 
     Returns:
-        ``nodes``, without those on a cycle or behind one.
+        ``nodes``, without those on a cycle or after one.
     """
     targets: dict[int, list[int]] = {node: [] for node in nodes}
     missing = dict.fromkeys(nodes, 0)

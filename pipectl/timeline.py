@@ -65,7 +65,7 @@ class Timeline:
         return {**self._head(), "events": [list(event) for event in self.events]}
 
     def save(self, path: Path) -> None:
-        """Write the file whole, a line an event."""
+        """Write the file whole, one line per event."""
         rows = ",\n".join(map(_row, self.events))
         head = "".join(f'"{key}": {json.dumps(value)},\n' for key, value in self._head().items())
         write_text(path, f'{{\n{head}"events": [\n{rows}\n]\n}}\n', durable=False)
@@ -112,7 +112,7 @@ class Timeline:
 
 
 class _Columns(NamedTuple):
-    """The file: a row of values an event."""
+    """The file: one row of values per event."""
 
     columns: tuple[str, ...]
     events: tuple[tuple[Any, ...], ...]

@@ -62,15 +62,11 @@ def get_scheduler(name: str) -> Scheduler:
 
 def find_scheduler() -> str:
     """Name of the batch system that is installed here, else ``local``."""
-    for name, commands in _COMMANDS.items():
-        if all(map(shutil.which, commands)):
-            return name
-    return LOCAL
+    names = (name for name, commands in _COMMANDS.items() if all(map(shutil.which, commands)))
+    return next(names, LOCAL)
 
 
 def allocation() -> str:
     """Name of the batch system on whose compute node this process runs, else ``local``."""
-    for name, keys in _ON_COMPUTE_NODES.items():
-        if all(key in os.environ for key in keys):
-            return name
-    return LOCAL
+    names = (name for name, keys in _ON_COMPUTE_NODES.items() if os.environ.keys() >= set(keys))
+    return next(names, LOCAL)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from pipectl.cluster import Cluster
 from pipectl.errors import PipectlError
-from pipectl.faults import as_fault, describe_error, with_details
+from pipectl.faults import describe_error, with_details
 from pipectl.files import write_json
 from pipectl.jobs.job import PERCENT
 from pipectl.jobs.places import fresh_profile, load_run, plan_path, profile_path
@@ -125,7 +125,7 @@ def main(arguments: Sequence[str]) -> int:
             measurement.profile.save(values.output)
             beat(run, "profiled", PERCENT, PERCENT)
     except Exception as raised:
-        error = with_details(as_fault(raised), run.preparation_error)
+        error = with_details(raised, run.preparation_error)
         report = {**_PLACE, **describe_error(error)}
         write_json(run.preparation_error, report)
         sys.stderr.write(printable(f"error: {error or type(error).__name__}\n"))

@@ -10,7 +10,7 @@ from pathlib import Path
 from mpi4py import MPI
 
 from pipectl.errors import FaultError, PipectlError, lacks_memory
-from pipectl.faults import as_fault, describe_error, with_details
+from pipectl.faults import describe_error, with_details
 from pipectl.runs import RunDirectory
 from pipectl.runtime.output import job_log, own_log, say
 from pipectl.runtime.waiting import tell_of_waits
@@ -82,7 +82,7 @@ def _exit_code_of(work: Work, directory: RunDirectory, communicator: MPI.Intraco
     try:
         work(directory, communicator, doing)
     except BaseException as raised:
-        error = with_details(as_fault(raised), directory.error_of(communicator.rank))
+        error = with_details(raised, directory.error_of(communicator.rank))
         report(
             directory,
             communicator.rank,

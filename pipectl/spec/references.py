@@ -84,7 +84,7 @@ def parse(text: str, base: Path) -> Reference:
         return Reference(None, module, attribute)
     job = base.resolve()
     outermost, own = (_find(name, [str(job)]) for name in (top, module))
-    beside = any(found is not None and found.origin for found in (outermost, own))
+    beside = any(spec is not None and spec.origin for spec in (outermost, own))
     return Reference(None, module, attribute, job if beside else None)
 
 
@@ -164,18 +164,18 @@ def fault_of_name(reference: Reference) -> str | None:
 
 def _find(module: str, search: list[str]) -> ModuleSpec | None:
     """What an import finds along a path; nothing is run, not even the packages of the module."""
-    found = None
+    spec = None
     for name in module.split("."):
-        found = PathFinder.find_spec(name, search) if search else None
-        search = list(found.submodule_search_locations or ()) if found else []
-    return found
+        spec = PathFinder.find_spec(name, search) if search else None
+        search = list(spec.submodule_search_locations or ()) if spec else []
+    return spec
 
 
-def _file_of(found: ModuleSpec | None) -> Path | None:
+def _file_of(spec: ModuleSpec | None) -> Path | None:
     """The file of a module; the directory of a package without one."""
-    if found is None:
+    if spec is None:
         return None
-    return Path(found.origin or next(iter(found.submodule_search_locations or ())))
+    return Path(spec.origin or next(iter(spec.submodule_search_locations or ())))
 
 
 def _may_bind_more(code: str) -> bool:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import os
 import select
-import stat
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from pipectl.access import open_regular
 from pipectl.errors import PipectlError, UsageError
 from pipectl.fields import read_value
 from pipectl.files import write_json, write_text
@@ -55,24 +55,17 @@ class NodeFile:
 
         It is opened each time: network file systems look for changes only then.
         """
-        try:
-            handle = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except OSError:
-            return None
-        try:
-            status = os.fstat(handle)
-            stamp = status.st_ino, status.st_mtime_ns
-            if stamp == self._stamp or not stat.S_ISREG(status.st_mode):
-                return None
-            document = json.loads(os.read(handle, _MAX_BYTES))
+        with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):  # it is damaged
+            with os.fdopen(open_regular(self.path, os.O_NOFOLLOW), "rb") as stream:
+                status = os.fstat(stream.fileno())
+                stamp = status.st_ino, status.st_mtime_ns
+                if stamp == self._stamp:
+                    return None
+                document = json.loads(stream.read(_MAX_BYTES))
             self._stamp = stamp
             if document["version"] == VERSION:
                 report: NodeReport = read_value(NodeReport, document)
                 return report
-        except (OSError, ValueError, LookupError, TypeError, RecursionError):  # it is damaged
-            pass
-        finally:
-            os.close(handle)
         return None
 
 
