@@ -1,7 +1,6 @@
-"""What a rank does at this moment, in memory that the node's watcher reads.
+"""What a rank does at this moment, in shared memory that the node's watcher reads.
 
-A rank writes it into shared memory, which takes about a microsecond; the newest is there whatever
-becomes of the rank.
+Writing takes about a microsecond, and the last value stays readable whatever becomes of the rank.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ class Activity(NamedTuple):
     """What a rank does.
 
     Args:
-        moves: actions that it has begun; the number of a rank that hangs stays the same.
-        step: under way; 0 before the first.
-        stage: -1 if the action belongs to none.
-        peer: the rank for whose message, or for whose part in one, the action waits; -1 for none.
-        in_program: whether the action is one of the rank's program, not a phase such as saving.
-        waiting: whether it waits for other ranks right now.
-        pace_s: how long its last step took.
+        moves: number of actions that it has begun; of a rank that hangs it stays the same.
+        step: current step; 0 before the first.
+        stage: stage of the action; -1 for none.
+        peer: rank for whose message, or part in a message, the action waits; -1 for none.
+        in_program: whether the action is in the rank's program, not a phase such as saving.
+        waiting: whether it waits for other ranks now.
+        pace_s: time of its last step.
         action: ``FORWARD micro-batch 4``, or a phase.
-        awaited: of the peer, such as ``activation 5 of stage 2 from rank 2``.
+        awaited: what it waits for, such as ``activation 5 of stage 2 from rank 2``.
     """
 
     moves: int = 0
@@ -49,7 +48,7 @@ _KINDS: dict[type, Any] = {
 
 
 class _Memory(ctypes.Structure):
-    """An activity as it lies in memory."""
+    """An activity as bytes in memory."""
 
     _fields_: ClassVar = [
         (name, _KINDS[type(default)]) for name, default in Activity._field_defaults.items()
@@ -61,10 +60,10 @@ SIZE = ctypes.sizeof(_Memory)
 
 
 class Board:
-    """Written by one rank.
+    """The memory to which one rank writes its activity.
 
     Attributes:
-        handle: file descriptor of the memory, which has no name; -1 if nobody else can see it.
+        handle: file descriptor of the memory, which has no name; -1 if it cannot be shared.
     """
 
     def __init__(self) -> None:
@@ -77,27 +76,27 @@ class Board:
         self.phase("")
 
     def row(self, kind: str, stage: int, micro_batch: int) -> None:
-        """An action of the program begins; those of all micro-batches have the number -1."""
+        """An action of the program begins; -1 stands for all micro-batches."""
         text = kind if micro_batch < 0 else f"{kind} micro-batch {micro_batch}"
         self._begin(text, stage, in_program=True)
 
     def program_row(self, text: bytes, stage: int) -> None:
-        """The same, in encoded words that were made before."""
+        """As :meth:`row`, with a text that was encoded before."""
         memory = self._memory
         memory.peer, memory.stage, memory.in_program = -1, stage, True
         memory.action = text[:_TEXT]
         memory.moves += 1
 
     def phase(self, text: str) -> None:
-        """Something begins that is not in the program."""
+        """A phase begins, which is not in the program."""
         self._begin(text, -1, in_program=False)
 
     def return_to(self, activity: Activity) -> None:
-        """What was interrupted by a phase goes on."""
+        """The activity that a phase has interrupted goes on."""
         self._begin(activity.action, activity.stage, in_program=activity.in_program)
 
     def awaits(self, peer: int, awaited: bytes) -> None:
-        """The action under way depends on a rank; encoded words say what for."""
+        """The current action waits for a rank; ``awaited`` says for what, encoded."""
         self._memory.peer, self._memory.awaited = peer, awaited[:_TEXT]
 
     def step(self, number: int) -> None:
@@ -109,7 +108,7 @@ class Board:
         self._memory.waiting = waiting
 
     def pace(self, seconds: float) -> None:
-        """A step took so long."""
+        """The last step took this time."""
         self._memory.pace_s = seconds
 
     def read(self) -> Activity:

@@ -1,8 +1,8 @@
-"""Files of watchers: one per node, by which they tell each other how ranks are, and error reports.
+"""The files of watchers, one per node, and the error reports of ranks.
 
-A node's file is replaced whole, and nobody else can write there. Every start of the ranks has a
-folder of its own for them, which goes when they are started again. The report of a rank that failed
-is a file for ``status``, and text for the log.
+A node's file is replaced whole, in a folder to which nobody else can write. Every start of the
+ranks has its own folder, which is removed when they are started again. The report of a rank that
+failed is a file for ``status`` and a text for the log.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from pipectl.watch.judge import NodeReport
 VERSION = 1
 _MAX_BYTES = 1 << 24
 _PIECE = 4096
-"""Bytes that a pipe takes at once whenever it says that it takes any."""
+"""Bytes that a pipe takes at once if it is writable."""
 _PATIENCE_MS = 1000
 
 
 def node_path(folder: Path, node: int) -> Path:
-    """The file of a node; nodes are counted by their first ranks."""
+    """The file of a node; nodes are numbered by their first ranks."""
     return folder / f"node-{node:04d}.json"
 
 
@@ -42,7 +42,7 @@ class NodeFile:
         self._stamp: tuple[int, int] | None = None
 
     def write(self, report: NodeReport) -> None:
-        """Replace it; if the disk is full, at least its time of change says that we live."""
+        """Replace it; if the disk is full, at least renew its time of change."""
         text = json.dumps({"version": VERSION, **report._asdict()})
         try:
             write_text(self.path, f"{text}\n", mode=0o600, durable=False)
@@ -51,7 +51,7 @@ class NodeFile:
                 os.utime(self.path)
 
     def read(self) -> NodeReport | None:
-        """What it says; None if it was not written since the last look, or cannot be read.
+        """The report; None if it was not written since the last call, or cannot be read.
 
         It is opened each time: network file systems look for changes only then.
         """
@@ -85,15 +85,15 @@ def report_text(document: Mapping[str, Any]) -> str:
 
 
 def write_report(path: Path, document: Mapping[str, Any]) -> None:
-    """Write the error file. A disk that fails keeps it from being written."""
+    """Write the error file; a disk that fails is ignored."""
     with suppress(PipectlError, OSError):
         write_json(path, document)
 
 
 def write_log(log: int, text: str) -> None:
-    """Write to a file descriptor what its reader takes, and never wait long for one that is stuck.
+    """Write to a file descriptor as far as its reader takes it, without waiting long.
 
-    The reader of the job's log may be gone, or frozen; nothing may end or hang by that.
+    The reader of the job's log may be gone or frozen; the caller must neither end nor hang.
     """
     data = text.encode(errors="replace")
     poll = select.poll()

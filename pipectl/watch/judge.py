@@ -1,9 +1,9 @@
-"""Which rank is lost, by what the files of all nodes say and how old that is: no clock, no files.
+"""Decides which rank is lost, from the reports of all nodes and their age; reads no clock or files.
 
-A rank that is frozen says nothing of itself; its node's watcher sees that it is stopped. If the
-watcher is silent too, the node is gone. Ranks that wait are never to blame, unless all of them do.
-A rank that computes may only be slow, and is given much longer; one that saves, or has not begun to
-train, all the time it takes.
+A frozen rank cannot report itself, but its node's watcher sees that the process is stopped. If the
+watcher is silent too, the node is gone. A rank that waits is never to blame, unless all ranks wait.
+A rank that computes may only be slow and gets much more time. A rank that saves a checkpoint, or
+has not begun to train, may take as long as it needs.
 """
 
 from __future__ import annotations
@@ -16,30 +16,32 @@ from pipectl.watch.board import Activity
 from pipectl.watch.rank import DIED, FAILED, FAILS, RESUME, STOPPED, RankReport
 
 PATIENCE = 20
-"""Times the limit that a rank may compute without moving on."""
+"""A rank may compute for this many limits without moving on."""
 SETTLE_S = 0.3
-"""After a death: others may be older, or a rank may have said why it fails."""
+"""Wait so long after a death: another rank may have died before, or a rank may report its error."""
 MAX_WAIT_S = 11.0
-"""After a death, however many nodes there are: the first node's watcher ends a second later."""
+"""Wait at most so long after a death: the first node's watcher ends a second later."""
 _MISSED, _MISSED_S = 4, 5.0
-"""Intervals, and seconds, after a death: a node that is not heard of since then is gone."""
+"""A node whose file is not renewed for so many intervals, and seconds, after a death is gone."""
 _FILES_PER_S = 32
-"""That all watchers together write; with more nodes, each writes more rarely."""
+"""All watchers together write so many files per second; with more nodes, each writes less often."""
 _LOST = 0.9
-"""Of the limit: how long a rank may be stopped or silent. The rest is left for reporting it."""
-_CIRCLE, _PACES = 2, 3
-"""Times the limit that all ranks may wait for each other; steps that a rank may be missed."""
+"""A rank may be stopped or silent for this share of the limit; the rest is for reporting it."""
+_CIRCLE = 2
+"""All ranks may wait for each other for this many limits."""
+_PACES = 3
+"""The limit is at least this many steps."""
 _MAX_HOPS, _MAX_GROUPS = 6, 6
 
 
 class NodeReport(NamedTuple):
-    """How the ranks of one node are.
+    """The ranks of one node, as its watcher sees them.
 
     Args:
         node: its name.
         ends: whether all ranks are to be killed.
-        stalled: who waits for whom, if no rank has moved on for long; the first node's says it.
-        silent_s: how long ago it was written, for whoever has read it.
+        stalled: who waits for whom, if no rank has moved on for long; only from the first node.
+        silent_s: age of the report; set by its reader.
     """
 
     node: str = ""
@@ -55,26 +57,27 @@ class NodeReport(NamedTuple):
 
     @property
     def news(self) -> tuple[Any, ...]:
-        """What the other watchers should know at once, if it changes."""
+        """What other watchers must learn at once when it changes."""
         return self.ends, self.stalled, [rank.state for rank in self.ranks]
 
 
 Lost = tuple[NodeReport, RankReport]
-"""A rank for which the run cannot go on, with the reason as its message, and its node."""
+"""The node and the rank because of which the run cannot go on; the rank's message says why."""
 
 
 def interval_s(nodes: int) -> float:
-    """Between two signs of life of one of so many nodes, in seconds."""
+    """Seconds between two reports of a node, for this number of nodes."""
     return max(1.0, nodes / _FILES_PER_S)
 
 
 def limit_s(nodes: Iterable[NodeReport], count: int, min_s: float, predicted_s: float) -> float:
-    """How long a rank may be missed: three steps, as they are predicted or as they are.
+    """Seconds for which a rank may make no progress: three steps, predicted or measured.
 
     Args:
-        nodes: those that are heard of, of so many.
-        min_s: however short the steps are.
-        predicted_s: a step, as the plan has it.
+        nodes: those that have reported.
+        count: number of all nodes.
+        min_s: the least value, however short the steps are.
+        predicted_s: time of a step in the plan.
     """
     pace_s = max((rank.activity.pace_s for node in nodes for rank in node.ranks), default=0)
     several_s = _MISSED * interval_s(count) if count > 1 else 0.0
@@ -82,20 +85,20 @@ def limit_s(nodes: Iterable[NodeReport], count: int, min_s: float, predicted_s: 
 
 
 def is_suspended(nodes: Iterable[NodeReport]) -> bool:
-    """Whether all ranks that have not ended are stopped: the run as a whole, which will go on."""
+    """Whether all ranks that have not ended are stopped: the run is suspended and will go on."""
     return {r.state for node in nodes for r in node.ranks if not r.is_over} == {STOPPED}
 
 
 def judge(
     nodes: Sequence[NodeReport], limit: float, ended_s: float | None, *, complete: bool = True
 ) -> Lost | None:
-    """Why the run cannot go on; None while it can, or if the ranks said why not themselves.
+    """The rank because of which the run cannot go on; None if there is none, or it reports itself.
 
     Args:
-        nodes: by their first ranks.
+        nodes: ordered by their first ranks.
         limit: see :func:`limit_s`.
-        ended_s: how long ago it was noticed first that a rank has ended; None if none has.
-        complete: whether these are all nodes, so that nobody else may be computing.
+        ended_s: seconds since the first end of a rank was noticed; None if no rank has ended.
+        complete: whether these are all nodes; if not, a rank of another node may be computing.
     """
     if any(rank.state in (FAILS, FAILED) for node in nodes for rank in node.ranks):
         return None
@@ -105,7 +108,7 @@ def judge(
 
 
 def _judge_living(nodes: Sequence[NodeReport], limit: float, *, complete: bool) -> Lost | None:
-    """The rank that is lost though none has ended; None while none is."""
+    """The lost rank if no rank has ended; None if no rank is lost."""
     living = [(node, rank) for node in nodes for rank in node.ranks if not rank.is_over]
     if not living or is_suspended(nodes):
         return None
@@ -139,7 +142,7 @@ def _judge_living(nodes: Sequence[NodeReport], limit: float, *, complete: bool) 
 
 
 def _judge_deaths(nodes: Sequence[NodeReport], ended_s: float) -> Lost | None:
-    """The rank that ended first, or the first of a node that was gone before."""
+    """The rank that ended first, or the first rank of a node that was gone before."""
     dead = [(node, [r for r in node.ranks if r.state == DIED]) for node in nodes]
     if ended_s < SETTLE_S or all(rank.was_asked for _, ranks in dead for rank in ranks):
         return None
@@ -165,9 +168,9 @@ def _describe_silence(node: NodeReport) -> str:
 
 
 def describe_stall(nodes: Sequence[NodeReport], limit: float) -> tuple[float, str]:
-    """How long no rank has moved on, in seconds, and who waits for whom.
+    """Seconds for which no rank has moved on, and who waits for whom.
 
-    It is 0 if that is less than the limit, or if a rank has ended.
+    They are 0 and empty below the limit, or if a rank has ended.
     """
     ranks = [rank for node in nodes for rank in node.ranks]
     still_s = min((rank.still_s for rank in ranks), default=0.0)
@@ -177,9 +180,9 @@ def describe_stall(nodes: Sequence[NodeReport], limit: float) -> tuple[float, st
 
 
 def describe_waits(ranks: Sequence[RankReport], culprit: int | None = None) -> str:
-    """Who waits for whom: of all chains one that leads to the culprit, if any does.
+    """Who waits for whom: one chain of waiting ranks, if possible one that leads to the culprit.
 
-    If no rank waits for a message, what each of them does; those together that do the same.
+    If no rank waits for a message: what each rank does, grouped by what they do.
     """
     activities = {rank.rank: rank.activity for rank in ranks}
     waiting = [rank for rank, each in activities.items() if each.peer >= 0]

@@ -1,4 +1,4 @@
-"""The ranks of this node as processes: each lives, is stopped, or has ended, and why."""
+"""The ranks of this node as processes: whether each lives, is stopped or has ended, and why."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import select
 import signal
 import time
-from collections import deque
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -17,36 +16,36 @@ from pipectl.printable import printable
 from pipectl.watch.board import SIZE, Activity, read_activity
 
 BYE, FAILING = b"\xfe", b"\xfd"
-"""What a rank says before it ends, or before it reports why it fails. Python writes the numbers of
-signals to the same pipe, and the stack when it crashes."""
+"""What a rank writes to its pipe before it ends, or before it reports its error. Python writes the
+numbers of signals to the same pipe, and the stack when it crashes."""
 LIVES, STOPPED, FAILS, FAILED, DIED, LEFT = "lives", "stopped", "fails", "failed", "died", "left"
-"""A rank in ``FAILS`` or ``FAILED`` reports its error itself; of ``DIED`` nobody has said why."""
+"""A rank in ``FAILS`` or ``FAILED`` reports its error itself; a rank in ``DIED`` has not."""
 RESUME = "pipectl resume goes on from the last checkpoint"
 _MEMORY = "set pipeline.memory_limit below what a rank gets, and plan again; pipectl resume goes on"
 _END_SIGNALS = (bytes([signal.SIGTERM]), bytes([signal.SIGINT]))
 _END_SIGNAL_S = 1.0
-"""A signal to end explains the end of a rank for so long; one that goes on saves a checkpoint."""
+"""A rank that ends so soon after SIGTERM ended because of it; a later end has another cause."""
 _MEMORY_S = 3.0
-"""A process that was killed for memory earlier than that, before a rank ended, was another."""
+"""A kill for lack of memory explains the end of a rank for so long."""
 _MAX_WORDS = 1 << 16
 _SHARED_MEMORY = tuple(
     f"/dev/shm/{name}"
     for name in ("mpich_shm_", "sm_segment.", "vader_segment.", "psm2_shm.", "psm3_shm.")
 )
-"""How the files begin by which MPIs share memory, and which they leave if they are killed."""
+"""Prefixes of the files by which MPI libraries share memory; killed ranks leave them behind."""
 
 
 class RankReport(NamedTuple):
-    """How one rank is.
+    """One rank, as its node's watcher sees it.
 
     Args:
-        state: ``LIVES`` or another of the constants above.
-        still_s: how long it has been at this point of its program, stopped or not.
+        state: one of the constants above.
+        still_s: time at this point of its program, stopped or not.
         ended_at: seconds since the epoch, if it is in ``DIED``; else 0.
-        order: how many ranks of its node had ended before it.
+        order: number of ranks of its node that had ended before it.
         was_asked: whether it ended by the signal that cancels a job.
         message: why it ended, or is lost; ``cure`` is what the user can do.
-        stack: where it was, if it crashed.
+        stack: its Python stack, if it crashed.
     """
 
     rank: int = 0
@@ -67,7 +66,7 @@ class RankReport(NamedTuple):
 
 
 class _Rank:
-    """One rank: what it shares with this process, and what has been seen of it so far."""
+    """One rank: what it shares with this process, and what this process has seen of it."""
 
     def __init__(self, rank: int, pid: int, started: int, board: str, words: str) -> None:
         self.rank, self.pid, self.started = rank, pid, started
@@ -90,11 +89,11 @@ class _Rank:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the process has ended, or is about to as it should."""
+        """Whether the process has ended, or is about to end without a failure."""
         return self.has_ended or BYE in self.heard
 
     def listen(self, now: float) -> None:
-        """Read what it says."""
+        """Read what it has written to its pipe."""
         with suppress(BlockingIOError):
             while words := os.read(self.words, _MAX_WORDS):
                 self.heard += words
@@ -104,7 +103,12 @@ class _Rank:
             self.heard = self.heard[:_MAX_WORDS] + self.heard[-_MAX_WORDS:]
 
     def explain_death(self, gone: str, *, memory_kill: bool) -> RankReport:
-        """Why it ended without a word; or ``gone`` is, without which it cannot go on."""
+        """The report of a rank that ended, or cannot go on, without a word.
+
+        Args:
+            gone: the launcher or job script, if it is gone; else empty.
+            memory_kill: whether the kernel has just killed a process for lack of memory.
+        """
         dead = RankReport(self.rank, DIED, ended_at=time.time())
         # It was seen alive last before the signal, or just after.
         was_asked = self.lived_at - self.asked_at <= _END_SIGNAL_S
@@ -128,18 +132,17 @@ class _Rank:
 
 
 class LocalRanks:
-    """All ranks of this node, and in which order they end.
+    """All ranks of this node, and the order in which they end.
 
-    The death of one rank has its launcher kill all others within a millisecond, but what happens
-    becomes ready in an epoll instance one after the other, however late that is looked at. A
-    process gives back its files before it counts as ended, and launchers notice by that; so the
-    pipe through which it speaks tells, too.
+    When one rank dies, its launcher kills all others within a millisecond. An epoll instance keeps
+    the order of these events, however late it is read. A process closes its files before it counts
+    as ended, and launchers notice that, so the rank's pipe is watched besides its pidfd.
 
     Args:
-        ranks: of each its ``rank``, ``pid``, when that ``started``, and the paths of the memory
-            with what it does (``board``) and of the pipe through which it speaks (``words``).
-        launched: whether a job script started the ranks, so that their launcher must stay.
-        script: the job script's process, if it runs on this machine and must stay; else 0.
+        ranks: for each its ``rank``, its ``pid``, when that ``started``, and the paths of its board
+            (``board``) and of the pipe to which it writes (``words``).
+        launched: whether a job script started the ranks, so that their launcher must live.
+        script: pid of the job script, if it runs on this machine and must live; else 0.
 
     Raises:
         OSError: the memory or the pipe of a rank cannot be opened.
@@ -149,26 +152,25 @@ class LocalRanks:
         self._ranks = [_Rank(**rank) for rank in ranks]
         self._launched, self._needs_script = launched, bool(script and launched)
         self._script = process_state(script) if self._needs_script else None
-        self._memory_kills = deque([(0.0, _count_memory_kills())])
+        self._memory_kills, self._memory_kill_at = _count_memory_kills(), float("-inf")
         self._epoll = select.epoll()
         self._rank_of: dict[int, int] = {}
         self._ended: list[int] = []
         for rank in self._ranks:
-            self._epoll.register(rank.words, 0)  # its end is told without being asked for
+            self._epoll.register(rank.words, 0)  # epoll reports its end unasked
             self._rank_of[rank.words] = rank.rank
             if rank.handle is not None:
                 self._epoll.register(rank.handle, select.EPOLLIN)
                 self._rank_of[rank.handle] = rank.rank
 
     def look(self, now: float) -> tuple[RankReport, ...]:
-        """How they are.
+        """A report of each rank.
 
         Args:
-            now: of the watcher's clock, in seconds.
+            now: time of the watcher's clock, in seconds.
         """
-        self._memory_kills.append((now, _count_memory_kills()))
-        while now - self._memory_kills[1][0] > _MEMORY_S:
-            self._memory_kills.popleft()
+        if (kills := _count_memory_kills()) > self._memory_kills:
+            self._memory_kills, self._memory_kill_at = kills, now
         script_gone = self._needs_script and not _lives(self._script)
         return tuple(self._look_at(rank, now, script_gone) for rank in self._ranks)
 
@@ -190,7 +192,7 @@ class LocalRanks:
         if rank.death is None and (gone or rank.has_ended):
             ended = self._ended
             order = ended.index(rank.rank) if rank.rank in ended else len(ended)
-            memory_kill = self._memory_kills[-1][1] > self._memory_kills[0][1]
+            memory_kill = now - self._memory_kill_at <= _MEMORY_S
             rank.death = rank.explain_death(gone, memory_kill=memory_kill)._replace(order=order)
         if BYE in rank.heard:
             state = LEFT
@@ -206,7 +208,7 @@ class LocalRanks:
         return RankReport(rank.rank, state, now - rank.moved_at, activity)
 
     def wait(self, seconds: float) -> None:
-        """Until a rank ends, or for so long."""
+        """Wait until a rank ends, at most so many seconds."""
         if not self._rank_of:
             time.sleep(seconds)
             return
@@ -218,16 +220,16 @@ class LocalRanks:
 
     @property
     def are_ending(self) -> bool:
-        """Whether one is about to end."""
+        """Whether a rank has ended and was not reported yet."""
         return any(rank.rank in self._ended and not rank.is_gone for rank in self._ranks)
 
     @property
     def are_gone(self) -> bool:
-        """Whether all have ended, or are about to as they should."""
+        """Whether all have ended, or are about to end without a failure."""
         return all(rank.is_gone for rank in self._ranks)
 
     def kill(self) -> None:
-        """SIGKILL to all that are left, which ends stopped processes too; only ever to these."""
+        """Send SIGKILL to the ranks that are left; it ends stopped processes, too."""
         for rank in self._ranks:
             with suppress(OSError):
                 if process_state(rank.pid, rank.started) is None:
@@ -238,7 +240,7 @@ class LocalRanks:
                     os.kill(rank.pid, signal.SIGKILL)
 
     def clean_up(self) -> None:
-        """Remove the shared memory that MPI leaves of ranks that were killed."""
+        """Remove the shared memory that killed ranks have left."""
         for path in {path for r in self._ranks if BYE not in r.heard for path in r.shared}:
             with suppress(OSError):
                 os.unlink(path)  # noqa: PTH108
@@ -274,7 +276,7 @@ def _lives(process: ProcessState | None) -> bool:
 
 
 def _count_memory_kills() -> int:
-    """How many processes of this machine the kernel has killed for lack of memory; 0 if unknown."""
+    """How many processes of this machine the kernel has killed for lack of memory."""
     with suppress(OSError, ValueError):
         for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
             if line.startswith("oom_kill "):
@@ -283,7 +285,7 @@ def _count_memory_kills() -> int:
 
 
 def shared_files(pid: int) -> set[str]:
-    """The files by which the MPI of a process shares memory with others of its node."""
+    """The files by which the MPI library of a process shares memory with others of its node."""
     try:
         text = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
     except OSError:

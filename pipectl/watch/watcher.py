@@ -31,32 +31,31 @@ from pipectl.watch.judge import (
 from pipectl.watch.rank import DIED, FAILED, FAILS, LEFT, LocalRanks, RankReport
 
 _TO_ALL = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Batch systems send these to all processes of a job; how ranks take them is to be seen."""
+"""Signals that batch systems send to all processes of a job; the watcher outlives them."""
 _LOG = 2
 _TICK_S, _SHORT_TICK_S = 1.0, 0.1
 _GRACE_S = 5.0
-"""For launchers, which end all ranks when one has died."""
+"""Time for launchers, which end all ranks when one has died."""
 _LEAVE_S = 7.0
-"""After which the first node's watcher ends, though others may have been lost."""
+"""The first node's watcher ends so long after the kill, even if other nodes have not reported."""
 _UNHEARD_S = 5.0
-"""After which, or three intervals, the first node's watcher counts as gone."""
+"""Without news for so long, and three intervals, the first node's watcher counts as gone."""
 _WITHOUT_FIRST = 2.0
-"""Times the limit that ranks may be missed if the first node's watcher is gone."""
+"""Factor of the limit if the first node's watcher is gone."""
 _NEVER = float("-inf")
 
 
 class Settings(NamedTuple):
-    """What the node's first rank says to its watcher.
+    """What the node's first rank passes to its watcher.
 
     Args:
-        name: of the node.
-        node: its number, of so many ``nodes``.
-        size: ranks of the whole run.
-        ranks: of this node, see :class:`LocalRanks`; so are ``launched`` and ``script``.
-        folder: of the watchers' files; once it is gone, the ranks have been started again.
+        name: name of the node.
+        node: its number; there are ``nodes``.
+        size: number of ranks of the run.
+        ranks: the ranks of this node; see :class:`LocalRanks`, also for ``launched``, ``script``.
+        folder: of the watchers' files; it goes when the ranks are started again.
         errors: folder of error reports.
-        min_s: how long a rank may be missed, however short the steps are.
-        predicted_s: a step, as the plan has it.
+        min_s, predicted_s: see :func:`pipectl.watch.judge.limit_s`.
     """
 
     name: str
@@ -97,7 +96,7 @@ class Watcher:
         self._warned_s = 0.0
 
     def watch(self) -> None:
-        """Until all ranks of the node have ended, and there is nothing left to report."""
+        """Watch until all ranks of the node have ended and nothing is left to report."""
         before = time.monotonic()
         while not self._turn():
             wait_s = _SHORT_TICK_S if self._is_ending() else _TICK_S
@@ -109,7 +108,7 @@ class Watcher:
         self._ranks.clean_up()
 
     def _turn(self) -> bool:
-        """Look around and act; whether all is over."""
+        """Look at ranks and files, decide, act and write; whether all is over."""
         settings, now = self._settings, self._now
         self._own = self._own._replace(ranks=self._ranks.look(now))
         self._take(settings.node, self._own)
@@ -139,11 +138,11 @@ class Watcher:
         return self._ranks.are_ending or self._is_decided or self._ended_at is not None
 
     def _is_replaced(self) -> bool:
-        """Whether the ranks have been started again, so that nothing here is of interest."""
+        """Whether the ranks have been started again, so that this watcher is of no use."""
         return self._has_folder and not self._folder.is_dir()
 
     def _take(self, number: int, report: NodeReport) -> None:
-        """Take note of how a node is; the first end of a rank counts for all that follows."""
+        """Keep the report of a node, and when the first rank ended."""
         self._heard[number] = report, self._now
         concerns = self._is_first or number == self._settings.node
         ended = {rank.state for rank in report.ranks} & {FAILS, FAILED, DIED}
@@ -152,7 +151,7 @@ class Watcher:
             self._read_at = _NEVER  # what others say from now on, they say after it
 
     def _read_files(self) -> None:
-        """What the watchers of other nodes say."""
+        """Read the reports of other nodes."""
         pause_s = self._interval_s * (_SHORT_TICK_S if self._is_ending() else 1.0)
         if self._now - self._read_at >= 0.9 * pause_s:
             self._read_at = self._now
@@ -161,7 +160,7 @@ class Watcher:
                     self._take(number, report)
 
     def _known(self) -> list[NodeReport]:
-        """All nodes, as they are by now; time in which none could move on does not count."""
+        """The reports of all nodes with their age, without the time in which all were suspended."""
         known = []
         for _, (node, heard_at) in sorted(self._heard.items()):
             silent_s = self._now - heard_at
@@ -171,7 +170,7 @@ class Watcher:
         return known
 
     def _decide(self) -> None:
-        """Whether the run can go on: the first node's watcher decides, or if it is gone, this."""
+        """Decide if the run can go on; only the first node's watcher does, unless it is gone."""
         settings, now = self._settings, self._now
         first, first_heard_at = self._heard.get(0, (NodeReport(), 0.0))
         ends = self._own.ends or first.ends
@@ -200,7 +199,7 @@ class Watcher:
             self._warn(*describe_stall(nodes, limit))
 
     def _warn(self, still_s: float, words: str) -> None:
-        """Say who waits for whom if no rank moves on; once, then ever more rarely."""
+        """Log who waits for whom if no rank moves on: once, then after twice the time."""
         if not still_s:
             self._warned_s = 0.0
             self._own = self._own._replace(stalled="")
@@ -210,7 +209,7 @@ class Watcher:
             write_log(_LOG, f"pipectl: {printable(words)}\n")
 
     def _report(self, node: NodeReport, rank: RankReport) -> None:
-        """Write the error file, as ranks do that fail, and the same into the log."""
+        """Write the error file of a lost rank, and the same text to the log."""
         activity = rank.activity
         document = {
             "version": 1,
