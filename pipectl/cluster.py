@@ -84,7 +84,7 @@ class Node:
 
     @staticmethod
     def complete_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """With what a file may leave out."""
+        """The fields, with defaults for what a file may leave out."""
         return {"cores": fields.get("ranks"), **fields}
 
 
@@ -125,7 +125,7 @@ class Cluster:
 
     @cached_property
     def _peaks(self) -> tuple[float, ...] | None:
-        """Of a rank of every node."""
+        """Peak of a rank, per node."""
         known = [node.device.peak_flops_per_s for node in self.nodes]
         peaks = tuple(peak for peak in known if peak is not None)
         return peaks if len(peaks) == len(known) else None

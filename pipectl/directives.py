@@ -9,8 +9,8 @@ from itertools import chain
 from typing import NamedTuple
 
 Value = str | bool | tuple[str, ...]
-"""Of an option: text; true for an option without a value; false for an option that is not written;
-or several texts for an option that is written several times."""
+"""Value of an option: a text; true for an option without a value; false for an option that is not
+written; several texts for an option that is written several times."""
 
 RESOURCES = re.compile(r"[A-Za-z0-9_=:.,+*~/@-]*")
 """What may stand in ``-l`` of qsub, where nothing is quoted."""

@@ -84,7 +84,7 @@ def with_details(error: BaseException, file: Path | None) -> BaseException:
 
 
 def with_file(error: BaseException, file: Path | None = None) -> BaseException:
-    """The same; the details are written now, for their owner alone.
+    """See :func:`with_details`; writes the details to a file that only its owner can read.
 
     Args:
         file: None for a new one among the system's temporary files.

@@ -29,7 +29,7 @@ T = TypeVar("T")
 Convert = Callable[[Any], Any]
 LARGEST = 2**63 - 1
 MAX_BYTES = 2**50
-"""Of one thing; sums over thousands still fit into eight bytes."""
+"""Bytes of one object; a sum over thousands still fits into eight bytes."""
 
 
 class FieldError(ValueError):
@@ -112,7 +112,7 @@ def _converter(hint: Any) -> Convert:
 
 
 def _fields_of(kind: Any) -> list[tuple[str, str, bool, Convert]]:
-    """Of every field its name, its key in the file, whether it is needed, and its converter."""
+    """For every field: its name, its key in the file, whether it is required, and its converter."""
     hints = typing.get_type_hints(kind, include_extras=True)
     if is_dataclass(kind):
         keys = {each.name: each.metadata.get("key", each.name) for each in fields(kind)}
@@ -127,7 +127,7 @@ def _fields_of(kind: Any) -> list[tuple[str, str, bool, Convert]]:
 
 @cache
 def _written_fields(kind: Any) -> list[tuple[str, str, bool]]:
-    """Of every field its name, its key in the file, and whether it is written when empty."""
+    """For every field: its name, its key in the file, and whether it is written when empty."""
     return [
         (
             each.name,

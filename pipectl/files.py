@@ -19,12 +19,12 @@ from pipectl.access import (
 from pipectl.errors import DataFileError, UsageError
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-"""In JSON, a part of a character; half of one cannot be written again."""
+"""Half of a character in JSON, which cannot be written again."""
 
 RUNS_VARIABLE = "PIPECTL_RUNS"
 """Variable of the environment: the directory of the runs, unless a job or an option names one."""
 MAX_BYTES = 2**28
-"""Of a data file; others may have written it."""
+"""Limit for a data file, which another user may have written."""
 _STREAMS = (Path("/dev/fd"), Path("/proc/self/fd"))
 
 

@@ -136,5 +136,5 @@ def _is_sound(event: Event, ranks: int) -> bool:
 
 
 def _row(event: Event) -> str:
-    """To the nanosecond."""
+    """One line of the file; times are rounded to nanoseconds."""
     return '[%d, %.9f, %.9f, "%s", %d, %d, %d]' % event  # noqa: UP031 - much the fastest

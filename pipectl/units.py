@@ -72,7 +72,7 @@ def parse_duration(text: str) -> int:
 
 
 def parse_walltime(text: str) -> int:
-    """The same, but a number without a unit is minutes, as for ``sbatch --time``.
+    """As :func:`parse_duration`, but a number without a unit is minutes, as for ``sbatch --time``.
 
     Raises:
         ValueError: the text is no duration.

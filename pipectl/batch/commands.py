@@ -16,7 +16,7 @@ from pipectl.files import make_private_directory
 from pipectl.units import parse_duration
 
 QUEUES_TIMEOUT_S = 20.0
-"""For questions about partitions and queues, which somebody waits for."""
+"""Time limit of questions about partitions and queues: a user waits for the answer."""
 
 
 class CommandLineScheduler(Scheduler):

@@ -84,7 +84,7 @@ _SRUN_BINDING = {"none": (), "cores": ("--cpu-bind=cores",), "numa": ("--cpu-bin
 _PMIS = {"open mpi": ("pmix",), "cray mpich": ("cray_shasta", "pmi2")}
 """Kinds of PMI that an MPI library speaks, the best first, by parts of its version."""
 _USUAL_PMI = "pmi2"
-"""Of MPICH and its relatives."""
+"""The kind of MPICH and MPIs derived from it."""
 
 
 def launch_command(request: JobRequest, scheduler: str) -> tuple[str, ...]:

@@ -20,9 +20,9 @@ from pipectl.files import make_private_directory
 
 
 class _Process(NamedTuple):
-    """A process for good: pid, start in ticks since boot, host; written ``pid.start@host``.
+    """Names a process for ever by pid, start in ticks since boot and host: ``pid.start@host``.
 
-    ``pid.start[2]@host`` is a job that waits until this process starts it, and is another then.
+    ``pid.start[2]@host`` is a job that waits until this process starts it; then it gets its own id.
     """
 
     pid: int
@@ -131,7 +131,7 @@ class LocalScheduler(Scheduler):
 
 
 def _status(job_id: str) -> JobStatus:
-    """Of one job; another one's damaged record must not hide it."""
+    """The state of one job; a damaged id must not hide other jobs."""
     try:
         job = _Process.parse(job_id)
     except SchedulerError as error:

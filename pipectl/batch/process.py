@@ -44,7 +44,7 @@ class Completed:
 
 @contextmanager
 def patience(seconds: float) -> Iterator[None]:
-    """Within, no command of :func:`run` is waited for longer than this."""
+    """Limit the time that :func:`run` waits for a command."""
     before = _patience_s.set(seconds)
     try:
         yield
@@ -133,7 +133,7 @@ def wait_for_any() -> int | None:
 def start_time(pid: int) -> int | None:
     """When a process started, in clock ticks since boot; None when it is gone or a zombie.
 
-    Together with the pid this names a process for good: a reused pid has another start.
+    Together with the pid this names a process for ever: a reused pid has another start.
     """
     state = process_state(pid)
     return None if state is None else state.started

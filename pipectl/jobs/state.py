@@ -25,8 +25,8 @@ from pipectl.runs.readers import (
     FirstFailure,
     Measured,
     find_first_failure,
+    read_heartbeat,
     read_measured,
-    sound_heartbeat,
 )
 
 _SHORT_PATIENCE_S = 10.0
@@ -230,7 +230,7 @@ class Poller:
                 records, answers = newer, self._ask(list(newer.values()))
         statuses = []
         for run in runs:
-            heartbeat = sound_heartbeat(run)  # after the question, as all files
+            heartbeat = read_heartbeat(run)  # after the question, as all files
             record = records.get(run)
             measured = read_measured(run, record)
             answer = answers.get(record.scheduler if record else "", Answer({}))

@@ -71,12 +71,12 @@ _MADE_BY = {
 _READ_BY = {**_MADE_BY, TransferKind.SAVED: ("backward",)}
 
 _MIN_DIFFERENCE = 0.02
-"""Of the step: a difference that is worth a word."""
+"""Share of the step from which on a difference is worth a word."""
 _MAX_RATIO = 100
-"""Times the prediction, from which on the ratio says nothing."""
+"""Ratio to the prediction from which on it says nothing."""
 _MIN_SHARE = 0.005
 _MIN_CAUSE = 0.2
-"""Of the step: what else limits the speed, and is worth a word."""
+"""Share of the step from which on another limit of the speed is worth a word."""
 _EVEN = 0.9
 
 
@@ -93,11 +93,11 @@ class Both(NamedTuple):
 
     @property
     def more_s(self) -> float:
-        """By how much the measured one is longer."""
+        """Measured minus predicted."""
         return self.measured_s - self.predicted_s
 
     def to_json(self) -> dict[str, Any]:
-        """For programs."""
+        """The JSON object."""
         return {**self._asdict(), "ratio": self.ratio}
 
 
@@ -154,7 +154,7 @@ class Comparison:
         return {name: both.more_s for name, both in self.critical.items()}
 
     def to_json(self) -> dict[str, Any]:
-        """For programs."""
+        """The JSON object."""
         return {
             "step": self.step,
             **self.time.to_json(),
@@ -358,10 +358,10 @@ class Computed:
 def _find_send_times(
     timeline: Timeline, channels: Sequence[Channel]
 ) -> dict[tuple[int, int], float]:
-    """When each message (channel, micro-batch) that a rank waited for was sent, if it is known.
+    """When each message (channel, micro-batch) that a rank waited for was sent, if that is known.
 
-    Simulated timelines hold no starts; there it is the end of what made the message. Weights are
-    those of the step before.
+    Simulated timelines hold no starts of sends; there it is the end of the computation that made
+    the message. Weights come from the step before.
     """
     started = {(e.channel, e.micro_batch): e for e in timeline.events if e.kind == "send_start"}
     computed = Computed(timeline)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pipectl.report import render
 from pipectl.report.charts import linear_ticks
@@ -41,11 +41,11 @@ LOOKS = {
     "update": Look("U", "#82b366", "optimizer step"),
     "evaluate": Look("E", "#aab7b8", "evaluation"),
 }
-"""Of all kinds that are drawn."""
+"""The kinds of actions that are drawn."""
 IDLE = "idle"
 _MAX_TEXT_ROWS = 32
 _MIN_COLUMNS = 2
-"""Of a block on average; with less, the small ones would push the others away."""
+"""Least mean width of blocks; with less, small blocks would push others away."""
 _MAX_ROWS, _MAX_BARS = 64, 20_000
 """A picture that a browser still shows at once."""
 _LEFT, _WIDTH, _RIGHT = 64, 872, 24
@@ -71,7 +71,7 @@ class Row(NamedTuple):
 
 
 def shown_ranks(ranks: int, max_ranks: int) -> Sequence[int]:
-    """All ranks, or at most so many of them, evenly spread from the first to the last."""
+    """At most ``max_ranks`` ranks, spread evenly from the first to the last."""
     if ranks <= max_ranks:
         return range(ranks)
     return sorted({round(row * (ranks - 1) / (max_ranks - 1)) for row in range(max_ranks)})
@@ -220,18 +220,8 @@ def gantt_svg(timelines: Timeline | Mapping[str, Timeline], title: str, *notes: 
     )
 
 
-class _Bar(NamedTuple):
+def _bar(event: Event, scale: float) -> dict[str, Any]:
     """A rectangle in pixels, and its text."""
-
-    kind: str
-    x: float
-    width: float
-    label: str
-    fits: bool
-    about: str
-
-
-def _bar(event: Event, scale: float) -> _Bar:
     width = round(max(0.5, (event.end_s - event.start_s) * scale - 0.5), 2)
     label = str(event.micro_batch) if event.micro_batch >= 0 else ""
     about = f"rank {event.rank}: {LOOKS[event.kind].name}"
@@ -240,5 +230,11 @@ def _bar(event: Event, scale: float) -> _Bar:
     if label:
         about += f", micro-batch {label}"
     about += f", from {format_time(event.start_s)} on, {format_time(event.end_s - event.start_s)}"
-    fits = width >= _DIGIT_WIDTH * len(label) + 2
-    return _Bar(event.kind, round(event.start_s * scale, 2), width, label, fits, about)
+    return {
+        "kind": event.kind,
+        "x": round(event.start_s * scale, 2),
+        "width": width,
+        "label": label,
+        "fits": width >= _DIGIT_WIDTH * len(label) + 2,
+        "about": about,
+    }

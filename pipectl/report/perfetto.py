@@ -2,8 +2,8 @@
 
 A node is a process and a rank a track of it, with what the rank does one after the other; further
 tracks hold the messages it sends, from their start until either end saw that they were over, and
-arrows lead from what made a message to what it is for. Several timelines, such as the predicted and
-the measured one, stand below each other as processes of their own.
+arrows lead from the action that made a message to the one that uses it. Several timelines, such as
+the predicted and the measured one, stand below each other as processes of their own.
 
 Format: "Trace Event Format" (Google, 2016), its JSON object form; times in microseconds.
 """
@@ -89,7 +89,7 @@ def _action(event: Event, plan: Plan, place: Place) -> Entry:
 
 
 def _about(event: Event, plan: Plan) -> Entry:
-    """Of a message; of a split micro-batch, the bytes are at most so many."""
+    """What is known of a message; for a split micro-batch, its bytes are an upper bound."""
     if not 0 <= event.channel < len(channels(plan)):
         return {}
     channel, shares = channels(plan)[event.channel], plan.micro_batch_shares
@@ -133,7 +133,7 @@ def _messages(
 def _arrows(
     timeline: Timeline, plan: Plan, places: Mapping[int, Place], numbers: Iterator[int]
 ) -> Iterator[Entry]:
-    """From what made a message to what it is for."""
+    """Arrows from the action that made a message to the action that uses it."""
     computed = Computed(timeline)
     outgoing = defaultdict(list)
     for channel in channels(plan):

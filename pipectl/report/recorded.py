@@ -17,9 +17,9 @@ from pipectl.schedule.measured_rows import Steps, row_times_of
 from pipectl.timeline import Timeline
 
 _MAX_EVENTS = 20_000
-"""Of a step that `status` compares, so that it answers at once."""
+"""`status` compares steps with at most so many events, so that it answers at once."""
 _MAX_STEPS = 20
-"""Of those that correct a profile: the last count."""
+"""The last recorded steps correct a profile, at most so many."""
 _FIRST_STEPS = 3
 """Slower than others, and left out if there are others."""
 _PHASES = ({"forward", "recompute"}, {"backward", "backward_input", "backward_weight"})

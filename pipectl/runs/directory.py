@@ -19,7 +19,7 @@ from pipectl.fields import read_fields
 from pipectl.files import make_private_directory, read_json, write_json
 
 RUN_NAME = re.compile(r"[0-9]{8}-[0-9]{6}-[A-Za-z0-9._-]+")
-"""In full: shells complete such names, so that nothing in them may mean anything to a shell."""
+"""Name of a run directory; shells complete it, so it holds nothing with a meaning for a shell."""
 ATTEMPT = "PIPECTL_ATTEMPT"
 """Variable of the environment: which start of the job this is, from 1."""
 SCRIPT = "PIPECTL_SCRIPT"
@@ -139,7 +139,7 @@ class RunDirectory(Directory):
         return self.errors / f"rank-{rank:04d}.json"
 
     def errors_before(self, starts: int) -> Path:
-        """What was reported by the last of so many starts of the job."""
+        """Reports of start number ``starts`` of the job."""
         return self.errors / f"attempt-{starts}"
 
     def measured_of(self, step: int) -> Path:
@@ -147,7 +147,7 @@ class RunDirectory(Directory):
         return self.trace / f"step-{step:06d}.json"
 
     def trace_before(self, starts: int) -> Path:
-        """Timelines of steps under an earlier plan, after so many starts of the job."""
+        """Timelines of steps under an earlier plan, up to start number ``starts`` of the job."""
         return self.trace / f"attempt-{starts}"
 
 
@@ -304,7 +304,7 @@ def _remove(directories: Sequence[Path]) -> None:
 
 @contextmanager
 def locked(directory: Directory, *, wait: bool = True) -> Iterator[bool]:
-    """Within, no other command holds the run; the system frees it with the process that held it.
+    """Keep other commands from holding the run; the system frees it when this process ends.
 
     On a file system without locks, or if the directory cannot be written, nobody is kept out: files
     are still written whole.

@@ -15,7 +15,7 @@ _LABEL = re.compile(rb"\[(0|[1-9][0-9]{0,8})\] ")
 _OF_RANK = re.compile(r"rank-([0-9]{1,9})\.log")
 _CHUNK = 1 << 20
 _MAX_LINE = 1 << 16
-"""Bytes of a line; what is longer is broken."""
+"""Bytes of a line; a longer one is broken."""
 
 
 class Line(NamedTuple):
@@ -71,7 +71,7 @@ class Log:
             self._rest = b""
 
     def _line(self, text: bytes) -> Line:
-        """Of what a carriage return has overwritten, the last remains, as on a terminal."""
+        """The line without what a carriage return has overwritten, as on a terminal."""
         rank, head = self._rank, b"" if self._rank is None else b"[%d] " % self._rank
         if self._is_labelled and (label := _LABEL.match(text)) is not None:
             rank, head, text = int(label[1]), label[0], text[label.end() :]
@@ -92,7 +92,7 @@ class Logs:
         return sum(log.offset for log in self._logs.values())
 
     def read_lines(self, *, to_the_end: bool = False) -> Iterator[Line]:
-        """As of one :class:`Log`, of each."""
+        """See :meth:`Log.read_lines`, for each log."""
         for path in (*self._run.rank_logs(), self._run.job_log):
             log = self._logs.setdefault(path, Log(path))
             yield from log.read_lines(to_the_end=to_the_end)

@@ -65,7 +65,7 @@ class Shard:
 
 
 class LossScaleState(NamedTuple):
-    """Of float16: the scale, and how many steps it has been good for."""
+    """The loss scale of float16, and the number of steps without an overflow since it changed."""
 
     scale: float
     steps_since: int

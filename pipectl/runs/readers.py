@@ -29,7 +29,7 @@ from pipectl.watch.files import node_path
 
 HEARTBEAT_VERSION = 1
 _EDGE = 1 << 13
-"""Bytes at either end of a long file of metrics: some 40 lines."""
+"""Bytes read at either end of a long file of metrics: about 40 lines."""
 _MAX_BYTES, _MAX_REPORT_BYTES, _MAX_DIGITS = 2**28, 2**24, 100
 _ATTEMPT, _NOT_FINITE = re.compile(rb'"attempt": (\d+)'), re.compile(rb'"not_finite"')
 _CURE = "the running job writes it again within seconds"
@@ -68,18 +68,9 @@ def beat(
     write_json(run.heartbeat, document)
 
 
-def read_heartbeat(run: RunDirectory) -> dict[str, Any] | None:
-    """The last heartbeat; None before the first.
-
-    Raises:
-        DataFileError: the file is damaged.
-    """
-    try:
-        return _sound(read_json(run.heartbeat, cure=_CURE, limit=_MAX_REPORT_BYTES))
-    except DataFileError:
-        if not run.heartbeat.exists():
-            return None
-        raise
+def read_heartbeat(run: RunDirectory) -> dict[str, Any]:
+    """The last heartbeat; empty before the first, or if it is damaged."""
+    return read_report(run.heartbeat) or {}
 
 
 def read_metrics(run: RunDirectory) -> list[dict[str, Any]]:
@@ -88,9 +79,9 @@ def read_metrics(run: RunDirectory) -> list[dict[str, Any]]:
 
 
 def read_figures(run: RunDirectory) -> list[dict[str, Any]]:
-    """As :func:`read_metrics`, of long runs only the first and last lines, and those that are rare.
+    """As :func:`read_metrics`, but of long runs only the first, the last and the rare lines.
 
-    What is rare is what was not finite, an attempt's first line, and the last evaluation.
+    Rare are lines on what was not finite, the first line of an attempt, and the last evaluation.
     """
     text = _read_metrics(run)
     if len(text) > 2 * _EDGE:
@@ -134,7 +125,7 @@ def read_errors(run: RunDirectory) -> list[dict[str, Any]]:
 
 
 def read_report(path: Path) -> dict[str, Any] | None:
-    """One report of a failure or of a watcher; None if there is none, or it is damaged."""
+    """A heartbeat, or a report of a failure or a watcher; None if it is missing or damaged."""
     try:
         return _sound(read_json(path, cure=_CURE, limit=_MAX_REPORT_BYTES))
     except DataFileError:
@@ -243,7 +234,7 @@ def read_measured(run: RunDirectory, record: Record | None) -> Measured:
     """What a run has done so far; the steps of one that only measures are percent."""
     if record is None or record.kind != PROFILING:
         return sum_up(read_figures(run))
-    return Measured(step=sound_heartbeat(run).get("step") or 0, steps=record.steps)
+    return Measured(step=read_heartbeat(run).get("step") or 0, steps=record.steps)
 
 
 @dataclass(frozen=True)
@@ -286,13 +277,6 @@ def find_first_failure(run: RunDirectory) -> FirstFailure | None:
         exit_code=code if code is not None and 0 < code < 128 else 1,
         others=len(reports) - 1,
     )
-
-
-def sound_heartbeat(run: RunDirectory) -> Mapping[str, Any]:
-    """The last heartbeat; empty if there is none, or it is damaged."""
-    with suppress(DataFileError):
-        return read_heartbeat(run) or {}
-    return {}
 
 
 def _read_number(path: Path) -> int | None:

@@ -61,7 +61,7 @@ _EXPLANATIONS = (
         "text that starts with * or & must be in quotes",
     ),
 )
-"""By what PyYAML says, if that is hard to understand."""
+"""Explanations by PyYAML's message, for messages that are hard to understand."""
 
 
 class Place(NamedTuple):

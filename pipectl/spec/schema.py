@@ -20,13 +20,13 @@ Schema = dict[str, Any]
 
 
 class _Generator(GenerateJsonSchema):
-    """Without titles that only repeat names; null stands for the default in every section."""
+    """Leaves out titles that only repeat names; in every section null stands for the default."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:  # noqa: ARG002
         return False
 
     def model_schema(self, schema: Any) -> Schema:
-        """Of a section; defaults are shown as people write them."""
+        """The schema of a section, with defaults as people write them."""
         section = super().model_schema(schema)
         section.pop("title", None)
         model = schema["cls"]

@@ -136,7 +136,7 @@ def _fault(name: str, value: YamlNode, message: str) -> Problem:
 
 
 def _key_faults(together: _Run) -> Iterator[Problem]:
-    """Of keys that are set together, those that no sweep can set."""
+    """Faults of keys that are set together: those that no sweep can set."""
     for key, value in together.items():
         around = next((other for other in together if other != key and is_within(key, other)), None)
         fault = fault_of_former_key(key.split("."))

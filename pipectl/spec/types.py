@@ -29,14 +29,14 @@ from pipectl.units import format_clock, is_name, parse_bytes, parse_duration, pa
 
 VERSION = 1
 SCHEDULE_SUFFIX = ".csv"
-"""Of the file of a user's own schedule."""
+"""Suffix of the file of a user's own schedule."""
 
 _MAX = 2**63 - 1
 _REFERENCE = "./file.py:name or package.module:name"
 _CHECK_MESSAGES = "PIPECTL_CHECK_MESSAGES"
 _READONLY = ("BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID")
 _SCALAR = ["string", "number", "boolean"]
-"""Of a field of text: what is read as it is written, with or without quotes."""
+"""JSON types of a field of text, which is read as it is written, with or without quotes."""
 
 
 class Section(BaseModel):
@@ -173,7 +173,7 @@ Version = Annotated[int, BeforeValidator(check_version), WithJsonSchema({"const"
 _YAML, _MAPPING = BeforeValidator(resolve), BeforeValidator(drop_nulls)
 _NOT_NULL = BeforeValidator(lambda value: None if is_null(value) else value)
 Value = Annotated[Any, _YAML]
-"""Of any type that YAML knows."""
+"""A value of any type of YAML."""
 Keywords = dict[str, Value]
 Grid = Annotated[dict[str, tuple[Value, ...]], _MAPPING]
 Count = Annotated[int, Field(strict=True, ge=1, le=_MAX), BeforeValidator(_whole)]

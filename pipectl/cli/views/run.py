@@ -23,7 +23,7 @@ from pipectl.runs import (
     read_metrics,
     step_of,
 )
-from pipectl.runs.readers import sound_heartbeat
+from pipectl.runs.readers import read_heartbeat
 from pipectl.units import format_bytes, format_time, plural
 
 _STYLES = {
@@ -419,7 +419,7 @@ def ranks_table(status: RunStatus, max_rows: int | None = None, width: int | Non
     heads = ("rank", "node", "stage", "busy", "waits", "computes per step", "memory", "predicted")
     optional = ("predicted", "computes per step", "busy", "stage", "waits", "memory", "node")
     drawn = table(heads, rows, left=heads[1:4], optional=optional, width=width)
-    if sent := sound_heartbeat(status.run).get("messages"):
+    if sent := read_heartbeat(status.run).get("messages"):
         how = f"messages: {sent.get('route')}; progress: {sent.get('progress')}"
         drawn.caption = plain(f"{how} ({sent.get('why')})", "dim")
         drawn.caption_justify = "left"
