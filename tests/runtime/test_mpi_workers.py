@@ -65,7 +65,6 @@ def test_weights_of_micro_batches_are_the_same_on_one_and_two_ranks(
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     beat = read_heartbeat(two)
-    assert beat is not None
     assert (beat["state"], beat["step"], len(beat["ranks"])) == ("done", 5, 2)
     assert read_errors(two) == []
 
@@ -169,7 +168,6 @@ def test_help_and_checks_are_those_that_the_job_asks_for_and_change_no_bit(
     weights = [checkpoint.load(run.checkpoints / "step-000005") for run in (one, two)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     beat = read_heartbeat(two)
-    assert beat is not None
     found = {key: beat["messages"][key] for key in ("route", "progress", "why")}
     assert found == {"route": "in place", "progress": progress, "why": "set in the job"}
     assert "training begins: 5 steps of 4 samples on 2 ranks\n" in done.stderr
@@ -195,7 +193,6 @@ def test_a_rank_that_fails_in_step_3_ends_all_and_is_named(
 
 def all_end_before(deadline: float, run: RunDirectory) -> bool:
     beat = read_heartbeat(run)
-    assert beat is not None
     pids = [rank["pid"] for rank in beat["ranks"]]
     assert len(pids) == 2
     while any(map(is_alive, pids)) and time.time() < deadline:

@@ -111,7 +111,6 @@ def test_lines_are_added_to_those_of_an_earlier_attempt(run: RunDirectory) -> No
 def test_the_heartbeat_says_who_does_what(run: RunDirectory) -> None:
     writer = telemetry(run)
     beat = read_heartbeat(run)
-    assert beat is not None
     assert (beat["state"], beat["step"], beat["steps"]) == ("training", 0, 3)
     (rank,) = beat["ranks"]
     assert rank["stages"] == [0, 1]

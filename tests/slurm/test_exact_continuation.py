@@ -186,14 +186,12 @@ def signal_script(job: Continued, number: signal.Signals) -> None:
 
 def kill_rank(job: Continued) -> None:
     beat = read_heartbeat(job.run)
-    assert beat is not None
     os.kill(job.random.choice(beat["ranks"])["pid"], signal.SIGKILL)
 
 
 def lose_a_node(job: Continued) -> None:
     """Slurm's daemon there, and all that it has started."""
     beat = read_heartbeat(job.run)
-    assert beat is not None
     assert job.lab is not None
     node = job.random.choice(beat["ranks"])["node"]
     daemon = psutil.Process(int((job.lab / f"slurmd.{node}.pid").read_text()))
