@@ -132,27 +132,25 @@ class Cluster:
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """What of it is assumed, of the parts that are used."""
+        """What is assumed of the parts that are used."""
         if self.assumed:
             return (f"cluster {self.name!r} is assumed, not measured",)
-        assumed = []
-        if self.within_node.assumed and any(node.ranks > 1 for node in self.nodes):
-            assumed.append("the link within a node is assumed, not measured")
-        if self.between_nodes.assumed and len(self.nodes) > 1:
-            assumed.append("the link between nodes is assumed, not measured")
-        if self._has_assumed_switches:
-            assumed.append("the link between switches is assumed, not measured")
-        return tuple(assumed)
+        switches = len({node.switch for node in self.nodes}) > 1
+        links = (
+            ("within a node", self.within_node, any(node.ranks > 1 for node in self.nodes)),
+            ("between nodes", self.between_nodes, len(self.nodes) > 1),
+            ("between switches", self.between_switches, switches),
+        )
+        return tuple(
+            f"the link {name} is assumed, not measured"
+            for name, link, is_used in links
+            if is_used and link is not None and link.assumed
+        )
 
     @property
     def ranks(self) -> int:
         """Number of ranks."""
         return sum(node.ranks for node in self.nodes)
-
-    @property
-    def _has_assumed_switches(self) -> bool:
-        link = self.between_switches
-        return link is not None and link.assumed and len({n.switch for n in self.nodes}) > 1
 
     def link(self, source_rank: int, target_rank: int) -> Link:
         """The link between two ranks, or, for two nodes, that to their switches."""
@@ -174,13 +172,11 @@ class Cluster:
         return min((limit for limit in limits if limit is not None), default=inf)
 
     def with_rows(self, rows: RowTimes | None) -> Cluster:
-        """The cluster with the times of rows that a profile has, where its devices have none."""
+        """The cluster with a profile's times of rows for the devices that have none."""
         if rows is None or all(node.device.rows is not None for node in self.nodes):
             return self
         nodes = tuple(
-            node
-            if node.device.rows is not None
-            else replace(node, device=replace(node.device, rows=rows))
+            replace(node, device=replace(node.device, rows=node.device.rows or rows))
             for node in self.nodes
         )
         return replace(self, nodes=nodes)

@@ -62,9 +62,11 @@ def missing_names(spec: JobSpec) -> Iterator[Finding]:
 
 def _built_in(pipeline: Pipeline) -> Schedule | None:
     """The schedule that a job names; None if it names none, or the user's own."""
+    if pipeline.schedule is None:
+        return None
     from pipectl.schedule import SCHEDULES
 
-    return SCHEDULES.get(pipeline.schedule or "")
+    return SCHEDULES.get(pipeline.schedule)
 
 
 def _check_ranks(pipeline: Pipeline, resources: Resources) -> Iterator[Finding]:
