@@ -155,8 +155,8 @@ def _is_of_one(group: int, user: int) -> bool:
         owner, entry = pwd.getpwuid(user), grp.getgrgid(group)
     except KeyError:
         return False
-    own = owner.pw_gid == group and entry.gr_name == owner.pw_name
-    return own and set(entry.gr_mem) <= {owner.pw_name}
+    is_private = owner.pw_gid == group and entry.gr_name == owner.pw_name
+    return is_private and set(entry.gr_mem) <= {owner.pw_name}
 
 
 def _user(number: int) -> str:

@@ -126,9 +126,9 @@ class Cluster:
     @cached_property
     def _peaks(self) -> tuple[float, ...] | None:
         """Peak of a rank, per node."""
-        known = [node.device.peak_flops_per_s for node in self.nodes]
-        peaks = tuple(peak for peak in known if peak is not None)
-        return peaks if len(peaks) == len(known) else None
+        values = [node.device.peak_flops_per_s for node in self.nodes]
+        peaks = tuple(peak for peak in values if peak is not None)
+        return peaks if len(peaks) == len(values) else None
 
     @property
     def assumptions(self) -> tuple[str, ...]:

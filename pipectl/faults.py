@@ -38,8 +38,8 @@ def is_user_code(filename: str) -> bool:
 
 def user_line(trace: TracebackType | None) -> str:
     """``" (at file.py:12)"`` for the deepest frame outside installed packages, or nothing."""
-    own = [frame for frame in traceback.extract_tb(trace) if is_user_code(frame.filename)]
-    return f" (at {own[-1].filename}:{own[-1].lineno})" if own else ""
+    frames = [frame for frame in traceback.extract_tb(trace) if is_user_code(frame.filename)]
+    return f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 
 
 def is_ours(error: BaseException) -> bool:
@@ -101,15 +101,15 @@ def describe_error(error: BaseException, cure: str | None = None) -> dict[str, A
     Args:
         cure: of one that has none itself.
     """
-    known = error if isinstance(error, PipectlError) else None
+    own_error = error if isinstance(error, PipectlError) else None
     return {
         "host": socket.gethostname(),
         "type": type(error).__name__,
-        "message": known.message if known else str(error) or "no message",
-        "cure": known.cure if known else cure,
+        "message": own_error.message if own_error else str(error) or "no message",
+        "cure": own_error.cure if own_error else cure,
         "traceback": "".join(traceback.format_exception(error)),
         "time": time.time(),
-        "exit_code": known.exit_code if known else 1,
+        "exit_code": own_error.exit_code if own_error else 1,
     }
 
 

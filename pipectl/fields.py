@@ -92,8 +92,8 @@ def _converter(hint: Any) -> Convert:
         return _PLAIN[hint]
     if origin is Annotated:
         rules = [each for each in arguments[1:] if isinstance(each, Rule)]
-        own = [each for each in arguments[1:] if not isinstance(each, Rule)]
-        convert = own[0] if own else _converter(arguments[0])
+        converters = [each for each in arguments[1:] if not isinstance(each, Rule)]
+        convert = converters[0] if converters else _converter(arguments[0])
         return partial(_to_narrowed, convert, rules) if rules else convert
     if origin in (Union, UnionType):
         (present,) = (each for each in arguments if each is not NoneType)

@@ -22,8 +22,8 @@ def first_harmful(text: str) -> str | None:
 
 def printable(text: object) -> str:
     """A text without what a terminal would obey instead of show."""
-    shown = str(text)
-    return shown if shown.isascii() and shown.isprintable() else _HARMFUL.sub("", shown)
+    string = str(text)
+    return string if string.isascii() and string.isprintable() else _HARMFUL.sub("", string)
 
 
 def printable_json(value: Any, indent: int | None = None) -> str:

@@ -35,8 +35,8 @@ def installed_versions() -> str:
     Reads what is installed; imports nothing.
     """
     others = {name: installed_version(name) or "not installed" for name in ("torch", "mpi4py")}
-    known = {"pipectl": __version__, **others, "Python": platform.python_version()}
-    return ", ".join(f"{name} {number}" for name, number in known.items())
+    versions = {"pipectl": __version__, **others, "Python": platform.python_version()}
+    return ", ".join(f"{name} {number}" for name, number in versions.items())
 
 
 def installed_version(package: str) -> str | None:

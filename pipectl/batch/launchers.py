@@ -248,8 +248,8 @@ def _choose_pmi(request: JobRequest) -> MpiChoice:
 
 def list_pmis() -> tuple[str, ...]:
     """Kinds of PMI that ``srun --mpi=list`` names, without versions; empty if it names none."""
-    listed = _output("srun", "--mpi=list") or ""
-    names = re.findall(r"^(?:srun:)?\s*([A-Za-z]\w*)\s*$", listed, flags=re.MULTILINE)
+    output = _output("srun", "--mpi=list") or ""
+    names = re.findall(r"^(?:srun:)?\s*([A-Za-z]\w*)\s*$", output, flags=re.MULTILINE)
     return tuple(dict.fromkeys(names))
 
 

@@ -75,8 +75,8 @@ class PbsScheduler(CommandLineScheduler):
             )
         first = "" if request.name[:1].isalpha() else "j"
         resources = request.resources
-        asked = options_of("l", request.pbs.options.get("l", False))
-        has_place = any(re.search("(?i)(^|,)place=", text or "") for _, text in asked)
+        resource_lists = options_of("l", request.pbs.options.get("l", False))
+        has_place = any(re.search("(?i)(^|,)place=", text or "") for _, text in resource_lists)
         chunk = {  # what it counts is per chunk, and there is one per node
             "ncpus": resources.tasks_per_node * resources.cpus_per_task,
             "mpiprocs": resources.tasks_per_node,
@@ -85,7 +85,7 @@ class PbsScheduler(CommandLineScheduler):
             "mem": request.memory_per_node_mib and f"{request.memory_per_node_mib}mb",
         }
         select = [f"{name}={value}" for name, value in chunk.items() if value]
-        own = [request.pbs.select.lstrip(":")] if request.pbs.select else []
+        extra = [request.pbs.select.lstrip(":")] if request.pbs.select else []
         return render_script(
             "pbs.sh.j2",
             request,
@@ -93,7 +93,7 @@ class PbsScheduler(CommandLineScheduler):
             QSUB,
             # PBS has no field for comments, and names may have more than 200 characters.
             job_name=f"{first}{request.name[:_NAME_LENGTH]}{_suffix(request.tag)}",
-            select=":".join([str(resources.nodes), *select, *own]),
+            select=":".join([str(resources.nodes), *select, *extra]),
             has_place=has_place,
             array_index="PBS_ARRAY_INDEX",
         )
@@ -267,7 +267,7 @@ def parse_queues(queues: str, server: str, nodes: str) -> tuple[Queue, ...]:
         key = f"resources_available.{resource}"
         return min((number_of(host.get(key, "")) for host in hosts), default=0)
 
-    known = [
+    parsed = [
         Queue(
             name,
             default=name == default,
@@ -281,7 +281,7 @@ def parse_queues(queues: str, server: str, nodes: str) -> tuple[Queue, ...]:
         for name, fields in parse_blocks(queues).items()
         if "queue_type" in fields
     ]
-    return tuple(sorted(known, key=lambda queue: not queue.default))
+    return tuple(sorted(parsed, key=lambda queue: not queue.default))
 
 
 def _memory(fields: dict[str, str]) -> int | None:

@@ -202,8 +202,8 @@ class JobRequest:
     @property
     def changes_path(self) -> bool:
         """Whether the job may find other programs on its PATH than `pipectl submit` does."""
-        own = self.environment
-        return bool(own.modules or own.setup or self.template or "PATH" in own.variables)
+        job = self.environment
+        return bool(job.modules or job.setup or self.template or "PATH" in job.variables)
 
     def has_variable(self, *prefixes: str) -> bool:
         """Whether ``environment.variables`` has one whose name begins with one of these."""

@@ -97,8 +97,8 @@ def _complete(listed: JobStatus, evidence: Evidence) -> JobStatus:
         return replace(listed, state=JobState.COMPLETED, reason="", exit_code=0)
     if listed.state is JobState.CANCELLED and code == CHECKPOINTED:
         return replace(listed, reason=_STOPPED, exit_code=code)
-    known = listed.exit_code not in (None, CHECKPOINTED)
-    if not listed.state.final or known or code is None:
+    has_code = listed.exit_code not in (None, CHECKPOINTED)
+    if not listed.state.final or has_code or code is None:
         return listed
     if listed.source == "process" or code == CHECKPOINTED:
         verdict = _from_exit_code(code, evidence.cancelled)

@@ -259,8 +259,8 @@ def parse_state(text: str) -> JobState:
     """
     words = (part.split()[0].rstrip("+") for part in text.split(",") if part.strip())
     states = [_STATES.get(word, JobState.UNKNOWN) for word in words]
-    known = [state for state in states if state is not JobState.UNKNOWN]
-    return min(known, key=lambda state: state.final, default=JobState.UNKNOWN)
+    states = [state for state in states if state is not JobState.UNKNOWN]
+    return min(states, key=lambda state: state.final, default=JobState.UNKNOWN)
 
 
 def _status(

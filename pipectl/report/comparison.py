@@ -284,8 +284,8 @@ def explain(comparison: Comparison) -> list[tuple[str, str]]:
     cause = max(causes_s, key=causes_s.__getitem__)
     what, cause_s = SPENT[cause].cause or SPENT[cause].name, causes_s[cause]
     computes = f"rank {busiest} computes for {format_time(busy_s)} of {format_time(step_s)}"
-    if own := [part for part in comparison.parts if part.rank == busiest]:
-        computes += f", longest in {max(own, key=lambda part: part.time.measured_s)}"
+    if parts := [part for part in comparison.parts if part.rank == busiest]:
+        computes += f", longest in {max(parts, key=lambda part: part.time.measured_s)}"
     is_worth = cause_s > busy_s or cause_s >= _MIN_CAUSE * step_s
     if cause_s > busy_s:
         bottleneck = f"{what}, {format_time(cause_s)}; {computes}"
@@ -303,8 +303,8 @@ def explain(comparison: Comparison) -> list[tuple[str, str]]:
         for name in SPENT
     }
     by_share = sorted((share, name) for name, share in shares.items() if share >= _MIN_SHARE)
-    listed = ", ".join(f"{share:.0%} {SPENT[name].name}" for share, name in reversed(by_share))
-    return [*lines, ("ranks spend", listed), ("difference", _find_largest_difference(comparison))]
+    uses = ", ".join(f"{share:.0%} {SPENT[name].name}" for share, name in reversed(by_share))
+    return [*lines, ("ranks spend", uses), ("difference", _find_largest_difference(comparison))]
 
 
 def _find_largest_difference(comparison: Comparison) -> str:

@@ -118,12 +118,12 @@ def corrected_profile(run: RunDirectory) -> Profile:
     times_s = {
         line["step"]: line["step_time_s"] for line in read_metrics(run) if line.get("step_time_s")
     }
-    known = [(each, times_s[each.step]) for each in recorded if each.step in times_s]
+    pairs = [(each, times_s[each.step]) for each in recorded if each.step in times_s]
     update_s = sum(stage.cost.update_s for stage in plan.stages if 0 in stage.updating_ranks)
-    timed = Steps(sent, [a for a, _ in known], [b for _, b in known], update_s)
+    timed = Steps(sent, [a for a, _ in pairs], [b for _, b in pairs], update_s)
     return replace(
         profile,
-        rows=row_times_of([timed]) if known else profile.rows,
+        rows=row_times_of([timed]) if pairs else profile.rows,
         source=f"{profile.source.split('; corrected')[0]}; corrected by {run.name}",
     )
 
@@ -137,17 +137,19 @@ def _scale_stages(profile: Profile, plan: Plan, steps: list[tuple[Part, ...]]) -
     times = operator_times(profile, plan.micro_batch_size).uncached
     factors: dict[str, list[float]] = {}
     for index, stage in enumerate(plan.stages):
-        own = [times[profile.index_of[node]] for node in stage.nodes if node in profile.by_id]
+        node_times = [
+            times[profile.index_of[node]] for node in stage.nodes if node in profile.by_id
+        ]
         scales = []
         for phase, kinds in enumerate(_PHASES):
             ratios = []
             for parts in steps:
                 pairs = [part.time for part in parts if part.stage == index and part.kind in kinds]
                 predicted_s, measured_s = (sum(pair[i] for pair in pairs) for i in (0, 1))
-                known = predicted_s > 0 and measured_s > 0
-                ratios.append(measured_s / predicted_s if known else 1.0)
+                has_both = predicted_s > 0 and measured_s > 0
+                ratios.append(measured_s / predicted_s if has_both else 1.0)
             whole_s = (stage.cost.forward_s, stage.cost.backward_s)[phase]
-            total_s = sum(each[phase] for each in own)
+            total_s = sum(each[phase] for each in node_times)
             more = (median(ratios) - 1) * whole_s / total_s if total_s > 0 else 0.0
             scales.append(max(0.0, 1 + more))
         factors.update(dict.fromkeys(stage.nodes, scales))

@@ -51,9 +51,9 @@ def find(base: Path, name: str) -> RunDirectory | SweepDirectory:
     matches = _find_all(base, name)
     if len(matches) > 1 and matches[0].name != name:
         more = f"{len(matches) - 5} more, " if len(matches) > 5 else ""
-        listed = ", ".join(run.name for run in matches[-5:])
+        names = ", ".join(run.name for run in matches[-5:])
         raise UnknownRunError(
-            f"{name!r} matches {len(matches)} runs: {more}{listed}",
+            f"{name!r} matches {len(matches)} runs: {more}{names}",
             cure="write the whole name of one, or `last` for the newest run",
         )
     return matches[0]
@@ -126,9 +126,9 @@ def _find_all(base: Path, name: str) -> Sequence[RunDirectory | SweepDirectory]:
     by_job = [each for each in _find_job(runs, name) if each not in others]
     matches = [*parts, *others, *by_job]
     if not matches:
-        known = [part for run in runs for part in (run.name, run.name.split("-", 2)[-1])]
+        names = [part for run in runs for part in (run.name, run.name.split("-", 2)[-1])]
         raise UnknownRunError(
-            f"{base}: no run {name!r}{did_you_mean(name, [*known, 'last'])}",
+            f"{base}: no run {name!r}{did_you_mean(name, [*names, 'last'])}",
             cure="`pipectl status` shows all runs",
         )
     return matches
@@ -149,8 +149,8 @@ def _find_job(runs: Sequence[RunDirectory], job_id: str) -> Sequence[RunDirector
             record = Record.load(run.record)
         except (OSError, DataFileError):
             continue
-        known = record.job_id or ""
-        if known == job_id or (known.startswith(job_id) and known[len(job_id)] in "._[@"):
+        own_id = record.job_id or ""
+        if own_id == job_id or (own_id.startswith(job_id) and own_id[len(job_id)] in "._[@"):
             matches.append((run, record))
     sweeps = {record.sweep.name if record.sweep else "" for _, record in matches}
     if len(matches) > 1 and len(sweeps) == 1 and "" not in sweeps:

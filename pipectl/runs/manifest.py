@@ -28,11 +28,11 @@ def _is_inside(file: str) -> bool:
 def _to_losses(value: Any) -> tuple[float, ...]:
     """Numbers, and those for which JSON has no words, as text."""
     words = ("nan", "inf", "-inf")
-    known = isinstance(value, list) and all(
+    is_valid = isinstance(value, list) and all(
         loss in words or (type(loss) in (int, float) and abs(loss) <= sys.float_info.max)
         for loss in value
     )
-    if not known:
+    if not is_valid:
         raise FieldError("must be a list of numbers")
     return tuple(map(float, value))
 
@@ -115,11 +115,11 @@ class Manifest:
         path = directory / _NAME
         document = read_json(path, cure=_CURE)
         manifest = read_fields(cls, document, file=str(path), cure=_CURE, version=VERSION)
-        known = {name for shard in manifest.weights for name in shard.names}
+        names = {name for shard in manifest.weights for name in shard.names}
         for key in ("shards", "training"):
             if key not in document:
                 raise DataFileError(f"{path}: {key}: missing", cure=_CURE)
-        if not known.issuperset(manifest.aliases.values()):
+        if not names.issuperset(manifest.aliases.values()):
             message = "must give each further name of a saved weight"
             raise DataFileError(f"{path}: aliases: {message}", cure=_CURE)
         return manifest

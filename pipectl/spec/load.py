@@ -156,8 +156,8 @@ def load_document(
 def set_key(tree: YamlMapping, keys: Sequence[str], value: YamlNode, place: Place) -> YamlMapping:
     """``tree`` with ``value`` at ``keys``; a factory in short form gets the key ``factory``."""
     for depth in range(1, len(keys)):
-        node, rest = locate(tree, tuple(keys[:depth]))
-        if rest or not isinstance(node, YamlText):
+        node, tail = locate(tree, tuple(keys[:depth]))
+        if tail or not isinstance(node, YamlText):
             continue
         if "factory" in properties(schema_at(keys[:depth])):
             short = type(node)(node).at(node.place, node.place)
@@ -197,8 +197,8 @@ def _read_site(path: Path) -> tuple[YamlMapping, list[Problem]]:
         problems.append(Problem(str(path), 0, 0, _NO_MAPPING))
     for name, node in tree.items() if isinstance(tree, YamlMapping) else ():
         if name not in SITE_KEYS:
-            known = ", ".join(SITE_KEYS)
-            message = f"{escape(name)}: a site file cannot set this; known are {known}"
+            names = ", ".join(SITE_KEYS)
+            message = f"{escape(name)}: a site file cannot set this; known are {names}"
             problems.append(node.key_place.problem(message))
         elif name == "version":
             try:
@@ -208,8 +208,8 @@ def _read_site(path: Path) -> tuple[YamlMapping, list[Problem]]:
         else:
             site = put(site, [name], node, node.key_place)
     for keys in (("cluster",), ("launch", "template")):
-        file, rest = locate(site, keys)
-        if not rest and isinstance(file, YamlText) and not is_null(file):
+        file, tail = locate(site, keys)
+        if not tail and isinstance(file, YamlText) and not is_null(file):
             absolute = YamlText(path.absolute().parent / file).at(file.place)
             site = put(site, keys, absolute, file.key_place or file.place)
     return site, problems
@@ -221,10 +221,10 @@ def _origins(value: Any, tree: YamlNode, path: KeyPath) -> Iterator[Origin]:
         for key, item in value.items():
             yield from _origins(item, tree, (*path, str(key)))
         return
-    node, rest = locate(tree, path)
+    node, tail = locate(tree, path)
     # Only a keyword argument can be null; any other null key has its default.
     has_default = is_null(node) and "kwargs" not in path
-    is_written = not rest or (rest == ("factory",) and isinstance(node, YamlText))
+    is_written = not tail or (tail == ("factory",) and isinstance(node, YamlText))
     place = node.place if is_written and not has_default else None
     if path == ("sweep", "points"):
         value = [{k: _HIDDEN if holds_variables(k) else v for k, v in x.items()} for x in value]
@@ -295,17 +295,17 @@ def _explain_fault(tree: YamlNode, detail: ErrorDetails) -> Problem:
         return _problem(tree, path, "missing", at_key=True)
     if kind == "value_error" and (message := str(context["error"])):
         return _problem(tree, path, message)
-    node, rest = locate(tree, path)
-    path = path[: len(path) - len(rest)]  # pydantic names alternatives of a type after it
+    node, tail = locate(tree, path)
+    path = path[: len(path) - len(tail)]  # pydantic names alternatives of a type after it
     schema = schema_at(path)
     allowed = "something else" if schema is None else describe_schema(schema)
     if kind == "less_than_equal":
         allowed = f"at most {context['le']}"
-    shown = describe(node)
+    value = describe(node)
     in_quotes = isinstance(node, YamlText) and not isinstance(node, YamlPlain)
     if kind in _NUMBERS and in_quotes and not isinstance(parse_scalar(str(node)), str | None):
-        shown = f"the text {shown}; remove the quotes"
-    return _problem(tree, path, f"must be {allowed}, not {shown}")
+        value = f"the text {value}; remove the quotes"
+    return _problem(tree, path, f"must be {allowed}, not {value}")
 
 
 def _problem(tree: YamlNode, path: KeyPath, message: str, *, at_key: bool = False) -> Problem:
@@ -321,14 +321,14 @@ def _unknown_key(path: KeyPath) -> str:
     key = str(path[-1])
     if fault := fault_of_former_key(path):
         return fault
-    known = properties(schema_at(path[:-1]))
-    hint = did_you_mean(key[:100], known)
+    names = properties(schema_at(path[:-1]))
+    hint = did_you_mean(key[:100], names)
     if not hint:
         sections = properties(json_schema())
         elsewhere = [f"{name}.{key}" for name in sections if key in properties(sections[name])]
         if key in sections or len(elsewhere) == 1:
             hint = f"; did you mean {[key, *elsewhere][-1]!r}?"
-    return f"unknown key{hint or '; known are ' + ', '.join(known)}"
+    return f"unknown key{hint or '; known are ' + ', '.join(names)}"
 
 
 def dump(spec: JobSpec) -> str:

@@ -83,21 +83,21 @@ def parse(text: str, base: Path) -> Reference:
     if top in sys.stdlib_module_names or top in ("pipectl", "torch"):
         return Reference(None, module, attribute)
     job = base.resolve()
-    outermost, own = (_find(name, [str(job)]) for name in (top, module))
-    beside = any(spec is not None and spec.origin for spec in (outermost, own))
+    top_spec, module_spec = (_find(name, [str(job)]) for name in (top, module))
+    beside = any(spec is not None and spec.origin for spec in (top_spec, module_spec))
     return Reference(None, module, attribute, job if beside else None)
 
 
 def fault_of(text: str) -> str | None:
     """What is wrong with a reference, or None."""
     where, colon, attribute = text.rpartition(":")
-    shown = repr(text[:80])
+    quoted = repr(text[:80])
     if not colon:
-        return f"{shown} names no function or class; {_FORM}"
+        return f"{quoted} names no function or class; {_FORM}"
     if not _DOTTED.fullmatch(attribute):
-        return f"{shown}: {attribute[:80]!r} is no name of a function or class; {_FORM}"
+        return f"{quoted}: {attribute[:80]!r} is no name of a function or class; {_FORM}"
     if not where.endswith(".py") and not _DOTTED.fullmatch(where.rpartition("/")[2]):
-        return f"{shown}: {where[:80]!r} is neither a .py file nor a module; {_FORM}"
+        return f"{quoted}: {where[:80]!r} is neither a .py file nor a module; {_FORM}"
     return None
 
 

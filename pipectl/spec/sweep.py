@@ -71,22 +71,22 @@ def load_sweep(
     runs, problems = _list_runs(tree["sweep"])
     if problems:
         raise SpecError(problems)
-    rest = put(tree, ["sweep"], YamlPlain().at(tree.place), tree.place)
+    base = put(tree, ["sweep"], YamlPlain().at(tree.place), tree.place)
     points = []
     numbers: dict[str, dict[str, int]] = {}
     for run in runs:
-        job, values = rest, {}
+        job, values = base, {}
         for name, node in run.items():
             job = set_key(job, name.split("."), node, _place_of_key(node))
             value = resolve(node)
             if holds_variables(name):
-                known = numbers.setdefault(name, {})
-                value = f"(value {known.setdefault(repr(value), len(known) + 1)})"
+                number_of = numbers.setdefault(name, {})
+                value = f"(value {number_of.setdefault(repr(value), len(number_of) + 1)})"
             values[name] = value
-        own, faults = validate(job, path, check_files=check_files)
+        run_spec, faults = validate(job, path, check_files=check_files)
         problems += (_blame_values(fault, run) for fault in faults)
-        if own is not None:
-            points.append(Point(values, own))
+        if run_spec is not None:
+            points.append(Point(values, run_spec))
     if problems:
         raise SpecError(problems)
     return spec, tuple(points)
@@ -96,13 +96,13 @@ def _list_runs(sweep: YamlMapping) -> tuple[list[_Run], list[Problem]]:
     """The values of every run, and the faults of the sweep."""
     columns: dict[str, list[YamlNode]] = {}
     problems: list[Problem] = []
-    grid, listed = sweep.get("grid"), sweep.get("points")
+    grid, points_node = sweep.get("grid"), sweep.get("points")
     for name, values in grid.items() if isinstance(grid, YamlMapping) else ():
         if isinstance(values, YamlList) and values:
             columns[name] = [value.at(value.place, values.key_place) for value in values]
         else:
             problems.append(_fault(name, values, "has no values"))
-    points = list(listed) if isinstance(listed, YamlList) else []
+    points = list(points_node) if isinstance(points_node, YamlList) else []
     empty = "sweep.points: a point without a key"
     problems += (point.place.problem(empty) for point in points if not point)
     for together in ({name: values[0] for name, values in columns.items()}, *points):
@@ -118,10 +118,10 @@ def _list_runs(sweep: YamlMapping) -> tuple[list[_Run], list[Problem]]:
     runs = [*(dict(zip(columns, values, strict=True)) for values in combinations), *points]
     seen: dict[object, int] = {}
     for number, run in enumerate(runs):
-        shown = tuple(sorted((name, repr(resolve(value))) for name, value in run.items()))
-        if run and seen.setdefault(shown, number) != number:
+        key = tuple(sorted((name, repr(resolve(value))) for name, value in run.items()))
+        if run and seen.setdefault(key, number) != number:
             name, value = list(run.items())[-1]
-            message = f"{escape(name)}: a point with the same values as number {seen[shown]}"
+            message = f"{escape(name)}: a point with the same values as number {seen[key]}"
             problems.append(value.place.problem(message))
     return runs, problems
 
@@ -158,12 +158,12 @@ def _blame_values(problem: Problem, run: _Run) -> Problem:
     place = Place(problem.file, problem.line, problem.column)
     if any(place in _places(value) for value in run.values()):
         return problem
-    shown = (
+    values = (
         f"{escape(name)}: {'(not shown)' if holds_variables(name) else describe(value)}"
         for name, value in run.items()
     )
     first = next(iter(run.values()))
-    return first.place.problem(f"with {', '.join(shown)}: {problem.message}")
+    return first.place.problem(f"with {', '.join(values)}: {problem.message}")
 
 
 def _places(value: YamlNode) -> list[Place]:

@@ -75,8 +75,8 @@ def report_text(document: Mapping[str, Any]) -> str:
     Args:
         document: of any error file, some fields of which may be missing.
     """
-    known = {name: document.get(name) for name in ("rank", "stage", "step")}
-    where = [f"{name} {value}" for name, value in known.items() if value is not None]
+    numbers = {name: document.get(name) for name in ("rank", "stage", "step")}
+    where = [f"{name} {value}" for name, value in numbers.items() if value is not None]
     kind, action, cure = (document.get(name) for name in ("type", "action", "cure"))
     place = ", ".join([*where, *([str(action)] if action else [])])
     parts = [f"pipectl: {place}: {f'{kind}: ' if kind else ''}{document.get('message')}"]

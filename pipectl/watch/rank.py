@@ -102,20 +102,21 @@ class _Rank:
         if len(self.heard) > 2 * _MAX_WORDS:
             self.heard = self.heard[:_MAX_WORDS] + self.heard[-_MAX_WORDS:]
 
-    def explain_death(self, gone: str, *, memory_kill: bool) -> RankReport:
+    def explain_death(self, lost_process: str, order: int, *, memory_kill: bool) -> RankReport:
         """The report of a rank that ended, or cannot go on, without a word.
 
         Args:
-            gone: the launcher or job script, if it is gone; else empty.
+            lost_process: the launcher or job script, if that is gone; else empty.
+            order: number of ranks of the node that had ended before.
             memory_kill: whether the kernel has just killed a process for lack of memory.
         """
-        dead = RankReport(self.rank, DIED, ended_at=time.time())
+        dead = RankReport(self.rank, DIED, ended_at=time.time(), order=order)
         # It was seen alive last before the signal, or just after.
         was_asked = self.lived_at - self.asked_at <= _END_SIGNAL_S
         words = printable(self.heard.decode(errors="replace")).replace("\ufffd", "").strip()
-        if gone:
+        if lost_process:
             cure = f"it was killed, or its node is gone; {RESUME}"
-            message = f"{gone} that started it is gone"
+            message = f"{lost_process} that started it is gone"
             return dead._replace(was_asked=was_asked, message=message, cure=cure)
         if words:
             message = f"its process crashed: {words.splitlines()[0]}"
@@ -179,21 +180,21 @@ class LocalRanks:
         rank.has_ended = process is None
         rank.listen(now)
         activity = read_activity(rank.board)
-        gone = ""
+        lost_process = ""
         if process is not None:
             rank.lived_at = now
             if self._launched and rank.parent and process.parent != rank.parent.pid:
-                gone = "the launcher"
+                lost_process = "the launcher"
             elif script_gone:
-                gone = "the job script"
+                lost_process = "the job script"
             if activity.step > 1 and not rank.is_training:
                 rank.is_training = True
                 rank.shared |= shared_files(rank.pid)
-        if rank.death is None and (gone or rank.has_ended):
+        if rank.death is None and (lost_process or rank.has_ended):
             ended = self._ended
             order = ended.index(rank.rank) if rank.rank in ended else len(ended)
             memory_kill = now - self._memory_kill_at <= _MEMORY_S
-            rank.death = rank.explain_death(gone, memory_kill=memory_kill)._replace(order=order)
+            rank.death = rank.explain_death(lost_process, order, memory_kill=memory_kill)
         if BYE in rank.heard:
             state = LEFT
         elif FAILING in rank.heard:

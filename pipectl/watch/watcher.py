@@ -161,13 +161,13 @@ class Watcher:
 
     def _known(self) -> list[NodeReport]:
         """The reports of all nodes with their age, without the time in which all were suspended."""
-        known = []
+        reports = []
         for _, (node, heard_at) in sorted(self._heard.items()):
             silent_s = self._now - heard_at
             moving_s = self._now - self._suspended_at
             ranks = [r._replace(still_s=min(r.still_s + silent_s, moving_s)) for r in node.ranks]
-            known.append(node._replace(ranks=tuple(ranks), silent_s=silent_s))
-        return known
+            reports.append(node._replace(ranks=tuple(ranks), silent_s=silent_s))
+        return reports
 
     def _decide(self) -> None:
         """Decide if the run can go on; only the first node's watcher does, unless it is gone."""
