@@ -1,14 +1,12 @@
-"""What checkpoints cost: a training with one every 50 steps against one without any.
+"""Cost of a checkpoint every 50 steps.
 
-Two ranks train the demo job (configs/gpt-stdlib.yaml) twice over in the same processes, 50 steps of
-each in turn, round after round. In the middle of its 50 steps one of them saves a checkpoint, which
-is written while the other half goes on. What counts is the ratio of the medians of step times, and
-what is on the disk against the size of the parameters, buffers and optimizer state of the same
-model, counted apart from pipectl.
+Two ranks train configs/gpt-stdlib.yaml in turns, 50 steps with a checkpoint in the middle and 50
+without. The bytes on the disk are compared with the size of the parameters, buffers and optimizer
+state.
 
     python tests/benchmarks/checkpoint.py [ROUNDS [STEPS [DIRECTORY]]]
 
-DIRECTORY is where the checkpoints go, to measure another file system than that of temporary files.
+Checkpoints go to DIRECTORY, by default that of temporary files.
 """
 
 from __future__ import annotations

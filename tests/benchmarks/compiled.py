@@ -1,8 +1,7 @@
-"""What ``training.compile`` gives: a pipeline of compiled stages against one of stages as they are.
+"""``training.compile``: compiled stages against stages that are not compiled.
 
-Two ranks train the same plan in turns, in the same processes, round after round. Beside the ratio
-of steps, how much longer it takes to begin, while the compiler works, and after how many steps that
-has paid.
+Two ranks train the same plan in turns, in the same processes. *Begins later* is the time of the
+compiler; *pays after* is the number of steps after which it has paid.
 
     python tests/benchmarks/compiled.py [MODEL ...]     gpt, resnet50, densenet121
 """

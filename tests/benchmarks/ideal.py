@@ -1,15 +1,12 @@
-"""How near the engine comes to what its schedule allows, with two ranks on two cores.
+"""Engine overhead: two ranks on two cores.
 
-*Steps*: the measured step against the simulator's with messages that take no time; each round
-profiles anew, with two neighbours. *Computations*: profiles and steps are minutes apart, and the
-machine's speed changes meanwhile; so steps are also compared with what their own computations, each
-as long as it was there, would have taken had they waited for nothing but what they need. What is
-above 1 are messages, Python between actions, and waits that the schedule does not ask for.
-*Actions*: what the engine takes for a row of its program where stages compute next to nothing,
-sends included; a whole step also waits for the other rank. *Speed-up* over one rank, against the
-p m / (m + p - 1) of even stages. One rank computes with one thread as well; *beside a neighbour*
-says how fast it is while the other core is as busy as in the pipeline: cores share memory and
-clock, and what they lose to each other no pipeline gets back.
+*Steps* compares the measured step with the simulated step in which messages take no time; each
+round profiles again. *Computations* compares the measured step with the same schedule of its own
+measured computations, without messages and without time between actions; it does not depend on how
+the speed of the machine changes between profile and step. *Actions* is the time of the engine per
+row of a program whose stages compute next to nothing. *Speed-up* is over one rank with one thread,
+against p m / (m + p - 1) for even stages; *beside a neighbour* is the same rank while the other
+core is busy.
 
     python tests/benchmarks/ideal.py [--short] [steps] [computations] [actions] [speed-up]
 """

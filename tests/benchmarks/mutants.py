@@ -1,14 +1,12 @@
-"""How many deliberate faults the tests of the pure layers find: mutation testing of a sample.
+"""Mutation testing of the pure layers.
 
-An operator of Cosmic Ray changes one place of a file: a comparison, a sum, a number, a condition, a
-loop. Of all such faults in a part of the package a sample is drawn, and each is put into a copy of
-the checkout, where the tests of that part then have to fail. Those that survive are printed: some
-change nothing that could be seen (a bound that is only looser, say), the rest want a test.
+Cosmic Ray makes one fault (a comparison, a number, a condition) in a copy of the checkout, and the
+tests of that part of the package must fail. A sample of the possible faults is tried.
 
     pip install cosmic-ray
     python tests/benchmarks/mutants.py [--faults COUNT] [--seed NUMBER] [--jobs COUNT] [PART ...]
 
-Faults of kernels, which numba compiles, are found as slowly as it compiles them anew.
+Faults in kernels take long, because numba compiles them again.
 """
 
 from __future__ import annotations

@@ -1,20 +1,16 @@
-"""Jobs short of memory: keep, recompute, offload, or leave backwards to ranks of their own.
+"""Short of memory: keep activations, recompute, offload, or backwards on other ranks (PipeFB).
 
-What leaves a device is hidden while what a micro-batch saves moves, there and back, within one
-forward: ``saved bytes / bandwidth <= forward time``.
+Offload is hidden if ``saved bytes / bandwidth <= forward time``.
 
-*disk*: a GPT trains on two ranks under 1F1B, with a warm-up as deep as slow networks ask for; every
-way in processes of its own, round after round, for steps and resident peaks. The disk's bandwidth
-is measured first, as one rank gets it; besides, steps are predicted for a disk that is too slow.
-Here a core copies what is saved once more, which the simulator takes to be free.
+*disk*: a GPT trains on two ranks under 1F1B with a deep warm-up. Steps for a slow disk are
+predicted.
 
-*accelerators*: predicted for a model with GPT-3's shapes: 1F1B on all of them, and half as many
-stages whose backwards have ranks of their own (PipeFB), which is compared with 1F1B on half of the
-ranks; with links for which the rule holds, and with links for which it does not.
+*accelerators*: predicted for a model with GPT-3's shapes, with fast links and with slow ones.
+PipeFB has half as many stages, and is compared with 1F1B on half of the ranks.
 
-*jobs*: whole jobs on four ranks, as many for every way: 1F1B and PipeDream on four stages, PipeFB
-(PipeDream whose backwards have ranks of their own) on two, with and without offload to disk. Peaks
-and steps are what the run says. Four ranks share two cores here, so what counts are peaks.
+*jobs*: whole jobs on four ranks: 1F1B and PipeDream on four stages, PipeFB (with PipeDream's
+schedule) on two, with and without offload to disk. Four ranks share two cores, so only the peaks
+count.
 
     python tests/benchmarks/offload.py [--rounds COUNT] [disk] [accelerators] [jobs]
 """

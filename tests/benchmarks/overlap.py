@@ -1,9 +1,9 @@
-"""How much of a message is hidden while both of its ranks compute, over a link of known speed.
+"""Overlap of messages with computation, over a link of 1 Gbit/s.
 
-Two ranks in two network namespaces of this machine, joined by a link that is shaped to 1 Gbit/s;
-needs root, ``ip`` and ``tc``, else it measures in shared memory and says so. Both ranks start a
-message to each other (or one of them does), compute for twice its time, and wait for the rest. The
-table gives what they wait for, and what the work lost to the help, in times of the message alone.
+Two ranks in two network namespaces start a message, compute for twice its time, and wait for the
+rest. All figures are multiples of the time of the message alone: the wait, the slowdown of the
+computation, and the processor time of the thread. It needs root, ``ip`` and ``tc``; without them it
+measures in shared memory and says so.
 
     python tests/benchmarks/overlap.py [MEGABITS_PER_SECOND] [MEBIBYTES]
 """

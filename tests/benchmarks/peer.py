@@ -1,24 +1,22 @@
 """pipectl against torch.distributed.pipelining (gloo): same model, same ranks, same processes.
 
-Two ranks train a model in turns by both engines, a few steps each, round after round; what counts
-are ratios of medians over the rounds. The peer splits in front of the module that halves the
-number of layers. pipectl runs that very split, and the plan it makes from its own profile, with the
-same micro-batches and with those it chooses, which the peer is then given as well. Over links, the
-two ranks live in two network namespaces joined by a shaped link (needs root, ``ip`` and ``tc``).
-Peak memory is measured in processes of their own.
-
-A link is given in Mbit/s, or as the share of a rank's computation that the messages of one
-direction take on it: how much there is to hide, on machines of any speed.
+Both engines train the same model on the same two ranks in turns, a few steps each, for some rounds.
+torch splits the model in half by number of layers. pipectl runs the same split, its own plan for
+the same micro-batches, and its own plan for the number N of micro-batches that it chooses; torch is
+measured with N as well. The peaks of resident memory come from separate processes.
 
     python tests/benchmarks/peer.py [--rounds COUNT] [CASE ...]
 
-A case: gpt, gpt-8192, resnet50 or densenet121, in shared memory or over a link: gpt@20%, gpt@200.
+A case is a model (gpt, gpt-8192, resnet50, densenet121) in shared memory, or a model and a link,
+such as gpt@200 (Mbit/s) or gpt@20% (messages in one direction take 20 % of a rank's computation). A
+link joins two network namespaces and needs root, ``ip`` and ``tc``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import tempfile
 from collections.abc import Mapping
@@ -176,18 +174,22 @@ def peaks(folder: Path, case: dict[str, Any]) -> dict[str, list[int]]:
     }
 
 
-def show(name: str, seconds: Mapping[str, list[float]]) -> dict[str, float]:
-    """Prints the times a step; returns their medians."""
-    middles = {key: statistics.median(times) for key, times in seconds.items()}
-    best = fastest_of_the_peer(middles)
-    print(f"\n### {name}\n")
-    print("| | median s a step | lowest to highest | against torch's 1F1B | its best |")
-    print("|---|---|---|---|---|")
+def show_times(cells: Mapping[str, Mapping[str, str]]) -> None:
+    """Print a row for every engine and schedule, and a column for every case."""
+    print("\n### Seconds per step: median (lowest to highest)\n")
+    print(f"| | {' | '.join(cells)} |\n|---|{'---|' * len(cells)}")
+    for key in dict.fromkeys(key for column in cells.values() for key in column):
+        print(f"| {key} | {' | '.join(column.get(key, '') for column in cells.values())} |")
+
+
+def times_of(seconds: Mapping[str, list[float]]) -> dict[str, str]:
+    """Cells of a case; N is the number of micro-batches that pipectl chose."""
+    chosen = {key.rpartition(" of ")[2] for key in seconds if " of " in key}
+    cells = {"N": ", ".join(sorted(chosen))}
     for key, times in seconds.items():
-        middle, spread = middles[key], f"{min(times):.3f} to {max(times):.3f}"
-        ratios = f"{middles['torch/1F1B'] / middle:.2f}x | {best / middle:.2f}x"
-        print(f"| {key} | {middle:.3f} | {spread} | {ratios} |", flush=True)
-    return middles
+        name = re.sub(r" of \d+$", ", N", key).replace("torch/", "torch, ")
+        cells[name] = f"{statistics.median(times):.3f} ({min(times):.3f} to {max(times):.3f})"
+    return cells
 
 
 def fastest_of_the_peer(middles: Mapping[str, float], same_micro_batches: bool = False) -> float:
@@ -198,7 +200,7 @@ def fastest_of_the_peer(middles: Mapping[str, float], same_micro_batches: bool =
 
 def show_goals(found: Mapping[str, Mapping[str, float]]) -> None:
     """How many times faster each case was than the peer, beside the goals."""
-    print("\n### Against the goals\n\n| | goal | found |\n|---|---|---|")
+    print("\n### Ratios of medians\n\n| | goal | measured |\n|---|---|---|")
     shared = {case: middles for case, middles in found.items() if "@" not in case}
     for schedule in ("1F1B", "GPipe"):
         ratios = (
@@ -214,8 +216,9 @@ def show_goals(found: Mapping[str, Mapping[str, float]]) -> None:
         for name in [name for name in middles if name.startswith(ours)]:
             of_8 = fastest_of_the_peer(middles, same_micro_batches=True) / middles[name]
             goal = f"{GOALS_LINK[case]}x" if case in GOALS_LINK else ""
-            print(f"| {case}: {name.removeprefix('pipectl, ')} over its best of {MICRO_BATCHES} "
-                  f"(of any) | {goal} | {of_8:.2f}x ({best / middles[name]:.2f}x) |")  # fmt: skip
+            plan = re.sub(r" of \d+$", ", N,", name.removeprefix("pipectl, "))
+            ratios = f"{of_8:.2f}x ({best / middles[name]:.2f}x)"
+            print(f"| {case}: {plan} over torch's best with 8 (8 or N) | {goal} | {ratios} |")
 
 
 def main() -> None:
@@ -228,7 +231,8 @@ def main() -> None:
         parser.error(f"no model {', '.join(sorted(unknown))}; there are {', '.join(MODELS)}")
     print(f"## pipectl and torch.distributed.pipelining {torch.__version__}\n")
     print(f"{RANKS} ranks, one thread each; batch {BATCH} in {MICRO_BATCHES} micro-batches; AdamW.")
-    found = {}
+    found: dict[str, dict[str, float]] = {}
+    cells: dict[str, dict[str, str]] = {}
     for text in given.cases or CASES:
         name, _, speed = text.partition("@")
         with tempfile.TemporaryDirectory() as place:
@@ -237,9 +241,13 @@ def main() -> None:
             megabits = link_speed(folder, model, speed)
             case = write_case(folder, model, megabits, given.rounds)
             shown = f"{text}, {megabits} Mbit/s" if speed.endswith("%") else text
-            found[text] = show(shown, run(folder, case, megabits)["seconds"])
+            seconds = run(folder, case, megabits)["seconds"]
+            found[text] = {key: statistics.median(times) for key, times in seconds.items()}
+            cells[shown] = times_of(seconds)
             for key, sizes in ({} if megabits else peaks(folder, case)).items():
-                print(f"\nPeak resident, {key}: {', '.join(map(format_bytes, sizes))}", flush=True)
+                name = f"peak of ranks 0 and 1, {key.replace('torch/', 'torch, ')}"
+                cells[shown][name] = ", ".join(map(format_bytes, sizes))
+    show_times(cells)
     show_goals(found)
 
 

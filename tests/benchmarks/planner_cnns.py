@@ -118,19 +118,15 @@ def row(name: str, profile: Profile, devices: int) -> str:
 HEADER = f"""## Ten convolutional networks on 4 and 8 devices
 
 `python tests/benchmarks/planner_cnns.py`. Batch 128, images of 32 pixels (AlexNet 64, Inception-v3
-75 without its auxiliary classifier: the smallest they take), operators measured on one core; every
-device is a node of its own on a link of 100 Gbit/s (2 us, 12 GB/s each way). Planning covers
-stages, micro-batches, schedule and warm-up; *with replicas* stages may have several devices, which
-take whole micro-batches in turn or share the samples of each. The speed-up is that of the simulated
-step over one device with its best micro-batch size; *bound* is min(total / largest operator,
-m p / (m + p - 1)), which no pipeline of p stages with the plan's m micro-batches exceeds if times
-are proportional to the micro-batch size. They are not: a sample takes longer in a small
-micro-batch, so few are best here. *Attainable* takes that into account: over all micro-batch sizes
-b, the step of one device over m T(b), times the bound at size b. No pipeline is faster with the
-measured times, whatever its cuts; with replicas, the second factor is the smaller of p and m, and
-sums of gradients and optimizer steps are left out. The goal is a speed-up of {GOAL[0]} on 4 devices
-and of {GOAL[1]} on 8, where that allows it. *Paper* is the antichain paper's planning time (its
-Table 1).
+75 without its auxiliary classifier); operators measured on one core; one device per node, links of
+100 Gbit/s. The planner chooses stages, micro-batches, schedule and warm-up, and *with replicas* the
+devices per stage. The speed-up is that of the simulated step over one device with its best
+micro-batch size. *Bound* is min(total / largest operator, m p / (m + p - 1)) for p stages and m
+micro-batches. *Attainable* also knows that a sample takes longer in a small micro-batch: over all
+sizes b, the step of one device over m T(b), times the bound at size b (with replicas, times the
+smaller of p and m, without sums of gradients and optimizer steps). The goal is a speed-up of
+{GOAL[0]} on 4 devices and {GOAL[1]} on 8 if attainable. *Paper* is the planning time in Table 1 of
+the antichain paper.
 """
 
 

@@ -1,7 +1,6 @@
-"""Predicted against measured step time, and the speed-up over one rank, of both example jobs.
+"""Predicted and measured step time, and the speed-up over one rank, of both example jobs.
 
-Every repeat profiles, plans and trains anew; the repeats of all cases are interleaved, so that
-drift of the machine hits them alike. Prints medians with their spread.
+Every repeat profiles, plans and trains again; the repeats of all cases take turns.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""What it gains to sum gradients over replicas while ranks compute, over links of known speed.
+"""Sums of gradients during the last backward, against sums after the schedule.
 
-Ranks train a GPT in turns: sums that start within the last backward, bucket by bucket; and the same
-sums from when all ranks wait for nothing else, as if they were called behind the schedule. Two
-replicas of the whole model, in shared memory and over a shaped link between two network namespaces
-(needs root, ``ip`` and ``tc``); where there are four cores, also two stages of two replicas each.
+Two replicas of a GPT train in turns with both, in shared memory and over links between two network
+namespaces (needs root, ``ip`` and ``tc``); with four cores, also two stages of two replicas each.
 
     python tests/benchmarks/reduction.py [--short] [MEGABITS_PER_SECOND ...]
 """

@@ -1,13 +1,10 @@
-"""What published schedules gain, as predicted, as rehearsed over real ranks, and as trained.
+"""Gains of published schedules: predicted, rehearsed over real ranks, and trained.
 
-Zero-bubble (Qi et al., 2024): ZB-H1 and ZB-V against 1F1B with 8 ranks, 32 micro-batches and
-F = I = W, over links that take no time.
-
-DAPPLE (Fan et al., 2021): 1F1B against GPipe at equal memory limit, 5% above what 1F1B needs with
-as little in flight as it can. With micro-batches of the same size, GPipe takes as many as fit, with
-and without recomputation; and it takes the same batch in whichever way the planner finds best.
-Simulated and rehearsed for a GPT with GPT-3's shapes on 8 accelerators; trained for a small GPT on
-two ranks of this machine, in turns.
+*Zero-bubble* (Qi et al., 2024): ZB-H1 and ZB-V against 1F1B with F = I = W and free messages.
+*DAPPLE* (Fan et al., 2021): 1F1B against GPipe at an equal memory limit, 5% above what 1F1B needs.
+GPipe takes as many micro-batches of the same size as fit, with and without recomputation, or the
+same batch in the way that the planner finds best. The model is a GPT with GPT-3's shapes on 8
+accelerators (simulated and rehearsed), and a small GPT on two ranks of this machine (trained).
 
     python tests/benchmarks/rehearsal.py [--short] [zero-bubble] [dapple]
 """

@@ -1,6 +1,6 @@
-"""How long it takes to lower the programs of 1,024 ranks with 4,096 micro-batches, and prove them.
+"""Time to lower the programs of up to 1,024 ranks with 4,096 micro-batches, and to validate them.
 
-Each size in a process of its own, on one core; kernels are compiled before.
+Each size has a process of its own, on one core, after compilation.
 
     python tests/benchmarks/scale.py [RANKSxMICRO_BATCHES ...]
 """

@@ -1,8 +1,8 @@
 """Predicted against measured peak of live bytes, over random stages of the corpus.
 
-Every stage runs alone on the real engine, in a 1F1B schedule of four micro-batches with AdamW; what
-other stages send is replayed. A prediction holds if it is within 5% or 8 MiB, whichever is larger.
-Resident memory stands beside it: that of this process, which holds the captured model as well.
+Every stage runs alone in the engine, in a 1F1B schedule of four micro-batches with AdamW; messages
+of other stages are replayed. A prediction holds if it is within 5% or 8 MiB, whichever is larger.
+The figures of each model go to standard error.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def main() -> None:
     declare_torchvision()
     torch.set_num_threads(1)
     found: list[Peak] = []
-    print("model               stages  within  worst: predicted, measured       resident so far")
+    head = "model               stages  within  worst: predicted, measured       resident so far"
+    print(head, file=sys.stderr)
     with tempfile.TemporaryDirectory() as folder:
         for entry in entries():
             known = entry.package is None or installed(entry.package)
@@ -70,7 +71,8 @@ def main() -> None:
             worst = max(peaks, key=lambda peak: abs(peak.predicted - peak.measured))
             resident = CpuDevice().peak_bytes() / MIB
             count = f"{len(peaks):6}  {sum(map(holds, peaks)):6}"
-            print(f"{entry.name:19} {count}  {describe(worst):34} {resident:8.0f} MiB", flush=True)
+            line = f"{entry.name:19} {count}  {describe(worst):34} {resident:8.0f} MiB"
+            print(line, file=sys.stderr, flush=True)
             found += peaks
     errors = sorted(abs(peak.predicted / peak.measured - 1) for peak in found)
     large = [peak for peak in found if peak.measured > 20 * BYTES]

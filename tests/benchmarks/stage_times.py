@@ -1,14 +1,13 @@
 """Predicted against measured time of random stages over the corpus.
 
-Each model is profiled as ``pipectl profile`` does it; then random convex stages, among them the
-whole model, run one forward and one backward at a time, as on a rank in the steady state of 1F1B,
-and the time of both together is compared with what the planner takes it to be. Half of the
-measurements come before the profile and half after it, so that drift of the machine cancels; as
-many neighbours compute while measuring as while profiling: none. Stages are of two kinds: runs of
-neighbouring operators, as plans have them, and parts of random topological orders. Stages that
-take less than a millisecond, most of which is python, no plan has; they are shown apart.
+Each model of the corpus is profiled as ``pipectl profile`` does it. Then random convex stages, and
+the whole model, run one forward and one backward at a time, and the time of both is compared with
+the planner's prediction. Half of the measurements come before the profile and half after it, so
+that drift of the machine cancels. Stages are runs of neighbouring operators, or parts of a random
+topological order (*any order*). Stages below 1 ms, which no plan has, are shown separately. The
+figures of each model go to standard error.
 
-Usage: python tests/benchmarks/stage_times.py [MODEL ...]
+    python tests/benchmarks/stage_times.py [MODEL ...]
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 import psutil
 import torch
@@ -123,14 +123,14 @@ def compare(entry: Entry) -> list[Stage]:
     return stages
 
 
-def show(name: str, stages: list[Stage]) -> tuple[float, float]:
+def show(name: str, stages: list[Stage], out: TextIO = sys.stdout) -> tuple[float, float]:
     errors = sorted(abs(stage.error) for stage in stages)
     middle, ninth = statistics.median(errors), errors[int(0.9 * (len(errors) - 1))]
     bias = statistics.median(stage.error for stage in stages)
-    sys.stdout.write(
+    out.write(
         f"{name:28} {len(stages):5}  {middle:7.1%}  {ninth:7.1%}  {errors[-1]:7.1%}  {bias:+7.1%}\n"
     )
-    sys.stdout.flush()
+    out.flush()
     return middle, ninth
 
 
@@ -146,7 +146,7 @@ def main() -> None:
         if missing or (asked and entry.name not in asked):
             continue
         stages = compare(entry)
-        show(entry.name, stages)
+        show(entry.name, stages, sys.stderr)
         for stage in stages:
             del stage.stages
         found += stages

@@ -1,10 +1,10 @@
-"""What staleness costs: accuracy on held-out digits, flushed and not, over real ranks.
+"""Staleness: accuracy on held-out digits with and without overlapping steps.
 
-Started as ``python tests/benchmarks/staleness.py [STEPS [STAGES]]``; by default the job of
-configs/digits-cnn.yaml as it is, in two stages; schedules without flushes once more with backwards
-on ranks of their own (PipeFB). Weights that are evaluated more often are stale less often, so all
-schedules are evaluated at the end only. One digit is 0.28 points, and every seed begins with other
-weights: shown is the mean over some seeds, with the lowest and the highest.
+Trains configs/digits-cnn.yaml, by default in two stages, and evaluates at the end only. Schedules
+whose steps overlap are also trained with backwards on other ranks (PipeFB). Shown are the mean over
+the seeds, the lowest and the highest. One digit is 0.28 points.
+
+    python tests/benchmarks/staleness.py [STEPS [STAGES]]
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How long commands take to start, against an interpreter that imports only typer and rich."""
+"""Start of commands, against an interpreter that imports only typer and rich."""
 
 import statistics
 import subprocess

@@ -1,6 +1,6 @@
-"""How long `pipectl status` takes for thousands of runs: the first time, and then.
+"""`pipectl status` for thousands of runs.
 
-Runs of four ranks and 400 steps, which are over, on the local scheduler.
+Runs of four ranks and 400 steps, all completed, of the local scheduler.
 """
 
 import argparse

@@ -1,10 +1,8 @@
-"""What recording costs: a training with every step recorded against one with none.
+"""Cost of recording steps.
 
-Two ranks train a small GPT three times over in the same processes, a few steps of each in turn,
-round after round: with every step recorded, with none, and with none once more. What counts is the
-ratio of step times, round by round; that of the two which record nothing is what the method cannot
-tell apart. Beside it, what recording one action takes on its own, and writing one step's file,
-which a thread of rank 0 does.
+Two ranks train a small GPT in turns with every step recorded, with none, and with none once more;
+the ratio of the latter two is the error of the method. Also measured: the time to record one
+action, and to write the file of one step, which a thread of rank 0 does.
 
     python tests/benchmarks/trace_overhead.py [ROUNDS] [STEPS]
 """

@@ -77,14 +77,11 @@ RUN = Page(
 make bench
 ```
 
-runs what follows in turn and writes this page, some hours; `make bench ONLY="ideal scale"` measures
-those sections anew. `make bench-planner` compares the planner with others and writes
-[planner-benchmarks.md](planner-benchmarks.md).
-
-What is compared is compared within one run: contenders take turns, round after round, so that what
-else the machine does hits all of them alike. Printed are ratios of medians, and the spread: lowest
-to highest in brackets. Figures in seconds mean little elsewhere. *Load before* is the load
-average of the machine when a section began; a *goal* is what the project asks of itself.
+measures every section and writes this page, in some hours; `make bench ONLY="ideal scale"` measures
+two. Contenders take turns within one run. Figures are medians, with the lowest and the highest
+value in parentheses; a ratio above 1x means faster. *Load* is the load average of the machine
+before the section; a *goal* is the project's own. The planner is on
+[a page of its own](planner-benchmarks.md).
 """,
 )
 PLANNER = Page(
@@ -96,9 +93,9 @@ PLANNER = Page(
     False,
     """# Planner benchmarks
 
-Written by `make bench-planner`. Planning times are of one core, after import and compilation, and
-without reading files. Workloads of other planners are third-party data outside this repository,
-found through `PIPECTL_WORKLOADS`.
+`make bench-planner` measures what the planner finds and how long it takes, and writes this page.
+Planning times are of one core, after import and compilation, without reading files. The workloads
+of other planners are third-party data outside this repository (`PIPECTL_WORKLOADS`).
 """,
 )
 PAGES = {"run": RUN, "planner": PLANNER}
