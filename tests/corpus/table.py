@@ -25,17 +25,16 @@ from pipectl.profiler import profile_job
 CUTS = 10
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 HEADING = """\
-# Models that are known to work
+# Models that were tried
 
-Written by `python tests/corpus/table.py`, which captures every model, profiles it, cuts it {cuts}
-times at random into 2 to 6 stages, and trains two steps of two micro-batches through each cut.
-*Equal* means: losses, gradients, weights and buffers of every cut, and what the trained model
-gives in evaluation, have the bits of one stage. *The user's loop* is the untouched model in plain
-PyTorch: equal to the bit; within rounding where several operators use one parameter (its gradients
-are summed in another order); not compared where random numbers are drawn, which a plain loop draws
-in another way. Micro-batches have {samples} samples, one thread computes, images are small;
-seconds are single measurements. To run it yourself, install with
-`pip install -c constraints.txt -e '.[mpich,test,corpus]'`.
+This page lists the models with which capture, cuts and training were tried, and how exactly results
+agree. `python tests/corpus/table.py` writes it: each model is captured, profiled, cut {cuts} times
+at random into 2 to 6 stages, and trained for two steps of two micro-batches through each cut.
+*Equal*: losses, gradients, weights, buffers and evaluation outputs of every cut have the bits of
+one stage. *User's loop*: the untouched model in plain PyTorch; within rounding if several operators
+use one parameter, not compared (*random*) if random numbers are drawn. Micro-batches have {samples}
+samples, images are small, one thread computes; seconds are single measurements. To run it, install
+with `pip install -c constraints.txt -e '.[mpich,test,corpus]'`.
 
 torch {torch}, {vision}, {language}; {date}.
 
