@@ -73,7 +73,7 @@ docs: $(INSTALLED) ## build the pages as a site in build/site; a broken link is 
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	$(BIN)/zensical build --clean --strict
 
-bench: $(MEASURED) ## measure the tool and its peers; rewrites docs/benchmarks.md (ONLY="ideal scale": those)
+bench: $(MEASURED) ## measure the tool and its peers; rewrites docs/benchmarks.md (ONLY="ideal peer": those)
 	$(BIN)/python tests/benchmarks/write_page.py run $(ONLY)
 
 bench-planner: $(MEASURED) ## compare the planner with others; rewrites docs/planner-benchmarks.md
@@ -81,7 +81,7 @@ bench-planner: $(MEASURED) ## compare the planner with others; rewrites docs/pla
 
 mutants: $(INSTALLED) ## say how many deliberate faults the tests of the pure layers find; an hour
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check cosmic-ray
-	$(BIN)/python tests/benchmarks/write_page.py run mutants
+	$(BIN)/python tests/benchmarks/mutants.py
 
 golden: $(INSTALLED) ## rewrite the golden files and the generated reference; look at the diff
 	PIPECTL_GOLDEN=write $(BIN)/python -m pytest $$(grep -rlE --include='test_*.py' 'PIPECTL_GOLDEN|golden\(' tests)

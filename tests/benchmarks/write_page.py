@@ -40,7 +40,6 @@ class Page:
         path: of the page, in ``docs/``.
         prefix: of the programs' names.
         sections: in the order of the page.
-        on_demand: those that are measured only where they are named.
         packages: whose versions count.
         described: whether headings and introductions are the docstrings of the programs; else they
             print their own.
@@ -50,7 +49,6 @@ class Page:
     path: Path
     prefix: str
     sections: tuple[str, ...]
-    on_demand: tuple[str, ...]
     packages: tuple[str, ...]
     described: bool
     opening: str
@@ -64,11 +62,9 @@ RUN = Page(
     CHECKOUT / "docs" / "benchmarks.md",
     "",
     (
-        *("peer", "ideal", "prediction", "rehearsal", "offload", "overlap", "reduction", "scale"),
+        *("peer", "ideal", "prediction", "rehearsal", "offload", "overlap", "reduction"),
         *("stage_times", "stage_memory", "staleness", "compiled", "trace_overhead", "checkpoint"),
-        *("start_up", "status", "mutants"),
     ),
-    ("mutants",),
     ("torch", "mpi4py", "mpich"),
     True,
     """# Benchmarks
@@ -77,7 +73,7 @@ RUN = Page(
 make bench
 ```
 
-measures every section and writes this page, in some hours; `make bench ONLY="ideal scale"` measures
+measures every section and writes this page, in some hours; `make bench ONLY="ideal peer"` measures
 two. Contenders take turns within one run. Figures are medians, with the lowest and the highest
 value in parentheses; a ratio above 1x means faster. *Load* is the load average of the machine
 before the section; a *goal* is the project's own. The planner is on
@@ -87,8 +83,7 @@ before the section; a *goal* is the project's own. The planner is on
 PLANNER = Page(
     CHECKOUT / "docs" / "planner-benchmarks.md",
     "planner_",
-    (*("optimality", "dapple", "cnns", "heterogeneous", "scale", "simulator"),),
-    (),
+    ("optimality", "dapple", "cnns", "heterogeneous", "scale", "simulator"),
     ("numpy", "numba"),
     False,
     """# Planner benchmarks
@@ -158,7 +153,7 @@ def main(page: Page, names: list[str]) -> int:
         sys.exit(f"no section {', '.join(unknown)}; there are {', '.join(page.sections)}")
     sections = dict(_MARK.findall(page.path.read_text())) if page.path.exists() else {}
     failed = []
-    for name in names or [each for each in page.sections if each not in page.on_demand]:
+    for name in names or page.sections:
         found = measured(page, name)
         if found is None:
             failed.append(name)

@@ -1,7 +1,7 @@
-"""The layers of the package, what imports what, and the picture of both.
+"""The layers of the package, and what imports what.
 
 The layers stand here and nowhere else: ``tests/test_layers.py`` holds every import against them,
-and the section on layers of ``docs/architecture.md`` is drawn from them (``make golden``).
+and the table in ``docs/architecture.md`` is made from them (``make golden``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from string import ascii_letters
 
 PACKAGE = Path(__file__).parents[2] / "pipectl"
 
@@ -130,25 +129,11 @@ def stacked() -> list[str]:
     return found
 
 
-def layer_picture() -> str:
-    """What every part is, as a table, and which others it imports, as a matrix."""
+def layer_table() -> str:
+    """What every part is."""
     parts = stacked()
     rows = [f"| {_level(parts, part)} | `{_name(part)}` | {_purpose(part)} |" for part in parts]
-    table = ["| layer | part | what it is |", "|---|---|---|", *rows]
-    return "\n".join([*table, "", "```text", *_matrix(), "```"])
-
-
-def _matrix() -> Iterator[str]:
-    """A row a part, its imports below the letters of their rows."""
-    imported, parts = imported_parts(), stacked()
-    letters = ascii_letters[: len(parts)]
-    width = max(map(len, parts)) + 8
-    yield f"{'layer':{width}}{' '.join(letters)}"
-    for place, part in enumerate(parts):
-        head = f"{_level(parts, part):5} {letters[place]} {_name(part)}"
-        marks = ("■" if other in imported[part] else " " for other in parts)
-        line = "".join(f"{'·' if at == place else mark} " for at, mark in enumerate(marks))
-        yield f"{head:{width}}{line}".rstrip()
+    return "\n".join(["| layer | part | what it is |", "|---|---|---|", *rows])
 
 
 def _level(parts: list[str], part: str) -> str:
