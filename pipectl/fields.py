@@ -16,10 +16,11 @@ from __future__ import annotations
 import math
 import sys
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from functools import cache, partial
+from itertools import count, repeat
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union
 
@@ -99,9 +100,9 @@ def _converter(hint: Any) -> Convert:
         (present,) = (each for each in arguments if each is not NoneType)
         return partial(_to_optional, _converter(present))
     if origin is tuple and arguments[-1] is ...:
-        return partial(_to_list, _converter(arguments[0]))
+        return partial(_to_items, repeat(_converter(arguments[0])), None)
     if origin is tuple:
-        return partial(_to_row, [_converter(each) for each in arguments])
+        return partial(_to_items, [_converter(each) for each in arguments], len(arguments))
     if origin is Mapping:
         return partial(_to_mapping, _converter(arguments[1]))
     if origin is Literal:
@@ -142,7 +143,7 @@ def _to_instance(kind: Any, known: list[tuple[str, str, bool, Convert]], value: 
     if isinstance(value, kind):
         return value
     if isinstance(value, list) and issubclass(kind, tuple):
-        return kind(*_to_row([convert for *_, convert in known], value))
+        return kind(*_to_items([convert for *_, convert in known], len(known), value))
     if not isinstance(value, Mapping):
         raise _fault(value, "an object")
     if (complete := getattr(kind, "complete_fields", None)) is not None:
@@ -171,16 +172,15 @@ def _to_narrowed(convert: Convert, rules: list[Rule], value: Any) -> Any:
     return result
 
 
-def _to_list(convert: Convert, value: Any) -> tuple[Any, ...]:
-    if not isinstance(value, list | tuple):
-        raise _fault(value, "a list")
-    return tuple(_convert_at(index, convert, item) for index, item in enumerate(value))
+def _to_items(converters: Iterable[Convert], size: int | None, value: Any) -> tuple[Any, ...]:
+    """The items of a list, each by its converter.
 
-
-def _to_row(converters: list[Convert], value: Any) -> tuple[Any, ...]:
-    if not isinstance(value, list | tuple) or len(value) != len(converters):
-        raise _fault(value, f"a list of {len(converters)} values")
-    return tuple(map(_convert_at, range(len(value)), converters, value))
+    Args:
+        size: number of items; None for any.
+    """
+    if not isinstance(value, list | tuple) or size not in (None, len(value)):
+        raise _fault(value, "a list" if size is None else f"a list of {size} values")
+    return tuple(map(_convert_at, count(), converters, value))
 
 
 def _to_mapping(convert: Convert, value: Any) -> dict[str, Any]:
@@ -195,15 +195,9 @@ def _to_member(members: Mapping[str, Any], value: Any) -> Any:
     return members[value]
 
 
-def _to_text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise _fault(value, "a string")
-    return value
-
-
-def _to_flag(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise _fault(value, "true or false")
+def _to_same(kind: type, words: str, value: Any) -> Any:
+    if not isinstance(value, kind):
+        raise _fault(value, words)
     return value
 
 
@@ -233,8 +227,8 @@ def _to_size(value: Any) -> int:
 
 _PLAIN: Mapping[Any, Convert] = {
     Any: lambda value: value,
-    str: _to_text,
-    bool: _to_flag,
+    str: partial(_to_same, str, "a string"),
+    bool: partial(_to_same, bool, "true or false"),
     int: _to_whole,
     float: _to_number,
 }
