@@ -95,14 +95,14 @@ def descriptor_of(place: Path) -> int | None:
     return int(place.name) if is_one else None
 
 
-def refuse_pipe_of_others(known: os.stat_result, path: Path) -> None:
+def refuse_pipe_of_others(status: os.stat_result, path: Path) -> None:
     """Whoever made a pipe or socket reads what is written to it, or has the writer wait for ever.
 
     Raises:
         OSError: it is one of another user.
     """
-    special = stat.S_ISFIFO(known.st_mode) or stat.S_ISSOCK(known.st_mode)
-    if special and known.st_uid not in (os.geteuid(), _ROOT):
+    is_pipe = stat.S_ISFIFO(status.st_mode) or stat.S_ISSOCK(status.st_mode)
+    if is_pipe and status.st_uid not in (os.geteuid(), _ROOT):
         raise OSError(errno.EACCES, "is a pipe of another user", str(path))
 
 

@@ -279,8 +279,8 @@ class _Loader(yaml.SafeLoader):
             if key.value == "<<" and key.tag == _PLAIN:
                 self._note(key, path, "merging with '<<' is not supported; write the keys out")
             elif key.value in values:
-                line = max(values[key.value].key_place.line, 1)
-                self._note(key, inner, f"given twice; first on line {line}")
+                first = f"; first on line {values[key.value].key_place.line}" * self._lines
+                self._note(key, inner, f"given twice{first}")
             else:
                 part = self.convert(value, inner)
                 values[_scalar(key)] = part.at(part.place, self.place(key.start_mark))

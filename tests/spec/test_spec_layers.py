@@ -207,7 +207,7 @@ def test_text_that_is_no_factory_is_replaced(read, minimal) -> None:
         ("training=", "--set training: missing"),
         ("training=3", "--set training: must be a mapping, not 3"),
         ("lr_scheduler.kwargs.T=1", "--set lr_scheduler.kwargs.T: lr_scheduler.factory: missing"),
-        ("slurm.options={qos: a, qos: b}", "--set slurm.options: qos: given twice; first on line 1"),
+        ("slurm.options={qos: a, qos: b}", "--set slurm.options: qos: given twice"),
         ("slurm.qos=a", "--set slurm.qos: is no longer a key; write slurm.options: {qos: ...}"),
         ('name="\\e"', "--set name: contains the unprintable character U+001B; remove it"),
         ("pipeline.micro_batches=9", "--set pipeline.micro_batches: a batch of 8 cannot be cut into 9; lower it or raise training.batch_size"),
