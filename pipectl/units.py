@@ -128,7 +128,11 @@ def is_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """``"; did you mean 'x'?"`` for the nearest known word, or an empty string."""
-    nearest = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+def did_you_mean(word: str, known: Iterable[str], *, similarity: float = 0.6) -> str:
+    """``"; did you mean 'x'?"`` for the nearest known word, or an empty string.
+
+    Args:
+        similarity: from 0 to 1; the least of a word that is named.
+    """
+    nearest = difflib.get_close_matches(word, list(known), n=1, cutoff=similarity)
     return f"; did you mean {nearest[0]!r}?" if nearest else ""

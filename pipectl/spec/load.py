@@ -38,7 +38,7 @@ from pipectl.spec.document import (
 )
 from pipectl.spec.former import drop_former_keys, fault_of_former_key
 from pipectl.spec.models import JobSpec
-from pipectl.spec.schema import describe_schema, json_schema, properties, schema_at
+from pipectl.spec.schema import choices, describe_schema, json_schema, properties, schema_at
 from pipectl.spec.types import check_version
 from pipectl.units import did_you_mean
 
@@ -297,15 +297,15 @@ def _explain_fault(tree: YamlNode, detail: ErrorDetails) -> Problem:
         return _problem(tree, path, message)
     node, tail = locate(tree, path)
     path = path[: len(path) - len(tail)]  # pydantic names alternatives of a type after it
-    schema = schema_at(path)
-    allowed = "something else" if schema is None else describe_schema(schema)
-    if kind == "less_than_equal":
-        allowed = f"at most {context['le']}"
+    schema = schema_at(path) or {"title": "something else"}
+    allowed = f"at most {context['le']}" if kind == "less_than_equal" else describe_schema(schema)
     value = describe(node)
     in_quotes = isinstance(node, YamlText) and not isinstance(node, YamlPlain)
     if kind in _NUMBERS and in_quotes and not isinstance(parse_scalar(str(node)), str | None):
         value = f"the text {value}; remove the quotes"
-    return _problem(tree, path, f"must be {allowed}, not {value}")
+    word = str(node)[:100] if isinstance(node, YamlText) else ""
+    hint = did_you_mean(word, choices(schema), similarity=0.8)
+    return _problem(tree, path, f"must be {allowed}, not {value}{hint}")
 
 
 def _problem(tree: YamlNode, path: KeyPath, message: str, *, at_key: bool = False) -> Problem:

@@ -100,14 +100,23 @@ def properties(schema: Schema | None) -> dict[str, Schema]:
     return {}
 
 
+def choices(schema: Schema) -> list[str]:
+    """The words that a schema allows."""
+    words = (
+        item.get("enum", [item["const"]] if "const" in item else [])
+        for item in alternatives(schema)
+    )
+    return [str(word) for each in words for word in each]
+
+
 def describe_schema(schema: Schema) -> str:
     """The values that a schema allows, in words: ``auto or a whole number of at least 1``."""
     parts: list[str] = []
     for item in alternatives(schema):
         if "title" in item:
             parts.append(item["title"])
-        elif "enum" in item or "const" in item:
-            parts += map(str, item.get("enum", [item.get("const")]))
+        elif words := choices(item):
+            parts += words
         elif item.get("type") == "integer":
             parts.append(f"a whole number of at least {item['minimum']}")
         elif item.get("type") == "number":

@@ -61,7 +61,7 @@ BOMB = "\n".join(
         ("resources: {walltime: 90 minutes}", "7:23: resources.walltime: must be a time such as 01:30:00, 90m or 90 (minutes), not '90 minutes'"),
         # choices and flags
         ("launch: {scheduler: lsf}", "7:21: launch.scheduler: must be auto, local, slurm or pbs, not 'lsf'"),
-        ("pipeline: {schedule: gpip}", "7:22: pipeline.schedule: must be auto, gpipe, 1f1b, interleaved, looped-bfs, zb-h1, zb-v, dualpipev, v-half, v-min, pipedream, pipedream-2bw or the name of a .csv file or of a package's schedule, not 'gpip'"),
+        ("pipeline: {schedule: gpip}", "7:22: pipeline.schedule: must be auto, gpipe, 1f1b, interleaved, looped-bfs, zb-h1, zb-v, dualpipev, v-half, v-min, pipedream, pipedream-2bw or the name of a .csv file or of a package's schedule, not 'gpip'; did you mean 'gpipe'?"),
         ("pipeline: {replicas: 0}", "7:22: pipeline.replicas: must be auto, any or a whole number of at least 1, not 0"),
         ("site_defaults: yes", "7:16: site_defaults: must be true or false, not 'yes'"),
         # text
