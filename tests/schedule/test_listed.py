@@ -4,7 +4,6 @@ import dataclasses
 
 import numpy as np
 import pytest
-from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 from validator import validate
 
 from pipectl.cluster import assumed_cluster
@@ -147,6 +146,8 @@ def test_lists_of_another_plan_are_refused(pipeline):
     ],
 )
 def test_lists_of_the_peer_are_taken_as_they_are(pipeline, name, chunks):
+    from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops  # takes seconds
+
     lists = get_schedule_ops(name, 4, 8, num_stages_per_rank=chunks)
     text = "\n".join(",".join("" if item is None else str(item) for item in row) for row in lists)
     plan = planned(pipeline, text)
