@@ -32,7 +32,7 @@ def test_the_checked_in_copies_are_current(path: Path) -> None:
 
 def test_the_page_names_the_keys_of_site_files() -> None:
     *others, last = (f"`{key}`" for key in SITE_KEYS)
-    assert f"It may set {', '.join(others)} and {last}." in PAGE.replace("\n", " ")
+    assert f"may set {', '.join(others)} and {last}." in PAGE.replace("\n", " ")
 
 
 def test_every_key_is_explained() -> None:

@@ -88,8 +88,8 @@ class Job:
     def wait_for_words(self, node: int) -> None:
         """Until a watcher has written twice."""
         for _ in range(2):
-            before = node_path(self.folder, node).stat().st_ino
-            wait_until(lambda: node_path(self.folder, node).stat().st_ino != before)  # noqa: B023
+            before = node_path(self.folder, node).stat().st_mtime_ns
+            wait_until(lambda: node_path(self.folder, node).stat().st_mtime_ns != before)  # noqa: B023
 
     def report_of(self, node: int) -> NodeReport:
         """What a watcher has written."""
