@@ -8,6 +8,13 @@ rank's other stages. Whatever moves the pipeline's messages moves these, too.
 
 Who sends whom what is in :mod:`pipectl.plan.sums`. Half precision is added in float32, which MPI
 cannot do, and rounded once.
+
+Optimizer state may be shared out among the replicas (ZeRO stage 1). A bucket then has one replica
+that gets its sums, keeps the optimizer state of its parameters and updates them; the others receive
+the parameters. A parameter stays whole, so that any optimizer works, and one that several operators
+use is updated by all its holders alike. The bits are those of replicas that all update everything.
+(Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC
+2020.)
 """
 
 from __future__ import annotations
@@ -49,12 +56,13 @@ class Bucket:
         self.leaves = tuple(leaves)
         self._owner = owner
         self._tag = tag
-        ends = torch.tensor([0, *(leaf.numel() for leaf in leaves)]).cumsum(0).tolist()
+        self._counts = [leaf.numel() for leaf in leaves]
+        ends = torch.tensor([0, *self._counts]).cumsum(0).tolist()
         self._edges = list(pairwise(ends))
         self._parts = parts_of_bucket(ends[-1] + len(self.leaves), wire.size, owner)
         self._flat: Tensor | None = None
-        self._incoming: list[tuple[int, Flight]] = []
-        self._sums: list[tuple[int, Flight]] = []
+        self._incoming: dict[int, Flight] = {}
+        self._sums: dict[int, Flight] = {}
         self._sent: list[Flight] = []
         self._summed = False
 
@@ -77,28 +85,28 @@ class Bucket:
         mine = self._parts[self._wire.rank]
         for replica in self._wire.others:
             if len(mine):
-                self._incoming.append((replica, self._receive(len(mine), replica, self._tag)))
+                self._incoming[replica] = self._receive(len(mine), replica, self._tag)
             if len(self._parts[replica]):
                 self._sent.append(self._send(self._parts[replica], replica, self._tag))
 
     def advance(self) -> bool:
         """Add up one's own part once all have sent it, and send it on; whether that is done."""
-        if not self._summed and all(flight.transfer.done for _, flight in self._incoming):
+        if not self._summed and all(f.transfer.done for f in self._incoming.values()):
             self._sum()
         return self._summed
 
     def settle(self) -> None:
         """Wait for what one's own part needs."""
         if not self._summed:
-            self._wire.wait([flight for _, flight in self._incoming])
+            self._wire.wait(self._incoming.values())
             self._sum()
 
     def finish(self) -> None:
         """Wait, and put the sums in the place of the gradients; without a sum, none stays."""
         self.settle()
-        self._wire.wait([*self._sent, *(flight for _, flight in self._sums)])
+        self._wire.wait([*self._sent, *self._sums.values()])
         assert self._flat is not None
-        for replica, flight in self._sums:
+        for replica, flight in self._sums.items():
             part = self._parts[replica]
             self._flat[part.start : part.stop] = self._wire.arrived(flight)
         is_here = self._owner in (None, self._wire.rank)
@@ -111,7 +119,27 @@ class Bucket:
                 leaf.grad = torch.empty_like(leaf)
             leaf.grad.copy_(self._flat[start:stop].view(leaf.shape))
         self._flat, self._summed = None, False
-        self._sums, self._sent = [], []
+        self._sums, self._sent = {}, []
+
+    def start_sharing(self) -> list[Flight]:
+        """Send the leaves themselves from their owner to the others; what is under way."""
+        wire, first, count = self._wire, self.leaves[0], self._edges[-1][1]
+        if self._owner is None:
+            return []
+        if self._owner != wire.rank:
+            what = partial("parameters of replica {}".format, self._owner)
+            return [wire.receive(count, first.dtype, self._owner, self._tag, what)]
+        vector = torch.cat([leaf.detach().reshape(-1) for leaf in self.leaves])
+        return [wire.send(vector, other, self._tag) for other in wire.others]
+
+    def take_shared(self, flights: Sequence[Flight]) -> None:
+        """Take the leaves that arrived from their owner."""
+        if self._owner in (None, self._wire.rank):
+            return
+        parts = torch.split(self._wire.arrived(flights[0]), self._counts)
+        with torch.no_grad():
+            for leaf, part in zip(self.leaves, parts, strict=True):
+                leaf.copy_(part.view(leaf.shape))
 
     def _sum(self) -> None:
         """One's own part; the others receive it, unless it is nobody else's."""
@@ -119,16 +147,16 @@ class Bucket:
         wire, mine = self._wire, self._parts[self._wire.rank]
         if len(mine):
             own = self._flat[mine.start : mine.stop]
-            parts = {replica: wire.arrived(flight) for replica, flight in self._incoming}
+            parts = {replica: wire.arrived(flight) for replica, flight in self._incoming.items()}
             parts[wire.rank] = own
             own.copy_(_added([parts[replica] for replica in sorted(parts)]))
-        self._incoming, self._summed = [], True
+        self._incoming, self._summed = {}, True
         if self._owner is not None:
             return
         for replica in wire.others:
             theirs = self._parts[replica]
             if len(theirs):
-                self._sums.append((replica, self._receive(len(theirs), replica, self._tag + 1)))
+                self._sums[replica] = self._receive(len(theirs), replica, self._tag + 1)
             if len(mine):
                 self._sent.append(self._send(mine, replica, self._tag + 1))
 
@@ -159,7 +187,8 @@ class StageReduction:
         wire: between the replicas, in their order.
         leaves: by a name that all replicas give them, in model order: what the stage accumulates
             gradients in.
-        owners: the replica that alone gets the sum of a leaf; all get those of others.
+        owners: the replica that alone gets the sum of a leaf and updates it; all get the sums of
+            others.
     """
 
     def __init__(
@@ -169,11 +198,22 @@ class StageReduction:
         owners: Mapping[str, int] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        groups = group_names([*leaves][::-1], leaves, owners or {}, bucket_bytes)
+        groups: list[tuple[int | None, list[Tensor]]] = []
+        open_: dict[object, list[Tensor]] = {}
+        for name in reversed(leaves):
+            leaf, owner = leaves[name], (owners or {}).get(name)
+            key = owner, leaf.dtype, leaf.device
+            if key not in open_:
+                open_[key] = []
+                groups.append((owner, open_[key]))
+            open_[key].append(leaf)
+            if sum(each.nbytes for each in open_[key]) >= bucket_bytes:
+                del open_[key]
         self._buckets = [
-            Bucket(wire, [leaves[name] for name in group], owner, ROUNDS * index)
+            Bucket(wire, group, owner, ROUNDS * index)
             for index, (owner, group) in enumerate(groups)
         ]
+        self._wire = wire
         self._arriving: list[Bucket] = []
         self._missing: dict[int, int] = {}
         self._has_hooks = self._armed = False
@@ -207,6 +247,13 @@ class StageReduction:
         for bucket in self._buckets:
             bucket.finish()
 
+    def share(self) -> None:
+        """Give every replica the parameters that their owners have updated."""
+        flights = [bucket.start_sharing() for bucket in self._buckets]
+        self._wire.wait([flight for each in flights for flight in each])
+        for bucket, each in zip(self._buckets, flights, strict=True):
+            bucket.take_shared(each)
+
     def _count(self, index: int, _: Tensor) -> None:
         """A leaf of a bucket has its gradient."""
         if self._armed:
@@ -217,24 +264,3 @@ class StageReduction:
     def _start(self, bucket: Bucket) -> None:
         bucket.start()
         self._arriving.append(bucket)
-
-
-def group_names(
-    names: Sequence[str],
-    tensors: Mapping[str, Tensor],
-    owners: Mapping[str, int],
-    bucket_bytes: int = BUCKET_BYTES,
-) -> list[tuple[int | None, list[str]]]:
-    """Names in buckets of one owner, type and device, each closed when it is large enough."""
-    groups: list[tuple[int | None, list[str]]] = []
-    open_: dict[object, list[str]] = {}
-    for name in names:
-        tensor, owner = tensors[name], owners.get(name)
-        key = owner, tensor.dtype, tensor.device
-        if key not in open_:
-            open_[key] = []
-            groups.append((owner, open_[key]))
-        open_[key].append(name)
-        if sum(tensors[other].nbytes for other in open_[key]) >= bucket_bytes:
-            del open_[key]
-    return groups

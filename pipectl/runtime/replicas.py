@@ -1,23 +1,14 @@
-"""What the replicas of a stage do together: sum gradients, agree on buffers, share an optimizer.
-
-Optimizer state may be shared out among the replicas (ZeRO stage 1). Every parameter then has one
-replica that gets the sum of its gradients, keeps its optimizer state and updates it; the others
-receive the parameter. A parameter stays whole, so that any optimizer works, and one that several
-operators use is updated by all its holders alike. The bits are those of replicas that all update
-everything. (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
-Models", SC 2020.)
+"""What the replicas of a stage do together: sum gradients, agree on buffers, compare weights.
 
 Replicas sum the same gradients and make the same updates. If a node computes wrongly, or user code
 does something of its own on each rank, they drift apart, and nothing else would show it. So sums of
 the bits of every parameter are compared now and then.
-
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 
 import numpy as np
 import torch
@@ -26,124 +17,16 @@ from torch import Tensor
 
 from pipectl.capture.step import own_name
 from pipectl.errors import WorkerError
-from pipectl.plan import Plan, Replication, sums
+from pipectl.plan import Plan, Replication
+from pipectl.plan.sums import owners_of
 from pipectl.runtime.device import Device
-from pipectl.runtime.reduction import StageReduction, group_names, group_of
+from pipectl.runtime.reduction import StageReduction, group_of
 from pipectl.runtime.stage import Stage
 from pipectl.runtime.step import parts_of
-from pipectl.runtime.transport import Flight, Progress, Wire
+from pipectl.runtime.transport import Progress, Wire
 from pipectl.runtime.waiting import barrier, wait
 
-
-def owners_of(parameters: Mapping[str, Tensor], replicas: int) -> dict[str, int]:
-    """The replica that updates each parameter, by the rule that plans count its state by."""
-    return sums.owners_of({name: each.nbytes for name, each in parameters.items()}, replicas)
-
-
-class Sharing:
-    """Updated parameters of one stage on their way from their owners to the other replicas.
-
-    Args:
-        wire: between the replicas, in their order.
-        parameters: by name, the same on all replicas.
-        owners: the replica that updates each.
-    """
-
-    def __init__(
-        self, wire: Wire, parameters: Mapping[str, Tensor], owners: Mapping[str, int]
-    ) -> None:
-        self._wire = wire
-        groups = group_names([*owners], parameters, owners)
-        self._groups = [(owner, [parameters[name] for name in names]) for owner, names in groups]
-
-    def share(self) -> None:
-        """Give every replica the parameters that others have updated, in buckets."""
-        wire, sent = self._wire, list[Flight]()
-        received: list[tuple[list[Tensor], Flight]] = []
-        for tag, (owner, parameters) in enumerate(self._groups):
-            if owner == wire.rank:
-                vector = torch.cat([each.detach().reshape(-1) for each in parameters])
-                sent += [wire.send(vector, other, tag) for other in wire.others]
-            else:
-                assert owner is not None
-                count, dtype = sum(each.numel() for each in parameters), parameters[0].dtype
-                what = partial("parameters of replica {}".format, owner)
-                received.append((parameters, wire.receive(count, dtype, owner, tag, what)))
-        wire.wait([*sent, *(flight for _, flight in received)])
-        with torch.no_grad():
-            for parameters, flight in received:
-                parts = torch.split(wire.arrived(flight), [each.numel() for each in parameters])
-                for parameter, part in zip(parameters, parts, strict=True):
-                    parameter.copy_(part.view(parameter.shape))
-
-
 _WORD = 8
-
-
-def check_alike(
-    group: MPI.Comm, ranks: Sequence[int], stage: int, step: int, weights: Mapping[str, Tensor]
-) -> None:
-    """Compare the weights of one stage's replicas; collective among them.
-
-    Args:
-        group: of the replicas, in their order.
-        ranks: of the replicas.
-        weights: by full name, the same on all.
-
-    Raises:
-        WorkerError: on a replica that differs from most, naming all that do and the first
-            parameter; the others wait until that has ended the job.
-    """
-    mine = np.array([checksum(tensor) for tensor in weights.values()], dtype=np.int64)
-    everyone = np.empty((group.size, mine.size), dtype=np.int64)
-    wait([group.Iallgather(mine, everyone)])
-    apart = (everyone != everyone[0]).any(axis=0).nonzero()[0]
-    if not len(apart):
-        return
-    first = int(apart[0])
-    odd = odd_ones_out(everyone[:, first].tolist())
-    if group.rank == odd[0]:
-        name = own_name(list(weights)[first])
-        raise _difference(name, stage, step, [ranks[index] for index in odd], ranks)
-    barrier(group)
-
-
-def checksum(tensor: Tensor) -> int:
-    """The sum of a tensor's bits, read as whole numbers, modulo 2 ** 64."""
-    octets = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    if octets.storage_offset() % _WORD:
-        octets = octets.clone()
-    words = octets.numel() // _WORD * _WORD
-    total = int(octets[:words].view(torch.int64).sum()) + int(octets[words:].sum())
-    return (total + 2**63) % 2**64 - 2**63
-
-
-def odd_ones_out(found: Sequence[int]) -> list[int]:
-    """Who differs from what most have; all, where no value is more common than another."""
-    (common, count), *others = Counter(found).most_common()
-    if others and others[0][1] == count:
-        return list(range(len(found)))
-    return [index for index, value in enumerate(found) if value != common]
-
-
-def _difference(
-    name: str, stage: int, step: int, odd: Sequence[int], ranks: Sequence[int]
-) -> WorkerError:
-    if len(odd) == len(ranks):
-        who = f"which of ranks {_listed(ranks)} is right cannot be told"
-    else:
-        who = f"rank {_listed(odd)} differs from the others of ranks {_listed(ranks)}"
-    return WorkerError(
-        f"step {step}: the replicas of stage {stage} no longer hold the same weights: {name!r}; "
-        f"{who}",
-        cure="a model, loss or optimizer that does something else on every rank does this, and so "
-        "does a node that computes wrongly; pipectl resume goes on from the last checkpoint, "
-        "before which replicas were compared, too",
-    )
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))
 
 
 class Replicas:
@@ -152,6 +35,9 @@ class Replicas:
     Args:
         communicator: of all ranks. Making one of these is collective.
         written: full names of the buffers that forwards write.
+
+    Attributes:
+        reductions: the sums of the gradients of all these stages.
     """
 
     def __init__(
@@ -164,10 +50,12 @@ class Replicas:
         written: Iterable[str] = (),
     ) -> None:
         self._plan = plan
-        self._rank = communicator.rank
-        self._device = device
         self._stages = stages
-        self._groups = dict(self._make_groups(communicator))
+        self._groups = {
+            index: group_of(communicator, stage.updating_ranks, index)
+            for index, stage in enumerate(plan.stages)
+            if stage.replicas > 1 and communicator.rank in stage.updating_ranks
+        }
         self._written = frozenset(written)
         self._before = {
             name: buffer.detach().cpu().clone().view(-1)
@@ -175,24 +63,28 @@ class Replicas:
             for name, buffer in self._written_in(index)
             if not (buffer.is_floating_point() or buffer.is_complex())
         }
-        self.wires = {stage: Wire(group, device, progress) for stage, group in self._groups.items()}
-
-    def reductions(self) -> dict[int, StageReduction]:
-        """The sums of the gradients of all these stages."""
-        return {
-            index: StageReduction(wire, self._leaves(index), self.owners(index))
-            for index, wire in self.wires.items()
-        }
-
-    def owners(self, stage: int) -> dict[str, int]:
-        """The replica that updates each parameter; empty where all replicas update all."""
-        if not self._plan.shard_optimizer:
-            return {}
-        return owners_of(self._own_parameters(stage), self.wires[stage].size)
+        self._is_mine: dict[str, bool] = {}
+        self.reductions: dict[int, StageReduction] = {}
+        for index, group in self._groups.items():
+            stage = stages[index]
+            several = {slot.value for slot in stage.uses}
+            leaves: dict[str, Tensor] = {
+                name: parameter
+                for name, parameter in stage.parameters.items()
+                if parameter.requires_grad and name not in several
+            }
+            owners: dict[str, int] = {}
+            if plan.shard_optimizer:
+                owners = owners_of({n: leaf.nbytes for n, leaf in leaves.items()}, group.size)
+                self._is_mine |= {name: owner == group.rank for name, owner in owners.items()}
+            for slot, leaf in stage.uses.items():
+                if leaf.requires_grad:
+                    leaves[f"{slot.value} in {slot.use}"] = leaf
+            self.reductions[index] = StageReduction(Wire(group, device, progress), leaves, owners)
 
     def updates(self, name: str) -> bool:
         """Whether this rank updates one of its parameters."""
-        return all(mine for mine in self._claims(name))
+        return self._is_mine.get(name, True)
 
     def counts(self, name: str, *, first: bool) -> bool:
         """Whether the norm of a gradient is this rank's to tell.
@@ -200,18 +92,16 @@ class Replicas:
         Args:
             first: whether it is the first of all ranks that hold the parameter.
         """
-        return next(self._claims(name), first)
+        return self._is_mine.get(name, first)
 
-    def sharings(self) -> list[Sharing]:
-        """How parameters that one replica updates reach the others; one a stage."""
-        return [
-            Sharing(wire, self._stages[index].parameters, self.owners(index))
-            for index, wire in self.wires.items()
-            if self._plan.shard_optimizer
-        ]
+    def share_parameters(self) -> None:
+        """Give all replicas the parameters that one of them alone has updated."""
+        if self._plan.shard_optimizer:
+            for reduction in self.reductions.values():
+                reduction.share()
 
     def check_weights(self, step: int) -> None:
-        """Compare the weights of all these stages' replicas, behind a step.
+        """Compare the weights of all these stages' replicas after a step.
 
         Raises:
             WorkerError: they differ; see :func:`check_alike`.
@@ -219,13 +109,6 @@ class Replicas:
         for index, group in self._groups.items():
             ranks = self._plan.stages[index].updating_ranks
             check_alike(group, ranks, index, step, self._stages[index].parameters)
-
-    def _claims(self, name: str) -> Iterator[bool]:
-        """Whether a parameter is this replica's, where one replica alone updates it."""
-        for index, wire in self.wires.items():
-            owner = self.owners(index).get(name)
-            if owner is not None:
-                yield owner == wire.rank
 
     def agree_on_buffers(self, plan: Plan) -> None:
         """Give all replicas the same buffers, from what each wrote in its part of a step.
@@ -267,26 +150,61 @@ class Replicas:
             self._before[name] = values
         buffer.data.copy_(values.view(buffer.shape))
 
-    def _make_groups(self, communicator: MPI.Comm) -> Iterator[tuple[int, MPI.Comm]]:
-        for index, stage in enumerate(self._plan.stages):
-            if stage.replicas > 1 and communicator.rank in stage.updating_ranks:
-                yield index, group_of(communicator, stage.updating_ranks, index)
 
-    def _leaves(self, stage: int) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = dict(self._own_parameters(stage))
-        for slot, leaf in self._stages[stage].uses.items():
-            if leaf.requires_grad:
-                found[f"{slot.value} in {slot.use}"] = leaf
-        return found
+def check_alike(
+    group: MPI.Comm, ranks: Sequence[int], stage: int, step: int, weights: Mapping[str, Tensor]
+) -> None:
+    """Compare the weights of one stage's replicas; collective among them.
 
-    def _own_parameters(self, stage: int) -> dict[str, Tensor]:
-        runtime = self._stages[stage]
-        several = {slot.value for slot in runtime.uses}
-        return {
-            name: parameter
-            for name, parameter in runtime.parameters.items()
-            if parameter.requires_grad and name not in several
-        }
+    Args:
+        group: of the replicas, in their order.
+        ranks: of the replicas.
+        weights: by full name, the same on all.
+
+    Raises:
+        WorkerError: on a replica that differs from most, naming all that do and the first
+            parameter; the others wait until that has ended the job.
+    """
+    mine = np.array([checksum(tensor) for tensor in weights.values()], dtype=np.int64)
+    everyone = np.empty((group.size, mine.size), dtype=np.int64)
+    wait([group.Iallgather(mine, everyone)])
+    differing = (everyone != everyone[0]).any(axis=0).nonzero()[0]
+    if not len(differing):
+        return
+    first = int(differing[0])
+    odd = odd_ones_out(everyone[:, first].tolist())
+    if group.rank == odd[0]:
+        name, all_ranks = own_name(list(weights)[first]), ", ".join(map(str, ranks))
+        who = f"which of ranks {all_ranks} is right cannot be told"
+        if len(odd) < len(ranks):
+            differ = ", ".join(str(ranks[index]) for index in odd)
+            who = f"rank {differ} differs from the others of ranks {all_ranks}"
+        raise WorkerError(
+            f"step {step}: the replicas of stage {stage} no longer hold the same weights: "
+            f"{name!r}; {who}",
+            cure="a model, loss or optimizer that does something else on every rank does this, and "
+            "so does a node that computes wrongly; pipectl resume goes on from the last "
+            "checkpoint, before which replicas were compared, too",
+        )
+    barrier(group)
+
+
+def checksum(tensor: Tensor) -> int:
+    """The sum of a tensor's bits, read as whole numbers, modulo 2 ** 64."""
+    octets = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if octets.storage_offset() % _WORD:
+        octets = octets.clone()
+    words = octets.numel() // _WORD * _WORD
+    total = int(octets[:words].view(torch.int64).sum()) + int(octets[words:].sum())
+    return (total + 2**63) % 2**64 - 2**63
+
+
+def odd_ones_out(values: Sequence[int]) -> list[int]:
+    """Who differs from what most have; all, where no value is more common than another."""
+    (common, count), *others = Counter(values).most_common()
+    if others and others[0][1] == count:
+        return list(range(len(values)))
+    return [index for index, value in enumerate(values) if value != common]
 
 
 def _gather(

@@ -176,7 +176,7 @@ class Setup:
             )
         add_lanes(self.cut, self.job.states, lanes)
         check = broadcast(self.communicator, CHECK_VARIABLE in os.environ)
-        reductions = self.replicas.reductions()
+        reductions = self.replicas.reductions
 
         def make_engine(cut: Cut) -> Engine:
             own = self.communicator.Dup()

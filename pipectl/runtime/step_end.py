@@ -66,7 +66,6 @@ class StepEnd:
         firsts = {name: owner == me for name, owner in setup.owners.items()}
         self.told = {n: p for n, p in self._held.items() if counts(n, first=firsts[n])}
         self.stepper = make_stepper(setup.job, self.updated)
-        self._sharings = setup.replicas.sharings()
         self._shared = self._make_shared()
         self.loss_scale = (
             LossScale(self._training.loss_scale, self._held)
@@ -148,8 +147,7 @@ class StepEnd:
         if recording is not None:
             recording.met()
         self.stepper.step()
-        for sharing in self._sharings:
-            sharing.share()
+        self._setup.replicas.share_parameters()
 
     def look(
         self,

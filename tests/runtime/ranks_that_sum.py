@@ -18,14 +18,18 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from pipectl.plan import Plan, Stage, StageCost
+from pipectl.plan import Plan, Stage, StageCost, sums
 from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.links.measure import Session, buckets_of, sum_buckets
 from pipectl.runtime.reduction import StageReduction
-from pipectl.runtime.replicas import Replicas, Sharing, owners_of
+from pipectl.runtime.replicas import Replicas
 from pipectl.runtime.transport import Progress, Wire
 
 SIZES = {"a": 7, "b": 1, "c": 40, "unused": 3}
+
+
+def owners_of(parameters: dict[str, Tensor], replicas: int) -> dict[str, int]:
+    return sums.owners_of({name: each.nbytes for name, each in parameters.items()}, replicas)
 
 
 def made(dtype: torch.dtype) -> dict[str, Tensor]:
@@ -92,7 +96,7 @@ def shared(wire: Wire) -> dict[str, list[float]]:
         for name, owner in owners.items():
             if owner == wire.rank:
                 leaves[name] += 1 + owner
-    Sharing(wire, leaves, owners).share()
+    StageReduction(wire, leaves, owners, bucket_bytes=32).share()
     return {name: leaf.tolist() for name, leaf in leaves.items()}
 
 
@@ -121,7 +125,7 @@ def agreed(world: MPI.Intracomm, progress: Progress) -> dict[str, list[float]]:
         "place": torch.tensor([7], dtype=torch.int32),
         "seen": torch.tensor([False, True, True]),
     }
-    held: Any = {0: SimpleNamespace(buffers=buffers)}
+    held: Any = {0: SimpleNamespace(buffers=buffers, parameters={}, uses={})}
     replicas = Replicas(world, plan, held, CpuDevice(), progress, buffers)
     buffers["count"] += 1 if world.rank else 2
     buffers["large"] += 1
