@@ -11,11 +11,12 @@ from torch import Tensor
 
 from pipectl.capture import CapturedJob
 from pipectl.capture.data import Batches, Loader, split_batch
+from pipectl.capture.slices import Rows
 from pipectl.capture.step import target_weight, weighted
 from pipectl.errors import CaptureError, MismatchError
 from pipectl.plan import Plan
 from pipectl.runtime.reduction import group_of
-from pipectl.runtime.step import Batch, Step, StepInput, narrowed
+from pipectl.runtime.step import Batch, Step, StepInput, narrowed, parts_of
 from pipectl.runtime.waiting import gather_all, wait
 
 
@@ -123,7 +124,7 @@ class LossShares:
         """
         if self.reads_targets:
             return self._by_targets(step, batches)
-        parts, total = step.parts(self._rank, self._stage), sum(step.sizes)
+        parts, total = self._parts(step), sum(step.sizes)
         sizes = [parts[i].size if i in parts else size for i, size in enumerate(step.sizes)]
         return [size / total for size in sizes]
 
@@ -141,7 +142,7 @@ class LossShares:
 
     def computed(self, step: Step) -> list[int]:
         """The micro-batches whose loss, or part of it, this rank computes; in order."""
-        return list(step.parts(self._rank, self._stage))
+        return list(self._parts(step))
 
     def loss(self, step: Step, losses: Sequence[Tensor], weights: Sequence[float]) -> float:
         """What this rank adds to the loss of the step; NaN where it computes none of it."""
@@ -150,13 +151,17 @@ class LossShares:
             return 0.0 if self._group is not None else float("nan")
         return weighted(losses, [weights[index] for index in own])
 
+    def _parts(self, step: Step) -> dict[int, Rows]:
+        assert step.plan is not None
+        return parts_of(step.plan, self._rank, self._stage)
+
     def _by_targets(self, step: Step, batches: Sequence[Batch]) -> list[float]:
         assert self._weigh is not None
         assert self._group is not None
         assert step.pieces is not None
         loaded = dict(zip(step.pieces, batches, strict=True))
         table = np.zeros((len(step.sizes), self._group.size))
-        for index, rows in step.parts(self._rank, self._stage).items():
+        for index, rows in self._parts(step).items():
             targets = narrowed(loaded[index][1], rows, step.pieces[index])
             table[index, self._group.rank] = target_weight(self._weigh, self._name, targets)
         if self._group.size > 1:

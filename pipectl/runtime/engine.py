@@ -26,7 +26,7 @@ from pipectl.runtime.layout import Tensors
 from pipectl.runtime.reduction import StageReduction
 from pipectl.runtime.stage import MicroBatch, Stage
 from pipectl.runtime.step import Loaded, Row, Step, StepInput
-from pipectl.runtime.transport import Message, Posted, Transport
+from pipectl.runtime.transport import Posted, Transport
 from pipectl.runtime.vote import Origins
 from pipectl.schedule import Actions, Kind
 
@@ -206,11 +206,12 @@ class Engine:
         """
         run = StepRun(step, given, Loaded(given.batches, step.pieces))
         if parts is None:
-            self._run_rows(run, step.table(self.cut), step.actions, update)
+            self._run_rows(run, step.table(self._transport.line), step.actions, update)
             return run
         for actions, more in parts:
             shifted = actions.shifted(more)
-            self._run_rows(run, list(step.rows_of(shifted, self.cut)), shifted, update)
+            rows = list(step.rows_of(shifted, self._transport.line))
+            self._run_rows(run, rows, shifted, update)
         return run
 
     def _run_rows(
@@ -298,9 +299,7 @@ class Engine:
         for channel, lane, carried in run.step.local.get((kind, row.stage), ()):
             if carried is None or row.micro_batch in carried:
                 rows = row.rows if carried is None else carried[row.micro_batch]
-                sent = row._replace(
-                    channel=channel, lane=lane, slots=self.cut.lanes[lane], rows=rows
-                )
+                sent = row._replace(channel=channel, lane=lane, rows=rows)
                 piece = Piece(rows, self._message(run, sent))
                 run.inbox.setdefault((kind, lane.target, row.micro_batch), []).append(piece)
 
@@ -310,7 +309,7 @@ class Engine:
         if lane.kind in _HALVES:
             return self._stages[row.stage].leaving(row.micro_batch)
         origin, results = run.outbox[lane.kind, row.stage]
-        made = {slot: results.get(slot) for slot in row.slots}
+        made = {slot: results.get(slot) for slot in self.cut.lanes[lane]}
         if row.rows.is_whole:
             return made
         leads = run.step.heads[row.channel, row.micro_batch] == row.rows.start
@@ -320,29 +319,27 @@ class Engine:
         return self._slicing.joined(run.inbox.pop((kind, row.stage, row.micro_batch), ()))
 
     def _send_start(self, run: StepRun, row: Row) -> None:
-        assert row.lane is not None
-        message = Message(row.lane, row.micro_batch)
-        run.sends[row.channel, row.micro_batch] = self._transport.start_send(
-            message, row.rows.whole, row.peer, self._message(run, row)
+        assert row.line is not None
+        run.sends[row.channel, row.micro_batch] = row.line.start_send(
+            row.micro_batch, row.rows.whole, self._message(run, row)
         )
 
     def _send_wait(self, run: StepRun, row: Row) -> None:
+        assert row.line is not None
         self._board.awaits(row.peer, row.awaited)
-        self._transport.finish_send(run.sends.pop((row.channel, row.micro_batch)))
+        row.line.finish_send(run.sends.pop((row.channel, row.micro_batch)))
 
     def _receive_start(self, run: StepRun, row: Row) -> None:
-        assert row.lane is not None
-        message = Message(row.lane, row.micro_batch)
-        run.receives[row.channel, row.micro_batch] = self._transport.start_receive(
-            message, row.rows.whole, row.peer
+        assert row.line is not None
+        run.receives[row.channel, row.micro_batch] = row.line.start_receive(
+            row.micro_batch, row.rows.whole
         )
 
     def _receive_wait(self, run: StepRun, row: Row) -> None:
         assert row.lane is not None
+        assert row.line is not None
         self._board.awaits(row.peer, row.awaited)
-        posted = run.receives.pop((row.channel, row.micro_batch))
-        message = Message(row.lane, row.micro_batch)
-        tensors = self._transport.finish_receive(message, row.peer, posted)
+        tensors = row.line.finish_receive(run.receives.pop((row.channel, row.micro_batch)))
         if row.lane.kind in _HALVES:
             self._stages[row.stage].arriving(self._micro_batch(run, row), tensors)
             return

@@ -70,29 +70,18 @@ def run_rank(work: Work, description: str | None) -> None:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--run", type=Path, required=True, help="the run directory")
     directory = RunDirectory(parser.parse_args().run)
-    with own_log(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size):
-        code = _exit_code_of(work, directory, MPI.COMM_WORLD)
+    communicator, code = MPI.COMM_WORLD, None
+    rank = communicator.rank
+    with own_log(rank, communicator.size):
+        doing = Doing()
+        try:
+            work(directory, communicator, doing)
+        except BaseException as raised:
+            error, at = with_details(raised, directory.error_of(rank)), doing
+            report(directory, rank, error, action=at.action, stage=at.stage, step=at.step)
+            code = error.exit_code if isinstance(error, PipectlError) else 1
     if code is not None:
         sys.exit(code)
-
-
-def _exit_code_of(work: Work, directory: RunDirectory, communicator: MPI.Intracomm) -> int | None:
-    """Do the work; None if it does not fail."""
-    doing = Doing()
-    try:
-        work(directory, communicator, doing)
-    except BaseException as raised:
-        error = with_details(raised, directory.error_of(communicator.rank))
-        report(
-            directory,
-            communicator.rank,
-            error,
-            action=doing.action,
-            stage=doing.stage,
-            step=doing.step,
-        )
-        return error.exit_code if isinstance(error, PipectlError) else 1
-    return None
 
 
 def warn(text: str) -> None:

@@ -200,7 +200,7 @@ class StageReduction:
     ) -> None:
         groups: list[tuple[int | None, list[Tensor]]] = []
         open_: dict[object, list[Tensor]] = {}
-        for name in reversed(leaves):
+        for name in reversed([*leaves]):
             leaf, owner = leaves[name], (owners or {}).get(name)
             key = owner, leaf.dtype, leaf.device
             if key not in open_:

@@ -140,6 +140,9 @@ class Segment:
         number: of the segment as a stage of the cuts.
         cuts: by key, for all that it will compute.
         recompute: whether a forward keeps only what it starts from.
+
+    Attributes:
+        leaves: states that get gradients in training.
     """
 
     def __init__(
@@ -160,7 +163,7 @@ class Segment:
             self.codes[key] = self._build(number, key, cut, states)
         training = [code for key, code in self.codes.items() if key[0]]
         trained = (t for code in training for t in code.arguments if t.requires_grad)
-        self._leaves = list({id(tensor): tensor for tensor in trained}.values())
+        self.leaves = list({id(tensor): tensor for tensor in trained}.values())
         self.live: dict[int, Live] = {}
         self.starts: dict[int, Start] = {}
         self._deferring = Deferred()
@@ -203,7 +206,7 @@ class Segment:
         live = self.live.pop(index)
         roots, seeds = live.seeded(gradients, scale, weight)
         others = chain(gradients.values(), live.caught.values(), live.deferred.gradients)
-        leaves = self._leaves if live.version is None else live.version.leaves.values()
+        leaves = self.leaves if live.version is None else live.version.leaves.values()
         if roots:
             with kept_apart(leaves, others):
                 torch.autograd.backward(roots, seeds)

@@ -6,8 +6,8 @@ All of it follows from the plan and the number of samples, and is made once for 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -15,17 +15,20 @@ import numpy as np
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pipectl.capture import Cut, Lane, Slot
+from pipectl.capture import Lane
 from pipectl.capture.data import micro_batches_of
 from pipectl.capture.randomness import seed_of
 from pipectl.capture.slices import Rows
 from pipectl.graph import TransferKind
 from pipectl.plan import Plan, Replication
-from pipectl.runtime.recording import Recording
+from pipectl.runtime.tracing import Recording
+from pipectl.runtime.transport import Line
 from pipectl.schedule import Actions, Channel, Kind, Portion, channels, lower, portion, roles
 from pipectl.schedule import messages as messages_of
 
 Batch = tuple[Any, Any]
+LineOf = Callable[[Lane, int], Line]
+"""Gives the line of a lane to or from a rank."""
 
 
 class Row(NamedTuple):
@@ -35,7 +38,7 @@ class Row(NamedTuple):
         rows: of the micro-batch that are computed or moved; none for weights.
         age: of the weights that a computation uses, in updates.
         text: what the rank does, for whoever watches it.
-        lane, slots, peer: of a message, with the rank at its other end.
+        lane, line, peer: of a message, with the rank at its other end.
         awaited: what a wait is for, likewise in words.
     """
 
@@ -47,7 +50,7 @@ class Row(NamedTuple):
     age: int
     text: bytes
     lane: Lane | None = None
-    slots: Sequence[Slot] = ()
+    line: Line | None = None
     peer: int = -1
     awaited: bytes = b""
 
@@ -61,7 +64,7 @@ class LocalLane(NamedTuple):
 
     channel: int
     lane: Lane
-    carried: Mapping[int, Rows] | None
+    carried: Mapping[int, Rows] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,31 +106,34 @@ class Step:
         Raises:
             ScheduleError: see :func:`pipectl.schedule.lower`.
         """
-        actions, found = lower(plan, rank).body, channels(plan)
         sizes = _sizes(plan)
-        local: dict[tuple[TransferKind, int], list[LocalLane]] = {}
-        for index, channel in enumerate(found):
-            if channel.is_local and channel.source_rank == rank:
-                carried = _rows_of(messages_of(plan, channel, plan.micro_batches), sizes)
-                item = LocalLane(index, _lane(channel), carried)
-                local.setdefault((channel.kind, channel.source_stage), []).append(item)
+        whole = cls.plain(lower(plan, rank).body, channels(plan), rank, sizes)
+
+        def with_rows(item: LocalLane) -> LocalLane:
+            portion_of_each = messages_of(plan, whole.channels[item.channel], plan.micro_batches)
+            return item._replace(carried=_rows_of(portion_of_each, sizes))
+
+        local = {key: [with_rows(item) for item in items] for key, items in whole.local.items()}
         pieces = _pieces(plan, rank, reading)
         if load_whole:
             pieces = {index: Rows.of(rows.whole) for index, rows in pieces.items()}
-        heads, closing = _heads(plan, found, rank), _closing(actions)
-        return cls(actions, found, sizes, plan, pieces, local, heads, closing)
+        rows = whole.actions.rows.tolist()
+        summed = {row[1] for row in rows if row[0] == Kind.REDUCE_START}
+        closing = {row[1]: row[2] for row in rows if row[0] == Kind.BACKWARD and row[1] in summed}
+        heads = _heads(plan, whole.channels, rank)
+        return replace(whole, plan=plan, pieces=pieces, local=local, heads=heads, closing=closing)
 
     @classmethod
     def plain(
-        cls, actions: Actions, found: Sequence[Channel], rank: int, sizes: Sequence[int]
+        cls, actions: Actions, channels: Sequence[Channel], rank: int, sizes: Sequence[int]
     ) -> Step:
         """Other rows, over channels that all carry every micro-batch as a whole."""
         local: dict[tuple[TransferKind, int], list[LocalLane]] = {}
-        for index, channel in enumerate(found):
+        for index, channel in enumerate(channels):
             if channel.is_local and channel.source_rank == rank:
-                item = LocalLane(index, _lane(channel), None)
-                local.setdefault((channel.kind, channel.source_stage), []).append(item)
-        return cls(actions, found, sizes, local=local)
+                key = channel.kind, channel.source_stage
+                local.setdefault(key, []).append(LocalLane(index, _lane(channel)))
+        return cls(actions, channels, sizes, local=local)
 
     @property
     def positions(self) -> list[range]:
@@ -137,18 +143,13 @@ class Step:
         whole = micro_batches_of(self.plan.batch_size, self.plan.micro_batch_size)
         return [whole[i][piece.start : piece.stop] for i, piece in self.pieces.items()]
 
-    def parts(self, rank: int, stage: int) -> dict[int, Rows]:
-        """What a rank computes of a stage; see :func:`parts_of`."""
-        assert self.plan is not None
-        return parts_of(self.plan, rank, stage)
-
-    def table(self, cut: Cut) -> list[Row]:
+    def table(self, line_of: LineOf) -> list[Row]:
         """The rows of its actions, made once."""
         if not self._table:
-            self._table.extend(self.rows_of(self.actions, cut))
+            self._table.extend(self.rows_of(self.actions, line_of))
         return self._table
 
-    def rows_of(self, actions: Actions, cut: Cut) -> Iterator[Row]:
+    def rows_of(self, actions: Actions, line_of: LineOf) -> Iterator[Row]:
         """Actions with all that they refer to."""
         lanes = [_lane(channel) for channel in self.channels]
         for number, stage, micro_batch, channel, start, stop, age in actions.rows.tolist():
@@ -169,9 +170,8 @@ class Step:
             else:
                 peer = end.source_rank
                 awaited = f"{message} of stage {lane.source} from rank {peer}"
-            yield row._replace(
-                lane=lane, slots=cut.lanes[lane], peer=peer, awaited=awaited.encode()
-            )
+            line = line_of(lane, peer)
+            yield row._replace(lane=lane, line=line, peer=peer, awaited=awaited.encode())
 
 
 @dataclass
@@ -182,7 +182,8 @@ class StepInput:
         weights: weight in the loss of every micro-batch, or of this rank's part of it; empty in
             evaluation.
         batches: yields (inputs, targets) of every piece; empty if no stage reads them.
-        seed: parts from which random operators are seeded.
+        seed: parts from which random operators are seeded, the step last.
+        per_step: micro-batches of a step, if these are several, counted through.
         scale: of the loss in backwards.
         recording: is told when every row began and ended.
     """
@@ -192,10 +193,16 @@ class StepInput:
     seed: tuple[int | str, ...]
     scale: float = 1.0
     recording: Recording | None = None
+    per_step: int | None = None
 
     def seed_of(self, micro_batch: int) -> int:
-        """What random operators of one micro-batch are seeded from."""
-        return seed_of(*self.seed, micro_batch)
+        """What random operators of one micro-batch are seeded from, however steps overlap."""
+        if self.per_step is None:
+            return seed_of(*self.seed, micro_batch)
+        step, index = divmod(micro_batch, self.per_step)
+        *before, first = self.seed
+        assert isinstance(first, int)
+        return seed_of(*before, first + step, index)
 
 
 class Loaded:
@@ -295,9 +302,3 @@ def _heads(plan: Plan, found: Sequence[Channel], rank: int) -> dict[tuple[int, i
         mine = _rows_of(portion(plan, *max(source, target), plan.micro_batches), _sizes(plan))
         heads.update({(index, i): rows.start for i, rows in mine.items()})
     return heads
-
-
-def _closing(actions: Actions) -> dict[int, int]:
-    rows = actions.rows.tolist()
-    summed = {row[1] for row in rows if row[0] == Kind.REDUCE_START}
-    return {row[1]: row[2] for row in rows if row[0] == Kind.BACKWARD and row[1] in summed}

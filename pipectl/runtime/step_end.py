@@ -21,10 +21,10 @@ from pipectl.runtime.optimizer import (
     gradient_norms,
     total_norm,
 )
-from pipectl.runtime.recording import Recording
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.stage_states import shared_uses
 from pipectl.runtime.stepper import make_stepper
+from pipectl.runtime.tracing import Recording
 from pipectl.runtime.transport import Wire
 from pipectl.runtime.vote import (
     Fault,
@@ -40,7 +40,7 @@ IGNORE, SKIP = "ignore", "skip"
 
 
 class StepEnd:
-    """What a rank does behind its last backward of a step; making one is collective.
+    """What a rank does after its last backward of a step; making one is collective.
 
     Attributes:
         updated: the parameters that this rank updates, by full name.
@@ -58,15 +58,23 @@ class StepEnd:
         self._setup = setup
         self._record, self._finish = record, finish
         self._training = setup.job.spec.training
-        own = setup.replicas.updates
-        self.updated = {n: p for n, p in setup.parameters.items() if own(n)}
+        me, replicas = setup.communicator.rank, setup.replicas
+        self.updated = {n: p for n, p in setup.parameters.items() if replicas.updates(n)}
         self._held = _trained(setup.parameters)
         self._trained_of = {each.index: _trained(each.parameters) for each in setup.updated_stages}
-        me, counts = setup.communicator.rank, setup.replicas.counts
-        firsts = {name: owner == me for name, owner in setup.owners.items()}
-        self.told = {n: p for n, p in self._held.items() if counts(n, first=firsts[n])}
+        self.told = {
+            name: parameter
+            for name, parameter in self._held.items()
+            if replicas.counts(name, first=setup.owners[name] == me)
+        }
         self.stepper = make_stepper(setup.job, self.updated)
-        self._shared = self._make_shared()
+        self._shared = SharedGradients(
+            Wire(setup.communicator.Dup(), setup.device, setup.progress),
+            shared_uses(setup.cut),
+            [stage.updating_ranks for stage in setup.plan.stages],
+            {slot: leaf for stage in setup.updated_stages for slot, leaf in stage.uses.items()},
+            setup.parameters,
+        )
         self.loss_scale = (
             LossScale(self._training.loss_scale, self._held)
             if self._training.precision == "float16"
@@ -85,17 +93,14 @@ class StepEnd:
         self._undoes = False
         self._before: dict[str, Tensor] = {}
 
-    def begin(self, buffers: Mapping[str, Tensor]) -> None:
-        """Remember, before a step, what leaving it out must bring back; drop what was before.
-
-        Args:
-            buffers: that forwards write.
-        """
+    def begin(self) -> None:
+        """Remember, before a step, what leaving it out must bring back; drop what was before."""
         self._origins.forget()
         if self._skips:
-            self._before = {name: tensor.clone() for name, tensor in buffers.items()}
+            written = self._setup.written.items()
+            self._before = {name: buffer.clone() for name, buffer in written}
 
-    def undo(self, buffers: Mapping[str, Tensor]) -> bool:
+    def undo(self) -> bool:
         """Bring the buffers of before the step back, if it was not finite and is left out.
 
         Overflows that a loss scale makes are no fault of the forwards, so their buffers stay.
@@ -103,7 +108,7 @@ class StepEnd:
         if self._undoes:
             with torch.no_grad():
                 for name, before in self._before.items():
-                    buffers[name].copy_(before)
+                    self._setup.written[name].copy_(before)
         return self._undoes
 
     def run(
@@ -225,16 +230,6 @@ class StepEnd:
                 self._finish()
             self._vote.stop(result, together=True)
         return True
-
-    def _make_shared(self) -> SharedGradients:
-        setup = self._setup
-        return SharedGradients(
-            Wire(setup.communicator.Dup(), setup.device, setup.progress),
-            shared_uses(setup.cut),
-            [stage.updating_ranks for stage in setup.plan.stages],
-            {slot: leaf for stage in setup.updated_stages for slot, leaf in stage.uses.items()},
-            setup.parameters,
-        )
 
 
 def _trained(parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:

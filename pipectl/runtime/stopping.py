@@ -59,7 +59,7 @@ def stop_on_signals(file: Path) -> Iterator[None]:
 
 
 class Stopping:
-    """Whether all ranks stop behind a step.
+    """Whether all ranks stop after a step.
 
     Args:
         communicator: of its own.
@@ -73,17 +73,18 @@ class Stopping:
         self._found = np.zeros(1, dtype=np.int8)
         self._telling: MPI.Request | None = None
 
-    def behind_step(self) -> bool:
-        """Whether to stop now, as was told a step ago; collective."""
+    def stops(self, *, at_once: bool = False) -> bool:
+        """Whether to stop now, as was told at the call before; collective.
+
+        Args:
+            at_once: whether rank 0 looks for the file now, for which all wait.
+        """
+        if at_once:
+            self._tell()
         stop = self._told()
-        if not stop:
+        if not (stop or at_once):
             self._tell()
         return stop
-
-    def behind_stretch(self) -> bool:
-        """Whether to stop now, as rank 0 finds at this moment; collective."""
-        self._tell()
-        return self._told()
 
     def finish(self) -> None:
         """Hear what was told last; collective."""

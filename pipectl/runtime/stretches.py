@@ -11,12 +11,11 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
 from pipectl.capture.data import split_batch
-from pipectl.capture.randomness import seed_of
 from pipectl.capture.step import own_name, sample_shares, target_shares, weighted
 from pipectl.errors import CaptureError, MismatchError
 from pipectl.plan import Plan
@@ -34,24 +33,6 @@ from pipectl.schedule.unflushed import steps_apart, versions_kept
 from pipectl.spec.models import Training
 
 Shares = Callable[[Sequence[Batch]], list[float]]
-
-
-@dataclass
-class StretchInput(StepInput):
-    """What a stretch works on; micro-batches are counted through.
-
-    Args:
-        first: number of its first step.
-        micro_batches: of every step.
-    """
-
-    first: int = 1
-    micro_batches: int = 1
-
-    def seed_of(self, micro_batch: int) -> int:
-        """That of the micro-batch in its step: the same as if steps were flushed."""
-        step, index = divmod(micro_batch, self.micro_batches)
-        return seed_of(*self.seed, self.first + step, index)
 
 
 def refuse(training: Training, schedule: str, shared: Mapping[str, object]) -> None:
@@ -91,7 +72,7 @@ class Stretches:
     shows.
 
     Args:
-        save_on: moves a checkpoint on that is being written; never waits for another rank.
+        on_update: called after every update; never waits for another rank.
 
     Raises:
         MismatchError: see :func:`refuse`.
@@ -104,7 +85,7 @@ class Stretches:
         end: StepEnd,
         telemetry: Telemetry,
         tracing: Tracing,
-        save_on: Callable[[], None],
+        on_update: Callable[[], None],
     ) -> None:
         training = setup.job.spec.training
         refuse(training, setup.plan.schedule, shared_uses(setup.cut))
@@ -114,7 +95,7 @@ class Stretches:
         self._end, self._stepper = end, end.stepper
         self._telemetry = telemetry
         self._tracing = tracing
-        self._save_on = save_on
+        self._on_update = on_update
         self._weigh = setup.job.weight() if setup.cut.loss_stage in setup.stages else None
         for stage in setup.updated_stages:
             stage.keep_versions(versions_kept(self._plan, stage.index))
@@ -130,7 +111,7 @@ class Stretches:
         for stage in self._setup.updated_stages:
             assert stage.versions is not None
             stage.versions.restart()
-        self._end.begin({})
+        self._end.begin()
         self._first, self._batches = first, batches
         self._given = self._make_input(loaded)
         steps = range(first, first + len(batches))
@@ -145,7 +126,7 @@ class Stretches:
         self._setup.training.run(step, self._given, self._update, parts)
         self._end_trace()
 
-    def _make_input(self, loaded: Iterator[Batch]) -> StretchInput:
+    def _make_input(self, loaded: Iterator[Batch]) -> StepInput:
         size, count = self._plan.micro_batch_size, self._plan.micro_batches
         steps = [split_batch(len(positions), size) for positions in self._batches]
         micro_batches: Iterator[Batch] = islice(loaded, len(steps) * count)
@@ -154,13 +135,8 @@ class Stretches:
             reads = any(stage.reads for stage in self._setup.stages.values())
             weights = read = _Weights(micro_batches, count, self._shares, needed=reads)
             micro_batches = read.batches()
-        return StretchInput(
-            weights=weights,
-            batches=micro_batches,
-            seed=(self._setup.job.spec.training.seed,),
-            first=self._first,
-            micro_batches=count,
-        )
+        seed = self._setup.job.spec.training.seed, self._first
+        return StepInput(weights, micro_batches, seed, per_step=count)
 
     def _shares(self, step: Sequence[Batch]) -> list[float]:
         assert self._weigh is not None
@@ -168,35 +144,25 @@ class Stretches:
         return target_shares(self._weigh, self._setup.job.spec.loss.weight, targets)
 
     def _update(self, row: Row, run: StepRun) -> None:
-        """The end of a step on this rank: an update, or behind the last of its forwards."""
-        index = row.micro_batch // self._plan.micro_batches
-        rate = self._stepper.learning_rate
+        """The end of a step on this rank: an update, or after the last of its forwards."""
+        count, index = self._plan.micro_batches, row.micro_batch // self._plan.micro_batches
+        rate, before = self._stepper.learning_rate, index * count
+        weights = self._given.weights[before : before + count]
+        losses = run.losses[:count]
+        look = partial(self._end.look, self._first + index, range(count), losses, weights, before)
         if row.stage in self._setup.stages:
             with self._setup.stages[row.stage].updating():
-                self._look(index, run)
+                look()
                 self._stepper.step()
         else:
-            self._look(index, run)
+            look()
         self._setup.doing.step = self._first + index + 1
         if index == steps_apart(self._plan):
             self._end_trace()
         self._tracing.advance()
-        self._save_on()
-        self._report(index, rate, run)
-
-    def _look(self, index: int, run: StepRun) -> None:
-        """Tell the others of what is not finite here, and hear of them."""
-        count = self._plan.micro_batches
-        weights = self._given.weights[index * count : (index + 1) * count]
-        before = index * count
-        self._end.look(self._first + index, range(count), run.losses[:count], weights, before)
-
-    def _report(self, index: int, rate: float, run: StepRun) -> None:
-        count = self._plan.micro_batches
+        self._on_update()
         now = time.perf_counter()
         self._setup.doing.board.pace(now - self._since)
-        weights = self._given.weights[index * count : (index + 1) * count]
-        losses = run.losses[:count]
         del run.losses[:count]
         self._telemetry.report(
             StepReport(

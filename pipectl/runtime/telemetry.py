@@ -139,16 +139,14 @@ class Telemetry:
 
     def evaluation(self, step: int, result: dict[str, float]) -> None:
         """Record the result of an evaluation (rank 0 only)."""
-        line = {"attempt": self._attempt, "step": step, "time": time.time()}
-        self._append([{**line, "evaluation": result}])
+        self._append({**self._stamp(step), "evaluation": result})
         figures = ", ".join(f"{name} {value:.4g}" for name, value in result.items())
         say(f"evaluation after step {step}: {figures}")
 
     def fault(self, fault: Fault) -> None:
         """Record what was not finite in a step (rank 0 writes)."""
         if self._communicator.rank == 0:
-            line = {"attempt": self._attempt, "step": fault.step, "time": time.time()}
-            self._append([{**line, "not_finite": fault.to_json()}])
+            self._append({**self._stamp(fault.step), "not_finite": fault.to_json()})
 
     def finish(self, state: str = "done") -> None:
         """Wait for every report of every rank and write the last ones; collective."""
@@ -161,7 +159,7 @@ class Telemetry:
         for request, _ in self._receiving:
             request.Cancel()
             request.Wait()
-        self._append([])
+        self._append()
         self.state(state)
 
     def _post(self, rank: int) -> tuple[MPI.Request, Any]:
@@ -181,9 +179,18 @@ class Telemetry:
         self._reports.setdefault(step, {})[rank] = report
         if len(self._reports[step]) == self._communicator.size:
             line = self._metrics(step, self._reports.pop(step))
-            self._append([line])
-            self._say(line)
+            self._append(line)
+            now = time.monotonic()
+            if now - self._said_at >= _SAY_S or step == self._steps:
+                self._said_at = now
+                say(
+                    f"step {step} of {self._steps}, loss {line['loss']:.4g}, "
+                    f"{line['samples_per_s']:.4g} samples/s"
+                )
             self._step = step
+
+    def _stamp(self, step: int) -> dict[str, Any]:
+        return {"attempt": self._attempt, "step": step, "time": time.time()}
 
     def _metrics(self, step: int, reports: dict[int, dict[str, float]]) -> dict[str, Any]:
         first = reports[0]
@@ -191,8 +198,9 @@ class Telemetry:
             name: next((r[name] for r in reports.values() if not math.isnan(r[name])), None)
             for name in ("learning_rate", "gradient_norm")
         }
-        scaled = not math.isnan(first["loss_scale"])
-        scaling = {"loss_scale": first["loss_scale"], "skipped": bool(first["skipped"])}
+        scaling = {}
+        if not math.isnan(first["loss_scale"]):
+            scaling = {"loss_scale": first["loss_scale"], "skipped": bool(first["skipped"])}
         return {
             "attempt": self._attempt,
             "step": step,
@@ -201,26 +209,17 @@ class Telemetry:
             "loss": sum(reports[rank]["loss"] for rank in self._loss_ranks),
             "step_time_s": first["step_time_s"],
             "samples_per_s": first["samples"] / first["step_time_s"],
-            "learning_rate": known["learning_rate"],
-            "gradient_norm": known["gradient_norm"],
-            **(scaling if scaled else {}),
+            **known,
+            **scaling,
         }
 
-    def _append(self, lines: list[dict[str, Any]]) -> None:
+    def _append(self, *lines: dict[str, Any]) -> None:
+        """Write lines, and those that still wait to be written."""
         sound = [_finite(line) for line in lines]
         self._lines.add(map(json.dumps, sound))
         if self.tell is not None:
             for line in sound:
                 self.tell(line)
-
-    def _say(self, line: Mapping[str, Any]) -> None:
-        now = time.monotonic()
-        if now - self._said_at >= _SAY_S or line["step"] == self._steps:
-            self._said_at = now
-            say(
-                f"step {line['step']} of {self._steps}, loss {line['loss']:.4g}, "
-                f"{line['samples_per_s']:.4g} samples/s"
-            )
 
     def _beat(self, *, force: bool = False) -> None:
         now = time.time()
@@ -228,21 +227,19 @@ class Telemetry:
             return
         self._beat_at = now
         assert self._ranks is not None
-        ranks = [self._rank_json(rank) for rank in self._ranks]
-        said = self._state, self._step, self._steps, self._attempt, ranks, self._messages
-        self._beats(lambda: beat(self._run, *said))
-
-    def _rank_json(self, identity: dict[str, Any]) -> dict[str, Any]:
-        latest = self._latest.get(identity["rank"])
-        if latest is None:
-            return identity
-        return {
-            **identity,
-            "busy_s": latest["busy_s"],
-            "waiting": round(latest["waiting"], 3),
-            "rss_bytes": int(latest["rss_bytes"]),
-            "peak_bytes": int(latest["peak_bytes"]),
-        }
+        ranks = []
+        for identity in self._ranks:
+            latest, figures = self._latest.get(identity["rank"]), {}
+            if latest is not None:
+                figures = {
+                    "busy_s": latest["busy_s"],
+                    "waiting": round(latest["waiting"], 3),
+                    "rss_bytes": int(latest["rss_bytes"]),
+                    "peak_bytes": int(latest["peak_bytes"]),
+                }
+            ranks.append({**identity, **figures})
+        state = self._state, self._step, self._steps, self._attempt, ranks, self._messages
+        self._beats(lambda: beat(self._run, *state))
 
 
 def _finite(value: Any) -> Any:

@@ -67,17 +67,12 @@ class Trainer:
         self._spec = setup.job.spec
         self._run = run
         self._rank = setup.communicator.rank
-        stages = tuple(setup.stages)
-        communicator = setup.communicator.Dup()
-        self._loss_ranks = setup.plan.stages[setup.cut.loss_stage].ranks
+        steps, loss_ranks = self._spec.training.steps, setup.plan.stages[setup.cut.loss_stage].ranks
         self._telemetry = Telemetry(
-            communicator, run, self._spec.training.steps, attempt, stages, messages,
-            self._loss_ranks,
-        )  # fmt: skip
-        rows = len(lower(setup.plan, self._rank).body)
-        self._tracing = Tracing(
-            setup.communicator, run, self._spec.trace, self._spec.training.steps, rows
+            setup.communicator.Dup(), run, steps, attempt, tuple(setup.stages), messages, loss_ranks
         )
+        rows = len(lower(setup.plan, self._rank).body)
+        self._tracing = Tracing(setup.communicator, run, self._spec.trace, steps, rows)
         self._loss_shares = LossShares(
             setup.communicator, setup.job, setup.plan, setup.cut.loss_stage
         )
@@ -105,80 +100,78 @@ class Trainer:
         self.learn_layouts()
         self._begin("training")
         steps, training = self._spec.training.steps, self._setup.division.batches
-        planned = list(islice(iter(training), steps))
-        if is_unflushed(self._setup.plan):
-            self._train_stretches(planned)
-        else:
-            self._train_steps(planned, self._load(planned))
+        self._train_steps(list(islice(iter(training), steps)))
         self._setup.doing.action = "finishing"
         self._stopping.finish()
         self._tracing.finish()  # also where the last checkpoint cannot be written
         self._saver.finish()
         self._telemetry.finish("stopped" if self._stopped else "done")
 
-    def _train_steps(self, planned: list[tuple[int, range]], loaded: Iterator[Batch]) -> None:
-        for step, (_, positions) in islice(enumerate(planned, 1), self._done, None):
-            self._setup.doing.step = step
-            self._step(step, len(positions), loaded)
-            self._between_steps(step)
-            if self._stopping.behind_step() and step < len(planned):
-                self._stop(step)
-                return
-
-    def _train_stretches(self, planned: list[tuple[int, range]]) -> None:
-        """Steps that overlap; the pipeline empties where all ranks meet."""
-        setup = self._setup
+    def _train_steps(self, planned: list[tuple[int, range]]) -> None:
+        """Step by step; if steps overlap, from one to the next after which all ranks meet."""
+        setup, steps = self._setup, range(self._done + 1, len(planned) + 1)
         batches = [positions for _, positions in planned]
-        save_on = self._saver.poll
-        stretches = Stretches(setup, self._end, self._telemetry, self._tracing, save_on)
+        stretches = None
         loaded: Iterator[Batch] = iter(())
-        if setup.loader is not None:
-            size = setup.plan.micro_batch_size
-            loaded = setup.loader.micro_batches(planned, size, self._done)
-        rest = range(self._done + 1, len(batches) + 1)
-        stops = [step for step in rest if self._stops_behind(step)]
-        for before, stop in pairwise([self._done, *stops]):
+        if is_unflushed(setup.plan):
+            on_update = self._saver.poll
+            stretches = Stretches(setup, self._end, self._telemetry, self._tracing, on_update)
+            if setup.loader is not None:
+                size = setup.plan.micro_batch_size
+                loaded = setup.loader.micro_batches(planned, size, self._done)
+        elif setup.loader is not None:
+            loaded = setup.loader.pieces(
+                planned, lambda samples: self._step_of(samples).positions, self._done
+            )
+        ends = [step for step in steps if stretches is None or self._stops_after(step)]
+        for before, end in pairwise([self._done, *ends]):
             setup.doing.step = before + 1
-            barrier(setup.communicator)
-            stretches.train(before + 1, batches[before:stop], loaded)
-            self._between_steps(stop)
-            if stop < len(batches) and self._stopping.behind_stretch():
-                self._stop(stop)
+            if stretches is None:
+                self._step(end, len(batches[before]), loaded)
+            else:
+                barrier(setup.communicator)
+                stretches.train(before + 1, batches[before:end], loaded)
+            self._between_steps(end)
+            if self._stopping.stops(at_once=stretches is not None) and end < len(planned):
+                self._stopped = True
+                self._end.settle()
+                if not self._saves_after(end):
+                    self._setup.replicas.check_weights(end)
+                    self._save(end)
                 return
 
     def _step(self, step: int, samples: int, loaded: Iterator[Batch]) -> None:
+        setup, end = self._setup, self._end
         traced = self._tracing.wants(step)
         recording = self._tracing.begin(step) if traced else None
         start = time.perf_counter()
-        seed = (self._spec.training.seed, step)
-        loss_scale = self._end.loss_scale
-        scale = 1.0 if loss_scale is None else loss_scale.value
+        scale = 1.0 if end.loss_scale is None else end.loss_scale.value
         doing = self._step_of(samples)
         assert doing.plan is not None
         assert doing.pieces is not None
-        batches = islice(loaded, len(doing.pieces))
+        batches, seed = islice(loaded, len(doing.pieces)), (self._spec.training.seed, step)
         given = self._loss_shares.step_input(doing, batches, seed, scale)
         given.recording = recording
-        self._end.begin(self._setup.written)
+        end.begin()
         run = self._run_step(step, doing, given)
-        if not self._end.undo(self._setup.written):
-            self._setup.replicas.agree_on_buffers(doing.plan)
+        if not end.undo():
+            setup.replicas.agree_on_buffers(doing.plan)
         if traced:
             self._tracing.end(step, recording, start)
         self._tracing.advance()
-        self._setup.doing.board.pace(time.perf_counter() - start)
+        setup.doing.board.pace(time.perf_counter() - start)
         self._telemetry.report(
             StepReport(
                 step=step,
                 loss=self._loss_shares.loss(doing, run.losses, given.weights),
-                learning_rate=self._end.used_rate,
-                gradient_norm=self._end.gradient_norm,
-                loss_scale=math.nan if loss_scale is None else scale,
-                skipped=self._end.skipped,
+                learning_rate=end.used_rate,
+                gradient_norm=end.gradient_norm,
+                loss_scale=math.nan if end.loss_scale is None else scale,
+                skipped=end.skipped,
                 busy_s=run.busy_s,
                 step_time_s=time.perf_counter() - start,
                 samples=samples,
-                peak_bytes=self._setup.device.peak_bytes(),
+                peak_bytes=setup.device.peak_bytes(),
             )
         )
 
@@ -190,11 +183,11 @@ class Trainer:
         return self._setup.training.run(doing, given, update)
 
     def _between_steps(self, step: int) -> None:
-        if self._stops_behind(step):
+        if self._stops_after(step):
             self._end.settle()
-        if self._saves_behind(step) or step % _CHECK_REPLICAS_EVERY == 0:
+        if self._saves_after(step) or step % _CHECK_REPLICAS_EVERY == 0:
             self._setup.replicas.check_weights(step)
-        if self._evaluates_behind(step):
+        if self._evaluates_after(step):
             self._begin("evaluating")
             self._renew_weights()
             result = self._evaluator.evaluate(step)
@@ -203,7 +196,7 @@ class Trainer:
             if self._rank == 0:
                 self._telemetry.evaluation(step, result)
             self._begin("training")
-        if self._saves_behind(step):
+        if self._saves_after(step):
             self._save(step)
             self._begin("training")
         self._saver.poll()
@@ -253,24 +246,23 @@ class Trainer:
     def _save(self, step: int) -> None:
         self._begin("saving")
         end, setup = self._end, self._setup
-        states = setup.job.states
+        states, stepper = setup.job.states, end.stepper
         snapshot = take_snapshot(
             {name: states[name] for name, owner in setup.owners.items() if owner == self._rank},
             self._persistent,
-            end.stepper,
+            stepper,
             end.told,
-            None if end.loss_scale is None else end.loss_scale.state,
             self._room_bytes,
         )
-        self._saver.start(Manifest(step, setup.plan.micro_batch_size, self._aliases), snapshot)
-
-    def _stop(self, step: int) -> None:
-        """End here, so that the job can go on from here."""
-        self._stopped = True
-        self._end.settle()
-        if not self._saves_behind(step):
-            self._setup.replicas.check_weights(step)
-            self._save(step)
+        manifest = Manifest(
+            step,
+            setup.plan.micro_batch_size,
+            self._aliases,
+            updates=stepper.updates,
+            losses=tuple(stepper.losses),
+            loss_scale=None if end.loss_scale is None else end.loss_scale.state,
+        )
+        self._saver.start(manifest, snapshot)
 
     def _finish_saving(self) -> None:
         """As a phase: on a slow disk it takes long, and no rank is to be taken for lost by that."""
@@ -282,25 +274,19 @@ class Trainer:
         finally:  # reports of errors tell of the row
             doing.board.return_to(before)
 
-    def _stops_behind(self, step: int) -> bool:
-        return self._evaluates_behind(step) or self._saves_behind(step)
+    def _stops_after(self, step: int) -> bool:
+        return self._evaluates_after(step) or self._saves_after(step)
 
-    def _evaluates_behind(self, step: int) -> bool:
+    def _evaluates_after(self, step: int) -> bool:
         evaluation = self._spec.evaluation
         return evaluation is not None and self._is_due(step, evaluation.every)
 
-    def _saves_behind(self, step: int) -> bool:
+    def _saves_after(self, step: int) -> bool:
         return self._is_due(step, self._spec.checkpoint.every)
 
     def _is_due(self, step: int, every: int | None) -> bool:
-        """Whether something happens behind a step: every so many, and behind the last."""
+        """Whether something happens after a step: every so many, and after the last."""
         return step == self._spec.training.steps or bool(every and step % every == 0)
-
-    def _load(self, planned: list[tuple[int, range]]) -> Iterator[Batch]:
-        loader = self._setup.loader
-        if loader is None:
-            return iter(())
-        return loader.pieces(planned, lambda samples: self._step_of(samples).positions, self._done)
 
     def _make_step(self, samples: int) -> Step:
         setup = self._setup

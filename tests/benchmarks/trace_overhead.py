@@ -25,8 +25,7 @@ import yaml
 from pipectl.cluster import assumed_cluster
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.profile import Profile
-from pipectl.runtime.recording import WIDTH, Recording
-from pipectl.runtime.tracing import timeline_of
+from pipectl.runtime.tracing import WIDTH, Recording, timeline_of
 from pipectl.schedule import Action, Kind
 
 HERE = Path(__file__).resolve().parent

@@ -35,7 +35,6 @@ from pipectl.runtime.stage import Stage as RankStage
 from pipectl.runtime.stage_states import shared_uses
 from pipectl.runtime.step import Step, StepInput
 from pipectl.runtime.stepper import make_stepper
-from pipectl.runtime.transport import Message
 from pipectl.schedule import channels, lower, memory_bytes
 from pipectl.schedule.one_f_one_b import policy_a
 
@@ -96,20 +95,31 @@ class Replay:
     def __init__(self, messages: Messages) -> None:
         self._messages = messages
 
-    def start_send(self, message: Message, _size: int, _rank: int, tensors: Any) -> _Posted:
-        known = {slot: tensors.get(slot) for slot in self._messages[message.lane]}
+    def line(self, lane: Lane, _rank: int) -> _ReplayedLine:
+        return _ReplayedLine(self._messages[lane])
+
+    def progress(self) -> None:
+        pass
+
+
+class _ReplayedLine:
+    """Takes the place of a line of the transport."""
+
+    def __init__(self, message: dict[Slot, Tensor | None]) -> None:
+        self._message = message
+
+    def start_send(self, _micro_batch: int, _size: int, tensors: Any) -> _Posted:
+        known = {slot: tensors.get(slot) for slot in self._message}
         kept = {s: Layout.of(t).flatten(t.detach()) for s, t in known.items() if t is not None}
         return _Posted(kept)
 
-    def start_receive(self, message: Message, _size: int, _rank: int) -> _Posted:
-        layouts = {
-            s: Layout.of(t) for s, t in self._messages[message.lane].items() if t is not None
-        }
+    def start_receive(self, _micro_batch: int, _size: int) -> _Posted:
+        layouts = {s: Layout.of(t) for s, t in self._message.items() if t is not None}
         return _Posted({s: torch.empty(o.count, dtype=o.dtype) for s, o in layouts.items()})
 
-    def finish_receive(self, message: Message, _rank: int, posted: _Posted) -> Any:
+    def finish_receive(self, posted: _Posted) -> Any:
         found: dict[Slot, Tensor | None] = {}
-        for slot, tensor in self._messages[message.lane].items():
+        for slot, tensor in self._message.items():
             found[slot] = None
             if tensor is not None:
                 layout = Layout.of(tensor)
@@ -119,9 +129,6 @@ class Replay:
 
     def finish_send(self, posted: _Posted) -> None:
         posted.buffers.clear()
-
-    def progress(self) -> None:
-        pass
 
 
 class _Alone:

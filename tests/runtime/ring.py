@@ -17,7 +17,7 @@ from pipectl.capture import Lane, Slot
 from pipectl.errors import WorkerError
 from pipectl.graph import TransferKind
 from pipectl.runtime.device import CpuDevice, MessageBuffer, Staging
-from pipectl.runtime.transport import Message, Progress, Transport
+from pipectl.runtime.transport import Line, Progress, Transport
 from pipectl.runtime.transport.transfer import Pieces
 
 SLOTS = [
@@ -74,19 +74,17 @@ def main() -> None:
 
 
 def go_round(world: MPI.Comm, transport: Transport, before: int, after: int) -> None:
-    outgoing = Lane(TransferKind.ACTIVATION, world.rank, after)
-    incoming = Lane(TransferKind.ACTIVATION, before, world.rank)
+    outgoing = transport.line(Lane(TransferKind.ACTIVATION, world.rank, after), after)
+    incoming = transport.line(Lane(TransferKind.ACTIVATION, before, world.rank), before)
     for micro_batch, size in enumerate((4, 4, 1, 4, 1)):
         known = micro_batch in (1, 3, 4)
-        receiving = transport.start_receive(Message(incoming, micro_batch), size, before)
-        assert receiving.known is known
-        sent = transport.start_send(
-            Message(outgoing, micro_batch), size, after, tensors(world.rank, micro_batch, size)
-        )
-        found = transport.finish_receive(Message(incoming, micro_batch), before, receiving)
-        transport.finish_send(sent)
+        receiving = incoming.start_receive(micro_batch, size)
+        assert (receiving.layouts is not None) is known
+        sent = outgoing.start_send(micro_batch, size, tensors(world.rank, micro_batch, size))
+        found = incoming.finish_receive(receiving)
+        outgoing.finish_send(sent)
         compare(found, tensors(before, micro_batch, size))
-    refuse(transport, outgoing, after)
+    refuse(outgoing)
 
 
 def compare(found: dict[Slot, Tensor | None], expected: dict[Slot, Tensor | None]) -> None:
@@ -100,7 +98,7 @@ def compare(found: dict[Slot, Tensor | None], expected: dict[Slot, Tensor | None
             assert slot.value == "gaps" or received.stride() == tensor.stride(), slot
 
 
-def refuse(transport: Transport, lane: Lane, rank: int) -> None:
+def refuse(line: Line) -> None:
     """What was not announced as such is not sent."""
     absent = next(slot for slot, tensor in tensors(0, 0, 4).items() if tensor is None)
     for slot, words in {
@@ -109,7 +107,7 @@ def refuse(transport: Transport, lane: Lane, rank: int) -> None:
     }.items():
         wrong = {**tensors(0, 0, 4), slot: torch.zeros(3, 6)}
         with pytest.raises(WorkerError) as raised:
-            transport.start_send(Message(lane, 0), 4, rank, wrong)
+            line.start_send(0, 4, wrong)
         assert words in raised.value.message
 
 

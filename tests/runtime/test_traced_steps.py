@@ -12,8 +12,7 @@ import pytest
 
 from pipectl.plan import Plan
 from pipectl.runs import RunDirectory, measured_steps
-from pipectl.runtime.recording import Recording
-from pipectl.runtime.tracing import timeline_of
+from pipectl.runtime.tracing import Recording, timeline_of
 from pipectl.schedule import Action, Actions, Kind, lower
 from pipectl.schedule.actions import EVENT_NAMES
 from pipectl.timeline import Event, Timeline

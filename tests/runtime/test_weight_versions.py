@@ -8,7 +8,7 @@ from torch import nn
 
 from pipectl.errors import CaptureError, MismatchError
 from pipectl.runtime.step import StepInput
-from pipectl.runtime.stretches import StretchInput, refuse
+from pipectl.runtime.stretches import refuse
 from pipectl.runtime.versions import Versions
 from pipectl.spec.models import Training
 
@@ -110,7 +110,7 @@ def test_frozen_weights_have_one_version():
 
 
 def test_seeds_are_those_of_flushed_steps():
-    stretch = StretchInput([], iter(()), (7,), first=4, micro_batches=2)
+    stretch = StepInput([], iter(()), (7, 4), per_step=2)
     flushed = [StepInput([], iter(()), (7, step)) for step in (4, 5)]
     seeds = [stretch.seed_of(index) for index in range(4)]
     assert seeds == [step.seed_of(index) for step in flushed for index in range(2)]

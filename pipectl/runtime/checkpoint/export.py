@@ -41,14 +41,7 @@ def export_shards(weights: Stored, directory: Path, most_bytes: int) -> int:
     """Write files of at most so many bytes and their index, as model hubs have them.
 
     A tensor that is larger gets a file of its own. The files get their names when all are written,
-    the index last.
-
-    Returns:
-        Bytes of all tensors.
-
-    Raises:
-        UsageError: a file cannot be written; those that were there are as they were.
-        DataFileError: the checkpoint is damaged.
+    the index last. Returns and raises as :func:`export_file`.
     """
     make_directory(directory)
     parts = list(_parts({name: weights.layout(name) for name in weights}, most_bytes))

@@ -9,19 +9,18 @@ Whatever ends the job before that moment, the earlier checkpoints are as they we
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
 from pipectl.errors import UsageError
 from pipectl.files import make_private_directory
-from pipectl.runs import LossScaleState, Manifest, Shard, checkpoints, step_of
+from pipectl.runs import Manifest, checkpoints, step_of
 from pipectl.runtime.checkpoint.snapshot import Snapshot, sync
 from pipectl.runtime.waiting import barrier, poll, wait
 from pipectl.units import format_bytes
@@ -48,26 +47,18 @@ class Keep:
         return [path for path, at in old if not (self.every and at % self.every == 0)]
 
 
-class _Report(NamedTuple):
-    """What the thread of a rank has written, or what went wrong."""
-
-    weights: Sequence[Shard] = ()
-    training: Sequence[Shard] = ()
-    updates: int = 0
-    losses: Sequence[float] = ()
-    loss_scale: LossScaleState | None = None
-    error: str = ""
-
-
 @dataclass
 class _Save:
-    """A checkpoint on its way; reports are collected on rank 0."""
+    """A checkpoint on its way; on rank 0, reports are what the threads of all ranks wrote.
+
+    A report is the manifest of a rank with its files, or what went wrong.
+    """
 
     manifest: Manifest
     partial: Path
-    written: Future[_Report]
+    written: Future[Manifest | str]
     sending: MPI.Request | None = None
-    reports: list[_Report] = field(default_factory=list)
+    reports: list[Manifest | str] = field(default_factory=list)
     committed: Future[None] | None = None
 
 
@@ -110,36 +101,42 @@ class Saver:
         """Begin to write a checkpoint; collective. An earlier one is finished first.
 
         Args:
-            manifest: without files; what the ranks know is filled in.
+            manifest: without files; of all ranks', those that know most count.
         """
         self._complete()
-        self._failure = self._lacking(snapshot.size_bytes)
+        rank, size_bytes = self._communicator.rank, snapshot.size_bytes
+        self._failure = self._lacking(size_bytes)
         if self._failure:
             self._tell_failure(manifest.step)
             return
         partial = self._directory / f".step-{manifest.step:06d}.partial-{self._attempt}"
-        written = self._thread.submit(_written, partial, self._communicator.rank, snapshot)
+        written = self._thread.submit(_write, partial, rank, manifest, snapshot)
         self._save = _Save(manifest, partial, written)
         if not snapshot.is_copy:
             if not self._has_waited:
                 self._has_waited = True
                 self._warn(
-                    f"rank {self._communicator.rank} has no memory for a copy of the "
-                    f"{format_bytes(snapshot.size_bytes)} that it saves: training waits while they "
-                    "are written"
+                    f"rank {rank} has no memory for a copy of the {format_bytes(size_bytes)} that "
+                    "it saves: training waits while they are written"
                 )
             poll(written.done, lambda _: False)
 
     def poll(self) -> None:
         """Move the checkpoint on; never waits for another rank."""
-        save = self._save
+        save, is_first = self._save, self._communicator.rank == 0
         if save is None:
             return
         if save.sending is None and save.written.done():
             save.sending = self._communicator.isend(save.written.result(), 0)
-        if self._communicator.rank == 0:
-            self._hear(save)
-        if self._is_done(save):
+        if is_first:
+            while (message := self._communicator.improbe()) is not None:
+                save.reports.append(message.recv())
+            all_written = len(save.reports) == self._communicator.size
+            if save.committed is None and all_written and self._ready(save.manifest.step):
+                save.committed = self._thread.submit(_commit, self._directory, save, self._keep)
+        if save.sending is None or not save.sending.Test():
+            return
+        if not is_first or (save.committed is not None and save.committed.done()):
             self._save = None
             if save.committed is not None and (error := save.committed.exception()):
                 self._failure = str(error)
@@ -165,27 +162,20 @@ class Saver:
         poll(is_idle, lambda _: False)
         barrier(self._communicator)
 
-    def _is_done(self, save: _Save) -> bool:
-        if save.sending is None or not save.sending.Test():
-            return False
-        if self._communicator.rank:
-            return True
-        return save.committed is not None and save.committed.done()
-
-    def _hear(self, save: _Save) -> None:
-        """Take in what ranks wrote, and make the checkpoint valid when all are there."""
-        while (message := self._communicator.improbe()) is not None:
-            save.reports.append(message.recv())
-        all_written = len(save.reports) == self._communicator.size
-        if save.committed is None and all_written and self._ready(save.manifest.step):
-            save.committed = self._thread.submit(_commit, self._directory, save, self._keep)
-
     def _lacking(self, size_bytes: int) -> str:
+        """What is wrong with the directory, in words; collective."""
         total = np.array([size_bytes], dtype=np.int64)
         wait([self._communicator.Iallreduce(MPI.IN_PLACE, total)])
         lacking = ""
         if self._communicator.rank == 0:
-            lacking = _lacking_space(self._directory, int(int(total[0]) * _MARGIN))
+            needed = int(int(total[0]) * _MARGIN)
+            try:
+                make_private_directory(self._directory)
+                free = shutil.disk_usage(self._directory).free
+                if free < needed:
+                    lacking = f"it takes {format_bytes(needed)}, and {format_bytes(free)} are free"
+            except OSError as error:
+                lacking = str(error.strerror or error)
         return str(self._communicator.bcast(lacking))
 
     def _tell_failure(self, step: int) -> None:
@@ -193,25 +183,13 @@ class Saver:
             self._warn(f"the checkpoint of step {step} was not written: {self._failure}")
 
 
-def _lacking_space(directory: Path, needed: int) -> str:
-    try:
-        make_private_directory(directory)
-        free = shutil.disk_usage(directory).free
-    except OSError as error:
-        return str(error.strerror or error)
-    if free >= needed:
-        return ""
-    return f"it takes {format_bytes(needed)}, and {format_bytes(free)} are free"
-
-
-def _written(partial: Path, rank: int, snapshot: Snapshot) -> _Report:
+def _write(partial: Path, rank: int, manifest: Manifest, snapshot: Snapshot) -> Manifest | str:
     try:
         make_private_directory(partial)
         weights, training = snapshot.write(partial, rank)
     except Exception as error:  # safetensors raises its own for a full disk
-        return _Report(error=f"{error} (rank {rank})")
-    own = snapshot.updates, snapshot.losses, snapshot.loss_scale
-    return _Report(weights, training, *own)
+        return f"{error} (rank {rank})"
+    return replace(manifest, weights=tuple(weights), training=tuple(training))
 
 
 def _commit(directory: Path, save: _Save, keep: Keep) -> None:
@@ -220,37 +198,31 @@ def _commit(directory: Path, save: _Save, keep: Keep) -> None:
     Raises:
         OSError: it cannot be made valid, and is removed.
     """
-    reports = save.reports
-    last = max(reports, key=lambda report: report.updates)  # ranks that only compute: 0
-    weights = (shard for report in reports for shard in report.weights)
-    training = (shard for report in reports for shard in report.training)
-    manifest = replace(
-        save.manifest,
-        weights=tuple(sorted(weights, key=lambda shard: shard.file)),
-        training=tuple(sorted(training, key=lambda shard: shard.file)),
-        updates=last.updates,
-        losses=max((tuple(report.losses) for report in reports), key=len),
-        loss_scale=last.loss_scale,
-    )
     try:
-        for report in reports:
-            if report.error:
-                raise OSError(report.error)
+        reports = []
+        for report in save.reports:
+            if isinstance(report, str):
+                raise OSError(report)
+            reports.append(report)
+        last = max(reports, key=lambda report: report.updates)  # ranks that only compute: 0
+        weights = (shard for report in reports for shard in report.weights)
+        training = (shard for report in reports for shard in report.training)
+        manifest = replace(
+            last,
+            weights=tuple(sorted(weights, key=lambda shard: shard.file)),
+            training=tuple(sorted(training, key=lambda shard: shard.file)),
+            losses=max((report.losses for report in reports), key=len),
+        )
         manifest.save(save.partial)
         _rename(save.partial, directory / f"step-{manifest.step:06d}")
     except BaseException:
         shutil.rmtree(save.partial, ignore_errors=True)
         raise
     for old in keep.drops(directory, manifest.step):
-        _drop(old)
-
-
-def _drop(old: Path) -> None:
-    """Remove a checkpoint; it loses its name first, so that what has one is whole."""
-    hidden = old.with_name(f".{old.name}.dropped")
-    with suppress(OSError):
-        old.rename(hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
+        hidden = old.with_name(f".{old.name}.dropped")  # so that what has a name is whole
+        with suppress(OSError):
+            old.rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _rename(partial: Path, final: Path) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pipectl.capture.step import in_model, own_name
 from pipectl.files import make_private_directory
-from pipectl.runs import LossScaleState, Shard
+from pipectl.runs import Shard
 from pipectl.runtime.checkpoint.tensor_file import write_tensors
 from pipectl.runtime.stepper import Stepper
 
@@ -36,18 +36,12 @@ class Snapshot:
         weights: by the names of the user's model.
         training: further states, and tensors of the optimizer.
         optimizer: JSON by parameter, which names these.
-        updates: how often this rank's optimizer has stepped.
-        losses: of evaluations that its learning-rate schedule has seen.
-        loss_scale: of float16.
         is_copy: whether training may go on while it is written.
     """
 
     weights: Mapping[str, Tensor]
     training: Mapping[str, Tensor]
     optimizer: Mapping[str, Any]
-    updates: int = 0
-    losses: Sequence[float] = ()
-    loss_scale: LossScaleState | None = None
     is_copy: bool = False
 
     @property
@@ -92,7 +86,6 @@ def take_snapshot(
     persistent: Container[str],
     stepper: Stepper,
     updated: Mapping[str, nn.Parameter],
-    loss_scale: LossScaleState | None = None,
     room_bytes: int | None = None,
 ) -> Snapshot:
     """Copy what a rank is to save, if there is room for the copy.
@@ -115,8 +108,7 @@ def take_snapshot(
             training[state_key(name)] = tensor
     tensors, kept = stepper.state(updated)
     training |= tensors
-    losses = tuple(stepper.losses)
-    own = Snapshot(weights, training, kept, stepper.updates, losses, loss_scale)
+    own = Snapshot(weights, training, kept)
     if room_bytes is not None and own.size_bytes > room_bytes:
         return own
     return replace(own, weights=_copy(weights), training=_copy(training), is_copy=True)

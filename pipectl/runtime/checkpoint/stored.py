@@ -152,23 +152,20 @@ def newest(communicator: MPI.Comm, directory: Path, warn: Callable[[str], None])
         warn: told of each that is damaged (on rank 0).
     """
     for name in broadcast(communicator, [path.name for path in checkpoints(directory)]):
-        stored, problem = _read(communicator, directory / name)
-        problems = [found for found in gather_all(communicator, problem) if found]
+        stored, problem = None, ""
+        try:
+            stored = Stored(directory / name)
+            mine = stored.manifest.shards[communicator.rank :: communicator.size]
+            damaged = _damaged(directory / name, mine)
+            problem = f"{directory / name / damaged}: missing or damaged" if damaged else ""
+        except DataFileError as error:
+            problem = error.message
+        problems = [each for each in gather_all(communicator, problem) if each]
         if not problems:
             return stored
         if communicator.rank == 0:
             warn(f"{problems[0]}; the checkpoint before it is used, if there is one")
     return None
-
-
-def _read(communicator: MPI.Comm, directory: Path) -> tuple[Stored | None, str]:
-    try:
-        stored = Stored(directory)
-    except DataFileError as error:
-        return None, error.message
-    mine = stored.manifest.shards[communicator.rank :: communicator.size]
-    damaged = _damaged(directory, mine)
-    return stored, f"{directory / damaged}: missing or damaged" if damaged else ""
 
 
 def _damaged(directory: Path, shards: Iterable[Shard]) -> str | None:

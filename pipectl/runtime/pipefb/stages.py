@@ -1,19 +1,19 @@
 """The two halves of a stage: one rank runs its forwards, another its backwards and updates.
 
 What autograd saves in a forward is taken out of its graph and sent, each memory once. The
-backward's rank runs through a graph of its own, which was recorded without values, or computes the
-forward again from what the first one started it from. Weights return after an update.
+backward's rank runs through a graph of its own, which was recorded with numbers in the place of
+saved tensors, or computes the forward again from what the first one started it from. Weights return
+after an update.
 
-Once for every size, in the warm-up pass, the forward's rank announces how the stage's code was
-called, what autograd saved, and what graph it made. The other records its graph from the same call
-and compares: kernels that differ with the data, or a torch that chooses others without values,
-show here and not in wrong gradients.
+Once for every size, in the warm-up pass, the forward's rank announces what the stage's code was
+called with, what autograd saved, and what graph it made. The other records its graph from the same
+call and compares: kernels that differ on the two ranks show here and not in wrong gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -31,14 +31,15 @@ from pipectl.plan import Stage as PlannedStage
 from pipectl.runtime.device import Device
 from pipectl.runtime.layout import Layout, Tensors
 from pipectl.runtime.offload import StageOffload
-from pipectl.runtime.pipefb.graph import TOGETHER, Call, Graph, structure_of
+from pipectl.runtime.pipefb.graph import Graph, nodes_behind
 from pipectl.runtime.pipefb.messages import Contents, pack
 from pipectl.runtime.saved_tensors import memory_of, unpack
-from pipectl.runtime.stage import Code, Key, MicroBatch, Stage
+from pipectl.runtime.stage import Code, Key, MicroBatch, Stage, Start
 from pipectl.runtime.transport import Wire
 from pipectl.runtime.versions import Version
 
 _MAX_PLACES = 512
+_TOGETHER = "set pipeline.backward to together: its backward has to stay with its forward"
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,13 @@ class Agreement:
     """What holds for all micro-batches of one size in one stage.
 
     Args:
-        call: of the stage's code.
+        start: what the first forward started from, on the host.
         structure: of the autograd graph; see :attr:`Graph.structure`.
     """
 
-    call: Call
     contents: Contents
-    structure: tuple[str, ...]
+    start: Start | None = None
+    structure: tuple[str, ...] = ()
 
     def check(self, stage: int, graph: Graph) -> None:
         """Compare with the graph that another rank recorded without values.
@@ -68,7 +69,7 @@ class Agreement:
             raise MismatchError(
                 f"plan.json: stages[{stage}] has its backward on another rank, which does not get "
                 f"the graph of its forward: {difference}",
-                cure=TOGETHER,
+                cure=_TOGETHER,
             )
 
 
@@ -134,22 +135,23 @@ class ForwardHalf(_Half):
         assert micro_batch.age == 0  # it holds the weights that arrived last, and no others
         segment, code = self.segments[0], self._code(micro_batch.rows)
         if self._ends.recomputes:
-            start = _start_of(code, inputs, arrived)
+            kept = _start_of(code, inputs, arrived)
             made = super().forward(micro_batch, inputs, arrived)
             del segment.live[micro_batch.number]
-            self._leave(micro_batch, code, start, Call())
+            self._leave(micro_batch, code, kept)
             return made
+        is_first, start = micro_batch.rows not in self._agreed, None
+        if is_first:
+            start = Start(micro_batch, inputs, arrived, {}).map_tensors(_on_host)
         saved: list[Tensor] = []
         # The graph holds the hooks: with its own values in their list, nothing would free it.
         with saved_tensors_hooks(lambda tensor: saved.append(tensor.detach()), _refuse):
             made = super().forward(micro_batch, inputs, arrived)
         live = segment.live.pop(micro_batch.number)
-        structure: list[str] = []
-        if micro_batch.rows not in self._agreed:
-            structure = structure_of(live.roots.values())
+        nodes = nodes_behind(live.roots.values()) if is_first else ()
         changing = {memory_of(buffer) for _, buffer in written_states(code)}
         kept = [t.clone() if memory_of(t) in changing else t for t in saved]
-        self._leave(micro_batch, code, kept, _call_of(code, inputs, arrived), structure)
+        self._leave(micro_batch, code, kept, start, [node.name() for node in nodes])
         return made
 
     def leaving(self, index: int) -> Tensors:
@@ -182,7 +184,7 @@ class ForwardHalf(_Half):
         micro_batch: MicroBatch,
         code: Code,
         saved: Sequence[Tensor],
-        call: Call,
+        start: Start | None = None,
         structure: Sequence[str] = (),
     ) -> None:
         """Put what a backward needs into a message that both halves understand.
@@ -193,13 +195,13 @@ class ForwardHalf(_Half):
         contents, message = pack(saved, lasting_states(code), self._ends.places)
         rows = micro_batch.rows
         if rows not in self._agreed:
-            self._agreed[rows] = Agreement(call, contents, tuple(structure))
+            self._agreed[rows] = Agreement(contents, start, tuple(structure))
             self._ends.wire.send_object(self._agreed[rows], self._ends.other_rank, self.index)
         if contents != self._agreed[rows].contents:
             raise WorkerError(
                 f"stage {self.index} saves other tensors for its backward than before, so that "
                 "they cannot be sent to another rank",
-                cure=TOGETHER,
+                cure=_TOGETHER,
             )
         self._leaving[micro_batch.number] = {
             Slot(str(place)): tensor for place, tensor in enumerate(message)
@@ -242,8 +244,8 @@ class BackwardHalf(_Half):
         if micro_batch.rows not in self._agreed:
             agreed = self._ends.wire.receive_object(self._ends.other_rank, self.index)
             self._agreed[micro_batch.rows] = agreed
-            if not self._ends.recomputes:
-                self._graphs[micro_batch.rows] = self._graph(micro_batch.rows, agreed)
+            if agreed.start is not None:
+                self._graphs[micro_batch.rows] = self._graph(agreed, agreed.start)
         tensors: list[Any] = list(message.values())
         if self.offload is not None:
             pool = self.offload.pool(micro_batch.number, ())
@@ -268,13 +270,7 @@ class BackwardHalf(_Half):
         if self._ends.recomputes:
             return super().backward(micro_batch, gradients, weight, scale)
         began, values = self._unpacked(micro_batch)
-        graph, code = self._graphs[began.rows], self._code(began.rows)
-        roots: dict[Slot, Tensor] = {}
-        if code.loss in code.stage.results:
-            roots[code.loss] = graph.filled(code.loss, scale) * weight
-        given = {slot: gradient for slot, gradient in gradients.items() if gradient is not None}
-        roots |= {slot: gradient for slot, gradient in given.items() if graph.has(slot)}
-        return graph.backward(values, roots)
+        return self._graphs[began.rows].backward(values, gradients, weight, scale)
 
     def forget(self) -> None:
         """Drop gradients and unfinished micro-batches."""
@@ -296,10 +292,11 @@ class BackwardHalf(_Half):
             states = dict(zip(states, used, strict=True))
         return began, self._agreed[began.rows].contents.unpack(message, states)
 
-    def _graph(self, rows: Rows, agreed: Agreement) -> Graph:
-        code = self._code(rows)
-        given = code.stage, code.arguments, agreed.call, self.precision, self.device
-        graph = Graph(self.index, *given)
+    def _graph(self, agreed: Agreement, start: Start) -> Graph:
+        written = written_states(self._code(start.micro_batch.rows))
+        start = start.map_tensors(lambda tensor: tensor.to(self.device))
+        buffers = {index: buffer.clone() for index, buffer in written}
+        graph = Graph(self.index, self.segments[0], replace(start, buffers=buffers))
         agreed.check(self.index, graph)
         return graph
 
@@ -350,7 +347,7 @@ def check_operators(cut: Cut, stage: int) -> None:
             raise MismatchError(
                 f"plan.json: stages[{stage}] has its backward on another rank, but {what} runs "
                 "code of its own, which may do otherwise from one micro-batch to the next",
-                cure=TOGETHER,
+                cure=_TOGETHER,
             )
 
 
@@ -409,13 +406,10 @@ def _start_of(code: Code, inputs: Mapping[str, Tensor], arrived: Tensors) -> lis
     return [tensor for tensor in values if tensor is not None]
 
 
-def _call_of(code: Code, inputs: Mapping[str, Tensor], arrived: Tensors) -> Call:
-    received = []
-    for _, source, has_gradient in code.received:
-        tensor = arrived[source]
-        assert tensor is not None
-        received.append((Layout.of(tensor), has_gradient))
-    return Call(tuple(Layout.of(inputs[name]) for name in code.stage.inputs), tuple(received))
+def _on_host(tensor: Tensor) -> Tensor:
+    """A copy with the same strides."""
+    layout = Layout.of(tensor)
+    return layout.unflatten(layout.flatten(tensor.detach()).cpu().clone())
 
 
 def _refuse(_: Any) -> NoReturn:

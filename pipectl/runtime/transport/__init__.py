@@ -1,6 +1,6 @@
-from pipectl.runtime.transport.checks import CHECK_VARIABLE, Message
+from pipectl.runtime.transport.checks import CHECK_VARIABLE
 from pipectl.runtime.transport.choice import Choice, Circumstances, choose_progress
-from pipectl.runtime.transport.lanes import Posted, Transport
+from pipectl.runtime.transport.lanes import Line, Posted, Transport
 from pipectl.runtime.transport.progress import Progress
 from pipectl.runtime.transport.wire import Flight, Wire
 
@@ -9,7 +9,7 @@ __all__ = [
     "Choice",
     "Circumstances",
     "Flight",
-    "Message",
+    "Line",
     "Posted",
     "Progress",
     "Transport",

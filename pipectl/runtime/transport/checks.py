@@ -21,44 +21,58 @@ CHECK_VARIABLE = "PIPECTL_CHECK_MESSAGES"
 """In the environment of rank 0: every message is compared, which is slow."""
 
 
-class Message(NamedTuple):
-    """One message of a pass."""
-
-    lane: Lane
-    micro_batch: int
-
-
-class Part(NamedTuple):
-    """One tensor of a message.
+class Note(NamedTuple):
+    """A whole message, as one of its sides has it.
 
     Args:
-        value, use: of its slot.
-        form: type, sizes and strides in words; empty for a tensor that is not there.
-        checksum: CRC-32 of its bytes; None if they are not there yet.
+        tensors: of every slot, its name and form in words.
+        checksums: CRC-32 of the bytes of each; None for those that are not there, or not yet.
     """
 
-    value: str
-    use: str
-    form: str
-    checksum: int | None = None
-
-    def __str__(self) -> str:
-        if not self.form:
-            return f"nothing for {self.value!r}"
-        known = "" if self.checksum is None else f", checksum {self.checksum:08x}"
-        return f"{self.value!r}, {self.form}{known}"
-
-
-class Note(NamedTuple):
-    """A whole message: its name, without its contents, and its tensors."""
-
     name: str
-    parts: tuple[Part, ...]
+    tensors: tuple[str, ...]
+    checksums: tuple[int | None, ...]
 
-    @property
-    def outline(self) -> Note:
-        """The message without its contents' checksums."""
-        return Note(self.name, tuple(part._replace(checksum=None) for part in self.parts))
+    @classmethod
+    def of(
+        cls,
+        lane: Lane,
+        micro_batch: int,
+        layouts: Mapping[Slot, Layout | None],
+        buffers: Mapping[Slot, Tensor],
+    ) -> Note:
+        """What one side holds of a message, or expects of it before it arrives."""
+        tensors = []
+        for slot, layout in layouts.items():
+            if layout is None:
+                tensors.append(f"nothing for {slot.value!r}")
+            else:
+                dtype = str(layout.dtype).removeprefix("torch.")
+                form = f"{dtype} {list(layout.sizes)} with strides {list(layout.strides)}"
+                tensors.append(f"{slot.value!r}, {form}")
+        checksums = tuple(checksum(buffers[s]) if s in buffers else None for s in layouts)
+        name = f"{lane.kind} of micro-batch {micro_batch} from stage {lane.source} to {lane.target}"
+        return cls(name, tuple(tensors), checksums)
+
+    def differences(self, arrived: Note) -> list[str]:
+        """What differs between the sender's words, these, and the receiver's, in sentences."""
+        if self.name != arrived.name:
+            return [f"the sender sent the {self.name}, the receiver expects the {arrived.name}"]
+        counts = len(self.tensors), len(arrived.tensors)
+        if counts[0] != counts[1]:
+            return ["{}: {} tensors were sent, {} expected".format(self.name, *counts)]
+        differences = []
+        mine = zip(self.tensors, self.checksums, strict=True)
+        theirs = zip(arrived.tensors, arrived.checksums, strict=True)
+        for (one, ours), (other, found) in zip(mine, theirs, strict=True):
+            if one != other:
+                differences.append(f"{self.name}: sent was {one}, arrived is {other}")
+            elif ours is not None and found is not None and ours != found:
+                differences.append(
+                    f"{self.name}: sent was {one}, checksum {ours:08x}, arrived is {other}, "
+                    f"checksum {found:08x}"
+                )
+        return differences
 
     def check_unchanged(self, buffers: Mapping[Slot, Tensor]) -> None:
         """Compare the memory of a message that was sent with what it was.
@@ -66,46 +80,13 @@ class Note(NamedTuple):
         Raises:
             WorkerError: something wrote to it meanwhile.
         """
-        present = (part for part in self.parts if part.checksum is not None)
-        for part, buffer in zip(present, buffers.values(), strict=True):
-            if checksum(buffer) != part.checksum:
+        sent = [each for each in self.checksums if each is not None]
+        for (slot, buffer), before in zip(buffers.items(), sent, strict=True):
+            if checksum(buffer) != before:
                 raise WorkerError(
-                    f"{part.value!r} changed while it was sent ({self.name})",
+                    f"{slot.value!r} changed while it was sent ({self.name})",
                     cure="an operator of the model writes to a value that it does not own",
                 )
-
-
-def note_of(
-    message: Message,
-    layouts: Mapping[Slot, Layout | None],
-    buffers: Mapping[Slot, Tensor] | None = None,
-) -> Note:
-    """What one side holds of a message, or expects of it before it arrives."""
-    parts = []
-    for slot, layout in layouts.items():
-        if layout is None:
-            parts.append(Part(*slot, ""))
-            continue
-        dtype = str(layout.dtype).removeprefix("torch.")
-        form = f"{dtype} {list(layout.sizes)} with strides {list(layout.strides)}"
-        parts.append(Part(*slot, form, None if buffers is None else checksum(buffers[slot])))
-    (kind, source, target), number = message
-    name = f"{kind} of micro-batch {number} from stage {source} to {target}"
-    return Note(name, tuple(parts))
-
-
-def differences(said: Note, arrived: Note) -> list[str]:
-    """What differs between the sender's words and the receiver's, in sentences."""
-    if said.name != arrived.name:
-        return [f"the sender sent the {said.name}, the receiver expects the {arrived.name}"]
-    if len(said.parts) != len(arrived.parts):
-        counts = len(said.parts), len(arrived.parts)
-        return ["{}: {} tensors were sent, {} expected".format(said.name, *counts)]
-    return [
-        f"{said.name}: sent was {one}, arrived is {other}"
-        for one, other in zip(said.parts, arrived.parts, strict=True)
-        if one != other
-    ]
 
 
 def checksum(buffer: Tensor) -> int:

@@ -1,17 +1,16 @@
 """Messages of tensors over MPI: nonblocking, without copies, without headers.
 
 A lane (one direction between two stages) carries the same tensors for every micro-batch of one
-size. Their layouts are announced once, in the first exchange of that size between two ranks
-(``learn``), and known to both from then on. MPI gives messages to receives in the order in which
-these were posted: so while the layouts of one receive are unknown, those started behind it are not
-posted either.
+size. Their layouts are announced once, in the first exchange of that size between two ranks, and
+known to both from then on. MPI gives messages to receives in the order in which these were posted:
+so while the layouts of one receive are unknown, those started after it are not posted either.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 
 import torch
 from mpi4py import MPI
@@ -21,14 +20,14 @@ from pipectl.capture import Lane, Slot
 from pipectl.errors import MismatchError, WorkerError
 from pipectl.runtime.device import Device
 from pipectl.runtime.layout import Layout, Tensors
-from pipectl.runtime.transport.checks import Message, Note, differences, note_of
+from pipectl.runtime.transport.checks import Note
 from pipectl.runtime.transport.progress import Progress
 from pipectl.runtime.transport.transfer import Transfer
 from pipectl.runtime.transport.wire import Flight, Wire
 
 Layouts = dict[Slot, Layout | None]
 _HEADER, _NOTE, _EXTRA = 0, 1, 2
-"""Tags of a lane behind those of its slots."""
+"""Tags of a lane after those of its slots."""
 
 
 @dataclass
@@ -36,14 +35,14 @@ class Posted:
     """A message under way. Holds the memory MPI reads or writes until it is complete.
 
     Args:
-        size: of the micro-batch, where the message is received.
-        known: whether its layouts are, so that its receive is posted.
+        size: samples of the micro-batch.
+        layouts: None while they are unknown, so that the receive is not posted.
     """
 
-    size: int = 0
-    known: bool = False
+    micro_batch: int
+    size: int
+    layouts: Layouts | None = None
     flights: dict[Slot, Flight] = field(default_factory=dict)
-    layouts: Layouts = field(default_factory=dict)
     note: Note | None = None
 
     @property
@@ -52,22 +51,163 @@ class Posted:
         return {slot: flight.buffer for slot, flight in self.flights.items()}
 
 
-class _Line:
+class Line:
     """A lane between this rank and another.
+
+    Args:
+        tags: of its slots, and two more.
+        check: whether every message is compared with what its sender says of it.
 
     Attributes:
         layouts: of its messages, by the size of the micro-batch.
-        sent, received: the last transfer by tag; of one that is over, no memory is held.
-        unposted, without_note: receives in the order in which they started.
     """
 
-    def __init__(self, lane: Lane, rank: int, tags: range) -> None:
-        self.lane, self.rank, self.tags = lane, rank, tags
+    def __init__(
+        self, wire: Wire, lane: Lane, slots: list[Slot], rank: int, tags: range, check: bool
+    ) -> None:
+        self._wire, self._lane, self._slots = wire, lane, slots
+        self._rank, self._tags, self._check = rank, tags, check
         self.layouts: dict[int, Layouts] = {}
-        self.sent: dict[int, Transfer] = {}
-        self.received: dict[int, Transfer] = {}
-        self.unposted: deque[Posted] = deque()
-        self.without_note: deque[Posted] = deque()
+        # The last transfer by tag; of one that is over, no memory is held.
+        self._sent: dict[int, Transfer] = {}
+        self._received: dict[int, Transfer] = {}
+        # Receives in the order in which they started.
+        self._unposted: deque[Posted] = deque()
+        self._without_note: deque[Posted] = deque()
+
+    def start_send(self, micro_batch: int, size: int, tensors: Tensors) -> Posted:
+        """Begin to send, without waiting for the device or the other rank.
+
+        ``tensors`` must not change until the message has left.
+
+        Raises:
+            WorkerError: a tensor has another type or shape than in earlier messages.
+        """
+        layouts = self.layouts.get(size)
+        if layouts is None:
+            known = ((slot, tensors.get(slot)) for slot in self._slots)
+            layouts = {slot: None if t is None else Layout.of(t) for slot, t in known}
+            self._wire.send_object([*layouts.values()], self._rank, self._tags[~_HEADER])
+            self.layouts[size] = layouts
+        posted, vectors = Posted(micro_batch, size, layouts), dict[Slot, Tensor]()
+        for (slot, layout), tag in zip(layouts.items(), self._tags, strict=False):
+            vector = self._flat(slot, layout, tensors.get(slot))
+            if vector is not None:
+                vectors[slot] = vector
+                flight = self._wire.send(vector, self._rank, tag, self._sent.get(tag))
+                posted.flights[slot], self._sent[tag] = flight, flight.transfer
+        if self._check:
+            # Of the tensors, not of the buffers: copies to these may still be under way.
+            posted.note = Note.of(self._lane, micro_batch, layouts, vectors)
+            self._wire.send_object(posted.note, self._rank, self._tags[~_NOTE])
+        return posted
+
+    def finish_send(self, posted: Posted) -> None:
+        """Wait until the memory of a message may be reused.
+
+        Raises:
+            WorkerError: messages are checked, and this one changed while it was sent.
+        """
+        self._wire.wait(posted.flights.values())
+        if posted.note is not None:
+            posted.note.check_unchanged(posted.buffers)
+
+    def start_receive(self, micro_batch: int, size: int) -> Posted:
+        """Post the buffers of a message, which come in the order in which they are sent.
+
+        Those of whose layouts nothing is known yet are posted when they are learnt.
+        """
+        posted = Posted(micro_batch, size)
+        self._unposted.append(posted)
+        if self._check:
+            self._without_note.append(posted)
+        self._post_known()
+        return posted
+
+    def finish_receive(self, posted: Posted) -> Tensors:
+        """Wait for a message; its tensors lie in memory of their own.
+
+        Raises:
+            WorkerError: messages are checked, and this one is not what its sender sent.
+        """
+        while posted.layouts is None:
+            layouts = self._wire.receive_object(self._rank, self._tags[~_HEADER])
+            if len(layouts) != len(self._slots):
+                raise WorkerError(
+                    f"the {self._lane.kind} {self._way} has {len(layouts)} tensors there and "
+                    f"{len(self._slots)} here",
+                    cure="the two ranks run different programs: see that all nodes have the same "
+                    "versions and files",
+                )
+            size = self._unposted[0].size
+            self.layouts[size] = dict(zip(self._slots, layouts, strict=True))
+            self._post_known()
+        if self._check:  # a message that is too short for its buffers might never end
+            self._compare(posted, posted.layouts, {})
+        self._wire.wait(posted.flights.values())
+        if self._check:
+            self._compare(posted, posted.layouts, posted.buffers)
+        tensors: Tensors = dict.fromkeys(posted.layouts)
+        for slot, flight in posted.flights.items():
+            layout = posted.layouts[slot]
+            assert layout is not None
+            tensors[slot] = layout.unflatten(self._wire.arrived(flight))
+        return tensors
+
+    @property
+    def _way(self) -> str:
+        lane, me = self._lane, self._wire.rank
+        return f"from stage {lane.source} (rank {self._rank}) to stage {lane.target} (rank {me})"
+
+    def _post_known(self) -> None:
+        """Post receives up to the first of whose layouts nothing is known."""
+        while self._unposted and (layouts := self.layouts.get(self._unposted[0].size)) is not None:
+            posted = self._unposted.popleft()
+            posted.layouts = layouts
+            for (slot, layout), tag in zip(layouts.items(), self._tags, strict=False):
+                if layout is not None:
+                    form, what = (layout.count, layout.dtype), partial(self._name, slot)
+                    after = self._received.get(tag)
+                    flight = self._wire.receive(*form, self._rank, tag, what, after)
+                    posted.flights[slot], self._received[tag] = flight, flight.transfer
+
+    def _name(self, slot: Slot) -> str:
+        return f"the {self._lane.kind} of {slot.value!r} {self._way}"
+
+    def _compare(self, posted: Posted, layouts: Layouts, buffers: dict[Slot, Tensor]) -> None:
+        """Compare what is known of a message with its note; these come in the same order."""
+        while posted.note is None:
+            note = self._wire.receive_object(self._rank, self._tags[~_NOTE])
+            self._without_note.popleft().note = note
+        arrived = Note.of(self._lane, posted.micro_batch, layouts, buffers)
+        differences = posted.note.differences(arrived)
+        if differences:
+            raise WorkerError(
+                f"a message {self._way} is not what was sent: {'; '.join(differences)}",
+                cure="ranks with different plans or versions, or an MPI that damages messages: "
+                "see docs/troubleshooting.md",
+            )
+
+    def _flat(self, slot: Slot, layout: Layout | None, tensor: Tensor | None) -> Tensor | None:
+        """A tensor as it is sent; None where there never is one."""
+        if (
+            tensor is not None
+            and layout is not None
+            and tensor.dtype is layout.dtype
+            and tensor.shape == layout.sizes
+        ):
+            return layout.flatten(tensor.detach() if tensor.requires_grad else tensor)
+        expected = None if layout is None else (layout.dtype, layout.sizes)
+        actual = None if tensor is None else (tensor.dtype, tuple(tensor.shape))
+        if actual != expected:
+            lane = self._lane
+            raise WorkerError(
+                f"the {lane.kind} of {slot.value!r} from stage {lane.source} to {lane.target} "
+                f"should be {_words(expected)}, but is {_words(actual)}",
+                cure="a model where shapes, or which tensors have a gradient, depend on the data "
+                "cannot be split here",
+            )
+        return None
 
 
 class Transport:
@@ -79,6 +219,9 @@ class Transport:
         progress: keeps messages moving; by default nobody does while the rank computes.
         check: whether every message is compared with what its sender says of it; the same on all
             ranks.
+
+    Attributes:
+        line: gives the line of a lane to, or from, a rank.
 
     Raises:
         MismatchError: the cut has more kinds of messages than MPI has tags.
@@ -93,193 +236,39 @@ class Transport:
         *,
         check: bool = False,
     ) -> None:
-        self._wire = Wire(communicator, device, progress)
-        self._lanes = lanes
+        self._wire = wire = Wire(communicator, device, progress)
         self._check = check
-        self._tags = _tags(lanes, largest_tag(communicator))
-        self._lines: dict[tuple[Lane, int], _Line] = {}
-
-    def start_send(self, message: Message, size: int, rank: int, tensors: Tensors) -> Posted:
-        """Begin to send, without waiting for the device or the other rank.
-
-        ``tensors`` must not change until the message has left.
-        """
-        line = self._line(message.lane, rank)
-        layouts = line.layouts.get(size)
-        if layouts is None:
-            known = ((slot, tensors.get(slot)) for slot in self._lanes[message.lane])
-            layouts = {slot: None if t is None else Layout.of(t) for slot, t in known}
-            self._wire.send_object([*layouts.values()], rank, line.tags[~_HEADER])
-            line.layouts[size] = layouts
-        posted, vectors = Posted(), dict[Slot, Tensor]()
-        for (slot, layout), tag in zip(layouts.items(), line.tags, strict=False):
-            vector = _flat(message.lane, slot, layout, tensors.get(slot))
-            if vector is not None:
-                vectors[slot] = vector
-                flight = self._wire.send(vector, rank, tag, line.sent.get(tag))
-                posted.flights[slot], line.sent[tag] = flight, flight.transfer
-        if self._check:
-            # Of the tensors, not of the buffers: copies to these may still be under way.
-            posted.note = note_of(message, layouts, vectors)
-            self._wire.send_object(posted.note, rank, line.tags[~_NOTE])
-        return posted
-
-    def start_receive(self, message: Message, size: int, rank: int) -> Posted:
-        """Post the buffers of a message, which come in the order in which they are sent.
-
-        Those of whose layouts nothing is known yet are posted when they are learnt.
-        """
-        line, posted = self._line(message.lane, rank), Posted(size)
-        line.unposted.append(posted)
-        if self._check:
-            line.without_note.append(posted)
-        self._post_known(line)
-        return posted
-
-    def finish_receive(self, message: Message, rank: int, posted: Posted) -> Tensors:
-        """Wait for a message; its tensors lie in memory of their own.
-
-        Raises:
-            WorkerError: messages are checked, and this one is not what its sender sent.
-        """
-        while not posted.known:
-            line = self._line(message.lane, rank)
-            self._learn(line, line.unposted[0].size)
-            self._post_known(line)
-        said = self._read_note(message, rank, posted) if self._check else None
-        self._wire.wait(posted.flights.values())
-        if said is not None:
-            self._compare(said, message, rank, posted)
-        tensors: Tensors = dict.fromkeys(posted.layouts)
-        for slot, flight in posted.flights.items():
-            layout = posted.layouts[slot]
-            assert layout is not None
-            tensors[slot] = layout.unflatten(self._wire.arrived(flight))
-        return tensors
-
-    def finish_send(self, posted: Posted) -> None:
-        """Wait until the memory of a message may be reused.
-
-        Raises:
-            WorkerError: messages are checked, and this one changed while it was sent.
-        """
-        self._wire.wait(posted.flights.values())
-        if posted.note is not None:
-            posted.note.check_unchanged(posted.buffers)
+        tags = tags_of(lanes, largest_tag(communicator))
+        self.line = cache(lambda lane, rank: Line(wire, lane, lanes[lane], rank, tags[lane], check))
 
     def progress(self) -> None:
         """Let MPI work on what is under way; to be called between actions."""
         self._wire.progress.advance()
 
-    def _line(self, lane: Lane, rank: int) -> _Line:
-        line = self._lines.get((lane, rank))
-        if line is None:
-            line = self._lines[lane, rank] = _Line(lane, rank, self._tags[lane])
-        return line
-
-    def _post_known(self, line: _Line) -> None:
-        """Post receives up to the first of whose layouts nothing is known."""
-        while line.unposted and (layouts := line.layouts.get(line.unposted[0].size)) is not None:
-            posted = line.unposted.popleft()
-            posted.known, posted.layouts = True, layouts
-            for (slot, layout), tag in zip(layouts.items(), line.tags, strict=False):
-                if layout is not None:
-                    what = partial(self._name, line, slot)
-                    form, before = (layout.count, layout.dtype), line.received.get(tag)
-                    flight = self._wire.receive(*form, line.rank, tag, what, before)
-                    posted.flights[slot], line.received[tag] = flight, flight.transfer
-
-    def _name(self, line: _Line, slot: Slot) -> str:
-        return f"the {line.lane.kind} of {slot.value!r} {self._way(line.lane, line.rank)}"
-
-    def _way(self, lane: Lane, rank: int) -> str:
-        me = self._wire.rank
-        return f"from stage {lane.source} (rank {rank}) to stage {lane.target} (rank {me})"
-
-    def _learn(self, line: _Line, size: int) -> None:
-        layouts = self._wire.receive_object(line.rank, line.tags[~_HEADER])
-        slots = self._lanes[line.lane]
-        if len(layouts) != len(slots):
-            raise WorkerError(
-                f"the {line.lane.kind} {self._way(line.lane, line.rank)} has {len(layouts)} "
-                f"tensors there and {len(slots)} here",
-                cure="the two ranks run different programs: see that all nodes have the same "
-                "versions and files",
-            )
-        line.layouts[size] = dict(zip(slots, layouts, strict=True))
-
-    def _read_note(self, message: Message, rank: int, posted: Posted) -> Note:
-        """What the sender says of a message; compared with what was expected before it arrives.
-
-        A message that is too short for its buffers might never end. Notes come in the order of the
-        messages, which may be read in another.
-        """
-        while posted.note is None:
-            line = self._line(message.lane, rank)
-            note = self._wire.receive_object(rank, line.tags[~_NOTE])
-            line.without_note.popleft().note = note
-        said = posted.note
-        self._refuse(differences(said.outline, note_of(message, posted.layouts)), message, rank)
-        return said
-
-    def _compare(self, said: Note, message: Message, rank: int, posted: Posted) -> None:
-        arrived = note_of(message, posted.layouts, posted.buffers)
-        self._refuse(differences(said, arrived), message, rank)
-
-    def _refuse(self, found: list[str], message: Message, rank: int) -> None:
-        if found:
-            raise WorkerError(
-                f"a message {self._way(message.lane, rank)} is not what was sent: "
-                f"{'; '.join(found)}",
-                cure="ranks with different plans or versions, or an MPI that damages messages: "
-                "see docs/troubleshooting.md",
-            )
-
 
 def largest_tag(communicator: MPI.Comm) -> int:
     """The largest tag that this MPI takes; the standard grants 32767."""
-    found = communicator.Get_attr(MPI.TAG_UB)
-    return 32767 if found is None else int(found)
+    largest = communicator.Get_attr(MPI.TAG_UB)
+    return 32767 if largest is None else int(largest)
 
 
-def _tags(lanes: dict[Lane, list[Slot]], largest: int) -> dict[Lane, range]:
-    """Tags of every lane: one a slot, one for the note, one for the header.
+def tags_of(lanes: dict[Lane, list[Slot]], largest: int) -> dict[Lane, range]:
+    """Tags of every lane: one per slot, one for the note, one for the header.
 
     Raises:
         MismatchError: MPI has fewer.
     """
-    found: dict[Lane, range] = {}
+    tags: dict[Lane, range] = {}
     first = 0
     for lane, slots in lanes.items():
-        found[lane] = range(first, first + len(slots) + _EXTRA)
-        first = found[lane].stop
+        tags[lane] = range(first, first + len(slots) + _EXTRA)
+        first = tags[lane].stop
     if first - 1 > largest:
         raise MismatchError(
             f"the plan has {first} kinds of messages, but this MPI has tags for {largest + 1}",
             cure="plan fewer stages, or use another MPI",
         )
-    return found
-
-
-def _flat(lane: Lane, slot: Slot, layout: Layout | None, tensor: Tensor | None) -> Tensor | None:
-    """A tensor as it is sent; None where there never is one."""
-    if (
-        tensor is not None
-        and layout is not None
-        and tensor.dtype is layout.dtype
-        and tensor.shape == layout.sizes
-    ):
-        return layout.flatten(tensor.detach() if tensor.requires_grad else tensor)
-    expected = None if layout is None else (layout.dtype, layout.sizes)
-    found = None if tensor is None else (tensor.dtype, tuple(tensor.shape))
-    if found != expected:
-        raise WorkerError(
-            f"the {lane.kind} of {slot.value!r} from stage {lane.source} to {lane.target} should "
-            f"be {_words(expected)}, but is {_words(found)}",
-            cure="a model where shapes, or which tensors have a gradient, depend on the data "
-            "cannot be split here",
-        )
-    return None
+    return tags
 
 
 def _words(form: tuple[torch.dtype, tuple[int, ...]] | None) -> str:

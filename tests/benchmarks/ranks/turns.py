@@ -32,11 +32,11 @@ from pipectl.runs import RunDirectory
 from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.failure import Doing
 from pipectl.runtime.process import settle_process
-from pipectl.runtime.recording import Recording
 from pipectl.runtime.reduction import StageReduction
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.step import Step as RankStep
 from pipectl.runtime.step import StepInput
+from pipectl.runtime.tracing import Recording
 from pipectl.runtime.trainer import Trainer
 from pipectl.runtime.transport import Progress
 from pipectl.runtime.waiting import barrier
@@ -76,7 +76,7 @@ def trained(
             seed=(0, number),
             recording=training.recording,
         )
-        trainer._end.begin(setup.written)
+        trainer._end.begin()
         trainer._run_step(number, doing, given)
 
     training = Training(setup, step, len(doing.actions))

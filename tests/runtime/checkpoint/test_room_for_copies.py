@@ -49,7 +49,7 @@ def test_a_checkpoint_has_the_state_of_its_step_with_or_without_a_copy(
     saver = Saver(MPI.COMM_SELF, tmp_path, Keep(2), 1, warnings.append)
     states = {**mine, "model.count": count, "model.scratch": count}
     for step in (1, 2):
-        found = take_snapshot(states, {*mine, "model.count"}, stepper, mine, None, room)
+        found = take_snapshot(states, {*mine, "model.count"}, stepper, mine, room)
         assert found.is_copy == (room is None or room >= found.size_bytes)
         assert found.is_copy == (found.weights["count"].data_ptr() != count.data_ptr())
         saver.start(Manifest(step, 4, {}), found)

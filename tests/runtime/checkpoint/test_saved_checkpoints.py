@@ -296,7 +296,8 @@ def test_optimizers_go_on_to_the_bit(tmp_path: Path, make: Any) -> None:
     stepper = Stepper(make(list(parameters.values())), None)
     train(stepper, parameters, range(3))
     saver = Saver(MPI.COMM_SELF, tmp_path, Keep(1), 1, print)
-    saver.start(Manifest(3, 4, {}), take_snapshot(parameters, set(parameters), stepper, parameters))
+    manifest = Manifest(3, 4, {}, updates=stepper.updates)
+    saver.start(manifest, take_snapshot(parameters, set(parameters), stepper, parameters))
     train(stepper, parameters, range(3, 6))  # while it is written
     saver.finish()
     stored = checkpoint.load(tmp_path / "step-000003")

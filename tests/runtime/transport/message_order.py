@@ -16,7 +16,7 @@ from torch import Tensor
 from pipectl.capture import Lane, Slot
 from pipectl.graph import TransferKind
 from pipectl.runtime.device import CpuDevice
-from pipectl.runtime.transport import Message, Progress, Transport
+from pipectl.runtime.transport import Line, Progress, Transport
 from pipectl.runtime.transport.transfer import Pieces
 
 A = Slot("a")
@@ -26,10 +26,6 @@ LANE = Lane(TransferKind.ACTIVATION, 0, 1)
 def size_of(name: str) -> int:
     """Samples of a message, which are fewer where an s stands behind its number."""
     return 1 if name.endswith("s") else 2
-
-
-def message(name: str) -> Message:
-    return Message(LANE, int(name[0]))
 
 
 def tensor(name: str) -> Tensor:
@@ -42,30 +38,29 @@ def main(order: list[str], piece_bytes: int, mode: str) -> None:
         transport = Transport(
             world.Dup(), CpuDevice(), {LANE: [A]}, progress, check="check" in sys.argv
         )
+        line = transport.line(LANE, 1 - world.rank)
         if world.rank == 0:
-            send(transport, [step[1:] for step in order if step.startswith("+")])
+            send(line, [step[1:] for step in order if step.startswith("+")])
         else:
-            receive(transport, order)
+            receive(line, order)
         world.Barrier()
 
 
-def send(transport: Transport, names: list[str]) -> None:
+def send(line: Line, names: list[str]) -> None:
     """All of them at once."""
-    sent = [
-        transport.start_send(message(name), size_of(name), 1, {A: tensor(name)}) for name in names
-    ]
+    sent = [line.start_send(int(name[0]), size_of(name), {A: tensor(name)}) for name in names]
     for posted in sent:
-        transport.finish_send(posted)
+        line.finish_send(posted)
 
 
-def receive(transport: Transport, order: list[str]) -> None:
+def receive(line: Line, order: list[str]) -> None:
     started = {}
     for step in order:
         name = step[1:]
         if step.startswith("+"):
-            started[name] = transport.start_receive(message(name), size_of(name), 0)
+            started[name] = line.start_receive(int(name[0]), size_of(name))
         else:
-            found = transport.finish_receive(message(name), 0, started.pop(name))[A]
+            found = line.finish_receive(started.pop(name))[A]
             assert found is not None
             assert torch.equal(found, tensor(name)), (step, found)
 

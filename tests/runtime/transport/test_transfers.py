@@ -13,8 +13,8 @@ from pipectl.capture import Lane, Slot
 from pipectl.errors import MismatchError
 from pipectl.graph import TransferKind
 from pipectl.runtime.device import CpuDevice, MessageBuffer
-from pipectl.runtime.transport import Message, Transport
-from pipectl.runtime.transport.lanes import _tags, largest_tag
+from pipectl.runtime.transport import Transport
+from pipectl.runtime.transport.lanes import largest_tag, tags_of
 from pipectl.runtime.transport.progress import Progress
 from pipectl.runtime.transport.transfer import Pieces, Transfer, memory
 
@@ -155,24 +155,20 @@ def test_a_send_that_the_device_is_not_ready_for_waits_in_the_queue(mode: str, c
     """It starts at once, leaves in the order of the sends, and no check takes it for damaged."""
     lane, slot, device = Lane(TransferKind.ACTIVATION, 0, 1), Slot("note"), LateDevice()
     with Progress(mode, Pieces(16, 2)) as progress:
-        transport = Transport(OWN, device, {lane: [slot]}, progress, check=check)
-        messages = [Message(lane, index) for index in range(3)]
+        line = Transport(OWN, device, {lane: [slot]}, progress, check=check).line(lane, 0)
         values = [torch.arange(10.0) + 100 * index for index in range(3)]
-        sent = [
-            transport.start_send(message, 1, 0, {slot: value})
-            for message, value in zip(messages, values, strict=True)
-        ]
-        received = [transport.start_receive(message, 1, 0) for message in messages]
+        sent = [line.start_send(index, 1, {slot: value}) for index, value in enumerate(values)]
+        received = [line.start_receive(index, 1) for index in range(3)]
         progress.advance()
         assert not any(
             transfer.done for message in sent for transfer, _ in message.flights.values()
         )
         device.lets = True
         for index in (1, 0, 2):
-            found = transport.finish_receive(messages[index], 0, received[index])[slot]
+            found = line.finish_receive(received[index])[slot]
             assert found is not None
             assert torch.equal(found, values[index])
-            transport.finish_send(sent[index])
+            line.finish_send(sent[index])
         progress.advance()  # headers and notes, for which no send waits
 
 
@@ -182,8 +178,8 @@ def lanes(slots: int) -> dict[Lane, list[Slot]]:
 
 
 def test_every_message_of_a_lane_has_its_own_tag() -> None:
-    tags = [tag for found in _tags(lanes(3), 9).values() for tag in found]
+    tags = [tag for found in tags_of(lanes(3), 9).values() for tag in found]
     assert tags == list(range(10))
     with pytest.raises(MismatchError, match=r"10 kinds of messages, .* tags for 9"):
-        _tags(lanes(3), 8)
+        tags_of(lanes(3), 8)
     assert largest_tag(MPI.COMM_WORLD) >= 32767

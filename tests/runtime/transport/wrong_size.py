@@ -19,7 +19,7 @@ from pipectl.errors import WorkerError
 from pipectl.graph import TransferKind
 from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.layout import Layout
-from pipectl.runtime.transport import Message, Posted, Progress, Transport
+from pipectl.runtime.transport import Line, Posted, Progress, Transport
 from pipectl.runtime.transport.transfer import WHOLE, Pieces
 
 A = Slot("a")
@@ -55,33 +55,31 @@ def main(file: str, mode: str) -> None:
     for name, case in {**CASES, **(CHECKED if check else {})}.items():
         with Progress(mode, pieces) as progress:
             transport = Transport(world.Dup(), CpuDevice(), {LANE: [A]}, progress, check=check)
-            kept.append((transport, exchange(world, transport, case)))
+            line = transport.line(LANE, 1 - world.rank)
+            kept.append((transport, exchange(world, line, case)))
             if world.rank == 1:
-                error = received(transport)
+                error = received(line)
                 with Path(file).open("a") as lines:
                     lines.write(json.dumps([name, error]) + "\n")
             world.Barrier()
     world.Abort(7)  # what was not received is still on its way
 
 
-def exchange(world: MPI.Comm, transport: Transport, case: Case) -> list[Posted]:
+def exchange(world: MPI.Comm, line: Line, case: Case) -> list[Posted]:
     """The first message announces the size; before the second, it changes on one side."""
-    first = Message(LANE, 0)
     tensor = torch.zeros(case.expected)
     if world.rank == 1:
-        transport.finish_receive(first, 0, transport.start_receive(first, 2, 0))
+        line.finish_receive(line.start_receive(0, 2))
         return []
-    transport.finish_send(transport.start_send(first, 2, 1, {A: tensor}))
+    line.finish_send(line.start_send(0, 2, {A: tensor}))
     other = torch.ones(case.sent, dtype=case.dtype)
-    layouts = transport._line(LANE, 1).layouts
-    layouts[2] = {**layouts[2], A: replace(Layout.of(other))}
-    return [transport.start_send(Message(LANE, 1), 2, 1, {A: other})]
+    line.layouts[2] = {**line.layouts[2], A: replace(Layout.of(other))}
+    return [line.start_send(1, 2, {A: other})]
 
 
-def received(transport: Transport) -> str | None:
+def received(line: Line) -> str | None:
     try:
-        posted = transport.start_receive(Message(LANE, 1), 2, 0)
-        transport.finish_receive(Message(LANE, 1), 0, posted)
+        line.finish_receive(line.start_receive(1, 2))
     except WorkerError as error:
         return error.message
     return None
