@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pipectl.plan import Plan, Stage, StageCost, sums
 from pipectl.runtime.device import CpuDevice
-from pipectl.runtime.links.measure import Session, buckets_of, sum_buckets
+from pipectl.runtime.links.measure import buckets_of, sum_buckets
 from pipectl.runtime.reduction import StageReduction
 from pipectl.runtime.replicas import Replicas
 from pipectl.runtime.transport import Progress, Wire
@@ -139,7 +139,7 @@ def agreed(world: MPI.Intracomm, progress: Progress) -> dict[str, list[float]]:
 def measured(world: MPI.Intracomm) -> list[float]:
     """A sum as the links are measured with."""
     vector = np.full(10, 1.0 + world.rank, dtype=np.float32)
-    sum_buckets(buckets_of(Session(world), vector))
+    sum_buckets(buckets_of(world, vector))
     return vector.tolist()
 
 

@@ -48,80 +48,58 @@ OVERLAP_COST = (WARM_UP + TRIALS) * (3 * COMPUTE + 3)
 _MATRIX_ORDER = 96  # a product of matrices of this order is an operator of some ten microseconds
 
 
-class Session:
-    """Ranks that measure together.
+def run_on(communicator: MPI.Comm, ranks: Sequence[int], experiment: Callable[[MPI.Comm], T]) -> T:
+    """The first of some ranks' result of an experiment that these ranks run; collective."""
+    barrier(communicator)
+    takes_part = communicator.rank in ranks
+    color, key = (0, ranks.index(communicator.rank)) if takes_part else (MPI.UNDEFINED, 0)
+    group = communicator.Split(color, key)
+    mine: Any = None
+    if takes_part:
+        mine = experiment(group)
+        group.Free()
+    result: T = broadcast(communicator, mine, ranks[0])
+    return result
+
+
+def time_by_size(
+    communicator: MPI.Comm,
+    sizes: Sequence[int],
+    budget_s: float,
+    prepare: Callable[[int], Callable[[], float]],
+    min_sizes: int,
+) -> Table:
+    """The slowest rank's median time for each size, as long as the budget allows.
 
     Args:
-        communicator: of its own, so that no other message can match.
+        prepare: makes, for a size, a function that returns the seconds it took.
+        min_sizes: so many sizes are measured in any case.
     """
+    end = perf_counter() + budget_s
+    table: Table = []
+    for index, size in enumerate(sizes):
+        left_s = end - perf_counter()
+        expected_s = table[-1][1] * size / sizes[index - 1] if table else 0.0
+        affordable = expected_s * (WARM_UP + MIN_REPEATS) < left_s
+        if not broadcast(communicator, index < min_sizes or affordable):
+            break
+        once = prepare(size)
+        for _ in range(WARM_UP):
+            start = perf_counter()
+            once()
+        once_s = perf_counter() - start
+        repeats = broadcast(communicator, repeats_for(once_s, left_s / (len(sizes) - index)))
+        mine = median([once() for _ in range(repeats)])
+        table.append((size, max(communicator.allgather(mine))))
+    return table
 
-    def __init__(self, communicator: MPI.Comm) -> None:
-        self._communicator = communicator
-        self.rank, self.size = communicator.rank, communicator.size
 
-    def run(self, ranks: Sequence[int], experiment: Callable[[Session], T]) -> T:
-        """The first of some ranks' result of an experiment that these ranks run; collective."""
-        barrier(self._communicator)
-        takes_part = self.rank in ranks
-        color, key = (0, ranks.index(self.rank)) if takes_part else (MPI.UNDEFINED, 0)
-        communicator = self._communicator.Split(color, key)
-        mine: Any = None
-        if takes_part:
-            mine = experiment(Session(communicator))
-            communicator.Free()
-        result: T = broadcast(self._communicator, mine, ranks[0])
-        return result
+def _send(communicator: MPI.Comm, buffer: Array, rank: int, tag: int = 0) -> MPI.Request:
+    return communicator.Isend([buffer.view(np.uint8), MPI.BYTE], rank, tag)
 
-    def send(self, buffer: Array, rank: int, tag: int = 0) -> MPI.Request:
-        """Start to send an array."""
-        return self._communicator.Isend([buffer.view(np.uint8), MPI.BYTE], rank, tag)
 
-    def receive(self, buffer: Array, rank: int, tag: int = 0) -> MPI.Request:
-        """Start to receive into an array."""
-        return self._communicator.Irecv([buffer.view(np.uint8), MPI.BYTE], rank, tag)
-
-    def meet(self) -> None:
-        """Return when all ranks have come here."""
-        barrier(self._communicator)
-
-    def gather(self, value: T) -> list[T]:
-        """The values of all ranks, on all ranks."""
-        values: list[T] = self._communicator.allgather(value)
-        return values
-
-    def agree(self, value: T) -> T:
-        """The first rank's value, on all ranks."""
-        return broadcast(self._communicator, value)
-
-    def time_by_size(
-        self,
-        sizes: Sequence[int],
-        budget_s: float,
-        prepare: Callable[[int], Callable[[], float]],
-        min_sizes: int,
-    ) -> Table:
-        """The slowest rank's median time for each size, as long as the budget allows.
-
-        Args:
-            prepare: makes, for a size, a function that returns the seconds it took.
-            min_sizes: so many sizes are measured in any case.
-        """
-        end = perf_counter() + budget_s
-        table: Table = []
-        for index, size in enumerate(sizes):
-            left_s = end - perf_counter()
-            expected_s = table[-1][1] * size / sizes[index - 1] if table else 0.0
-            affordable = expected_s * (WARM_UP + MIN_REPEATS) < left_s
-            if not self.agree(index < min_sizes or affordable):
-                break
-            once = prepare(size)
-            for _ in range(WARM_UP):
-                start = perf_counter()
-                once()
-            once_s = perf_counter() - start
-            repeats = self.agree(repeats_for(once_s, left_s / (len(sizes) - index)))
-            table.append((size, max(self.gather(median([once() for _ in range(repeats)])))))
-        return table
+def _receive(communicator: MPI.Comm, buffer: Array, rank: int, tag: int = 0) -> MPI.Request:
+    return communicator.Irecv([buffer.view(np.uint8), MPI.BYTE], rank, tag)
 
 
 def repeats_for(once_s: float, share_s: float) -> int:
@@ -129,21 +107,21 @@ def repeats_for(once_s: float, share_s: float) -> int:
     return int(min(MAX_REPEATS, max(MIN_REPEATS, share_s / max(once_s, 1e-7))))
 
 
-def measure_link(session: Session, pairs: Sequence[tuple[int, int]], share_s: float) -> Link:
+def measure_link(communicator: MPI.Comm, pairs: Sequence[tuple[int, int]], share_s: float) -> Link:
     """The link that some pairs have, in about ``share_s`` seconds for each pair, and once more."""
-    tables = [session.run(pair, partial(ping_pong, budget_s=share_s)) for pair in pairs]
+    tables = [run_on(communicator, pair, partial(ping_pong, budget_s=share_s)) for pair in pairs]
     link = measured_link(_mean(tables))
     size = min(CONTENTION_BYTES, link.timings[-1][0])
-    ratio = session.run(pairs[0], partial(both_ways, size=size))
+    ratio = run_on(communicator, pairs[0], partial(both_ways, size=size))
     overlap = tuple(
-        (size, *session.run(pairs[0], partial(hidden_shares, size=size)))
+        (size, *run_on(communicator, pairs[0], partial(hidden_shares, size=size)))
         for size in overlap_sizes(link, share_s)
     )
     observed = Observed(both_ways=ratio, overlap=overlap)
     return replace(link, duplex=ratio < FULL_DUPLEX, observed=observed)
 
 
-def measure_sharing(session: Session, link: Link, nodes: Sequence[Sequence[int]]) -> Link:
+def measure_sharing(communicator: MPI.Comm, link: Link, nodes: Sequence[Sequence[int]]) -> Link:
     """The link between nodes, with whether the ranks of the first two nodes share it.
 
     ``n`` pairs on one link take ``n`` times as long as one, on ``n`` links as long as one; the
@@ -154,7 +132,7 @@ def measure_sharing(session: Session, link: Link, nodes: Sequence[Sequence[int]]
         return link
     size = min(CONTENTION_BYTES, link.timings[-1][0])
     alone_s, all_s = (
-        session.run([*nodes[0][:count], *nodes[1][:count]], partial(one_way_s, size=size))
+        run_on(communicator, [*nodes[0][:count], *nodes[1][:count]], partial(one_way_s, size=size))
         for count in (1, pairs)
     )
     ratio = all_s / alone_s
@@ -162,23 +140,24 @@ def measure_sharing(session: Session, link: Link, nodes: Sequence[Sequence[int]]
     return replace(link, shared=ratio > sqrt(pairs), observed=observed)
 
 
-def measure_sums(session: Session, ranks: int, share_s: float) -> Table:
+def measure_sums(communicator: MPI.Comm, ranks: int, share_s: float) -> Table:
     """Time of a float32 sum over the first ranks, by the bytes of the vector."""
 
-    def prepare(session: Session, size: int) -> Callable[[], float]:
-        buckets = buckets_of(session, np.ones(size // 4, dtype=np.float32))
+    def prepare(communicator: MPI.Comm, size: int) -> Callable[[], float]:
+        buckets = buckets_of(communicator, np.ones(size // 4, dtype=np.float32))
 
         def once() -> float:
-            session.meet()
+            barrier(communicator)
             start = perf_counter()
             sum_buckets(buckets)
             return perf_counter() - start
 
         return once
 
-    return session.run(
+    return run_on(
+        communicator,
         range(ranks),
-        lambda group: group.time_by_size(SUM_SIZES, share_s, partial(prepare, group), 1),
+        lambda group: time_by_size(group, SUM_SIZES, share_s, partial(prepare, group), 1),
     )
 
 
@@ -196,67 +175,67 @@ def _mean(tables: Sequence[Table]) -> Timings:
     )
 
 
-def ping_pong(session: Session, budget_s: float) -> Table:
+def ping_pong(communicator: MPI.Comm, budget_s: float) -> Table:
     """Half a round trip between two ranks that nobody disturbs, in seconds, by size.
 
     The receive is posted ahead, as in training; the second rank answers when it has all.
     """
-    other = 1 - session.rank
+    other = 1 - communicator.rank
 
     def prepare(size: int) -> Callable[[], float]:
         sent, received = np.ones(size, dtype=np.uint8), np.ones(size, dtype=np.uint8)
 
         def round_trip() -> float:
             start = perf_counter()
-            receiving = session.receive(received, other)
-            if session.rank == 0:
-                wait([receiving, session.send(sent, other)])
+            receiving = _receive(communicator, received, other)
+            if communicator.rank == 0:
+                wait([receiving, _send(communicator, sent, other)])
             else:
                 wait([receiving])
-                wait([session.send(sent, other)])
+                wait([_send(communicator, sent, other)])
             return perf_counter() - start
 
         return round_trip
 
-    table = session.time_by_size(PING_PONG_SIZES, budget_s, prepare, 2)
+    table = time_by_size(communicator, PING_PONG_SIZES, budget_s, prepare, 2)
     return [(size, time_s / 2) for size, time_s in table]
 
 
-def both_ways(session: Session, size: int) -> float:
+def both_ways(communicator: MPI.Comm, size: int) -> float:
     """Time in which two ranks send each other ``size`` bytes, over that of one direction."""
     sent, received = np.ones(size, dtype=np.uint8), np.ones(size, dtype=np.uint8)
     one_s, both_s = _fastest(
-        partial(_transfer_s, session, sent, received, both=False),
-        partial(_transfer_s, session, sent, received, both=True),
+        partial(_transfer_s, communicator, sent, received, both=False),
+        partial(_transfer_s, communicator, sent, received, both=True),
     )
     return both_s / one_s
 
 
-def one_way_s(session: Session, size: int) -> float:
+def one_way_s(communicator: MPI.Comm, size: int) -> float:
     """Time until the slowest of several pairs has sent ``size`` bytes, in seconds.
 
     The two ends would take turns in a ping-pong, and two pairs could evade each other.
     """
     buffer = np.ones(size, dtype=np.uint8)
-    (time_s,) = _fastest(partial(_transfer_s, session, buffer, buffer, both=False))
+    (time_s,) = _fastest(partial(_transfer_s, communicator, buffer, buffer, both=False))
     return time_s
 
 
-def _transfer_s(session: Session, sent: Array, received: Array, *, both: bool) -> float:
+def _transfer_s(communicator: MPI.Comm, sent: Array, received: Array, *, both: bool) -> float:
     """Time until the first half of the ranks has sent to the second, and back if ``both``."""
-    pairs = session.size // 2
-    first = session.rank < pairs
-    other = session.rank + (pairs if first else -pairs)
-    receives = [] if first and not both else [session.receive(received, other)]
-    session.meet()
+    pairs = communicator.size // 2
+    first = communicator.rank < pairs
+    other = communicator.rank + (pairs if first else -pairs)
+    receives = [] if first and not both else [_receive(communicator, received, other)]
+    barrier(communicator)
     start = perf_counter()
-    sends = [session.send(sent, other)] if first or both else []
+    sends = [_send(communicator, sent, other)] if first or both else []
     wait([*receives, *sends])
-    session.meet()
+    barrier(communicator)
     return perf_counter() - start
 
 
-def hidden_shares(session: Session, size: int) -> tuple[float, float]:
+def hidden_shares(communicator: MPI.Comm, size: int) -> tuple[float, float]:
     """The share of a message's time that computing hides, without and with polls, from 0 to 1.
 
     Many MPIs move large messages only inside their own calls. A rank that computes meanwhile makes
@@ -272,16 +251,16 @@ def hidden_shares(session: Session, size: int) -> tuple[float, float]:
 
     def trial(message: bool, products: int, polled: bool = False) -> float:
         """Time until this rank has computed, and its message has left or arrived."""
-        receives = [session.receive(buffer, 1)] if message and session.rank == 0 else []
-        session.meet()
+        receives = [_receive(communicator, buffer, 1)] if message and communicator.rank == 0 else []
+        barrier(communicator)
         start = perf_counter()
-        requests = receives or ([session.send(buffer, 0)] if message else [])
+        requests = receives or ([_send(communicator, buffer, 0)] if message else [])
         _multiply(products, requests if polled else ())
         wait(requests)
         return perf_counter() - start
 
     alone_s = min(trial(True, 0) for _ in range(WARM_UP + 1))
-    products = session.agree(1 + int(COMPUTE * alone_s / product_s))
+    products = broadcast(communicator, 1 + int(COMPUTE * alone_s / product_s))
     message_s, work_s, plain_s, polled_s = _fastest(
         lambda: trial(True, 0),
         lambda: trial(False, products),
@@ -314,13 +293,13 @@ class Bucket:
         gradients: become their mean over the ranks, so that repeated sums do not grow.
     """
 
-    def __init__(self, session: Session, gradients: Array, tag: int) -> None:
-        self._session, self._tag = session, tag
+    def __init__(self, communicator: MPI.Comm, gradients: Array, tag: int) -> None:
+        self._communicator, self._tag = communicator, tag
         self._gradients, self._flat = gradients, np.empty_like(gradients)
-        parts = parts_of_bucket(len(gradients), session.size)
+        parts = parts_of_bucket(len(gradients), communicator.size)
         self._parts = [self._flat[part.start : part.stop] for part in parts]
-        self._own = self._parts[session.rank]
-        self._others = [rank for rank in range(session.size) if rank != session.rank]
+        self._own = self._parts[communicator.rank]
+        self._others = [rank for rank in range(communicator.size) if rank != communicator.rank]
         self._arriving = {rank: np.empty_like(self._own) for rank in self._others}
         self._sums = {rank: np.empty_like(self._parts[rank]) for rank in self._others}
 
@@ -329,18 +308,22 @@ class Bucket:
         np.copyto(self._flat, self._gradients)
         self._receives, self._requests = [], []
         for rank in self._others:
-            self._receives.append(self._session.receive(self._arriving[rank], rank, self._tag))
-            self._requests.append(self._session.send(self._parts[rank], rank, self._tag))
+            self._receives.append(
+                _receive(self._communicator, self._arriving[rank], rank, self._tag)
+            )
+            self._requests.append(_send(self._communicator, self._parts[rank], rank, self._tag))
 
     def add_up(self) -> None:
         """Add up one's own part once all have sent it, and send the result to all."""
         wait(self._receives)
         for part in self._arriving.values():
             self._own += part
-        self._own /= self._session.size
+        self._own /= self._communicator.size
         for rank in self._others:
-            self._requests.append(self._session.receive(self._sums[rank], rank, self._tag + 1))
-            self._requests.append(self._session.send(self._own, rank, self._tag + 1))
+            self._requests.append(
+                _receive(self._communicator, self._sums[rank], rank, self._tag + 1)
+            )
+            self._requests.append(_send(self._communicator, self._own, rank, self._tag + 1))
 
     def finish(self) -> None:
         """Take in the results of all others."""
@@ -350,11 +333,11 @@ class Bucket:
         np.copyto(self._gradients, self._flat)
 
 
-def buckets_of(session: Session, gradients: Array) -> list[Bucket]:
+def buckets_of(communicator: MPI.Comm, gradients: Array) -> list[Bucket]:
     """The buckets of a vector that takes the place of a stage's gradients."""
     step = BUCKET_BYTES // 4
     return [
-        Bucket(session, gradients[start : start + step], ROUNDS * index)
+        Bucket(communicator, gradients[start : start + step], ROUNDS * index)
         for index, start in enumerate(range(0, len(gradients), step))
     ]
 

@@ -24,7 +24,7 @@ from pipectl.report.charts import links_svg
 from pipectl.row_times import RowTimes
 from pipectl.runs import RunDirectory, beat
 from pipectl.runtime.failure import report
-from pipectl.runtime.links.measure import Session, measure_link, measure_sharing, measure_sums
+from pipectl.runtime.links.measure import measure_link, measure_sharing, measure_sums
 from pipectl.runtime.nodes import grouped, node_name
 from pipectl.runtime.waiting import broadcast
 from pipectl.spec import JobSpec, load
@@ -81,8 +81,7 @@ def probe(directory: RunDirectory, key: str, budget_s: float) -> Cluster:
             beat(directory, what, percent, 100, 1)
 
     spec = load(directory.job, check_files=False)
-    session = Session(communicator)
-    places = session.gather(Place.here())
+    places = communicator.allgather(Place.here())
     ranks_of = ranks_by_node(places)
     within, between = pairs_within(ranks_of), pairs_between(ranks_of)
     counts = rank_counts(len(places))
@@ -90,17 +89,17 @@ def probe(directory: RunDirectory, key: str, budget_s: float) -> Cluster:
     within_node, between_nodes = ASSUMED_WITHIN, ASSUMED_BETWEEN
     if within:
         say("measuring links within a node", 0)
-        within_node = measure_link(session, within, share_s)
+        within_node = measure_link(communicator, within, share_s)
     if between:
         say("measuring links between nodes", 40 if within else 0)
-        between_nodes = measure_link(session, between, share_s)
-        between_nodes = measure_sharing(session, between_nodes, ranks_of)
+        between_nodes = measure_link(communicator, between, share_s)
+        between_nodes = measure_sharing(communicator, between_nodes, ranks_of)
     say("measuring rows of programs", 75)
     rows = _measure_rows(communicator, (within or between)[0], directory, spec)
     sums: list[tuple[int, int, float]] = []
     for index, count in enumerate(counts):
         say(f"measuring sums over {count} ranks", 80 + 20 * index // len(counts))
-        sums += [(count, *row) for row in measure_sums(session, count, share_s)]
+        sums += [(count, *row) for row in measure_sums(communicator, count, share_s)]
     return Cluster(
         name=spec.name,
         source=describe_source(MPI.Get_library_version(), places),
