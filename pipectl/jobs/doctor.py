@@ -33,7 +33,7 @@ _MIN_FREE_BYTES = 1 << 30
 _MIN_SHARED_BYTES = 256 << 20
 _MAX_SKEW_S = 2.0
 _REACH = "pipectl.runtime.links.reach"
-_SELF_TEST = "pipectl.runtime.transport.self_test"
+_SELF_TEST = "pipectl.runtime.transport.gpu_aware"
 _TORCH = (
     "import json, torch; found = torch.accelerator.current_accelerator(); "
     "print(json.dumps([torch.__version__, found and found.type, torch.accelerator.device_count()]))"

@@ -15,9 +15,8 @@ from pipectl.profile import OptimizerCost, StepMemory
 from pipectl.profiler.allocated import record_allocated
 from pipectl.profiler.machine import last_level_bytes
 from pipectl.profiler.marks import clock_of
-from pipectl.runtime.coupling import may_divide, refuse_coupled_updates
 from pipectl.runtime.device import Device
-from pipectl.runtime.stepper import make_optimizer
+from pipectl.runtime.stepper import make_optimizer, may_divide, refuse_coupled_updates
 
 _SAMPLE_BYTES = 64 << 20
 _REPEATS = 5

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from pipectl.capture import Slot
+from pipectl.capture import Cut, Slot
+from pipectl.capture.stage import uses_of_parameter
 from pipectl.capture.step import own_name
 from pipectl.errors import CaptureError
 from pipectl.runs import LossScaleState
@@ -26,6 +27,16 @@ from pipectl.spec.models import LossScale as LossScaleSpec
 
 Uses = list[tuple[Slot, int]]
 """Uses of one parameter in graph order, each with its stage."""
+
+
+def shared_uses(cut: Cut) -> dict[str, Uses]:
+    """Parameters with several uses: for each, its uses in graph order with their stages."""
+    shared: dict[str, Uses] = {}
+    for placeholder, state in cut.graph.states.items():
+        users = uses_of_parameter(cut.graph, placeholder)
+        if users:
+            shared[state.name] = [(Slot(state.name, user), cut.stage_of[user]) for user in users]
+    return shared
 
 
 class SharedGradients:

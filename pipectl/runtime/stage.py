@@ -16,14 +16,14 @@ the last one's forward can run before the gradients of the stage's results are t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipectl.capture import CapturedGraph, Cut, Slot, build_stage
@@ -32,12 +32,11 @@ from pipectl.capture.regions import arithmetic
 from pipectl.capture.slices import Rows
 from pipectl.capture.stage import Receive, StageCode
 from pipectl.graph import TransferKind
-from pipectl.runtime.device import Device
+from pipectl.runtime.device import Device, move
 from pipectl.runtime.layout import Tensors
 from pipectl.runtime.offload import StageOffload
 from pipectl.runtime.saved_tensors import SavedTensors, kept_apart, unpack
 from pipectl.runtime.stage_code import Deferred, compile_stage, insert_ticks, split_backwards
-from pipectl.runtime.stage_states import StageStates, before, rewriting
 from pipectl.runtime.versions import Version, Versions
 
 Key = tuple[bool, Rows]
@@ -110,6 +109,49 @@ class Live:
                 roots.append(root)
                 seeds.append(gradient)
         return roots, seeds
+
+
+class StageStates:
+    """Those of one stage, moved to the device in place when its code asks for them.
+
+    Args:
+        states: the model's parameters and buffers by full name.
+
+    Attributes:
+        parameters, buffers: of the stage, by full name.
+        uses: leaves in the memory of parameters with several uses, one for each use.
+    """
+
+    def __init__(self, states: Mapping[str, Tensor], device: Device) -> None:
+        self._states = states
+        self._device = device
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.buffers: dict[str, Tensor] = {}
+        self.uses: dict[Slot, Tensor] = {}
+
+    def arguments(self, cut: Cut, code: StageCode) -> list[Tensor]:
+        """The state arguments of some code of the stage."""
+        return [self._state(cut, slot) for slot in code.states]
+
+    def _state(self, cut: Cut, slot: Slot) -> Tensor:
+        state = cut.graph.states[slot.value]
+        if state.kind == "constant":
+            constant: Tensor = cut.graph.constants[state.name]
+            return constant.to(self._device.torch_device)
+        tensor = self._states[state.name]
+        move(tensor, self._device.torch_device)
+        if not isinstance(tensor, nn.Parameter):
+            self.buffers[state.name] = tensor
+            return tensor
+        self.parameters[state.name] = tensor
+        return tensor if not slot.use else self._use(slot._replace(value=state.name), tensor)
+
+    def _use(self, slot: Slot, parameter: nn.Parameter) -> Tensor:
+        """A leaf of its own for one use of a parameter, in the parameter's memory."""
+        if slot not in self.uses:
+            leaf = parameter.detach().requires_grad_(parameter.requires_grad)
+            self.uses[slot] = leaf
+        return self.uses[slot]
 
 
 @dataclass
@@ -523,3 +565,31 @@ def _returning(cut: Cut, stage: int) -> list[Slot]:
         if lane.kind is TransferKind.GRADIENT and lane.target == stage:
             found.update(dict.fromkeys(slots))
     return sorted(found, key=lambda slot: cut.graph.last_use(slot.value), reverse=True)
+
+
+@contextmanager
+def rewriting(arguments: Sequence[Tensor], written: Collection[int]) -> Iterator[list[Tensor]]:
+    """The state arguments, where buffers that the call writes are copies, kept afterwards.
+
+    Autograd may keep a buffer for a backward that comes after the next forward wrote it, and
+    a forward that is run again starts from what stood in it.
+
+    Args:
+        written: indices of those buffers.
+    """
+    states = list(arguments)
+    for index in written:
+        states[index] = states[index].clone()
+    yield states
+    for index in written:
+        arguments[index].data = states[index].detach()
+
+
+@contextmanager
+def before(arguments: Sequence[Tensor], buffers: Mapping[int, Tensor]) -> Iterator[list[Tensor]]:
+    """The state arguments as they were before a forward; what it writes is dropped.
+
+    Args:
+        buffers: those that it wrote, by index, as they were.
+    """
+    yield [buffers.get(index, state) for index, state in enumerate(arguments)]

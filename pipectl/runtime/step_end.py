@@ -19,10 +19,10 @@ from pipectl.runtime.optimizer import (
     SharedGradients,
     clip_gradients,
     gradient_norms,
+    shared_uses,
     total_norm,
 )
 from pipectl.runtime.setup import Setup
-from pipectl.runtime.stage_states import shared_uses
 from pipectl.runtime.stepper import make_stepper
 from pipectl.runtime.tracing import Recording
 from pipectl.runtime.transport import Wire

@@ -20,8 +20,8 @@ from pipectl.capture.step import own_name, sample_shares, target_shares, weighte
 from pipectl.errors import CaptureError, MismatchError
 from pipectl.plan import Plan
 from pipectl.runtime.engine import StepRun
+from pipectl.runtime.optimizer import shared_uses
 from pipectl.runtime.setup import Setup
-from pipectl.runtime.stage_states import shared_uses
 from pipectl.runtime.step import Batch, Row, Step, StepInput
 from pipectl.runtime.step_end import StepEnd
 from pipectl.runtime.telemetry import StepReport, Telemetry

@@ -24,7 +24,6 @@ from pipectl.runtime.agreement import (
     neighbours_of,
 )
 from pipectl.runtime.checkpoint import newest
-from pipectl.runtime.coupling import divides, refuse_coupled_updates
 from pipectl.runtime.device import Device, choose_device
 from pipectl.runtime.failure import Doing, run_rank, warn
 from pipectl.runtime.nodes import check_world, node_name
@@ -32,6 +31,7 @@ from pipectl.runtime.offload import check_space, offload_directory
 from pipectl.runtime.output import say
 from pipectl.runtime.process import settle_process
 from pipectl.runtime.setup import Setup
+from pipectl.runtime.stepper import divides, refuse_coupled_updates
 from pipectl.runtime.stopping import stop_on_signals
 from pipectl.runtime.supported import check_supported
 from pipectl.runtime.trainer import Trainer

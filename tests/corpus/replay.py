@@ -30,9 +30,14 @@ from pipectl.runtime.engine import Engine
 from pipectl.runtime.failure import Doing
 from pipectl.runtime.layout import Layout
 from pipectl.runtime.offload import StageOffload, mover_of
-from pipectl.runtime.optimizer import SharedGradients, clip_gradients, gradient_norms, total_norm
+from pipectl.runtime.optimizer import (
+    SharedGradients,
+    clip_gradients,
+    gradient_norms,
+    shared_uses,
+    total_norm,
+)
 from pipectl.runtime.stage import Stage as RankStage
-from pipectl.runtime.stage_states import shared_uses
 from pipectl.runtime.step import Step, StepInput
 from pipectl.runtime.stepper import make_stepper
 from pipectl.schedule import channels, lower, memory_bytes

@@ -20,8 +20,8 @@ from pipectl.capture.slices import Rows
 from pipectl.graph import TransferKind
 from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.layout import Layout
+from pipectl.runtime.optimizer import shared_uses
 from pipectl.runtime.stage import MicroBatch, Stage
-from pipectl.runtime.stage_states import shared_uses
 
 RATE, MOMENTUM = 0.001, 0.9
 Batch = tuple[Any, Any]

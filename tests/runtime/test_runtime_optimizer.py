@@ -13,7 +13,6 @@ from torch import nn
 from pipectl.capture import CapturedJob, Slot
 from pipectl.errors import CaptureError
 from pipectl.runs import read_errors
-from pipectl.runtime.coupling import refuse_coupled_updates
 from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.optimizer import (
     SharedGradients,
@@ -21,7 +20,7 @@ from pipectl.runtime.optimizer import (
     gradient_norms,
     total_norm,
 )
-from pipectl.runtime.stepper import make_optimizer
+from pipectl.runtime.stepper import make_optimizer, refuse_coupled_updates
 from pipectl.runtime.transport import Wire
 from pipectl.runtime.vote import Vote
 

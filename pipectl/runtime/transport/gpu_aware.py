@@ -1,7 +1,8 @@
 """Whether MPI can read and write an accelerator's memory.
 
 A wrong yes is a crash, or data that never arrive. So what MPI says of itself counts only if a test
-message, in a process of its own, arrives too.
+message of a device to itself arrives too, in a process of its own: ``python -m mpi4py -m
+pipectl.runtime.transport.gpu_aware DEVICE``, with torch's name of the device.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ from mpi4py import MPI
 
 from pipectl.batch import process
 from pipectl.errors import PipectlError
+from pipectl.runtime.transport.transfer import memory
 from pipectl.runtime.waiting import gather_all
 
-SELF_TEST = "pipectl.runtime.transport.self_test"
+_MODULE = "pipectl.runtime.transport.gpu_aware"
 _TIMEOUT_S = 120.0
+_SIZES = (8, 2**16, 2**23)
+"""Bytes: the three ways in which MPIs usually send."""
 _QUERIES = {
     "cuda": ("MPIX_Query_cuda_support", 0),
     "rocm": ("MPIX_Query_rocm_support", 2),
@@ -73,7 +77,7 @@ def judge(kind: str, environment: Mapping[str, str], test: Callable[[str], bool]
 def passes_self_test(device: str) -> bool:
     """Whether a message from the device to itself arrives, in a process that may crash."""
     alone = {name: text for name, text in os.environ.items() if not _LAUNCHED.match(name)}
-    command = [sys.executable, "-m", "mpi4py", "-m", SELF_TEST, device]
+    command = [sys.executable, "-m", "mpi4py", "-m", _MODULE, device]
     try:
         done = process.run(command, cure="", env=alone, timeout_s=_TIMEOUT_S)
     except PipectlError:
@@ -125,3 +129,19 @@ def _kind() -> str:
     if accelerator is None:
         return "none"
     return "rocm" if accelerator.type == "cuda" and torch.version.hip else accelerator.type
+
+
+def arrives(device: torch.device, size_bytes: int) -> bool:
+    """Whether a vector of random bytes arrives as it was sent."""
+    sent = torch.randint(256, (size_bytes,), dtype=torch.uint8, device=device)
+    received = torch.zeros_like(sent)
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+    receiving = MPI.COMM_SELF.Irecv(memory(received, 0, size_bytes), 0, 1)
+    MPI.COMM_SELF.Send(memory(sent, 0, size_bytes), 0, 1)
+    receiving.Wait()
+    return torch.equal(sent, received)
+
+
+if __name__ == "__main__":
+    sys.exit(not all(arrives(torch.device(sys.argv[1]), size_bytes) for size_bytes in _SIZES))

@@ -114,5 +114,5 @@ def test_rocm_is_called_cuda_by_torch(monkeypatch) -> None:
 def test_the_test_message_is_sent_by_a_process_of_its_own(monkeypatch) -> None:
     assert passes_self_test("cpu")
     assert not passes_self_test("a device that torch does not know")
-    monkeypatch.setattr(gpu_aware, "SELF_TEST", "faulthandler_that_is_not_there")
+    monkeypatch.setattr(gpu_aware, "_MODULE", "faulthandler_that_is_not_there")
     assert not passes_self_test("cpu")
