@@ -37,7 +37,7 @@ from pipectl.units import format_bytes
 if TYPE_CHECKING:
     from pipectl.capture.traits import Traits
     from pipectl.profiler.progress import Progress
-    from pipectl.runtime.compare import Comparison, Trained
+    from pipectl.runtime.compare import Comparison
     from pipectl.spec import JobSpec
 
 Follow = Callable[[RunDirectory], RunStatus]
@@ -137,7 +137,7 @@ def verify(
         profile = replace(profile, key=None)
         # Not before: what this process holds while it measures counts as memory of a rank.
         from pipectl.capture.traits import find_traits
-        from pipectl.runtime.compare import PipelineRun, PlainRun, compare
+        from pipectl.runtime.compare import Trained, compare
         from pipectl.runtime.plain import FirstWeights
 
         plan = _find_plan(spec, profile)
@@ -153,13 +153,13 @@ def verify(
         if tolerance:  # small differences must not become large ones
             sgd = Optimizer(factory="torch.optim:SGD", kwargs={"lr": 0.1})
             spec = spec.model_copy(update={"optimizer": sgd, "lr_scheduler": None})
-        pipeline = PipelineRun(_train(spec, profile, plan, follow))
-        reference: Trained
+        pipeline = Trained.of_run(_train(spec, profile, plan, follow))
         if other is None:
-            reference = PlainRun(_train_plainly(spec, plan.micro_batch_size, directory / "plain"))
+            trained = _train_plainly(spec, plan.micro_batch_size, directory / "plain")
+            reference = Trained.of_process(trained)
         else:
             like = _like(spec, plan, other.ranks)
-            reference = PipelineRun(_train(like, profile, other, follow))
+            reference = Trained.of_run(_train(like, profile, other, follow))
         weights = FirstWeights(spec)
         comparison = compare(
             pipeline,

@@ -43,13 +43,26 @@ def check_alike(communicator: MPI.Comm, spec: JobSpec, plan: Plan) -> None:
         MismatchError: on all ranks, naming what differs, where, and both sides of it.
     """
     with waiting():
-        found = communicator.allgather(identity(spec, plan))
-    differing = [rank for rank, other in enumerate(found) if _told(other) != _told(found[0])]
-    if differing:
-        raise MismatchError(
-            _difference(found, differing),
-            cure="give all nodes the same environment and the same files, and start the job again",
+        ranks = communicator.allgather(identity(spec, plan))
+    alike = [_comparable(other) for other in ranks]
+    differing = [rank for rank, other in enumerate(alike) if other != alike[0]]
+    if not differing:
+        return
+    (rank, *_), (first, other) = differing, (ranks[0], ranks[differing[0]])
+    if alike[0].keys() != alike[rank].keys():
+        difference = f"rank {rank}{_more(differing)} runs another pipectl than rank 0"
+    else:
+        words = "; ".join(
+            f"another {name}" if name in _FILES else f"{name} {other[name]}, not {first[name]}"
+            for name in alike[0]
+            if other[name] != first[name]
         )
+        where = f"rank {rank} on {other[_NODE]}{_more(differing)}"
+        difference = f"{where} has {words}, as rank 0 on {first[_NODE]} has"
+    raise MismatchError(
+        difference,
+        cure="give all nodes the same environment and the same files, and start the job again",
+    )
 
 
 def identity(spec: JobSpec, plan: Plan) -> Identity:
@@ -176,24 +189,11 @@ def check_graph(communicator: MPI.Comm, job: CapturedJob, plan: Plan, profile: P
         )
 
 
-def _told(found: object) -> Identity:
-    """Without what may differ. Another pipectl may have told something else altogether."""
-    if not isinstance(found, Mapping):
+def _comparable(told: object) -> Identity:
+    """Without what may differ. Another pipectl may tell something else altogether."""
+    if not isinstance(told, Mapping):
         return {}
-    return {name: value for name, value in found.items() if name != _NODE}
-
-
-def _difference(found: Sequence[Identity], differing: Sequence[int]) -> str:
-    first, other = found[0], found[differing[0]]
-    if _told(first).keys() != _told(other).keys():
-        return f"rank {differing[0]}{_more(differing)} runs another pipectl than rank 0"
-    names = [name for name in _told(first) if other[name] != first[name]]
-    words = [
-        f"another {name}" if name in _FILES else f"{name} {other[name]}, not {first[name]}"
-        for name in names
-    ]
-    where = f"rank {differing[0]} on {other[_NODE]}{_more(differing)}"
-    return f"{where} has {'; '.join(words)}, as rank 0 on {first[_NODE]} has"
+    return {name: value for name, value in told.items() if name != _NODE}
 
 
 def _more(ranks: Sequence[int]) -> str:

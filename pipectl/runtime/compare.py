@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import load_file
@@ -24,46 +25,35 @@ _UNITS_IN_LAST_PLACE = 4
 Weights = Mapping[str, Tensor]
 
 
-class Trained(Protocol):
-    """What a training left of every step."""
+@dataclass(frozen=True)
+class Trained:
+    """What a training left of every step.
+
+    Args:
+        losses: by step, computed with the weights before it; null if not finite.
+        weights: gives weights and buffers after a step, by the names of the user's model.
+    """
+
+    losses: Mapping[int, float | None]
+    weights: Callable[[int], Weights]
+
+    @classmethod
+    def of_run(cls, run: RunDirectory) -> Trained:
+        """A run that saved a checkpoint after every step."""
+        losses = {line["step"]: line["loss"] for line in read_metrics(run) if "loss" in line}
+        return cls(losses, lambda step: checkpoint.load(run.checkpoints / f"step-{step:06d}"))
+
+    @classmethod
+    def of_process(cls, directory: Path) -> Trained:
+        """What :mod:`pipectl.runtime.plain` left."""
+        losses = json.loads((directory / plain.LOSSES).read_text("utf-8"))["losses"]
+        weights = partial(plain.weights_file, directory)
+        return cls(dict(enumerate(losses, 1)), lambda step: load_file(weights(step)))
 
     def loss(self, step: int) -> float:
-        """The loss of a step, computed with the weights before it."""
-
-    def weights(self, step: int) -> Weights:
-        """Weights and buffers after a step, by the names of the user's model."""
-
-
-class PipelineRun:
-    """A run that saved a checkpoint after every step."""
-
-    def __init__(self, run: RunDirectory) -> None:
-        self._run = run
-        self._losses = {line["step"]: line["loss"] for line in read_metrics(run) if "loss" in line}
-
-    def loss(self, step: int) -> float:
-        """See :class:`Trained`."""
-        return _number(self._losses[step])
-
-    def weights(self, step: int) -> Weights:
-        """See :class:`Trained`."""
-        return checkpoint.load(self._run.checkpoints / f"step-{step:06d}")
-
-
-class PlainRun:
-    """What :mod:`pipectl.runtime.plain` left."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._losses = json.loads((directory / plain.LOSSES).read_text("utf-8"))["losses"]
-
-    def loss(self, step: int) -> float:
-        """See :class:`Trained`."""
-        return _number(self._losses[step - 1])
-
-    def weights(self, step: int) -> Weights:
-        """See :class:`Trained`."""
-        return load_file(plain.weights_file(self._directory, step))
+        """The loss of a step; NaN if it was not finite."""
+        loss = self.losses[step]
+        return loss if loss is not None and math.isfinite(loss) else math.nan
 
 
 class Difference(NamedTuple):
@@ -126,11 +116,6 @@ def compare(
             first = difference
     every = range(1, steps + 1)
     return Comparison(first, largest, tuple((found.loss(s), reference.loss(s)) for s in every))
-
-
-def _number(loss: float | None) -> float:
-    """A loss as it was written; metrics have null for all that is not finite."""
-    return loss if loss is not None and math.isfinite(loss) else math.nan
 
 
 def _differences(

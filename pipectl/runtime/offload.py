@@ -24,6 +24,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
@@ -348,8 +349,7 @@ class StageOffload:
         self._mover = mover
         self._device = device
         self._pools: dict[int, SavedTensors] = {}
-        self._leaving: dict[int, tuple[list[Block], Future[Place]]] = {}
-        self._away: dict[int, tuple[list[Block], list[int], Place]] = {}
+        self._away: dict[int, tuple[list[Block], list[int], Future[Place]]] = {}
         self._coming: dict[int, tuple[list[Block], Future[list[Tensor]]]] = {}
 
     def pool(self, micro_batch: int, staying: Iterable[Tensor]) -> SavedTensors:
@@ -367,18 +367,16 @@ class StageOffload:
         if kind is Kind.OFFLOAD_START:
             blocks = self._pools.pop(micro_batch).blocks
             vectors = [block.memory for block in blocks if block.memory is not None]
-            self._leaving[micro_batch] = blocks, self._mover.leave(vectors)
+            sizes = [vector.numel() for vector in vectors]
+            self._away[micro_batch] = blocks, sizes, self._mover.leave(vectors)
         elif kind is Kind.OFFLOAD_WAIT:
-            blocks, copied = self._leaving.pop(micro_batch)
-            place, sizes = copied.result(), []
+            blocks, _, copied = self._away[micro_batch]
+            copied.result()
             for block in blocks:
-                assert block.memory is not None
-                sizes.append(block.memory.numel())
                 block.memory = None
-            self._away[micro_batch] = blocks, sizes, place
         elif kind is Kind.FETCH_START:
-            blocks, sizes, place = self._away.pop(micro_batch)
-            self._coming[micro_batch] = blocks, self._mover.fetch(place, sizes)
+            blocks, sizes, copied = self._away.pop(micro_batch)
+            self._coming[micro_batch] = blocks, self._mover.fetch(copied.result(), sizes)
         else:
             blocks, arrived = self._coming.pop(micro_batch)
             for block, memory in zip(blocks, arrived.result(), strict=True):
@@ -390,22 +388,8 @@ class StageOffload:
 
     def forget(self) -> None:
         """Drop what is unfinished."""
-        for each in (self._pools, self._leaving, self._away, self._coming):
+        for each in (self._pools, self._away, self._coming):
             each.clear()
-
-
-class _Space(NamedTuple):
-    """What one rank needs, and where.
-
-    Args:
-        disk: tells file systems of a node apart.
-        free_bytes: None if the directory cannot be written.
-    """
-
-    node: str
-    disk: int
-    need_bytes: int
-    free_bytes: int | None
 
 
 def offload_directory() -> Path:
@@ -424,29 +408,24 @@ def check_space(communicator: MPI.Comm, plan: Plan, node: str, directory: Path) 
     """
     if plan.offload_to is not OffloadTarget.DISK or not any(s.offload for s in plan.stages):
         return
-    need = peak_host_bytes(plan, lower(plan, communicator.rank))
-    everybody = gather_all(communicator, (_look(node, directory, need), str(directory)))
-    for rank, (mine, where) in enumerate(everybody):
-        if not mine.need_bytes:
+    need_bytes = peak_host_bytes(plan, lower(plan, communicator.rank))
+    disk, free_bytes = -1, None  # where the directory cannot be written
+    with suppress(OSError):
+        if os.access(directory, os.W_OK | os.X_OK):
+            free_bytes = shutil.disk_usage(directory).free
+        disk = directory.stat().st_dev  # tells file systems of a node apart
+    everybody = gather_all(
+        communicator, (need_bytes, free_bytes, (node, disk), f"{directory} on {node}")
+    )
+    for rank, (need, free, place, where) in enumerate(everybody):
+        together = sum(other for other, _, there, _ in everybody if there == place)
+        if not need or (free is not None and together <= free):
             continue
-        neighbours = (o for o, _ in everybody if (o.node, o.disk) == (mine.node, mine.disk))
-        together = sum(each.need_bytes for each in neighbours)
-        if mine.free_bytes is None or together > mine.free_bytes:
-            why = "it is no directory that can be written"
-            if mine.free_bytes is not None:
-                need_, have = format_bytes(together), format_bytes(mine.free_bytes)
-                why = f"need {need_} for all its ranks there, have {have}"
-            raise WorkerError(
-                f"rank {rank}: no space for offload in {where} on {mine.node}: {why}",
-                cure="set TMPDIR in environment.variables to a directory with more space on the "
-                "nodes",
-            )
-
-
-def _look(node: str, directory: Path, need: int) -> _Space:
-    try:
-        writable = os.access(directory, os.W_OK | os.X_OK)
-        free = shutil.disk_usage(directory).free if writable else None
-        return _Space(node, directory.stat().st_dev, need, free)
-    except OSError:
-        return _Space(node, -1, need, None)
+        why = "it is no directory that can be written"
+        if free is not None:
+            needed = format_bytes(together)
+            why = f"need {needed} for all its ranks there, have {format_bytes(free)}"
+        raise WorkerError(
+            f"rank {rank}: no space for offload in {where}: {why}",
+            cure="set TMPDIR in environment.variables to a directory with more space on the nodes",
+        )

@@ -74,7 +74,12 @@ class SharedGradients:
     def reduce(self) -> None:
         """Give every parameter with several uses its whole gradient. Collective among holders."""
         for parameter, uses in self._uses:
-            parameter.grad = _sum_in_order(self._exchange(parameter, uses), parameter)
+            gradients, total = self._exchange(parameter, uses), None
+            if gradients:
+                total = torch.empty_like(parameter).copy_(gradients[0])
+                for gradient in gradients[1:]:
+                    total += gradient
+            parameter.grad = total
         for leaf in self._leaves.values():
             leaf.grad = None
 
@@ -109,15 +114,6 @@ class SharedGradients:
         return [gradient for gradient in gradients if gradient is not None]
 
 
-def _sum_in_order(gradients: Sequence[Tensor], parameter: nn.Parameter) -> Tensor | None:
-    if not gradients:
-        return None
-    total = torch.empty_like(parameter).copy_(gradients[0])
-    for gradient in gradients[1:]:
-        total += gradient
-    return total
-
-
 def gradient_norms(parameters: Mapping[str, nn.Parameter]) -> dict[str, float]:
     """The norm of every gradient by the parameter's name; gradients are read once."""
     gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
@@ -149,7 +145,12 @@ def total_norm(norms: Sequence[float | None], dtypes: Sequence[torch.dtype]) -> 
     pairs = zip(norms, dtypes, strict=True)
     given = [(norm, dtype) for norm, dtype in pairs if norm is not None]
     types = [dtype for _, dtype in given]
-    values = torch.tensor([norm for norm, _ in given], dtype=torch.float64)[_grouped(types)]
+    order: Sequence[int] = range(len(types))
+    if len(set(types)) > 1:  # torch takes one type after another
+        columns: list[list[Tensor | None]] = [[torch.empty(0, dtype=dtype) for dtype in types]]
+        groups = _group_tensors_by_device_and_dtype(columns, with_indices=True)
+        order = [index for _, indices in groups.values() for index in indices]
+    values = torch.tensor([given[index][0] for index in order], dtype=torch.float64)
     widest = reduce(torch.promote_types, types or [torch.float32])
     norm: Tensor = torch.linalg.vector_norm(values.to(widest))
     return norm
@@ -161,15 +162,6 @@ def clip_gradients(parameters: Iterable[nn.Parameter], total: Tensor, max_norm: 
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad.mul_(factor.to(parameter.grad.device))
-
-
-def _grouped(dtypes: Sequence[torch.dtype]) -> list[int]:
-    """The order in which torch takes gradients of these types: one type after another."""
-    if len(set(dtypes)) < 2:
-        return list(range(len(dtypes)))
-    columns: list[list[Tensor | None]] = [[torch.empty(0, dtype=dtype) for dtype in dtypes]]
-    groups = _group_tensors_by_device_and_dtype(columns, with_indices=True)
-    return [index for _, indices in groups.values() for index in indices]
 
 
 GROWTH, BACKOFF = 2.0, 0.5

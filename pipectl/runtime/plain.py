@@ -63,7 +63,12 @@ def train(spec: JobSpec, micro_batch_size: int, directory: Path) -> None:
     write_buffers_once(job.step)
     parameters = dict(job.step.named_parameters())
     stepper = make_stepper(job, parameters)
-    scaler = _scaler(spec, parameters, device)
+    scale, is_scaled = spec.training.loss_scale, spec.training.precision == "float16"
+    if is_scaled:
+        refuse_half_parameters(parameters)
+    # Torch's own scaler of the loss does nothing but in float16.
+    interval = scale.growth_interval
+    scaler = GradScaler(device.type, scale.initial, growth_interval=interval, enabled=is_scaled)
     losses = []
     skips = spec.training.on_nonfinite == "skip"
     weigh = job.weight()
@@ -86,17 +91,6 @@ def train(spec: JobSpec, micro_batch_size: int, directory: Path) -> None:
             stepper.watch(_evaluate(job, micro_batch_size, device))
         save_file(_weights(job), weights_file(directory, step))
     write_json(directory / LOSSES, {"losses": losses})
-
-
-def _scaler(
-    spec: JobSpec, parameters: Mapping[str, nn.Parameter], device: torch.device
-) -> GradScaler:
-    """Torch's own scaler of the loss, which does nothing but in float16."""
-    scale, enabled = spec.training.loss_scale, spec.training.precision == "float16"
-    if enabled:
-        refuse_half_parameters(parameters)
-    interval = scale.growth_interval
-    return GradScaler(device.type, scale.initial, growth_interval=interval, enabled=enabled)
 
 
 def _update(

@@ -70,14 +70,22 @@ class Setup:
         held_out = job.evaluation_loader()
         self.division = Division.of(job, plan, held_out, communicator)
         cuts = self._cuts()
-        self.owners = self._owners(cuts)
-        held = self._held(cuts)
+        self.owners, held = self._places(cuts)
         job.materialize(held)
         if stored is not None:
             stored.restore_states({name: job.states[name] for name in held})
         self._mover = mover_of(plan, communicator.rank, device.torch_device, offload_directory())
-        self.stages = self._stages(cuts)
-        self._change_code()
+        apart = any(stage.backward_ranks for stage in plan.stages)
+        own = communicator.Dup() if apart else communicator  # MPI has some thousands
+        wire = Wire(own, device, self.progress)
+        self.stages = {i: self._stage(i, cuts, wire) for i in plan.stages_of_rank(me)}
+        for stage in self.stages.values():
+            if splits_backwards(plan):
+                stage.split_backwards()
+            if job.spec.training.compile:
+                stage.compile()
+            elif self.progress.mode == "poll":
+                stage.let_advance(self.progress.tick)
         doing.action = "connecting to the other ranks"
         barrier(communicator)  # ranks that made more weights come later; MPI would spin until then
         self.cut = cuts[True, plan.micro_batch_size]
@@ -93,15 +101,6 @@ class Setup:
         self.evaluation_loader = held_out if self.evaluated else None
         self._release()
 
-    def _change_code(self) -> None:
-        for stage in self.stages.values():
-            if splits_backwards(self.plan):
-                stage.split_backwards()
-            if self.job.spec.training.compile:
-                stage.compile()
-            elif self.progress.mode == "poll":
-                stage.let_advance(self.progress.tick)
-
     def close(self) -> None:
         """Free what is not memory: threads and files."""
         if self._mover is not None:
@@ -110,8 +109,8 @@ class Setup:
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
         """The parameters by full name that this rank updates, in model order."""
-        found = {n: p for stage in self.updated_stages for n, p in stage.parameters.items()}
-        return {name: found[name] for name in self.job.states if name in found}
+        own = {n: p for stage in self.updated_stages for n, p in stage.parameters.items()}
+        return {name: own[name] for name in self.job.states if name in own}
 
     @property
     def updated_stages(self) -> list[Stage]:
@@ -119,13 +118,6 @@ class Setup:
         me = self.communicator.rank
         plan = self.plan.stages
         return [held for i, held in self.stages.items() if me in plan[i].updating_ranks]
-
-    def _stages(self, cuts: Mapping[tuple[bool, int], Cut]) -> dict[int, Stage]:
-        apart = any(stage.backward_ranks for stage in self.plan.stages)
-        own = self.communicator.Dup() if apart else self.communicator  # MPI has some thousands
-        wire = Wire(own, self.device, self.progress)
-        held = self.plan.stages_of_rank(self.communicator.rank)
-        return {index: self._stage(index, cuts, wire) for index in held}
 
     def _stage(self, index: int, cuts: Mapping[tuple[bool, int], Cut], wire: Wire) -> Stage:
         stage, rank = self.plan.stages[index], self.communicator.rank
@@ -136,7 +128,11 @@ class Setup:
         if stage.updating_ranks != stage.ranks:
             whole = {(training, Rows.of(size)): cut for (training, size), cut in cuts.items()}
             return make_half(stage, index, rank, wire, whole, *given, offload)
-        own = self._cuts_of_stage(cuts, index)
+        own: dict[tuple[bool, Rows], Cut] = {}
+        for (training, size), cut in cuts.items():  # by what is computed of a stage at once
+            parts = parts_of(plan_of_trial(self.plan, size), rank, index) if training else {}
+            if parts or not training or self.plan.replication is Replication.WHOLE:
+                own[training, parts.get(0, Rows.of(size))] = cut
         firsts = () if stage.blocks is None else stage.blocks.firsts
         return Stage(index, own, *given, recompute=stage.recompute, firsts=firsts, offload=offload)
 
@@ -152,18 +148,6 @@ class Setup:
             stages = evaluation_stages(graph, training, plan_stages)
             cuts[False, size] = Cut(graph, stages, training=False)
         return cuts
-
-    def _cuts_of_stage(
-        self, cuts: Mapping[tuple[bool, int], Cut], stage: int
-    ) -> dict[tuple[bool, Rows], Cut]:
-        """By what this rank computes of a stage at once: micro-batches, or parts of them."""
-        found: dict[tuple[bool, Rows], Cut] = {}
-        for (training, size), cut in cuts.items():
-            trial = plan_of_trial(self.plan, size)
-            parts = parts_of(trial, self.communicator.rank, stage) if training else {}
-            if parts or not training or self.plan.replication is Replication.WHOLE:
-                found[training, parts.get(0, Rows.of(size))] = cut
-        return found
 
     def _make_engines(self, cuts: Mapping[tuple[bool, int], Cut]) -> None:
         planned = channels(self.plan)
@@ -197,32 +181,26 @@ class Setup:
                 for lane in sorted(cut.lanes)
             )
 
-    def _owners(self, cuts: Mapping[tuple[bool, int], Cut]) -> dict[str, int]:
-        """The rank of the lowest stage that uses a state; of the first stage for unused ones.
+    def _places(self, cuts: Mapping[tuple[bool, int], Cut]) -> tuple[dict[str, int], list[str]]:
+        """The rank that saves each state, and the states that this rank holds.
 
-        Parameters are saved where they are updated, buffers where forwards write them.
+        Parameters are saved where they are updated, buffers where forwards write them: by the
+        lowest stage that uses them, unused ones by the first.
         """
-        lowest: dict[str, int] = {}
-        for cut in cuts.values():
-            for placeholder, state in cut.graph.states.items():
-                for user in cut.graph.users.get(placeholder, ()):
-                    stage = cut.stage_of[user]
-                    lowest[state.name] = min(stage, lowest.get(state.name, stage))
-        ranks = {True: self.updating_rank_of_stage, False: self.rank_of_stage}
-        return {
-            name: ranks[isinstance(tensor, nn.Parameter)][lowest.get(name, 0)]
-            for name, tensor in self.job.states.items()
-        }
-
-    def _held(self, cuts: Mapping[tuple[bool, int], Cut]) -> list[str]:
-        me, mine = self.communicator.rank, self.plan.stages_of_rank(self.communicator.rank)
-        held = {name for name, owner in self.owners.items() if owner == me}
+        stages_of: dict[str, set[int]] = {}
         for cut in cuts.values():
             for placeholder, state in cut.graph.states.items():
                 users = cut.graph.users.get(placeholder, ())
-                if any(cut.stage_of[user] in mine for user in users):
-                    held.add(state.name)
-        return [name for name in self.job.states if name in held]
+                stages_of.setdefault(state.name, set()).update(cut.stage_of[u] for u in users)
+        ranks = {True: self.updating_rank_of_stage, False: self.rank_of_stage}
+        owners = {
+            name: ranks[isinstance(tensor, nn.Parameter)][min(stages_of.get(name) or (0,))]
+            for name, tensor in self.job.states.items()
+        }
+        me, mine = self.communicator.rank, self.plan.stages_of_rank(self.communicator.rank)
+        is_mine = {n for n, owner in owners.items() if owner == me}
+        is_mine |= {n for n, stages in stages_of.items() if not stages.isdisjoint(mine)}
+        return owners, [name for name in self.job.states if name in is_mine]
 
     def _release(self) -> None:
         """Free the parameters and buffers that other ranks hold."""

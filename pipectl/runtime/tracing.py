@@ -84,17 +84,13 @@ class Recording:
         found[:, :2] = np.frombuffer(self._times).reshape(-1, 2)[:count]
         if self._rows:
             found[:, 2:] = np.concatenate(self._rows)[:count, _NAMED]
-        for more, (row, at_s) in enumerate((row, at_s) for row, at_s in self._met if row < count):
-            found = _divided(found, row + more, at_s)
+        meetings = [(row, at_s) for row, at_s in self._met if row < count]
+        for more, (row, at_s) in enumerate(meetings):  # an UPDATE is a wait, and what follows
+            row += more
+            found = np.insert(found, row, found[row], axis=0)
+            found[row, 1:3] = at_s, _WAIT_FOR_ALL
+            found[row + 1, 0] = at_s
         return found
-
-
-def _divided(table: Table, row: int, at_s: float) -> Table:
-    """The table with a row cut in two: the wait for all other ranks, and what follows it."""
-    found = np.insert(table, row, table[row], axis=0)
-    found[row, 1:3] = at_s, _WAIT_FOR_ALL
-    found[row + 1, 0] = at_s
-    return found
 
 
 class Tracing:
@@ -168,14 +164,15 @@ class Tracing:
 
     def finish(self) -> None:
         """Wait until everything is written."""
-        poll(self._is_over, lambda _: False)
-        self._writer.shutdown()
 
-    def _is_over(self) -> bool:
-        self.advance()
-        if self._whole and not self._tables:
-            self._start_writing()
-        return not (self._sending or self._tables or self._writing)
+        def is_over() -> bool:
+            self.advance()
+            if self._whole and not self._tables:
+                self._start_writing()
+            return not (self._sending or self._tables or self._writing)
+
+        poll(is_over, lambda _: False)
+        self._writer.shutdown()
 
     def _receive(self) -> None:
         status = MPI.Status()

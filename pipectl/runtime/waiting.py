@@ -63,11 +63,6 @@ class _Waited:
 _waited = _Waited()
 
 
-def waited_s() -> float:
-    """How long this process has waited for others in all, in seconds."""
-    return _waited.total_s
-
-
 class WaitingShare:
     """The part of its time that this process waits for others, over the last few steps.
 
@@ -80,7 +75,7 @@ class WaitingShare:
 
     def restart(self) -> None:
         """Leave out what was since the last step."""
-        self._since, self._waited_s = time.perf_counter(), waited_s()
+        self._since, self._waited_s = time.perf_counter(), _waited.total_s
 
     def share(self) -> float:
         """At the end of a step: from 0 to 1; older steps count less."""

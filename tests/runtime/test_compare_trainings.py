@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,68 +14,68 @@ from torch import Tensor
 from pipectl.capture import CapturedJob
 from pipectl.capture.step import is_deferred
 from pipectl.runs import RunDirectory
-from pipectl.runtime.compare import Comparison, PipelineRun, PlainRun, compare, distance
+from pipectl.runtime.compare import Comparison, Trained, compare, distance
 from pipectl.runtime.plain import FirstWeights
 
 START = {"a": torch.zeros(3), "b": torch.ones(2, 2)}
 
 
-@dataclass
-class Made:
+def made(changes: dict[tuple[int, str], float] | None = None, *missing: str) -> Trained:
     """Step k has a = k and b = 1 + k, plus what a test changes."""
 
-    changes: dict[tuple[int, str], float] = field(default_factory=dict)
-    missing: tuple[str, ...] = ()
+    def change(step: int, name: str) -> float:
+        return (changes or {}).get((step, name), 0.0)
 
-    def loss(self, step: int) -> float:
-        return 10.0 / step + self.changes.get((step, "loss"), 0.0)
-
-    def weights(self, step: int) -> dict[str, Tensor]:
+    def weights(step: int) -> dict[str, Tensor]:
         found = {}
         for name, first in START.items():
             tensor = first + step
-            tensor.view(-1)[-1] += self.changes.get((step, name), 0.0)
+            tensor.view(-1)[-1] += change(step, name)
             found[name] = tensor
-        return {name: tensor for name, tensor in found.items() if name not in self.missing}
+        return {name: tensor for name, tensor in found.items() if name not in missing}
+
+    return Trained({step: 10.0 / step + change(step, "loss") for step in (1, 2, 3)}, weights)
 
 
-def compared(found: Made, tolerance: float = 0.0, reference: Made | None = None) -> Comparison:
-    return compare(found, reference or Made(), 3, tolerance, START)
+def compared(
+    found: Trained, tolerance: float = 0.0, reference: Trained | None = None
+) -> Comparison:
+    return compare(found, reference or made(), 3, tolerance, START)
 
 
 def test_the_same_training_is_equal() -> None:
-    comparison = compared(Made())
+    comparison = compared(made())
     assert (comparison.equal, comparison.first, comparison.largest) == (True, None, 0.0)
     assert comparison.losses == ((10.0, 10.0), (5.0, 5.0), (10 / 3, 10 / 3))
 
 
 def test_the_first_difference_is_told_and_the_largest_of_all() -> None:
-    comparison = compared(Made({(2, "b"): 0.25, (3, "a"): 2.0}))
+    comparison = compared(made({(2, "b"): 0.25, (3, "a"): 2.0}))
     assert not comparison.equal
     assert comparison.first == (2, "b", 0.25)
     assert comparison.largest == 2.0
 
 
 def test_the_loss_of_a_step_comes_before_its_weights() -> None:
-    assert compared(Made({(2, "loss"): 0.5, (2, "a"): 0.5})).first == (2, "loss", 0.5)
+    assert compared(made({(2, "loss"): 0.5, (2, "a"): 0.5})).first == (2, "loss", 0.5)
 
 
 def test_without_tolerance_the_smallest_difference_counts() -> None:
-    assert compared(Made({(1, "a"): 1e-7})).first is not None
+    assert compared(made({(1, "a"): 1e-7})).first is not None
 
 
 def test_the_tolerance_is_a_share_of_how_far_weights_have_moved() -> None:
-    assert compared(Made({(3, "b"): 0.029}), tolerance=0.01).equal  # all moved by 3
-    assert compared(Made({(3, "b"): 0.031}), tolerance=0.01).first is not None
-    assert compared(Made({(1, "b"): 0.029}), tolerance=0.01).first is not None  # by 1 only
-    assert compared(Made({(2, "loss"): 0.049}), tolerance=0.01).equal
-    assert not compared(Made({(2, "loss"): 0.051}), tolerance=0.01).equal
+    assert compared(made({(3, "b"): 0.029}), tolerance=0.01).equal  # all moved by 3
+    assert compared(made({(3, "b"): 0.031}), tolerance=0.01).first is not None
+    assert compared(made({(1, "b"): 0.029}), tolerance=0.01).first is not None  # by 1 only
+    assert compared(made({(2, "loss"): 0.049}), tolerance=0.01).equal
+    assert not compared(made({(2, "loss"): 0.051}), tolerance=0.01).equal
 
 
 def test_a_missing_tensor_is_a_difference_even_within_a_tolerance() -> None:
     for comparison in (
-        compared(Made(missing=("a",)), tolerance=0.5),
-        compared(Made(), tolerance=0.5, reference=Made(missing=("a",))),
+        compared(made(None, "a"), tolerance=0.5),
+        compared(made(), tolerance=0.5, reference=made(None, "a")),
     ):
         assert comparison.first == (1, "a", float("inf"))
 
@@ -104,7 +103,7 @@ def test_losses_that_are_not_finite_agree_however_they_were_written(tmp_path: Pa
     lines = [{"attempt": 1, "step": 1, "loss": None}, {"attempt": 1, "step": 2, "loss": 0.5}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (tmp_path / "losses.json").write_text('{"losses": [Infinity, 0.5]}')
-    found, reference = PipelineRun(RunDirectory(tmp_path)), PlainRun(tmp_path)
+    found, reference = Trained.of_run(RunDirectory(tmp_path)), Trained.of_process(tmp_path)
     assert math.isnan(found.loss(1))
     assert math.isnan(reference.loss(1))
     assert found.loss(2) == reference.loss(2) == 0.5

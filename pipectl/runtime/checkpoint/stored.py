@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from mpi4py import MPI
@@ -37,7 +36,9 @@ class Stored(Mapping[str, Tensor]):
         self._weights = {n: directory / s.file for s in self.manifest.weights for n in s.names}
         self._training = _by_name(directory, self.manifest.training)
         self._reader = TensorReader()
-        self._optimizer = cache(self._optimizer_state)
+        self._optimizer = cache(
+            lambda file: json.loads(self._reader.header(file).metadata["optimizer"])
+        )
 
     def __getitem__(self, name: str) -> Tensor:
         return self._reader.tensor(*self._place(name))
@@ -114,10 +115,6 @@ class Stored(Mapping[str, Tensor]):
     def _place(self, name: str) -> tuple[Path, str]:
         stored = self.manifest.aliases.get(name, name)
         return self._weights[stored], stored
-
-    def _optimizer_state(self, file: Path) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self._reader.header(file).metadata["optimizer"])
-        return found
 
     def _other(self, what: str) -> MismatchError:
         return MismatchError(

@@ -357,8 +357,17 @@ def add_lanes(cut: Cut, states: Mapping[str, Tensor], lanes: list[Lane]) -> None
         slots: list[Slot] = []
         if lane.kind is TransferKind.SAVED:
             slots = [Slot(str(place)) for place in range(places_of(cut, lane.source))]
-        elif lane.kind is TransferKind.WEIGHT:
-            slots = [Slot(name) for name in _trained_parameters(cut, lane.source, states)]
+        elif lane.kind is TransferKind.WEIGHT:  # the parameters that training changes
+            trained = {
+                state.name
+                for placeholder, state in cut.graph.states.items()
+                if state.kind == "parameter"
+                and states[state.name].requires_grad
+                and any(
+                    cut.stage_of[u] == lane.source for u in cut.graph.users.get(placeholder, ())
+                )
+            }
+            slots = [Slot(name) for name in sorted(trained)]
         cut.lanes.setdefault(lane, slots)
 
 
@@ -385,16 +394,6 @@ def lasting_states(code: Code) -> dict[int, Tensor]:
     """The state arguments that no forward writes, by index: both halves have the same."""
     written = {index for index, _ in written_states(code)}
     return {index: t for index, t in enumerate(code.arguments) if index not in written}
-
-
-def _trained_parameters(cut: Cut, stage: int, states: Mapping[str, Tensor]) -> list[str]:
-    return sorted(
-        state.name
-        for placeholder, state in cut.graph.states.items()
-        if state.kind == "parameter"
-        and states[state.name].requires_grad
-        and any(cut.stage_of[user] == stage for user in cut.graph.users.get(placeholder, ()))
-    )
 
 
 def _start_of(code: Code, inputs: Mapping[str, Tensor], arrived: Tensors) -> list[Tensor]:

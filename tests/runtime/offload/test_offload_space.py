@@ -77,8 +77,8 @@ class World:
         return MPI.REQUEST_NULL
 
     def allgather(self, mine: tuple) -> list:
-        found, where = mine
-        return [(found._replace(node=node), where) for node in self._others]
+        need, free, (_, disk), where = mine
+        return [(need, free, (node, disk), where) for node in self._others]
 
 
 @pytest.fixture
