@@ -49,7 +49,7 @@ class Device:
         return MessageBuffer(torch.empty(count, dtype=dtype))
 
     def to_message(self, vector: Tensor, piece_bytes: int) -> MessageBuffer:  # noqa: ARG002
-        """``vector`` for MPI, which reads it in pieces of so many bytes."""
+        """A contiguous tensor for MPI, which reads it in pieces of so many bytes."""
         return MessageBuffer(vector)
 
     def from_message(self, buffer: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class Staging:
         buffer = self.buffer(vector.numel(), vector.dtype)
         if not vector.numel():
             return MessageBuffer(buffer)
-        source, target = vector.view(torch.uint8), buffer.view(torch.uint8)
+        source, target = vector.view(-1).view(torch.uint8), buffer.view(torch.uint8)
         copied = []
         for offset in range(0, target.numel(), piece_bytes):
             piece = slice(offset, offset + piece_bytes)

@@ -36,7 +36,6 @@ from pipectl.runtime.pipefb.messages import Contents, pack
 from pipectl.runtime.saved_tensors import memory_of, unpack
 from pipectl.runtime.stage import Code, Key, MicroBatch, Stage, Start
 from pipectl.runtime.transport import Wire
-from pipectl.runtime.versions import Version
 
 _MAX_PLACES = 512
 _TOGETHER = "set pipeline.backward to together: its backward has to stay with its forward"
@@ -256,12 +255,13 @@ class BackwardHalf(_Half):
         """Run the forward of a micro-batch, from what the other half started it from."""
         began, values = self._unpacked(micro_batch)
         left = iter([value.data for value in values])  # each may be written, also of one memory
-        code = self._code(began.rows)
+        code, segment = self._code(began.rows), self.segments[0]
         inputs = {name: next(left) for name in code.stage.inputs}
         arrived: Tensors = {slot: next(left) for slot in values_received(code.stage)}
-        for _, buffer in written_states(code):
-            buffer.data = next(left)
-        self.forward(began._replace(age=micro_batch.age), inputs, arrived)
+        buffers = {index: next(left) for index, _ in written_states(code)}
+        version = None if self.versions is None else self.versions.of_age(micro_batch.age)
+        start = Start(began, inputs, arrived, buffers, version)
+        segment.live[micro_batch.number], _ = segment.run(start, again=True)
 
     def backward(
         self, micro_batch: MicroBatch, gradients: Tensors, weight: float, scale: float = 1.0
@@ -276,9 +276,6 @@ class BackwardHalf(_Half):
         """Drop gradients and unfinished micro-batches."""
         super().forget()
         self._arrived.clear()
-
-    def _pool(self, micro_batch: MicroBatch, version: Version | None) -> None:
-        """None: what a forward keeps here is used at once."""
 
     def _unpacked(self, micro_batch: MicroBatch) -> tuple[MicroBatch, list[Tensor]]:
         """What a micro-batch's forward had, and saved; weights among that at their age."""

@@ -89,13 +89,14 @@ class Line:
             layouts = {slot: None if t is None else Layout.of(t) for slot, t in known}
             self._wire.send_object([*layouts.values()], self._rank, self._tags[~_HEADER])
             self.layouts[size] = layouts
-        posted, vectors = Posted(micro_batch, size, layouts), dict[Slot, Tensor]()
+        posted, sent = Posted(micro_batch, size, layouts), self._sent
+        vectors: dict[Slot, Tensor] = {}
         for (slot, layout), tag in zip(layouts.items(), self._tags, strict=False):
             vector = self._flat(slot, layout, tensors.get(slot))
             if vector is not None:
                 vectors[slot] = vector
-                flight = self._wire.send(vector, self._rank, tag, self._sent.get(tag))
-                posted.flights[slot], self._sent[tag] = flight, flight.transfer
+                flight = self._wire.send(vector, self._rank, tag, sent.get(tag))
+                posted.flights[slot], sent[tag] = flight, flight.transfer
         if self._check:
             # Of the tensors, not of the buffers: copies to these may still be under way.
             posted.note = Note.of(self._lane, micro_batch, layouts, vectors)
@@ -196,7 +197,12 @@ class Line:
             and tensor.dtype is layout.dtype
             and tensor.shape == layout.sizes
         ):
-            return layout.flatten(tensor.detach() if tensor.requires_grad else tensor)
+            if tensor.requires_grad:
+                tensor = tensor.detach()
+            in_order = tensor.is_contiguous() and tensor.stride() == layout.strides
+            if in_order and not (tensor.is_conj() or tensor.is_neg()):
+                return tensor  # its memory is its elements
+            return layout.flatten(tensor)
         expected = None if layout is None else (layout.dtype, layout.sizes)
         actual = None if tensor is None else (tensor.dtype, tuple(tensor.shape))
         if actual != expected:

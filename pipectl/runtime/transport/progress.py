@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from pipectl.runtime.transport.transfer import WHOLE, Pieces, Transfer
+from pipectl.runtime.transport.transfer import WHOLE, Pieces, Start, Transfer, Words
 from pipectl.runtime.waiting import WorkMeter, poll
 
 _BURST_S = 0.2e-3
@@ -64,10 +64,16 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def begin(self, start: Callable[[], Transfer]) -> Transfer:
-        """Start a transfer, and see to it from now on."""
+    def begin(
+        self,
+        start: Start,
+        size_bytes: int,
+        what: Words | None = None,
+        after: Transfer | None = None,
+    ) -> Transfer:
+        """Start a transfer (see its arguments), and see to it from now on."""
         with self._lock:
-            transfer = start()
+            transfer = Transfer(start, size_bytes, self.pieces, what, after)
             self._transfers.append(transfer)
         if self._thread is not None:
             self._wanted.set()

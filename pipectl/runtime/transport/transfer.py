@@ -50,13 +50,12 @@ WHOLE = Pieces()
 
 
 class Transfer:
-    """Bytes that are being sent or received.
+    """Bytes that are being sent or received, after an earlier message of the same rank and tag.
+
+    All pieces that are received are posted at once, so that none is unexpected.
 
     Args:
         start: starts a piece, in the order of the pieces.
-        size_bytes: of all.
-        piece_bytes: of a piece.
-        under_way: most pieces at the same time; None for all.
         what: is received; None for what is sent.
         after: starts all its pieces before this starts any.
 
@@ -68,48 +67,21 @@ class Transfer:
         self,
         start: Start,
         size_bytes: int,
-        piece_bytes: int,
-        under_way: int | None,
+        pieces: Pieces = WHOLE,
         what: Words | None = None,
         after: Transfer | None = None,
     ) -> None:
         self._start = start
         self._size_bytes = size_bytes
-        self._piece_bytes = piece_bytes
+        self._piece_bytes = pieces.size_bytes
         self._offset = 0
         self._what = what
         self._after = after
-        self._unstarted = max(1, -(-size_bytes // piece_bytes))  # no bytes are a piece, too
+        self._unstarted = max(1, -(-size_bytes // self._piece_bytes))  # no bytes are a piece, too
         self._under_way: deque[tuple[MPI.Request, int]] = deque()
-        self._room = under_way or self._unstarted
+        self._room = (pieces.under_way if what is None else None) or self._unstarted
         self.done = False
         self._start_next()
-
-    @classmethod
-    def send(
-        cls,
-        start: Start,
-        size_bytes: int,
-        pieces: Pieces = WHOLE,
-        after: Transfer | None = None,
-    ) -> Transfer:
-        """Begin to send, after an earlier message that goes to the same rank with the same tag."""
-        return cls(start, size_bytes, pieces.size_bytes, pieces.under_way, after=after)
-
-    @classmethod
-    def receive(
-        cls,
-        start: Start,
-        size_bytes: int,
-        pieces: Pieces = WHOLE,
-        what: Words = lambda: "a message",
-        after: Transfer | None = None,
-    ) -> Transfer:
-        """Begin to receive, after an earlier message from the same rank with the same tag.
-
-        All pieces are posted at once, so that none is unexpected.
-        """
-        return cls(start, size_bytes, pieces.size_bytes, None, what, after)
 
     def advance(self) -> bool:
         """Let MPI work, and start what may follow; whether all is done.

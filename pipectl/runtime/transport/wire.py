@@ -48,11 +48,9 @@ class Wire:
         Args:
             after: the earlier message of this rank and tag, if it may be under way.
         """
-        pieces = self.progress.pieces
-        buffer = self._device.to_message(vector, pieces.size_bytes)
-        start, size = self._start(self._communicator.Isend, buffer, rank, tag), buffer.vector.nbytes
-        begun = self.progress.begin(lambda: Transfer.send(start, size, pieces, after))
-        return Flight(begun, buffer.vector)
+        buffer = self._device.to_message(vector, self.progress.pieces.size_bytes)
+        start = self._start(self._communicator.Isend, buffer, rank, tag)
+        return Flight(self.progress.begin(start, vector.nbytes, None, after), buffer.vector)
 
     def receive(
         self,
@@ -69,11 +67,9 @@ class Wire:
             what: names it, for errors.
             after: see :meth:`send`.
         """
-        pieces = self.progress.pieces
         buffer = self._device.message_buffer(count, dtype)
-        start, size = self._start(self._communicator.Irecv, buffer, rank, tag), buffer.vector.nbytes
-        begun = self.progress.begin(lambda: Transfer.receive(start, size, pieces, what, after))
-        return Flight(begun, buffer.vector)
+        vector, start = buffer.vector, self._start(self._communicator.Irecv, buffer, rank, tag)
+        return Flight(self.progress.begin(start, vector.nbytes, what, after), vector)
 
     def _start(
         self, call: Callable[..., MPI.Request], buffer: MessageBuffer, rank: int, tag: int

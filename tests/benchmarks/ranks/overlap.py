@@ -69,7 +69,7 @@ class Rank:
 
     def start(self, progress: Progress, *, both: bool) -> list[Transfer]:
         """The first rank's message; with ``both`` the second's, too."""
-        world, other, pieces = self.world, 1 - self.world.rank, progress.pieces
+        world, other = self.world, 1 - self.world.rank
 
         def receive(at: int, size: int) -> MPI.Request:
             return world.Irecv(memory(self.buffers[0], at, size), other, 1)
@@ -77,12 +77,12 @@ class Rank:
         def send(at: int, size: int) -> MPI.Request:
             return world.Isend(memory(self.buffers[1], at, size), other, 1)
 
-        starts = []
+        transfers = []
         if both or world.rank:
-            starts.append(lambda: Transfer.receive(receive, self.size, pieces))
+            transfers.append(progress.begin(receive, self.size, lambda: "a message"))
         if both or not world.rank:
-            starts.append(lambda: Transfer.send(send, self.size, pieces))
-        return [progress.begin(start) for start in starts]
+            transfers.append(progress.begin(send, self.size))
+        return transfers
 
     def figures(
         self, mode: str, pieces: Pieces, late: float, *, both: bool

@@ -22,6 +22,10 @@ OWN = MPI.COMM_SELF.Dup()
 """What stays unreceived here is nobody else's."""
 
 
+def a_message() -> str:
+    return "a message"
+
+
 class Counted:
     """Starts messages to this process and remembers their sizes."""
 
@@ -50,8 +54,8 @@ def test_what_is_sent_arrives(mode: str, dtype: torch.dtype, pieces: Pieces) -> 
     size_bytes = both.sent.nbytes
     with Progress(mode, pieces) as progress:
         transfers = [
-            progress.begin(lambda: Transfer.send(both.send, size_bytes, pieces)),
-            progress.begin(lambda: Transfer.receive(both.receive, size_bytes, pieces)),
+            progress.begin(both.send, size_bytes),
+            progress.begin(both.receive, size_bytes, a_message),
         ]
         progress.wait(transfers)
     assert torch.equal(both.sent, both.received)
@@ -61,10 +65,10 @@ def test_what_is_sent_arrives(mode: str, dtype: torch.dtype, pieces: Pieces) -> 
 
 def test_no_more_pieces_are_under_way_than_allowed() -> None:
     both = pair(100, torch.uint8)
-    sending = Transfer.send(both.send, 100, Pieces(10, 2))
+    sending = Transfer(both.send, 100, Pieces(10, 2))
     assert not sending.advance()
     assert both.sizes == [10, 10]  # synchronous sends: none ends before it is received
-    receiving = Transfer.receive(both.receive, 100, Pieces(10, 2))
+    receiving = Transfer(both.receive, 100, Pieces(10, 2), a_message)
     while not (sending.advance() & receiving.advance()):
         pass
     assert both.sizes == [10] * 10
@@ -72,9 +76,9 @@ def test_no_more_pieces_are_under_way_than_allowed() -> None:
 
 def test_a_message_without_bytes_is_a_message() -> None:
     both = pair(0, torch.float32)
-    sending = Transfer.send(both.send, 0)
+    sending = Transfer(both.send, 0)
     assert not sending.advance()
-    receiving = Transfer.receive(both.receive, 0)
+    receiving = Transfer(both.receive, 0, what=a_message)
     while not (sending.advance() & receiving.advance()):
         pass
     assert both.sizes == [0]
@@ -92,8 +96,8 @@ def test_a_helper_moves_a_message_while_nobody_calls() -> None:
     both = pair(1000, torch.uint8)
     pieces = Pieces(10, 1)
     with Progress("thread", pieces) as progress:
-        progress.begin(lambda: Transfer.send(both.send, 1000, pieces))
-        progress.begin(lambda: Transfer.receive(both.receive, 1000, pieces))
+        progress.begin(both.send, 1000)
+        progress.begin(both.receive, 1000, a_message)
         for _ in range(2000):
             if torch.equal(both.sent, both.received):
                 break
@@ -110,9 +114,9 @@ def test_what_fails_in_the_helper_is_raised_by_the_next_wait() -> None:
             raise RuntimeError("no second piece")
         return both.send(offset, size_bytes)
 
-    receiving = Transfer.receive(both.receive, 20, pieces)
+    receiving = Transfer(both.receive, 20, pieces, a_message)
     with Progress("thread", pieces) as progress:
-        transfer = progress.begin(lambda: Transfer.send(broken, 20, pieces))
+        transfer = progress.begin(broken, 20)
         with pytest.raises(RuntimeError, match="no second piece"):
             progress.wait([transfer])
     both.send(10, 10)
