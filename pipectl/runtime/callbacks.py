@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, Self
 
 from pipectl.capture import factories
+from pipectl.errors import CaptureError
 from pipectl.faults import user_line
 from pipectl.runs import RunDirectory
 from pipectl.spec import JobSpec
@@ -33,7 +33,22 @@ class Callbacks:
         self._told: dict[str, Tell] = {}
         try:
             for name, factory in spec.callbacks.items():
-                self._told[name] = _made(factory.factory, factory.kwargs, spec, run)
+                function = factories.find(factory.factory, spec.base)
+                config = spec.model_dump(mode="json")
+                for private in (
+                    "variables",
+                    "setup",
+                ):  # keys and tokens, which would go to a server
+                    del config["environment"][private]
+                arguments = run.path, config
+                tell = factories.call(function, factory.factory, *arguments, **factory.kwargs)
+                if not callable(tell):
+                    raise CaptureError(
+                        f"{factory.factory}: returned a {type(tell).__name__}, which cannot be "
+                        "called",
+                        cure="return a function of one line of the metrics, a dict",
+                    )
+                self._told[name] = tell
         except BaseException as error:
             self.close(error)
             raise
@@ -47,7 +62,14 @@ class Callbacks:
     def __call__(self, line: Mapping[str, Any]) -> None:
         """Tell all of them a line; each gets a copy."""
         for name, tell in list(self._told.items()):
-            self._attempt(name, partial(tell, dict(line)))
+            try:
+                tell(dict(line))
+            except Exception as error:  # whatever it is, training goes on
+                del self._told[name]
+                self._warn(
+                    f"callbacks.{name}: {_raised(error)}; training goes on, and it is not called "
+                    "any more"
+                )
 
     def close(self, failure: BaseException | None = None) -> None:
         """Call ``close`` of those that have it, once; nothing it raises replaces the failure.
@@ -67,16 +89,6 @@ class Callbacks:
                     raise
                 self._warn(f"callbacks.{name}: its close() {_raised(error)}")
 
-    def _attempt(self, name: str, act: Callable[[], object]) -> None:
-        try:
-            act()
-        except Exception as error:  # whatever it is, training goes on
-            self._told.pop(name, None)
-            self._warn(
-                f"callbacks.{name}: {_raised(error)}; training goes on, and it is not called any "
-                "more"
-            )
-
 
 def _raised(error: BaseException) -> str:
     return f"raised {type(error).__name__}: {error}{user_line(error.__traceback__)}"
@@ -87,17 +99,3 @@ def _takes_failure(close: Callable[..., object]) -> bool:
         return "failure" in inspect.signature(close).parameters
     except (TypeError, ValueError):  # of a function without a signature, as some in C
         return False
-
-
-def _made(factory: str, kwargs: Mapping[str, Any], spec: JobSpec, run: RunDirectory) -> Tell:
-    function = factories.find(factory, spec.base)
-    config = spec.model_dump(mode="json")
-    for private in ("variables", "setup"):  # keys and tokens, which would go to a server
-        del config["environment"][private]
-    made: Tell = factories.call(function, factory, run.path, config, **kwargs)
-    if not callable(made):
-        raise factories.CaptureError(
-            f"{factory}: returned a {type(made).__name__}, which cannot be called",
-            cure="return a function of one line of the metrics, a dict",
-        )
-    return made

@@ -32,8 +32,14 @@ def own_log(rank: int, ranks: int) -> Iterator[None]:
 
     If that cannot be opened, nothing changes.
     """
-    handle = _open(rank, ranks) if RUN_VARIABLE in os.environ else None
-    if handle is None:
+    handle = -1
+    if RUN_VARIABLE in os.environ:
+        run = RunDirectory(Path(os.environ[RUN_VARIABLE]))
+        path = run.rank_log(rank) if ranks <= MAX_FILES else run.node_log(node_name())
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+        with suppress(OSError):
+            handle = os.open(path, flags, 0o600)
+    if handle < 0:
         yield
         return
     label = b"" if ranks <= MAX_FILES else b"[%d] " % rank
@@ -44,7 +50,9 @@ def own_log(rank: int, ranks: int) -> Iterator[None]:
         os.dup2(handle, number)
     os.close(handle)
     logs = [_LogStream(number, label) for number in _STREAMS]
-    own = [_text_stream(log) for log in logs]
+    buffers = [io.BufferedWriter(log) for log in logs]
+    how = "utf-8", "backslashreplace"
+    own = [io.TextIOWrapper(buffer, *how, line_buffering=True) for buffer in buffers]
     sys.stdout, sys.stderr = own
     _job_log.append(kept[-1])
     try:
@@ -104,21 +112,6 @@ class _LogStream(io.RawIOBase):
         """Write what was held back, since its line had not ended."""
         if self._rest:
             self.write(b"\n")
-
-
-def _text_stream(log: _LogStream) -> io.TextIOWrapper:
-    raw = io.BufferedWriter(log)
-    return io.TextIOWrapper(raw, "utf-8", errors="backslashreplace", line_buffering=True)
-
-
-def _open(rank: int, ranks: int) -> int | None:
-    run = RunDirectory(Path(os.environ[RUN_VARIABLE]))
-    path = run.rank_log(rank) if ranks <= MAX_FILES else run.node_log(node_name())
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-    try:
-        return os.open(path, flags, 0o600)
-    except OSError:
-        return None
 
 
 def _flush(*streams: TextIO) -> None:
