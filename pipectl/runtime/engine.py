@@ -45,9 +45,8 @@ class Slicing:
     """Cuts and joins the values of one graph."""
 
     def __init__(self, graph: CapturedGraph) -> None:
-        self._graph = graph
-        self._nodes = {node.name: node for node in graph.operators}
-        self._dimension = cache(self._dimension_of)
+        nodes = {node.name: node for node in graph.operators}
+        self._dimension = cache(lambda value: batch_dimension(graph, nodes[value]))
 
     def part(self, made: Tensors, origin: int, rows: Rows, *, leads: bool) -> Tensors:
         """Rows of what a replica made.
@@ -95,9 +94,6 @@ class Slicing:
             total += tensor
         return total
 
-    def _dimension_of(self, value: str) -> int | None:
-        return batch_dimension(self._graph, self._nodes[value])
-
 
 @dataclass
 class StepRun:
@@ -125,13 +121,6 @@ class StepRun:
 
 Update = Callable[[Row, StepRun], None]
 """Called at an UPDATE, with what the run gave so far."""
-
-
-class _Inputs(NamedTuple):
-    """How batches of one size are read."""
-
-    reader: Reader
-    expected: Mapping[str, Sample | Number]
 
 
 class Engine:
@@ -168,24 +157,30 @@ class Engine:
         self._board = doing.board
         self._loss = Slot(cut.graph.loss)
         self._graphs = graphs or {}
-        self._inputs: dict[int, _Inputs] = {}
+        self._readers: dict[int, tuple[Reader, Mapping[str, Sample | Number]]] = {}
         self.origins: Origins | None = None
         self.on_evaluated: Callable[[int, Tensors, Any], None] | None = None
+
+        def move(_: StepRun, row: Row) -> None:
+            offload = stages[row.stage].offload
+            assert offload is not None
+            offload.run(row.kind, row.micro_batch)
+
         self._handlers: dict[Kind, Callable[[StepRun, Row], None]] = {
             Kind.FORWARD: self._forward,
-            Kind.RECOMPUTE: self._recompute,
+            Kind.RECOMPUTE: lambda _, row: stages[row.stage].recompute(_micro_batch(row)),
             Kind.BACKWARD: self._backward,
             Kind.BACKWARD_INPUT: self._backward,
-            Kind.BACKWARD_WEIGHT: self._backward_weight,
+            Kind.BACKWARD_WEIGHT: lambda _, row: stages[row.stage].finish_backward(row.micro_batch),
             Kind.EVALUATE: self._evaluate,
             Kind.SEND_START: self._send_start,
             Kind.SEND_WAIT: self._send_wait,
             Kind.RECEIVE_START: self._receive_start,
             Kind.RECEIVE_WAIT: self._receive_wait,
-            Kind.OFFLOAD_START: self._offload,
-            Kind.OFFLOAD_WAIT: self._offload,
-            Kind.FETCH_START: self._offload,
-            Kind.FETCH_WAIT: self._offload,
+            Kind.OFFLOAD_START: move,
+            Kind.OFFLOAD_WAIT: move,
+            Kind.FETCH_START: move,
+            Kind.FETCH_WAIT: move,
             Kind.REDUCE_START: lambda _, row: self.reductions[row.stage].start(),
             Kind.REDUCE_WAIT: lambda _, row: self.reductions[row.stage].finish(),
         }
@@ -247,7 +242,7 @@ class Engine:
             reduction.advance()
 
     def _forward(self, run: StepRun, row: Row) -> None:
-        stage, micro_batch = self._stages[row.stage], self._micro_batch(run, row)
+        stage, micro_batch = self._stages[row.stage], _micro_batch(row, run)
         arrived = self._take(run, TransferKind.ACTIVATION, row)
         inputs = self._read(run, row, stage.inputs(True, row.rows), training=True)
         run.loaded.done(row.micro_batch)
@@ -259,10 +254,6 @@ class Engine:
             self.origins.note(row.micro_batch, row.stage, made)
         self._deliver(run, TransferKind.ACTIVATION, row, made)
 
-    def _recompute(self, _: StepRun, row: Row) -> None:
-        micro_batch = MicroBatch(row.micro_batch, row.rows, age=row.age)
-        self._stages[row.stage].recompute(micro_batch)
-
     def _backward(self, run: StepRun, row: Row) -> None:
         gradients = self._take(run, TransferKind.GRADIENT, row)
         if row.kind is Kind.BACKWARD and run.step.closing.get(row.stage) == row.micro_batch:
@@ -272,26 +263,19 @@ class Engine:
             ordered = sorted(gradients, key=lambda slot: last_use(slot.value), reverse=True)
             gradients = {slot: gradients[slot] for slot in ordered}
         weight, scale = run.given.weights[row.micro_batch], run.given.scale
-        micro_batch = MicroBatch(row.micro_batch, row.rows, age=row.age)
-        made = self._stages[row.stage].backward(micro_batch, gradients, weight, scale)
+        made = self._stages[row.stage].backward(_micro_batch(row), gradients, weight, scale)
         self._deliver(run, TransferKind.GRADIENT, row, made)
-
-    def _backward_weight(self, _: StepRun, row: Row) -> None:
-        self._stages[row.stage].finish_backward(MicroBatch(row.micro_batch, row.rows))
 
     def _evaluate(self, run: StepRun, row: Row) -> None:
         stage = self._stages[row.stage]
         arrived = self._take(run, TransferKind.ACTIVATION, row)
         inputs = self._read(run, row, stage.inputs(False, row.rows), training=False)
-        made = stage.evaluate(self._micro_batch(run, row), inputs, arrived)
+        made = stage.evaluate(_micro_batch(row, run), inputs, arrived)
         if row.stage == self.cut.loss_stage and self.on_evaluated is not None:
             targets = run.loaded.part(row.micro_batch, row.rows)[1]
             self.on_evaluated(row.rows.size, {**arrived, **made}, targets)
         run.loaded.done(row.micro_batch)
         self._deliver(run, TransferKind.ACTIVATION, row, made)
-
-    def _micro_batch(self, run: StepRun, row: Row) -> MicroBatch:
-        return MicroBatch(row.micro_batch, row.rows, run.given.seed_of(row.micro_batch), row.age)
 
     def _deliver(self, run: StepRun, kind: TransferKind, row: Row, made: Tensors) -> None:
         """Keep results for the sends that follow; hand them to stages on this rank at once."""
@@ -341,15 +325,10 @@ class Engine:
         self._board.awaits(row.peer, row.awaited)
         tensors = row.line.finish_receive(run.receives.pop((row.channel, row.micro_batch)))
         if row.lane.kind in _HALVES:
-            self._stages[row.stage].arriving(self._micro_batch(run, row), tensors)
+            self._stages[row.stage].arriving(_micro_batch(row, run), tensors)
             return
         place = row.lane.kind, row.stage, row.micro_batch
         run.inbox.setdefault(place, []).append(Piece(row.rows, tensors))
-
-    def _offload(self, _: StepRun, row: Row) -> None:
-        offload = self._stages[row.stage].offload
-        assert offload is not None
-        offload.run(row.kind, row.micro_batch)
 
     def _read(
         self, run: StepRun, row: Row, names: Sequence[str], *, training: bool
@@ -357,13 +336,17 @@ class Engine:
         if not names:
             return {}
         rows = row.rows
-        inputs = self._inputs.get(rows.whole)
-        if inputs is None:
+        if rows.whole not in self._readers:
             graph = self._graphs.get(rows.whole, self.cut.graph)
-            inputs = _Inputs(Reader(graph, training=training), expected_of(graph))
-            self._inputs[rows.whole] = inputs
-        known = inputs.reader.read(run.loaded.part(row.micro_batch, rows))
-        for name, expected in inputs.expected.items():
+            self._readers[rows.whole] = Reader(graph, training=training), expected_of(graph)
+        reader, expectations = self._readers[rows.whole]
+        known = reader.read(run.loaded.part(row.micro_batch, rows))
+        for name, expected in expectations.items():
             if name in names or (rows.is_whole and isinstance(expected, Number)):
                 expected.check(name, known[name], rows.size, training=training)
         return {name: known[name].to(self._device) for name in names}
+
+
+def _micro_batch(row: Row, run: StepRun | None = None) -> MicroBatch:
+    seed = 0 if run is None else run.given.seed_of(row.micro_batch)
+    return MicroBatch(row.micro_batch, row.rows, seed, row.age)

@@ -450,10 +450,10 @@ class Stage:
             self.versions.collect(live.version)
         return returned
 
-    def finish_backward(self, micro_batch: MicroBatch) -> None:
+    def finish_backward(self, index: int) -> None:
         """Run the second half of a backward: the gradients of weights that were put off."""
         for segment in reversed(self.segments):
-            segment.finish_backward(micro_batch.number)
+            segment.finish_backward(index)
 
     def evaluate(
         self, micro_batch: MicroBatch, inputs: Mapping[str, Tensor], arrived: Tensors

@@ -242,7 +242,7 @@ def test_weight_halves_that_come_late_use_the_gradients_of_their_own_micro_batch
             stage.forward(micro_batch, dict(zip(graph.inputs, values, strict=True)), {})
             stage.backward(micro_batch, {}, 1.0)
         for number in range(2):
-            stage.finish_backward(MicroBatch(number, Rows.of(1)))
+            stage.finish_backward(number)
         found.append({name: tensor.grad for name, tensor in stage.parameters.items()})
         stage.forget()
     whole, late = found
