@@ -104,8 +104,6 @@ class Telemetry:
         self._beats = Attempts(run.heartbeat.name, warn)
         self._waiting = WaitingShare()
         self._step = 0
-        others = range(1, communicator.size) if communicator.rank == 0 else ()
-        self._receiving = [self._post(rank) for rank in others]
 
     def go_on_from(self, step: int) -> None:
         """Say that so many steps were done by earlier attempts."""
@@ -156,21 +154,16 @@ class Telemetry:
                 time.sleep(0.001)
         wait([request for request, _ in self._sending])
         barrier(self._communicator)
-        for request, _ in self._receiving:
-            request.Cancel()
-            request.Wait()
         self._append()
         self.state(state)
 
-    def _post(self, rank: int) -> tuple[MPI.Request, Any]:
-        buffer = np.empty(len(_FIELDS), dtype=np.float64)
-        return self._communicator.Irecv(buffer, rank, _TAG), buffer
-
     def _poll(self) -> None:
-        for index, (request, buffer) in enumerate(self._receiving):
-            while request.Test():
-                self._accept(index + 1, buffer)
-                request, buffer = self._receiving[index] = self._post(index + 1)
+        """Take in what ranks have reported; a report is short, so none is waited for."""
+        status = MPI.Status()
+        while (message := self._communicator.Improbe(tag=_TAG, status=status)) is not None:
+            record = np.empty(len(_FIELDS))
+            message.Recv(record)
+            self._accept(status.source, record)
 
     def _accept(self, rank: int, record: Any) -> None:
         report = dict(zip(_FIELDS, record.tolist(), strict=True))

@@ -78,7 +78,12 @@ class Trainer:
         )
         self._end = StepEnd(setup, self._telemetry.fault, self._finish_saving)
         self._evaluator = Evaluator(setup)
-        self._step_of = cache(self._make_step)
+        whole = setup.job.loader.takes_whole
+        self._step_of = cache(
+            lambda samples: Step.of(
+                plan_of_step(setup.plan, samples), self._rank, setup.reading, load_whole=whole
+            )
+        )
         self._saver = self._make_saver(run, attempt)
         self._stopping = Stopping(setup.communicator.Dup(), run.stop)
         self._stopped = False
@@ -183,15 +188,19 @@ class Trainer:
         return self._setup.training.run(doing, given, update)
 
     def _between_steps(self, step: int) -> None:
+        setup, plan = self._setup, self._setup.plan
         if self._stops_after(step):
             self._end.settle()
         if self._saves_after(step) or step % _CHECK_REPLICAS_EVERY == 0:
             self._setup.replicas.check_weights(step)
         if self._evaluates_after(step):
             self._begin("evaluating")
-            self._renew_weights()
+            # Weights go to where forwards run without the backwards, as the next step sends them.
+            renewal = lower_renewal(plan, self._rank).body
+            weights = Step.plain(renewal, channels(plan), self._rank, ())
+            setup.training.run(weights, StepInput((), iter(()), ()))
             result = self._evaluator.evaluate(step)
-            self._setup.replicas.take_evaluated(self._setup.evaluation_writes)
+            setup.replicas.take_evaluated(setup.evaluation_writes)
             self._end.stepper.watch(result["loss"])
             if self._rank == 0:
                 self._telemetry.evaluation(step, result)
@@ -288,11 +297,6 @@ class Trainer:
         """Whether something happens after a step: every so many, and after the last."""
         return step == self._spec.training.steps or bool(every and step % every == 0)
 
-    def _make_step(self, samples: int) -> Step:
-        setup = self._setup
-        plan, whole = plan_of_step(setup.plan, samples), setup.job.loader.takes_whole
-        return Step.of(plan, self._rank, setup.reading, load_whole=whole)
-
     def learn_layouts(self) -> None:
         """Send micro-batches of every size over every channel, so that all ends know all layouts.
 
@@ -318,10 +322,3 @@ class Trainer:
                 for stage in setup.stages.values():
                     stage.forget()
             self._evaluator.learn()
-
-    def _renew_weights(self) -> None:
-        """Send weights to where forwards run without the backwards, as the next step does too."""
-        plan = self._setup.plan
-        actions = lower_renewal(plan, self._rank).body
-        step = Step.plain(actions, channels(plan), self._rank, ())
-        self._setup.training.run(step, StepInput((), iter(()), ()))
