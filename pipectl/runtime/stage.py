@@ -129,11 +129,8 @@ class StageStates:
         self.buffers: dict[str, Tensor] = {}
         self.uses: dict[Slot, Tensor] = {}
 
-    def arguments(self, cut: Cut, code: StageCode) -> list[Tensor]:
-        """The state arguments of some code of the stage."""
-        return [self._state(cut, slot) for slot in code.states]
-
-    def _state(self, cut: Cut, slot: Slot) -> Tensor:
+    def argument(self, cut: Cut, slot: Slot) -> Tensor:
+        """A state argument of some code of the stage."""
         state = cut.graph.states[slot.value]
         if state.kind == "constant":
             constant: Tensor = cut.graph.constants[state.name]
@@ -144,14 +141,12 @@ class StageStates:
             self.buffers[state.name] = tensor
             return tensor
         self.parameters[state.name] = tensor
-        return tensor if not slot.use else self._use(slot._replace(value=state.name), tensor)
-
-    def _use(self, slot: Slot, parameter: nn.Parameter) -> Tensor:
-        """A leaf of its own for one use of a parameter, in the parameter's memory."""
-        if slot not in self.uses:
-            leaf = parameter.detach().requires_grad_(parameter.requires_grad)
-            self.uses[slot] = leaf
-        return self.uses[slot]
+        if not slot.use:
+            return tensor
+        use = slot._replace(value=state.name)
+        if use not in self.uses:
+            self.uses[use] = tensor.detach().requires_grad_(tensor.requires_grad)
+        return self.uses[use]
 
 
 @dataclass
@@ -217,7 +212,7 @@ class Segment:
         return Code(
             code,
             cut,
-            states.arguments(cut, code),
+            [states.argument(cut, slot) for slot in code.states],
             [(s, Slot(s.value), graph.requires_grad[s.value]) for s in code.received],
             _returning(cut, number),
             [index for index, slot in enumerate(code.states) if slot.value in names],
@@ -285,8 +280,9 @@ class Segment:
             )
         self._deferring = deferring = Deferred()
         states_of: AbstractContextManager[Sequence[Tensor]] = nullcontext(code.arguments)
-        if again:
-            states_of = before(code.arguments, start.buffers)
+        if again:  # what it writes is dropped
+            first = [start.buffers.get(i, state) for i, state in enumerate(code.arguments)]
+            states_of = nullcontext(first)
         elif code.written:
             states_of = rewriting(code.arguments, code.written)
         with states_of as states, nullcontext() if pool is None else pool.hooks():
@@ -365,14 +361,13 @@ class Stage:
         ]
         self._evaluation = Segment(index, evaluating, *given, recompute=False)
         self.parameters, self.buffers, self.uses = own.parameters, own.buffers, own.uses
-        self._inputs = {key: self._find_inputs(key) for key in cuts}
+        self._inputs: dict[Key, tuple[str, ...]] = {}
+        for key in cuts:
+            segments = self.segments if key[0] else [self._evaluation]
+            names = (name for segment in segments for name in segment.codes[key].stage.inputs)
+            self._inputs[key] = tuple(dict.fromkeys(names))
         self._results = {key: _sent(cut, index) for key, cut in training.items()}
         self._live: dict[int, Rows] = {}
-
-    def _find_inputs(self, key: Key) -> tuple[str, ...]:
-        segments = self.segments if key[0] else [self._evaluation]
-        names = (name for segment in segments for name in segment.codes[key].stage.inputs)
-        return tuple(dict.fromkeys(names))
 
     def inputs(self, training: bool, rows: Rows) -> tuple[str, ...]:
         """Names of the batch tensors this stage reads."""
@@ -583,13 +578,3 @@ def rewriting(arguments: Sequence[Tensor], written: Collection[int]) -> Iterator
     yield states
     for index in written:
         arguments[index].data = states[index].detach()
-
-
-@contextmanager
-def before(arguments: Sequence[Tensor], buffers: Mapping[int, Tensor]) -> Iterator[list[Tensor]]:
-    """The state arguments as they were before a forward; what it writes is dropped.
-
-    Args:
-        buffers: those that it wrote, by index, as they were.
-    """
-    yield [buffers.get(index, state) for index, state in enumerate(arguments)]
