@@ -183,12 +183,7 @@ class Result:
     norms: list[float | None]
 
 
-@dataclass(frozen=True)
-class _Ballot:
-    step: int
-    fault: int
-    words: np.ndarray[Any, np.dtype[np.int64]]
-    request: MPI.Request
+Words = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Vote:
@@ -206,7 +201,8 @@ class Vote:
         self._communicator = communicator
         self._names = names
         self._with_norms = with_norms
-        self._ballots: deque[_Ballot] = deque()
+        self._ballots: deque[tuple[int, int, Words, MPI.Request]] = deque()
+        """Steps, faults of this rank, and what all ranks say once a request is complete."""
 
     def cast(
         self,
@@ -232,7 +228,7 @@ class Vote:
             bits = np.abs(np.array(values, dtype=np.float64)).view(np.int64) + 1
             words[_HEAD:] = np.where([name in norms for name in self._names], bits, 0)
         request = self._communicator.Iallreduce(MPI.IN_PLACE, words, MPI.MAX)
-        self._ballots.append(_Ballot(step, fault, words, request))
+        self._ballots.append((step, fault, words, request))
 
     def count(self, *, at_once: bool = False) -> Result | None:
         """The result of the first vote that is not counted yet; None if there is none.
@@ -242,17 +238,17 @@ class Vote:
         """
         if not self._ballots:
             return None
-        ballot = self._ballots[0]
-        if at_once and not ballot.request.Test():
+        step, mine, words, request = self._ballots[0]
+        if at_once and not request.Test():
             return None
-        wait([ballot.request])
+        wait([request])
         self._ballots.popleft()
-        fault, origin, overflow = ballot.words[:_HEAD].tolist()
-        bits = ballot.words[_HEAD:]
+        fault, origin, overflow = words[:_HEAD].tolist()
+        bits = words[_HEAD:]
         values = np.maximum(bits - 1, 0).view(np.float64).tolist()
         norms = [value if has else None for value, has in zip(values, bits > 0, strict=True)]
-        described = self._describe(ballot.step, fault, origin) if fault else None
-        return Result(ballot.step, described, ballot.fault == fault, bool(overflow), norms)
+        described = self._describe(step, fault, origin) if fault else None
+        return Result(step, described, mine == fault, bool(overflow), norms)
 
     def stop(self, result: Result, *, together: bool) -> None:
         """End the training: with an error where the fault is, for which the others wait.
