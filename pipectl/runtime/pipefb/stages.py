@@ -55,7 +55,7 @@ class Agreement:
     structure: tuple[str, ...] = ()
 
     def check(self, stage: int, graph: Graph) -> None:
-        """Compare with the graph that another rank recorded without values.
+        """Compare with the graph that another rank recorded.
 
         Raises:
             MismatchError: naming the first difference.
@@ -210,7 +210,7 @@ class ForwardHalf(_Half):
 class BackwardHalf(_Half):
     """Runs backwards of what the other half sends, and sends it the updated weights.
 
-    A micro-batch's backward runs through the stage's graph without values; if the stage
+    A micro-batch's backward runs through the recorded graph of the stage; if the stage
     recomputes, its forward runs here first. Weights of its forward that are older than the newest
     are kept here: they are the stage's :attr:`versions`. What arrives may be offloaded until then.
     """
