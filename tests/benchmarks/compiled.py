@@ -51,7 +51,7 @@ def row(name: str) -> str:
 
 def main() -> None:
     print(f"## Compiled stages ({RANKS} ranks, {ROUNDS} rounds of {STEPS} steps)\n")
-    print("| model | s a step | compiled | faster | begins later by s | pays after |")
+    print("| model | s per step | compiled | faster | begins later by s | pays after |")
     print("|---|---|---|---|---|---|")
     for name in sys.argv[1:] or JOBS:
         print(row(name), flush=True)

@@ -187,7 +187,7 @@ def actions(rounds: int) -> None:
         found = train_in_turns(folder, case, RANKS)
     print(f"\n### What an action of an empty stage takes ({MANY} micro-batches, {rounds} steps, "
           f"goal {GOAL_ACTION_US} us)\n")  # fmt: skip
-    print("| rank | rows a step | step, us a row | median row, us | medians by kind, us |")
+    print("| rank | rows per step | step, us per row | median row, us | medians by kind, us |")
     print("|---|---|---|---|---|")
     for rank, mine in enumerate(found):
         rows = mine["rows"]["1F1B"]

@@ -43,7 +43,7 @@ ROUNDS, STEPS = 5, 3
 
 @dataclass(frozen=True)
 class Model:
-    """A model and where the peer halves its layers, and quarters them for two chunks a rank."""
+    """A model and where the peer halves its layers, and quarters them for two chunks per rank."""
 
     job: Job
     half: str
@@ -69,7 +69,7 @@ MODELS = {
 }
 GOAL_SAME_CUT = 1.0
 GOALS_UNEVEN = {"gpt-8192": 1.12, "resnet50": 1.25, "densenet121": 1.25}
-"""Of pipectl's plan over 1F1B with equally many layers a rank."""
+"""Of pipectl's plan over 1F1B with as many layers on every rank."""
 GOALS_LINK = {"gpt@20%": 1.12, "gpt@40%": 1.3}
 """Over the peer's best, with its micro-batches."""
 CASES = ("gpt", "gpt-8192", "resnet50", "densenet121", "gpt@20%", "gpt@40%")
@@ -158,8 +158,8 @@ def run(folder: Path, case: dict[str, Any], megabits: int) -> dict[str, Any]:
     """What the ranks measured."""
     (folder / "case.json").write_text(json.dumps(case))
     start("peer.py", folder, RANKS, megabits)
-    found: dict[str, Any] = json.loads((folder / "result.json").read_text())
-    return found
+    result: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return result
 
 
 def peaks(folder: Path, case: dict[str, Any]) -> dict[str, list[int]]:
@@ -192,32 +192,32 @@ def times_of(seconds: Mapping[str, list[float]]) -> dict[str, str]:
     return cells
 
 
-def fastest_of_the_peer(middles: Mapping[str, float], same_micro_batches: bool = False) -> float:
-    """Seconds a step of its best schedule, of any number of micro-batches or of the common one."""
-    names = [name for name in middles if name.startswith("torch/")]
-    return min(middles[name] for name in names if not (same_micro_batches and " of " in name))
+def fastest_of_the_peer(medians: Mapping[str, float], same_micro_batches: bool = False) -> float:
+    """Seconds per step of its best schedule, for any number of micro-batches or the common one."""
+    names = [name for name in medians if name.startswith("torch/")]
+    return min(medians[name] for name in names if not (same_micro_batches and " of " in name))
 
 
-def show_goals(found: Mapping[str, Mapping[str, float]]) -> None:
-    """How many times faster each case was than the peer, beside the goals."""
+def show_goals(medians: Mapping[str, Mapping[str, float]]) -> None:
+    """Print how many times faster than torch each case is, and the goals."""
     print("\n### Ratios of medians\n\n| | goal | measured |\n|---|---|---|")
-    shared = {case: middles for case, middles in found.items() if "@" not in case}
+    shared = {case: seconds_of for case, seconds_of in medians.items() if "@" not in case}
     for schedule in ("1F1B", "GPipe"):
         ratios = (
-            f"{case} {middles[f'torch/{schedule}'] / middles[f'pipectl, {schedule}']:.2f}x"
-            for case, middles in shared.items()
+            f"{case} {seconds_of[f'torch/{schedule}'] / seconds_of[f'pipectl, {schedule}']:.2f}x"
+            for case, seconds_of in shared.items()
         )
         print(f"| same cut, {schedule} | {GOAL_SAME_CUT}x | {', '.join(ratios)} |")
-    for case, middles in found.items():
-        best, ours = fastest_of_the_peer(middles), "pipectl, its plan"
+    for case, seconds_of in medians.items():
+        best, ours = fastest_of_the_peer(seconds_of), "pipectl, its plan"
         if case in GOALS_UNEVEN:
-            faster = middles["torch/1F1B"] / middles[ours]
+            faster = seconds_of["torch/1F1B"] / seconds_of[ours]
             print(f"| {case}: plan over equal layers | {GOALS_UNEVEN[case]}x | {faster:.2f}x |")
-        for name in [name for name in middles if name.startswith(ours)]:
-            of_8 = fastest_of_the_peer(middles, same_micro_batches=True) / middles[name]
+        for name in [name for name in seconds_of if name.startswith(ours)]:
+            of_8 = fastest_of_the_peer(seconds_of, same_micro_batches=True) / seconds_of[name]
             goal = f"{GOALS_LINK[case]}x" if case in GOALS_LINK else ""
             plan = re.sub(r" of \d+$", ", N,", name.removeprefix("pipectl, "))
-            ratios = f"{of_8:.2f}x ({best / middles[name]:.2f}x)"
+            ratios = f"{of_8:.2f}x ({best / seconds_of[name]:.2f}x)"
             print(f"| {case}: {plan} over torch's best with 8 (8 or N) | {goal} | {ratios} |")
 
 
@@ -226,29 +226,29 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     usual = " ".join(CASES).replace("%", "%%")
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"by default {usual}")
-    given = parser.parse_args()
-    if unknown := {text.partition("@")[0] for text in given.cases} - MODELS.keys():
+    arguments = parser.parse_args()
+    if unknown := {text.partition("@")[0] for text in arguments.cases} - MODELS.keys():
         parser.error(f"no model {', '.join(sorted(unknown))}; there are {', '.join(MODELS)}")
     print(f"## pipectl and torch.distributed.pipelining {torch.__version__}\n")
     print(f"{RANKS} ranks, one thread each; batch {BATCH} in {MICRO_BATCHES} micro-batches; AdamW.")
-    found: dict[str, dict[str, float]] = {}
+    medians: dict[str, dict[str, float]] = {}
     cells: dict[str, dict[str, str]] = {}
-    for text in given.cases or CASES:
+    for text in arguments.cases or CASES:
         name, _, speed = text.partition("@")
         with tempfile.TemporaryDirectory() as place:
             folder, model = Path(place), MODELS[name]
             model.job.write(folder, RANKS)
             megabits = link_speed(folder, model, speed)
-            case = write_case(folder, model, megabits, given.rounds)
-            shown = f"{text}, {megabits} Mbit/s" if speed.endswith("%") else text
+            case = write_case(folder, model, megabits, arguments.rounds)
+            title = f"{text}, {megabits} Mbit/s" if speed.endswith("%") else text
             seconds = run(folder, case, megabits)["seconds"]
-            found[text] = {key: statistics.median(times) for key, times in seconds.items()}
-            cells[shown] = times_of(seconds)
+            medians[text] = {key: statistics.median(times) for key, times in seconds.items()}
+            cells[title] = times_of(seconds)
             for key, sizes in ({} if megabits else peaks(folder, case)).items():
                 name = f"peak of ranks 0 and 1, {key.replace('torch/', 'torch, ')}"
-                cells[shown][name] = ", ".join(map(format_bytes, sizes))
+                cells[title][name] = ", ".join(map(format_bytes, sizes))
     show_times(cells)
-    show_goals(found)
+    show_goals(medians)
 
 
 if __name__ == "__main__":

@@ -71,24 +71,24 @@ def _warm_up() -> None:
 
 def _print_proven(file: Path) -> None:
     """One row for all problems of a profile whose optimum is published."""
-    profile, seen = prepared(Profile.load(file)), set()
+    profile, requests = prepared(Profile.load(file)), set()
     name = file.stem.removeprefix("dnnpart-throughput-")
     results: list[tuple[Balance, float, float]] = []
     for entry in json.loads(file.read_text())["best_known"]:
         request = _request(entry)
-        proven = entry.get("proven_optimal") and entry["objective"].startswith("max stage load")
-        if not proven or entry.get("cpus") or request in seen:
+        has_proof = entry.get("proven_optimal") and entry["objective"].startswith("max stage load")
+        if not has_proof or entry.get("cpus") or request in requests:
             continue
-        seen.add(request)
-        found, seconds = _timed(profile, request)
-        results.append((found, seconds, found.value_s / entry["value"] - 1))
-        values = f"{1e3 * found.value_s:.6g} ms, published {1e3 * entry['value']:.6g} ms"
+        requests.add(request)
+        solution, seconds = _timed(profile, request)
+        results.append((solution, seconds, solution.value_s / entry["value"] - 1))
+        values = f"{1e3 * solution.value_s:.6g} ms, published {1e3 * entry['value']:.6g} ms"
         problem = f"{name}, {request.devices} devices, {_link(profile, request)}"
         print(f"{problem}: {values}, {seconds:.3f} s", file=sys.stderr, flush=True)
     if results:
-        cells = [name, str(len(results)), str(sum(found.exact for found, _, _ in results))]
+        cells = [name, str(len(results)), str(sum(solution.exact for solution, _, _ in results))]
         cells += [f"{max((difference for _, _, difference in results), key=abs):.0e}"]
-        cells += [str(max(found.downsets for found, _, _ in results))]
+        cells += [str(max(solution.downsets for solution, _, _ in results))]
         cells += [f"{max(seconds for _, seconds, _ in results):.3f}"]
         print(f"| {' | '.join(cells)} |", flush=True)
 
@@ -98,8 +98,8 @@ def _print_open(file: Path) -> None:
         profile, cells, longest_s = prepared(Profile.load(file)), [], 0.0
         for devices in (2, 4, 8):
             request = BalanceRequest(devices, bandwidth_bytes_per_s=bandwidth)
-            found, seconds = _timed(profile, request, BUDGET_S)
-            cells.append(f"{1e3 * found.value_s:.6g} ({found.gap:.2%})")
+            solution, seconds = _timed(profile, request, BUDGET_S)
+            cells.append(f"{1e3 * solution.value_s:.6g} ({solution.gap:.2%})")
             longest_s = max(longest_s, seconds)
         row = [file.stem, _link(profile, request), *cells, f"{longest_s:.2f}"]
         print(f"| {' | '.join(row)} |", flush=True)
@@ -110,9 +110,9 @@ def _timed(
 ) -> tuple[Balance, float]:
     start = perf_counter()
     expired: Callable[[], bool] = lambda: perf_counter() - start > budget_s  # noqa: E731
-    found = balance(profile, request, expired)
-    assert found is not None
-    return found, perf_counter() - start
+    solution = balance(profile, request, expired)
+    assert solution is not None
+    return solution, perf_counter() - start
 
 
 def _request(entry: dict[str, Any]) -> BalanceRequest:

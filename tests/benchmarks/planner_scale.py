@@ -159,10 +159,8 @@ def main() -> None:
     print(
         f"A profile shaped like GPT-3 ({BLOCKS} blocks, 20 operators each, times from a roofline)"
     )
-    print(
-        f"on nodes of 8 devices with {MEMORY_BYTES >> 30} GiB, {BATCH} samples a step; one stage a"
-    )
-    print("rank, no replicas. Seconds include everything but imports and compiling.\n")
+    print(f"on nodes of 8 devices with {MEMORY_BYTES >> 30} GiB, {BATCH} samples per step; one")
+    print("stage per rank, no replicas. Seconds include everything but imports and compiling.\n")
     print("    python tests/benchmarks/planner_scale.py\n")
     print("| ranks | planning s | stages | micro-batches | step s | gap | largest peak GiB |")
     print("|---|---|---|---|---|---|---|")

@@ -31,7 +31,7 @@ MOST_REFERENCE_ROWS = 1_000
 RANKS_PER_NODE = 8
 HEADER = """## The simulator
 
-`python tests/benchmarks/planner_simulator.py`. 1F1B pipelines of one stage a rank, stages of
+`python tests/benchmarks/planner_simulator.py`. 1F1B pipelines of one stage per rank, stages of
 uneven cost, eight ranks a node, messages of 1 MB; between nodes 10 Gbit/s. A row is a computation,
 or the start or end of a message. *First* is the time of `simulate()`, programs and memory included,
 when nothing is known; *again* that of a plan whose programs were made before; *events* that of the

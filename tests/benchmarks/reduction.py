@@ -72,8 +72,10 @@ def main() -> None:
     given = parser.parse_args()
     rounds = 1 if given.short else ROUNDS
     print(f"## Sums of gradients beside the computation ({rounds} rounds)\n")
-    print("| stages x replicas | link | gradients | on the wire s | sums behind everything, step s "
-          "| sums beside it, step s | faster | of the wire hidden | predicted s |")  # fmt: skip
+    print(
+        "| stages x replicas | link | gradients | on the wire s | sums after the schedule, step s "
+        "| sums during the backward, step s | faster | hidden | predicted s |"
+    )
     print("|---|---|---|---|---|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)

@@ -56,28 +56,28 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=4, help="samples of a micro-batch")
     parser.add_argument("--seeds", type=int, default=2, help="random cuts of each model")
     parser.add_argument("models", nargs="*", help="all by default")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     declare_torchvision()
     torch.set_num_threads(1)
-    found: list[Peak] = []
+    all_peaks: list[Peak] = []
     head = "model               stages  within  worst: predicted, measured       resident so far"
     print(head, file=sys.stderr)
     with tempfile.TemporaryDirectory() as folder:
         for entry in entries():
             known = entry.package is None or installed(entry.package)
-            if not known or (given.models and entry.name not in given.models):
+            if not known or (arguments.models and entry.name not in arguments.models):
                 continue
-            peaks = list(peaks_of(entry, given.size, given.seeds, Path(folder)))
+            peaks = list(peaks_of(entry, arguments.size, arguments.seeds, Path(folder)))
             worst = max(peaks, key=lambda peak: abs(peak.predicted - peak.measured))
             resident = CpuDevice().peak_bytes() / MIB
             count = f"{len(peaks):6}  {sum(map(holds, peaks)):6}"
             line = f"{entry.name:19} {count}  {describe(worst):34} {resident:8.0f} MiB"
             print(line, file=sys.stderr, flush=True)
-            found += peaks
-    errors = sorted(abs(peak.predicted / peak.measured - 1) for peak in found)
-    large = [peak for peak in found if peak.measured > 20 * BYTES]
+            all_peaks += peaks
+    errors = sorted(abs(peak.predicted / peak.measured - 1) for peak in all_peaks)
+    large = [peak for peak in all_peaks if peak.measured > 20 * BYTES]
     within = sum(abs(peak.predicted / peak.measured - 1) <= SHARE for peak in large)
-    print(f"{sum(map(holds, found))} of {len(found)} stages within 5% or 8 MiB")
+    print(f"{sum(map(holds, all_peaks))} of {len(all_peaks)} stages within 5% or 8 MiB")
     print(f"median error {errors[len(errors) // 2]:.1%}")
     print(f"{within} of {len(large)} stages above 160 MiB within 5%" if large else
           "no stage above 160 MiB: this says only that no prediction is far off")  # fmt: skip

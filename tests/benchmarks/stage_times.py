@@ -78,11 +78,11 @@ def stages_of(entry: Entry, job: CapturedJob, size: int) -> list[Stage]:
     subject = Subject.of(job, size, CpuDevice())
     graph = subject.graph
     seeds = range(FIRST_SEED, FIRST_SEED + CUTS_PER_KIND)
-    found = [("neighbours", random_stages(graph, seed)) for seed in seeds]
-    found += [("any order", cuts.random_cut(graph, 2 + seed % 5, seed)) for seed in seeds]
-    found.append(("neighbours", cuts.whole(graph)))
+    partitions = [("neighbours", random_stages(graph, seed)) for seed in seeds]
+    partitions += [("any order", cuts.random_cut(graph, 2 + seed % 5, seed)) for seed in seeds]
+    partitions.append(("neighbours", cuts.whole(graph)))
     made = []
-    for kind, cut in found:
+    for kind, cut in partitions:
         stages = Bench(subject, job.states, cut)
         made += [Stage(entry.name, kind, stages, index, []) for index in range(len(stages))]
     return made
@@ -137,26 +137,26 @@ def show(name: str, stages: list[Stage], out: TextIO = sys.stdout) -> tuple[floa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*")
-    asked = parser.parse_args().models
-    found: list[Stage] = []
+    names = parser.parse_args().models
+    all_stages: list[Stage] = []
     print(f"{psutil.cpu_count()} cores, torch {torch.__version__}; errors of forward and backward")
     print(f"{'model':28} {'stages':>5}   median      9/10    worst     bias")
     for entry in entries():
         missing = entry.package and not packages.installed(entry.package)
-        if missing or (asked and entry.name not in asked):
+        if missing or (names and entry.name not in names):
             continue
         stages = compare(entry)
         show(entry.name, stages, sys.stderr)
         for stage in stages:
             del stage.stages
-        found += stages
-    short = [stage for stage in found if stage.measured_s < SHORT_S]
-    found = [stage for stage in found if stage.measured_s >= SHORT_S]
+        all_stages += stages
+    short = [stage for stage in all_stages if stage.measured_s < SHORT_S]
+    all_stages = [stage for stage in all_stages if stage.measured_s >= SHORT_S]
     if short:
         show("all below 1 ms", short)
     for kind in ("neighbours", "any order"):
-        show(f"all: {kind}", [stage for stage in found if stage.kind == kind])
-    middle, ninth = show("all", found)
+        show(f"all: {kind}", [stage for stage in all_stages if stage.kind == kind])
+    middle, ninth = show("all", all_stages)
     met = middle <= GOAL_MEDIAN and ninth <= GOAL_NINTH
     print(f"goal: {GOAL_MEDIAN:.0%} and {GOAL_NINTH:.0%}: {'met' if met else 'missed'}")
 

@@ -96,7 +96,7 @@ of other planners are third-party data outside this repository (`PIPECTL_WORKLOA
 PAGES = {"run": RUN, "planner": PLANNER}
 
 
-def measured(page: Page, name: str) -> str | None:
+def measure(page: Page, name: str) -> str | None:
     """A section's text; None if its program failed."""
     print(f"{page.program(name).name}", file=sys.stderr, flush=True)
     load, begun = os.getloadavg()[0], time.monotonic()
@@ -154,11 +154,11 @@ def main(page: Page, names: list[str]) -> int:
     sections = dict(_MARK.findall(page.path.read_text())) if page.path.exists() else {}
     failed = []
     for name in names or page.sections:
-        found = measured(page, name)
-        if found is None:
+        text = measure(page, name)
+        if text is None:
             failed.append(name)
         else:
-            sections[name] = found
+            sections[name] = text
             write(page, sections)
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)

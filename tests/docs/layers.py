@@ -94,21 +94,21 @@ def _names(node: ast.AST) -> Iterator[str]:
 @cache
 def all_imports() -> tuple[Import, ...]:
     return tuple(
-        found
+        item
         for path in sorted(PACKAGE.rglob("*.py"))
-        for found in imports_of(
+        for item in imports_of(
             path.read_text(encoding="utf-8"), path.relative_to(PACKAGE).as_posix()
         )
     )
 
 
 def imported_parts() -> dict[str, set[str]]:
-    """Of every part the others that it imports."""
-    found: dict[str, set[str]] = {part: set() for part in LAYER_OF}
+    """The parts that every part imports."""
+    imports: dict[str, set[str]] = {part: set() for part in LAYER_OF}
     for item in all_imports():
-        if item.part in found and item.target in LAYER_OF and item.target != item.part:
-            found[item.part].add(item.target)
-    return found
+        if item.part in imports and item.target in LAYER_OF and item.target != item.part:
+            imports[item.part].add(item.target)
+    return imports
 
 
 def stacked() -> list[str]:
@@ -117,16 +117,16 @@ def stacked() -> list[str]:
     Raises:
         ValueError: parts of a layer import each other in a circle.
     """
-    imported, found = imported_parts(), []
+    imported, order = imported_parts(), []
     for parts in reversed(LAYERS):
         left = list(parts)
         while left:
             free = [part for part in left if not any(part in imported[other] for other in left)]
             if not free:
                 raise ValueError(f"{', '.join(left)} import each other in a circle")
-            found.append(free[0])
+            order.append(free[0])
             left.remove(free[0])
-    return found
+    return order
 
 
 def layer_table() -> str:

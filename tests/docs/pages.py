@@ -1,8 +1,8 @@
 """The documentation's commands, made into shell scripts.
 
 What a reader may type stands in fenced blocks: ``sh``, or ``console`` with ``$`` before commands
-and what they print below. The word behind says what they need: nothing, ``site`` (a batch system,
-which is pretended), ``lab`` (the Slurm of slurm/lab), ``walk`` (an empty directory), or ``setup``
+and what they print below. The word after it says what they need: nothing, ``site`` (a batch
+system), ``lab`` (the Slurm of slurm/lab), ``walk`` (an empty directory), or ``setup``
 (they install, or run tests). A command whose comment says that it fails must do so.
 """
 
@@ -70,14 +70,14 @@ def blocks(text: str) -> Iterator[Block]:
 
 def shown(page: Path, *needs: str) -> list[str]:
     """What the commands of such blocks print, as the page has it."""
-    found = blocks(page.read_text(encoding="utf-8"))
-    return [line for block in found if block.needs in needs for line in block.output]
+    every = blocks(page.read_text(encoding="utf-8"))
+    return [line for block in every if block.needs in needs for line in block.output]
 
 
 def script(page: Path, *needs: str) -> str:
     """All blocks of a page that need one of these, for bash; empty if there are none."""
-    found = [b for b in blocks(page.read_text(encoding="utf-8")) if b.needs in needs]
-    parts = [_block(page, block) for block in found]
+    every = blocks(page.read_text(encoding="utf-8"))
+    parts = [_block(page, block) for block in every if block.needs in needs]
     return "\n".join(["set -euo pipefail", *parts]) if parts else ""
 
 

@@ -19,7 +19,7 @@ REPEATS = 5
 SKEW = 0.25
 """Part of a message's time by which the second rank starts later."""
 WAYS = (
-    ("none", WHOLE, "nothing (as before)"),
+    ("none", WHOLE, "nothing"),
     ("poll", HELPED, "polling between operators"),
     ("thread", WHOLE, "thread, messages whole"),
     ("thread", STAGED, "thread, pieces of 4 MiB"),
@@ -121,7 +121,7 @@ def work(size: int) -> None:
 def say(alone_s: float, rows: list[tuple[str, ...]], chosen: str) -> None:
     print(f"The message alone: {1e3 * alone_s:.1f} ms. Chosen by `auto`: {chosen}.\n")
     print(
-        "| messages | help | without work | waited for behind the work | lost by the work | "
+        "| messages | help | without work | wait after the work | slowdown of the work | "
         "processor time of the thread |"
     )
     print("|---|---|---|---|---|---|")
