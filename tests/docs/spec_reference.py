@@ -27,7 +27,9 @@ def _sections(schema: Schema, path: str) -> Iterator[str]:
         inner = next((each["items"] for each in alternatives(item) if each.get("items")), item)
         if properties(inner) and not _is_factory(inner):
             title = f"{path}.{name}" if path else name
-            yield f"##{'#' * bool(path)} {title}\n\n{_text(inner)}\n\n{_table(inner, title)}"
+            more = _text(inner).partition("\n")[2].strip()  # the first line is in the table above
+            parts = (f"##{'#' * bool(path)} {title}", more, _table(inner, title))
+            yield "\n\n".join(filter(None, parts))
             yield from _sections(inner, title)
 
 
