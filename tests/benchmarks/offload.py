@@ -60,8 +60,8 @@ PEER_LINKS = (2e11, 5e9)
 
 
 @dataclass
-class Found:
-    """A way: its plan, and what was measured."""
+class Way:
+    """A way to save memory: its plan, and its measured steps and peaks."""
 
     plan: Plan
     steps_s: list[float] = field(default_factory=list)
@@ -134,7 +134,7 @@ def disk(rounds: int) -> None:
         folder = Path(name)
         JOB.write(folder, RANKS)
         link, profile = disk_link(folder), profiled(folder, MICRO_BATCHES)
-        found = {way: Found(plan) for way, plan in on_two_ranks(profile, link).items()}
+        found = {way: Way(plan) for way, plan in on_two_ranks(profile, link).items()}
         for _ in range(rounds):
             for way in found.values():
                 steps_s, peak = train(way.plan, folder)
@@ -148,26 +148,26 @@ def disk(rounds: int) -> None:
     show(found)
     slow = Link(link.latency_s, enough / TOO_SLOW)
     print(f"\nWith a disk of {slow.bandwidth_bytes_per_s / 1e9:.2f} GB/s, predicted:\n")
-    show({way: Found(plan) for way, plan in on_two_ranks(profile, slow).items()})
+    show({way: Way(plan) for way, plan in on_two_ranks(profile, slow).items()})
 
 
-def show(ways: Mapping[str, Found]) -> None:
+def show(ways: Mapping[str, Way]) -> None:
     """Peaks and throughput of all ways against the first."""
-    print("| | ranks | predicted peak | | predicted step s | throughput | measured peak | "
-          "| measured step s | throughput |")  # fmt: skip
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    columns = ["", "ranks", "predicted peak", "", "predicted step s", "throughput"]
+    if any(way.peaks for way in ways.values()):
+        columns += ["measured peak", "", "measured step s", "throughput"]
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     first = next(iter(ways.values()))
     for way, one in ways.items():
         peak, full = peak_of(one.plan), peak_of(first.plan)
         step_s, least_s = one.plan.predicted_step_s, first.plan.predicted_step_s
-        cells = " | ".join(measured(one, first))
-        print(f"| {way} | {one.plan.ranks} | {format_bytes(peak)} | {peak / full - 1:+.0%} "
-              f"| {step_s:.3f} | {least_s / step_s - 1:+.1%} | {cells} |", flush=True)  # fmt: skip
+        cells = [way, str(one.plan.ranks), format_bytes(peak), f"{peak / full - 1:+.0%}"]
+        cells += [f"{step_s:.3f}", f"{least_s / step_s - 1:+.1%}", *measured_cells(one, first)]
+        print(f"| {' | '.join(cells)} |", flush=True)
 
 
-def measured(one: Found, first: Found) -> Iterator[str]:
+def measured_cells(one: Way, first: Way) -> Iterator[str]:
     if not one.peaks:
-        yield from ("",) * 4
         return
     peak, full = (statistics.median(way.peaks) for way in (one, first))
     step_s, least_s = (statistics.median(way.steps_s) for way in (one, first))
@@ -177,7 +177,7 @@ def measured(one: Found, first: Found) -> Iterator[str]:
     yield f"{least_s / step_s - 1:+.1%}"
 
 
-def as_job(plan: Plan, profile: Profile, folder: Path, name: str) -> Found:
+def as_job(plan: Plan, profile: Profile, folder: Path, name: str) -> Way:
     """What the metrics and the heartbeat of a job say that trains a plan."""
     run = RunDirectory.create(folder / "runs", name, 0.0)
     document = yaml.safe_load((folder / "job.yaml").read_text())
@@ -195,7 +195,7 @@ def as_job(plan: Plan, profile: Profile, folder: Path, name: str) -> Found:
     )
     steps_s = [line["step_time_s"] for line in read_metrics(run) if "step_time_s" in line]
     ranks = json.loads(run.heartbeat.read_text())["ranks"]
-    return Found(plan, steps_s[2:], [max(rank["peak_bytes"] for rank in ranks)])
+    return Way(plan, steps_s[2:], [max(rank["peak_bytes"] for rank in ranks)])
 
 
 def jobs() -> None:
@@ -263,10 +263,10 @@ def on_large_devices() -> None:
         print(f"\n### {DEVICES} accelerators, {host / 1e9:.0f} GB/s to the host and "
               f"{peer / 1e9:.0f} GB/s to each other, predicted\n\nA forward saves "
               f"{format_bytes(saved)}: hidden from {enough / 1e9:.1f} GB/s on.\n")  # fmt: skip
-        show({way: Found(plan) for way, plan in plans.items()})
+        show({way: Way(plan) for way, plan in plans.items()})
         print("\nHalf as many stages, backwards on ranks of their own:\n")
         apart = with_backwards_apart(profile, host, peer)
-        show({way: Found(plan) for way, plan in apart.items()})
+        show({way: Way(plan) for way, plan in apart.items()})
 
 
 def main() -> None:
