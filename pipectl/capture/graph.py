@@ -171,6 +171,11 @@ class CapturedGraph:
         """Nodes whose tensors an operator reads: operators, states and inputs; sizes left out."""
         return [source for source in node.all_input_nodes if not self.is_size(source)]
 
+    def states_of(self, node: fx.Node) -> list[State]:
+        """The parameters, buffers and constants that an operator reads."""
+        names = (source.name for source in node.all_input_nodes)
+        return [self.states[name] for name in names if name in self.states]
+
     def is_size(self, node: fx.Node) -> bool:
         """Whether a node gives a number that follows from the batch size (or a subgraph)."""
         if node.op == "get_attr":

@@ -12,25 +12,25 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from pipectl.capture import CapturedGraph, CapturedJob
+from pipectl.capture import CapturedJob
 from pipectl.capture.data import Batches
-from pipectl.capture.step import is_deferred, own_path
+from pipectl.capture.step import own_path
+from pipectl.capture.tensors import is_deferred
 from pipectl.capture.traits import coupled_operators
 from pipectl.errors import CaptureError
 from pipectl.faults import is_ours
 from pipectl.planner.costs.footprint import Footprints
 from pipectl.planner.costs.operator_times import operator_times
 from pipectl.profile import MeasuredOn, Operator, Profile, StageOverhead
-from pipectl.profiler.bench import Subject
+from pipectl.profiler.bench import Subject, Timed, time_operators, time_stages
 from pipectl.profiler.effort import Effort, measured_sizes
 from pipectl.profiler.fit import CACHE_SHARES, Fit, fit_stages
 from pipectl.profiler.journal import Journal
 from pipectl.profiler.machine import last_level_bytes
 from pipectl.profiler.neighbours import Neighbours
+from pipectl.profiler.operators import Measured, Walk
 from pipectl.profiler.optimizer import optimizer_cost
 from pipectl.profiler.progress import Progress, Work
-from pipectl.profiler.timing import Timed, time_operators, time_stages
-from pipectl.profiler.walk import Measured, Walk
 from pipectl.runtime.device import CpuDevice, Device, choose_device, move
 from pipectl.runtime.process import settle_process
 from pipectl.spec import JobSpec, profile_key
@@ -203,8 +203,7 @@ class _Profiling:
         self._work.end(_STAGES)
         operators = tuple(operator.scaled(*fit.factors) for operator in profile.operators)
         profile = replace(profile, operators=operators, stage=fit.stage)
-        loading_s = {size: timed.loading_s for size, timed in times.items()}
-        return _with_loading(profile, self._graph, loading_s)
+        return self._with_loading(profile, {size: each.loading_s for size, each in times.items()})
 
     def _is_captured(self, size: int) -> bool:
         """Whether the model takes micro-batches of a size; one it must take is measured first."""
@@ -237,26 +236,22 @@ class _Profiling:
                 for pairs in (entry["uncached"], entry["cached"])
             )
             return Timed(uncached, cached, entry["loading_s"])
+        loader = self._job.loader
+        loaded: Iterator[Any] = iter(())
+        if not self._job.spec.data.workers:  # a rank loads it itself, between its computations
+            samples = loader.samples
+            drop_last = samples is not None and samples >= size
+            loaded = loader.micro_batches(Batches(samples, size, drop_last=drop_last), size)
         timed = time_operators(
             Subject.of(self._job, size, self._device),
-            self._job.states,
             working_set,
             self._cache_bytes(working_set),
             self._effort.operators,
-            self._micro_batches(size),
+            loaded,
             lambda share: self._work.advance(_size(size), share),
         )
         self._journal.note(str(size), asdict(timed))
         return timed
-
-    def _micro_batches(self, size: int) -> Iterator[Any]:
-        """What a rank that reads data loads itself, between its computations."""
-        loader = self._job.loader
-        if self._job.spec.data.workers:
-            return iter(())
-        samples = loader.samples
-        batches = Batches(samples, size, drop_last=samples is not None and samples >= size)
-        return loader.micro_batches(batches, size)
 
     def _fit(self, profile: Profile, cache_bytes: int | None) -> Fit:
         """What stages take besides operators, and how operators are scaled to it."""
@@ -266,7 +261,6 @@ class _Profiling:
             return Fit(StageOverhead(**entry["stage"]), (forward, backward), entry["error"])
         samples = time_stages(
             Subject.of(self._job, profile.micro_batch_size, self._device),
-            self._job.states,
             Footprints(profile),
             self._effort.stages,
             lambda share: self._work.advance(_STAGES, share),
@@ -319,42 +313,40 @@ class _Profiling:
         )
 
     def _parameters(self, node: fx.Node) -> tuple[tuple[str, int], ...]:
-        graph = self._graph
-        states = [graph.states[s.name] for s in graph.tensor_inputs(node) if s.name in graph.states]
-        names = dict.fromkeys(state.name for state in states if state.kind == "parameter")
+        states = [state for state in self._graph.states_of(node) if state.kind == "parameter"]
+        names = dict.fromkeys(state.name for state in states)
         return tuple((name, self._job.states[name].nbytes) for name in names)
 
+    def _with_loading(self, profile: Profile, loading_s: Mapping[int, float]) -> Profile:
+        """With the time to load a micro-batch in the operators that read inputs and targets first.
 
-def _with_loading(
-    profile: Profile, graph: CapturedGraph, loading_s: Mapping[int, float]
-) -> Profile:
-    """With the time to load a micro-batch in the operators that read inputs and targets first.
+        The ranks of their stages load the data, each for itself.
 
-    The ranks of their stages load the data, each for itself.
+        Args:
+            loading_s: by micro-batch size.
+        """
+        graph, base_s = self._graph, loading_s[profile.micro_batch_size]
+        readers = set()
+        for part in (0, 1):
+            names = [n for n, place in graph.places.items() if place[0] == pytree.SequenceKey(part)]
+            users = [user for name in names for user in graph.users.get(name, ())]
+            readers.add(min(users, key=graph.position.__getitem__, default=None))
 
-    Args:
-        loading_s: by micro-batch size.
-    """
-    readers = set()
-    for part in (0, 1):
-        names = [n for n, place in graph.places.items() if place[0] == pytree.SequenceKey(part)]
-        users = [user for name in names for user in graph.users.get(name, ())]
-        readers.add(min(users, key=graph.position.__getitem__, default=None))
-
-    def with_loading(operator: Operator) -> Operator:
         def longer(times: Mapping[int, tuple[float, float]]) -> dict[int, tuple[float, float]]:
             return {size: (f + loading_s[size], b) for size, (f, b) in times.items()}
 
-        return replace(
-            operator,
-            forward_s=operator.forward_s + loading_s[profile.micro_batch_size],
-            timings=longer(operator.timings),
-            cached=longer(operator.cached),
-        )
-
-    operators = [with_loading(op) if op.id in readers else op for op in profile.operators]
-    loading = loading_s[profile.micro_batch_size]
-    return replace(profile, operators=tuple(operators), loading_s=loading)
+        operators = [
+            replace(
+                operator,
+                forward_s=operator.forward_s + base_s,
+                timings=longer(operator.timings),
+                cached=longer(operator.cached),
+            )
+            if operator.id in readers
+            else operator
+            for operator in profile.operators
+        ]
+        return replace(profile, operators=tuple(operators), loading_s=base_s)
 
 
 def _size(size: int) -> str:

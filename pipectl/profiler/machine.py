@@ -1,15 +1,27 @@
-"""What measuring has to know of the machine: its accelerator, and the processor's cache."""
+"""The machine that is measured: its accelerator, cache and clock, and how much memory is live.
+
+On the CPU the allocator reports every allocation and release to torch's profiler, also those that
+an operator makes and drops again; accelerators count by themselves. Libraries that bring their own
+allocator (MKL's work buffers, say) are not seen by either.
+"""
 
 from __future__ import annotations
 
+import os
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple, Self
 
 import torch
+from torch.autograd.profiler import profile, record_function
 
-from pipectl.runtime.device import choose_device
+from pipectl.runtime.device import CpuDevice, Device, choose_device
 
+Clock = Callable[[], float]
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 _ASSUMED_BYTES = 32 << 20
+_MARK = "pipectl: end of phase"
 
 
 def accelerator_name(accelerators_per_node: int) -> str | None:
@@ -37,3 +49,89 @@ def last_level_bytes(caches: Path = _CACHES) -> int:
         if number.isdigit():
             sizes.append(int(number) * factor)
     return max(sizes) or _ASSUMED_BYTES
+
+
+def clock_of(device: Device) -> Clock:
+    """Seconds, when everything that was queued on the device is done."""
+    if isinstance(device, CpuDevice):
+        return time.perf_counter
+
+    def clock() -> float:
+        device.synchronize()
+        return time.perf_counter()
+
+    return clock
+
+
+class Phase(NamedTuple):
+    """Live bytes during a part of a recording.
+
+    Args:
+        peak_bytes: the most, above the level at the start of the recording; at least what was
+            live when the phase began.
+        end_bytes: what is live at its end.
+    """
+
+    peak_bytes: int
+    end_bytes: int
+
+
+def record_allocated(device: torch.device) -> Recording:
+    """A recording for tensors of ``device``."""
+    return Recording() if device.type == "cpu" else _OnAccelerator(device)
+
+
+class Recording:
+    """Records live bytes of the CPU while it is entered; ``phases`` are complete afterwards."""
+
+    def __init__(self) -> None:
+        self.phases: list[Phase] = []
+        self._profile: Any = None
+
+    def __enter__(self) -> Self:
+        # Kineto writes a line to stderr whenever it starts or stops, unless it is told not to.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+        self._profile = profile(profile_memory=True)
+        self._profile.__enter__()
+        return self
+
+    def mark(self) -> None:
+        """End a phase; the last one ends with the recording."""
+        with record_function(_MARK):
+            pass
+
+    def __exit__(self, *raised: Any) -> None:
+        self._profile.__exit__(*raised)
+        level = peak = 0
+        for event in sorted(self._profile.kineto_results.events(), key=lambda e: e.start_ns()):
+            if event.name() == "[memory]":
+                level += event.nbytes()
+                peak = max(peak, level)
+            elif event.name() == _MARK:
+                self.phases.append(Phase(peak, level))
+                peak = level
+        self.phases.append(Phase(peak, level))
+
+
+class _OnAccelerator(Recording):
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __enter__(self) -> Self:
+        torch.accelerator.synchronize(self._device)
+        torch.accelerator.reset_peak_memory_stats(self._device)
+        self._start = torch.accelerator.memory_allocated(self._device)
+        return self
+
+    def mark(self) -> None:
+        torch.accelerator.synchronize(self._device)
+        peak = torch.accelerator.max_memory_allocated(self._device) - self._start
+        level = torch.accelerator.memory_allocated(self._device) - self._start
+        if self.phases:  # values released since the mark, by the garbage collector for instance
+            peak = max(peak, self.phases[-1].end_bytes)
+        self.phases.append(Phase(peak, level))
+        torch.accelerator.reset_peak_memory_stats(self._device)
+
+    def __exit__(self, *_: Any) -> None:
+        self.mark()

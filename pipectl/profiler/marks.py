@@ -25,25 +25,12 @@ from torch import Tensor, fx
 
 from pipectl.capture.randomness import SEEDERS
 from pipectl.capture.stage import StageCode
-from pipectl.runtime.device import CpuDevice, Device
+from pipectl.profiler.machine import Clock
 
-Clock = Callable[[], float]
 _OUTSIDE = -1
 _TRIALS = 15
 _CHAIN = 200
 _count_nodes: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
-
-
-def clock_of(device: Device) -> Clock:
-    """Seconds, when everything that was queued on the device is done."""
-    if isinstance(device, CpuDevice):
-        return time.perf_counter
-
-    def clock() -> float:
-        device.synchronize()
-        return time.perf_counter()
-
-    return clock
 
 
 @dataclass(frozen=True)

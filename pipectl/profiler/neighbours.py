@@ -126,7 +126,7 @@ def _compute(spec: JobSpec, size: int, place: int, ready: Event, stop: Event) ->
     if not has_room(job, place):
         return
     subject = Subject.of(job, size, CpuDevice())
-    bench = Bench(subject, job.states, whole(subject.graph))
+    bench = Bench(subject, whole(subject.graph))
     ready.set()
     while not stop.is_set() and measuring.is_alive():
         bench.run(0)

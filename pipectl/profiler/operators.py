@@ -1,22 +1,37 @@
-"""One call of one operator: what it keeps and allocates, its arithmetic, and its times alone."""
+"""Running a captured graph operator by operator on real tensors, measuring each.
+
+In a model that fits no process, an operator equal to one measured before (those of repeated blocks)
+is not run: later operators get values of the same shapes.
+"""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop, sdpa_flop
 
-from pipectl.profiler.allocated import record_allocated
-from pipectl.profiler.marks import clock_of
+from pipectl.capture import CapturedJob, State
+from pipectl.capture.opaque import Opaque
+from pipectl.capture.operators import written_tensors
+from pipectl.capture.regions import WHOLE, arithmetic, missing_kernels, region_of
+from pipectl.capture.stage import on_device, place_subgraphs
+from pipectl.capture.tensors import is_deferred, storage_of, storages_in, tensors_in
+from pipectl.profile import OperatorMemory
+from pipectl.profiler.bench import Subject
+from pipectl.profiler.journal import Journal
+from pipectl.profiler.machine import clock_of, record_allocated
 from pipectl.runtime.device import Device
+from pipectl.runtime.process import release_freed_memory
 
 _MIN_REPEATS, _MAX_REPEATS = 3, 15
 _LONG_S = 2.0
@@ -26,6 +41,26 @@ _ATTENTION = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
 }
 """What torch's own counter leaves out."""
+_RESULT = -1
+"""In place of the index of an argument: the memory is that of the result."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one operator costs.
+
+    Args:
+        saved: (name of the storage, bytes) kept for backward; parameters left out.
+        memory: what it allocates.
+        flops: floating-point operations of forward and backward.
+        times: seconds of forward and backward, by itself; 0 if they were not asked for.
+    """
+
+    output_bytes: int
+    saved: tuple[tuple[str, int], ...]
+    memory: OperatorMemory
+    flops: int
+    times: tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -38,20 +73,13 @@ class Call:
 
     target: Callable[..., Any]
     args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    kwargs: dict[str, Any]
     mutates: bool
 
-    def prepared(self) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]:
-        """Fresh arguments, and those among them whose gradient is wanted."""
-
-        def fresh(tensor: Tensor) -> Tensor:
-            alias = tensor.detach().requires_grad_(tensor.requires_grad)
-            return alias.clone() if self.mutates else alias
-
-        arguments = (self.args, dict(self.kwargs))
-        args, kwargs = pytree.tree_map_only(Tensor, fresh, arguments)
-        leaves = tensors_in((args, kwargs))
-        return args, kwargs, [leaf for leaf in leaves if leaf.requires_grad]
+    @property
+    def leaves(self) -> list[Any]:
+        """The arguments, flattened."""
+        return pytree.tree_leaves((self.args, self.kwargs))
 
     def run(self, mark: Callable[[], None] = lambda: None) -> Run:
         """Forward and backward.
@@ -59,7 +87,14 @@ class Call:
         Args:
             mark: called before the forward, after it, and before the backward.
         """
-        args, kwargs, wanted = self.prepared()
+
+        def fresh(tensor: Tensor) -> Tensor:
+            alias = tensor.detach().requires_grad_(tensor.requires_grad)
+            return alias.clone() if self.mutates else alias
+
+        args, kwargs = pytree.tree_map_only(Tensor, fresh, (self.args, self.kwargs))
+        leaves = pytree.tree_leaves((args, kwargs))
+        wanted = [leaf for leaf in tensors_in(leaves) if leaf.requires_grad]
         mark()
         result = self.target(*args, **kwargs)
         mark()
@@ -69,11 +104,10 @@ class Call:
         gradients: Sequence[Tensor | None] = ()
         if wanted and roots:
             gradients = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
-        return Run(result, pytree.tree_leaves((args, kwargs)), seeds, gradients)
+        return Run(result, leaves, seeds, gradients)
 
 
-@dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """What went into one call, and what it gave.
 
     Args:
@@ -90,24 +124,34 @@ class Run:
 
 @dataclass(frozen=True)
 class Observed:
-    """One call whose memory was followed.
+    """One call whose memory was followed. Arguments are known by their index among all leaves.
 
     What its backward releases of its own (saved values of the operators it consists of) makes
     room for what it allocates later, as in a stage. Arguments and seeds are not counted.
 
     Args:
-        kept: bytes of each storage that autograd keeps for the backward, by its identity.
+        result: what it gave; of a pattern, with shapes for tensors.
+        output_bytes: of the result, if it is one tensor.
+        origins: for every tensor of the result the argument in whose memory it lies, or None.
+        kept: (argument whose memory it is, ``_RESULT``, or None; bytes) of each storage that
+            autograd keeps for the backward.
         made_bytes: storages that the result brings.
         forward_bytes, backward_bytes: most that was live at once.
-        gradients_bytes: memory that each wanted gradient brings; None if there is no gradient.
+        gradients: (argument, bytes of memory that its gradient brings).
+        flops: of both ways.
+        times: seconds of both ways; 0 if they were not asked for.
     """
 
-    run: Run
-    kept: dict[int, int]
+    result: Any
+    output_bytes: int
+    origins: list[int | None]
+    kept: list[tuple[int | None, int]]
     made_bytes: int
     forward_bytes: int
     backward_bytes: int
-    gradients_bytes: list[int | None]
+    gradients: list[tuple[int, int]]
+    flops: int = 0
+    times: tuple[float, float] = (0.0, 0.0)
 
 
 def observe(call: Call, device: torch.device) -> Observed:
@@ -119,23 +163,38 @@ def observe(call: Call, device: torch.device) -> Observed:
         kept.setdefault(storage._cdata, storage.nbytes())
         return tensor
 
+    wanting = [i for i, x in enumerate(call.leaves) if isinstance(x, Tensor) and x.requires_grad]
     with record_allocated(device) as recording, saved_tensors_hooks(pack, lambda tensor: tensor):
         run = call.run(recording.mark)
     arguments, forward, seeds, backward = recording.phases
-    gradients_bytes: list[int | None] = []
+    places: dict[int, int] = {}
+    for index, leaf in enumerate(run.leaves):
+        if isinstance(leaf, Tensor):
+            places.setdefault(storage_of(leaf), index)
+    result, results = run.result, storages_in(run.result)
+    gradients = []
     known: list[Any] = list(run.seeds)
-    for gradient in run.gradients:
-        brought = None if gradient is None else _new_bytes([gradient], known)
-        gradients_bytes.append(brought)
-        known.append(gradient)
+    for index, gradient in zip(wanting, run.gradients, strict=False):
+        if gradient is not None:
+            gradients.append((index, _new_bytes([gradient], known)))
+            known.append(gradient)
     return Observed(
-        run,
-        kept,
-        _new_bytes(pytree.tree_leaves(run.result), run.leaves),
+        result,
+        result.numel() * result.element_size() if isinstance(result, Tensor) else 0,
+        [places.get(storage) for storage in results],
+        [(places.get(s, _RESULT if s in results else None), size) for s, size in kept.items()],
+        _new_bytes(result, run.leaves),
         forward.peak_bytes - arguments.end_bytes,
         backward.peak_bytes - seeds.end_bytes,
-        gradients_bytes,
+        gradients,
     )
+
+
+def _new_bytes(value: Any, known: Sequence[Any]) -> int:
+    """Bytes of the storages in ``value`` that no tensor in ``known`` lies in."""
+    old = set(storages_in(known))
+    sizes = {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors_in(value))}
+    return sum(size for storage, size in sizes.items() if storage not in old)
 
 
 def count_flops(call: Call) -> int:
@@ -172,18 +231,262 @@ def time_alone(call: Call, device: Device, budget_s: float) -> tuple[float, floa
     return statistics.median(forward), statistics.median(backward)
 
 
-def tensors_in(value: Any) -> list[Tensor]:
-    """All tensors in a tree, in order."""
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+@dataclass(frozen=True)
+class Shape:
+    """A tensor without its values.
+
+    Args:
+        origin: index of the argument in whose memory it lies; None for memory of its own.
+    """
+
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    requires_grad: bool
+    origin: int | None
+
+    @classmethod
+    def of(cls, tensor: Tensor, origin: int | None) -> Shape:
+        """The shape of a tensor."""
+        layout = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+        return cls(tensor.dtype, *layout, tensor.requires_grad, origin)
+
+    def fill(self, leaves: list[Any], device: torch.device) -> Tensor:
+        """A tensor of this shape: random, or with valid indices, or in memory of an argument."""
+        if self.origin is not None:
+            tensor = torch.empty(0, dtype=self.dtype, device=device)
+            storage = leaves[self.origin].detach().untyped_storage()
+            tensor.set_(storage, self.offset, self.sizes, self.strides)
+            return tensor.requires_grad_(self.requires_grad)
+        tensor = torch.empty_strided(self.sizes, self.strides, dtype=self.dtype, device=device)
+        if self.dtype.is_floating_point:
+            return tensor.normal_().requires_grad_(self.requires_grad)
+        return tensor.fill_(self.dtype is torch.bool)  # a valid index, a mask that hides nothing
 
 
-def storages_in(value: Any) -> list[int]:
-    """Identity of the storage of every tensor in a tree, in order."""
-    return [tensor.untyped_storage()._cdata for tensor in tensors_in(value)]
+class Walk:
+    """One pass over a graph at one batch size.
 
+    Values are freed after their last reader, so the pass needs little more memory than the widest
+    place of the graph, and parameters are asked for by the operator that is measured.
 
-def _new_bytes(leaves: Sequence[Any], known: Sequence[Any]) -> int:
-    """Bytes of the storages among ``leaves`` that no tensor in ``known`` lies in."""
-    old = set(storages_in(list(known)))
-    sizes = {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors_in(list(leaves)))}
-    return sum(size for storage, size in sizes.items() if storage not in old)
+    Args:
+        budget_s: seconds for the times of each operator; None takes no times.
+        journal: where these are kept.
+        once: whether operators equal to one measured before are not measured again.
+    """
+
+    def __init__(
+        self, job: CapturedJob, subject: Subject, journal: Journal, budget_s: float | None, *,
+        once: bool,
+    ) -> None:  # fmt: skip
+        self._job = job
+        self._graph = subject.graph
+        self._subject = subject
+        self._device = subject.device.torch_device
+        self._journal, self._budget_s = journal, budget_s
+        self._once = once
+        self._patterns: dict[Any, Observed] = {}
+        self._values: dict[fx.Node, Any] = {}
+        self._storage_names: dict[fx.Node, str] = {}
+        place_subgraphs(self._graph.root, self._device)
+        for node in self._graph.graph.nodes:
+            if node.op == "placeholder" and node.name not in self._graph.states:
+                given = subject.batch.get(node.name)
+                self._values[node] = None if given is None else given.clone()  # may be written
+
+    def measure(self, done: Callable[[str], None]) -> dict[str, Measured]:
+        """Measure every operator in order; ``done`` is called with the name of each."""
+        last_reader: dict[fx.Node, fx.Node] = {}
+        for node in self._graph.operators:
+            last_reader[node] = node
+            last_reader.update(dict.fromkeys(self._graph.tensor_inputs(node), node))
+        unread_after: dict[fx.Node, list[fx.Node]] = {}
+        for value, reader in last_reader.items():
+            if value.op != "placeholder":
+                unread_after.setdefault(reader, []).append(value)
+        measured: dict[str, Measured] = {}
+        for node in self._graph.operators:
+            key = self._key(node) if self._once else None
+            pattern = self._patterns.get(key)
+            if pattern is not None:
+                fill = partial(
+                    Shape.fill, leaves=self._call(node, self._outline).leaves, device=self._device
+                )
+                self._values[node] = pytree.tree_map_only(Shape, fill, pattern.result)
+            measured[node.name] = self._with_names(node, pattern or self._observe(node, key))
+            for value in unread_after.get(node, ()):
+                self._values.pop(value, None)
+            if self._once and pattern is None:
+                release_freed_memory()  # parameters of all sizes follow each other, and never again
+            done(node.name)
+        return measured
+
+    def _observe(self, node: fx.Node, key: Any) -> Observed:
+        """Measure an operator, and remember it for those with an equal key."""
+        call = self._call(node, self._state)
+        with missing_kernels(node.name, self._subject.precision, self._device), torch.enable_grad():
+            times = self._times(node, call)
+            flops = count_flops(call)
+            observed = replace(observe(call, self._device), flops=flops, times=times)
+        is_view = any(origin is not None for origin in observed.origins)
+        written = written_tensors(node.target, call.args, call.kwargs)
+        # A view of a parameter needs that parameter, and each write its own memory.
+        if key is not None and not (self._graph.states_of(node) and is_view) and not written:
+            origins = iter(observed.origins)
+            shapes = pytree.tree_map_only(
+                Tensor, lambda tensor: Shape.of(tensor, next(origins)), observed.result
+            )
+            self._patterns[key] = replace(observed, result=shapes)
+        self._values[node] = self._value(call, observed.result, set(storages_in(written)))
+        return observed
+
+    def _times(self, node: fx.Node, call: Call) -> tuple[float, float]:
+        if self._budget_s is None:
+            return 0.0, 0.0
+        key = f"{self._subject.size}:{node.name}"
+        entry = self._journal.find(key)
+        if entry is None:
+            entry = {"times": time_alone(call, self._subject.device, self._budget_s)}
+            self._journal.note(key, entry)
+        forward_s, backward_s = entry["times"]
+        return forward_s, backward_s
+
+    def _key(self, node: fx.Node) -> Any:
+        """Equal for operators of one kind with equal arguments, but for the values of tensors."""
+        states = {*storages_in([self._outline(state) for state in self._graph.states_of(node)])}
+        call = self._call(node, self._outline)
+        order: dict[int, int] = {}
+        described: list[Any] = []
+        for leaf in call.leaves:
+            if isinstance(leaf, Tensor):
+                storage = storage_of(leaf)
+                place = order.setdefault(storage, len(order))
+                described.append((Shape.of(leaf, place), storage in states))
+            else:
+                described.append((type(leaf).__name__, str(getattr(leaf, "code", leaf))))
+        structure = pytree.tree_structure((call.args, call.kwargs))
+        return node.target, region_of(node), str(structure), tuple(described)
+
+    def _value(self, call: Call, result: Any, written: set[int]) -> Any:
+        """What later operators read: if values are written in place, in their own memory."""
+        flags = pytree.tree_map_only(Tensor, lambda tensor: tensor.requires_grad, result)
+        if written and not self._state_storages & written:
+            with torch.no_grad():
+                result = call.target(*call.args, **call.kwargs)
+            if any(flag is True for flag in pytree.tree_leaves(flags)):
+                # Values that were written through a view have the gradient that this gave them.
+                for other, value in self._values.items():
+                    wants = self._graph.requires_grad.get(other.name)
+                    if wants and written & set(storages_in(value)):
+                        value.requires_grad_()
+        return pytree.tree_map(
+            lambda one, flag: one.detach().requires_grad_(flag) if isinstance(one, Tensor) else one,
+            result,
+            flags,
+        )
+
+    @cached_property
+    def _state_storages(self) -> set[int]:
+        return set(storages_in([self._outline(state) for state in self._graph.states.values()]))
+
+    def _with_names(self, node: fx.Node, observed: Observed) -> Measured:
+        """What an operator costs, by the names of values, parameters and buffers.
+
+        What is kept has the name of the value whose memory it is, so that no stage counts it twice.
+        """
+        known = self._graph.states
+        sources = pytree.tree_leaves(  # for every argument, the value or parameter it comes from
+            fx.node.map_arg(
+                (node.args, node.kwargs),
+                lambda source: pytree.tree_map(lambda _: source, self._values.get(source)),
+            )
+        )
+
+        def storage_name(argument: int) -> str:
+            source = sources[argument]
+            own = "" if source.name in known else source.name
+            return self._storage_names.get(source, own)
+
+        for origin in observed.origins:
+            borrowed = "" if origin is None else storage_name(origin)
+            self._storage_names[node] = borrowed or node.name
+        saved: dict[str, int] = {}
+        for index, (argument, size) in enumerate(observed.kept):
+            name = f"{node.name}:{index}"
+            if argument is not None:
+                name = node.name if argument == _RESULT else storage_name(argument)
+            if name:
+                saved[name] = saved.get(name, 0) + size
+        gradients: dict[str, int] = {}
+        for argument, size in observed.gradients:
+            source = sources[argument]
+            name = known[source.name].name if source.name in known else source.name
+            gradients[name] = gradients.get(name, 0) + size
+        used = self._graph.states_of(node)
+        buffers = dict.fromkeys(state.name for state in used if state.kind == "buffer")
+        memory = OperatorMemory(
+            observed.made_bytes,
+            self._storage_names.get(node, node.name),
+            observed.forward_bytes,
+            observed.backward_bytes,
+            tuple(gradients.items()),
+            tuple((name, self._subject.states[name].nbytes) for name in buffers),
+        )
+        return Measured(
+            observed.output_bytes, tuple(saved.items()), memory, observed.flops, observed.times
+        )
+
+    def _call(self, node: fx.Node, make: Callable[[State], Tensor]) -> Call:
+        """An operator with its arguments; ``make`` gives parameters, buffers and constants."""
+
+        def value(source: fx.Node) -> Any:
+            if source.name in self._graph.states:
+                return make(self._graph.states[source.name])
+            if source.op == "get_attr":
+                return self._graph.root.get_submodule(str(source.target))
+            if self._graph.is_size(source):
+                return self._graph.size_at(source, self._subject.size)
+            return self._values[source]
+
+        args, kwargs = fx.node.map_arg(on_device((node.args, node.kwargs), self._device), value)
+        schema = getattr(node.target, "_schema", None)
+        target: Any = node.target
+        mutates = (
+            (schema is not None and schema.is_mutable)
+            or "batch_norm" in str(target)
+            or isinstance(target, Opaque)
+        )
+        region = region_of(node)
+
+        def run_target(*args: Any, **kwargs: Any) -> Any:
+            with arithmetic(self._subject.precision, self._device):
+                return region.run(target, *args, **kwargs)
+
+        # As a stage runs it, with the casts that autocast makes.
+        plain = self._subject.precision == "float32" and region == WHOLE
+        return Call(target if plain else run_target, args, dict(kwargs), mutates)
+
+    def _outline(self, state: State) -> Tensor:
+        """A parameter, buffer or constant: its shape, layout and type, perhaps without values."""
+        known = self._graph.constants if state.kind == "constant" else self._subject.states
+        return known[state.name]
+
+    def _state(self, state: State) -> Tensor:
+        """The same with values.
+
+        If it has no memory, a parameter is random, in the range that layers are usually initialised
+        in; a buffer has the values that the factory gives it, since it may hold indices.
+        """
+        tensor = self._outline(state)
+        if state.kind == "constant":
+            return tensor.to(self._device)
+        if not is_deferred(tensor):
+            return tensor
+        if not (isinstance(tensor, nn.Parameter) and tensor.is_floating_point()):
+            return self._job.made(state.name).to(self._device)
+        sizes, strides = tensor.shape, tensor.stride()
+        bound = prod(sizes[1:]) ** -0.5
+        filled = torch.empty_strided(sizes, strides, dtype=tensor.dtype, device=self._device)
+        return nn.Parameter(filled.uniform_(-bound, bound), tensor.requires_grad)

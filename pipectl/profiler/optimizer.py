@@ -10,11 +10,9 @@ from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedJob
 from pipectl.capture.factories import call
-from pipectl.capture.step import is_deferred
+from pipectl.capture.tensors import is_deferred
 from pipectl.profile import OptimizerCost, StepMemory
-from pipectl.profiler.allocated import record_allocated
-from pipectl.profiler.machine import last_level_bytes
-from pipectl.profiler.marks import clock_of
+from pipectl.profiler.machine import clock_of, last_level_bytes, record_allocated
 from pipectl.runtime.device import Device
 from pipectl.runtime.stepper import make_optimizer, may_divide, refuse_coupled_updates
 

@@ -83,7 +83,7 @@ def stages_of(entry: Entry, job: CapturedJob, size: int) -> list[Stage]:
     partitions.append(("neighbours", cuts.whole(graph)))
     made = []
     for kind, cut in partitions:
-        stages = Bench(subject, job.states, cut)
+        stages = Bench(subject, cut)
         made += [Stage(entry.name, kind, stages, index, []) for index in range(len(stages))]
     return made
 

@@ -24,7 +24,7 @@ from pipectl.planner.costs.footprint import Footprints
 from pipectl.planner.costs.operator_times import operator_times
 from pipectl.planner.costs.stage_costs import scaled_transfers, stage_costs
 from pipectl.profile import Profile
-from pipectl.profiler.allocated import record_allocated
+from pipectl.profiler.machine import record_allocated
 from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.engine import Engine
 from pipectl.runtime.failure import Doing

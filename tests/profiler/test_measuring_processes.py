@@ -22,8 +22,8 @@ from pipectl.profiler.journal import Journal
 from pipectl.profiler.machine import last_level_bytes
 from pipectl.profiler.marks import Cost
 from pipectl.profiler.neighbours import Neighbours, has_room, neighbour_count
+from pipectl.profiler.operators import Measured, Walk
 from pipectl.profiler.optimizer import optimizer_cost
-from pipectl.profiler.walk import Measured, Walk
 from pipectl.runtime.device import CpuDevice
 from pipectl.spec import JobSpec, load
 
@@ -164,7 +164,7 @@ def test_neighbours_leave_room_for_those_before_them(
 def test_gradients_do_not_stay_between_the_rounds_of_cuts(tmp_path: Path) -> None:
     job = CapturedJob(spec_of(tmp_path))
     subject = Subject.of(job, 4, CpuDevice())
-    stages = Bench(subject, job.states, whole(subject.graph))
+    stages = Bench(subject, whole(subject.graph))
     stages.run(0)
     assert all(parameter.grad is not None for parameter in job.step.parameters())
     stages.forget()
@@ -176,7 +176,7 @@ def test_every_run_finds_the_batch_as_it_was(tmp_path: Path) -> None:
     job = CapturedJob(spec)
     subject = Subject.of(job, 4, CpuDevice())
     before = {name: tensor.clone() for name, tensor in subject.batch.items()}
-    stages = Bench(subject, job.states, random_stages(subject.graph, 0))
+    stages = Bench(subject, random_stages(subject.graph, 0))
     for index in range(len(stages)):
         stages.run(index)
         stages.run_marked(index, Cost(0.0, 0.0))

@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from pipectl.profile import Operator, Profile
-from pipectl.profiler import profile_job, walk
+from pipectl.profiler import operators, profile_job
 from pipectl.profiler.effort import Effort
 from pipectl.spec import load
 
@@ -61,13 +61,13 @@ def test_everything_but_times_is_that_of_the_whole_model(tmp_path: Path, model: 
 
 def test_equal_operators_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[Any] = []
-    measure = walk.time_alone
+    measure = operators.time_alone
 
     def counting(call: Any, device: Any, budget_s: float) -> Any:
         measured.append(call.target)
         return measure(call, device, budget_s)
 
-    monkeypatch.setattr(walk, "time_alone", counting)
+    monkeypatch.setattr(operators, "time_alone", counting)
     profile = profiled(tmp_path, "gpt", "per_rank")
     blocks = [
         {
