@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 
 from pipectl.capture.operators import written_tensors
-from pipectl.capture.refusals import AS_IT_IS, EagerError, NodeError, module_of, place_in
+from pipectl.capture.refusals import data_dependent_size, forms_gradients, module_of, place_in
 from pipectl.capture.regions import region_of
 
 if TYPE_CHECKING:
@@ -163,22 +163,16 @@ class _FakeRun:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.values.__getitem__)
         if getattr(node.target, "__module__", "") == _TRANSFORMS:
             place = place_in(node.meta.get("stack_trace") or "")
-            raise EagerError(
-                f"model: cannot be captured{place}: it transforms functions (torch.func)",
-                path=module_of(node),
-            )
+            what = "it transforms functions (torch.func)"
+            raise forms_gradients(what, place=place, part=module_of(node))
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         versions = [tensor._version for tensor in tensors]
         try:
             target: Any = node.target
             result = region_of(node).run(target, *args, **kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException):
-            raise NodeError(
-                node,
-                f"model: {node.name!r} has a size that depends on the data"
-                + place_in(node.meta.get("stack_trace") or ""),
-                cure=f"give the tensor a fixed size (padding and a mask, say), or {AS_IT_IS}",
-            ) from None
+            place = place_in(node.meta.get("stack_trace") or "")
+            raise data_dependent_size(node, place) from None
         index = self.index[node]
         for storage in {*_storages(tensors), *_storages(result)}:
             self.touched.setdefault(storage, []).append(node)

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from pipectl.capture.operators import written_tensors
 from pipectl.capture.patches import copyable_without_values
 from pipectl.capture.randomness import seed_of
-from pipectl.capture.step import is_deferred
+from pipectl.capture.tensors import is_deferred
 from pipectl.errors import CaptureError
 
 

@@ -14,14 +14,13 @@ from torch.utils import _pytree as pytree
 
 from pipectl.capture.checks import drop_conditions
 from pipectl.capture.fallback import Kept, call_modules, traced
-from pipectl.capture.outline import UnsuitableError
 from pipectl.capture.patches import (
     call_functions,
     patched_export,
     refused_reads,
 )
 from pipectl.capture.python_state import Assignments, Attribute, later, numbers_in
-from pipectl.capture.refusals import UnrolledError, carried, explain, refuse_backward_hooks
+from pipectl.capture.refusals import RefusedError, carried, explain, refuse_backward_hooks
 from pipectl.capture.step import Step
 from pipectl.errors import CaptureError
 
@@ -42,7 +41,6 @@ def export_step(step: Step, inputs: Any, targets: Any, kept: Kept) -> ExportedPr
 
     Raises:
         CaptureError: the model cannot be exported; names the user's line.
-        UnsuitableError: a submodule of ``kept`` cannot be an operator.
     """
     refuse_backward_hooks(step, kept.modules.values())
     batch = (inputs, targets)
@@ -56,7 +54,7 @@ def export_step(step: Step, inputs: Any, targets: Any, kept: Kept) -> ExportedPr
                     program, _ = _program(step, batch, kept, free=free)
             if assigned.numbers:
                 _refuse_counts(step, batch, kept, program, assigned.numbers, free=free)
-        except (CaptureError, UnsuitableError):
+        except CaptureError:
             raise
         except Exception as error:
             failure = failure or error
@@ -78,7 +76,7 @@ def _refuse_counts(
     """Refuse numbers that every step changes, if a later step has another graph for them.
 
     Raises:
-        CarriedError: naming the first such number.
+        RefusedError: naming the first such number.
     """
     known = _text(program)
 
@@ -87,10 +85,8 @@ def _refuse_counts(
         try:
             with later(step, values):
                 again, found = _program(step, batch, kept, free=free)
-        except UnrolledError:
-            return True, {}
-        except Exception:  # what else such a step needs is not known
-            return False, {}
+        except Exception as error:  # what else such a step needs is not known
+            return isinstance(error, RefusedError) and bool(error.loop), {}
         return _text(again) != known, found.numbers
 
     values = {name: after for name, (_, after) in numbers.items()}

@@ -19,14 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from pipectl.capture.factories import is_torch_code
 from pipectl.capture.graph import CapturedGraph
 from pipectl.capture.opaque import Arguments, Opaque, States, anchored
-from pipectl.capture.outline import Outline, UnsuitableError
+from pipectl.capture.outline import Outline
 from pipectl.capture.patches import Mask
 from pipectl.capture.python_state import (
     SHARED_GENERATORS,
@@ -39,14 +38,15 @@ from pipectl.capture.python_state import (
 from pipectl.capture.randomness import seed_everything
 from pipectl.capture.refusals import (
     AS_IT_IS,
-    EagerError,
+    Keep,
     RefusedError,
-    UnrolledError,
     culprit,
     explain,
     place_of,
+    unsuitable,
 )
 from pipectl.capture.step import Step, in_model, make_known, own_name, resized
+from pipectl.capture.tensors import is_deferred, tensors_in
 from pipectl.errors import CaptureError
 from pipectl.faults import is_user_code
 from pipectl.units import did_you_mean
@@ -129,16 +129,15 @@ class Fallback:
             CaptureError: it fails however the model is cut; names the user's line.
         """
         while True:
+            kept: Kept | None = None
             try:
                 kept = self._observe(size, example)
-                try:
-                    return capture(kept)
-                except UnrolledError as error:
-                    self._keep_loop(error)
-                except CaptureError as error:
-                    self._keep(error)
-            except UnsuitableError as error:
-                self._widen(error.path, str(error), error.cure)
+                return capture(kept)
+            except CaptureError as error:
+                around = isinstance(error, RefusedError) and error.keep is Keep.AROUND
+                if kept is None and not around:
+                    raise
+                self._keep(error)
 
     def _observe(self, size: int, example: Example) -> Kept:
         """The submodules that are kept by now, and what their calls give."""
@@ -155,7 +154,7 @@ class Fallback:
             try:
                 outlines = observe(self._step, modules, batches, self._make)
                 return Kept(modules, outlines, fixed, self._unrolls)
-            except (UnsuitableError, CaptureError):
+            except CaptureError:
                 raise
             except Exception as error:
                 failure = error
@@ -169,34 +168,37 @@ class Fallback:
 
     def _keep(self, error: CaptureError) -> None:
         """Keep the submodule in which an export failed; raise if there is none to blame."""
-        path = getattr(error, "path", "") or self._path(culprit(error))
+        keep, part, loop = Keep.INNERMOST, None, ""
+        if isinstance(error, RefusedError):
+            keep, part, loop = error.keep, error.part, error.loop
+        if part is None or part == "":
+            part = culprit(error)
+        path = part if isinstance(part, str) else self._path(part)
         if path not in self._modules and f"{_ROOT}.{path}" in self._modules:
             path = f"{_ROOT}.{path}"  # within a mask, torch tells paths from the model on
-        whole = path == _ROOT and (isinstance(error, EagerError) or self._is_of_a_library())
-        if isinstance(error, RefusedError) or not (whole or self._may_be_kept(path)):
+        if keep is Keep.AROUND:
+            return self._widen(path, error.message, error.cure)
+        whole = path == _ROOT and (keep is Keep.WHOLE or self._is_of_a_library())
+        may_be_kept = self._may_be_kept(path)
+        if loop and not may_be_kept:
+            self._unrolls = True
+            self._tell(
+                f"capturing a long loop{loop}, which takes minutes; to shorten it, {AS_IT_IS}"
+            )
+            return None
+        if keep is Keep.NOTHING or not (whole or may_be_kept):
             raise error
         if self._is_inside(path):
             return self._widen(path, error.message)
         kind = type(self._modules[path])
         alike = [p for p, module in self._modules.items() if type(module) is kind]
         # Submodules of one class break in the same way, mostly; the second one settles it.
-        again = any(other in self._reasons for other in alike)
+        again = any(other in self._reasons for other in alike) and not loop
         why = error.message.removeprefix("model: ").removeprefix("cannot be captured ")
         for other in alike if again else [path]:
             if whole or self._may_be_kept(other):
                 self._reasons.setdefault(other, why)
         return None
-
-    def _keep_loop(self, error: UnrolledError) -> None:
-        """Keep the submodule that runs a long loop; one of the model itself is unrolled."""
-        path = self._path(error.module)
-        if self._may_be_kept(path):
-            self._reasons[path] = error.message.removeprefix("model: cannot be captured ")
-            return
-        self._unrolls = True
-        self._tell(
-            f"capturing a long loop{error.place}, which takes minutes; to shorten it, {AS_IT_IS}"
-        )
 
     def _widen(self, path: str, why: str, cure: str | None = None) -> None:
         """Keep the submodule around one that cannot be an operator of its own."""
@@ -251,13 +253,13 @@ def observe(
         batches: numbers of samples, each with (inputs, targets).
 
     Raises:
-        UnsuitableError: a result has no outline.
+        RefusedError: a result has no outline.
     """
     sizes = [size for size, _ in batches]
     runs = []
     for seed, (_, batch) in enumerate(batches):  # with another seed it may give something else
         calls: dict[str, list[Outline]] = {path: [] for path in opaque}
-        buffers = [each for each in step.buffers() if not isinstance(each, FakeTensor)]
+        buffers = [each for each in step.buffers() if not is_deferred(each)]
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(undisturbed(step, buffers))
@@ -273,7 +275,7 @@ def observe(
         each = [run[path] for run in runs]
         with _named(path):
             if len({len(some) for some in each}) > 1:
-                raise UnsuitableError("is called more or less often, depending on the data")
+                raise unsuitable("is called more or less often, depending on the data")
             outlines[path] = [Outline.of_calls(sizes, same) for same in zip(*each, strict=True)]
     return outlines
 
@@ -283,8 +285,9 @@ def _named(path: str) -> Iterator[None]:
     """Say of which submodule an error inside is."""
     try:
         yield
-    except UnsuitableError as error:
-        error.path = error.path or path
+    except RefusedError as error:
+        if error.keep is Keep.AROUND and error.part is None:
+            error.part = path
         raise
 
 
@@ -327,7 +330,7 @@ def _watch(path: str, module: nn.Module, make: Make, calls: list[Outline]) -> Ma
         except RuntimeError as error:
             if "appears to not have been used in the graph" not in str(error):
                 raise
-            raise UnsuitableError(
+            raise unsuitable(
                 "differentiates what was computed outside of it" + place_of(error),
                 "form the derivative in the module that computes what is differentiated",
             ) from error
@@ -338,7 +341,7 @@ def _watch(path: str, module: nn.Module, make: Make, calls: list[Outline]) -> Ma
 
 def _sample(tensor: Tensor) -> Tensor:
     """A tensor with values: random, or 0, which is a valid index, if it has none."""
-    if not isinstance(tensor, FakeTensor):  # not connected, as it will not be on a stage
+    if not is_deferred(tensor):  # not connected, as it will not be on a stage
         sample = tensor.detach()
     else:
         sample = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
@@ -373,13 +376,12 @@ def traced(step: Step, kept: Kept) -> Iterator[dict[str, Opaque]]:
         The operators, for :func:`call_modules`.
 
     Raises:
-        UnsuitableError: from the export, if a submodule is called more often than is known.
+        RefusedError: from the export, if a submodule is called more often than is known.
     """
     size: list[Any] = []  # of the batch, noted where the model is called
 
     def note_size(*args: Any, **kwargs: Any) -> Any:
-        leaves = pytree.tree_leaves((args, kwargs))
-        size[:] = [next(t.shape[0] for t in leaves if isinstance(t, Tensor) and t.dim())]
+        size[:] = [next(t.shape[0] for t in tensors_in((args, kwargs)) if t.dim())]
         with noting.lifted():
             return step.model(*args, **kwargs)
 
@@ -392,7 +394,7 @@ def traced(step: Step, kept: Kept) -> Iterator[dict[str, Opaque]]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             outline = next(waiting, None)
             if outline is None:
-                raise UnsuitableError("is called more often than when the model runs", path=path)
+                raise unsuitable("is called more often than when the model runs", part=path)
             arguments = Arguments(args, kwargs)
             name = f"{path} {len(_calls)}"
             outline = replace(outline, written=outline.written | own)

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from pipectl.capture.aliases import Aliases, find_aliases
 from pipectl.capture.factories import is_torch_code
-from pipectl.capture.refusals import AS_IT_IS, NodeError
+from pipectl.capture.refusals import data_dependent_size
 from pipectl.capture.regions import WHOLE, region_of
 from pipectl.errors import CaptureError
 
@@ -193,11 +193,7 @@ class CapturedGraph:
             return value
         expression = value.node.expr.xreplace(dict.fromkeys(self.symbols, batch))
         if getattr(expression, "free_symbols", None):
-            raise NodeError(
-                node,
-                f"model: {node.name} has a size that depends on the data, not on the batch size",
-                cure=f"give the tensor a fixed size (padding and a mask, say), or {AS_IT_IS}",
-            )
+            raise data_dependent_size(node, ", not on the batch size")
         if isinstance(value, torch.SymFloat):
             return float(expression)
         return bool(expression) if isinstance(value, torch.SymBool) else int(expression)

@@ -19,7 +19,7 @@ from pipectl.capture.graph import CapturedGraph
 from pipectl.capture.python_state import undisturbed
 from pipectl.capture.randomness import seed_everything, seed_of
 from pipectl.capture.refusals import (
-    UnexplainedError,
+    RefusedError,
     first_line,
     place_of,
     refuse_lazy,
@@ -29,7 +29,8 @@ from pipectl.capture.refusals import (
     refuse_writes,
 )
 from pipectl.capture.regions import arithmetic
-from pipectl.capture.step import Step, as_module, is_deferred, own_name
+from pipectl.capture.step import Step, as_module, own_name
+from pipectl.capture.tensors import is_deferred
 from pipectl.capture.weights import Materializer
 from pipectl.errors import CaptureError
 from pipectl.faults import fault_of, is_ours
@@ -232,7 +233,9 @@ class CapturedJob:
         with torch.random.fork_rng(devices=[]), arithmetic(precision, torch.device("cpu")):
             try:
                 graph = self._fallback.capture(size, self.loader.example, capture)
-            except UnexplainedError as error:
+            except RefusedError as error:
+                if error.is_explained:
+                    raise
                 # Whose fault it is: of the job, of what torch exports, or of pipectl.
                 cause = error.__cause__ or error
                 refusal = _misfit(self.step, (inputs, targets), self.spec)

@@ -15,12 +15,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from pipectl.capture.outline import Form, Outline, Unsteady, UnsuitableError
+from pipectl.capture.outline import Form, Outline, Unsteady
 from pipectl.capture.python_state import own_generators, reseed
+from pipectl.capture.refusals import unsuitable
 from pipectl.capture.step import make_known, own_name
+from pipectl.capture.tensors import is_deferred, storage_of, storages_in, tensors_in
 from pipectl.errors import CaptureError
 
 Place = tuple[nn.Module, str, str]
@@ -87,7 +88,7 @@ class Arguments:
         tensors, numbers: tensors and symbolic sizes among them, in order.
 
     Raises:
-        UnsuitableError: one of them holds tensors that cannot be taken out.
+        RefusedError: one of them holds tensors that cannot be taken out.
     """
 
     def __init__(self, args: Any, kwargs: Any) -> None:
@@ -103,10 +104,8 @@ class Arguments:
                 self.numbers.append(leaf)
                 self._rest.append(_NUMBER)
             else:
-                held = pytree.tree_leaves(list(getattr(leaf, "__dict__", {}).values()))
-                if any(isinstance(each, Tensor) for each in held):
-                    kind = type(leaf).__name__
-                    raise UnsuitableError(f"is called with a {kind} that holds tensors")
+                if tensors_in(list(getattr(leaf, "__dict__", {}).values())):
+                    raise unsuitable(f"is called with a {type(leaf).__name__} that holds tensors")
                 self._rest.append(leaf)
 
     def filled(self, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> Any:
@@ -169,7 +168,7 @@ class Opaque:
             CaptureError: the result has other sizes than those that were captured.
         """
         tensors, numbers = list(given[: self._tensors]), given[self._tensors :]
-        if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+        if any(map(is_deferred, tensors)):
             results = self._imitate(batch, tensors)
         else:
             anchor = None
@@ -230,7 +229,7 @@ class Opaque:
         if leaves is None:
             structure = pytree.tree_structure(result)
             raise self._changed(f"gave {structure}", f"{self.outline.structure}")
-        memories = {tensor.untyped_storage()._cdata for tensor in given}
+        memories = set(storages_in(given))
         found = []
         for leaf, expected in zip(leaves, self.outline.leaves, strict=True):
             if type(expected) is Unsteady:
@@ -254,7 +253,7 @@ class Opaque:
                     cure="let it return a tensor that has a gradient in every case (x + 0 * "
                     "self.f(x), say), or name a larger part of the model under model.opaque",
                 )
-            borrowed = expected.origin is None and leaf.untyped_storage()._cdata in memories
+            borrowed = expected.origin is None and storage_of(leaf) in memories
             if leaf.stride() != strides:
                 leaf = expected.blank(batch, leaf.device).copy_(leaf)
             found.append(leaf.clone() if borrowed else leaf)

@@ -15,25 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from pipectl.capture.refusals import unsteady_part, unsuitable
+from pipectl.capture.tensors import storage_of
+
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
-
-
-class UnsuitableError(Exception):
-    """A submodule that cannot be an operator of its own; the text says why, with it as subject.
-
-    Args:
-        cure: what to change, if it is not what the submodule returns.
-        path: of the submodule; whoever calls it adds it.
-    """
-
-    def __init__(self, why: str, cure: str | None = None, *, path: str = "") -> None:
-        super().__init__(why)
-        self.cure = cure
-        self.path = path
-
-
-class UnsteadyError(Exception):
-    """A model reads a part of a result that no two calls give in one structure."""
 
 
 class Form(NamedTuple):
@@ -88,7 +73,7 @@ class Unsteady:
         return self._kind
 
     def _refuse(self, *_: object) -> Any:
-        raise UnsteadyError
+        raise unsteady_part()
 
     __getattr__ = __getitem__ = __iter__ = __len__ = __bool__ = __contains__ = __add__ = _refuse
 
@@ -116,22 +101,22 @@ class Outline:
         """The outline of one call.
 
         Raises:
-            UnsuitableError: the result holds something that is neither a tensor nor plain.
+            RefusedError: the result holds something that is neither a tensor nor plain.
         """
         leaves, structure = pytree.tree_flatten(result)
         memories: dict[int, int] = {}
         for index, argument in enumerate(arguments):
-            memories.setdefault(argument.untyped_storage()._cdata, index)
+            memories.setdefault(storage_of(argument), index)
         trained = any(argument.requires_grad for argument in arguments)
         outlined: list[Any] = []
         for leaf in leaves:
             if not isinstance(leaf, Tensor):
                 if not isinstance(leaf, _PLAIN):
-                    raise UnsuitableError(f"gives a {type(leaf).__name__}, which is not a tensor")
+                    raise unsuitable(f"gives a {type(leaf).__name__}, which is not a tensor")
                 outlined.append(leaf)
                 continue
             number = len(arguments) + len(memories)
-            memory = memories.setdefault(leaf.untyped_storage()._cdata, number)
+            memory = memories.setdefault(storage_of(leaf), number)
             origin = memory if memory < len(arguments) else None
             numbers = (*leaf.shape, *leaf.stride(), int(leaf.storage_offset()))
             layout = tuple((0, number) for number in numbers)
@@ -149,7 +134,7 @@ class Outline:
         """The outline that agrees with calls at several batch sizes.
 
         Raises:
-            UnsuitableError: there is none.
+            RefusedError: there is none.
         """
         columns = [call.leaves for call in calls]
         structure, shared = _shared([call.structure for call in calls], columns)
@@ -188,7 +173,7 @@ def _shared(
     if all(other == first for other in structures):
         return first, list(zip(*calls, strict=True))
     if any(other.is_leaf() or other.type is not first.type for other in structures):
-        raise UnsuitableError("gives a result of another structure from call to call")
+        raise unsuitable("gives a result of another structure from call to call")
     if any((o.context, o.num_children) != (first.context, first.num_children) for o in structures):
         return pytree.treespec_leaf(), [(Unsteady(first.type),) * len(calls)]
     children, columns = [], []
@@ -208,12 +193,12 @@ def _common(batches: Sequence[int], column: Sequence[Any]) -> Any:
         return first
     if not isinstance(first, Form):
         if any(type(other) is not type(first) or other != first for other in column):
-            raise UnsuitableError(f"gives a {type(first).__name__} that changes with the data")
+            raise unsuitable(f"gives a {type(first).__name__} that changes with the data")
         return first
     if any(not isinstance(o, Form) or len(o.layout) != len(first.layout) for o in column):
-        raise UnsuitableError("gives a tensor with another number of dimensions from call to call")
+        raise unsuitable("gives a tensor with another number of dimensions from call to call")
     if any(other.dtype != first.dtype for other in column):
-        raise UnsuitableError("gives a tensor of another type from call to call")
+        raise unsuitable("gives a tensor of another type from call to call")
     if any(other.memory != first.memory for other in column):
         # Sometimes an argument itself, sometimes not: taken to be none.
         column = [other.in_own_memory(-1 - first.memory) for other in column]
@@ -224,9 +209,7 @@ def _common(batches: Sequence[int], column: Sequence[Any]) -> Any:
         factor = (high_number - low_number) // (high - low) if high > low else 0
         rest = low_number - factor * low
         if any(factor * batch + rest != number for batch, number in pairs):
-            raise UnsuitableError(
-                "gives a tensor whose size depends on the data, not on the batch size"
-            )
+            raise unsuitable("gives a tensor whose size depends on the data, not on the batch size")
         layout.append((factor, rest))
     wants_gradient = any(other.requires_grad for other in column)
     return column[0]._replace(layout=tuple(layout), requires_grad=wants_gradient)

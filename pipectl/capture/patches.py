@@ -46,15 +46,15 @@ from pipectl.capture.python_state import (
     states_of,
 )
 from pipectl.capture.refusals import (
-    HOOK_CURE,
-    DrawError,
-    EagerError,
-    PackingError,
-    RefusedError,
-    UnrolledError,
     carried,
+    forbidden,
+    foreign_draw,
+    forms_gradients,
+    gradient_hook,
+    long_loop,
+    packed_sequences,
     place_at,
-    place_in,
+    running_line,
 )
 from pipectl.capture.regions import mark_regions
 from pipectl.errors import CaptureError
@@ -74,8 +74,7 @@ def patched_export(step: nn.Module, *, unrolls: bool) -> Iterator[Functions]:
         unrolls: whether loops may be as long as they like.
 
     Raises:
-        CaptureError, DrawError, PackingError: from the export, if the model does what no graph can
-            hold.
+        RefusedError: from the export, if the model does what no graph can hold.
     """
     with ExitStack() as stack:
         stack.enter_context(_quiet())
@@ -106,20 +105,20 @@ def _refused_library_draws() -> Iterator[None]:
     """Let the functions of ``random`` and ``numpy.random`` fail: a graph would freeze the numbers.
 
     Raises:
-        DrawError: from the export; or when it is over, if only the states of the generators show
+        RefusedError: from the export; or when it is over, if only the states of the generators show
             that somebody drew, by a function imported by its name.
     """
     known = states_of(LIBRARY_GENERATORS)
 
     def check() -> None:
         if states_of(LIBRARY_GENERATORS) != known:
-            raise DrawError
+            raise foreign_draw()
 
     def refuse_all_but_torch(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal known
             if not is_torch_code(sys._getframe(1).f_code.co_filename):
-                raise DrawError
+                raise foreign_draw()
             check()
             result = function(*args, **kwargs)
             known = states_of(LIBRARY_GENERATORS)
@@ -142,11 +141,11 @@ def _refused_own_draws(step: nn.Module) -> Iterator[None]:
     """The same for generators of the model's own and for the system's.
 
     Raises:
-        DrawError: from the export.
+        RefusedError: from the export.
     """
 
     def refuse(*_: Any) -> Any:
-        raise DrawError
+        raise foreign_draw()
 
     with ExitStack() as stack:
         for name in ("random", "getrandbits"):  # of those made in the forward, too
@@ -161,7 +160,7 @@ class _RefusingGenerator:
     """Stands in for a generator of the model's own."""
 
     def __getattr__(self, _: str) -> Any:
-        raise DrawError
+        raise foreign_draw()
 
 
 @contextmanager
@@ -220,17 +219,17 @@ class _WatchedCalls(TorchFunctionMode):
         self._count_repeats()
         name = getattr(func, "__name__", "")
         if name == "backward":
-            raise _refusal(
+            raise forbidden(
                 "calls backward()",
                 "return one scalar loss, which one optimizer minimises; models that several "
                 "optimizers train in turns (a GAN) are not supported",
             )
         if name == "_pack_padded_sequence":
-            raise PackingError
+            raise packed_sequences()
         if any(isinstance(given, torch.Generator) for given in (*args, *kwargs.values())):
-            raise DrawError
+            raise foreign_draw()
         if name == "__set__" and func == _SET_DATA and not _is_torch_calling():
-            raise _refusal(
+            raise forbidden(
                 "assigns to the .data of a tensor",
                 "compute with the new values instead (torch.nn.functional.linear(x, weight), say), "
                 "or copy them into a buffer: buffer.copy_(values)",
@@ -239,7 +238,7 @@ class _WatchedCalls(TorchFunctionMode):
             self._data.append(args[0].detach())
             return self._data[-1]
         if args and _WRITES(name) and any(args[0] is known for known in self._data):
-            raise _refusal(
+            raise forbidden(
                 "writes to the .data of a tensor",
                 "write a buffer itself under torch.no_grad() instead; parameters change at the end "
                 "of a step only",
@@ -250,7 +249,7 @@ class _WatchedCalls(TorchFunctionMode):
         """Note that the module which is being called is at its line once more.
 
         Raises:
-            UnrolledError: that was too often; the loop lies in the innermost of the frames that
+            RefusedError: that was too often; the loop lies in the innermost of the frames that
                 are the same in two such calls.
         """
         if self._repeats is None:
@@ -267,7 +266,7 @@ class _WatchedCalls(TorchFunctionMode):
                 (f, line) for f, line in traceback.walk_stack(caller) if f in self._frames
             )
             place = place_at(loop.f_code.co_filename, line)
-            raise UnrolledError(_calling_module(loop)[1], place, MAX_REPEATS)
+            raise long_loop(_calling_module(loop)[1], place, MAX_REPEATS)
 
 
 _WRITES = re.compile(
@@ -295,16 +294,6 @@ def _is_torch_calling() -> bool:
     while frame.f_back is not None and frame.f_code.co_name == "__torch_function__":
         frame = frame.f_back
     return is_torch_code(frame.f_code.co_filename)
-
-
-def _user_line() -> str:
-    """The user's line that is running."""
-    return place_in("".join(traceback.format_stack()))
-
-
-def _refusal(what: str, cure: str) -> RefusedError:
-    what = f"model: its forward {what}{_user_line()}, which no graph can hold"
-    return RefusedError(what, cure=cure)
 
 
 @contextmanager
@@ -369,15 +358,10 @@ def _recorded_functions() -> Iterator[Functions]:
         return record(function, *args, **kwargs)
 
     def refuse_hook(*_: Any) -> None:
-        raise CaptureError(
-            f"model: puts a hook on a gradient{_user_line()}, which no graph can hold",
-            cure=HOOK_CURE,
-        )
+        raise gradient_hook(f"puts a hook on a gradient{running_line()}")
 
     def refuse_backward(*_: Any, **__: Any) -> None:
-        raise EagerError(
-            f"model: cannot be captured{_user_line()}: it forms gradients in its forward"
-        )
+        raise forms_gradients()
 
     with (
         mock.patch.object(torch.autograd.Function, "apply", classmethod(record_known)),
@@ -432,7 +416,7 @@ def refused_reads(attributes: Sequence[Attribute]) -> Iterator[None]:
     An export reads plain attributes of modules as constants.
 
     Raises:
-        CarriedError: from the export.
+        RefusedError: from the export.
     """
     with ExitStack() as stack:
         for kind, name in {(type(each.module), each.name): None for each in attributes}:
@@ -460,7 +444,7 @@ class _Guard:
         own = {} if module is None else vars(module)
         unwritten = self._unwritten.get(id(own))
         if unwritten is not None:
-            raise carried(f"{unwritten.path}.{unwritten.name}", _user_line())
+            raise carried(f"{unwritten.path}.{unwritten.name}", running_line())
         value = own.get(self._name, self._default)
         if value is _ABSENT:
             raise AttributeError(self._name)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import linecache
 import re
+import sys
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
 from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -14,32 +16,19 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
 
-from pipectl.capture.step import is_deferred, own_name, own_path
+from pipectl.capture.step import Step, own_name, own_path
+from pipectl.capture.tensors import is_deferred
 from pipectl.errors import CaptureError
 from pipectl.faults import is_user_code
 
 if TYPE_CHECKING:
     from pipectl.capture.graph import CapturedGraph
 
+Trace = Sequence[tuple[FrameType, int]]
+"""Frames, the innermost last, each with the line that it is at."""
 
 AS_IT_IS = "put it into a submodule of its own, which then runs as it is, as one operator"
 _KINDS = (
-    (
-        r"^DrawError",
-        "it draws from a generator that is not torch's own, which a graph would freeze",
-        f"draw with torch.rand, or {AS_IT_IS}",
-    ),
-    (
-        r"^PackingError",
-        "it packs sequences, so that sizes follow from their lengths",
-        "compute on padded sequences, with a mask; or put packing, recurrent layer and unpacking "
-        "together into a submodule of its own, which then runs as it is, as one operator",
-    ),
-    (
-        r"^UnsteadyError",
-        "it reads a part of a submodule's result that has another structure from call to call",
-        f"let the submodule return lists of fixed lengths, or {AS_IT_IS}",
-    ),
     (
         r"data-dependent|unbacked|Eq\(u\d|_local_scalar_dense",
         "its control flow depends on the values of tensors",
@@ -63,27 +52,121 @@ _KINDS = (
 )
 
 
+class Keep(Enum):
+    """Which part of a model becomes one operator, where no graph can hold what it does."""
+
+    INNERMOST = "the submodule that does it"
+    WHOLE = "the module that does it, be it the model itself"
+    AROUND = "the submodule around the one that does it"
+    NOTHING = "none: no plan could do alike"
+
+
 class RefusedError(CaptureError):
-    """What a model does, and no plan could do alike, in a submodule that is kept whole neither."""
-
-
-class UnexplainedError(CaptureError):
-    """An export or a run failed, and its error says nothing of the user's code that is known here.
-
-    The cause is what torch or pipectl raised.
-    """
-
-
-class NodeError(CaptureError):
-    """An operator of an exported graph that no stage could run.
+    """What a model does and no graph can hold.
 
     Args:
-        node: the operator.
+        keep: what may become one operator instead.
+        part: the module that does it, or its path; None for the innermost that was being called.
+        loop: the line of a loop that is too long to be unrolled unasked.
+        is_explained: whether the error says something of the user's code. If not, its cause is what
+            torch or pipectl raised.
     """
 
-    def __init__(self, node: fx.Node, message: str, *, cure: str) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        cure: str | None,
+        keep: Keep = Keep.INNERMOST,
+        part: nn.Module | str | None = None,
+        loop: str = "",
+        is_explained: bool = True,
+    ) -> None:
         super().__init__(message, cure=cure)
-        self.path = module_of(node)
+        self.keep, self.part, self.loop, self.is_explained = keep, part, loop, is_explained
+
+
+def cannot_capture(what: str, cure: str, place: str | None = None, **more: Any) -> RefusedError:
+    """The refusal of what the model does at a line; at the one that is running by default."""
+    place = running_line() if place is None else place
+    return RefusedError(f"model: cannot be captured{place}: {what}", cure=cure, **more)
+
+
+def unsuitable(what: str, cure: str | None = None, part: str | None = None) -> RefusedError:
+    """The refusal of a submodule that cannot be an operator; the text has it as its subject."""
+    return RefusedError(what, cure=cure, keep=Keep.AROUND, part=part)
+
+
+def forms_gradients(what: str = "it forms gradients in its forward", **more: Any) -> RefusedError:
+    """The refusal of what works as it is, in no graph: the module that does it is kept whole."""
+    cure = f"form no gradients there, or {AS_IT_IS}"
+    return cannot_capture(what, cure, keep=Keep.WHOLE, **more)
+
+
+def foreign_draw(place: str | None = None) -> RefusedError:
+    """The refusal of random numbers that are not torch's."""
+    what = "it draws from a generator that is not torch's own, which a graph would freeze"
+    return cannot_capture(what, f"draw with torch.rand, or {AS_IT_IS}", place)
+
+
+def packed_sequences() -> RefusedError:
+    """The refusal of sizes that follow from the lengths of sequences."""
+    return cannot_capture(
+        "it packs sequences, so that sizes follow from their lengths",
+        "compute on padded sequences, with a mask; or put packing, recurrent layer and unpacking "
+        "together into a submodule of its own, which then runs as it is, as one operator",
+    )
+
+
+def unsteady_part() -> RefusedError:
+    """The refusal to read a part of a result that no two calls give in one structure."""
+    return cannot_capture(
+        "it reads a part of a submodule's result that has another structure from call to call",
+        f"let the submodule return lists of fixed lengths, or {AS_IT_IS}",
+    )
+
+
+def long_loop(module: nn.Module | None, place: str, repeats: int) -> RefusedError:
+    """The refusal of a loop whose capture takes minutes."""
+    what = f"it repeats that line more than {repeats} times, and a graph holds each of them"
+    return cannot_capture(what, AS_IT_IS, place, part=module, loop=place)
+
+
+def data_dependent_size(node: fx.Node, more: str) -> RefusedError:
+    """The refusal of an operator whose result has a size that no stage would know beforehand."""
+    return RefusedError(
+        f"model: {node.name!r} has a size that depends on the data{more}",
+        cure=f"give the tensor a fixed size (padding and a mask, say), or {AS_IT_IS}",
+        part=module_of(node),
+    )
+
+
+def forbidden(what: str, cure: str) -> RefusedError:
+    """The refusal of what no submodule may do either."""
+    message = f"model: its forward {what}{running_line()}, which no graph can hold"
+    return RefusedError(message, cure=cure, keep=Keep.NOTHING)
+
+
+def gradient_hook(subject: str, why: str = "which no graph can hold") -> CaptureError:
+    """The refusal of a hook on a gradient."""
+    return CaptureError(
+        f"model: {subject}, {why}",
+        cure="change the gradient by a torch.autograd.Function instead, or remove the hook",
+    )
+
+
+def carried(name: str, place: str = "") -> RefusedError:
+    """The refusal of what is kept from one step to the next, with the line that reads it.
+
+    A submodule that does so is no operator unasked: no checkpoint holds what it keeps.
+    """
+    return RefusedError(
+        f"model: keeps {own_name(name)!r} from one step to the next{place}, which a graph would "
+        "freeze",
+        cure="make it a buffer with register_buffer(), or name the submodule that keeps it under "
+        "model.opaque",
+        keep=Keep.NOTHING,
+    )
 
 
 def module_of(node: fx.Node) -> str:
@@ -92,31 +175,16 @@ def module_of(node: fx.Node) -> str:
     return str(stack[-1][0]) if stack else ""
 
 
-class EagerError(CaptureError):
-    """A model differentiates or transforms functions itself: that works as it is, in no graph.
-
-    The module that does it is kept whole, be it the model itself.
-
-    Args:
-        path: of the module, if it is known.
-    """
-
-    def __init__(self, message: str, *, path: str = "") -> None:
-        super().__init__(message, cure=f"form no gradients there, or {AS_IT_IS}")
-        self.path = path
-
-
-def explain(error: BaseException) -> CaptureError:
+def explain(error: BaseException) -> RefusedError:
     """What a failed export or run means, with the line of the model that causes it."""
     subject = f"{type(error).__name__}: {first_line(error)}"
     place = place_of(error)
     for pattern, what, cure in _KINDS:
         if re.search(pattern, subject, re.I):
-            return CaptureError(f"model: cannot be captured{place}: {what}", cure=cure)
-    return UnexplainedError(
-        f"model: cannot be captured{place}: torch.export fails there: {subject}",
-        cure=f"write it with other operators of torch, or {AS_IT_IS}",
-    )
+            return cannot_capture(what, cure, place)
+    what = f"torch.export fails there: {subject}"
+    cure = f"write it with other operators of torch, or {AS_IT_IS}"
+    return cannot_capture(what, cure, place, is_explained=False)
 
 
 def first_line(error: BaseException) -> str:
@@ -130,16 +198,30 @@ def place_of(error: BaseException) -> str:
 
     Of a model that a library brings, it is the library's line.
     """
-    chain = _chain(error)
-    traces = [[(f, line) for f, line in traceback.walk_tb(e.__traceback__)] for e in chain]
-    for trace in traces:
-        place = _user_place([(frame.f_code.co_filename, line) for frame, line in trace])
-        if place:
-            return place
-    return place_in(str(error)) or next(filter(None, map(_library_place, traces)), "")
+    traces = [list(traceback.walk_tb(each.__traceback__)) for each in _chain(error)]
+    users = next(filter(None, map(_user_place, traces)), "")
+    library = next(filter(None, map(_library_place, traces)), "")
+    return users or place_in(str(error)) or library
 
 
-def _library_place(trace: list[tuple[FrameType, int]]) -> str:
+def running_line() -> str:
+    """The same for the line of the step that is running; nothing outside of a step."""
+    trace: list[tuple[FrameType, int]] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        trace.insert(0, (frame, frame.f_lineno))
+        if frame.f_code is Step.forward.__code__:
+            return _user_place(trace) or _library_place(trace)
+        frame = frame.f_back
+    return ""
+
+
+def _user_place(trace: Trace) -> str:
+    own = [(f.f_code.co_filename, line) for f, line in trace if is_user_code(f.f_code.co_filename)]
+    return place_at(*own[-1]) if own else ""
+
+
+def _library_place(trace: Trace) -> str:
     """The innermost line of the packages, other than torch, whose modules were being called."""
 
     def package(module: str) -> str:
@@ -159,11 +241,7 @@ def _library_place(trace: list[tuple[FrameType, int]]) -> str:
 def place_in(text: str) -> str:
     """The same for a traceback that torch printed into ``text``."""
     printed = re.findall(r'File "([^"]+)", line (\d+)', text)
-    return _user_place([(name, int(line)) for name, line in printed])
-
-
-def _user_place(frames: list[tuple[str, int]]) -> str:
-    own = [frame for frame in frames if is_user_code(frame[0])]
+    own = [(name, int(line)) for name, line in printed if is_user_code(name)]
     return place_at(*own[-1]) if own else ""
 
 
@@ -192,50 +270,6 @@ def _chain(error: BaseException | None) -> list[BaseException]:
     return found
 
 
-class PackingError(Exception):
-    """A model packs sequences; sizes then follow from values."""
-
-
-class DrawError(Exception):
-    """A model draws from a generator that is not torch's; the text names the function."""
-
-
-class UnrolledError(CaptureError):
-    """A loop repeats the same operators of one module so often that its capture takes minutes.
-
-    Args:
-        module: whose call runs the loop.
-        place: the line of the loop.
-        repeats: how often it may run.
-    """
-
-    def __init__(self, module: nn.Module | None, place: str, repeats: int) -> None:
-        super().__init__(
-            f"model: cannot be captured{place}: it repeats that line more than {repeats} "
-            "times, and a graph holds each of them",
-            cure=AS_IT_IS,
-        )
-        self.module = module
-        self.place = place
-
-
-class CarriedError(RefusedError):
-    """A model computes with what it kept in an earlier step.
-
-    Such a submodule is no operator unasked: no checkpoint holds what it keeps.
-    """
-
-
-def carried(name: str, place: str = "") -> CarriedError:
-    """The error that names what is kept, and the line that reads it."""
-    return CarriedError(
-        f"model: keeps {own_name(name)!r} from one step to the next{place}, which a graph would "
-        "freeze",
-        cure="make it a buffer with register_buffer(), or name the submodule that keeps it under "
-        "model.opaque",
-    )
-
-
 def refuse_lazy(model: nn.Module, factory: str) -> None:
     """Raise if parameters have no shape before a first batch.
 
@@ -253,9 +287,6 @@ def refuse_lazy(model: nn.Module, factory: str) -> None:
             )
 
 
-HOOK_CURE = "change the gradient by a torch.autograd.Function instead, or remove the hook"
-
-
 def refuse_backward_hooks(model: nn.Module, kept: Iterable[nn.Module] = ()) -> None:
     """Raise if a module has a hook on its backward.
 
@@ -270,10 +301,7 @@ def refuse_backward_hooks(model: nn.Module, kept: Iterable[nn.Module] = ()) -> N
         if module in free:
             continue
         if module._backward_hooks or module._backward_pre_hooks:
-            path = own_path(name) or "the model"
-            raise CaptureError(
-                f"model: {path} has a backward hook, which no graph can hold", cure=HOOK_CURE
-            )
+            raise gradient_hook(f"{own_path(name) or 'the model'} has a backward hook")
 
 
 def has_hooks(parameter: nn.Parameter) -> bool:
@@ -292,11 +320,8 @@ def refuse_parameter_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> No
     """
     for name, parameter in parameters:
         if parameter.requires_grad and has_hooks(parameter):
-            raise CaptureError(
-                f"model: parameter {own_path(name)} has a hook on its gradient, which would not "
-                "run in every plan",
-                cure=HOOK_CURE,
-            )
+            subject = f"parameter {own_path(name)} has a hook on its gradient"
+            raise gradient_hook(subject, "which would not run in every plan")
 
 
 def refuse_sparse_gradients(model: nn.Module) -> None:
@@ -389,10 +414,11 @@ def refuse_writes(graph: CapturedGraph) -> None:
             continue
         place = place_in(nodes[writer].meta.get("stack_trace") or "")
         if state.kind == "constant":
-            raise CarriedError(
+            raise RefusedError(
                 f"model: writes the tensor {own_name(state.name)!r} in its forward{place}, which "
                 "no checkpoint would hold",
                 cure="make it a buffer with register_buffer()",
+                keep=Keep.NOTHING,
             )
         raise CaptureError(
             f"model: writes the parameter {own_name(state.name)!r} in its forward{place}, which "

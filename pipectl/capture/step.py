@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from pipectl.capture.factories import call
@@ -35,11 +34,6 @@ def own_name(name: str) -> str:
 def own_path(path: str) -> str:
     """The same for a module, which may be the model itself: that is empty."""
     return "" if path == _MODEL else own_name(path)
-
-
-def is_deferred(tensor: Tensor) -> bool:
-    """Whether a tensor has no values yet."""
-    return isinstance(tensor, FakeTensor)
 
 
 class Step(nn.Module):

@@ -16,7 +16,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from pipectl.capture.deferred import Deferred, settle
-from pipectl.capture.step import in_model, is_deferred, own_name
+from pipectl.capture.step import in_model, own_name
+from pipectl.capture.tensors import is_deferred
 from pipectl.errors import CaptureError, DataFileError
 from pipectl.spec import JobSpec
 from pipectl.units import did_you_mean

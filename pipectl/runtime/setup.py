@@ -11,7 +11,7 @@ from torch import nn
 from pipectl.capture import CapturedJob, Cut, Lane, evaluation_stages
 from pipectl.capture.data import Loader
 from pipectl.capture.slices import Rows
-from pipectl.capture.step import is_deferred
+from pipectl.capture.tensors import is_deferred
 from pipectl.errors import MismatchError
 from pipectl.plan import Plan, Replication
 from pipectl.runtime.checkpoint import Stored

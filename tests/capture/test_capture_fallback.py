@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pipectl.capture import CapturedGraph, CapturedJob
 from pipectl.capture.opaque import Opaque
-from pipectl.capture.step import is_deferred
+from pipectl.capture.tensors import is_deferred
 from pipectl.errors import CaptureError
 
 BREAKING = {

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipectl.capture.deferred import Deferred, settle
-from pipectl.capture.step import is_deferred
+from pipectl.capture.tensors import is_deferred
 from pipectl.errors import CaptureError
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pipectl.capture import CapturedJob
-from pipectl.capture.step import is_deferred
+from pipectl.capture.tensors import is_deferred
 from pipectl.runs import RunDirectory
 from pipectl.runtime.compare import Comparison, Trained, compare, distance
 from pipectl.runtime.plain import FirstWeights
