@@ -8,17 +8,16 @@ sample, say) would fail deep inside of torch, or train on something else.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Mapping
 from math import isnan
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipectl.capture.graph import CapturedGraph, Place
 from pipectl.capture.opaque import Opaque
+from pipectl.capture.tensors import tensors_in
 from pipectl.errors import CaptureError
 
 _MAX_NAMED = 3
@@ -48,7 +47,7 @@ def split_sample(batch: Any) -> tuple[Any, Any]:
 
 def check_samples(inputs: Any, targets: Any, size: int) -> None:
     """Raise unless a batch has tensors, and ``size`` samples in the first dimension of each."""
-    leaves = [leaf for leaf in pytree.tree_leaves((inputs, targets)) if isinstance(leaf, Tensor)]
+    leaves = tensors_in((inputs, targets))
     if not leaves:
         raise CaptureError(
             "data: a sample holds no tensor", cure="return tensors, arrays or numbers"
@@ -62,20 +61,32 @@ def check_samples(inputs: Any, targets: Any, size: int) -> None:
 
 
 class Reader:
-    """Finds the tensors and numbers of batches by their names in a graph.
+    """Finds the tensors and numbers of batches by their names in a graph, and checks them.
 
     They are known by their places in ``(inputs, targets)``, so keys of dictionaries may come in any
     order. Where a name is follows from the structure of a batch; it is found once for each.
 
     Args:
         training: whether it reads batches of ``data``, or of ``evaluation.data``.
+
+    Attributes:
+        checked: the tensors and numbers that are checked, as they were captured, by name. Tensors
+            that only the user's own code reads are left out: it takes what it is made for, and the
+            shape of what it gives is looked at.
     """
 
     def __init__(self, graph: CapturedGraph, *, training: bool = True) -> None:
         self._graph = graph
-        self._training = training
+        self._section = "data" if training else "evaluation.data"
         self._structure: tuple[pytree.TreeSpec, list[type]] | None = None
         self._index: dict[str, int] = {}
+        own = {node.name for node in graph.operators if isinstance(node.target, Opaque)}
+        self.checked: dict[str, Any] = {
+            name: value
+            for name, value in graph.inputs.items()
+            if _kind(value) == "number"
+            or (_kind(value) == "tensor" and not own.issuperset(graph.users.get(name, ())))
+        }
 
     def read(self, batch: Any) -> dict[str, Any]:
         """Tensors and numbers by name.
@@ -86,42 +97,80 @@ class Reader:
         leaves, spec = pytree.tree_flatten(batch)
         structure = spec, list(map(type, leaves))
         if structure != self._structure:
-            self._index = _index_by_name(self._graph, batch, training=self._training)
+            self._index = self._index_by_name(batch)
             self._structure = structure
         return {name: leaves[index] for name, index in self._index.items()}
+
+    def check(
+        self, values: Mapping[str, Any], samples: int, names: Container[str], *, is_whole: bool
+    ) -> None:
+        """Raise unless values are like those that were captured.
+
+        Args:
+            values: as :meth:`read` gives them.
+            samples: that tensors must have.
+            names: of the tensors to look at.
+            is_whole: whether it is a whole micro-batch, whose numbers can be compared.
+
+        Raises:
+            CaptureError: one is not.
+        """
+        for name, expected in self.checked.items():
+            if isinstance(expected, Tensor):
+                if name in names:
+                    self._check_tensor(name, values[name], expected, samples)
+            elif is_whole:
+                found = values[name]
+                if found != expected and not (isnan(found) and isnan(expected)):
+                    raise CaptureError(
+                        f"{self._section}: {name!r} of a batch is the number {found}, but the "
+                        f"model was captured with {expected}, and computes with that",
+                        cure="let the collate_fn make a tensor of it, with an entry for every "
+                        "sample, or leave it out",
+                    )
+
+    def _check_tensor(self, name: str, found: Tensor, expected: Tensor, samples: int) -> None:
+        sizes = tuple(expected.shape[1:])
+        if found.shape[1:] != sizes or found.dtype is not expected.dtype or not found.dim():
+            raise CaptureError(
+                f"{self._section}: {name!r} of a batch is {_shape(found.shape)} of {found.dtype}, "
+                f"but the model was captured with {_shape(('samples', *sizes))} of "
+                f"{expected.dtype}",
+                cure="let all batches have one shape and type: pad all samples to one length in "
+                "the data set or its collate_fn; if all have the new one by now, profile and plan "
+                "again",
+            )
+        if found.shape[0] != samples:
+            raise CaptureError(
+                f"{self._section}: {name!r} of a micro-batch has {found.shape[0]} samples, not "
+                f"{samples}",
+                cure="let the collate_fn keep all samples it gets: leave those that are no good "
+                "out of the data set",
+            )
+
+    def _index_by_name(self, batch: Any) -> dict[str, int]:
+        """The index among all leaves of every tensor and number."""
+        leaves = enumerate(pytree.tree_flatten_with_path(batch)[0])
+        given = {(_kind(leaf), place): index for index, (place, leaf) in leaves if _kind(leaf)}
+        captured = self._graph.inputs.items()
+        wanted = {(_kind(v), self._graph.places[name]): name for name, v in captured if _kind(v)}
+        if given.keys() == wanted.keys():
+            return {name: given[key] for key, name in wanted.items()}
+        differences = [f"{_describe(*key)} is missing" for key in wanted if key not in given]
+        differences += [f"{_describe(*key)} is new" for key in given if key not in wanted]
+        more = len(differences) - _MAX_NAMED
+        rest = [f"and {more} more"] if more > 0 else []
+        raise CaptureError(
+            f"{self._section}: a batch differs from the training batch that was "
+            f"captured: {', '.join([*differences[:_MAX_NAMED], *rest])}",
+            cure="let all batches hold the same tensors under the same keys; make one tensor of "
+            "what every sample has, with the batch as its first dimension",
+        )
 
 
 def by_name(graph: CapturedGraph, batch: Any, *, training: bool = True) -> dict[str, Any]:
     """What a :class:`Reader` reads of one batch."""
     return Reader(graph, training=training).read(batch)
-
-
-def _index_by_name(graph: CapturedGraph, batch: Any, *, training: bool) -> dict[str, int]:
-    """The index among all leaves of every tensor and number, by name.
-
-    Raises:
-        CaptureError: there are others of them than were captured.
-    """
-    leaves = enumerate(pytree.tree_flatten_with_path(batch)[0])
-    given = {(_kind(leaf), place): index for index, (place, leaf) in leaves if _kind(leaf)}
-    captured = graph.inputs.items()
-    wanted = {(_kind(v), graph.places[name]): name for name, v in captured if _kind(v)}
-    if given.keys() == wanted.keys():
-        return {name: given[key] for key, name in wanted.items()}
-    differences = [f"{_describe(*key)} is missing" for key in wanted if key not in given]
-    differences += [f"{_describe(*key)} is new" for key in given if key not in wanted]
-    more = len(differences) - _MAX_NAMED
-    rest = [f"and {more} more"] if more > 0 else []
-    raise CaptureError(
-        f"{_section(training=training)}: a batch differs from the training batch that was "
-        f"captured: {', '.join([*differences[:_MAX_NAMED], *rest])}",
-        cure="let all batches hold the same tensors under the same keys; make one tensor of what "
-        "every sample has, with the batch as its first dimension",
-    )
-
-
-def _section(*, training: bool) -> str:
-    return "data" if training else "evaluation.data"
 
 
 def _kind(leaf: Any) -> str:
@@ -137,85 +186,10 @@ def _describe(kind: str, place: Place) -> str:
     return f"{kind} {part}{pytree.keystr(place[1:])}"
 
 
+def _shape(sizes: Any) -> str:
+    return f"[{', '.join(map(str, sizes))}]"
+
+
 def spared(graph: CapturedGraph, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors of a batch for one forward: those that it writes are copies."""
     return {name: t.clone() if name in graph.written else t for name, t in inputs.items()}
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One tensor of the batch, as it was captured.
-
-    Args:
-        sizes: all but the first, which counts samples.
-    """
-
-    sizes: tuple[int, ...]
-    dtype: torch.dtype
-
-    def check(self, name: str, found: Tensor, samples: int, *, training: bool) -> None:
-        """Raise unless a loaded tensor is alike.
-
-        Args:
-            name: of the tensor in the graph.
-            samples: that it must have.
-
-        Raises:
-            CaptureError: it is not.
-        """
-        section = _section(training=training)
-        if found.shape[1:] != self.sizes or found.dtype is not self.dtype or not found.dim():
-            raise CaptureError(
-                f"{section}: {name!r} of a batch is {_shape(found.shape)} of {found.dtype}, but "
-                f"the model was captured with {_shape(('samples', *self.sizes))} of {self.dtype}",
-                cure="let all batches have one shape and type: pad all samples to one length in "
-                "the data set or its collate_fn; if all have the new one by now, profile and plan "
-                "again",
-            )
-        if found.shape[0] != samples:
-            raise CaptureError(
-                f"{section}: {name!r} of a micro-batch has {found.shape[0]} samples, not {samples}",
-                cure="let the collate_fn keep all samples it gets: leave those that are no good "
-                "out of the data set",
-            )
-
-
-@dataclass(frozen=True)
-class Number:
-    """A number of the batch, which the graph has for ever."""
-
-    value: float
-
-    def check(self, name: str, found: float, samples: int, *, training: bool) -> None:  # noqa: ARG002
-        """Raise unless a loaded number is the same.
-
-        Raises:
-            CaptureError: it is not.
-        """
-        if found != self.value and not (isnan(found) and isnan(self.value)):
-            raise CaptureError(
-                f"{_section(training=training)}: {name!r} of a batch is the number {found}, but "
-                f"the model was captured with {self.value}, and computes with that",
-                cure="let the collate_fn make a tensor of it, with an entry for every sample, or "
-                "leave it out",
-            )
-
-
-def expected_of(graph: CapturedGraph) -> dict[str, Sample | Number]:
-    """What the batch's tensors and numbers must be, by their names in a graph.
-
-    Tensors that only the user's own code reads are left out: it takes what it is made for, and the
-    shape of what it gives is looked at.
-    """
-    own = {node.name for node in graph.operators if isinstance(node.target, Opaque)}
-    found: dict[str, Sample | Number] = {}
-    for name, value in graph.inputs.items():
-        if isinstance(value, int | float):
-            found[name] = Number(value)
-        elif isinstance(value, Tensor) and not own.issuperset(graph.users.get(name, ())):
-            found[name] = Sample(tuple(value.shape[1:]), value.dtype)
-    return found
-
-
-def _shape(sizes: Any) -> str:
-    return f"[{', '.join(map(str, sizes))}]"

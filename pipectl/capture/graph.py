@@ -176,6 +176,15 @@ class CapturedGraph:
         names = (source.name for source in node.all_input_nodes)
         return [self.states[name] for name in names if name in self.states]
 
+    def sample_dimensions(self, value: Any) -> list[int]:
+        """The dimensions of a captured value that count samples; none if it is no tensor."""
+        sizes = enumerate(value.shape if isinstance(value, Tensor) else ())
+        return [
+            dim
+            for dim, size in sizes
+            if isinstance(size, torch.SymInt) and size.node.expr.free_symbols & self.symbols
+        ]
+
     def is_size(self, node: fx.Node) -> bool:
         """Whether a node gives a number that follows from the batch size (or a subgraph)."""
         if node.op == "get_attr":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import chain, islice
 from typing import Any
@@ -11,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from pipectl.capture import factories
-from pipectl.capture.batch import by_name, check_samples, expected_of
+from pipectl.capture.batch import Reader, check_samples
 from pipectl.capture.data import Loader, check_dataset
 from pipectl.capture.export import export_step
 from pipectl.capture.fallback import Fallback, Kept, Tell
 from pipectl.capture.graph import CapturedGraph
+from pipectl.capture.operators import is_random
 from pipectl.capture.python_state import undisturbed
 from pipectl.capture.randomness import seed_everything, seed_of
 from pipectl.capture.refusals import (
@@ -28,7 +30,8 @@ from pipectl.capture.refusals import (
     refuse_sparse_gradients,
     refuse_writes,
 )
-from pipectl.capture.regions import arithmetic
+from pipectl.capture.regions import arithmetic, region_of
+from pipectl.capture.stage import uses_of_parameter
 from pipectl.capture.step import Step, as_module, own_name
 from pipectl.capture.tensors import is_deferred
 from pipectl.capture.weights import Materializer
@@ -152,12 +155,11 @@ class CapturedJob:
         """
         if not self.loader.takes_whole:  # else samples of several shapes make no batch at all
             return
-        graph, samples = self.training_graph(batch), self.loader.samples or 0
+        reader, samples = Reader(self.training_graph(batch)), self.loader.samples or 0
         for first in (samples // 3, 2 * samples // 3):
             if first >= batch:
-                named = by_name(graph, self.loader.example(batch, first))
-                for name, expected in expected_of(graph).items():
-                    expected.check(name, named[name], batch, training=True)
+                values = reader.read(self.loader.example(batch, first))
+                reader.check(values, batch, values, is_whole=True)
 
     def misfit(self, batch: int) -> CaptureError | None:
         """Why model and loss fail on the first ``batch`` samples; None if they do not."""
@@ -251,6 +253,39 @@ class CapturedJob:
                 cure="choose micro_batches so that they divide the batch, and drop_last: true",
             )
         return graph
+
+
+@dataclass(frozen=True)
+class Traits:
+    """Properties of a training graph.
+
+    Args:
+        random: operators that draw random numbers.
+        shared: trained parameters that several operators use, by their names in the user's model.
+        half: whether some operators run in half precision by an autocast of the model's own.
+    """
+
+    random: tuple[str, ...]
+    shared: tuple[str, ...]
+    half: bool
+
+
+def find_traits(spec: JobSpec, batch: int) -> Traits:
+    """Capture a job's model for micro-batches of ``batch`` samples and look.
+
+    Raises:
+        CaptureError: the model cannot be captured.
+    """
+    job = CapturedJob(spec)
+    graph = job.training_graph(batch)
+    shared = [
+        own_name(state.name)
+        for placeholder, state in graph.states.items()
+        if uses_of_parameter(graph, placeholder) and job.states[state.name].requires_grad
+    ]
+    random = [node.name for node in graph.operators if is_random(node, graph.root)]
+    autocasts = (setting for node in graph.operators for setting in region_of(node).autocasts)
+    return Traits(tuple(random), tuple(shared), any(setting.enabled for setting in autocasts))
 
 
 def assign_groups(names: Mapping[str, Sequence[str]], patterns: Sequence[str]) -> dict[str, int]:

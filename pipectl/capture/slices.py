@@ -1,4 +1,4 @@
-"""Stages that compute a part of a micro-batch: where samples lie, and random draws of the whole.
+"""Samples of a micro-batch: where they lie, which operators relate them, and draws of the whole.
 
 A replica that computes some rows of a micro-batch must draw what one process draws for them. So it
 runs a random operator on a tensor as large as the whole micro-batch, with its own rows in place,
@@ -7,7 +7,7 @@ and keeps these rows of the result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from pipectl.capture.graph import CapturedGraph
+from pipectl.capture.operators import arguments_by_name
 from pipectl.errors import CaptureError
 
 _CURE = "let replicas take whole micro-batches"
@@ -43,32 +44,26 @@ class Rows(NamedTuple):
         return self.stop - self.start == self.whole
 
 
-def batch_dimension(graph: CapturedGraph, node: fx.Node) -> int | None:
+def batch_dimension(graph: CapturedGraph, node: fx.Node, value: Any = None) -> int | None:
     """The dimension of a value that counts samples; None if all samples share the value.
+
+    Args:
+        value: one of several that the node gives.
 
     Raises:
         CaptureError: samples are merged with something else, so that rows cannot be told.
     """
-    return _batch_dimension(graph, node.name, node.meta.get("val"))
-
-
-def _batch_dimension(graph: CapturedGraph, name: str, value: Any) -> int | None:
-    sizes: Sequence[Any] = value.shape if isinstance(value, Tensor) else ()
-    found = [
-        (dim, size.node.expr)
-        for dim, size in enumerate(sizes)
-        if isinstance(size, torch.SymInt) and size.node.expr.free_symbols & graph.symbols
-    ]
-    if not found:
+    value = node.meta.get("val") if value is None else value
+    dims = graph.sample_dimensions(value)
+    if not dims:
         return None
-    dim, expression = found[0]
-    if len(found) > 1 or expression not in graph.symbols:
+    if len(dims) > 1 or value.shape[dims[0]].node.expr not in graph.symbols:
         raise CaptureError(
-            f"model: the samples of {name!r} are not one dimension of it "
-            f"({[str(size) for size in sizes]}), so replicas cannot share them",
+            f"model: the samples of {node.name!r} are not one dimension of it "
+            f"({[str(size) for size in value.shape]}), so replicas cannot share them",
             cure=f"{_CURE}, or cut elsewhere",
         )
-    return dim
+    return dims[0]
 
 
 def whole_draw(graph: CapturedGraph, node: fx.Node, rows: Rows) -> Callable[..., Any]:
@@ -87,7 +82,7 @@ def whole_draw(graph: CapturedGraph, node: fx.Node, rows: Rows) -> Callable[...,
     leaves = pytree.tree_leaves((node.args, node.kwargs))
     dims = [batch_dimension(graph, x) if isinstance(x, fx.Node) else None for x in leaves]
     values = pytree.tree_leaves(node.meta.get("val"))  # one tensor, or several
-    results = [_batch_dimension(graph, node.name, value) for value in values]
+    results = [batch_dimension(graph, node, value) for value in values]
 
     def draw(*args: Any, **kwargs: Any) -> Any:
         given, spec = pytree.tree_flatten((args, kwargs))
@@ -116,3 +111,40 @@ def _grown(tensor: Tensor, dim: int | None, rows: Rows) -> Tensor:
     order = sorted(range(tensor.dim()), key=lambda d: (-strides[d], d))
     whole = torch.empty_permuted(sizes, order, dtype=tensor.dtype, device=tensor.device).zero_()
     return torch.slice_scatter(whole, tensor, dim, rows.start, rows.stop)
+
+
+def coupled_operators(graph: CapturedGraph) -> list[int]:
+    """Places of the operators through which samples of a micro-batch depend on one another.
+
+    Batch norm does that, and whatever gives a value of all samples (their mean, say) that an
+    operator uses together with values of single samples, or relates samples to samples, as
+    ``x @ x.T`` does. The mean at the end of a loss is none. A graph for one batch size does not
+    show which dimensions count samples: there, batch norm alone is known.
+    """
+    places = []
+    of_all: set[fx.Node] = set()
+    for place, node in enumerate(graph.operators):
+        sources = [s for s in graph.tensor_inputs(node) if s.name not in graph.states]
+        here = _sample_dimensions(graph, node)
+        before = max((_sample_dimensions(graph, source) for source in sources), default=0)
+        mixed = bool(of_all.intersection(sources))
+        if _is_batch_norm(node) or here > before > 0 or (here and mixed):
+            places.append(place)
+        elif not here and (before or mixed):
+            of_all.add(node)
+    return places
+
+
+def _sample_dimensions(graph: CapturedGraph, node: fx.Node) -> int:
+    """How many dimensions of a value count samples."""
+    values = pytree.tree_leaves(node.meta.get("val"))
+    return max((len(graph.sample_dimensions(value)) for value in values), default=0)
+
+
+def _is_batch_norm(node: fx.Node) -> bool:
+    """One that takes its statistics from the micro-batch."""
+    schema = getattr(node.target, "_schema", None)
+    if "batch_norm" not in str(node.target) or schema is None:
+        return False
+    given = arguments_by_name(schema, node.args, node.kwargs)
+    return bool(given.get("training", given.get("train", True)))

@@ -35,7 +35,7 @@ from pipectl.spec.models import Optimizer
 from pipectl.units import format_bytes
 
 if TYPE_CHECKING:
-    from pipectl.capture.traits import Traits
+    from pipectl.capture.job import Traits
     from pipectl.profiler.progress import Progress
     from pipectl.runtime.compare import Comparison
     from pipectl.spec import JobSpec
@@ -136,7 +136,7 @@ def verify(
             profile = measure(spec, directory / "profile.json", progress).profile
         profile = replace(profile, key=None)
         # Not before: what this process holds while it measures counts as memory of a rank.
-        from pipectl.capture.traits import find_traits
+        from pipectl.capture.job import find_traits
         from pipectl.runtime.compare import Trained, compare
         from pipectl.runtime.plain import FirstWeights
 

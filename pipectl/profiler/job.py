@@ -14,9 +14,9 @@ from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedJob
 from pipectl.capture.data import Batches
+from pipectl.capture.slices import coupled_operators
 from pipectl.capture.step import own_path
 from pipectl.capture.tensors import is_deferred
-from pipectl.capture.traits import coupled_operators
 from pipectl.errors import CaptureError
 from pipectl.faults import is_ours
 from pipectl.planner.costs.footprint import Footprints

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pipectl.capture import CapturedGraph, Cut, Slot
-from pipectl.capture.batch import Number, Reader, Sample, expected_of
+from pipectl.capture.batch import Reader
 from pipectl.capture.slices import Rows, batch_dimension
 from pipectl.graph import TransferKind
 from pipectl.runtime.device import Device
@@ -157,7 +157,7 @@ class Engine:
         self._board = doing.board
         self._loss = Slot(cut.graph.loss)
         self._graphs = graphs or {}
-        self._readers: dict[int, tuple[Reader, Mapping[str, Sample | Number]]] = {}
+        self._readers: dict[int, Reader] = {}
         self.origins: Origins | None = None
         self.on_evaluated: Callable[[int, Tensors, Any], None] | None = None
 
@@ -336,14 +336,12 @@ class Engine:
         if not names:
             return {}
         rows = row.rows
-        if rows.whole not in self._readers:
+        reader = self._readers.get(rows.whole)
+        if reader is None:
             graph = self._graphs.get(rows.whole, self.cut.graph)
-            self._readers[rows.whole] = Reader(graph, training=training), expected_of(graph)
-        reader, expectations = self._readers[rows.whole]
+            reader = self._readers[rows.whole] = Reader(graph, training=training)
         known = reader.read(run.loaded.part(row.micro_batch, rows))
-        for name, expected in expectations.items():
-            if name in names or (rows.is_whole and isinstance(expected, Number)):
-                expected.check(name, known[name], rows.size, training=training)
+        reader.check(known, rows.size, names, is_whole=rows.is_whole)
         return {name: known[name].to(self._device) for name in names}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipectl.capture.batch import by_name
+from pipectl.capture.batch import Reader, by_name
 from pipectl.errors import CaptureError
 
 DIFFERS = "a batch differs from the training batch that was captured"
@@ -30,8 +30,11 @@ def test_a_batch_may_hold_any_number_of_texts(job: Any, size: int) -> None:
     }
 
 
-def test_numbers_are_those_of_the_batch_that_was_captured(job: Any) -> None:
-    assert job.training_graph(4).inputs["targets_count"] == 4
+def test_a_number_must_stay_what_it_was_when_it_was_captured(job: Any) -> None:
+    reader = Reader(job.training_graph(4))
+    reader.check(reader.read(job.loader.example(4)), 4, (), is_whole=True)
+    with pytest.raises(CaptureError, match=r"^data: 'targets_count' .* number 2, .* with 4, and"):
+        reader.check(reader.read(job.loader.example(2)), 2, (), is_whole=True)
 
 
 def test_tensors_are_found_by_their_keys_in_any_order(job: Any) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from pipectl.capture import CapturedJob
-from pipectl.capture.traits import coupled_operators, find_traits
+from pipectl.capture.job import find_traits
+from pipectl.capture.slices import coupled_operators
 
 COUPLED = """
 import torch

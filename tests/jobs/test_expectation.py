@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from pipectl.capture.traits import Traits
+from pipectl.capture.job import Traits
 from pipectl.jobs.verify import expect, too_large_for_a_process
 from pipectl.plan import Plan
 

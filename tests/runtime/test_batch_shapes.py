@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipectl.capture import CapturedJob
-from pipectl.capture.batch import Number, expected_of
+from pipectl.capture.batch import Reader
 from pipectl.errors import CaptureError
 from pipectl.runs import read_errors, read_metrics
 
@@ -18,30 +18,27 @@ RAGGED = f"{PARTS}:Ragged"
 
 
 def test_only_the_number_of_samples_is_free(make_spec: Any) -> None:
-    captured = expected_of(CapturedJob(make_spec(1)).training_graph(2))
-    inputs, targets = captured["inputs"], captured["targets"]
-    inputs.check("inputs", torch.zeros(5, 6), 5, training=True)
-    targets.check("targets", torch.zeros(1, 3, dtype=torch.int64), 1, training=False)
+    graph = CapturedJob(make_spec(1)).training_graph(2)
+
+    def check(name: str, tensor: torch.Tensor, samples: int, *, training: bool = True) -> None:
+        Reader(graph, training=training).check({name: tensor}, samples, {name}, is_whole=True)
+
+    check("inputs", torch.zeros(5, 6), 5)
+    check("targets", torch.zeros(1, 3, dtype=torch.int64), 1, training=False)
     for wrong in (torch.zeros(2, 7), torch.zeros(2), torch.zeros(2, 6, 1)):
         with pytest.raises(CaptureError, match=r"^data: 'inputs' of a batch is") as caught:
-            inputs.check("inputs", wrong, 2, training=True)
+            check("inputs", wrong, 2)
         assert f"{list(wrong.shape)} of torch.float32" in caught.value.message
         assert "captured with [samples, 6] of torch.float32" in caught.value.message
     with pytest.raises(CaptureError, match=r"^evaluation\.data: 'targets' .* of torch\.int32, but"):
-        targets.check("targets", torch.zeros(2, 3, dtype=torch.int32), 2, training=False)
+        check("targets", torch.zeros(2, 3, dtype=torch.int32), 2, training=False)
     with pytest.raises(CaptureError, match=r"^data: 'inputs' of a .* has 5 samples, not 6"):
-        inputs.check("inputs", torch.zeros(5, 6), 6, training=True)
-
-
-def test_a_number_must_stay_what_it_was() -> None:
-    Number(3).check("targets_count", 3, 4, training=True)
-    with pytest.raises(CaptureError, match=r"^data: 'targets_count' .* number 2, .* with 3, and"):
-        Number(3).check("targets_count", 2, 4, training=True)
+        check("inputs", torch.zeros(5, 6), 6)
 
 
 def test_what_only_a_kept_submodule_reads_may_have_any_shape(make_spec: Any) -> None:
     spec = make_spec(1, model={"factory": f"{PARTS}:Model", "opaque": ["layers"]})
-    assert set(expected_of(CapturedJob(spec).training_graph(2))) == {"targets"}
+    assert set(Reader(CapturedJob(spec).training_graph(2)).checked) == {"targets"}
 
 
 @pytest.mark.parametrize(
