@@ -24,8 +24,7 @@ from torch.utils import _pytree as pytree
 
 from pipectl.capture.factories import is_torch_code
 from pipectl.capture.graph import CapturedGraph
-from pipectl.capture.opaque import Arguments, Opaque, States, anchored
-from pipectl.capture.outline import Outline
+from pipectl.capture.opaque import Arguments, Opaque, Outline, States, anchored
 from pipectl.capture.patches import Mask
 from pipectl.capture.python_state import (
     SHARED_GENERATORS,

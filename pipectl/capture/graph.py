@@ -1,24 +1,36 @@
-"""The captured graph: operators in order, what they read, and what must stay together."""
+"""The captured graph: operators in order, what they read, and what must stay together.
+
+An in-place operator makes an order that no edge shows: who reads before the write, who after. Which
+operators share storage is found by running the graph once on fake tensors. All operators that touch
+a storage up to its last write stay in one stage, where the graph order holds.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
-from pipectl.capture.aliases import Aliases, find_aliases
 from pipectl.capture.factories import is_torch_code
-from pipectl.capture.refusals import data_dependent_size
+from pipectl.capture.operators import written_tensors
+from pipectl.capture.refusals import data_dependent_size, forms_gradients, module_of, place_in
 from pipectl.capture.regions import WHOLE, region_of
+from pipectl.capture.tensors import storages_in, tensors_in
 from pipectl.errors import CaptureError
 
 # Checks that export leaves in the graph; the shapes they check are fixed when a stage is built.
@@ -28,8 +40,8 @@ _GUARDS = {
     torch.ops.aten.sym_constrain_range.default,
     torch.ops.aten.sym_constrain_range_for_size.default,
 }
-
-
+_TRANSFORMS = "torch._functorch.predispatch"
+"""The module of what stands in a graph where ``torch.func.vmap`` begins and ends."""
 Place = tuple[pytree.KeyEntry, ...]
 """Of a leaf in ``(inputs, targets)``: the keys, fields and indices that lead to it."""
 
@@ -67,8 +79,13 @@ class CapturedGraph:
         outputs: what the model returned, flattened: names of tensors, nodes of sizes, or constants
             as they are.
         output_spec: pytree structure of ``outputs``.
-        groups, requires_grad, last_writer, rewritten, written: see
-            :class:`pipectl.capture.aliases.Aliases`.
+        groups: a group's id for every operator that must share a stage with others.
+        requires_grad: whether the operator's value has a gradient, once all its writes are done.
+        last_writer: for values that are written after they are computed: the last operator that
+            does.
+        rewritten: placeholders of the buffers that are written, other than by a norm itself.
+        written: placeholders of all states and inputs that are written, each with the operator of
+            its last write.
         batch_size: the size it was exported with, and, if ``fixed``, the only one it holds for.
         symbols: that stand for the number of samples in sizes; none if ``fixed``.
     """
@@ -94,13 +111,14 @@ class CapturedGraph:
         self.constants: dict[str, Any] = dict(program.constants)
         self.symbols, self._conditions = _batch_symbols(self.inputs)
         self.fixed = not self.symbols
-        aliases = find_aliases(self, states)
-        self._rename_mutated(aliases)
-        self.groups = aliases.groups
-        self.requires_grad = aliases.requires_grad
-        self.last_writer = aliases.last_writer
-        self.rewritten = aliases.rewritten
-        self.written = aliases.written
+        self.requires_grad: dict[str, bool] = {}
+        self.last_writer: dict[str, str] = {}
+        self.rewritten: set[str] = set()
+        self.written: dict[str, str] = {}
+        run = _FakeRun(self, states)
+        self.groups = run.groups()
+        self._note_writes(run)
+        self._rename_mutated(run)
         loss, *outputs = next(n for n in program.graph.nodes if n.op == "output").args[0]
         self.loss: str = loss.name
         self.outputs = tuple(
@@ -243,7 +261,21 @@ class CapturedGraph:
                 node.replace_all_uses_with(first[state])
                 del self.states[node.name]
 
-    def _rename_mutated(self, aliases: Aliases) -> None:
+    def _note_writes(self, run: _FakeRun) -> None:
+        for node, value in run.values.items():
+            last = max((run.last_write.get(each, -1) for each in storages_in(value)), default=-1)
+            if node.op == "placeholder":
+                if node.name in self.states and value._version != run.first_version[node]:
+                    self.rewritten.add(node.name)
+                if last >= 0:
+                    self.written[node.name] = self.operators[last].name
+            elif node in run.index:
+                # Only now: a write through a view may have given a value its gradient.
+                self.requires_grad[node.name] = any(t.requires_grad for t in tensors_in(value))
+                if last > run.index[node]:
+                    self.last_writer[node.name] = self.operators[last].name
+
+    def _rename_mutated(self, run: _FakeRun) -> None:
         """Let later readers of a value that was mutated in place read the mutating operator.
 
         ``y = relu_(x)`` returns ``x`` itself, so both names are one tensor; with one name for it,
@@ -251,7 +283,7 @@ class CapturedGraph:
         """
         order = {node: index for index, node in enumerate(self.graph.nodes)}
         for write in self.operators:
-            target = aliases.returned_argument.get(write.name)
+            target = run.returned_argument.get(write.name)
             if target is None or target.op == "placeholder":
                 continue
             later = {user for user in target.users if order[user] > order[write]}
@@ -335,3 +367,105 @@ def _describe_argument(argument: Any, root: fx.GraphModule) -> str:
 
 def _digest(text: str, length: int = 12) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:length]
+
+
+class _FakeRun:
+    """One pass over the graph; values stay referenced, so that storage addresses stay unique.
+
+    Attributes:
+        touched: operators that read or write each storage, in order.
+        last_write: index of the last operator that writes a storage.
+        persistent: storages of states and inputs.
+        returned_argument: the argument node that an in-place operator returned itself.
+    """
+
+    def __init__(self, graph: CapturedGraph, states: Mapping[str, Tensor]) -> None:
+        self._graph = graph
+        self.index = {node: i for i, node in enumerate(graph.operators)}
+        self.values: dict[fx.Node, Any] = {}
+        self.touched: dict[int, list[fx.Node]] = {}
+        self.last_write: dict[int, int] = {}
+        self.persistent: set[int] = set()
+        self.first_version: dict[fx.Node, int] = {}
+        self.returned_argument: dict[str, fx.Node] = {}
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with mode, torch.enable_grad():
+            for node in graph.graph.nodes:
+                if node.op == "placeholder":
+                    self.values[node] = value = self._placeholder(node, mode, states)
+                    self.first_version[node] = value._version if isinstance(value, Tensor) else 0
+                    self.persistent.update(storages_in(value))
+                elif node.op == "get_attr":
+                    self.values[node] = graph.root.get_submodule(str(node.target))
+                elif graph.is_size(node):
+                    self.values[node] = graph.size_at(node, graph.batch_size)
+                elif node in self.index:
+                    self.values[node] = self._run(node)
+
+    def _placeholder(
+        self, node: fx.Node, mode: FakeTensorMode, states: Mapping[str, Tensor]
+    ) -> Any:
+        state = self._graph.states.get(node.name)
+        if state is None and not node.users:
+            return None
+        if state is not None:
+            known = self._graph.constants if state.kind == "constant" else states
+            return mode.from_tensor(known[state.name])
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor):
+            return value
+        batch = self._graph.batch_size
+        shape = [size if isinstance(size, int) else batch for size in value.shape]
+        return torch.empty(shape, dtype=value.dtype)
+
+    def _run(self, node: fx.Node) -> Any:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.values.__getitem__)
+        if getattr(node.target, "__module__", "") == _TRANSFORMS:
+            place = place_in(node.meta.get("stack_trace") or "")
+            what = "it transforms functions (torch.func)"
+            raise forms_gradients(what, place=place, part=module_of(node))
+        tensors = tensors_in((args, kwargs))
+        versions = [tensor._version for tensor in tensors]
+        try:
+            target: Any = node.target
+            result = region_of(node).run(target, *args, **kwargs)
+        except (DynamicOutputShapeException, DataDependentOutputException):
+            place = place_in(node.meta.get("stack_trace") or "")
+            raise data_dependent_size(node, place) from None
+        index = self.index[node]
+        for storage in {*storages_in(tensors), *storages_in(result)}:
+            self.touched.setdefault(storage, []).append(node)
+        written = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
+        for tensor in (*written, *written_tensors(target, args, kwargs, statistics=True)):
+            self.last_write.update(dict.fromkeys(storages_in(tensor), index))
+            for source in node.all_input_nodes:
+                if self.values[source] is tensor is result:
+                    self.returned_argument[node.name] = source
+        return result
+
+    def groups(self) -> dict[str, str]:
+        """For operators that must share a stage with others: the first of all these."""
+        members: dict[fx.Node, set[fx.Node]] = {}
+        for nodes in self._joined():
+            group = set(nodes).union(*(members.get(node, ()) for node in nodes))
+            members.update(dict.fromkeys(group, group))
+        first: dict[int, str] = {}
+        return {
+            node.name: first.setdefault(id(members[node]), node.name)
+            for node in self.index
+            if len(members.get(node, ())) > 1
+        }
+
+    def _joined(self) -> Iterator[list[fx.Node]]:
+        for storage, last in self.last_write.items():
+            # Parameters, buffers and inputs exist once per rank, so later readers stay as well.
+            whole = storage in self.persistent
+            yield [node for node in self.touched[storage] if whole or self.index[node] <= last]
+        for node in self.index:
+            # A tuple does not travel, its items do: they are taken out where it is computed.
+            if not isinstance(self.values[node], Tensor):
+                yield [node, *(user for user in node.users if user in self.index)]
+        for node, following in pairwise(self.index):
+            # An operator without neighbours in the graph (BatchNorm's counter) stays with the next.
+            if not node.users and not any(source in self.index for source in node.all_input_nodes):
+                yield [node, following]
