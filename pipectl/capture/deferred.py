@@ -1,6 +1,6 @@
 """Building a model without memory for its tensors, and making each of them later, alone.
 
-While a factory runs under :meth:`Deferred.recording`, tensors have shapes but no values, and every
+While a factory runs under :meth:`Deferred.build`, tensors have shapes but no values, and every
 operator that writes one is noted. :meth:`Deferred.make` runs the noted operators that one tensor
 follows from again, this time on memory. So each parameter and buffer comes to be by its module's
 own rule, whatever that is (``reset_parameters``, a function of ``nn.init`` applied afterwards, a
@@ -15,8 +15,7 @@ that led to what it saw are seeded by their number in the whole factory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,24 +48,41 @@ class Deferred:
         self._draws = 0
         self._origins: dict[int, tuple[str | int, ...]] = {}
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Let tensors that are created inside have no memory, and note how."""
-        with copyable_without_values(), FakeTensorMode(allow_non_fake_inputs=True), _Recorder(self):
-            yield
+    def build(self, factory: Callable[[], nn.Module]) -> nn.Module:
+        """The model of a factory, whose parameters and buffers have no memory.
 
-    def name_draws(self, tensors: Mapping[str, Tensor]) -> None:
-        """Let every draw belong to the first tensor that follows from it.
+        What modules hold as plain attributes is made at once: every rank needs it.
 
-        Args:
-            tensors: all that the factory created, by name, in the order of the model.
+        Raises:
+            CaptureError: the factory fails, perhaps because tensors have no values yet.
         """
-        for name, tensor in tensors.items():
-            if is_deferred(tensor):
+        recorder = _Recorder(self)
+        try:
+            with copyable_without_values(), FakeTensorMode(allow_non_fake_inputs=True), recorder:
+                model = factory()
+        except CaptureError as error:
+            raise CaptureError(
+                f"{error.message}; with materialize: per_rank, tensors have no values until a "
+                "rank needs them",
+                cure="see whether it runs with materialize: eager (and a small model); if it does, "
+                "let the factory use torch operators alone, and no .numpy() of a parameter",
+            ) from error
+        attributes = {
+            f"{path}.{name}" if path else name: (module, name, value)
+            for path, module in model.named_modules()
+            for name, value in vars(module).items()
+            if isinstance(value, FakeTensor)
+        }
+        plain = {full: value for full, (_, _, value) in attributes.items()}
+        for full, tensor in (*model.named_parameters(), *model.named_buffers(), *plain.items()):
+            if is_deferred(tensor):  # a draw belongs to the first tensor that follows from it
                 history = self._history(Place.of(tensor))
                 draws = (write.draw for write in history if write.draw is not None)
                 for number, draw in enumerate(draws):
-                    self._origins.setdefault(draw, (name, number))
+                    self._origins.setdefault(draw, (full, number))
+        for full, (module, name, tensor) in attributes.items():
+            object.__setattr__(module, name, self.make(tensor, full))
+        return model
 
     def make(self, tensor: Tensor, name: str) -> Tensor:
         """The values of a tensor that the factory created; a parameter stays one.
@@ -193,24 +209,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return function(*args, **kwargs)
         self._deferred.note(function, arguments, places, result)
         return result
-
-
-def settle(deferred: Deferred, model: nn.Module) -> None:
-    """Name the draws, and make what modules hold as plain attributes, which every rank needs.
-
-    Raises:
-        CaptureError: see :meth:`Deferred.make`.
-    """
-    attributes = {
-        f"{path}.{name}" if path else name: (module, name)
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if isinstance(value, FakeTensor)
-    }
-    plain = {full: vars(module)[name] for full, (module, name) in attributes.items()}
-    deferred.name_draws({**dict(model.named_parameters()), **dict(model.named_buffers()), **plain})
-    for full, (module, name) in attributes.items():
-        object.__setattr__(module, name, deferred.make(plain[full], full))
 
 
 @dataclass(frozen=True)

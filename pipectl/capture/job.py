@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from pipectl.capture import factories
 from pipectl.capture.batch import Reader, check_samples
 from pipectl.capture.data import Loader, check_dataset
+from pipectl.capture.deferred import Deferred
 from pipectl.capture.export import export_step
 from pipectl.capture.fallback import Fallback, Kept, Tell
 from pipectl.capture.graph import CapturedGraph
@@ -34,7 +35,7 @@ from pipectl.capture.regions import arithmetic, region_of
 from pipectl.capture.stage import uses_of_parameter
 from pipectl.capture.step import Step, as_module, own_name
 from pipectl.capture.tensors import is_deferred
-from pipectl.capture.weights import Materializer
+from pipectl.capture.weights import Weights
 from pipectl.errors import CaptureError
 from pipectl.faults import fault_of, is_ours
 from pipectl.spec import JobSpec
@@ -73,12 +74,15 @@ class CapturedJob:
     def __init__(self, spec: JobSpec, tell: Tell = lambda _: None) -> None:
         self.spec = spec
         seed_everything(spec.training.seed)
-        self._materializer = Materializer(spec)
-        factory = self.find(spec.model)
-        name = spec.model.factory
-        model = self._materializer.build(
-            lambda: as_module(factories.call(factory, name, **spec.model.kwargs), name)
-        )
+        path, per_rank = spec.weights_path, spec.model.materialize == "per_rank"
+        self._weights = None if path is None else Weights(path)
+        self._deferred = Deferred(spec.training.seed) if per_rank else None
+        factory, name = self.find(spec.model), spec.model.factory
+
+        def build() -> nn.Module:
+            return as_module(factories.call(factory, name, **spec.model.kwargs), name)
+
+        model = build() if self._deferred is None else self._deferred.build(build)
         refuse_lazy(model, name)
         loss = None if spec.loss.factory == "model" else self._bound(spec.loss)
         self.step = Step(model, loss, with_outputs=False)
@@ -97,7 +101,13 @@ class CapturedJob:
         )
         names = {name: self._names[id(tensor)] for name, tensor in everything}
         self.tied = {name: first for name, first in names.items() if name != first}
-        self._materializer.start(self.step, self.states, self.tied)
+        if self._weights is not None:
+            self._weights.match(self.step, self.states, self.tied)
+            for name, tensor in self.states.items():
+                loaded = None if is_deferred(tensor) else self._weights.load(name, tensor)
+                if loaded is not None:
+                    with torch.no_grad():
+                        tensor.copy_(loaded)
         self._fallback = Fallback(self.step, spec.model.opaque, self._values, tell)
         self._graphs: dict[tuple[bool, int], CapturedGraph] = {}
 
@@ -107,14 +117,24 @@ class CapturedJob:
         return self.step.model
 
     def materialize(self, names: Iterable[str]) -> None:
-        """Give values to those of ``states`` that have none yet; see :meth:`Materializer.make`."""
+        """Give values to those of ``states`` that have none yet; see :meth:`made`."""
         for name in names:
             if is_deferred(self.states[name]):
                 self.states[name] = self.made(name)
 
     def made(self, name: str) -> Tensor:
-        """The values of one of ``states`` that has none yet, for the caller alone."""
-        return self._materializer.make(name, self.states[name])
+        """The values of one of ``states`` that has none yet, for the caller alone.
+
+        Raises:
+            CaptureError: neither the checkpoint nor the factory gives it values.
+        """
+        tensor = self.states[name]
+        loaded = None if self._weights is None else self._weights.load(name, tensor)
+        if loaded is None:
+            assert self._deferred is not None
+            return self._deferred.make(tensor, own_name(name))
+        is_parameter = isinstance(tensor, nn.Parameter)
+        return nn.Parameter(loaded, tensor.requires_grad) if is_parameter else loaded
 
     @property
     def kept(self) -> dict[str, str]:

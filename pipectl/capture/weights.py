@@ -7,7 +7,7 @@ directory of either; the checkpoints of a run are such directories too.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from pipectl.capture.deferred import Deferred, settle
 from pipectl.capture.step import in_model, own_name
-from pipectl.capture.tensors import is_deferred
-from pipectl.errors import CaptureError, DataFileError
-from pipectl.spec import JobSpec
+from pipectl.errors import DataFileError
 from pipectl.units import did_you_mean
 
 _SHOWN = 4
@@ -38,86 +35,8 @@ _DTYPES = {
 }
 
 
-class Materializer:
-    """Builds the model of a job as ``model.materialize`` says, and fills in its tensors.
-
-    Args:
-        spec: of the job.
-
-    Raises:
-        DataFileError: ``model.weights`` cannot be read.
-    """
-
-    def __init__(self, spec: JobSpec) -> None:
-        per_rank = spec.model.materialize == "per_rank"
-        self._deferred = Deferred(spec.training.seed) if per_rank else None
-        self._weights = None if spec.weights_path is None else Weights(spec.weights_path)
-        self._names: dict[str, list[str]] = {}
-
-    def build(self, make: Callable[[], nn.Module]) -> nn.Module:
-        """What ``make`` returns: the model, without memory if each rank makes its own part.
-
-        Raises:
-            CaptureError: ``make`` fails, perhaps because tensors have no values yet.
-        """
-        if self._deferred is None:
-            return make()
-        try:
-            with self._deferred.recording():
-                model = make()
-        except CaptureError as error:
-            raise CaptureError(
-                f"{error.message}; with materialize: per_rank, tensors have no values until a "
-                "rank needs them",
-                cure="see whether it runs with materialize: eager (and a small model); if it does, "
-                "let the factory use torch operators alone, and no .numpy() of a parameter",
-            ) from error
-        settle(self._deferred, model)
-        return model
-
-    def start(self, step: nn.Module, states: Mapping[str, Tensor], tied: Mapping[str, str]) -> None:
-        """Check the weights to start from, and fill them into what has memory already.
-
-        Args:
-            step: the wrapper that holds the model.
-            states: its parameters and buffers, tied ones once.
-            tied: further names of tied ones, to their name in ``states``.
-
-        Raises:
-            DataFileError: the weights do not fit the model.
-        """
-        if self._weights is None:
-            return
-        self._names = {name: [own_name(name)] for name in states if in_model(name)}
-        for further, name in tied.items():
-            self._names.setdefault(name, [own_name(name)]).append(own_name(further))
-        persistent = step.state_dict(keep_vars=True)
-        self._weights.check(
-            [(states[name], own, name in persistent) for name, own in self._names.items()]
-        )
-        for name, tensor in states.items():
-            stored = self._weights.name_of(self._names.get(name, []))
-            if stored is not None and not is_deferred(tensor):
-                with torch.no_grad():
-                    tensor.copy_(self._weights.load(stored, tensor))
-
-    def make(self, name: str, tensor: Tensor) -> Tensor:
-        """The values of a tensor without memory; a parameter stays one.
-
-        Raises:
-            CaptureError: neither the checkpoint nor the factory gives it values.
-        """
-        stored = self._weights.name_of(self._names.get(name, [])) if self._weights else None
-        if self._weights is None or stored is None:
-            assert self._deferred is not None
-            return self._deferred.make(tensor, own_name(name))
-        loaded = self._weights.load(stored, tensor)
-        is_parameter = isinstance(tensor, nn.Parameter)
-        return nn.Parameter(loaded, tensor.requires_grad) if is_parameter else loaded
-
-
 class Weights:
-    """The tensors of a checkpoint by name; only names, shapes and types are read at first.
+    """The tensors of a checkpoint; only names, shapes and types are read at first.
 
     Args:
         path: of a file, an index, or a directory.
@@ -130,26 +49,37 @@ class Weights:
         self._path = path
         self._file_of: dict[str, Path] = {}
         self._types: dict[str, tuple[str, list[int]]] = {}
+        self._stored: dict[str, str] = {}
         for file in _files(path):
             self._read_header(file)
 
-    def check(self, states: Sequence[tuple[Tensor, Sequence[str], bool]]) -> None:
-        """Compare the checkpoint with a model.
+    def match(self, step: nn.Module, states: Mapping[str, Tensor], tied: Mapping[str, str]) -> None:
+        """Find the tensors of a model, of which the checkpoint may use any name.
 
         Args:
-            states: the parameters and buffers of the model, each with all its names, of which the
-                checkpoint may use any (tied parameters have several), and whether it must have it.
+            step: the wrapper that holds the model.
+            states: its parameters and buffers, tied ones once.
+            tied: further names of tied ones, to their name in ``states``.
 
         Raises:
             DataFileError: listing names that are missing or too many, and wrong shapes and types.
         """
-        known = {name for _, names, _ in states for name in names}
-        lacking = [names[0] for _, names, needed in states if needed and not self.name_of(names)]
+        names = {name: [own_name(name)] for name in states if in_model(name)}
+        for further, name in tied.items():
+            names.setdefault(name, [own_name(name)]).append(own_name(further))
+        persistent = step.state_dict(keep_vars=True)
+        lacking, wrong = list[str](), list[str]()
+        for name, own in names.items():
+            stored = next((each for each in own if each in self._file_of), None)
+            if stored is not None:
+                self._stored[name] = stored
+                wrong += self._differences(stored, states[name])
+            elif name in persistent:
+                lacking.append(f"has no {own[0]!r}")
+        known = {each for own in names.values() for each in own}
         unknown = [name for name in self._file_of if name not in known]
-        problems = [f"has no {name!r}" for name in lacking]
-        problems += [f"{n!r} is not in the model{did_you_mean(n, known)}" for n in unknown]
-        for tensor, names, _ in states:
-            problems += self._differences(names, tensor)
+        strange = [f"{n!r} is not in the model{did_you_mean(n, known)}" for n in unknown]
+        problems = [*lacking, *strange, *wrong]
         if problems:
             more = len(problems) - _SHOWN
             listed = "; ".join(problems[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
@@ -158,20 +88,19 @@ class Weights:
                 cure="use a checkpoint of this model: safetensors.torch.save_model(model, file)",
             )
 
-    def load(self, name: str, like: Tensor) -> Tensor:
-        """One tensor, on memory of its own, with the type and layout of ``like``."""
+    def load(self, name: str, like: Tensor) -> Tensor | None:
+        """A tensor of the model, on memory of its own, with the type and layout of ``like``.
+
+        None if the checkpoint does not have it.
+        """
+        stored = self._stored.get(name)
+        if stored is None:
+            return None
         target = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
-        with _opened(self._file_of[name]) as file:
-            return target.copy_(file.get_tensor(name))
+        with _opened(self._file_of[stored]) as file:
+            return target.copy_(file.get_tensor(stored))
 
-    def name_of(self, names: Sequence[str]) -> str | None:
-        """The first of several names that the checkpoint has."""
-        return next((name for name in names if name in self._file_of), None)
-
-    def _differences(self, names: Sequence[str], tensor: Tensor) -> Iterator[str]:
-        name = self.name_of(names)
-        if name is None:
-            return
+    def _differences(self, name: str, tensor: Tensor) -> Iterator[str]:
         kind, shape = self._types[name]
         if shape != list(tensor.shape):
             yield f"{name!r} has shape {shape}, not {list(tensor.shape)}"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipectl.capture.deferred import Deferred, settle
+from pipectl.capture.deferred import Deferred
 from pipectl.capture.tensors import is_deferred
 from pipectl.errors import CaptureError
 
@@ -44,10 +44,7 @@ def build() -> nn.Module:
 
 def deferred(factory: Callable[[], nn.Module], seed: int = 3) -> tuple[Deferred, nn.Module]:
     notes = Deferred(seed)
-    with notes.recording():
-        model = factory()
-    settle(notes, model)
-    return notes, model
+    return notes, notes.build(factory)
 
 
 def tensors(model: nn.Module) -> dict[str, Tensor]:
