@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from pipectl.capture.factories import is_torch_code
 from pipectl.capture.graph import CapturedGraph
 from pipectl.capture.opaque import Arguments, Opaque, Outline, States, anchored
-from pipectl.capture.patches import Mask
+from pipectl.capture.patches import Mask, calls_of, replace_call
 from pipectl.capture.python_state import (
     SHARED_GENERATORS,
     extra_states,
@@ -167,7 +167,8 @@ class Fallback:
 
     def _keep(self, error: CaptureError) -> None:
         """Keep the submodule in which an export failed; raise if there is none to blame."""
-        keep, part, loop = Keep.INNERMOST, None, ""
+        keep, loop = Keep.INNERMOST, ""
+        part: nn.Module | str | None = None
         if isinstance(error, RefusedError):
             keep, part, loop = error.keep, error.part, error.loop
         if part is None or part == "":
@@ -414,19 +415,12 @@ def traced(step: Step, kept: Kept) -> Iterator[dict[str, Opaque]]:
 
 def call_modules(program: ExportedProgram, calls: Mapping[str, Opaque]) -> None:
     """Let the operators of a program call the submodules."""
-    for module in program.graph_module.modules():
-        graph: Any = module.graph if isinstance(module, fx.GraphModule) else fx.Graph()
-        for node in graph.find_nodes(op="call_function", target=_STAND_IN):
-            name, batch, tensors, numbers = node.args
-            target = calls[str(name)]
-            with graph.inserting_before(node):
-                arguments = (batch, *tensors, *numbers)
-                called = graph.create_node("call_function", target, arguments)
-            called.meta = dict(node.meta)
-            if len(target.outline.forms) == 1:
-                called.meta["val"] = node.meta["val"][0]
-                for item in [user for user in node.users if user.target is operator.getitem]:
-                    item.replace_all_uses_with(called)
-                    graph.erase_node(item)
-            node.replace_all_uses_with(called)
-            graph.erase_node(node)
+    for module, node in calls_of(program, _STAND_IN):
+        name, batch, tensors, numbers = node.args
+        target, results = calls[str(name)], node.meta["val"]
+        called = replace_call(node, target, (batch, *tensors, *numbers))
+        if len(target.outline.forms) == 1:
+            called.meta["val"] = results[0]
+            for item in [user for user in called.users if user.target is operator.getitem]:
+                item.replace_all_uses_with(called)
+                module.graph.erase_node(item)

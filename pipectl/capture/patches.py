@@ -78,8 +78,7 @@ def patched_export(step: nn.Module, *, unrolls: bool) -> Iterator[Functions]:
     """
     with ExitStack() as stack:
         stack.enter_context(_quiet())
-        stack.enter_context(_refused_library_draws())
-        stack.enter_context(_refused_own_draws(step))
+        stack.enter_context(_refused_draws(step))
         stack.enter_context(_left_out_checks())
         stack.enter_context(_WatchedCalls(unrolls=unrolls))
         stack.enter_context(_marked_regions())
@@ -101,8 +100,11 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _refused_library_draws() -> Iterator[None]:
-    """Let the functions of ``random`` and ``numpy.random`` fail: a graph would freeze the numbers.
+def _refused_draws(step: nn.Module) -> Iterator[None]:
+    """Let draws from generators that are not torch's fail: a graph would freeze the numbers.
+
+    Those are the functions of ``random`` and ``numpy.random``, generators of the model's own, and
+    the system's.
 
     Raises:
         RefusedError: from the export; or when it is over, if only the states of the generators show
@@ -132,28 +134,20 @@ def _refused_library_draws() -> Iterator[None]:
                 if callable(function) and getattr(function, "__self__", None) in LIBRARY_GENERATORS:
                     patched = refuse_all_but_torch(function)
                     stack.enter_context(mock.patch.object(module, name, patched))
+        _refuse_own_draws(step, stack)
         yield
         check()
 
 
-@contextmanager
-def _refused_own_draws(step: nn.Module) -> Iterator[None]:
-    """The same for generators of the model's own and for the system's.
-
-    Raises:
-        RefusedError: from the export.
-    """
-
+def _refuse_own_draws(step: nn.Module, stack: ExitStack) -> None:
     def refuse(*_: Any) -> Any:
         raise foreign_draw()
 
-    with ExitStack() as stack:
-        for name in ("random", "getrandbits"):  # of those made in the forward, too
-            stack.enter_context(mock.patch.object(random.SystemRandom, name, refuse))
-        for own, name in generator_places(step):
-            if not isinstance(own[name], torch.Generator):  # their use is seen as an argument
-                stack.enter_context(mock.patch.dict(own, {name: _RefusingGenerator()}))
-        yield
+    for name in ("random", "getrandbits"):  # of those made in the forward, too
+        stack.enter_context(mock.patch.object(random.SystemRandom, name, refuse))
+    for own, name in generator_places(step):
+        if not isinstance(own[name], torch.Generator):  # their use is seen as an argument
+            stack.enter_context(mock.patch.dict(own, {name: _RefusingGenerator()}))
 
 
 class _RefusingGenerator:
@@ -393,20 +387,35 @@ def _is_alike(one: type[torch.autograd.Function], other: type[torch.autograd.Fun
 
 def call_functions(program: ExportedProgram, functions: Functions) -> None:
     """Let every recorded autograd function be an operator that calls it."""
-    for module in program.graph_module.modules():
-        if not isinstance(module, fx.GraphModule):
-            continue
-        for node in module.graph.find_nodes(op="call_function", target=flat_apply):
-            applied, spec, *flat = node.args
-            structure = getattr(module, str(spec.target))
-            (name, *args), kwargs = pytree.tree_unflatten(flat, structure)
-            target = Applied(functions[name])
-            with module.graph.inserting_before(node):
-                called = module.graph.create_node("call_function", target, tuple(args), kwargs)
-            called.meta = dict(node.meta)
-            node.replace_all_uses_with(called)
-            for unused in (node, applied, spec):
-                module.graph.erase_node(unused)
+    for module, node in calls_of(program, flat_apply):
+        applied, spec, *flat = node.args
+        structure = getattr(module, str(spec.target))
+        (name, *args), kwargs = pytree.tree_unflatten(flat, structure)
+        replace_call(node, Applied(functions[name]), tuple(args), kwargs)
+        for unused in (applied, spec):
+            module.graph.erase_node(unused)
+
+
+def calls_of(program: ExportedProgram, target: Any) -> list[tuple[fx.GraphModule, fx.Node]]:
+    """The calls of a target in a program and its subgraphs, each with its graph."""
+    modules = [m for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
+    return [
+        (module, node)
+        for module in modules
+        for node in module.graph.find_nodes(op="call_function", target=target)
+    ]
+
+
+def replace_call(
+    node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+) -> fx.Node:
+    """Let a call of another target take the place of a node of a graph."""
+    with node.graph.inserting_before(node):
+        called = node.graph.create_node("call_function", target, args, kwargs or {})
+    called.meta = dict(node.meta)
+    node.replace_all_uses_with(called)
+    node.graph.erase_node(node)
+    return called
 
 
 @contextmanager
