@@ -156,7 +156,7 @@ class Loader:
         else:
             collated = DataLoader(
                 _Seeded(self._dataset, self._seed),
-                batch_sampler=_Sampler(self, islice(batches, skipped, None), pieces_of),
+                batch_sampler=self._samples(islice(batches, skipped, None), pieces_of),
                 collate_fn=self._collate,
                 num_workers=self._workers,
             )
@@ -169,6 +169,17 @@ class Loader:
             return list(range(samples))
         generator = torch.Generator().manual_seed(seed_of(self._seed, "epoch", epoch) >> 1)
         return torch.randperm(samples, generator=generator).tolist()
+
+    def _samples(
+        self, batches: Iterable[tuple[int, range]], pieces_of: Pieces
+    ) -> Iterator[list[Sample]]:
+        """The samples of every piece."""
+        known, order = -1, list[int]()
+        for epoch, positions in batches:
+            if epoch != known:
+                known, order = epoch, self.order(epoch)
+            for piece in pieces_of(len(positions)):
+                yield [(epoch, order[positions.start + position]) for position in piece]
 
     def _stream(
         self, batches: Iterable[tuple[int, range]], pieces_of: Pieces, skipped: int
@@ -267,25 +278,6 @@ class _SeededStream(IterableDataset[Any]):
             except StopIteration:
                 return
             yield sample
-
-
-class _Sampler:
-    """Samples of every piece, for ``DataLoader(batch_sampler=...)``."""
-
-    def __init__(
-        self, loader: Loader, batches: Iterable[tuple[int, range]], pieces_of: Pieces
-    ) -> None:
-        self._loader = loader
-        self._batches = batches
-        self._pieces_of = pieces_of
-
-    def __iter__(self) -> Iterator[list[Sample]]:
-        known, order = -1, list[int]()
-        for epoch, positions in self._batches:
-            if epoch != known:
-                known, order = epoch, self._loader.order(epoch)
-            for piece in self._pieces_of(len(positions)):
-                yield [(epoch, order[positions.start + position]) for position in piece]
 
 
 def check_dataset(dataset: Any, key: str, factory: str) -> None:

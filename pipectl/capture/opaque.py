@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipectl.capture.python_state import own_generators, reseed
-from pipectl.capture.refusals import unsteady_part, unsuitable
+from pipectl.capture.refusals import UNSTEADY, cannot_capture, unsuitable
 from pipectl.capture.step import make_known, own_name
 from pipectl.capture.tensors import is_deferred, storage_of, storages_in, tensors_in
 from pipectl.errors import CaptureError
@@ -177,7 +177,7 @@ class Unsteady:
         return self._kind
 
     def _refuse(self, *_: object) -> Any:
-        raise unsteady_part()
+        raise cannot_capture(*UNSTEADY)
 
     __getattr__ = __getitem__ = __iter__ = __len__ = __bool__ = __contains__ = __add__ = _refuse
 

@@ -46,13 +46,14 @@ from pipectl.capture.python_state import (
     states_of,
 )
 from pipectl.capture.refusals import (
+    DRAW,
+    PACKING,
+    cannot_capture,
     carried,
     forbidden,
-    foreign_draw,
     forms_gradients,
     gradient_hook,
     long_loop,
-    packed_sequences,
     place_at,
     running_line,
 )
@@ -114,13 +115,13 @@ def _refused_draws(step: nn.Module) -> Iterator[None]:
 
     def check() -> None:
         if states_of(LIBRARY_GENERATORS) != known:
-            raise foreign_draw()
+            raise cannot_capture(*DRAW)
 
     def refuse_all_but_torch(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal known
             if not is_torch_code(sys._getframe(1).f_code.co_filename):
-                raise foreign_draw()
+                raise cannot_capture(*DRAW)
             check()
             result = function(*args, **kwargs)
             known = states_of(LIBRARY_GENERATORS)
@@ -141,7 +142,7 @@ def _refused_draws(step: nn.Module) -> Iterator[None]:
 
 def _refuse_own_draws(step: nn.Module, stack: ExitStack) -> None:
     def refuse(*_: Any) -> Any:
-        raise foreign_draw()
+        raise cannot_capture(*DRAW)
 
     for name in ("random", "getrandbits"):  # of those made in the forward, too
         stack.enter_context(mock.patch.object(random.SystemRandom, name, refuse))
@@ -154,7 +155,7 @@ class _RefusingGenerator:
     """Stands in for a generator of the model's own."""
 
     def __getattr__(self, _: str) -> Any:
-        raise foreign_draw()
+        raise cannot_capture(*DRAW)
 
 
 @contextmanager
@@ -219,9 +220,9 @@ class _WatchedCalls(TorchFunctionMode):
                 "optimizers train in turns (a GAN) are not supported",
             )
         if name == "_pack_padded_sequence":
-            raise packed_sequences()
+            raise cannot_capture(*PACKING)
         if any(isinstance(given, torch.Generator) for given in (*args, *kwargs.values())):
-            raise foreign_draw()
+            raise cannot_capture(*DRAW)
         if name == "__set__" and func == _SET_DATA and not _is_torch_calling():
             raise forbidden(
                 "assigns to the .data of a tensor",

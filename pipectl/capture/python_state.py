@@ -28,6 +28,7 @@ from torch.utils import _pytree as pytree
 
 from pipectl.capture.refusals import Keep, RefusedError
 from pipectl.capture.step import own_path
+from pipectl.capture.tensors import tensors_in
 from pipectl.faults import is_user_code
 
 _PLAIN = (str, bytes, int, float, complex, type(None), type, FunctionType, ModuleType, nn.Parameter)
@@ -273,7 +274,7 @@ class Assignments:
             hook.remove()
         for path, module in self._modules.items():
             for name in vars(module).keys() - self._before[path].keys():
-                if _tensors(vars(module)[name]):
+                if tensors_in(vars(module)[name]):
                     del vars(module)[name]
         for name in self.numbers:
             self._numbers[name].set(self._numbers[name].value)
@@ -326,12 +327,8 @@ def _nodes(value: Any) -> list[fx.Node]:
     mode = get_proxy_mode()
     if mode is None:
         return []
-    slots: list[Any] = [get_proxy_slot(leaf, mode.tracer, None) for leaf in _tensors(value)]
+    slots: list[Any] = [get_proxy_slot(leaf, mode.tracer, None) for leaf in tensors_in(value)]
     return [slot.proxy.node for slot in slots if slot is not None]
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:

@@ -28,6 +28,19 @@ Trace = Sequence[tuple[FrameType, int]]
 """Frames, the innermost last, each with the line that it is at."""
 
 AS_IT_IS = "put it into a submodule of its own, which then runs as it is, as one operator"
+DRAW = (
+    "it draws from a generator that is not torch's own, which a graph would freeze",
+    f"draw with torch.rand, or {AS_IT_IS}",
+)
+PACKING = (
+    "it packs sequences, so that sizes follow from their lengths",
+    "compute on padded sequences, with a mask; or put packing, recurrent layer and unpacking "
+    "together into a submodule of its own, which then runs as it is, as one operator",
+)
+UNSTEADY = (
+    "it reads a part of a submodule's result that has another structure from call to call",
+    f"let the submodule return lists of fixed lengths, or {AS_IT_IS}",
+)
 _KINDS = (
     (
         r"data-dependent|unbacked|Eq\(u\d|_local_scalar_dense",
@@ -101,29 +114,6 @@ def forms_gradients(what: str = "it forms gradients in its forward", **more: Any
     """The refusal of what works as it is, in no graph: the module that does it is kept whole."""
     cure = f"form no gradients there, or {AS_IT_IS}"
     return cannot_capture(what, cure, keep=Keep.WHOLE, **more)
-
-
-def foreign_draw(place: str | None = None) -> RefusedError:
-    """The refusal of random numbers that are not torch's."""
-    what = "it draws from a generator that is not torch's own, which a graph would freeze"
-    return cannot_capture(what, f"draw with torch.rand, or {AS_IT_IS}", place)
-
-
-def packed_sequences() -> RefusedError:
-    """The refusal of sizes that follow from the lengths of sequences."""
-    return cannot_capture(
-        "it packs sequences, so that sizes follow from their lengths",
-        "compute on padded sequences, with a mask; or put packing, recurrent layer and unpacking "
-        "together into a submodule of its own, which then runs as it is, as one operator",
-    )
-
-
-def unsteady_part() -> RefusedError:
-    """The refusal to read a part of a result that no two calls give in one structure."""
-    return cannot_capture(
-        "it reads a part of a submodule's result that has another structure from call to call",
-        f"let the submodule return lists of fixed lengths, or {AS_IT_IS}",
-    )
 
 
 def long_loop(module: nn.Module | None, place: str, repeats: int) -> RefusedError:
