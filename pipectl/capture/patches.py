@@ -58,9 +58,8 @@ from pipectl.capture.refusals import (
     running_line,
 )
 from pipectl.capture.regions import mark_regions
-from pipectl.errors import CaptureError
 
-Functions = dict[str, type[torch.autograd.Function]]
+Functions = list[type[torch.autograd.Function]]
 MAX_REPEATS = 500
 """Calls from one line of one module until a loop is too long. Tracing one takes some 10 ms."""
 _PLAIN = (int, float, bool, str)
@@ -69,7 +68,7 @@ _ABSENT = object()
 
 @contextmanager
 def patched_export(step: nn.Module, *, unrolls: bool) -> Iterator[Functions]:
-    """All patches under which a step is exported; yields the autograd functions it uses, by name.
+    """All patches under which a step is exported; yields the autograd functions it uses.
 
     Args:
         unrolls: whether loops may be as long as they like.
@@ -325,16 +324,16 @@ def _marked_regions() -> Iterator[None]:
 def _recorded_functions() -> Iterator[Functions]:
     """Record autograd functions as operators, and refuse gradients that a forward forms.
 
-    An export drops the backward of an autograd function, and hooks on gradients, without a word.
+    An export drops the backward of an autograd function, and hooks on gradients, without a word. It
+    knows functions by their names, which several may share, so each call has a number, too.
 
     Raises:
-        CaptureError: from the export, where the model puts a hook on a gradient, or uses two
-            functions of one name.
+        CaptureError: from the export, where the model puts a hook on a gradient.
     """
-    functions: Functions = {}
+    functions: Functions = []
     untouched: Any = vars(torch.autograd.Function)["apply"]
 
-    def apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+    def apply(function: type[torch.autograd.Function], _: int, *args: Any, **kwargs: Any) -> Any:
         # A Python class method in torch 2.13 and one of C from 2.14 on: both bind.
         return untouched.__get__(None, function)(*args, **kwargs)
 
@@ -344,13 +343,8 @@ def _recorded_functions() -> Iterator[Functions]:
         if function is CheckpointFunction:  # recomputation is planned, not captured
             body, _, *given = args
             return body(*given)
-        name = f"{function.__module__}.{function.__qualname__}"
-        if not _is_alike(functions.setdefault(name, function), function):
-            raise CaptureError(
-                f"model: two autograd functions are named {name}, and a graph knows them by name",
-                cure="define one function, which gets as arguments what tells them apart",
-            )
-        return record(function, *args, **kwargs)
+        functions.append(function)
+        return record(function, len(functions) - 1, *args, **kwargs)
 
     def refuse_hook(*_: Any) -> None:
         raise gradient_hook(f"puts a hook on a gradient{running_line()}")
@@ -369,30 +363,13 @@ def _recorded_functions() -> Iterator[Functions]:
         yield functions
 
 
-def _is_alike(one: type[torch.autograd.Function], other: type[torch.autograd.Function]) -> bool:
-    """Whether two classes, made by one definition perhaps, do the same."""
-
-    def cells(function: Any) -> list[Any]:
-        return [cell.cell_contents for cell in function.__closure__ or ()]
-
-    def does_alike(mine: Any, its: Any) -> bool:
-        if mine is its:  # inherited by both, perhaps
-            return True
-        pairs = zip(cells(mine), cells(its), strict=True)
-        same_code = mine.__code__ is its.__code__ and mine.__defaults__ == its.__defaults__
-        return same_code and all(a is b or (type(a) in _PLAIN and a == b) for a, b in pairs)
-
-    methods = "forward", "backward", "setup_context", "jvp"
-    return all(does_alike(getattr(one, m), getattr(other, m)) for m in methods)
-
-
 def call_functions(program: ExportedProgram, functions: Functions) -> None:
     """Let every recorded autograd function be an operator that calls it."""
     for module, node in calls_of(program, flat_apply):
         applied, spec, *flat = node.args
         structure = getattr(module, str(spec.target))
-        (name, *args), kwargs = pytree.tree_unflatten(flat, structure)
-        replace_call(node, Applied(functions[name]), tuple(args), kwargs)
+        (_, number, *args), kwargs = pytree.tree_unflatten(flat, structure)
+        replace_call(node, Applied(functions[number]), tuple(args), kwargs)
         for unused in (applied, spec):
             module.graph.erase_node(unused)
 

@@ -588,10 +588,10 @@ class DroppedLstm(nn.Module):
 class OneName(nn.Module):
     """Two autograd functions that cannot be told apart by their names."""
 
-    def __init__(self, second: float = 5.0) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.inner = mlp()
-        self.functions = scaling(2.0), scaling(second)
+        self.functions = scaling(2.0), scaling(5.0)
 
     def forward(self, x: Tensor) -> Tensor:
         first, second = self.functions

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pipectl.capture import Cut, build_stage
+from pipectl.capture.operators import Applied
 from pipectl.errors import CaptureError
 
 MODELS = Path(__file__).with_name("models.py")
@@ -97,13 +98,7 @@ def test_a_hook_that_never_runs_is_none(make_job, kwargs) -> None:
     assert make_job("ParameterHook", kwargs=kwargs).training_graph(4).operators
 
 
-def test_two_functions_of_one_name_are_refused(make_job) -> None:
-    with pytest.raises(CaptureError) as raised:
-        make_job("OneName").training_graph(4)
-    assert "two autograd functions are named" in raised.value.message
-    assert "scaling.<locals>.Scaling" in raised.value.message
-
-
-def test_two_functions_that_do_the_same_are_one(make_job) -> None:
-    graph = make_job("OneName", kwargs={"second": 2.0}).training_graph(4)
-    assert sum("Scaling" in str(node.target) for node in graph.operators) == 2
+def test_functions_of_one_name_are_told_apart(make_job) -> None:
+    job = make_job("OneName")
+    applied = [node.target for node in job.training_graph(4).operators]
+    assert [t.function for t in applied if isinstance(t, Applied)] == list(job.model.functions)
