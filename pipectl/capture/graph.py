@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -196,10 +196,10 @@ class CapturedGraph:
 
     def sample_dimensions(self, value: Any) -> list[int]:
         """The dimensions of a captured value that count samples; none if it is no tensor."""
-        sizes = enumerate(value.shape if isinstance(value, Tensor) else ())
+        sizes: Sequence[Any] = value.shape if isinstance(value, Tensor) else ()
         return [
             dim
-            for dim, size in sizes
+            for dim, size in enumerate(sizes)
             if isinstance(size, torch.SymInt) and size.node.expr.free_symbols & self.symbols
         ]
 

@@ -374,7 +374,7 @@ def call_functions(program: ExportedProgram, functions: Functions) -> None:
             module.graph.erase_node(unused)
 
 
-def calls_of(program: ExportedProgram, target: Any) -> list[tuple[fx.GraphModule, fx.Node]]:
+def calls_of(program: ExportedProgram, target: Any) -> list[tuple[fx.GraphModule, Any]]:
     """The calls of a target in a program and its subgraphs, each with its graph."""
     modules = [m for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
     return [

@@ -27,13 +27,13 @@ from pipectl.capture.regions import arithmetic
 from pipectl.capture.step import (
     first_undefined,
     in_model,
-    is_deferred,
     own_name,
     sample_shares,
     target_shares,
     target_weight,
     weighted,
 )
+from pipectl.capture.tensors import is_deferred
 from pipectl.errors import PipectlError
 from pipectl.files import write_json
 from pipectl.printable import printable
