@@ -45,7 +45,7 @@ from pipectl.capture.refusals import (
     unsuitable,
 )
 from pipectl.capture.step import Step, in_model, make_known, own_name, resized
-from pipectl.capture.tensors import is_deferred, tensors_in
+from pipectl.capture.tensors import fill_sample, is_deferred, tensors_in
 from pipectl.errors import CaptureError
 from pipectl.faults import is_user_code
 from pipectl.units import did_you_mean
@@ -340,14 +340,11 @@ def _watch(path: str, module: nn.Module, make: Make, calls: list[Outline]) -> Ma
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """A tensor with values: random, or 0, which is a valid index, if it has none."""
-    if not is_deferred(tensor):  # not connected, as it will not be on a stage
-        sample = tensor.detach()
-    else:
-        sample = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-        if not tensor.is_floating_point():
-            return sample.fill_(tensor.dtype is torch.bool)
-        sample = sample.normal_()
+    """A tensor with values, not connected, as it will not be on a stage."""
+    sample = tensor.detach()
+    if is_deferred(tensor):
+        blank = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        sample = fill_sample(blank)
     return anchored(sample) if tensor.requires_grad else sample
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
@@ -12,6 +13,13 @@ from torch.utils import _pytree as pytree
 def is_deferred(tensor: Tensor) -> bool:
     """Whether a tensor has no values yet."""
     return isinstance(tensor, FakeTensor)
+
+
+def fill_sample(tensor: Tensor) -> Tensor:
+    """Fill a tensor with random values, or valid indices, or a mask that hides nothing."""
+    return (
+        tensor.normal_() if tensor.is_floating_point() else tensor.fill_(tensor.dtype is torch.bool)
+    )
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -25,7 +25,7 @@ from pipectl.capture.opaque import Opaque
 from pipectl.capture.operators import written_tensors
 from pipectl.capture.regions import WHOLE, arithmetic, missing_kernels, region_of
 from pipectl.capture.stage import on_device, place_subgraphs
-from pipectl.capture.tensors import is_deferred, storage_of, storages_in, tensors_in
+from pipectl.capture.tensors import fill_sample, is_deferred, storage_of, storages_in, tensors_in
 from pipectl.profile import OperatorMemory
 from pipectl.profiler.bench import Subject
 from pipectl.profiler.journal import Journal
@@ -260,9 +260,7 @@ class Shape:
             tensor.set_(storage, self.offset, self.sizes, self.strides)
             return tensor.requires_grad_(self.requires_grad)
         tensor = torch.empty_strided(self.sizes, self.strides, dtype=self.dtype, device=device)
-        if self.dtype.is_floating_point:
-            return tensor.normal_().requires_grad_(self.requires_grad)
-        return tensor.fill_(self.dtype is torch.bool)  # a valid index, a mask that hides nothing
+        return fill_sample(tensor).requires_grad_(self.requires_grad)
 
 
 class Walk:
