@@ -172,16 +172,16 @@ def check_graph(communicator: MPI.Comm, job: CapturedJob, plan: Plan, profile: P
     graph = job.training_graph(plan.micro_batch_size)
     signatures = {operator.id: operator.signature or "" for operator in profile.operators}
     mine = graph.difference(plan.fingerprint, signatures), node_name()
-    found = gather_all(communicator, mine)
-    others = [rank for rank, (difference, _) in enumerate(found) if difference is not None]
-    if len(others) == len(found):
+    differences = gather_all(communicator, mine)
+    others = [rank for rank, (difference, _) in enumerate(differences) if difference is not None]
+    if len(others) == len(differences):
         raise MismatchError(
-            f"plan.json was made for another model: {found[0][0]}",
+            f"plan.json was made for another model: {differences[0][0]}",
             cure="profile and plan the job again; its model, or the shape of its batches, has "
             "changed since",
         )
     if others:
-        difference, node = found[others[0]]
+        difference, node = differences[others[0]]
         raise MismatchError(
             f"rank {others[0]} on {node}{_more(others)} has another model than plan.json was made "
             f"for, unlike other ranks: {difference}",

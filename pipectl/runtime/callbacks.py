@@ -30,7 +30,7 @@ class Callbacks:
 
     def __init__(self, spec: JobSpec, run: RunDirectory, warn: Callable[[str], None]) -> None:
         self._warn = warn
-        self._told: dict[str, Tell] = {}
+        self._functions: dict[str, Tell] = {}
         try:
             for name, factory in spec.callbacks.items():
                 function = factories.find(factory.factory, spec.base)
@@ -48,7 +48,7 @@ class Callbacks:
                         "called",
                         cure="return a function of one line of the metrics, a dict",
                     )
-                self._told[name] = tell
+                self._functions[name] = tell
         except BaseException as error:
             self.close(error)
             raise
@@ -61,11 +61,11 @@ class Callbacks:
 
     def __call__(self, line: Mapping[str, Any]) -> None:
         """Tell all of them a line; each gets a copy."""
-        for name, tell in list(self._told.items()):
+        for name, tell in list(self._functions.items()):
             try:
                 tell(dict(line))
             except Exception as error:  # whatever it is, training goes on
-                del self._told[name]
+                del self._functions[name]
                 self._warn(
                     f"callbacks.{name}: {_raised(error)}; training goes on, and it is not called "
                     "any more"
@@ -77,8 +77,8 @@ class Callbacks:
         Args:
             failure: what ends the training; given to those whose ``close`` has such a parameter.
         """
-        while self._told:
-            name, tell = self._told.popitem()
+        while self._functions:
+            name, tell = self._functions.popitem()
             close = getattr(tell, "close", None)
             if close is None:
                 continue

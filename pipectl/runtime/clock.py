@@ -95,9 +95,9 @@ def _answer(communicator: MPI.Comm, leader: int) -> None:
 
 
 def _gathered(communicator: MPI.Comm, value: float) -> Figures:
-    found = np.empty(communicator.size)
-    wait([communicator.Iallgather(np.array([value]), found)])
-    return found
+    values = np.empty(communicator.size)
+    wait([communicator.Iallgather(np.array([value]), values)])
+    return values
 
 
 def _machine() -> int:

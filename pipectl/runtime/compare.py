@@ -144,8 +144,12 @@ def distance(one: Tensor, other: Tensor) -> float:
     kind = torch.promote_types(one.dtype, torch.float64)
     one, other = one.to(kind), other.to(kind)
     same = (one == other) | (one.isnan() & other.isnan())
-    apart = torch.where(same, 0.0, (one - other).abs())
-    return float(apart.nan_to_num(nan=math.inf, posinf=math.inf).max()) if apart.numel() else 0.0
+    distances = torch.where(same, 0.0, (one - other).abs())
+    return (
+        float(distances.nan_to_num(nan=math.inf, posinf=math.inf).max())
+        if distances.numel()
+        else 0.0
+    )
 
 
 def _rounding(tensor: Tensor) -> float:

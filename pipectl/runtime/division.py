@@ -104,8 +104,8 @@ class LossShares:
         self._rank, self._stage = communicator.rank, stage
         self._weigh, self._name = job.weight(), job.spec.loss.weight
         losing, seeding = plan.stages[stage].ranks, plan.stages[stage].updating_ranks
-        self._apart = seeding != losing
-        ranks = (*losing, *seeding) if self._apart else losing
+        self._seeded_elsewhere = seeding != losing
+        ranks = (*losing, *seeding) if self._seeded_elsewhere else losing
         self._group: MPI.Comm | None = None
         if self._rank in ranks:
             self._group = group_of(communicator, ranks, len(plan.stages))
@@ -146,10 +146,10 @@ class LossShares:
 
     def loss(self, step: Step, losses: Sequence[Tensor], weights: Sequence[float]) -> float:
         """What this rank adds to the loss of the step; NaN where it computes none of it."""
-        own = self.computed(step)
-        if not own:
+        micro_batches = self.computed(step)
+        if not micro_batches:
             return 0.0 if self._group is not None else float("nan")
-        return weighted(losses, [weights[index] for index in own])
+        return weighted(losses, [weights[index] for index in micro_batches])
 
     def _parts(self, step: Step) -> dict[int, Rows]:
         assert step.plan is not None
@@ -167,5 +167,5 @@ class LossShares:
         if self._group.size > 1:
             wait([self._group.Iallreduce(MPI.IN_PLACE, table)])  # adding zeros changes no bit
         total = float(sum(table.ravel().tolist()))
-        mine: list[float] = table[:, 0 if self._apart else self._group.rank].tolist()
+        mine: list[float] = table[:, 0 if self._seeded_elsewhere else self._group.rank].tolist()
         return [weight / total if total else 0.0 for weight in mine]

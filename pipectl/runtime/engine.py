@@ -65,13 +65,13 @@ class Slicing:
         """What arrived from all replicas, as one."""
         if all(piece.rows.is_whole for piece in pieces):
             return {slot: tensor for piece in pieces for slot, tensor in piece.tensors.items()}
-        found: dict[Slot, list[Tensor]] = {}
+        parts: dict[Slot, list[Tensor]] = {}
         for piece in sorted(pieces, key=lambda item: item.rows):
             for slot, tensor in piece.tensors.items():
-                kept = found.setdefault(slot, [])
+                tensors_of_slot = parts.setdefault(slot, [])
                 if tensor is not None:
-                    kept.append(tensor)
-        return {slot: self._join(slot, tensors) for slot, tensors in found.items()}
+                    tensors_of_slot.append(tensor)
+        return {slot: self._join(slot, tensors) for slot, tensors in parts.items()}
 
     def _rows(
         self, slot: Slot, tensor: Tensor, origin: int, rows: Rows, leads: bool

@@ -64,14 +64,14 @@ class Layout:
         """Above 0 if there are gaps between elements, below 0 if elements overlap."""
         if self.count == 0:
             return 0
-        expected, found = 1, 0
+        expected, gap = 1, 0
         pairs = zip(self.strides, self.stored_sizes, strict=True)
         for stride, size in sorted(pair for pair in pairs if pair[1] != 1):
             if stride < expected:
                 return -1
-            found = max(found, stride - expected)
+            gap = max(gap, stride - expected)
             expected = stride * size
-        return found
+        return gap
 
     def flatten(self, tensor: Tensor) -> Tensor:
         """The stored elements as a contiguous vector; a view wherever the layout is dense.

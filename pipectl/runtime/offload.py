@@ -340,10 +340,10 @@ class StageOffload:
     """Pools by micro-batch, and where each is.
 
     Attributes:
-        least_bytes: smaller storages stay: statistics of norms, and other vectors.
+        min_bytes: smaller storages stay: statistics of norms, and other vectors.
     """
 
-    least_bytes: ClassVar[int] = 16 << 10
+    min_bytes: ClassVar[int] = 16 << 10
 
     def __init__(self, mover: Mover, device: torch.device) -> None:
         self._mover = mover
@@ -354,7 +354,7 @@ class StageOffload:
 
     def pool(self, micro_batch: int, staying: Iterable[Tensor]) -> SavedTensors:
         """A new pool for what a forward keeps; see :class:`SavedTensors`."""
-        pool = SavedTensors(staying, self.least_bytes, self._device, self._mover.housed)
+        pool = SavedTensors(staying, self.min_bytes, self._device, self._mover.housed)
         self._pools[micro_batch] = pool
         return pool
 

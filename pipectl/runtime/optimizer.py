@@ -206,9 +206,11 @@ class LossScale:
         overflow = False
         for gradients in alike(p.grad for p in self._parameters if p.grad is not None):
             device = gradients[0].device
-            found = torch.zeros((), device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse.to(device))
-            overflow = overflow or bool(found)
+            is_infinite = torch.zeros((), device=device)
+            torch._amp_foreach_non_finite_check_and_unscale_(
+                gradients, is_infinite, inverse.to(device)
+            )
+            overflow = overflow or bool(is_infinite)
         return overflow
 
     def update(self, *, overflow: bool) -> None:

@@ -35,12 +35,12 @@ def take(
         CaptureError: it keeps something that cannot be written down.
     """
     tensors: dict[str, Tensor] = {}
-    found = {
+    states = {
         name: _encoded(optimizer.state[parameter], name, tensors)
         for name, parameter in parameters.items()
         if parameter in optimizer.state
     }
-    return tensors, found
+    return tensors, states
 
 
 def give(

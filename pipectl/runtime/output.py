@@ -89,7 +89,7 @@ class _LogStream(io.RawIOBase):
     def __init__(self, handle: int, label: bytes) -> None:
         super().__init__()
         self._handle, self._label = handle, label
-        self._rest = b""
+        self._unfinished_line = b""
 
     def fileno(self) -> int:
         return self._handle
@@ -101,7 +101,7 @@ class _LogStream(io.RawIOBase):
         text = bytes(data)  # type: ignore[call-overload]
         size = len(text)
         if self._label:
-            *lines, self._rest = (self._rest + text).split(b"\n")
+            *lines, self._unfinished_line = (self._unfinished_line + text).split(b"\n")
             text = b"".join(b"%b%b\n" % (self._label, line) for line in lines)
         with suppress(OSError):
             while text:
@@ -110,7 +110,7 @@ class _LogStream(io.RawIOBase):
 
     def end_line(self) -> None:
         """Write what was held back, since its line had not ended."""
-        if self._rest:
+        if self._unfinished_line:
             self.write(b"\n")
 
 

@@ -78,10 +78,10 @@ def train(spec: JobSpec, micro_batch_size: int, directory: Path) -> None:
         else:
             shares = sample_shares(sizes)
         before = {name: buffer.clone() for name, buffer in job.step.named_buffers() if skips}
-        found = _accumulate(job, batches, shares, scaler, device)
-        losses.append(weighted(found, shares))
+        step_losses = _accumulate(job, batches, shares, scaler, device)
+        losses.append(weighted(step_losses, shares))
         faulty = skips and (
-            first_undefined(found, shares) is not None
+            first_undefined(step_losses, shares) is not None
             or bool(not scaler.is_enabled() and not_finite(parameters, gradient_norms(parameters)))
         )
         _update(stepper, scaler, spec.training.clip_grad_norm, parameters, faulty=faulty)

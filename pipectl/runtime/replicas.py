@@ -231,7 +231,7 @@ def agree(
     """What a buffer becomes by a step in which each replica wrote its own.
 
     Args:
-        values: of every replica, behind the step; shape [replicas, elements].
+        values: of every replica, after the step; shape [replicas, elements].
         taken: the micro-batches that each replica took, whole or in part.
         before: the step, on all replicas alike; for whole numbers and truth values.
         split: whether they took parts of the same micro-batches.

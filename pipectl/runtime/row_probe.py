@@ -182,9 +182,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="file for the times")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
-    found = measure_rows(MPI.COMM_WORLD, arguments.run, arguments.threads)
+    times = measure_rows(MPI.COMM_WORLD, arguments.run, arguments.threads)
     if MPI.COMM_WORLD.rank == 0:
-        write_json(arguments.output, write_value(found))
+        write_json(arguments.output, write_value(times))
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ class SavedTensors:
 
     Args:
         staying: tensors whose memory stays where it is, as that of parameters.
-        least_bytes: smaller storages stay, too: their overhead is larger than their use.
+        min_bytes: smaller storages stay, too: their overhead is larger than their use.
         device: storages on others stay.
         housed: says where the bytes of a storage are to be until they leave.
     """
@@ -91,12 +91,12 @@ class SavedTensors:
     def __init__(
         self,
         staying: Iterable[Tensor],
-        least_bytes: int,
+        min_bytes: int,
         device: torch.device,
         housed: Callable[[Tensor], Tensor] = lambda memory: memory,
     ) -> None:
         self._staying = {_identity(tensor) for tensor in staying}
-        self._least_bytes = least_bytes
+        self._min_bytes = min_bytes
         self._device = device
         self._housed = housed
         self._blocks: WeakValueDictionary[StorageWeakRef, Block] = WeakValueDictionary()
@@ -129,7 +129,7 @@ class SavedTensors:
             return False
         if tensor.is_conj() or tensor.is_neg():  # flags that no storage holds
             return False
-        return tensor.untyped_storage().nbytes() >= self._least_bytes
+        return tensor.untyped_storage().nbytes() >= self._min_bytes
 
 
 def _identity(tensor: Tensor) -> StorageWeakRef:

@@ -70,10 +70,10 @@ class Setup:
         held_out = job.evaluation_loader()
         self.division = Division.of(job, plan, held_out, communicator)
         cuts = self._cuts()
-        self.owners, held = self._places(cuts)
-        job.materialize(held)
+        self.owners, names = self._places(cuts)
+        job.materialize(names)
         if stored is not None:
-            stored.restore_states({name: job.states[name] for name in held})
+            stored.restore_states({name: job.states[name] for name in names})
         self._mover = mover_of(plan, communicator.rank, device.torch_device, offload_directory())
         apart = any(stage.backward_ranks for stage in plan.stages)
         own = communicator.Dup() if apart else communicator  # MPI has some thousands
@@ -109,8 +109,8 @@ class Setup:
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
         """The parameters by full name that this rank updates, in model order."""
-        own = {n: p for stage in self.updated_stages for n, p in stage.parameters.items()}
-        return {name: own[name] for name in self.job.states if name in own}
+        parameters = {n: p for stage in self.updated_stages for n, p in stage.parameters.items()}
+        return {name: parameters[name] for name in self.job.states if name in parameters}
 
     @property
     def updated_stages(self) -> list[Stage]:
@@ -163,8 +163,8 @@ class Setup:
         reductions = self.replicas.reductions
 
         def make_engine(cut: Cut) -> Engine:
-            own = self.communicator.Dup()
-            wires = Transport(own, self.device, cut.lanes, self.progress, check=check)
+            group = self.communicator.Dup()
+            wires = Transport(group, self.device, cut.lanes, self.progress, check=check)
             alike = {size: each for (kind, size), each in cuts.items() if kind is cut.training}
             graphs = {size: each.graph for size, each in alike.items()}
             return Engine(self.stages, cut, wires, self.device, self.doing, reductions, graphs)

@@ -92,23 +92,23 @@ def split_backwards(
     parameters = [node for slot, node in bound if states[slot.value].kind == "parameter"]
     weights = _weights(parameters)
     for node in module.graph.nodes:
-        held = [item for item in node.all_input_nodes if item in weights]
-        if node.target in SPLIT and held:
-            leaves = tuple(weights[item] for item in held)
-            node.args = (leaves, tuple(held), *node.args)
+        operands = [item for item in node.all_input_nodes if item in weights]
+        if node.target in SPLIT and operands:
+            leaves = tuple(weights[item] for item in operands)
+            node.args = (leaves, tuple(operands), *node.args)
             node.target = _Splitting(node.target, current)
     module.recompile()
 
 
 def _weights(parameters: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
     """Parameters and views of them, each with its parameter, that have one user only."""
-    found = {node: node for node in parameters if len(node.users) == 1}
-    for node in list(found):
+    parameter_of = {node: node for node in parameters if len(node.users) == 1}
+    for node in list(parameter_of):
         user = next(iter(node.users))
         while user.target in _VIEWS and len(user.users) == 1:
-            found[user] = node
+            parameter_of[user] = node
             user = next(iter(user.users))
-    return found
+    return parameter_of
 
 
 class _Splitting:
@@ -127,11 +127,11 @@ class _Splitting:
         if not weights or not torch.is_grad_enabled():
             return self._target(*args, **kwargs)
         flat, structure = pytree.tree_flatten((args, kwargs))
-        apart = {id(tensor) for tensor in fixed}
+        weight_ids = {id(tensor) for tensor in fixed}
         places = [
             place
             for place, item in enumerate(flat)
-            if isinstance(item, Tensor) and id(item) not in apart
+            if isinstance(item, Tensor) and id(item) not in weight_ids
         ]
 
         def run(values: Sequence[Tensor]) -> Tensor:
@@ -141,8 +141,8 @@ class _Splitting:
             return self._target(*given, **named)
 
         values = [flat[place] for place in places]
-        found: Tensor = _Split.apply(self._anchor, run, weights, self._current(), *values)  # type: ignore[no-untyped-call]
-        return found
+        result: Tensor = _Split.apply(self._anchor, run, weights, self._current(), *values)  # type: ignore[no-untyped-call]
+        return result
 
 
 class _Split(torch.autograd.Function):
@@ -172,16 +172,16 @@ class _Split(torch.autograd.Function):
         """Gradients of the values; those of the weights are put off."""
         root, edges, deferred = ctx.root, ctx.edges, ctx.deferred
         ctx.root = ctx.edges = ctx.deferred = None
-        found: dict[GradientEdge, Tensor] = {}
+        gradient_of: dict[GradientEdge, Tensor] = {}
         if gradient is not None:
-            wanted = [edge for edge in edges if edge is not None]
-            if wanted:
-                made = torch.autograd.grad([root], wanted, [gradient], retain_graph=True)
-                found = dict(zip(wanted, made, strict=True))
+            entered = [edge for edge in edges if edge is not None]
+            if entered:
+                gradients = torch.autograd.grad([root], entered, [gradient], retain_graph=True)
+                gradient_of = dict(zip(entered, gradients, strict=True))
             deferred.roots.append(root)
             deferred.gradients.append(gradient)
             deferred.weights += ctx.weights
-        return (None, None, None, None, *(found.get(edge) for edge in edges))
+        return (None, None, None, None, *(gradient_of.get(edge) for edge in edges))
 
 
 class _Enter(torch.autograd.Function):

@@ -218,7 +218,7 @@ class Loaded:
         self._pieces = pieces
         self._waiting = count() if pieces is None else iter(pieces)
         self._reads: Counter[int] = Counter()
-        self._held: dict[int, Batch] = {}
+        self._pending: dict[int, Batch] = {}
 
     def expect(self, rows: Sequence[Row]) -> None:
         """Count the readers of each micro-batch, after the last of which it is dropped."""
@@ -227,10 +227,10 @@ class Loaded:
 
     def part(self, micro_batch: int, rows: Rows) -> Batch:
         """Some samples of a micro-batch."""
-        while micro_batch not in self._held:
+        while micro_batch not in self._pending:
             index = next(self._waiting)
-            self._held[index] = next(self._batches)
-        batch = self._held[micro_batch]
+            self._pending[index] = next(self._batches)
+        batch = self._pending[micro_batch]
         if rows.is_whole or self._pieces is None:
             return batch
         inputs, targets = narrowed(batch, rows, self._pieces[micro_batch])
@@ -241,7 +241,7 @@ class Loaded:
         self._reads[micro_batch] -= 1
         if not self._reads[micro_batch]:
             del self._reads[micro_batch]
-            self._held.pop(micro_batch, None)
+            self._pending.pop(micro_batch, None)
 
 
 def narrowed(batch: Any, rows: Rows, piece: Rows) -> Any:
@@ -280,13 +280,13 @@ def _rows_of(given: Portion, sizes: Sequence[int]) -> dict[int, Rows]:
 
 def _pieces(plan: Plan, rank: int, reading: Sequence[int]) -> dict[int, Rows]:
     """The smallest range of each micro-batch that serves all of the rank's reading stages."""
-    found: dict[int, Rows] = {}
+    pieces: dict[int, Rows] = {}
     for stage in reading:
         for index, part in parts_of(plan, rank, stage).items():
-            known = found.get(index, part)
+            known = pieces.get(index, part)
             start, stop = min(known.start, part.start), max(known.stop, part.stop)
-            found[index] = Rows(start, stop, part.whole)
-    return dict(sorted(found.items()))
+            pieces[index] = Rows(start, stop, part.whole)
+    return dict(sorted(pieces.items()))
 
 
 def _heads(plan: Plan, found: Sequence[Channel], rank: int) -> dict[tuple[int, int], int]:

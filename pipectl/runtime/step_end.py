@@ -60,11 +60,11 @@ class StepEnd:
         self._training = setup.job.spec.training
         me, replicas = setup.communicator.rank, setup.replicas
         self.updated = {n: p for n, p in setup.parameters.items() if replicas.updates(n)}
-        self._held = _trained(setup.parameters)
+        self._trained_parameters = _trained(setup.parameters)
         self._trained_of = {each.index: _trained(each.parameters) for each in setup.updated_stages}
-        self.told = {
+        self.owned_parameters = {
             name: parameter
-            for name, parameter in self._held.items()
+            for name, parameter in self._trained_parameters.items()
             if replicas.counts(name, first=setup.owners[name] == me)
         }
         self.stepper = make_stepper(setup.job, self.updated)
@@ -76,7 +76,7 @@ class StepEnd:
             setup.parameters,
         )
         self.loss_scale = (
-            LossScale(self._training.loss_scale, self._held)
+            LossScale(self._training.loss_scale, self._trained_parameters)
             if self._training.precision == "float16"
             else None
         )
@@ -147,7 +147,7 @@ class StepEnd:
             return
         if result is not None and self._training.clip_grad_norm is not None:
             total = total_norm(result.norms, [*self._dtypes.values()])
-            clip_gradients(self._held.values(), total, self._training.clip_grad_norm)
+            clip_gradients(self._trained_parameters.values(), total, self._training.clip_grad_norm)
             self.gradient_norm = float(total)
         if recording is not None:
             recording.met()
@@ -210,10 +210,10 @@ class StepEnd:
         if not self._looks and not self._meets:
             return
         scaled = self.loss_scale is not None  # which looks at gradients itself
-        norms = gradient_norms(self._held) if self._clips or not scaled else {}
+        norms = gradient_norms(self._trained_parameters) if self._clips or not scaled else {}
         if self._looks and not fault and not scaled:
             fault = fault_of_gradients(self._trained_of, norms, [*self._dtypes])
-        told = {name: norm for name, norm in norms.items() if name in self.told}
+        told = {name: norm for name, norm in norms.items() if name in self.owned_parameters}
         self._vote.cast(step, fault, origin, overflow=overflow, norms=told)
 
     def _is_faulty(self, result: Result) -> bool:

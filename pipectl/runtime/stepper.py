@@ -217,8 +217,8 @@ def _refuse_all_but_matrices(parameters: Mapping[str, nn.Parameter]) -> None:
 def _check_options(optimizer: Any, options: Sequence[Mapping[str, Any]]) -> None:
     """Refuse what torch would silently ignore."""
     known = getattr(optimizer, "defaults", {})
-    for index, given in enumerate(options):
-        unknown = next((name for name in given if name not in known), None)
+    for index, chosen in enumerate(options):
+        unknown = next((name for name in chosen if name not in known), None)
         if known and unknown is not None:
             raise CaptureError(
                 f"optimizer.groups[{index}]: {type(optimizer).__name__} has no option "

@@ -70,8 +70,8 @@ class Stopping:
         self._communicator = communicator
         self._asked = asked
         self._looked_at = float("-inf")
-        self._found = np.zeros(1, dtype=np.int8)
-        self._telling: MPI.Request | None = None
+        self._word = np.zeros(1, dtype=np.int8)
+        self._sending: MPI.Request | None = None
 
     def stops(self, *, at_once: bool = False) -> bool:
         """Whether to stop now, as was told at the call before; collective.
@@ -80,27 +80,27 @@ class Stopping:
             at_once: whether rank 0 looks for the file now, for which all wait.
         """
         if at_once:
-            self._tell()
-        stop = self._told()
+            self._send()
+        stop = self._receive()
         if not (stop or at_once):
-            self._tell()
+            self._send()
         return stop
 
     def finish(self) -> None:
         """Hear what was told last; collective."""
-        self._told()
+        self._receive()
 
-    def _told(self) -> bool:
-        if self._telling is None:
+    def _receive(self) -> bool:
+        if self._sending is None:
             return False
-        wait([self._telling])
-        self._telling = None
-        return bool(self._found[0])
+        wait([self._sending])
+        self._sending = None
+        return bool(self._word[0])
 
-    def _tell(self) -> None:
+    def _send(self) -> None:
         if self._communicator.rank == 0:
-            self._found[0] = self._looks()
-        self._telling = self._communicator.Ibcast(self._found, 0)
+            self._word[0] = self._looks()
+        self._sending = self._communicator.Ibcast(self._word, 0)
 
     def _looks(self) -> bool:
         now = time.monotonic()

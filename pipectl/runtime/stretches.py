@@ -113,17 +113,17 @@ class Stretches:
             stage.versions.restart()
         self._end.begin()
         self._first, self._batches = first, batches
-        self._given = self._make_input(loaded)
+        self._input = self._make_input(loaded)
         steps = range(first, first + len(batches))
         self._traced = any(map(self._tracing.wants, steps))
         if self._traced:
-            self._given.recording = self._tracing.begin(first)
+            self._input.recording = self._tracing.begin(first)
         self._started = self._since = time.perf_counter()
         rank, size = self._setup.communicator.rank, self._plan.micro_batch_size
         parts = stretch(self._plan, rank, len(batches))
         sizes = [count for each in batches for count in split_batch(len(each), size)]
         step = Step.plain(EMPTY, channels(self._plan), rank, sizes)
-        self._setup.training.run(step, self._given, self._update, parts)
+        self._setup.training.run(step, self._input, self._update, parts)
         self._end_trace()
 
     def _make_input(self, loaded: Iterator[Batch]) -> StepInput:
@@ -147,7 +147,7 @@ class Stretches:
         """The end of a step on this rank: an update, or after the last of its forwards."""
         count, index = self._plan.micro_batches, row.micro_batch // self._plan.micro_batches
         rate, before = self._stepper.learning_rate, index * count
-        weights = self._given.weights[before : before + count]
+        weights = self._input.weights[before : before + count]
         losses = run.losses[:count]
         look = partial(self._end.look, self._first + index, range(count), losses, weights, before)
         if row.stage in self._setup.stages:
@@ -180,8 +180,8 @@ class Stretches:
 
     def _end_trace(self) -> None:
         if self._traced:
-            self._tracing.end(self._first, self._given.recording, self._started)
-            self._given.recording, self._traced = None, False
+            self._tracing.end(self._first, self._input.recording, self._started)
+            self._input.recording, self._traced = None, False
 
 
 class _Weights(Sequence[float]):

@@ -23,10 +23,10 @@ def check_supported(plan: Plan, file: str = "plan.json") -> None:
 
 def unsupported(plan: Plan) -> list[str]:
     """What the plan asks for that cannot be run, in words; empty if it can be."""
-    held = [stage for stage in plan.stages if stage.updating_ranks != stage.ranks]
+    stages = [stage for stage in plan.stages if stage.updating_ranks != stage.ranks]
     clashes = {
-        "split backwards": bool(held) and splits_backwards(plan),
-        "replicas": any(stage.replicas > 1 for stage in held),
+        "split backwards": bool(stages) and splits_backwards(plan),
+        "replicas": any(stage.replicas > 1 for stage in stages),
     }
     return [f"{what} and a backward on other ranks" for what, found in clashes.items() if found]
 

@@ -29,10 +29,10 @@ from pipectl.schedule.actions import EVENT_NAMES, Action, Columns
 from pipectl.spec.models import Trace
 from pipectl.timeline import Event, Timeline
 
-MOST_EVENTS = 1_000_000
+MAX_EVENTS = 1_000_000
 """Of a file (about 60 MB); of more, evenly spread ranks are recorded."""
 STEPS_A_CLOCK = 16
-MOST_WAITING = 8
+MAX_WAITING = 8
 """Batches of files that may wait to be written, before rank 0 waits for them."""
 EVENTS_AT_ONCE, HELD_S = 1000, 1.0
 """Small files are written in batches, which takes half as long as one by one: of so many events, or
@@ -80,17 +80,17 @@ class Recording:
     def table(self) -> Table:
         """All rows that are over, in order; shape [events, ``WIDTH``]."""
         count = self._next // 2
-        found = np.empty((count, WIDTH))
-        found[:, :2] = np.frombuffer(self._times).reshape(-1, 2)[:count]
+        table = np.empty((count, WIDTH))
+        table[:, :2] = np.frombuffer(self._times).reshape(-1, 2)[:count]
         if self._rows:
-            found[:, 2:] = np.concatenate(self._rows)[:count, _NAMED]
+            table[:, 2:] = np.concatenate(self._rows)[:count, _NAMED]
         meetings = [(row, at_s) for row, at_s in self._met if row < count]
         for more, (row, at_s) in enumerate(meetings):  # an UPDATE is a wait, and what follows
             row += more
-            found = np.insert(found, row, found[row], axis=0)
-            found[row, 1:3] = at_s, _WAIT_FOR_ALL
-            found[row + 1, 0] = at_s
-        return found
+            table = np.insert(table, row, table[row], axis=0)
+            table[row, 1:3] = at_s, _WAIT_FOR_ALL
+            table[row + 1, 0] = at_s
+        return table
 
 
 class Tracing:
@@ -109,8 +109,8 @@ class Tracing:
         self._world = communicator.Dup()
         self._rank, self._size = communicator.rank, communicator.size
         events = sum(gather_all(communicator, rows))
-        most = max(2, self._size * MOST_EVENTS // max(1, events))
-        self._recorded = frozenset(shown_ranks(self._size, most))
+        limit = max(2, self._size * MAX_EVENTS // max(1, events))
+        self._recorded = frozenset(shown_ranks(self._size, limit))
         self._clock = clock.CommonClock()
         self._compared = self._last = -STEPS_A_CLOCK
         self._sending: list[tuple[MPI.Request, Table]] = []
@@ -153,7 +153,7 @@ class Tracing:
 
     def advance(self) -> None:
         """Look after what is on its way; between steps. What cannot be written is dropped."""
-        while self._writing and (self._writing[0].done() or len(self._writing) > MOST_WAITING):
+        while self._writing and (self._writing[0].done() or len(self._writing) > MAX_WAITING):
             written = self._writing.popleft()
             self._attempts(written.result)
         self._sending = [item for item in self._sending if not item[0].Test()]

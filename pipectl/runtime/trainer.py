@@ -87,7 +87,7 @@ class Trainer:
         self._saver = self._make_saver(run, attempt)
         self._stopping = Stopping(setup.communicator.Dup(), run.stop)
         self._stopped = False
-        self._done = 0
+        self._steps_done = 0
         if stored is not None:
             self._go_on_from(stored)
 
@@ -114,7 +114,7 @@ class Trainer:
 
     def _train_steps(self, planned: list[tuple[int, range]]) -> None:
         """Step by step; if steps overlap, from one to the next after which all ranks meet."""
-        setup, steps = self._setup, range(self._done + 1, len(planned) + 1)
+        setup, steps = self._setup, range(self._steps_done + 1, len(planned) + 1)
         batches = [positions for _, positions in planned]
         stretches = None
         loaded: Iterator[Batch] = iter(())
@@ -123,13 +123,13 @@ class Trainer:
             stretches = Stretches(setup, self._end, self._telemetry, self._tracing, on_update)
             if setup.loader is not None:
                 size = setup.plan.micro_batch_size
-                loaded = setup.loader.micro_batches(planned, size, self._done)
+                loaded = setup.loader.micro_batches(planned, size, self._steps_done)
         elif setup.loader is not None:
             loaded = setup.loader.pieces(
-                planned, lambda samples: self._step_of(samples).positions, self._done
+                planned, lambda samples: self._step_of(samples).positions, self._steps_done
             )
         ends = [step for step in steps if stretches is None or self._stops_after(step)]
-        for before, end in pairwise([self._done, *ends]):
+        for before, end in pairwise([self._steps_done, *ends]):
             setup.doing.step = before + 1
             if stretches is None:
                 self._step(end, len(batches[before]), loaded)
@@ -155,10 +155,10 @@ class Trainer:
         assert doing.plan is not None
         assert doing.pieces is not None
         batches, seed = islice(loaded, len(doing.pieces)), (self._spec.training.seed, step)
-        given = self._loss_shares.step_input(doing, batches, seed, scale)
-        given.recording = recording
+        step_input = self._loss_shares.step_input(doing, batches, seed, scale)
+        step_input.recording = recording
         end.begin()
-        run = self._run_step(step, doing, given)
+        run = self._run_step(step, doing, step_input)
         if not end.undo():
             setup.replicas.agree_on_buffers(doing.plan)
         if traced:
@@ -168,7 +168,7 @@ class Trainer:
         self._telemetry.report(
             StepReport(
                 step=step,
-                loss=self._loss_shares.loss(doing, run.losses, given.weights),
+                loss=self._loss_shares.loss(doing, run.losses, step_input.weights),
                 learning_rate=end.used_rate,
                 gradient_norm=end.gradient_norm,
                 loss_scale=math.nan if end.loss_scale is None else scale,
@@ -249,8 +249,8 @@ class Trainer:
         if scale is not None and manifest.loss_scale is not None:
             scale.restore(manifest.loss_scale)
         stored.close()
-        self._done = manifest.step
-        self._telemetry.go_on_from(self._done)
+        self._steps_done = manifest.step
+        self._telemetry.go_on_from(self._steps_done)
 
     def _save(self, step: int) -> None:
         self._begin("saving")
@@ -260,7 +260,7 @@ class Trainer:
             {name: states[name] for name, owner in setup.owners.items() if owner == self._rank},
             self._persistent,
             stepper,
-            end.told,
+            end.owned_parameters,
             self._room_bytes,
         )
         manifest = Manifest(

@@ -40,8 +40,8 @@ class Versions:
 
     def __init__(self, parameters: Collection[nn.Parameter], kept: int) -> None:
         self._parameters = [each for each in parameters if each.requires_grad]
-        self._kept = kept
-        self._newest_first = [self._made()]
+        self._max_versions = kept
+        self._newest_first = [self._new_version()]
         self._with_gradients: Version | None = None
 
     def of_age(self, age: int) -> Version:
@@ -61,7 +61,7 @@ class Versions:
             in_use: versions whose backwards are to come.
         """
         newest = self._newest_first[0]
-        self._newest_first = self._newest_first[: self._kept - 1]
+        self._newest_first = self._newest_first[: self._max_versions - 1]
         if self._newest_first or newest in in_use:
             for parameter in self._parameters:
                 parameter.data = parameter.data.clone()
@@ -69,7 +69,7 @@ class Versions:
     def after_update(self) -> None:
         """Make what the parameters are now the newest version; drops gradients."""
         self.forget()
-        self._newest_first.insert(0, self._made())
+        self._newest_first.insert(0, self._new_version())
 
     def forget(self) -> None:
         """Drop gradients."""
@@ -82,6 +82,6 @@ class Versions:
         """Drop all versions but the newest, between stretches."""
         del self._newest_first[1:]
 
-    def _made(self) -> Version:
+    def _new_version(self) -> Version:
         # ``data`` counts changes of its own: an update of the parameter is none of the leaf.
         return Version({id(each): each.data.requires_grad_() for each in self._parameters})

@@ -124,7 +124,7 @@ class Fault:
 
     @property
     def where(self) -> str:
-        """Where it comes from, as far as that is known: to be put behind."""
+        """Where it comes from, as far as that is known: to be put after."""
         if self.origin < 0:
             return ""
         return f"; stage {self.origin} was the first to hand on something that is not"

@@ -3,7 +3,7 @@
 A rank that shares its cores with no other spins nonetheless: it sees at once what it waits for.
 
 Many MPIs move a large message only within their own calls, one fragment a call. A wait that sleeps
-after every call would then slow the message down; so it sleeps only behind calls that moved
+after every call would then slow the message down; so it sleeps only after calls that moved
 nothing. Which ones these are shows in the processor time they take: about a microsecond, against
 five and more for a fragment.
 """
@@ -82,9 +82,9 @@ class WaitingShare:
         since, before_s = self._since, self._waited_s
         self.restart()
         elapsed_s = self._since - since
-        found = (self._waited_s - before_s) / elapsed_s if elapsed_s else 0.0
-        last = found if math.isnan(self._mean) else self._mean
-        self._mean = last + _NEWEST * (found - last)
+        share = (self._waited_s - before_s) / elapsed_s if elapsed_s else 0.0
+        last = share if math.isnan(self._mean) else self._mean
+        self._mean = last + _NEWEST * (share - last)
         return self._mean
 
 
@@ -163,7 +163,7 @@ def poll(done: Callable[[], bool], worked: Callable[[float], bool]) -> None:
     """
     start = time.perf_counter()
     spin_until = long_from = start + _FIRST_SPIN_S
-    told = False
+    has_told = False
     while not done():  # no pause is near: what calls move need not be known
         if time.perf_counter() >= spin_until:
             break
@@ -175,14 +175,14 @@ def poll(done: Callable[[], bool], worked: Callable[[float], bool]) -> None:
         before_s = time.thread_time()
         if done():
             _waited.total_s += time.perf_counter() - start
-            if told:
+            if has_told:
                 _waited.tell(False)
             return
         moved = worked(time.thread_time() - before_s)
         now = time.perf_counter()
-        if now >= long_from and not told:
+        if now >= long_from and not has_told:
             _waited.tell(True)
-            told = True
+            has_told = True
         if moved:
             spin_until = max(spin_until, now + _SPIN_S)
         if now < spin_until or _waited.spins:

@@ -40,7 +40,7 @@ _LOOK_S = 1.0
 _MAX_STARTS = 4
 _pipes: list[int] = []
 """Through which this process talks to its watcher, while it is watched."""
-_held = threading.local()
+_masks = threading.local()
 """Of each thread that forks: the signals that it had blocked before, as ``mask``."""
 
 
@@ -196,11 +196,11 @@ def _keep_from_children() -> None:
 def _hold() -> None:
     """Keep a signal to a child from arriving before the child has fallen silent."""
     if _pipes:
-        _held.mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        _masks.mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 
 
 def _release() -> None:
-    mask = _held.__dict__.pop("mask", None)
+    mask = _masks.__dict__.pop("mask", None)
     if mask is not None:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from pipectl.access import open_regular
 from pipectl.errors import UsageError
 
-MOST_LINES = 100_000
+MAX_LINES = 100_000
 """Kept in memory (about 30 MB); of more, the oldest are dropped."""
 
 
@@ -56,11 +56,11 @@ class Lines:
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
         self._path = path
         self._attempt = Attempts(path.name, warn)
-        self._waiting: deque[str] = deque(maxlen=MOST_LINES)
+        self._waiting: deque[str] = deque(maxlen=MAX_LINES)
         self._torn = _ends_within_a_line(path)
 
     def add(self, lines: Iterable[str]) -> None:
-        """Append lines, behind those that still wait; they have no line ends."""
+        """Append lines, after those that still wait; they have no line ends."""
         self._waiting.extend(lines)
         self._torn = not self._attempt(self._write)
 

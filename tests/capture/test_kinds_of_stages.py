@@ -49,7 +49,7 @@ def forward(job: CapturedJob, stage: Stage) -> None:
 def test_what_a_forward_leaves_behind_may_leave_the_device(
     job: CapturedJob, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(StageOffload, "least_bytes", 0)
+    monkeypatch.setattr(StageOffload, "min_bytes", 0)
     mover = Mover(HostStore(), CPU)
     offload = StageOffload(mover, CPU)
     stage = stage_of(job, kind, offload)

@@ -74,7 +74,7 @@ def test_what_waits_on_a_disk_takes_no_memory(
 
     Its pages are taken from torch here, which knows how much of its memory is in use.
     """
-    monkeypatch.setattr(StageOffload, "least_bytes", 0)
+    monkeypatch.setattr(StageOffload, "min_bytes", 0)
     monkeypatch.setattr(Pages, "take", lambda _, size: torch.empty(size, dtype=torch.uint8))
     entry = next(e for e in entries() if e.name == "lstm")
     spec = spec_of(entry, tmp_path / "job.yaml", IN_FLIGHT, micro_batch=SIZE, optimizer="AdamW")

@@ -169,7 +169,7 @@ def shared_text(cell: Any) -> str:
 if __name__ == "__main__":
     os.fsync = lambda _: None  # nothing here need outlive the machine
     torch.set_num_threads(1)
-    StageOffload.least_bytes = 0
+    StageOffload.min_bytes = 0
     replicas_module.StageReduction = Noted
     # What reaches the compiler is tried here; the compiler itself would take minutes.
     stage_module.compile_stage = partial(compile_stage, backend="aot_eager")

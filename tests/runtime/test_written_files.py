@@ -53,7 +53,7 @@ def test_a_line_that_a_killed_process_left_half_spoils_no_other(tmp_path: Path) 
 
 
 def test_the_newest_lines_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(written, "MOST_LINES", 3)
+    monkeypatch.setattr(written, "MAX_LINES", 3)
     path = tmp_path / "metrics.jsonl"
     path.mkdir()
     lines = Lines(path, lambda _: None)

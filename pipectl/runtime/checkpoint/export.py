@@ -37,14 +37,14 @@ def export_file(weights: Stored, path: Path) -> int:
     return sum(layout.nbytes for layout in layouts.values())
 
 
-def export_shards(weights: Stored, directory: Path, most_bytes: int) -> int:
+def export_shards(weights: Stored, directory: Path, max_bytes: int) -> int:
     """Write files of at most so many bytes and their index, as model hubs have them.
 
     A tensor that is larger gets a file of its own. The files get their names when all are written,
     the index last. Returns and raises as :func:`export_file`.
     """
     make_directory(directory)
-    parts = list(_parts({name: weights.layout(name) for name in weights}, most_bytes))
+    parts = list(_parts({name: weights.layout(name) for name in weights}, max_bytes))
     files = {
         f"model-{index:05d}-of-{len(parts):05d}.safetensors": part
         for index, part in enumerate(parts, 1)
@@ -61,10 +61,10 @@ def export_shards(weights: Stored, directory: Path, most_bytes: int) -> int:
     return total
 
 
-def _parts(layouts: Mapping[str, Tensor], most_bytes: int) -> Iterator[dict[str, Tensor]]:
+def _parts(layouts: Mapping[str, Tensor], max_bytes: int) -> Iterator[dict[str, Tensor]]:
     part, size = dict[str, Tensor](), 0
     for name, layout in layouts.items():
-        if part and size + layout.nbytes > most_bytes:
+        if part and size + layout.nbytes > max_bytes:
             yield part
             part, size = {}, 0
         part[name] = layout

@@ -42,8 +42,8 @@ class Keep:
 
         Later ones were damaged when the run went on from before them, so they count for none.
         """
-        found = [(path, step_of(path) or 0) for path in checkpoints(directory)]
-        old = [(path, at) for path, at in found if at <= step][self.newest :]
+        steps_of = [(path, step_of(path) or 0) for path in checkpoints(directory)]
+        old = [(path, at) for path, at in steps_of if at <= step][self.newest :]
         return [path for path, at in old if not (self.every and at % self.every == 0)]
 
 

@@ -61,9 +61,9 @@ class Snapshot:
         """
         file, notes = f"rank-{rank:04d}.safetensors", {"optimizer": json.dumps(self.optimizer)}
         states = [key.removeprefix(_STATE) for key in self.training if key.startswith(_STATE)]
-        own = _write(directory, file, self.weights, [*self.weights])
+        weights = _write(directory, file, self.weights, [*self.weights])
         rest = f"{TRAINING}/{file}"
-        return own, _write(directory, rest, self.training, [*states, *self.optimizer], notes)
+        return weights, _write(directory, rest, self.training, [*states, *self.optimizer], notes)
 
 
 def _write(
@@ -106,12 +106,12 @@ def take_snapshot(
             weights[plain] = tensor
         else:
             training[state_key(name)] = tensor
-    tensors, kept = stepper.state(updated)
+    tensors, optimizer = stepper.state(updated)
     training |= tensors
-    own = Snapshot(weights, training, kept)
-    if room_bytes is not None and own.size_bytes > room_bytes:
-        return own
-    return replace(own, weights=_copy(weights), training=_copy(training), is_copy=True)
+    snapshot = Snapshot(weights, training, optimizer)
+    if room_bytes is not None and snapshot.size_bytes > room_bytes:
+        return snapshot
+    return replace(snapshot, weights=_copy(weights), training=_copy(training), is_copy=True)
 
 
 def _copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -65,10 +65,10 @@ class Stored(Mapping[str, Tensor]):
         Raises:
             MismatchError: its results would depend on where it was stopped.
         """
-        found = self.manifest.micro_batch_size
-        if found != micro_batch_size:
+        size = self.manifest.micro_batch_size
+        if size != micro_batch_size:
             raise MismatchError(
-                f"{self.directory}: was written with micro-batches of {found} samples, and the "
+                f"{self.directory}: was written with micro-batches of {size} samples, and the "
                 f"plan has {micro_batch_size}",
                 cure="set pipeline.micro_batches so that they have as many as before",
             )
@@ -84,10 +84,10 @@ class Stored(Mapping[str, Tensor]):
         """
         with torch.no_grad():
             for name, tensor in states.items():
-                found = self._state(name)
-                if found.shape != tensor.shape or found.dtype != tensor.dtype:
+                stored = self._state(name)
+                if stored.shape != tensor.shape or stored.dtype != tensor.dtype:
                     raise self._other(f"has another shape or type of {name!r}")
-                tensor.copy_(found)
+                tensor.copy_(stored)
 
     def restore_optimizer(
         self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
@@ -175,8 +175,8 @@ def _by_name(directory: Path, shards: Iterable[Shard]) -> dict[str, tuple[Path, 
     Of a parameter of the loss there may be two: one rank writes its value, and another, which alone
     updates it, what the optimizer remembers.
     """
-    found: dict[str, tuple[Path, ...]] = {}
+    files: dict[str, tuple[Path, ...]] = {}
     for shard in shards:
         for name in shard.names:
-            found[name] = (*found.get(name, ()), directory / shard.file)
-    return found
+            files[name] = (*files.get(name, ()), directory / shard.file)
+    return files

@@ -149,8 +149,8 @@ class TensorReader:
         header = self.header(path)
         if name not in header.layouts:
             raise _damaged(path, f"has no {name!r}")
-        found = torch.empty_like(header.layouts[name], device="cpu")
-        place = found.view(-1).view(torch.uint8).numpy().data
+        tensor = torch.empty_like(header.layouts[name], device="cpu")
+        place = tensor.view(-1).view(torch.uint8).numpy().data
         try:
             stream = self._opened(path)
             stream.seek(header.starts[name])
@@ -161,7 +161,7 @@ class TensorReader:
                 place = place[read:]
         except OSError as error:
             raise _damaged(path, str(error.strerror or error)) from error
-        return found
+        return tensor
 
     def close(self) -> None:
         """Close the file that is open; it is opened again when it is asked for."""

@@ -298,9 +298,9 @@ class Bucket:
         self._gradients, self._flat = gradients, np.empty_like(gradients)
         parts = parts_of_bucket(len(gradients), communicator.size)
         self._parts = [self._flat[part.start : part.stop] for part in parts]
-        self._own = self._parts[communicator.rank]
+        self._own_part = self._parts[communicator.rank]
         self._others = [rank for rank in range(communicator.size) if rank != communicator.rank]
-        self._arriving = {rank: np.empty_like(self._own) for rank in self._others}
+        self._arriving = {rank: np.empty_like(self._own_part) for rank in self._others}
         self._sums = {rank: np.empty_like(self._parts[rank]) for rank in self._others}
 
     def start(self) -> None:
@@ -317,13 +317,13 @@ class Bucket:
         """Add up one's own part once all have sent it, and send the result to all."""
         wait(self._receives)
         for part in self._arriving.values():
-            self._own += part
-        self._own /= self._communicator.size
+            self._own_part += part
+        self._own_part /= self._communicator.size
         for rank in self._others:
             self._requests.append(
                 _receive(self._communicator, self._sums[rank], rank, self._tag + 1)
             )
-            self._requests.append(_send(self._communicator, self._own, rank, self._tag + 1))
+            self._requests.append(_send(self._communicator, self._own_part, rank, self._tag + 1))
 
     def finish(self) -> None:
         """Take in the results of all others."""

@@ -91,14 +91,14 @@ class Graph:
 
 def nodes_behind(edges: Iterable[GradientEdge]) -> list[Node]:
     """All nodes of an autograd graph, each once, in an order that follows from its edges."""
-    seen: dict[Node, None] = {}
+    nodes: dict[Node, None] = {}
     waiting = [edge.node for edge in edges]
     while waiting:
         node = waiting.pop()
-        if node not in seen:
-            seen[node] = None
+        if node not in nodes:
+            nodes[node] = None
             waiting += [after for after, _ in node.next_functions if after is not None]
-    return list(seen)
+    return list(nodes)
 
 
 def _is_read_once(node: Node) -> bool:

@@ -55,8 +55,8 @@ def find(communicator: MPI.Comm, wanted: str, *, asks: bool) -> Finding:
     if wanted != "auto":
         return Finding(wanted == "always", "set in the job")
     mine = judge(_kind(), os.environ, passes_self_test if asks else lambda _: True)
-    found = gather_all(communicator, mine)
-    return next((finding for finding in found if not finding.able), found[0])
+    findings = gather_all(communicator, mine)
+    return next((finding for finding in findings if not finding.able), findings[0])
 
 
 def judge(kind: str, environment: Mapping[str, str], test: Callable[[str], bool]) -> Finding:
@@ -79,10 +79,10 @@ def passes_self_test(device: str) -> bool:
     alone = {name: text for name, text in os.environ.items() if not _LAUNCHED.match(name)}
     command = [sys.executable, "-m", "mpi4py", "-m", _MODULE, device]
     try:
-        done = process.run(command, cure="", env=alone, timeout_s=_TIMEOUT_S)
+        process_result = process.run(command, cure="", env=alone, timeout_s=_TIMEOUT_S)
     except PipectlError:
         return False
-    return done.returncode == 0
+    return process_result.returncode == 0
 
 
 def _claim(kind: str, environment: Mapping[str, str]) -> tuple[bool | None, str]:
@@ -118,8 +118,8 @@ def _library() -> ctypes.CDLL | None:
     """The MPI library that mpi4py has loaded."""
     try:
         mapped = Path("/proc/self/maps").read_text(encoding="utf-8")
-        found = re.search(r"\S+/libmpi(_\w+|ch)?\.so\S*", mapped)
-        return ctypes.CDLL(found[0]) if found else None
+        match = re.search(r"\S+/libmpi(_\w+|ch)?\.so\S*", mapped)
+        return ctypes.CDLL(match[0]) if match else None
     except OSError:
         return None
 

@@ -49,7 +49,7 @@ class Progress:
         self._lock = threading.Lock()
         self._meter, self._helpers_meter = WorkMeter(), WorkMeter()
         self._transfers: list[Transfer] = []
-        self._wanted = threading.Event()
+        self._has_work = threading.Event()
         self._waiting = self._closed = False
         self._ticked_at = 0.0
         self._failure: BaseException | None = None
@@ -76,7 +76,7 @@ class Progress:
             transfer = Transfer(start, size_bytes, self.pieces, what, after)
             self._transfers.append(transfer)
         if self._thread is not None:
-            self._wanted.set()
+            self._has_work.set()
         return transfer
 
     def wait(self, transfers: Sequence[Transfer]) -> None:
@@ -118,7 +118,7 @@ class Progress:
     def close(self) -> None:
         """End the helper; before MPI ends."""
         self._closed = True
-        self._wanted.set()
+        self._has_work.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -134,7 +134,7 @@ class Progress:
         try:
             self._enter_thread()
             while not self._closed:
-                self._wanted.wait()
+                self._has_work.wait()
                 pause_s = _PAUSE_S if self._burst() else min(2 * pause_s, _LONGEST_PAUSE_S)
                 time.sleep(pause_s)
         except BaseException as error:  # the rank's own thread raises it at its next wait
@@ -149,7 +149,7 @@ class Progress:
             try:
                 count = len(self._transfers)
                 if not count:
-                    self._wanted.clear()
+                    self._has_work.clear()
                     return worked
                 before_s = time.thread_time()
                 self._advance()

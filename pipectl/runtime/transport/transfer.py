@@ -91,7 +91,7 @@ class Transfer:
         """
         if self._unstarted:
             self._start_next()
-        while self._under_way and self._done(*self._under_way[0]):
+        while self._under_way and self._is_complete(*self._under_way[0]):
             self._under_way.popleft()
             if self._unstarted:
                 self._start_next()
@@ -99,19 +99,19 @@ class Transfer:
             self.done, self._start = True, _start_nothing  # which held the memory
         return self.done
 
-    def _done(self, request: MPI.Request, size_bytes: int) -> bool:
+    def _is_complete(self, request: MPI.Request, size_bytes: int) -> bool:
         if self._what is None:
             return bool(request.Test())
         status = MPI.Status()
         try:
-            done = bool(request.Test(status))
+            is_complete = bool(request.Test(status))
         except MPI.Exception as error:
             if error.Get_error_class() != MPI.ERR_TRUNCATE:
                 raise
             raise self._wrong(size_bytes, f"more than {format_bytes(size_bytes)}") from None
-        if done and status.Get_count(MPI.BYTE) != size_bytes:
+        if is_complete and status.Get_count(MPI.BYTE) != size_bytes:
             raise self._wrong(size_bytes, format_bytes(status.Get_count(MPI.BYTE)))
-        return done
+        return is_complete
 
     def _wrong(self, expected: int, found: str) -> WorkerError:
         assert self._what is not None

@@ -15,8 +15,8 @@ OUT = (Kind.OFFLOAD_START, Kind.OFFLOAD_WAIT)
 BACK = (Kind.FETCH_START, Kind.FETCH_WAIT)
 
 
-def pool_of(*staying: torch.Tensor, least_bytes: int = 0) -> SavedTensors:
-    return SavedTensors(staying, least_bytes, CPU)
+def pool_of(*staying: torch.Tensor, min_bytes: int = 0) -> SavedTensors:
+    return SavedTensors(staying, min_bytes, CPU)
 
 
 def test_views_of_one_storage_share_a_block_and_keep_their_form():
@@ -50,7 +50,7 @@ def test_memory_at_an_address_used_before_is_another_block():
 def test_parameters_small_and_strange_tensors_stay():
     weight, small = torch.zeros(100), torch.zeros(9)
     strange = [torch.eye(9).to_sparse(), torch.zeros(100, dtype=torch.complex64).conj()]
-    pool = pool_of(weight, least_bytes=100)
+    pool = pool_of(weight, min_bytes=100)
     for tensor in (weight, weight[3:50], weight.detach(), small, *strange):
         assert pool.pack(tensor) is tensor
     assert pool.blocks == []
@@ -60,7 +60,7 @@ def test_parameters_small_and_strange_tensors_stay():
 
 @pytest.fixture(params=["host", "disk"])
 def offload(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(StageOffload, "least_bytes", 0)
+    monkeypatch.setattr(StageOffload, "min_bytes", 0)
     mover = Mover(HostStore() if request.param == "host" else DiskStore(tmp_path, 0), CPU)
     yield StageOffload(mover, CPU)
     mover.close()
