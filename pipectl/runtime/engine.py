@@ -109,7 +109,7 @@ class StepRun:
     """
 
     step: Step
-    given: StepInput
+    step_input: StepInput
     loaded: Loaded
     inbox: dict[tuple[TransferKind, int, int], list[Piece]] = field(default_factory=dict)
     outbox: dict[tuple[TransferKind, int], tuple[int, Tensors]] = field(default_factory=dict)
@@ -188,7 +188,7 @@ class Engine:
     def run(
         self,
         step: Step,
-        given: StepInput,
+        step_input: StepInput,
         update: Update = lambda *_: None,
         parts: Iterable[tuple[Actions, int]] | None = None,
     ) -> StepRun:
@@ -199,7 +199,7 @@ class Engine:
             parts: rows that follow one another, with what is to be added to their micro-batches;
                 by default the step's.
         """
-        run = StepRun(step, given, Loaded(given.batches, step.pieces))
+        run = StepRun(step, step_input, Loaded(step_input.batches, step.pieces))
         if parts is None:
             self._run_rows(run, step.table(self._transport.line), step.actions, update)
             return run
@@ -212,15 +212,15 @@ class Engine:
     def _run_rows(
         self, run: StepRun, rows: Sequence[Row], actions: Actions, update: Update
     ) -> None:
-        if run.given.recording is not None:
-            run.given.recording.expect(actions.rows)
+        if run.step_input.recording is not None:
+            run.step_input.recording.expect(actions.rows)
         run.loaded.expect(rows)
         for row in rows:
             self._execute(run, row, update)
 
     def _execute(self, run: StepRun, row: Row, update: Update) -> None:
         start = perf_counter()
-        kind, recording = row.kind, run.given.recording
+        kind, recording = row.kind, run.step_input.recording
         self._board.program_row(row.text, row.stage)
         if kind > Kind.EVALUATE:
             self._handlers[kind](run, row)
@@ -246,13 +246,13 @@ class Engine:
         arrived = self._take(run, TransferKind.ACTIVATION, row)
         inputs = self._read(run, row, stage.inputs(True, row.rows), training=True)
         run.loaded.done(row.micro_batch)
-        made = stage.forward(micro_batch, inputs, arrived)
-        loss = made.get(self._loss)
+        results = stage.forward(micro_batch, inputs, arrived)
+        loss = results.get(self._loss)
         if loss is not None:
             run.losses.append(loss)
         if self.origins is not None:
-            self.origins.note(row.micro_batch, row.stage, made)
-        self._deliver(run, TransferKind.ACTIVATION, row, made)
+            self.origins.note(row.micro_batch, row.stage, results)
+        self._deliver(run, TransferKind.ACTIVATION, row, results)
 
     def _backward(self, run: StepRun, row: Row) -> None:
         gradients = self._take(run, TransferKind.GRADIENT, row)
@@ -262,20 +262,20 @@ class Engine:
             last_use = self.cut.graph.last_use
             ordered = sorted(gradients, key=lambda slot: last_use(slot.value), reverse=True)
             gradients = {slot: gradients[slot] for slot in ordered}
-        weight, scale = run.given.weights[row.micro_batch], run.given.scale
-        made = self._stages[row.stage].backward(_micro_batch(row), gradients, weight, scale)
-        self._deliver(run, TransferKind.GRADIENT, row, made)
+        weight, scale = run.step_input.weights[row.micro_batch], run.step_input.scale
+        results = self._stages[row.stage].backward(_micro_batch(row), gradients, weight, scale)
+        self._deliver(run, TransferKind.GRADIENT, row, results)
 
     def _evaluate(self, run: StepRun, row: Row) -> None:
         stage = self._stages[row.stage]
         arrived = self._take(run, TransferKind.ACTIVATION, row)
         inputs = self._read(run, row, stage.inputs(False, row.rows), training=False)
-        made = stage.evaluate(_micro_batch(row, run), inputs, arrived)
+        results = stage.evaluate(_micro_batch(row, run), inputs, arrived)
         if row.stage == self.cut.loss_stage and self.on_evaluated is not None:
             targets = run.loaded.part(row.micro_batch, row.rows)[1]
-            self.on_evaluated(row.rows.size, {**arrived, **made}, targets)
+            self.on_evaluated(row.rows.size, {**arrived, **results}, targets)
         run.loaded.done(row.micro_batch)
-        self._deliver(run, TransferKind.ACTIVATION, row, made)
+        self._deliver(run, TransferKind.ACTIVATION, row, results)
 
     def _deliver(self, run: StepRun, kind: TransferKind, row: Row, made: Tensors) -> None:
         """Keep results for the sends that follow; hand them to stages on this rank at once."""
@@ -346,5 +346,5 @@ class Engine:
 
 
 def _micro_batch(row: Row, run: StepRun | None = None) -> MicroBatch:
-    seed = 0 if run is None else run.given.seed_of(row.micro_batch)
+    seed = 0 if run is None else run.step_input.seed_of(row.micro_batch)
     return MicroBatch(row.micro_batch, row.rows, seed, row.age)

@@ -98,9 +98,11 @@ def _number(name: str, value: Any) -> float:
     if isinstance(value, int | float | np.number) or getattr(value, "shape", None) == ():
         return float(value)
     shape = getattr(value, "shape", None)
-    found = f"a {type(value).__name__}" if shape is None else f"a tensor of shape {list(shape)}"
+    description = (
+        f"a {type(value).__name__}" if shape is None else f"a tensor of shape {list(shape)}"
+    )
     raise CaptureError(
-        f"evaluation.metrics.{name}: must give one number, but gave {found}",
+        f"evaluation.metrics.{name}: must give one number, but gave {description}",
         cure="reduce it, for example with .mean()",
     )
 
@@ -137,8 +139,8 @@ class Evaluator:
             assert setup.evaluating is not None
             loader: Any = setup.evaluation_loader or setup.job.loader
             batches = iter([loader.example(size)] if setup.evaluated else ())
-            given = StepInput((), batches, (self._seed, "layouts"))
-            setup.evaluating.run(self._step([size]), given)
+            step_input = StepInput((), batches, (self._seed, "layouts"))
+            setup.evaluating.run(self._step([size]), step_input)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """The loss and every metric by name, on every rank.
@@ -155,8 +157,8 @@ class Evaluator:
         batches: Iterator[Batch] = iter(())
         if setup.evaluation_loader is not None:
             batches = setup.evaluation_loader.micro_batches([(0, range(samples))], size)
-        given = StepInput((), batches, (self._seed, "evaluation", step))
-        setup.evaluating.run(self._step(split_batch(samples, size)), given)
+        step_input = StepInput((), batches, (self._seed, "evaluation", step))
+        setup.evaluating.run(self._step(split_batch(samples, size)), step_input)
         barrier(setup.communicator)
         root = setup.rank_of_stage[setup.evaluating.cut.loss_stage]
         mine = metrics.result() if self._rank == root else None
@@ -164,6 +166,6 @@ class Evaluator:
         return result
 
     def _step(self, sizes: Sequence[int]) -> Step:
-        found, stages = self._setup.evaluation_channels, self._setup.evaluated
-        actions = lower_evaluation(found, stages, self._rank, len(sizes)).body
-        return Step.plain(actions, found, self._rank, sizes)
+        channels, stages = self._setup.evaluation_channels, self._setup.evaluated
+        actions = lower_evaluation(channels, stages, self._rank, len(sizes)).body
+        return Step.plain(actions, channels, self._rank, sizes)

@@ -75,8 +75,8 @@ def paged_bytes(size: int) -> int:
 def whole_pages(vector: Tensor) -> memoryview | None:
     """The pages that hold a vector of bytes; None if it shares them with others."""
     every = torch.empty(0, dtype=torch.uint8).set_(vector.untyped_storage())
-    own = vector.data_ptr() == every.data_ptr() and every.numel() == paged_bytes(vector.numel())
-    return every.numpy().data if own and every.data_ptr() % PAGE == 0 else None
+    alone = vector.data_ptr() == every.data_ptr() and every.numel() == paged_bytes(vector.numel())
+    return every.numpy().data if alone and every.data_ptr() % PAGE == 0 else None
 
 
 def _new_pages(size: int) -> mmap.mmap:
@@ -173,15 +173,15 @@ class DiskStore:
         offset = place.offset
         try:
             for vector in into:
-                own = whole_pages(vector)
-                pages = memoryview(_new_pages(vector.numel())) if own is None else own
+                whole = whole_pages(vector)
+                pages = memoryview(_new_pages(vector.numel())) if whole is None else whole
                 rest = pages
                 while len(rest):
                     done = os.preadv(self.descriptor, [rest], offset)
                     if not done:
                         raise OSError(errno.EIO, "the file is shorter than what was written")
                     rest, offset = rest[done:], offset + done
-                if own is None:
+                if whole is None:
                     vector.numpy().data[:] = pages[: vector.numel()]
         except OSError as error:
             raise self._failure(error, 0) from None

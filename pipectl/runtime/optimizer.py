@@ -143,14 +143,14 @@ def total_norm(norms: Sequence[float | None], dtypes: Sequence[torch.dtype]) -> 
         dtypes: of the parameters.
     """
     pairs = zip(norms, dtypes, strict=True)
-    given = [(norm, dtype) for norm, dtype in pairs if norm is not None]
-    types = [dtype for _, dtype in given]
+    pairs_with_norm = [(norm, dtype) for norm, dtype in pairs if norm is not None]
+    types = [dtype for _, dtype in pairs_with_norm]
     order: Sequence[int] = range(len(types))
     if len(set(types)) > 1:  # torch takes one type after another
         columns: list[list[Tensor | None]] = [[torch.empty(0, dtype=dtype) for dtype in types]]
         groups = _group_tensors_by_device_and_dtype(columns, with_indices=True)
         order = [index for _, indices in groups.values() for index in indices]
-    values = torch.tensor([given[index][0] for index in order], dtype=torch.float64)
+    values = torch.tensor([pairs_with_norm[index][0] for index in order], dtype=torch.float64)
     widest = reduce(torch.promote_types, types or [torch.float32])
     norm: Tensor = torch.linalg.vector_norm(values.to(widest))
     return norm

@@ -45,25 +45,25 @@ def own_log(rank: int, ranks: int) -> Iterator[None]:
     label = b"" if ranks <= MAX_FILES else b"[%d] " % rank
     usual = sys.stdout, sys.stderr
     _flush()
-    kept = [os.dup(stream) for stream in _STREAMS]
+    saved_streams = [os.dup(stream) for stream in _STREAMS]
     for number in _STREAMS:
         os.dup2(handle, number)
     os.close(handle)
     logs = [_LogStream(number, label) for number in _STREAMS]
     buffers = [io.BufferedWriter(log) for log in logs]
     how = "utf-8", "backslashreplace"
-    own = [io.TextIOWrapper(buffer, *how, line_buffering=True) for buffer in buffers]
-    sys.stdout, sys.stderr = own
-    _job_log.append(kept[-1])
+    streams = [io.TextIOWrapper(buffer, *how, line_buffering=True) for buffer in buffers]
+    sys.stdout, sys.stderr = streams
+    _job_log.append(saved_streams[-1])
     try:
         yield
     finally:
-        _flush(sys.stdout, sys.stderr, *own)
+        _flush(sys.stdout, sys.stderr, *streams)
         for log in logs:
             log.end_line()
         sys.stdout, sys.stderr = usual
         _job_log.pop()
-        for number, before in zip(_STREAMS, kept, strict=True):
+        for number, before in zip(_STREAMS, saved_streams, strict=True):
             os.dup2(before, number)
             os.close(before)
 

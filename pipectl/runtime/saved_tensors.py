@@ -46,13 +46,13 @@ def kept_apart(leaves: Iterable[Tensor], others: Iterable[Tensor | None] = ()) -
         return
     memories = {memory_of(other) for other in others if other is not None}
     for leaf in fresh:
-        found = leaf.grad
-        if found is None or found.layout is not torch.strided:
+        gradient = leaf.grad
+        if gradient is None or gradient.layout is not torch.strided:
             continue
-        if memory_of(found) in memories:
-            leaf.grad = found.clone()
+        if memory_of(gradient) in memories:
+            leaf.grad = gradient.clone()
         else:
-            memories.add(memory_of(found))
+            memories.add(memory_of(gradient))
 
 
 class Block:

@@ -75,8 +75,8 @@ class Setup:
         if stored is not None:
             stored.restore_states({name: job.states[name] for name in names})
         self._mover = mover_of(plan, communicator.rank, device.torch_device, offload_directory())
-        apart = any(stage.backward_ranks for stage in plan.stages)
-        own = communicator.Dup() if apart else communicator  # MPI has some thousands
+        has_backward_ranks = any(stage.backward_ranks for stage in plan.stages)
+        own = communicator.Dup() if has_backward_ranks else communicator  # MPI has some thousands
         wire = Wire(own, device, self.progress)
         self.stages = {i: self._stage(i, cuts, wire) for i in plan.stages_of_rank(me)}
         for stage in self.stages.values():
@@ -117,24 +117,24 @@ class Setup:
         """The stages whose backwards run on this rank."""
         me = self.communicator.rank
         plan = self.plan.stages
-        return [held for i, held in self.stages.items() if me in plan[i].updating_ranks]
+        return [stage for i, stage in self.stages.items() if me in plan[i].updating_ranks]
 
     def _stage(self, index: int, cuts: Mapping[tuple[bool, int], Cut], wire: Wire) -> Stage:
         stage, rank = self.plan.stages[index], self.communicator.rank
-        given = self.job.states, self.device, self.job.spec.training.precision
+        shared = self.job.states, self.device, self.job.spec.training.precision
         offload = None
         if self._mover is not None and stage.offload:
             offload = StageOffload(self._mover, self.device.torch_device)
         if stage.updating_ranks != stage.ranks:
             whole = {(training, Rows.of(size)): cut for (training, size), cut in cuts.items()}
-            return make_half(stage, index, rank, wire, whole, *given, offload)
+            return make_half(stage, index, rank, wire, whole, *shared, offload)
         own: dict[tuple[bool, Rows], Cut] = {}
         for (training, size), cut in cuts.items():  # by what is computed of a stage at once
             parts = parts_of(plan_of_trial(self.plan, size), rank, index) if training else {}
             if parts or not training or self.plan.replication is Replication.WHOLE:
                 own[training, parts.get(0, Rows.of(size))] = cut
         firsts = () if stage.blocks is None else stage.blocks.firsts
-        return Stage(index, own, *given, recompute=stage.recompute, firsts=firsts, offload=offload)
+        return Stage(index, own, *shared, recompute=stage.recompute, firsts=firsts, offload=offload)
 
     def _cuts(self) -> dict[tuple[bool, int], Cut]:
         """A cut for every micro-batch size; sizes share the graph where its batch is free."""

@@ -228,8 +228,8 @@ class Segment:
         code = self.codes[True, start.micro_batch.rows]
         # The forward leaves the memory of buffers behind: see rewriting().
         buffers = {index: code.arguments[index].detach() for index in code.written}
-        kept = replace(start, inputs=spared(code.cut.graph, start.inputs), buffers=buffers)
-        self.starts[index] = kept if pool is None else kept.map_tensors(pool.pack)
+        origin = replace(start, inputs=spared(code.cut.graph, start.inputs), buffers=buffers)
+        self.starts[index] = origin if pool is None else origin.map_tensors(pool.pack)
         # Its graph ends here. Gradients stay on, since operators may choose their kernels by
         # whether their inputs have one.
         return self.run(start, again=False)[1]

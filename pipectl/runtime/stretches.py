@@ -206,8 +206,8 @@ class _Weights(Sequence[float]):
             yield self._read.popleft()
 
     def __getitem__(self, index: Any) -> Any:
-        wanted = index.stop if isinstance(index, slice) else index + 1
-        while len(self._known) < wanted and self._read_step():
+        stop = index.stop if isinstance(index, slice) else index + 1
+        while len(self._known) < stop and self._read_step():
             pass
         return self._known[index]
 

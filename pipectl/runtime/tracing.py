@@ -223,6 +223,6 @@ def _events(rank: int, table: Table, begin_s: float) -> list[Event]:
     starts, ends = (table[1:, :2] - begin_s).T.tolist()
     names = table[1:, 2:].astype(int).tolist()
     return [
-        Event(rank, start, end, EVENT_NAMES[kind], *rest)
-        for start, end, (kind, *rest) in zip(starts, ends, names, strict=True)
+        Event(rank, start, end, EVENT_NAMES[kind], *names_of_row)
+        for start, end, (kind, *names_of_row) in zip(starts, ends, names, strict=True)
     ]

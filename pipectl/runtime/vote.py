@@ -84,8 +84,8 @@ class Origins:
         """
         mine, others = list[tuple[Origin, Tensor]](), list[tuple[Origin, Tensor]]()
         for origin, total in self._sums:
-            wanted = micro_batches is None or origin.micro_batch in micro_batches
-            (mine if wanted else others).append((origin, total))
+            is_asked_for = micro_batches is None or origin.micro_batch in micro_batches
+            (mine if is_asked_for else others).append((origin, total))
         self._sums = others
         if not mine:
             return None

@@ -134,24 +134,24 @@ class ForwardHalf(_Half):
         assert micro_batch.age == 0  # it holds the weights that arrived last, and no others
         segment, code = self.segments[0], self._code(micro_batch.rows)
         if self._ends.recomputes:
-            kept = _start_of(code, inputs, arrived)
-            made = super().forward(micro_batch, inputs, arrived)
+            tensors = _start_of(code, inputs, arrived)
+            results = super().forward(micro_batch, inputs, arrived)
             del segment.live[micro_batch.number]
-            self._leave(micro_batch, code, kept)
-            return made
+            self._leave(micro_batch, code, tensors)
+            return results
         is_first, start = micro_batch.rows not in self._agreed, None
         if is_first:
             start = Start(micro_batch, inputs, arrived, {}).map_tensors(_on_host)
         saved: list[Tensor] = []
         # The graph holds the hooks: with its own values in their list, nothing would free it.
         with saved_tensors_hooks(lambda tensor: saved.append(tensor.detach()), _refuse):
-            made = super().forward(micro_batch, inputs, arrived)
+            results = super().forward(micro_batch, inputs, arrived)
         live = segment.live.pop(micro_batch.number)
         nodes = nodes_behind(live.roots.values()) if is_first else ()
         changing = {memory_of(buffer) for _, buffer in written_states(code)}
-        kept = [t.clone() if memory_of(t) in changing else t for t in saved]
-        self._leave(micro_batch, code, kept, start, [node.name() for node in nodes])
-        return made
+        tensors = [t.clone() if memory_of(t) in changing else t for t in saved]
+        self._leave(micro_batch, code, tensors, start, [node.name() for node in nodes])
+        return results
 
     def leaving(self, index: int) -> Tensors:
         """What the backward of a micro-batch needs, once."""
@@ -395,8 +395,8 @@ def lasting_states(code: Code) -> dict[int, Tensor]:
 
 def _start_of(code: Code, inputs: Mapping[str, Tensor], arrived: Tensors) -> list[Tensor]:
     """What a forward starts from, safe from what it writes."""
-    own = spared(code.cut.graph, inputs)
-    batch = [own[name] for name in code.stage.inputs]
+    copies = spared(code.cut.graph, inputs)
+    batch = [copies[name] for name in code.stage.inputs]
     buffers = [buffer.clone() for _, buffer in written_states(code)]
     values = [*batch, *(arrived[slot] for slot in values_received(code.stage)), *buffers]
     return [tensor for tensor in values if tensor is not None]
