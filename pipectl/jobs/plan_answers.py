@@ -43,8 +43,7 @@ from pipectl.planner.explain.what_if import (
     with_ranks,
 )
 from pipectl.planner.graph.imported import folded, prepared
-from pipectl.planner.plain import MAX_ALTERNATIVES
-from pipectl.planner.search import Found, search_plans
+from pipectl.planner.search import MAX_ALTERNATIVES, Found, search_plans
 from pipectl.profile import Profile
 from pipectl.report.recorded import corrected_profile
 from pipectl.runs import find_run

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import pairwise
 
 import numpy as np
@@ -15,21 +15,19 @@ import numpy as np
 from pipectl.planner.bounds import longest_path_s, outlook_s
 from pipectl.planner.costs.devices import (
     Mix,
-    Placement,
     every_placement,
     mixes,
     one_each,
     placements,
 )
 from pipectl.planner.graph.blocks import bitset
-from pipectl.planner.graph.downsets import Enumeration, Partition
+from pipectl.planner.graph.downsets import Enumeration
 from pipectl.planner.partition.cut_space import CutSpace
 from pipectl.planner.partition.cutter import Bound, Cut, Cutter
-from pipectl.planner.partition.estimate import Layout
+from pipectl.planner.partition.layout import Layout
 from pipectl.planner.partition.programme import Check
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import Order, micro_batch_sizes, open_orders
-from pipectl.profile import Profile
 
 MICRO_BATCHES_PER_STAGE = 8
 """More add little: the bubble is then about a tenth."""
@@ -39,12 +37,6 @@ MAX_LAYOUTS = 300
 """An area with fewer partitions times placements is tried in full."""
 SMALL, MORE = 10, 50
 """Graphs of so few blocks may have this many times as many."""
-
-
-def most_micro_batches(profile: Profile, stages: int) -> int:
-    """How many are worth trying with so many stages."""
-    several = profile.has_several_sizes
-    return stages * (MICRO_BATCHES_PER_STAGE if several else MICRO_BATCHES_IF_PROPORTIONAL)
 
 
 @dataclass(frozen=True)
@@ -63,7 +55,7 @@ class Area:
 
 
 class Areas:
-    """The areas of a problem, and what is in them.
+    """The areas of a problem, and what is in them; each is looked at once.
 
     Args:
         counts: numbers of stages to try, ascending.
@@ -77,14 +69,16 @@ class Areas:
         self._problem = problem
         self._space = space
         self._cutter = Cutter(problem, space, check)
-        self._paths: dict[int, float] = {}
         self._known: dict[tuple[int, int], Area] = {}
         self._cuts: dict[tuple[int, int], list[Cut]] = {}
-        self._times: dict[int, list[float]] = {}
-        self._work: dict[int, tuple[float, float]] = {}
-        self._sizes: dict[int, list[int]] = {}
-        self._everything: dict[int, list[Layout] | None] = {}
-        self._places: dict[tuple[int, ...], list[Placement]] = {}
+        self.sizes = cache(self._find_sizes)
+        self._least_work = cache(self._find_least_work)
+        self._every_layout = cache(self._find_every_layout)
+        # Speeds of all devices, the fastest first, and work that all cores do in a second, however
+        # many ranks share them.
+        self._speeds = [pool.speed for pool in problem.devices for _ in pool.ranks]
+        nodes = problem.cluster.nodes
+        self._capacity = sum(min(node.ranks, node.cores) * node.device.speed for node in nodes)
 
     @cached_property
     def all(self) -> list[Area]:
@@ -104,15 +98,20 @@ class Areas:
     def of(self, stages: int, size: int) -> Area:
         """One area, with its bound."""
         if (stages, size) not in self._known:
-            problem = self._problem
-            speeds = self._fastest(stages)
+            problem, shares = self._problem, self._problem.shares(size)
+            total_s, _, path_s = self._least_work(size)
             bottleneck_s = self.quick_bound(stages, size).load_s
-            shares = problem.shares(size)
-            least_s = outlook_s(bottleneck_s, self._path_s(size), shares, stages, speeds[0])
-            least_s = max(least_s, sum(shares) * self._least_work(size)[0] / self._capacity)
+            least_s = outlook_s(bottleneck_s, path_s, shares, stages, self._speeds[0])
+            least_s = max(least_s, sum(shares) * total_s / self._capacity)
             area = Area(stages, size, problem.micro_batches(size), least_s)
             self._known[stages, size] = area
         return self._known[stages, size]
+
+    def _find_sizes(self, stages: int) -> list[int]:
+        """Micro-batch sizes worth trying with so many stages."""
+        several = self._problem.profile.has_several_sizes
+        most = MICRO_BATCHES_PER_STAGE if several else MICRO_BATCHES_IF_PROPORTIONAL
+        return micro_batch_sizes(self._problem.request, stages * most)
 
     @cached_property
     def reference_size(self) -> int:
@@ -132,25 +131,22 @@ class Areas:
 
     def layouts(self, cuts: Iterable[Cut]) -> list[Layout]:
         """Cuts with every placement."""
+        problem, everywhere = self._problem, self._problem.request.recompute
         return [
-            Layout(cut.partition, one_each(place), self._recompute(cut))
+            Layout(
+                cut.partition,
+                one_each(place),
+                (True,) * len(cut.partition) if everywhere else cut.recompute,
+            )
             for cut in cuts
-            for place in self._placements(cut.kinds)
+            for place in placements(problem.cluster, problem.devices, cut.kinds)
         ]
-
-    def _placements(self, kinds: tuple[int, ...]) -> list[Placement]:
-        if kinds not in self._places:
-            problem = self._problem
-            self._places[kinds] = placements(problem.cluster, problem.devices, kinds)
-        return self._places[kinds]
 
     def everything(self, area: Area) -> list[Layout] | None:
         """All layouts of an area without recomputation; None if they are many."""
-        if area.stages not in self._everything:
-            self._everything[area.stages] = self._every_layout(area.stages)
-        return self._everything[area.stages]
+        return self._every_layout(area.stages)
 
-    def _every_layout(self, stages: int) -> list[Layout] | None:
+    def _find_every_layout(self, stages: int) -> list[Layout] | None:
         most = MAX_LAYOUTS * (MORE if len(self._problem.graph) <= SMALL else 1)
         if self._enumeration is None or self._enumeration.count(stages) > most:
             return None
@@ -171,12 +167,12 @@ class Areas:
 
     def bound(self, stages: int, size: int) -> Bound:
         """What is proven about partitions into so many stages."""
-        return self._cutter.bound(stages, size, self.mixes(stages), self._fastest(stages))
+        return self._cutter.bound(stages, size, self.mixes(stages), self._speeds[:stages])
 
     def quick_bound(self, stages: int, size: int) -> Bound:
         """The same from sums alone."""
-        total_s, largest_s = self._least_work(size)
-        speeds = self._fastest(stages)
+        total_s, largest_s, _ = self._least_work(size)
+        speeds = self._speeds[:stages]
         return Bound(max(total_s / sum(speeds), largest_s / speeds[0]), False)
 
     def mixes(self, stages: int) -> list[Mix]:
@@ -186,54 +182,14 @@ class Areas:
             return [Mix.ordered([0] * max(most, stages), 1)]
         return mixes(self._problem.devices, len(self._space), stages, stages)
 
-    def _recompute(self, cut: Cut) -> tuple[bool, ...]:
-        everywhere = self._problem.request.recompute
-        return (True,) * len(cut.partition) if everywhere else cut.recompute
-
     def orders(self, stages: int, size: int) -> list[Order]:
         """Schedules and warm-ups, the one with the fewest micro-batches in flight first."""
         return open_orders(self._problem.request, stages, self._problem.micro_batches(size))
 
-    def sizes(self, stages: int) -> list[int]:
-        """Micro-batch sizes worth trying with so many stages."""
-        if stages not in self._sizes:
-            most = most_micro_batches(self._problem.profile, stages)
-            self._sizes[stages] = micro_batch_sizes(self._problem.request, most)
-        return self._sizes[stages]
-
-    def _fastest(self, stages: int) -> list[float]:
-        """Speeds of the fastest devices."""
-        return self._speeds[:stages]
-
-    @cached_property
-    def _capacity(self) -> float:
-        """Work that all cores do in a second, however many ranks share them."""
-        nodes = self._problem.cluster.nodes
-        return sum(min(node.ranks, node.cores) * node.device.speed for node in nodes)
-
-    @cached_property
-    def _speeds(self) -> list[float]:
-        """Of all devices, the fastest first."""
-        return [pool.speed for pool in self._problem.devices for _ in pool.ranks]
-
-    def _least_times(self, size: int) -> list[float]:
-        if size not in self._times:
-            moved = self._space.moved
-            self._times[size] = self._problem.block_times(size, moved, cached=True)
-        return self._times[size]
-
-    def _least_work(self, size: int) -> tuple[float, float]:
-        """Of all blocks together, and of the largest."""
-        if size not in self._work:
-            times = self._least_times(size)
-            self._work[size] = sum(times), max(times)
-        return self._work[size]
-
-    def _path_s(self, size: int) -> float:
-        if size not in self._paths:
-            times = self._least_times(size)
-            self._paths[size] = longest_path_s(self._problem.graph, times)
-        return self._paths[size]
+    def _find_least_work(self, size: int) -> tuple[float, float, float]:
+        """Of all blocks together, of the largest, and of the longest path."""
+        times = self._problem.block_times(size, self._space.moved, cached=True)
+        return sum(times), max(times), longest_path_s(self._problem.graph, times)
 
 
 def first_choices(problem: Problem, counts: Sequence[int]) -> Iterator[tuple[Layout, int, Order]]:
@@ -246,26 +202,19 @@ def first_choices(problem: Problem, counts: Sequence[int]) -> Iterator[tuple[Lay
         counts: numbers of stages that are allowed, ascending.
     """
     measured, request = problem.profile.micro_batch_size, problem.request
+    fastest = [rank for pool in problem.devices for rank in pool.ranks]
     for stages in dict.fromkeys((counts[-1], counts[0])):
         sizes = micro_batch_sizes(request, MICRO_BATCHES_IF_PROPORTIONAL * stages)
         near = min(sizes, key=lambda size: (abs(size - measured), size))
         for size in dict.fromkeys((near, min(sizes))):
             order = open_orders(request, stages, problem.micro_batches(size))[0]
             again = (bool(request.recompute),) * stages if request.recompute else ()
-            cut = _even(problem.block_times(size), stages)
-            yield Layout(cut, one_each(_fastest(problem, stages)), again), size, order
-
-
-def _fastest(problem: Problem, stages: int) -> tuple[int, ...]:
-    ranks = [rank for pool in problem.devices for rank in pool.ranks]
-    return tuple(sorted(ranks[:stages]))
-
-
-def _even(times: Sequence[float], stages: int) -> Partition:
-    """Consecutive blocks, at least one a stage, cut where the sum is nearest to even shares."""
-    sums = np.concatenate([[0.0], np.cumsum(times)])
-    cuts = [0]
-    for stage in range(1, stages):
-        nearest = int(np.abs(sums - sums[-1] * stage / stages).argmin())
-        cuts.append(min(max(nearest, cuts[-1] + 1), len(times) - stages + stage))
-    return tuple(bitset(range(*ends)) for ends in pairwise([*cuts, len(times)]))
+            # Consecutive blocks, at least one per stage, cut where sums are nearest to even shares.
+            times = problem.block_times(size)
+            sums, cuts = np.concatenate([[0.0], np.cumsum(times)]), [0]
+            for stage in range(1, stages):
+                nearest = int(np.abs(sums - sums[-1] * stage / stages).argmin())
+                cuts.append(min(max(nearest, cuts[-1] + 1), len(times) - stages + stage))
+            partition = tuple(bitset(range(*ends)) for ends in pairwise([*cuts, len(times)]))
+            ranks = one_each(tuple(sorted(fastest[:stages])))
+            yield Layout(partition, ranks, again), size, order

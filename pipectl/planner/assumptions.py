@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pipectl.cluster import Cluster
+from pipectl.planner.request import PlanRequest
 from pipectl.profile import Profile
 
 DEFAULT_BASELINE_BYTES = 240 * 2**20
@@ -32,3 +33,15 @@ def size_assumptions(profile: Profile, size: int) -> tuple[str, ...]:
     if size == measured or profile.has_several_sizes:
         return ()
     return (f"times of {size} samples are taken as proportional to those of {measured}",)
+
+
+def count_assumptions(request: PlanRequest, count: int, size: int) -> tuple[str, ...]:
+    """Why there are not as many micro-batches as were asked for."""
+    if request.micro_batches in (None, count):
+        return ()
+    copies = request.replicas or 1
+    equally = f" and be shared evenly by {copies} replicas" if copies > 1 else ""
+    return (
+        f"{request.micro_batches} micro-batches of {request.batch_size} samples cannot be of one "
+        f"size with a smaller last one{equally}: {count} of {size} samples instead",
+    )

@@ -19,32 +19,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import islice
 from math import inf
 
 from pipectl.cluster import Cluster
 from pipectl.errors import OutOfTimeError
-from pipectl.plan import Plan, Search
+from pipectl.plan import Plan
 from pipectl.planner.areas import Area, Areas, first_choices
 from pipectl.planner.graph.blocks import condense
 from pipectl.planner.infeasible import infeasible, least_demanding
 from pipectl.planner.judge import (
-    PLANNER,
     Candidate,
     Candidates,
     Judge,
     Verdict,
-    family_of,
-    largest_load_s,
     out_of_time,
+    with_findings,
 )
 from pipectl.planner.partition.cut_space import CutSpace
 from pipectl.planner.partition.cutter import Bound, Cutter, plain_fit
-from pipectl.planner.partition.estimate import Layout
+from pipectl.planner.partition.layout import Choice, Layout
 from pipectl.planner.partition.moves import neighbours
-from pipectl.planner.partition.plans import Choice
 from pipectl.planner.partition.programme import Check
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import (
@@ -106,7 +103,17 @@ class Explorer:
         """Find the best plan; what is found so far is with the judge at any time."""
         for area in self._areas.all:
             self._push(area.least_s, (area.stages, 0, 0, area.micro_batches), area)
-        self._work()
+        while self._queue:
+            bound_s, _, _, item = heappop(self._queue)
+            self._check()
+            if self.judge.is_beaten(bound_s):
+                break
+            if isinstance(item, Area):
+                self._open(item)
+            elif isinstance(item, Candidates):
+                self._judge_next(item)
+            else:
+                self._fit(item)
         if self.judge.best() is None:
             self._fit_with_smaller_micro_batches()
         self._improve()
@@ -120,7 +127,14 @@ class Explorer:
 
     def least_step_s(self) -> float:
         """No plan with the numbers of stages and micro-batch sizes that were tried takes less."""
-        return min([*map(self._least_s, self._areas.known), self.judge.fastest_s])
+        found = [self.judge.fastest_s]
+        for area in self._areas.known:
+            complete = self._complete.get(area)
+            if complete is None:
+                found.append(area.least_s)
+            else:
+                found += [complete.next_s, *map(self.judge.least_s, complete.taken)]
+        return min(found)
 
     def alternatives(self, best: Verdict, most: int) -> list[Verdict]:
         """The next best plans of other shapes; most were not simulated because they are beaten."""
@@ -129,86 +143,59 @@ class Explorer:
         for candidate in sorted(options, key=lambda each: (each.bound_s, each.simplicity)):
             if len(known) > most:
                 break
-            if family_of(candidate) not in known and self.judge.may_fit(candidate):
+            if candidate.family not in known and self.judge.may_fit(candidate):
                 self.judge.examine(candidate)
                 known = self.judge.families()
         return self.judge.alternatives(best, most)
-
-    def _least_s(self, area: Area) -> float:
-        """What was found if all candidates of an area were tried, or else its bound."""
-        if area not in self._complete:
-            return area.least_s
-        candidates = self._complete[area]
-        return min([candidates.next_s, *map(self.judge.least_s, candidates.taken)])
 
     def _push(self, bound_s: float, simplicity: tuple[int, ...], item: _Item) -> None:
         self._pushed += 1
         heappush(self._queue, (bound_s, simplicity, self._pushed, item))
 
-    def _work(self) -> None:
-        """Until nothing in the queue can be best."""
-        while self._queue:
-            bound_s, _, _, item = heappop(self._queue)
-            self._check()
-            if self.judge.is_beaten(bound_s):
-                return
-            self._turn(item)
-
-    def _turn(self, item: _Item) -> None:
-        if isinstance(item, Candidates):
-            candidate = item.take()
-            if self.judge.best() is None and not self.problem.has_limits:
-                self.judge.judge(self._polished(candidate))
-            if not self.judge.judge(candidate):
-                self._push_fit(candidate)
-            self._push_candidates(item)
-        elif isinstance(item, Area):
-            self._open(item)
-        else:
-            self._fit(item)
+    def _push_candidates(self, candidates: Candidates) -> None:
+        if candidates.next_s < inf:
+            self._push(candidates.next_s, candidates.simplicity, candidates)
 
     def _open(self, area: Area) -> None:
-        """From an area to its candidates."""
-        if self._memory_is_short and not self._can_fit(area):
-            return
+        """From an area to its candidates.
+
+        Once cuts were seen not to fit, stages that fit with the fewest micro-batches in flight are
+        judged before other cuts are looked for, and if there are none, no others are.
+        """
+        if self._memory_is_short:
+            fit = _Fit(area, *self._areas.orders(area.stages, area.size)[0])
+            if fit not in self._fits:
+                self._fits.add(fit)
+                self._fit(fit)
+            if self._is_hopeless(fit):
+                return
         everything = self._areas.everything(area)
-        layouts = self._proposals(area) if everything is None else everything
-        found = self._candidates(layouts, area)
+        if everything is None:
+            found = self._candidates(self._areas.layouts(self._areas.cuts(area.stages)), area)
+        else:
+            found = self._complete[area] = self._candidates(everything, area)
         self._opened.append(found)
         self._push_candidates(found)
-        if everything is not None:
-            self._complete[area] = found
         if not self._memory_is_short and not any(map(self.judge.may_fit, found)):
             self._memory_is_short = self.problem.has_limits
 
-    def _can_fit(self, area: Area) -> bool:
-        """Whether there are stages that fit with the fewest micro-batches in flight; if so, these
-        are judged. Asked before other cuts are looked for, once these were seen not to fit."""
-        fit = _Fit(area, *self._areas.orders(area.stages, area.size)[0])
-        if fit in self._fits:
-            return not self._is_hopeless(fit)
-        self._fits.add(fit)
-        self._fit(fit)
-        return not self._is_hopeless(fit)
-
-    def _proposals(self, area: Area) -> list[Layout]:
-        return self._areas.layouts(self._areas.cuts(area.stages))
+    def _judge_next(self, candidates: Candidates) -> None:
+        """Judge the most promising candidate; what does not fit waits to be cut anew."""
+        candidate = candidates.take()
+        if self.judge.best() is None and not self.problem.has_limits:
+            self.judge.judge(self._polished(candidate))
+        if not self.judge.judge(candidate) and self.problem.has_limits:
+            choice, area = candidate.choice, self._area_of(candidate)
+            fit = _Fit(area, choice.schedule, choice.warm_up)
+            if fit not in self._fits:
+                self._fits.add(fit)
+                self._push(area.least_s, candidate.simplicity, fit)
+        self._push_candidates(candidates)
 
     def _candidates(self, layouts: Sequence[Layout], area: Area) -> Candidates:
         """Layouts of an area in every order."""
         orders = self._areas.orders(area.stages, area.size)
         return Candidates(self.problem, layouts, area.size, orders)
-
-    def _push_candidates(self, candidates: Candidates) -> None:
-        if candidates.next_s < inf:
-            self._push(candidates.next_s, candidates.simplicity, candidates)
-
-    def _push_fit(self, candidate: Candidate) -> None:
-        choice = candidate.choice
-        fit = _Fit(self._area_of(candidate), choice.schedule, choice.warm_up)
-        if fit not in self._fits and self.problem.has_limits:
-            self._fits.add(fit)
-            self._push(fit.area.least_s, candidate.simplicity, fit)
 
     def _fit(self, fit: _Fit) -> None:
         """Cut anew, within the memory limit."""
@@ -235,8 +222,7 @@ class Explorer:
                 wanted = plain_fit(self.problem, area.size, fit.warm_up, mix, recompute=recompute)
                 cuts = self._cutter.balanced(wanted)
                 found |= bool(cuts)
-                layouts = self._areas.layouts(cuts)
-                order = fit.schedule, fit.warm_up
+                layouts, order = self._areas.layouts(cuts), (fit.schedule, fit.warm_up)
                 self.judge.consider(Candidates(self.problem, layouts, area.size, [order]))
         return found
 
@@ -248,10 +234,10 @@ class Explorer:
         request = self.problem.request
         counts = [count for count in self._areas.counts if self.problem.could_hold(count)]
         for size in micro_batch_sizes(request, request.batch_size):
-            fresh = [count for count in counts if size < min(self._areas.sizes(count))]
-            for stages in reversed(fresh):
+            for stages in reversed(counts):
                 area = self._areas.of(stages, size)
-                if not self.judge.is_beaten(area.least_s):
+                fresh = size < min(self._areas.sizes(stages))
+                if fresh and not self.judge.is_beaten(area.least_s):
                     depths = open_orders(request, stages, area.micro_batches)
                     self._consider_fit(_Fit(area, *depths[0]))
 
@@ -266,17 +252,14 @@ class Explorer:
             self.judge.judge(self._polished(best.candidate))
         while not self.judge.is_beaten(0.0):
             before = self.judge.best()
-            if before is None or self._is_settled(before):
-                return
-            self.judge.consider(self._near(before.candidate))
+            assert before is not None
+            candidate = before.candidate
+            exact = before.step_s <= candidate.bound_s * (1 + MIN_GAIN)
+            if exact and candidate.choice in self._minima:
+                return  # the bounds are what is simulated: no neighbour can be better
+            self.judge.consider(self._near(candidate))
             if self.judge.best() is before:
                 return
-
-    def _is_settled(self, best: Verdict) -> bool:
-        """Whether no neighbour can be better, because the bounds are what is simulated."""
-        candidate = best.candidate
-        exact = best.step_s <= candidate.bound_s * (1 + MIN_GAIN)
-        return exact and candidate.choice in self._minima
 
     def _polished(self, candidate: Candidate) -> Candidate:
         """The best by its bound that is found by cutting anew and by moving borders.
@@ -371,23 +354,9 @@ def straight_plans(
     if best is None:
         raise infeasible(problem, cutter, demand) if demand else out_of_time()
     others = explorer.alternatives(best, alternatives) if alternatives and finished else []
-    least_s = explorer.least_step_s()
-    return [
-        replace(verdict.plan, search=_search(explorer, verdict, least_s, finished=finished))
-        for verdict in (best, *others)
-    ]
-
-
-def _search(explorer: Explorer, found: Verdict, least_s: float, *, finished: bool) -> Search:
-    """What is known of how good a plan is."""
-    plan = found.plan
-    bound = explorer.bound(len(plan.stages), plan.micro_batch_size, finished=finished)
-    search = Search(
-        planner=PLANNER,
-        max_stage_load_s=largest_load_s(plan, explorer.problem.cluster),
-        lower_bound_s=bound.load_s,
-        exact=bound.exact,
-        planning_s=0.0,
-        finished=finished and not explorer.judge.gave_up,
-    )
-    return search.bounded(found.step_s, least_s)
+    least_s, found = explorer.least_step_s(), []
+    for plan in (verdict.plan for verdict in (best, *others)):
+        bound = explorer.bound(len(plan.stages), plan.micro_batch_size, finished=finished)
+        ended = finished and not explorer.judge.gave_up
+        found.append(with_findings(plan, cluster, least_s, load_bound=bound, finished=ended))
+    return found

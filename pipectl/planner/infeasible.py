@@ -9,10 +9,10 @@ from math import ceil
 from pipectl.errors import InfeasibleError
 from pipectl.plan import Plan
 from pipectl.planner.costs.devices import Mix, mixes, one_each, placements
-from pipectl.planner.costs.stage_memory import largest_peak_bytes
+from pipectl.planner.costs.stage_costs import largest_peak_bytes
 from pipectl.planner.judge import predicted
 from pipectl.planner.partition.cutter import Cut, Cutter, Fit, plain_fit
-from pipectl.planner.partition.estimate import Layout
+from pipectl.planner.partition.layout import Layout
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import Order, PlanRequest, micro_batch_sizes, open_orders
 from pipectl.schedule.gpipe import GPIPE
@@ -167,6 +167,8 @@ def _estimate(
     fit = Fit(size, warm_up, Mix.ordered([0] * stages, 1), (limit,))
     count, baseline = problem.micro_batches(size), problem.baseline_bytes
     return min(
-        largest_peak_bytes(problem.table(cut.partition, size).costs, warm_up, baseline, count)
+        largest_peak_bytes(
+            problem.table(problem.members(cut.partition), size).costs, warm_up, baseline, count
+        )
         for cut in cutter.smallest_peak(fit)
     )

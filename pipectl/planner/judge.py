@@ -9,7 +9,7 @@ ever looked at: their estimates are computed together, and they come by their es
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
@@ -17,11 +17,12 @@ import numpy as np
 
 from pipectl.cluster import Cluster
 from pipectl.errors import OutOfTimeError
-from pipectl.plan import Plan, Stage
+from pipectl.plan import Plan, Search, Stage
 from pipectl.planner.assumptions import baseline_bytes
-from pipectl.planner.costs.stage_memory import least_peaks_bytes
-from pipectl.planner.partition.estimate import ROUNDING, Layout
-from pipectl.planner.partition.plans import Choice, PlanBuilder, Ranks
+from pipectl.planner.costs.stage_costs import least_peaks_bytes
+from pipectl.planner.partition.cutter import Bound
+from pipectl.planner.partition.estimate import ROUNDING
+from pipectl.planner.partition.layout import Choice, Layout, Ranks
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import Order, PlanRequest
 from pipectl.profile import Profile
@@ -53,7 +54,7 @@ def plan_of_stages(
         request: without micro-batches, those of the profile's size are taken.
         stages: ids of the operators of each, in the order of the pipeline.
     """
-    plan = PlanBuilder(profile, cluster, request).stages_in_turn(stages)
+    plan = Problem(profile, cluster, request).stages_in_turn(stages)
     return predicted(plan, cluster, baseline_bytes(profile))
 
 
@@ -63,27 +64,21 @@ def out_of_time() -> OutOfTimeError:
 
 
 class Trials:
-    """Simulates plans.
+    """Simulates plans of a problem, within its limits of memory.
 
     Args:
-        limit_bytes: of every rank, besides its device's memory.
-        baseline_bytes: of a process without a stage.
         expired: asked now and then; once it is true, no more is tried.
         max_actions: to simulate, forwards and backwards of all replicas in all.
     """
 
     def __init__(
         self,
-        cluster: Cluster,
-        limit_bytes: int | None,
-        baseline_bytes: int,
+        problem: Problem,
         expired: Callable[[], bool] = lambda: False,
         *,
         max_actions: int = MAX_ACTIONS,
     ) -> None:
-        self._cluster = cluster
-        self._limit_bytes = limit_bytes
-        self._baseline_bytes = baseline_bytes
+        self.problem = problem
         self._expired = expired
         self._max_actions = max_actions
         self._actions = 0
@@ -101,25 +96,21 @@ class Trials:
     def run(self, plan: Plan) -> Plan:
         """The plan with its prediction."""
         self._actions += 2 * plan.micro_batches * sum(stage.replicas for stage in plan.stages)
-        return predicted(plan, self._cluster, self._baseline_bytes)
+        return predicted(plan, self.problem.cluster, self.problem.baseline_bytes)
 
     def fits(self, tried: Plan) -> bool:
         """Whether every rank of a plan that was run stays within its limit."""
-        return all(self.rank_fits(tried, rank) for rank in range(tried.ranks))
+        return self._fit(tried, range(tried.ranks))
 
     def stage_fits(self, tried: Plan, stage: int) -> bool:
         """Whether the ranks of a stage do."""
         held = tried.stages[stage]
-        return all(self.rank_fits(tried, rank) for rank in (*held.ranks, *held.backward_ranks))
+        return self._fit(tried, (*held.ranks, *held.backward_ranks))
 
-    def rank_fits(self, tried: Plan, rank: int) -> bool:
-        """Whether one rank does."""
+    def _fit(self, tried: Plan, ranks: Iterable[int]) -> bool:
         assert tried.prediction is not None
-        return tried.prediction.peak_memory_bytes[rank] <= self.limit_of(rank)
-
-    def limit_of(self, rank: int) -> float:
-        """Bytes that a rank may hold."""
-        return self._cluster.memory_of(rank, self._limit_bytes)
+        peaks = tried.prediction.peak_memory_bytes
+        return all(peaks[rank] <= self.problem.limit_bytes(rank) for rank in ranks)
 
 
 PLANNER = "pipectl"
@@ -159,7 +150,39 @@ def _shares(stage: Stage) -> Iterator[tuple[tuple[int, ...], float]]:
     yield stage.backward_ranks, stage.cost.backward_s / stage.replicas
 
 
+def with_findings(
+    plan: Plan,
+    cluster: Cluster,
+    bound_s: float,
+    *,
+    load_bound: Bound | None = None,
+    finished: bool = True,
+    planner: str = PLANNER,
+) -> Plan:
+    """A plan with what is known of how good it is.
+
+    Args:
+        plan: with a prediction; what is known of it already stays.
+        bound_s: no step takes less.
+        load_bound: of the largest load; by default what follows from ``bound_s``.
+        finished: whether the search came to its end.
+        planner: who chose.
+    """
+    if plan.search is not None:
+        known = plan.search
+    else:
+        bound = load_bound or Bound(bound_s / plan.micro_batches, False)
+        load_s = largest_load_s(plan, cluster)
+        known = Search(planner, load_s, bound.load_s, bound.exact, planning_s=0.0)
+    known = known.bounded(plan.predicted_step_s, bound_s)
+    return replace(plan, search=replace(known, finished=known.finished and finished))
+
+
 Simplicity = tuple[int, int, int, int]
+"""Stages, recomputed stages, micro-batches in flight, micro-batches: fewer are better where times
+tie."""
+Family = tuple[int, int, str, tuple[int, ...]]
+"""Stages, micro-batch size, schedule and warm-up."""
 
 
 @dataclass(frozen=True)
@@ -177,11 +200,16 @@ class Candidate:
 
     @property
     def simplicity(self) -> Simplicity:
-        """Stages, recomputed stages, micro-batches in flight, micro-batches: fewer are better
-        where times tie."""
+        """What is preferred if times tie."""
         choice = self.choice
         again = sum(choice.recompute)
         return len(choice.ranks), again, sum(choice.warm_up), self.micro_batches
+
+    @property
+    def family(self) -> Family:
+        """What tells candidates apart that differ in more than their cuts."""
+        choice = self.choice
+        return len(choice.ranks), choice.size, choice.schedule, choice.warm_up
 
 
 class Candidates:
@@ -201,20 +229,17 @@ class Candidates:
         self._layouts = list(dict.fromkeys(layouts))
         self._size = size
         self._orders = orders
-        self._micro_batches = problem.micro_batches(size)
         self.taken: list[Candidate] = []
         self._bounds_s: list[float] = []
         self._ranking: list[int] = []
         if self._layouts:
-            self._rank(problem)
-
-    def _rank(self, problem: Problem) -> None:
-        bounds = problem.estimates_s(self._layouts, self._size, self._orders).ravel()
-        again = [sum(layout.recompute) for layout in self._layouts]
-        depth = [sum(warm_up) for _, warm_up in self._orders]
-        keys = np.tile(depth, len(again)), np.repeat(again, len(depth)), bounds
-        self._bounds_s = bounds.tolist()
-        self._ranking = np.lexsort(keys).tolist()
+            warm_ups = [warm_up for _, warm_up in orders]
+            bounds = problem.estimator.steps_s(self._layouts, size, warm_ups).ravel()
+            again = [sum(layout.recompute) for layout in self._layouts]
+            depth = list(map(sum, warm_ups))
+            keys = np.tile(depth, len(again)), np.repeat(again, len(depth)), bounds
+            self._bounds_s = bounds.tolist()
+            self._ranking = np.lexsort(keys).tolist()
 
     @property
     def next_s(self) -> float:
@@ -229,9 +254,8 @@ class Candidates:
 
     def take(self) -> Candidate:
         """The next; there must be one."""
-        candidate = self._candidate(self._ranking[len(self.taken)])
-        self.taken.append(candidate)
-        return candidate
+        self.taken.append(self._candidate(self._ranking[len(self.taken)]))
+        return self.taken[-1]
 
     def __iter__(self) -> Iterator[Candidate]:
         """All of them; takes none."""
@@ -239,25 +263,21 @@ class Candidates:
 
     def best_of_orders(self) -> Iterator[Candidate]:
         """The most promising layout in every order; takes none."""
-        seen: set[int] = set()
+        best: dict[int, int] = {}
         for number in self._ranking:
-            order = number % len(self._orders)
-            if order not in seen:
-                seen.add(order)
-                yield self._candidate(number)
+            best.setdefault(number % len(self._orders), number)
+        return map(self._candidate, best.values())
 
     def _candidate(self, number: int) -> Candidate:
         layout, order = divmod(number, len(self._orders))
         chosen = self._layouts[layout]
         choice = self._problem.choice(chosen, self._size, self._orders[order])
-        return Candidate(choice, chosen, self._micro_batches, self._bounds_s[number])
+        count = self._problem.micro_batches(self._size)
+        return Candidate(choice, chosen, count, self._bounds_s[number])
 
 
 MAX_ACTIONS_OF_SEARCH = 200_000
 """Simulated forwards and backwards in all; keeps planning for many ranks to seconds."""
-
-Family = tuple[int, int, str, tuple[int, ...]]
-"""Stages, micro-batch size, schedule and warm-up."""
 
 
 @dataclass(frozen=True)
@@ -280,12 +300,7 @@ class Judge:
         self._problem = problem
         self._verdicts: list[Verdict] = []
         self._outcomes: dict[Choice, float] = {}
-        self._trials = Trials(
-            problem.cluster,
-            problem.request.memory_limit_bytes,
-            problem.baseline_bytes,
-            max_actions=MAX_ACTIONS_OF_SEARCH,
-        )
+        self._trials = Trials(problem, max_actions=MAX_ACTIONS_OF_SEARCH)
         self.gave_up = False
 
     def consider(self, candidates: Candidates) -> list[Candidate]:
@@ -327,14 +342,14 @@ class Judge:
 
     def alternatives(self, best: Verdict, most: int) -> list[Verdict]:
         """The next best that differ from the best, and from each other, in more than their cuts."""
-        found = {family_of(best.candidate): best}
+        found = {best.candidate.family: best}
         for verdict in sorted(self._verdicts, key=lambda v: v.step_s):
-            found.setdefault(family_of(verdict.candidate), verdict)
+            found.setdefault(verdict.candidate.family, verdict)
         return list(found.values())[1 : most + 1]
 
     def families(self) -> set[Family]:
         """Of all that was simulated and fits."""
-        return {family_of(verdict.candidate) for verdict in self._verdicts}
+        return {verdict.candidate.family for verdict in self._verdicts}
 
     def is_beaten(self, bound_s: float) -> bool:
         """Whether a plan that takes at least so long cannot even tie, or enough were simulated."""
@@ -369,7 +384,7 @@ class Judge:
         problem, choice = self._problem, candidate.choice
         if not problem.has_limits:
             return True
-        table = problem.builder.table(choice.members, choice.size)
+        table = problem.table(choice.members, choice.size)
         shares = problem.shares(choice.size)
         peaks = least_peaks_bytes(table, choice.warm_up, shares, choice.recompute)
         return all(
@@ -381,9 +396,3 @@ class Judge:
 def _preference(verdict: Verdict) -> tuple[Simplicity, float, Ranks]:
     candidate = verdict.candidate
     return candidate.simplicity, verdict.step_s, candidate.choice.ranks
-
-
-def family_of(candidate: Candidate) -> Family:
-    """What tells plans apart that differ in more than their cuts."""
-    choice = candidate.choice
-    return len(choice.ranks), choice.size, choice.schedule, choice.warm_up

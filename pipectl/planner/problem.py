@@ -1,8 +1,9 @@
-"""One planning problem: profile, cluster, request and graph, and figures that searches look up."""
+"""One planning problem: what searches look up of it, and the one place that puts plans together."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from math import ceil, inf
 
@@ -11,40 +12,62 @@ import numpy as np
 from pipectl.arrays import Floats, Integers
 from pipectl.cluster import Cluster
 from pipectl.link import Link
-from pipectl.plan import Plan, Replication
-from pipectl.planner.assumptions import baseline_bytes
+from pipectl.plan import Plan, Replication, Stage, StageCost
+from pipectl.planner.assumptions import (
+    assumptions_of,
+    baseline_bytes,
+    count_assumptions,
+    size_assumptions,
+)
 from pipectl.planner.costs.devices import Pool, pools
+from pipectl.planner.costs.footprint import Footprint, Footprints
 from pipectl.planner.costs.liveness import parameter_gradients
-from pipectl.planner.costs.stage_memory import StageTable
-from pipectl.planner.graph.blocks import BlockGraph
-from pipectl.planner.partition.estimate import Estimator, Layout
-from pipectl.planner.partition.plans import Choice, Members, PlanBuilder
-from pipectl.planner.request import Order, PlanRequest
+from pipectl.planner.costs.operator_times import OperatorTimes
+from pipectl.planner.costs.stage_costs import StageTable, scaled_transfers, stage_costs
+from pipectl.planner.graph.blocks import BlockGraph, condense
+from pipectl.planner.partition.estimate import Estimator
+from pipectl.planner.partition.layout import Choice, Layout, Members, Ranks
+from pipectl.planner.request import Order, PlanRequest, open_orders
 from pipectl.profile import Profile
+from pipectl.schedule import default_warm_up
+from pipectl.schedule.one_f_one_b import ONE_F_ONE_B
 
 
 class Problem:
     """What is to be planned; what several choices share is computed once.
 
     Args:
-        graph: of the profile's blocks; partitions are of these.
+        graph: of the profile's blocks, which partitions are of; by default its condensed graph.
     """
 
     def __init__(
-        self, profile: Profile, cluster: Cluster, request: PlanRequest, graph: BlockGraph
+        self,
+        profile: Profile,
+        cluster: Cluster,
+        request: PlanRequest,
+        graph: BlockGraph | None = None,
     ) -> None:
         self.profile = profile
         self.cluster = cluster
         self.request = request
-        self.graph = graph
-        self.builder = PlanBuilder(profile, cluster, request)
-        self.estimator = Estimator(profile, cluster, request, graph, self.builder.times)
+        self.times = OperatorTimes(profile)
+        self.baseline_bytes = baseline_bytes(profile)
+        if graph is not None:
+            self.graph = graph
         self._operators_of: dict[int, tuple[int, ...]] = {}
+        self._footprints = Footprints(profile)
+        self._parts: dict[Members, Footprint] = {}
+        self._tables: dict[tuple[Members, int], StageTable] = {}
 
-    @property
-    def baseline_bytes(self) -> int:
-        """Memory of a process without a stage."""
-        return baseline_bytes(self.profile)
+    @cached_property
+    def graph(self) -> BlockGraph:
+        """Operators that must share a stage are one block."""
+        return condense(self.profile)
+
+    @cached_property
+    def estimator(self) -> Estimator:
+        """Of the steps of layouts."""
+        return Estimator(self.profile, self.cluster, self.request, self.graph, self.times)
 
     def limit_bytes(self, rank: int) -> float:
         """Memory that a rank may take: the smaller of the job's limit and its device's memory."""
@@ -92,17 +115,16 @@ class Problem:
             free: indices of operators that are not counted.
             cached: in a stage that finds its data in the cache; otherwise in one that does not.
         """
-        cached_s, uncached_s = self.builder.times.arrays_at(size)
+        cached_s, uncached_s = self.times.arrays_at(size)
         times_s = (cached_s if cached else uncached_s).sum(axis=0)
         times_s[list(free)] = 0.0
         return self._by_block(times_s)
 
     def forward_block_times(self, size: int) -> list[float]:
         """Forward of every block, in seconds, where data does not stay in the cache."""
-        return self._by_block(self.builder.times.arrays_at(size)[1][0])
+        return self._by_block(self.times.arrays_at(size)[1][0])
 
     def _by_block(self, figures: Floats) -> list[float]:
-        """Sums over the operators of every block."""
         found: list[float] = np.bincount(self._block_of, figures, len(self.graph)).tolist()
         return found
 
@@ -132,34 +154,132 @@ class Problem:
         """Memory that a rank of each kind may take."""
         return tuple(self.limit_bytes(pool.ranks[0]) for pool in self.devices)
 
+    @cached_property
+    def assumptions(self) -> tuple[str, ...]:
+        """What neither the profile nor the cluster says."""
+        return assumptions_of(self.profile, self.cluster)
+
     def members(self, partition: Sequence[int]) -> Members:
         """The operators of the stages of a partition."""
-        return tuple(map(self._stage_members, partition))
+        known = self._operators_of
+        for blocks in partition:
+            if blocks not in known:
+                known[blocks] = tuple(self.graph.operators_of(blocks))
+        return tuple(known[blocks] for blocks in partition)
 
-    def _stage_members(self, blocks: int) -> tuple[int, ...]:
-        if blocks not in self._operators_of:
-            self._operators_of[blocks] = tuple(self.graph.operators_of(blocks))
-        return self._operators_of[blocks]
+    def members_of(self, stages: Iterable[Iterable[str]]) -> Members:
+        """The operators of stages that are given by their ids."""
+        index_of = self.profile.index_of
+        return tuple(tuple(sorted(index_of[node] for node in nodes)) for nodes in stages)
 
-    def choice(
-        self,
-        layout: Layout,
-        size: int,
-        order: Order,
-        replication: Replication = Replication.WHOLE,
-    ) -> Choice:
+    def members_of_plan(self, plan: Plan) -> Members:
+        """The operators of the stages of a plan."""
+        return self.members_of(stage.nodes for stage in plan.stages)
+
+    def footprint(self, members: Members) -> Footprint:
+        """What stages need, at the profile's micro-batch size."""
+        if members not in self._parts:
+            self._parts[members] = self._footprints.of(members)
+        return self._parts[members]
+
+    def table(self, members: Members, size: int) -> StageTable:
+        """Costs of stages with one replica each, and the messages between them."""
+        if (members, size) not in self._tables:
+            parts, scale = self.footprint(members), self.scale(size)
+            costs = stage_costs(parts, self.times.at(size), scale, self.profile)
+            self._tables[members, size] = StageTable(costs, scaled_transfers(parts, scale))
+        return self._tables[members, size]
+
+    def choice(self, layout: Layout, size: int, order: Order) -> Choice:
         """A layout with micro-batches of ``size`` samples in an order."""
         members = self.members(layout.partition)
-        return Choice(members, layout.ranks, size, *order, replication, layout.recompute)
+        return Choice(members, layout.ranks, size, *order, recompute=layout.recompute)
 
     def plan(self, choice: Choice) -> Plan:
         """The plan a choice makes, without prediction."""
-        return self.builder.plan(choice)
+        request, size, count = self.request, choice.size, len(choice.members)
+        micro_batches = self.micro_batches(size)
+        stages = zip(
+            self.footprint(choice.members).nodes,
+            choice.ranks,
+            self._costs(choice),
+            choice.backward_ranks or ((),) * count,
+            choice.recompute or (False,) * count,
+            strict=True,
+        )
+        return Plan(
+            name=request.name,
+            fingerprint=self.profile.fingerprint,
+            schedule=choice.schedule,
+            warm_up=choice.warm_up,
+            batch_size=request.batch_size,
+            micro_batch_size=size,
+            micro_batches=micro_batches,
+            stages=tuple(
+                Stage(nodes, ranks, cost, elsewhere, recompute=again)
+                for nodes, ranks, cost, elsewhere, again in stages
+            ),
+            transfers=self.table(choice.members, size).transfers,
+            node_of_rank=self.cluster.node_of_rank,
+            memory_limit_bytes=request.memory_limit_bytes,
+            key=request.key,
+            offload_to=request.offload_to,
+            replication=choice.replication,
+            shard_optimizer=request.shard_optimizer,
+            assumptions=(
+                *self.assumptions,
+                *size_assumptions(self.profile, size),
+                *count_assumptions(request, micro_batches, size),
+            ),
+        )
 
-    def table(self, partition: Sequence[int], size: int) -> StageTable:
-        """Costs of the stages and the messages between them."""
-        return self.builder.table(self.members(partition), size)
+    def stages_in_turn(self, stages: Sequence[Sequence[str]]) -> Plan:
+        """Given stages, as operator ids, each on the rank of its number, by 1F1B."""
+        request = self.request
+        own = ceil(request.batch_size / self.profile.micro_batch_size)
+        size = ceil(request.batch_size / (request.micro_batches or own))
+        warm_up = default_warm_up(ONE_F_ONE_B.name, len(stages), self.micro_batches(size))
+        ranks = tuple((rank,) for rank in range(len(stages)))
+        return self.plan(Choice(self.members_of(stages), ranks, size, ONE_F_ONE_B.name, warm_up))
 
-    def estimates_s(self, layouts: Sequence[Layout], size: int, orders: Sequence[Order]) -> Floats:
-        """Estimated steps of layouts with equally many stages; shape [layouts, orders]."""
-        return self.estimator.steps_s(layouts, size, [warm_up for _, warm_up in orders])
+    def flushed(self, members: Members, ranks: Ranks, size: int) -> Iterator[Plan]:
+        """Plans with every schedule and warm-up that is open.
+
+        If backwards have ranks of their own, one more micro-batch is in flight between the two
+        ranks of a stage.
+
+        Args:
+            ranks: of each stage: one, or that of its forward and that of its backward.
+        """
+        request = self.request
+        stages, count = len(members), self.micro_batches(size)
+        orders = open_orders(request, stages, count)
+        apart = max(map(len, ranks)) > 1
+        if apart and request.warm_up is None and request.schedule in (None, ONE_F_ONE_B.name):
+            deeper = tuple(min(count, 2 * (stages - stage)) for stage in range(stages))
+            orders = [*orders, (ONE_F_ONE_B.name, deeper)]
+        firsts, others = tuple(held[:1] for held in ranks), tuple(held[1:] for held in ranks)
+        for order in dict.fromkeys(orders):
+            yield self.plan(Choice(members, firsts, size, *order, backward_ranks=others))
+
+    def _costs(self, choice: Choice) -> Sequence[StageCost]:
+        """Of every stage; of split micro-batches with the speed and the peaks of the replica that
+        gets most of one."""
+        size, replicas = choice.size, tuple(map(len, choice.ranks))
+        costs = self.table(choice.members, size).costs
+        if max(replicas) == 1 and not self.request.shard_optimizer:
+            return costs
+        found = []
+        memory = self.footprint(choice.members).memory
+        state = self.profile.optimizer_cost.state_bytes_per_parameter_byte
+        for stage, (cost, count) in enumerate(zip(costs, replicas, strict=True)):
+            if choice.replication is Replication.SPLIT:
+                samples = ceil(size / count)
+                part, factor = self.table(choice.members, samples).costs[stage], size / samples
+                forward_s, backward_s = part.forward_s * factor, part.backward_s * factor
+                cost = replace(cost, forward_s=forward_s, backward_s=backward_s, peaks=part.peaks)
+            if self.request.shard_optimizer:
+                updated = ceil(state * memory[stage].updated_bytes(count))
+                cost = replace(cost, optimizer_bytes=updated)
+            found.append(cost)
+        return found

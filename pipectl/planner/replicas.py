@@ -10,26 +10,25 @@ step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from math import ceil, inf
 
 from pipectl.cluster import Cluster
-from pipectl.errors import InfeasibleError
-from pipectl.plan import Plan, Replication, Search
-from pipectl.planner.activations.blocks import BlockPlans
-from pipectl.planner.activations.modes import Keeping, ways
-from pipectl.planner.assumptions import baseline_bytes
+from pipectl.errors import InfeasibleError, OutOfTimeError
+from pipectl.plan import Plan, Replication
+from pipectl.planner.activations.modes import ModeSearch
 from pipectl.planner.bounds import work_s
 from pipectl.planner.costs.stage_costs import with_halves
 from pipectl.planner.explain.what_if import with_ranks
-from pipectl.planner.graph.blocks import condense
-from pipectl.planner.judge import PLANNER, Trials, largest_load_s, preference
+from pipectl.planner.explorer import straight_plans
+from pipectl.planner.judge import PLANNER, Trials, preference, with_findings
 from pipectl.planner.partition.cut_space import CutSpace
-from pipectl.planner.partition.plans import Choice, PlanBuilder
+from pipectl.planner.partition.layout import Choice
 from pipectl.planner.partition.replicas import MANY_RANKS, Proposal, ReplicaSearch
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import PLACED, Order, PlanRequest, micro_batch_sizes, open_orders
-from pipectl.planner.schedules.named import placed_orders
+from pipectl.planner.schedules.named import named_plan, placed_orders
 from pipectl.profile import Profile
 from pipectl.schedule.one_f_one_b import policy_a, policy_b
 
@@ -42,6 +41,8 @@ NEAR = 12
 """Of what is one move away from the best, so many are simulated, those with the least estimates."""
 MAX_SIZES = 8
 """Micro-batch sizes that are tried on very many ranks, the smallest ones."""
+MAX_ALTERNATIVES = 5
+"""Plans besides the best."""
 
 Expired = Callable[[], bool]
 
@@ -57,19 +58,18 @@ def replicated_plans(
     Args:
         expired: asked now and then; once it is true, what was found so far is returned.
     """
-    graph = condense(profile)
-    problem = Problem(profile, cluster, request, graph)
+    problem = Problem(profile, cluster, request)
     if cluster.ranks > MANY_RANKS:
         sizes = micro_batch_sizes(request, request.batch_size)[-MAX_SIZES:]
     else:
         sizes = micro_batch_sizes(request, MICRO_BATCHES_PER_RANK * cluster.ranks)
-    search = ReplicaSearch(problem, CutSpace.plain(graph), sizes, expired)
+    search = ReplicaSearch(problem, CutSpace.plain(problem.graph), sizes, expired)
     proposals = {
         choice: proposal
         for proposal in search.proposals(PROPOSALS)
         for choice in _ways(problem, proposal)
     }
-    plans = judged(profile, cluster, request, proposals, expired)
+    plans = judged(problem, proposals, expired)
     if cluster.ranks > MANY_RANKS:
         return plans
     best = None
@@ -83,7 +83,7 @@ def replicated_plans(
             if choice not in proposals and choice.replication is best.replication
         }
         proposals |= fresh
-        better = judged(profile, cluster, request, fresh, expired)
+        better = judged(problem, fresh, expired)
         if better and better[0].predicted_step_s < best.predicted_step_s:
             plans = [*better, *plans]
     return plans
@@ -95,7 +95,7 @@ def _is_of(plan: Plan, choice: Choice, problem: Problem) -> bool:
         choice.size == plan.micro_batch_size
         and choice.replication is plan.replication
         and choice.ranks == tuple(stage.ranks for stage in plan.stages)
-        and choice.members == problem.builder.members(stage.nodes for stage in plan.stages)
+        and choice.members == problem.members_of_plan(plan)
     )
 
 
@@ -133,9 +133,7 @@ def replica_orders(
 
 
 def judged(
-    profile: Profile,
-    cluster: Cluster,
-    request: PlanRequest,
+    problem: Problem,
     choices: Iterable[Choice],
     expired: Expired = lambda: False,
     *,
@@ -150,11 +148,8 @@ def judged(
         expired: asked now and then; once it is true, what was found so far is returned.
         planner: who chose.
     """
-    builder = PlanBuilder(profile, cluster, request)
-    limit_bytes, baseline = request.memory_limit_bytes, baseline_bytes(profile)
-    trials = Trials(cluster, limit_bytes, baseline, expired, max_actions=MAX_ACTIONS)
-    allowed = ways(request.recompute_choices, (False,), request.block_choices)
-    keeping = Keeping(allowed, trials, cluster, BlockPlans(profile).of)
+    trials = Trials(problem, expired, max_actions=MAX_ACTIONS)
+    modes = ModeSearch(trials, (False,))
     found: list[Plan] = []
     unfit: list[Plan] = []
     finished = True
@@ -162,13 +157,13 @@ def judged(
         if found and trials.are_over:
             finished = False
             break
-        tried = keeping.simplest(with_halves(builder.plan(choice), profile))
+        tried = modes.simplest(with_halves(problem.plan(choice), problem.profile))
         (found if trials.fits(tried) else unfit).append(tried)
     best_s = min((plan.predicted_step_s for plan in found), default=inf)
     for plan in sorted(unfit, key=preference):
         if best_s < inf and (trials.are_over or plan.predicted_step_s >= best_s):
             break
-        again = keeping.within_memory(plan)
+        again = modes.within_memory(plan)
         if again is not None:
             found.append(again)
             best_s = min(best_s, again.predicted_step_s)
@@ -176,26 +171,12 @@ def judged(
     for plan in sorted(found, key=preference):
         replicas = tuple(stage.replicas for stage in plan.stages)
         shapes.setdefault((replicas, plan.micro_batches, plan.replication), plan)
-    bound_s = work_s(profile, cluster, request)
+    # Of the step, nothing is known but the work there is.
+    bound_s = work_s(problem.profile, problem.cluster, problem.request)
     return [
-        replace(plan, search=_search(plan, cluster, planner, bound_s, finished=finished))
+        with_findings(plan, problem.cluster, bound_s, finished=finished, planner=planner)
         for plan in shapes.values()
     ]
-
-
-def _search(
-    plan: Plan, cluster: Cluster, planner: str, bound_s: float, *, finished: bool
-) -> Search:
-    """What is known of how good a plan is: of its step, nothing but the work there is."""
-    search = Search(
-        planner=planner,
-        max_stage_load_s=largest_load_s(plan, cluster),
-        lower_bound_s=bound_s / plan.micro_batches,
-        exact=False,
-        planning_s=0.0,
-        finished=finished,
-    )
-    return search.bounded(plan.predicted_step_s, bound_s)
 
 
 def one_copy(
@@ -243,9 +224,8 @@ def copied_plans(
     Raises:
         InfeasibleError: none fits.
     """
-    builder = PlanBuilder(profile, cluster, request)
-    choices = (choice for plan in alone for choice in _copied(builder, plan, copies))
-    found = judged(profile, cluster, request, choices)
+    problem = Problem(profile, cluster, request)
+    found = judged(problem, (choice for plan in alone for choice in _copied(problem, plan, copies)))
     if not found:
         raise InfeasibleError(
             f"no feasible plan: {copies} replicas of every stage take too much memory",
@@ -254,9 +234,9 @@ def copied_plans(
     return found
 
 
-def _copied(builder: PlanBuilder, plan: Plan, copies: int) -> Iterator[Choice]:
+def _copied(problem: Problem, plan: Plan, copies: int) -> Iterator[Choice]:
     """With replicas that are neighbours, and with copies one after the other."""
-    members, request = builder.members(stage.nodes for stage in plan.stages), builder.request
+    members, request = problem.members_of_plan(plan), problem.request
     firsts = [stage.ranks[0] for stage in plan.stages]
     together = tuple(tuple(first * copies + copy for copy in range(copies)) for first in firsts)
     apart = tuple(tuple(first + copy * plan.ranks for copy in range(copies)) for first in firsts)
@@ -268,16 +248,46 @@ def _copied(builder: PlanBuilder, plan: Plan, copies: int) -> Iterator[Choice]:
             elif way is Replication.SPLIT:
                 assert request.micro_batches is not None
                 size = max(copies, ceil(request.batch_size / request.micro_batches))
-            for order in _copied_orders(plan, request, copies, way, size):
+            replicas = (copies,) * len(plan.stages)
+            if request.schedule in PLACED:
+                in_turn = replicas if way is Replication.WHOLE else None
+                orders = placed_orders(plan, request, problem.micro_batches(size), in_turn)
+            else:
+                orders = replica_orders(replicas, way, size, request)
+            for order in orders:
                 yield Choice(members, ranks, size, *order, way)
 
 
-def _copied_orders(
-    plan: Plan, request: PlanRequest, copies: int, way: Replication, size: int
-) -> list[Order]:
-    """Orders to try of copies of a plan, in micro-batches of ``size`` samples."""
-    replicas = (copies,) * len(plan.stages)
-    if request.schedule not in PLACED:
-        return replica_orders(replicas, way, size, request)
-    in_turn = replicas if way is Replication.WHOLE else None
-    return placed_orders(plan, request, ceil(request.batch_size / size), in_turn)
+def plain_plans(
+    profile: Profile,
+    cluster: Cluster,
+    request: PlanRequest,
+    expired: Expired,
+    alternatives: int = MAX_ALTERNATIVES,
+) -> list[Plan]:
+    """The best plan, and the next best of other shapes, with predictions.
+
+    Args:
+        request: without variants: no offload, no backwards on other ranks, one schedule or two.
+        expired: asked now and then; once it is true, the search ends.
+        alternatives: how many plans besides the best.
+
+    Raises:
+        InfeasibleError, OutOfTimeError: there is none.
+    """
+    copies = request.replicas
+    if copies == 1 or (copies is None and request.schedule in PLACED):
+        if request.schedule in PLACED:
+            return [named_plan(profile, cluster, request, expired)]
+        return straight_plans(profile, cluster, request, expired, alternatives)
+    if copies is not None:
+        own = one_copy(profile, cluster, request, copies)
+        alone = plain_plans(*own, expired)
+        return copied_plans(profile, cluster, request, alone, copies)
+    found = replicated_plans(profile, cluster, request, expired)
+    with suppress(*((InfeasibleError, OutOfTimeError) if found else ())):
+        one = replace(request, replicas=1)
+        alone = straight_plans(profile, cluster, one, expired, MAX_ALTERNATIVES)
+        bound_s = work_s(profile, cluster, request)  # steps with replicas may be below the other
+        found = [*(with_findings(plan, cluster, bound_s) for plan in alone), *found]
+    return sorted(found, key=lambda plan: plan.predicted_step_s)

@@ -1,7 +1,7 @@
 """The planner: the best plan with whatever a request allows.
 
 - One rank per stage and whole backwards: :mod:`pipectl.planner.explorer`.
-- With replicas as well, or a named schedule: :mod:`pipectl.planner.plain`.
+- With replicas as well, or a named schedule: :mod:`pipectl.planner.replicas`.
 - With offload, blocks, backwards on other ranks, or any schedule: :mod:`pipectl.planner.variants`.
 - Schedules that no step flushes: :mod:`pipectl.planner.schedules.unflushed`.
 """
@@ -17,7 +17,7 @@ from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
 from pipectl.planner.judge import TIE
-from pipectl.planner.plain import MAX_ALTERNATIVES, plain_plans
+from pipectl.planner.replicas import MAX_ALTERNATIVES, plain_plans
 from pipectl.planner.request import PLACED, PlanRequest
 from pipectl.planner.schedules.named import named_plan
 from pipectl.planner.schedules.unflushed import unflushed_plan
@@ -25,6 +25,7 @@ from pipectl.planner.variants import varied_plans
 from pipectl.profile import Profile
 from pipectl.schedule import SCHEDULES
 
+__all__ = ["MAX_ALTERNATIVES", "Found", "make_plan", "search_plans"]
 Expired = Callable[[], bool]
 
 

@@ -12,10 +12,8 @@ from pipectl.schedule.lowering import (
 )
 from pipectl.schedule.memory import (
     host_bytes,
-    memory_bytes,
     peak_host_bytes,
     peak_in_flight,
-    peak_memory_bytes,
     stage_peaks_in_flight,
 )
 from pipectl.schedule.placement import (
@@ -59,11 +57,9 @@ __all__ = [
     "lower_evaluation",
     "lower_renewal",
     "lower_stretch",
-    "memory_bytes",
     "messages",
     "peak_host_bytes",
     "peak_in_flight",
-    "peak_memory_bytes",
     "plan_of_step",
     "plan_of_trial",
     "portion",

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from pipectl.errors import ScheduleError
 from pipectl.schedule.actions import Integers, Kind
 from pipectl.schedule.order import Order, Placement, Schedule, Shape, Turns, WarmUp
 
@@ -32,37 +32,46 @@ W0, W1 = (Kind.BACKWARD_WEIGHT, 0), (Kind.BACKWARD_WEIGHT, 1)
 
 FORWARD, BACKWARD, WEIGHT = range(3)
 """Parts of a micro-batch in a stage; ``BACKWARD`` is a whole one, or its input half."""
-_NAMES = ("forward", "backward", "weight half of the backward")
-_PART = np.full(len(Kind), -1, dtype=np.int64)
-_PART[[Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT]] = FORWARD, BACKWARD, BACKWARD
-_PART[Kind.BACKWARD_WEIGHT] = WEIGHT
+PART = np.full(len(Kind), -1, dtype=np.int64)
+PART[[Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT]] = FORWARD, BACKWARD, BACKWARD
+PART[Kind.BACKWARD_WEIGHT] = WEIGHT
 
 
-def order_of_sequences(sequences: Sequence[Integers], stages: int, micro_batches: int) -> Order:
-    """The order in which every rank computes what its list says.
+class Execution(NamedTuple):
+    """How far lists can be executed.
+
+    Args:
+        order: that follows; of all that is done.
+        position: of every rank, its first action that is not done.
+        is_done: of every part of every stage and micro-batch.
+    """
+
+    order: Order
+    position: Table
+    is_done: npt.NDArray[np.bool_]
+
+
+def execute(sequences: Sequence[Integers], stages: int, micro_batches: int) -> Execution:
+    """Compute on every rank what its list says, in a chain of stages.
 
     Args:
         sequences: of every rank: kind, stage and micro-batch of its actions; shape [actions, 3].
-            Backwards are all whole, or all in halves.
-
-    Raises:
-        ScheduleError: an action is missing or there twice, or ranks wait for each other.
+            Backwards are all whole, or all in halves, and all there.
     """
     from pipectl.schedule.sequences_kernel import run  # a compiler: only lists need it
 
     rows = np.concatenate(sequences).astype(np.int64)
     splits = bool((rows[:, 0] == Kind.BACKWARD_INPUT).any())
     duration = np.where(rows[:, 0] == Kind.BACKWARD, 2, 1)
-    rows[:, 0] = _PART[rows[:, 0]]
-    _check_complete(rows, stages, micro_batches, splits=splits)
+    rows[:, 0] = PART[rows[:, 0]]
     ends = np.cumsum([len(sequence) for sequence in sequences])
-    over_at = np.full((len(_NAMES), stages, micro_batches), -1, dtype=np.int64)
-    turns, position = over_at.copy(), np.concatenate([[0], ends[:-1]])
+    over_at = np.full((WEIGHT + 1, stages, micro_batches), -1, dtype=np.int64)
+    first = np.concatenate([[0], ends[:-1]])
+    turns, position = over_at.copy(), first.copy()
     run(rows, duration, position, ends, over_at, turns)
-    if np.any(position < ends):
-        raise _stuck(rows, position, ends)
     weight = _looked_up(turns[WEIGHT]) if splits else None
-    return Order(_looked_up(turns[FORWARD]), _looked_up(turns[BACKWARD]), weight)
+    order = Order(_looked_up(turns[FORWARD]), _looked_up(turns[BACKWARD]), weight)
+    return Execution(order, position - first, over_at >= 0)
 
 
 def _looked_up(table: Table) -> Turns:
@@ -71,40 +80,6 @@ def _looked_up(table: Table) -> Turns:
         return found
 
     return turns
-
-
-def _check_complete(rows: Table, stages: int, micro_batches: int, *, splits: bool) -> None:
-    """Every part of every micro-batch in every stage is there once, and nothing else."""
-    shape = WEIGHT + 1, stages, micro_batches
-    if np.any(rows < 0) or np.any(rows >= shape):
-        raise _fault("an action of a kind, stage or micro-batch that the step does not have")
-    counts = np.zeros(shape, dtype=np.int64)
-    np.add.at(counts, tuple(rows.T), 1)
-    counts = counts if splits else counts[:WEIGHT]
-    if np.any(counts != 1):
-        part, stage, index = np.argwhere(counts != 1)[0].tolist()
-        often = int(counts[part, stage, index])
-        raise _fault(
-            f"the {_NAMES[part]} of micro-batch {index} in stage {stage} is there {often} times"
-        )
-
-
-def _stuck(rows: Table, position: Table, ends: Table) -> ScheduleError:
-    ranks = np.flatnonzero(position < ends)[:4].tolist()
-    waits = []
-    for rank in ranks:
-        part, stage, index = rows[position[rank]].tolist()
-        waits.append(
-            f"rank {rank} cannot begin the {_NAMES[part]} of micro-batch {index} in stage {stage}"
-        )
-    return _fault("ranks wait for each other: " + "; ".join(waits))
-
-
-def _fault(message: str) -> ScheduleError:
-    return ScheduleError(
-        f"schedule: {message}",
-        cure="list every action once, after all that it depends on",
-    )
 
 
 class Listing:
@@ -142,7 +117,7 @@ def orders_of(listed: Callable[[int, int, int], Integers]) -> Orders:
     @lru_cache(maxsize=16)
     def order(ranks: int, micro_batches: int) -> Order:
         lists = [listed(rank, ranks, micro_batches) for rank in range(ranks)]
-        return order_of_sequences(lists, 2 * ranks, micro_batches)
+        return execute(lists, 2 * ranks, micro_batches).order
 
     return order
 

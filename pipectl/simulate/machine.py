@@ -12,9 +12,8 @@ from pipectl.errors import ScheduleError
 from pipectl.plan import Plan, Stage
 from pipectl.row_times import FREE_ROWS, RowTimes, seconds_of
 from pipectl.schedule.actions import Kind, Program
-from pipectl.schedule.lowering import lower
-from pipectl.schedule.memory import peak_memory_bytes
-from pipectl.simulate import events, peaks
+from pipectl.simulate import events
+from pipectl.simulate.memory import amounts_of, peak_bytes
 from pipectl.simulate.network import tables
 from pipectl.simulate.rows import flatten, given_parts, parts_of
 from pipectl.simulate.streams import Numbering, streams_of
@@ -24,12 +23,12 @@ from pipectl.simulate.tables import (
     MICRO_BATCH,
     OPERATIONS,
     RECORDED,
-    SAMPLES,
     STAGE,
     STREAM,
     Costs,
     Rows,
     new_state,
+    shares,
 )
 
 Record = tuple[int, float, float, int, int, int, int]
@@ -90,17 +89,11 @@ class Machine:
 
     def peak_memory_bytes(self, process_baseline_bytes: int) -> tuple[int, ...]:
         """The most each rank holds at once, the process included."""
-        if peaks.knows(self._plan, self._connections, self.programs):
-            amounts = peaks.amounts_of(self._plan, self._connections)
-            found = peaks.peak_bytes(self.programs, self.costs.share, amounts).tolist()
-            return tuple(process_baseline_bytes + round(peak) for peak in found)
-        given = self._given or [lower(self._plan, rank) for rank in range(self._plan.ranks)]
-        return tuple(
-            peak_memory_bytes(
-                self._plan, rank, program, process_baseline_bytes=process_baseline_bytes
-            )
-            for rank, program in enumerate(given)
-        )
+        actions = [program.body for program in self._given or ()]
+        amounts = amounts_of(self._plan, self._connections, actions)
+        room = np.zeros(int((self.programs.end - self.programs.first).max()))
+        found = peak_bytes(self.programs, self.costs.share, amounts, room)
+        return tuple(process_baseline_bytes + round(peak) for peak in found.tolist())
 
     def records(self) -> list[Record]:
         """What took time, by rank and start; nothing if it was not recorded."""
@@ -147,7 +140,7 @@ def costs_of(plan: Plan, cluster: Cluster, numbering: Numbering) -> Costs:
         work_s=work_s,
         update_s=update_s + [each.end for each in rows] * speeds[nodes],
         speed=speeds[nodes],
-        share=_shares(plan),
+        share=shares(plan),
         pool=pools[nodes],
         pool_cores=cores[crowded],
         pool_base=np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(ranks[crowded])]),
@@ -184,10 +177,3 @@ def _works(stage: Stage) -> Iterator[tuple[Kind, float]]:
     yield Kind.BACKWARD, cost.backward_s
     yield Kind.BACKWARD_INPUT, input_s
     yield Kind.BACKWARD_WEIGHT, weight_s
-
-
-def _shares(plan: Plan) -> Floats:
-    """By the size of a row; see :data:`pipectl.simulate.tables.SAMPLES`."""
-    shares = np.arange(-SAMPLES, plan.micro_batch_size + 1) / plan.micro_batch_size
-    shares[:SAMPLES] = 1.0, plan.micro_batch_shares[-1]
-    return shares

@@ -18,7 +18,8 @@ import numpy as np
 from pipectl.arrays import Integers
 from pipectl.plan import Plan, StageCost, Transfer
 from pipectl.schedule import schedule_of
-from pipectl.schedule.actions import Actions, Kind, Program
+from pipectl.schedule.actions import Action, Actions, Kind, Program
+from pipectl.schedule.channel import carries_weights
 from pipectl.schedule.lowering import lower
 from pipectl.schedule.registry import is_unflushed
 from pipectl.simulate.streams import Numbering
@@ -70,7 +71,7 @@ def given_parts(plan: Plan, numbering: Numbering, programs: Sequence[Program]) -
     """Programs that somebody else made."""
     stages, streams = range(len(plan.stages)), range(numbering.streams)
     return [
-        Part(rank, _rows(plan, numbering, rank, program.body), stages, streams)
+        Part(rank, rows_of(plan, numbering, rank, program.body), stages, streams)
         for rank, program in enumerate(programs)
     ]
 
@@ -161,7 +162,7 @@ def _skeleton(plan: Plan) -> Plan:
 
 @lru_cache(maxsize=256)
 def _rows_of_first(plan: Plan) -> Rows:
-    return _rows(plan, Numbering(plan), 0, lower(plan, 0).body)
+    return rows_of(plan, Numbering(plan), 0, lower(plan, 0).body)
 
 
 def _rows_of_all(plan: Plan, numbering: Numbering) -> list[Rows]:
@@ -176,7 +177,7 @@ def _rows_of_all(plan: Plan, numbering: Numbering) -> list[Rows]:
     for rank, own in enumerate(modes):
         key = rank, tuple(own)
         if key not in known:
-            known[key] = _rows(plan, numbering, rank, lower(plan, rank).body)
+            known[key] = rows_of(plan, numbering, rank, lower(plan, rank).body)
         found.append(known[key])
     return found
 
@@ -187,7 +188,7 @@ def _rows_by_modes(_: Plan) -> dict[tuple[int, tuple[bool, ...]], Rows]:
     return {}
 
 
-def _rows(plan: Plan, numbering: Numbering, rank: int, actions: Actions) -> Rows:
+def rows_of(plan: Plan, numbering: Numbering, rank: int, actions: Actions) -> Rows:
     """The columns the loop reads, with a meeting before every UPDATE that ends a flushed step."""
     kind, micro_batch = actions.column("kind"), actions.column("micro_batch")
     start, stop = actions.column("start"), actions.column("stop")
@@ -208,6 +209,19 @@ def _rows(plan: Plan, numbering: Numbering, rank: int, actions: Actions) -> Rows
     meetings = rows[updates]
     meetings[:, 0] = MEET
     return np.ascontiguousarray(np.insert(rows, updates, meetings, axis=0))
+
+
+def with_sizes(plan: Plan, rows: Actions) -> Actions:
+    """Rows of steps that are not flushed, in which smaller last micro-batches of steps say so."""
+    last = plan.batch_size - (plan.micro_batches - 1) * plan.micro_batch_size
+    if last == plan.micro_batch_size or not is_unflushed(plan):
+        return rows
+    found, index = rows.rows.copy(), rows.column("micro_batch")
+    last_of_step = (index >= 0) & (index % plan.micro_batches == plan.micro_batches - 1)
+    smaller = last_of_step & ~carries_weights(plan, rows)
+    for name, value in (("start", 0), ("stop", last)):
+        found[smaller, Action._fields.index(name)] = value
+    return Actions(found)
 
 
 def _joined(lists: Sequence[Sequence[int]]) -> tuple[Integers, Integers]:

@@ -12,11 +12,11 @@ from math import ceil
 
 from pipectl.cluster import Cluster
 from pipectl.plan import Plan
-from pipectl.schedule.actions import Action, Actions, Program
-from pipectl.schedule.channel import carries_weights
+from pipectl.schedule.actions import Program
 from pipectl.schedule.lowering import lower
 from pipectl.schedule.unflushed import steps_apart
 from pipectl.simulate.machine import Machine, Record
+from pipectl.simulate.rows import with_sizes
 
 SETTLED = 4
 """Micro-batches for every stage, by the end of which all wait as long as in all later steps."""
@@ -94,21 +94,8 @@ class _Stretch:
         )
         given = programs or [lower(plan, rank) for rank in range(plan.ranks)]
         rows = [program.unrolled(bodies, plan.micro_batches) for program in given]
-        flat = [Program(_with_sizes(plan, item)) for item in rows]
+        flat = [Program(with_sizes(plan, item)) for item in rows]
         self.machine = Machine(whole, cluster, flat, record=keep)
 
     def run(self) -> _Ran:
         return _Ran(self.machine.run(), self.machine.busy_s())
-
-
-def _with_sizes(plan: Plan, rows: Actions) -> Actions:
-    """Rows in which smaller last micro-batches of steps say so."""
-    last = plan.batch_size - (plan.micro_batches - 1) * plan.micro_batch_size
-    if last == plan.micro_batch_size:
-        return rows
-    found, index = rows.rows.copy(), rows.column("micro_batch")
-    last_of_step = (index >= 0) & (index % plan.micro_batches == plan.micro_batches - 1)
-    smaller = last_of_step & ~carries_weights(plan, rows)
-    for name, value in (("start", 0), ("stop", last)):
-        found[smaller, Action._fields.index(name)] = value
-    return Actions(found)

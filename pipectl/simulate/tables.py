@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipectl.arrays import Floats, Integers
+from pipectl.plan import Plan
 from pipectl.schedule.actions import Kind
 
 Rows = npt.NDArray[np.int32]
@@ -24,6 +25,14 @@ KIND, STAGE, STREAM, MICRO_BATCH, SIZE = range(5)
 
 FULL, LAST, SAMPLES = range(3)
 """Sizes of what a row works on: a full micro-batch, the step's last, or ``SAMPLES + n`` samples."""
+
+
+def shares(plan: Plan) -> Floats:
+    """By the size of a row, what it works on over a full micro-batch."""
+    found = np.arange(-SAMPLES, plan.micro_batch_size + 1) / plan.micro_batch_size
+    found[:SAMPLES] = 1.0, plan.micro_batch_shares[-1]
+    return found
+
 
 MEET = len(Kind)
 """A row of the simulator's own: all ranks meet before UPDATE."""

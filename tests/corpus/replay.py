@@ -40,8 +40,9 @@ from pipectl.runtime.optimizer import (
 from pipectl.runtime.stage import Stage as RankStage
 from pipectl.runtime.step import Step, StepInput
 from pipectl.runtime.stepper import make_stepper
-from pipectl.schedule import channels, lower, memory_bytes
+from pipectl.schedule import channels, lower
 from pipectl.schedule.one_f_one_b import policy_a
+from pipectl.simulate.memory import memory_bytes
 
 Messages = dict[Lane, dict[Slot, Tensor | None]]
 

@@ -5,10 +5,10 @@ from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
 from pipectl.planner import PlanRequest
 from pipectl.planner.costs.devices import one_each
-from pipectl.planner.costs.stage_memory import least_peaks_bytes
+from pipectl.planner.costs.stage_costs import least_peaks_bytes
 from pipectl.planner.graph.blocks import condense
 from pipectl.planner.judge import Candidates, Judge
-from pipectl.planner.partition.estimate import Layout
+from pipectl.planner.partition.layout import Layout
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import open_orders
 from pipectl.row_times import RowTimes
@@ -58,8 +58,8 @@ def test_nothing_is_simulated_below_the_bounds(
     order = data.draw(st.sampled_from(options))
     plan = problem.plan(problem.choice(layout, size, order))
     found = simulate(plan, cluster, process_baseline_bytes=problem.baseline_bytes)
-    table, shares = problem.table(layout.partition, size), problem.shares(size)
-    ((bound_s,),) = problem.estimates_s([layout], size, [order])
+    table, shares = problem.table(problem.members(layout.partition), size), problem.shares(size)
+    ((bound_s,),) = problem.estimator.steps_s([layout], size, [order[1]])
     assert bound_s <= found.step_time_s * (1 + 1e-12)
     least = least_peaks_bytes(table, order[1], shares)
     for stage in range(stages):

@@ -14,7 +14,7 @@ from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.costs.devices import one_each
 from pipectl.planner.graph.blocks import bits, condense
 from pipectl.planner.judge import TIE
-from pipectl.planner.partition.estimate import Layout
+from pipectl.planner.partition.layout import Layout
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import micro_batch_sizes, open_orders
 from pipectl.simulate import simulate

@@ -9,7 +9,7 @@ from pipectl.planner import PlanRequest
 from pipectl.planner.graph.blocks import condense
 from pipectl.planner.graph.downsets import Enumeration, all_downsets
 from pipectl.planner.judge import Candidates
-from pipectl.planner.partition.estimate import Layout
+from pipectl.planner.partition.layout import Layout
 from pipectl.planner.partition.moves import neighbours
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import open_orders

@@ -11,7 +11,7 @@ from pipectl.cluster import (
 )
 from pipectl.planner import PlanRequest
 from pipectl.planner.costs.devices import Mix
-from pipectl.planner.costs.stage_memory import largest_peak_bytes
+from pipectl.planner.costs.stage_costs import largest_peak_bytes
 from pipectl.planner.graph.blocks import condense
 from pipectl.planner.partition.cut_space import CutSpace
 from pipectl.planner.partition.cutter import Cutter, Fit
@@ -39,7 +39,7 @@ def one_kind(limit, warm_up):
 
 
 def peak(problem, partition, warm_up):
-    costs = problem.table(partition, 8).costs
+    costs = problem.table(problem.members(partition), 8).costs
     return largest_peak_bytes(costs, warm_up, problem.baseline_bytes, 1 + max(warm_up))
 
 

@@ -18,7 +18,7 @@ from pipectl.plan import Plan
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.costs.devices import one_each, placements
 from pipectl.planner.graph.blocks import condense
-from pipectl.planner.partition.estimate import Layout
+from pipectl.planner.partition.layout import Layout
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import open_orders
 from pipectl.schedule import channels, lower

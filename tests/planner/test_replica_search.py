@@ -15,7 +15,7 @@ from pipectl.planner import PlanRequest
 from pipectl.planner.costs.links import Links, shares
 from pipectl.planner.graph.blocks import condense
 from pipectl.planner.partition.cut_space import CutSpace
-from pipectl.planner.partition.estimate import Layout
+from pipectl.planner.partition.layout import Layout
 from pipectl.planner.partition.replicas import (
     MANY_RANKS,
     POLICIES,

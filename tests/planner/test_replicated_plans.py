@@ -14,8 +14,9 @@ from pipectl.plan import Replication
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.bounds import work_s
 from pipectl.planner.graph.blocks import condense
-from pipectl.planner.partition.plans import Choice, PlanBuilder
+from pipectl.planner.partition.layout import Choice
 from pipectl.planner.partition.replicas import MANY_RANKS
+from pipectl.planner.problem import Problem
 from pipectl.planner.replicas import replicated_plans
 from pipectl.planner.request import micro_batch_sizes
 from pipectl.planner.search import search_plans
@@ -45,7 +46,7 @@ def splits(ranks, stages):
 
 def every_plan(profile, cluster, request, partitions_of):
     """Written to be obviously complete, not fast; ranks are alike, so they go in order."""
-    graph, makers = condense(profile), PlanBuilder(profile, cluster, request)
+    graph, makers = condense(profile), Problem(profile, cluster, request)
     for stages in range(1, cluster.ranks + 1):
         for partition in partitions_of(graph, stages):
             members = tuple(tuple(graph.operators_of(blocks)) for blocks in partition)
@@ -295,7 +296,7 @@ def test_the_owner_of_most_state_counts(make_operator, make_profile, sizes, repl
     request = PlanRequest("job", 16, replicas=replicas, shard_optimizer=True)
     members, ranks = (tuple(range(len(sizes))),), (tuple(range(replicas)),)
     choice = Choice(members, ranks, 4, ONE_F_ONE_B.name, (1,))
-    plan = PlanBuilder(profile, cluster_of(replicas), request).plan(choice)
+    plan = Problem(profile, cluster_of(replicas), request).plan(choice)
     assert plan.stages[0].cost.optimizer_bytes == 6 * most
 
 
@@ -307,5 +308,5 @@ def test_all_replicas_keep_the_state_of_parameters_with_several_uses(
     profile = replace(profile, operators=(*tied, profile.operators[2]))
     request = PlanRequest("job", 16, replicas=2, shard_optimizer=True)
     choice = Choice(((0, 1), (2,)), ((0, 1), (2, 3)), 4, "1f1b", (2, 1))
-    plan = PlanBuilder(profile, cluster_of(4), request).plan(choice)
+    plan = Problem(profile, cluster_of(4), request).plan(choice)
     assert [stage.cost.optimizer_bytes for stage in plan.stages] == [6 * 1100, 6 * 100]

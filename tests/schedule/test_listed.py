@@ -9,9 +9,10 @@ from validator import validate
 from pipectl.cluster import assumed_cluster
 from pipectl.errors import ScheduleError
 from pipectl.plan import Plan
-from pipectl.schedule import Kind, compute_actions, lower, memory_bytes, program_hash
+from pipectl.schedule import Kind, compute_actions, lower, program_hash
 from pipectl.schedule.listed import Listed, order_of
 from pipectl.simulate import simulate
+from pipectl.simulate.memory import memory_bytes
 
 PLAIN = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 BACK_TO_FRONT = "0F0,0F1,0F2,0B2,0B1,0B0\n1F0,1F1,1F2,1B2,1B1,1B0\n"

@@ -4,19 +4,19 @@ from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
+from validator import peak_memory_bytes
 
 from pipectl.graph import TransferKind
 from pipectl.plan import StageCost, StagePeaks
-from pipectl.planner.costs.stage_memory import StageTable, least_peaks_bytes
+from pipectl.planner.costs.stage_costs import StageTable, least_peaks_bytes
 from pipectl.schedule import (
     Kind,
     channels,
     lower,
-    memory_bytes,
     one_f_one_b,
     peak_in_flight,
-    peak_memory_bytes,
 )
+from pipectl.simulate.memory import memory_bytes
 
 COST = StageCost(1.0, 2.0, 0.0, parameter_bytes=100, optimizer_bytes=50, saved_bytes=10)
 RESIDENT, GRADIENTS = 100 + 50, 100

@@ -20,10 +20,10 @@ from pipectl.schedule import (
     channels,
     host_bytes,
     lower,
-    memory_bytes,
     messages,
     rank_of,
 )
+from pipectl.simulate.memory import memory_bytes
 
 COST = StageCost(
     1.0, 2.0, 0.5, parameter_bytes=100, optimizer_bytes=50, saved_bytes=10, input_bytes=4

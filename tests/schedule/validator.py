@@ -37,10 +37,11 @@ from pipectl.plan import Plan
 from pipectl.schedule.actions import Action, Actions, Integers, Kind, Program
 from pipectl.schedule.channel import Channel, channels, is_kept, messages
 from pipectl.schedule.lowering import renewed
-from pipectl.schedule.memory import peak_host_bytes, peak_memory_bytes, stage_peaks_in_flight
+from pipectl.schedule.memory import peak_host_bytes, resident_bytes, stage_peaks_in_flight
 from pipectl.schedule.placement import Portion, portion, roles
 from pipectl.schedule.registry import is_unflushed, order_of
 from pipectl.schedule.unflushed import steps_apart, with_versions
+from pipectl.simulate.memory import memory_bytes
 from pipectl.units import format_bytes
 
 BODIES = 2
@@ -249,6 +250,15 @@ def _reducers(plan: Plan) -> Mapping[int, Sequence[int]]:
     return {
         index: stage.updating_ranks for index, stage in enumerate(plan.stages) if stage.replicas > 1
     }
+
+
+def peak_memory_bytes(
+    plan: Plan, rank: int, program: Program, *, process_baseline_bytes: int = 0
+) -> int:
+    """The most a rank's device holds at once, the process included."""
+    resident = resident_bytes(plan, rank)
+    peak = memory_bytes(plan, rank, program).max(initial=resident)
+    return process_baseline_bytes + round(float(peak))
 
 
 def _check_memory(plan: Plan, programs: Sequence[Program], baseline: int) -> tuple[int, ...]:

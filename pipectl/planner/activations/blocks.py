@@ -29,7 +29,7 @@ from pipectl.planner.costs.footprint import Footprint, Footprints
 from pipectl.planner.costs.liveness import memory_of
 from pipectl.planner.costs.operator_times import operator_times
 from pipectl.planner.costs.stage_costs import stage_times
-from pipectl.planner.partition.plans import Members
+from pipectl.planner.partition.layout import Members
 from pipectl.profile import Operator, Profile
 
 LIMITS = tuple(0.7**power for power in range(1, 13))

@@ -19,7 +19,7 @@ import numpy as np
 
 from pipectl.arrays import Floats, Integers
 from pipectl.compiled import compiled
-from pipectl.planner.balance.decide import Decider, enumerate_downsets
+from pipectl.planner.balance.decide import Decider
 from pipectl.planner.balance.load_model import (
     TOLERANCE,
     Balance,
@@ -31,6 +31,7 @@ from pipectl.planner.balance.load_model import (
     load_model,
 )
 from pipectl.planner.balance.minimum_cut import stage_bound_s
+from pipectl.planner.graph.downsets import enumerate_downsets
 from pipectl.profile import Profile
 
 
@@ -195,9 +196,10 @@ def balance(
     if not is_proven() and stages is not None:
         moved = move_blocks(model, stages, expired)
         stages, value_s = min((moved, model.value_s(moved)), (stages, value_s), key=lambda s: s[1])
-    lattice = None if is_proven() else enumerate_downsets(model, max_downsets, expired)
+    arcs = model.neighbours
+    lattice = None if is_proven() else enumerate_downsets(*arcs, max_downsets, expired)
     if lattice is not None:
-        downsets, decider = len(lattice), Decider(model, devices, lattice)
+        downsets, decider = len(lattice.sets), Decider(model, devices, lattice)
         try:
             while (better := decider.below(value_s * (1 - TOLERANCE), expired)) is not None:
                 if model.value_s(better) >= value_s:

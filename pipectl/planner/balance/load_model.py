@@ -17,7 +17,6 @@ Two rules remove blocks that take neither time nor memory that could matter, and
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,6 +26,7 @@ import numpy as np
 
 from pipectl.arrays import Floats, Integers
 from pipectl.planner.graph.blocks import BlockGraph, bits, contract, group_labels
+from pipectl.planner.graph.downsets import topological_orders
 from pipectl.planner.graph.imported import stage_edges
 from pipectl.profile import Profile
 
@@ -186,25 +186,24 @@ class LoadModel:
         """The largest load."""
         return max(map(self.load_s, stages))
 
-    def orders(self) -> list[list[int]]:
-        """Topological orders of the blocks, their own one first.
+    @property
+    def neighbours(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Predecessors and successors of every block."""
+        before, after = self.predecessors, self.successors
+        blocks = range(len(self))
+        return list(map(before.of_row, blocks)), list(map(after.of_row, blocks))
 
-        They differ in which of the ready blocks comes next: the first in the graph, the one nearest
-        to an end, or the one that goes on where the last one stopped. Each is also built from the
-        end of the graph.
-        """
+    def orders(self) -> list[list[int]]:
+        """Topological orders of the blocks, their own one first, built from either end."""
         last = len(self) - 1
-        before, after = (
-            [lists.of_row(block) for block in range(len(self))]
-            for lists in (self.predecessors, self.successors)
-        )
+        before, after = self.neighbours
         mirrored = [
             [[last - item for item in lists[last - block]] for block in range(len(self))]
             for lists in (after, before)
         ]
-        forward = _orders(before, after)
-        backward = [[last - block for block in reversed(order)] for order in _orders(*mirrored)]
-        return [list(order) for order in dict.fromkeys(map(tuple, forward + backward))]
+        backward = [[last - b for b in reversed(order)] for order in topological_orders(*mirrored)]
+        orders = (*topological_orders(before, after), *backward)
+        return [list(order) for order in dict.fromkeys(map(tuple, orders))]
 
 
 def load_model(profile: Profile, request: BalanceRequest) -> LoadModel:
@@ -325,35 +324,3 @@ def _loose(
     before, after = graph.predecessors, graph.successors
     first = [block for block in still if not before[block]]
     return first, [block for block in still if before[block] and not after[block]]
-
-
-def _orders(before: Sequence[Sequence[int]], after: Sequence[Sequence[int]]) -> list[list[int]]:
-    count = len(before)
-    depth, height = [0] * count, [0] * count
-    for block in range(count):
-        depth[block] = max((depth[b] + 1 for b in before[block]), default=0)
-    for block in reversed(range(count)):
-        height[block] = max((height[b] + 1 for b in after[block]), default=0)
-    keys = [
-        [(block, 0) for block in range(count)],
-        [(depth[block], block) for block in range(count)],
-        [(-height[block], block) for block in range(count)],
-        [(-max(before[block], default=-1), block) for block in range(count)],
-        [(-max(before[block], default=-1), -block) for block in range(count)],
-        [(-depth[block], block) for block in range(count)],
-    ]
-    found = []
-    for key in keys:
-        missing = [len(blocks) for blocks in before]
-        ready = [(key[block], block) for block, number in enumerate(missing) if not number]
-        heapq.heapify(ready)
-        order = []
-        while ready:
-            _, block = heapq.heappop(ready)
-            order.append(block)
-            for following in after[block]:
-                missing[following] -= 1
-                if not missing[following]:
-                    heapq.heappush(ready, (key[following], following))
-        found.append(order)
-    return found

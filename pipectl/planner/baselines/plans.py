@@ -15,7 +15,8 @@ from pipectl.plan import Plan, Replication
 from pipectl.planner.baselines import POLICIES, PolicyPlan, Work, dapple, pipedream
 from pipectl.planner.costs.links import Links
 from pipectl.planner.explain.what_if import with_ranks
-from pipectl.planner.partition.plans import Choice
+from pipectl.planner.partition.layout import Choice
+from pipectl.planner.problem import Problem
 from pipectl.planner.replicas import judged, replica_orders
 from pipectl.planner.request import PLACED, PlanRequest, micro_batch_sizes
 from pipectl.profile import Profile
@@ -51,7 +52,8 @@ def policy_plans(
     choices = _choices(name, profile, cluster, request)
     # These planners do not look at memory, so nothing recomputes unless all of it shall.
     wanted = replace(request, recompute=bool(request.recompute), blocks=bool(request.blocks))
-    found = judged(profile, cluster, wanted, choices, expired, planner=planner or name)
+    problem = Problem(profile, cluster, wanted)
+    found = judged(problem, choices, expired, planner=planner or name)
     if not found:
         raise InfeasibleError(
             f"no feasible plan: the stages that {name} chooses need more memory than a rank may "

@@ -11,7 +11,7 @@ import numpy as np
 from pipectl.arrays import Floats
 from pipectl.planner.costs.links import Links
 from pipectl.planner.partition.cut_space import CutSpace
-from pipectl.planner.partition.plans import Ranks
+from pipectl.planner.partition.layout import Ranks
 from pipectl.profile import Profile
 
 

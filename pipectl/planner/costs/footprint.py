@@ -1,15 +1,28 @@
-"""What partitions into stages hold and send, at the profile's micro-batch size."""
+"""What partitions into stages hold and send, at the profile's micro-batch size.
+
+A value that several operators save, send or receive is one storage and counts once, under the name
+of the value whose memory it is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from pipectl.graph import Route, TransferKind, routes
-from pipectl.plan import Transfer
-from pipectl.planner.costs.stage_memory import Crossing, StageMemories, StageMemory
-from pipectl.profile import Operator, Profile, StageOverhead
+from pipectl.plan import StagePeaks, Transfer
+from pipectl.plan.sums import owners_of
+from pipectl.planner.costs.liveness import (
+    Borders,
+    Levels,
+    levels_of,
+    memory_of,
+    parameter_gradients,
+    peak_bytes,
+)
+from pipectl.profile import Operator, OptimizerCost, Profile, StageOverhead, StepMemory
 
 
 @dataclass
@@ -30,6 +43,75 @@ class Values:
         received_s = self.gradients_received * stage.gradient_received_s
         sent_s = self.gradients_sent * stage.gradient_sent_s
         return forward_s, stage.backward_s + received_s + sent_s
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes of one stage at the profile's micro-batch size.
+
+    Args:
+        saved: from forward to backward of one micro-batch, received and sent values included,
+            because a backward needs both.
+        levels: None where the profile does not say what operators allocate.
+        trained: parameters with a gradient by full name, in the optimizer's order.
+        owned: those of them that only one operator of the model uses.
+        accumulated: their gradients; a parameter that several operators use has one for each.
+        buffers: buffers.
+        shared: of the parameters with several uses: themselves, their uses here, and the most
+            that the uses elsewhere of one of them take.
+    """
+
+    saved: int
+    levels: Levels | None
+    trained: Mapping[str, int]
+    owned: Mapping[str, int]
+    accumulated: int
+    buffers: int
+    shared: tuple[int, int, int]
+
+    @property
+    def trained_bytes(self) -> int:
+        """Parameters that the optimizer has a state of."""
+        return sum(self.trained.values())
+
+    def updated_bytes(self, replicas: int) -> int:
+        """Parameters that the replica with most of them updates, if they share them out.
+
+        Each is one replica's as a whole; those that several operators use, all update.
+        """
+        load = [0] * replicas
+        for name, owner in owners_of(self.owned, replicas).items():
+            load[owner] += self.owned[name]
+        return self.trained_bytes - sum(self.owned.values()) + max(load)
+
+    def peaks(self, scale: float, optimizer: OptimizerCost | None) -> StagePeaks | None:
+        """The most allocated at once, at ``scale`` times the profile's micro-batch size."""
+        if self.levels is None:
+            return None
+        # An update sums the gradients of uses, and then is the optimizer's step.
+        own, uses, elsewhere = self.shared
+        memory = optimizer.step_memory if optimizer is not None else StepMemory()
+        step = memory.peak_bytes(tuple(self.trained.values()))
+        return StagePeaks(
+            forward_bytes=peak_bytes(self.levels.forward, scale),
+            backward_bytes=peak_bytes(self.levels.backward, scale),
+            first_backward_bytes=peak_bytes(self.levels.first_backward, scale),
+            update_bytes=max(own + elsewhere, own - uses + step),
+        )
+
+
+@dataclass
+class Crossing:
+    """What the routes of a partition say of one stage, to be filled in.
+
+    Attributes:
+        received, sent: bytes by storage.
+        returning: values whose gradients come from other stages.
+    """
+
+    received: Counter[str] = field(default_factory=Counter)
+    sent: dict[str, int] = field(default_factory=dict)
+    returning: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -66,12 +148,19 @@ class Footprint:
 
 
 class Footprints:
-    """Footprints of partitions of one profile; what reads what is looked up once."""
+    """Footprints of partitions of one profile; equal stages are looked at once."""
 
     def __init__(self, profile: Profile) -> None:
-        self._operators = profile.operators
+        operators = profile.operators
+        self._operators = operators
         self._readers = profile.readers
-        self._memories = StageMemories(profile)
+        self._measured = all(operator.memory is not None for operator in operators)
+        self._memory = [memory_of(operator) for operator in operators]
+        self._made = {o.id: m.made_bytes for o, m in zip(operators, self._memory, strict=True)}
+        self._gradients = [parameter_gradients(operator) for operator in operators]
+        uses = Counter(name for operator in operators for name, _ in operator.parameters)
+        self._shared_uses = {name: count for name, count in uses.items() if count > 1}
+        self._known: dict[tuple[tuple[int, ...], frozenset[str]], StageMemory] = {}
 
     def of(self, stages: Sequence[Sequence[int]]) -> Footprint:
         """The footprint of stages given as ascending operator indices."""
@@ -91,7 +180,7 @@ class Footprints:
                 values[route.source].gradients_sent += 1
                 values[route.target].gradients_received += 1
                 continue
-            storage = self._memories.storage_of(index)
+            storage = self._memory[index].storage
             crossings[route.source].sent.setdefault(storage, size)
             crossings[route.target].received[storage] += size
             if operator.gradient_bytes:
@@ -102,8 +191,8 @@ class Footprints:
         return Footprint(
             nodes=tuple(tuple(operators[index].id for index in inside) for inside in stages),
             members=tuple(tuple(inside) for inside in stages),
-            parameter_bytes=tuple(_parameter_bytes(operators, inside) for inside in stages),
-            memory=tuple(map(self._memories.of, stages, crossings)),
+            parameter_bytes=tuple(sum(self._parameters(inside).values()) for inside in stages),
+            memory=tuple(map(self._stage_memory, stages, crossings)),
             transfers=tuple(Transfer(*key, size) for key, size in sorted(messages.items())),
             values=tuple(values),
             crossings=tuple(crossings),
@@ -124,7 +213,49 @@ class Footprints:
                 for route in routes(operator.id, home, uses, has_gradient=gradient):
                     yield route, producer
 
+    def _parameters(self, inside: Sequence[int]) -> dict[str, int]:
+        return dict(pair for index in inside for pair in self._operators[index].parameters)
 
-def _parameter_bytes(operators: Sequence[Operator], inside: Sequence[int]) -> int:
-    named = dict(pair for index in inside for pair in operators[index].parameters)
-    return sum(named.values())
+    def _stage_memory(self, inside: Sequence[int], crossing: Crossing) -> StageMemory:
+        """Memory of a stage given as ascending operator indices."""
+        key = tuple(inside), frozenset(crossing.returning)
+        if key in self._known:
+            return self._known[key]
+        operators, shared = [self._operators[index] for index in inside], self._shared_uses
+        saved = dict(pair for operator in operators for pair in operator.saved)
+        for name, size in crossing.sent.items():
+            saved.setdefault(name, self._made.get(name) or size)
+        saved.update(crossing.received)
+        gradients = [pair for index in inside for pair in self._gradients[index]]
+        buffers = dict(pair for index in inside for pair in self._memory[index].buffers)
+        made = {name for name, _ in gradients}
+        trained = {n: size for n, size in self._parameters(inside).items() if n in made}
+        here = Counter(name for name, _ in gradients if name in shared)
+        elsewhere = (trained[name] * (shared[name] - count) for name, count in here.items())
+        self._known[key] = StageMemory(
+            saved=sum(saved.values()),
+            levels=self._levels(inside, operators, crossing) if self._measured else None,
+            trained=trained,
+            owned={name: size for name, size in trained.items() if name not in shared},
+            accumulated=sum(size for _, size in gradients),
+            buffers=sum(buffers.values()),
+            shared=(
+                sum(trained[name] for name in here),
+                sum(trained[name] * count for name, count in here.items()),
+                max(elsewhere, default=0),
+            ),
+        )
+        return self._known[key]
+
+    def _levels(
+        self, inside: Sequence[int], operators: Sequence[Operator], crossing: Crossing
+    ) -> Levels:
+        place = {index: position for position, index in enumerate(inside)}
+        readers = {index: [u for u in self._readers[index] if u in place] for index in inside}
+        borders = Borders(
+            stays=frozenset(crossing.received) | frozenset(crossing.sent),
+            returning=frozenset(crossing.returning),
+            last_reader={self._operators[i].id: place[u[-1]] for i, u in readers.items() if u},
+            roots=frozenset(self._operators[i].id for i in inside if not self._readers[i]),
+        )
+        return levels_of(operators, borders)

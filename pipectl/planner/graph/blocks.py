@@ -92,10 +92,6 @@ class Value:
     gradient_bytes: int
 
 
-Held = tuple[int, int]
-"""Bitset of the blocks that name something, and its bytes."""
-
-
 @dataclass(frozen=True)
 class BlockGraph:
     """A DAG of blocks in an order that is topological and follows the operators' order.
@@ -135,35 +131,9 @@ class BlockGraph:
         home = {index: place for place, b in enumerate(self.blocks) for index in b.operators}
         return tuple(home[index] for index in range(len(home)))
 
-    @cached_property
-    def parameters(self) -> tuple[Held, ...]:
-        """Every parameter."""
-        return held_by(block.parameters for block in self.blocks)
-
-    @cached_property
-    def saved(self) -> tuple[Held, ...]:
-        """Every value that is kept for the backward."""
-        return held_by(block.saved for block in self.blocks)
-
     def operators_of(self, blocks: int) -> list[int]:
         """Indices of the operators in a bitset of blocks, ascending."""
         return sorted(index for block in bits(blocks) for index in self.blocks[block].operators)
-
-
-def held_by(blocks: Iterable[Mapping[str, int]]) -> tuple[Held, ...]:
-    """What blocks name, equal names once.
-
-    Args:
-        blocks: bytes by name of every block.
-    """
-    users: dict[str, int] = {}
-    sizes: dict[str, int] = {}
-    for position, named in enumerate(blocks):
-        bit = 1 << position
-        for name in named:
-            users[name] = users.get(name, 0) | bit
-        sizes.update(named)
-    return tuple((users[name], sizes[name]) for name in users)
 
 
 def _closure(direct: Sequence[int], order: Iterable[int]) -> tuple[int, ...]:

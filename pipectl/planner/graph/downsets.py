@@ -1,58 +1,102 @@
 """Downsets of the block graph: everything a prefix of the stages can be.
 
-A set of blocks is a downset (an ideal) when it holds every predecessor of its members. A pipeline
+A set of blocks is a downset (an ideal) if it holds every predecessor of its members. A pipeline
 is a chain of downsets from the empty set to the whole graph, a stage the difference of two of
-them. Downsets are Python integers: bit b is block b. Of small graphs, all partitions are listed.
+them. Few downsets are Python integers: bit b is block b; many are rows of 64-bit words. Of small
+graphs, all partitions are listed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import heapq
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
-from pipectl.planner.graph.blocks import BlockGraph, bits, bitset, membership
+from pipectl.arrays import Integers, Words
+from pipectl.planner.graph.blocks import BlockGraph, bits, membership
 
 Partition = tuple[int, ...]
 """Bitset of blocks of every stage, in pipeline order."""
-Rank = Callable[[int], tuple[int, ...]]
+Neighbours = Sequence[Sequence[int]]
+"""Predecessors or successors of every block."""
+
+
+class Lattice(NamedTuple):
+    """All downsets, from the empty to the full one, by rising size.
+
+    Args:
+        sets: bit b of a row is block b; shape [downsets, words].
+        larger_at, larger: for every downset those with one block more, by rising block: those of
+            downset d begin at ``larger_at[d]``.
+        added: that block, beside ``larger``.
+    """
+
+    sets: Words
+    larger_at: Integers
+    larger: Integers
+    added: Integers
+
+
+def enumerate_downsets(
+    before: Neighbours, after: Neighbours, cap: int, expired: Callable[[], bool] = lambda: False
+) -> Lattice | None:
+    """Every downset, or None if there are more than ``cap`` or time is up.
+
+    Level by level: the downsets of n + 1 blocks are those of n blocks with one block added whose
+    predecessors are inside. Equal ones are recognised by keys, sums of a random number per block.
+
+    Args:
+        before, after: predecessors and successors of every block.
+    """
+    blocks = len(before)
+    one = np.zeros((blocks, max(1, -(-blocks // 64))), dtype=np.uint64)  # each block alone
+    index = np.arange(blocks)
+    one[index, index >> 6] = np.uint64(1) << (index & 63).astype(np.uint64)
+    needed = np.array([one[list(held)].sum(axis=0) for held in before], dtype=np.uint64)
+    count = np.array([len(held) for held in after], dtype=np.int64)
+    first_after = np.cumsum([0, *count])[:-1]
+    successors = np.array([block for held in after for block in held], dtype=np.int64)
+    weight = np.random.default_rng(0).integers(0, 2**64, blocks, dtype=np.uint64)
+
+    sets, keys = np.zeros((1, one.shape[1]), dtype=np.uint64), np.zeros(1, dtype=np.uint64)
+    addable = np.array([[not held for held in before]], dtype=np.bool_)
+    levels, arcs, total = [sets], [], 1
+    while addable.any():
+        source, block = np.nonzero(addable)
+        larger, key = sets[source] | one[block], keys[source] + weight[block]
+        _, first, same = np.unique(key, return_index=True, return_inverse=True)
+        number = np.argsort(np.argsort(first))[same]  # in the order in which they are met
+        first = np.sort(first)
+        if total + len(first) > cap or expired():
+            return None
+        arcs.append(np.stack([source + (total - len(sets)), block, number + total]))
+        addable = addable[source[first]]
+        sets, keys = larger[first], key[first]
+        assert np.array_equal(larger, sets[number]), "keys of different downsets are equal"
+        fresh = block[first]
+        rows = np.arange(len(first))
+        addable[rows, fresh] = False
+        row = np.repeat(rows, count[fresh])
+        begin = np.repeat(first_after[fresh] - np.cumsum(count[fresh]) + count[fresh], count[fresh])
+        following = successors[begin + np.arange(len(row))]
+        opens = ((sets[row] & needed[following]) == needed[following]).all(axis=1)
+        addable[row[opens], following[opens]] = True
+        levels.append(sets)
+        total += len(sets)
+    source, added, target = np.concatenate([np.zeros((3, 0), dtype=np.int64), *arcs], axis=1)
+    starts = np.searchsorted(source, np.arange(total + 1)).astype(np.int64)
+    return Lattice(np.concatenate(levels), starts, target, added)
 
 
 def all_downsets(graph: BlockGraph, cap: int) -> list[int] | None:
-    """Every downset by rising size, or None if there are more than ``cap``.
-
-    Level by level: the downsets of n + 1 blocks are those of n blocks with one block added whose
-    predecessors are inside. Each carries the bitset of the blocks that can be added, which grows
-    only by successors of the added block.
-    """
-    level = {0: bitset(block for block, before in enumerate(graph.predecessors) if not before)}
-    found: list[int] = []
-    while level:
-        found += sorted(level)
-        if len(found) > cap:
-            return None
-        level = _next_level(graph, level, cap - len(found))
-    return found
-
-
-def _next_level(graph: BlockGraph, level: dict[int, int], room: int) -> dict[int, int]:
-    """Downsets with one block more and their addable blocks; stops early beyond ``room``."""
-    following: dict[int, int] = {}
-    for downset, addable in level.items():
-        for block in bits(addable):
-            larger = downset | 1 << block
-            if larger not in following:
-                following[larger] = addable & ~(1 << block) | _opened(graph, larger, block)
-        if len(following) > room:
-            break
-    return following
-
-
-def _opened(graph: BlockGraph, downset: int, added: int) -> int:
-    """Successors of ``added`` whose predecessors are now all inside."""
-    successors = bits(graph.successors[added])
-    return bitset(after for after in successors if not graph.predecessors[after] & ~downset)
+    """Every downset of a graph by rising size, or None if there are more than ``cap``."""
+    lattice = enumerate_downsets(*_neighbours(graph), cap)
+    if lattice is None:
+        return None
+    return _by_size(int.from_bytes(row.tobytes(), "little") for row in lattice.sets.astype("<u8"))
 
 
 def prefix_downsets(graph: BlockGraph, cap: int) -> list[int]:
@@ -62,47 +106,62 @@ def prefix_downsets(graph: BlockGraph, cap: int) -> list[int]:
     into ``cap``.
     """
     found: set[int] = set()
-    for rank in _rankings(graph):
-        larger = found.union(_prefixes(graph, rank))
+    for order in topological_orders(*_neighbours(graph)):
+        larger, prefix = {*found, 0}, 0
+        for block in order:
+            prefix |= 1 << block
+            larger.add(prefix)
         if found and len(larger) > cap:
             break
         found = larger
-    return sorted(found, key=lambda downset: (downset.bit_count(), downset))
+    return _by_size(found)
 
 
-def _prefixes(graph: BlockGraph, rank: Rank) -> Iterator[int]:
-    """The prefixes of the topological order that always takes the ready block of lowest rank."""
-    yield 0
-    downset = 0
-    ready = {block for block, before in enumerate(graph.predecessors) if not before}
-    while ready:
-        block = min(ready, key=rank)
-        ready.remove(block)
-        downset |= 1 << block
-        ready.update(bits(_opened(graph, downset, block)))
-        yield downset
+def _by_size(downsets: Iterable[int]) -> list[int]:
+    return sorted(downsets, key=lambda downset: (downset.bit_count(), downset))
 
 
-def _rankings(graph: BlockGraph) -> list[Rank]:
-    """Which ready block comes first: by place, by depth from either end, and depth first."""
-    count = len(graph)
-    depth = [0] * count
-    height = [0] * count
+def _neighbours(graph: BlockGraph) -> tuple[Neighbours, Neighbours]:
+    return [list(bits(b)) for b in graph.predecessors], [list(bits(b)) for b in graph.successors]
+
+
+def topological_orders(before: Neighbours, after: Neighbours) -> list[list[int]]:
+    """Orders that always take the ready block of lowest rank.
+
+    Ranked by place, by depth from either end, and depth first; the blocks' own order comes first.
+    """
+    count = len(before)
+    depth, height = [0] * count, [0] * count
     for block in range(count):
-        depth[block] = max((depth[b] + 1 for b in bits(graph.predecessors[block])), default=0)
+        depth[block] = max((depth[b] + 1 for b in before[block]), default=0)
     for block in reversed(range(count)):
-        height[block] = max((height[b] + 1 for b in bits(graph.successors[block])), default=0)
-    latest = [max(bits(before), default=-1) for before in graph.predecessors]
-    return [
-        lambda block: (block,),
-        lambda block: (depth[block], block),
-        lambda block: (-height[block], block),
-        lambda block: (-depth[block], block),
-        lambda block: (height[block], block),
-        lambda block: (-latest[block], block),
-        lambda block: (-latest[block], -block),
-        lambda block: (-block,),
+        height[block] = max((height[b] + 1 for b in after[block]), default=0)
+    latest = [max(held, default=-1) for held in before]
+    ranks = [
+        [(block, 0) for block in range(count)],
+        [(depth[block], block) for block in range(count)],
+        [(-height[block], block) for block in range(count)],
+        [(-depth[block], block) for block in range(count)],
+        [(height[block], block) for block in range(count)],
+        [(-latest[block], block) for block in range(count)],
+        [(-latest[block], -block) for block in range(count)],
+        [(-block, 0) for block in range(count)],
     ]
+    found = []
+    for rank in ranks:
+        missing = [len(held) for held in before]
+        ready = [(rank[block], block) for block, number in enumerate(missing) if not number]
+        heapq.heapify(ready)
+        order = []
+        while ready:
+            _, block = heapq.heappop(ready)
+            order.append(block)
+            for following in after[block]:
+                missing[following] -= 1
+                if not missing[following]:
+                    heapq.heappush(ready, (rank[following], following))
+        found.append(order)
+    return found
 
 
 class Enumeration:

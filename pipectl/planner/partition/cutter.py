@@ -18,6 +18,7 @@ from math import inf, isfinite
 
 import numpy as np
 
+from pipectl.arrays import Integers
 from pipectl.planner.costs.devices import Mix
 from pipectl.planner.costs.links import REFERENCE_BYTES
 from pipectl.planner.costs.liveness import memory_of
@@ -34,11 +35,13 @@ from pipectl.planner.partition.programme import (
     OVERLAPPED,
     RECOMPUTE,
     RECOMPUTE_ELSEWHERE,
+    Chain,
     Chains,
     Check,
     Goal,
     Options,
     best_chains,
+    fits,
 )
 from pipectl.planner.problem import Problem
 
@@ -139,7 +142,7 @@ class Cutter:
         for goal in goals:
             chains = self._run(self._space, self._table(self._space, size), mix, goal)
             if isfinite(chains.value(tallies)):
-                found.append(self._cut(self._space, chains, mix, stages))
+                found.append(self._cut(self._space, chains.chain(tallies)))
         return list(dict.fromkeys(found))
 
     def bound(self, stages: int, size: int, mixes: Sequence[Mix], speeds: Sequence[float]) -> Bound:
@@ -154,11 +157,10 @@ class Cutter:
         known = all(mix.complete for mix in mixes) and self._space.complete
         if stages > 1 and not known:
             return Bound(proven_s, False)
+        goal = Goal(LOAD, entering=0.0)
         best_s = min(
-            self._run(self._space, table, mix.up_to(stages), Goal(LOAD, entering=0.0)).value(
-                mix.up_to(stages).tallies(stages)
-            )
-            for mix in mixes
+            self._run(self._space, table, mix, goal).value(mix.tallies(stages))
+            for mix in (mix.up_to(stages) for mix in mixes)
         )
         proven_s = max(proven_s, best_s) if isfinite(best_s) else proven_s
         is_simple = not (self._space.moved or self._cache_matters(size))
@@ -166,61 +168,99 @@ class Cutter:
         return Bound(proven_s, attained)
 
     def balanced(self, fit: Fit) -> list[Cut]:
-        """Partitions with small bottlenecks that fit, or nearly; the caller checks exact peaks."""
-        return self._fitting(fit, LOAD)
+        """Partitions with small bottlenecks that fit, or nearly; the caller checks exact peaks.
+
+        Balanced ones come with those that have the shortest way and are nearly as balanced. What
+        stays within memory if more is counted stays the best: it is not looked for again.
+        """
+        limited = any(map(isfinite, fit.limits_bytes))
+        space, stages = self._fitting_space, len(fit.warm_up)
+        mix = fit.mix.up_to(stages) if fit.mix.kinds == 1 else fit.mix
+        table, tallies = self._table(space, fit.size), mix.tallies(stages)
+        options, modes = self._fitting_options(fit, mix, fit.limits_bytes)
+        found: list[Cut] = []
+        before: list[tuple[float, Chain]] = []  # with what was counted before, by goal
+        for place, (entering, buffers) in enumerate(_HELD if limited else _HELD[-1:]):
+            goal = self._fitting_goal(fit, LOAD, entering, buffers, fit.limits_bytes)
+            same = place and (not table.cache_bytes or entering == _HELD[place - 1][0])
+            chains: list[tuple[float, Chain]] = []
+            for number in range(1 + len(SLACKS)):
+                if same and fits(table, options, goal, *before[number][1].arrays):
+                    chains.append(before[number])
+                    continue
+                if number:
+                    same = same and before[0] is chains[0]  # else the caps are others
+                    cap_s = chains[0][0] * SLACKS[number - 1]
+                    near = goal._replace(objective=LATENCY, cap_s=cap_s)
+                    best = best_chains(space, table, options, near, self._check)
+                    chains.append((best.value(tallies), best.chain(tallies)))
+                else:
+                    chains += self._least(fit, table, options, goal, tallies)
+                    if not chains:
+                        return list(dict.fromkeys(found))
+            found += [self._cut(space, chain, modes) for _, chain in chains]
+            before = chains
+        return list(dict.fromkeys(found))
 
     def smallest_peak(self, fit: Fit) -> list[Cut]:
         """Partitions whose most demanding rank, relative to its limit, demands least."""
-        return self._fitting(fit, MEMORY)
-
-    def _fitting(self, fit: Fit, objective: int) -> list[Cut]:
+        limits = tuple(limit if isfinite(limit) else 0.0 for limit in fit.limits_bytes)
+        stages = len(fit.warm_up)
+        mix = fit.mix.up_to(stages) if fit.mix.kinds == 1 else fit.mix
+        table, tallies = self._table(self._fitting_space, fit.size), mix.tallies(stages)
+        options, modes = self._fitting_options(fit, mix, limits)
         found: list[Cut] = []
-        is_limited = objective == MEMORY or any(map(isfinite, fit.limits_bytes))
-        for entering, buffers in _HELD if is_limited else _HELD[-1:]:
-            goal = Goal(
-                objective,
-                flying=np.array(fit.warm_up[::-1], dtype=np.float64),
-                temporary_bytes=self._problem.baseline_bytes
-                + buffers * self._problem.scale(fit.size) * self._temporary,
-                buffers=buffers,
-                entering=entering,
-            )
-            limits = fit.limits_bytes
-            if objective == MEMORY:
-                limits = tuple(limit if isfinite(limit) else 0.0 for limit in limits)
-            cuts = self._fit(fit, goal, limits)
-            if not cuts:
+        for held in _HELD:
+            goal = self._fitting_goal(fit, MEMORY, *held, limits)
+            chains = self._least(fit, table, options, goal, tallies)
+            if not chains:
                 break
-            found += cuts
+            found += [self._cut(self._fitting_space, chain, modes) for _, chain in chains]
         return list(dict.fromkeys(found))
 
-    def _fit(self, fit: Fit, goal: Goal, limits: Sequence[float]) -> list[Cut]:
-        """The best chain within limits; of short stages first, which are nearly always enough.
-
-        Balanced ones come with those that have the shortest way and are nearly as balanced.
-        """
-        space, stages, mix = self._fitting_space, len(fit.warm_up), fit.mix
-        table = self._table(space, fit.size)
-        mix = mix.up_to(stages) if mix.kinds == 1 else mix
-        tallies, speed = mix.tallies(stages), min(self._problem.speeds)
+    def _fitting_options(
+        self, fit: Fit, mix: Mix, limits: Sequence[float]
+    ) -> tuple[Options, tuple[int, ...]]:
         modes = (KEEP, RECOMPUTE) if fit.recompute else (KEEP,)
-        total_s = float(table.work_s[0, 1, -1]) / speed
-        largest_s = float(max(self._problem.block_times(fit.size))) / speed
-        best: list[Cut] = []
-        goal = goal._replace(limit_bytes=float(max(limits)))  # one type, one kernel
-        for cap_s in (2 * total_s / stages + largest_s + 2 * table.stage_s, inf):
-            chains = self._run(space, table, mix, goal._replace(cap_s=cap_s), limits, modes)
+        return self._options(mix, limits, modes), modes
+
+    def _fitting_goal(
+        self, fit: Fit, objective: int, entering: float, buffers: float, limits: Sequence[float]
+    ) -> Goal:
+        """A goal with memory.
+
+        Args:
+            entering, buffers: how much of them counts; see ``_HELD``.
+        """
+        return Goal(
+            objective,
+            flying=np.array(fit.warm_up[::-1], dtype=np.float64),
+            temporary_bytes=self._problem.baseline_bytes
+            + buffers * self._problem.scale(fit.size) * self._temporary,
+            buffers=buffers,
+            entering=entering,
+            limit_bytes=float(max(limits)),  # one type, one kernel
+        )
+
+    def _least(
+        self, fit: Fit, table: CostTable, options: Options, goal: Goal, tallies: Integers
+    ) -> list[tuple[float, Chain]]:
+        """The best chain within limits, if there is one, with its value; of short stages first,
+        which are nearly always enough; of peaks the best of these, too."""
+        found: list[tuple[float, Chain]] = []
+        total_s = float(table.work_s[0, 1, -1]) / min(self._problem.speeds)
+        largest_s = float(max(self._problem.block_times(fit.size))) / min(self._problem.speeds)
+        short_s = 2 * total_s / len(fit.warm_up) + largest_s + 2 * table.stage_s
+        for cap_s in (short_s, inf):
+            goal = goal._replace(cap_s=cap_s)
+            chains = best_chains(self._fitting_space, table, options, goal, self._check)
             value = chains.value(tallies)
             if isfinite(value):
-                best = [self._cut(space, chains, mix, stages, modes)]
+                found = [(value, chains.chain(tallies))]
                 if goal.objective == LOAD:
-                    for slack in SLACKS:
-                        near = goal._replace(objective=LATENCY, cap_s=value * slack)
-                        chains = self._run(space, table, mix, near, limits, modes)
-                        best.append(self._cut(space, chains, mix, stages, modes))
-                    return best
+                    return found
                 goal = goal._replace(bound=value)
-        return best
+        return found
 
     @cached_property
     def _temporary(self) -> int:
@@ -240,45 +280,26 @@ class Cutter:
             self._bottlenecks[key] = self._run(self._space, table, mix, Goal(LOAD, cap_s))
         return self._bottlenecks[key]
 
-    def _run(
-        self,
-        space: CutSpace,
-        table: CostTable,
-        mix: Mix,
-        goal: Goal,
-        limits: Sequence[float] = (),
-        modes: Sequence[int] = (KEEP,),
-    ) -> Chains:
+    def _run(self, space: CutSpace, table: CostTable, mix: Mix, goal: Goal) -> Chains:
+        """One device per stage, of any kind, whatever it holds."""
+        options = self._options(mix, (inf,) * mix.kinds, (KEEP,))
+        return best_chains(space, table, options, goal, self._check)
+
+    def _options(self, mix: Mix, limits: Sequence[float], modes: Sequence[int]) -> Options:
         """One device per stage, of any kind and with any of some modes."""
         problem, link = self._problem, self._problem.widest_link
         kind = np.repeat(np.arange(mix.kinds), len(modes))
-        ones = np.ones(len(kind))
-        options = Options(
-            following=np.ascontiguousarray(mix.following[:, kind]),
+        return Options.of(
+            mix.following[:, kind],
             kind=kind,
-            mode=np.tile(np.array(modes, dtype=np.int64), mix.kinds),
-            row=np.zeros_like(kind),
-            devices=ones,
-            replicas=ones,
+            mode=np.tile(modes, mix.kinds),
             slowness=np.array([1.0 / speed for speed in problem.speeds])[kind],
-            limit_bytes=np.array(limits or (inf,) * mix.kinds, dtype=np.float64)[kind],
-            state_share=ones,
-            latency_s=link.latency_s * ones,
-            s_per_byte=link.hold_s(REFERENCE_BYTES) / REFERENCE_BYTES * ones,
-            sum_s_per_byte=0.0 * ones,
-            copy_s_per_byte=0.0,
+            limit_bytes=np.array(limits, dtype=np.float64)[kind],
+            latency_s=link.latency_s,
+            s_per_byte=link.hold_s(REFERENCE_BYTES) / REFERENCE_BYTES,
         )
-        return best_chains(space, table, options, goal, self._check)
 
-    def _cut(
-        self,
-        space: CutSpace,
-        chains: Chains,
-        mix: Mix,
-        stages: int,
-        modes: Sequence[int] = (KEEP,),
-    ) -> Cut:
-        chain = chains.chain(mix.tallies(stages))
+    def _cut(self, space: CutSpace, chain: Chain, modes: Sequence[int] = (KEEP,)) -> Cut:
         kinds, chosen = zip(*(divmod(each, len(modes)) for each in chain.options), strict=True)
         again = tuple(modes[mode] == RECOMPUTE for mode in chosen) if any(chosen) else ()
         return Cut(space.partition(chain.cuts), kinds, again)
@@ -304,24 +325,15 @@ class Cutter:
         apart = (ELSEWHERE, RECOMPUTE_ELSEWHERE) if recompute is None else away[recompute]
         modes = apart if every else (KEEP, *apart)
         devices = np.array([1 if mode == KEEP else 2 for mode in modes])
-        ranks, count = problem.cluster.ranks, len(modes)
+        ranks = problem.cluster.ranks
         tallies = np.arange(ranks + 1)[:, None] + devices
         within = any(node.ranks > 1 for node in problem.cluster.nodes)
         link = problem.cluster.within_node if within else problem.cluster.between_nodes
-        options = Options(
-            following=np.where(tallies <= ranks, tallies, -1),
-            kind=np.zeros(count, dtype=np.int64),
-            mode=np.array(modes, dtype=np.int64),
-            row=np.zeros(count, dtype=np.int64),
-            devices=devices.astype(np.float64),
-            replicas=np.ones(count),
-            slowness=np.ones(count),
-            limit_bytes=np.full(count, inf),
-            state_share=np.ones(count),
-            latency_s=np.zeros(count),
-            s_per_byte=np.zeros(count),
-            sum_s_per_byte=np.zeros(count),
+        options = Options.of(
+            np.where(tallies <= ranks, tallies, -1),
             copy_s_per_byte=1.0 / link.bandwidth_bytes_per_s,
+            mode=modes,
+            devices=devices,
         )
         chains = best_chains(space, self._table(space, size), options, Goal(LOAD), self._check)
         everywhere = np.arange(ranks + 1)

@@ -24,7 +24,7 @@ from pipectl.planner.costs.links import Links, RankGroups
 from pipectl.planner.costs.operator_times import OperatorTimes
 from pipectl.planner.graph.blocks import BlockGraph
 from pipectl.planner.graph.downsets import Partition
-from pipectl.planner.partition.plans import Ranks
+from pipectl.planner.partition.layout import Layout
 from pipectl.planner.partition.recurrence import Stages, Transfers, step_s
 from pipectl.planner.partition.route_sums import Cuts, PartitionSums
 from pipectl.planner.request import PlanRequest
@@ -36,18 +36,6 @@ CHUNK = 10**7
 """Actions and messages of the recurrence between two returns to Python."""
 MAX_CUTS = 16
 """Lists of partitions whose sums are kept."""
-
-
-class Layout(NamedTuple):
-    """Stages and their ranks.
-
-    Args:
-        recompute: which stages compute their forward again for their backward; empty if none.
-    """
-
-    partition: Partition
-    ranks: Ranks
-    recompute: tuple[bool, ...] = ()
 
 
 class Pipelines(NamedTuple):

@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 from pipectl.planner.graph.blocks import BlockGraph, bits, bitset
 from pipectl.planner.graph.downsets import Partition
-from pipectl.planner.partition.estimate import Layout
-from pipectl.planner.partition.plans import Ranks
+from pipectl.planner.partition.layout import Layout, Ranks
 
 FRACTIONS = (1 / 2, 1 / 4, 1 / 8, 1 / 16, 0.0)
 """Of a stage's load that moves to its neighbour; 0 is a single block."""

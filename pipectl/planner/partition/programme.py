@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -76,6 +76,29 @@ class Options(NamedTuple):
     def __len__(self) -> int:
         return len(self.kind)
 
+    @classmethod
+    def of(cls, following: Integers, copy_s_per_byte: float = 0.0, **given: Any) -> Options:
+        """Options by what sets them apart; otherwise each keeps what it saves, on one device as
+        fast as the profile's with enough memory, and messages take no time.
+
+        Args:
+            given: fields, one number for all options or one for each.
+        """
+        count = following.shape[1]
+        whole = ("kind", "mode", "row")
+        one = ("devices", "replicas", "slowness", "state_share")
+        columns = dict.fromkeys(whole, 0) | dict.fromkeys(one, 1.0) | {"limit_bytes": inf}
+        columns |= dict.fromkeys(("latency_s", "s_per_byte", "sum_s_per_byte"), 0.0) | given
+        arrays: dict[str, Any] = {
+            name: np.array(
+                np.broadcast_to(value, count), dtype=np.int64 if name in whole else np.float64
+            )
+            for name, value in columns.items()
+        }
+        return cls(
+            following=np.ascontiguousarray(following), copy_s_per_byte=copy_s_per_byte, **arrays
+        )
+
 
 class Goal(NamedTuple):
     """What a chain of stages shall be.
@@ -128,6 +151,11 @@ class Chain:
 
     cuts: tuple[int, ...]
     options: tuple[int, ...]
+
+    @property
+    def arrays(self) -> tuple[Integers, Integers]:
+        """The same for kernels."""
+        return np.array(self.cuts, dtype=np.int64), np.array(self.options, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -183,6 +211,22 @@ def best_chains(
         check()
         _extend(words, table, options, goal, best, max(0, stop - chunk), stop)
     return Chains(best, order)
+
+
+@compiled
+def fits(costs: CostTable, options: Options, goal: Goal, cuts: Integers, chosen: Integers) -> bool:
+    """Whether the stages of a chain stay within memory.
+
+    Args:
+        cuts: places of the downsets of the table.
+        chosen: options of the stages between.
+    """
+    for place in range(len(chosen)):
+        stage = _stage(costs, goal, cuts[place], cuts[place + 1])
+        depth = len(chosen) - 1 - place
+        if _excess_bytes(stage, options, goal, depth, chosen[place]) > 0.0:
+            return False
+    return True
 
 
 def _by_work(space: CutSpace, costs: CostTable) -> tuple[Integers, Words]:

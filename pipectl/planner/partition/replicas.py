@@ -27,12 +27,10 @@ import numpy as np
 from pipectl.arrays import Floats, Integers
 from pipectl.planner.partition.cut_space import CutSpace
 from pipectl.planner.partition.cutter import table_of
-from pipectl.planner.partition.estimate import Layout
+from pipectl.planner.partition.layout import Layout, Ranks
 from pipectl.planner.partition.moves import Draft, kicks, near_partitions, replica_moves
-from pipectl.planner.partition.plans import Ranks
 from pipectl.planner.partition.programme import (
     DEVICES,
-    KEEP,
     LATENCY,
     OVERLAPPED,
     Chains,
@@ -307,23 +305,17 @@ class ReplicaSearch:
                     for stage in range(self._fixed)
                 ]
                 following = np.concatenate([*rows, np.full_like(following, -1)])
-        ones = np.ones(options)
-        replicas = counts.astype(np.float64)
-        shard = problem.request.shard_optimizer
-        return Options(
-            following=np.ascontiguousarray(following),
-            kind=np.zeros(options, dtype=np.int64),
-            mode=np.full(options, KEEP, dtype=np.int64),
+        return Options.of(
+            following,
             row=np.arange(options),
-            devices=replicas,
-            replicas=replicas,
-            slowness=ones / min(problem.speeds),
-            limit_bytes=ones * min(problem.kind_limits_bytes),
-            state_share=1.0 / replicas if shard else ones,
+            devices=counts,
+            replicas=counts,
+            slowness=1.0 / min(problem.speeds),
+            limit_bytes=min(problem.kind_limits_bytes),
+            state_share=1.0 / counts if problem.request.shard_optimizer else 1.0,
             latency_s=late_s,
             s_per_byte=rate,
             sum_s_per_byte=summing,
-            copy_s_per_byte=0.0,
         )
 
 

@@ -19,20 +19,17 @@ from math import ceil, inf
 from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
-from pipectl.planner.activations.blocks import BlockPlans
-from pipectl.planner.activations.modes import Keeping, ways
-from pipectl.planner.assumptions import baseline_bytes
+from pipectl.planner.activations.modes import ModeSearch
+from pipectl.planner.assumptions import count_assumptions
 from pipectl.planner.bounds import work_s
-from pipectl.planner.costs.devices import Mix, one_each, pools
+from pipectl.planner.costs.devices import Mix, one_each
 from pipectl.planner.costs.stage_costs import with_halves
 from pipectl.planner.explorer import straight_plans
-from pipectl.planner.graph.blocks import condense
 from pipectl.planner.graph.downsets import Partition
 from pipectl.planner.judge import TIE, Trials, largest_stage_load_s, out_of_time
 from pipectl.planner.partition.cut_space import CutSpace
 from pipectl.planner.partition.cutter import Cutter, Fit
-from pipectl.planner.partition.estimate import Layout
-from pipectl.planner.partition.plans import Choice, Members, PlanBuilder, other_count
+from pipectl.planner.partition.layout import Choice, Layout, Members
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import PLACED, Order, PlanRequest, micro_batch_sizes
 from pipectl.profile import Profile
@@ -41,6 +38,29 @@ from pipectl.schedule.listed import Listed
 from pipectl.schedule.one_f_one_b import ONE_F_ONE_B
 from pipectl.schedule.order import Placement, Schedule, Shape
 from pipectl.units import format_bytes
+
+MICRO_BATCHES_PER_RANK = (1, 2, 4, 8)
+"""Numbers to try where it is open."""
+LONG = 8
+"""Micro-batches a stage with which start and end of a step hardly count."""
+
+MAX_ACTIONS = 150_000
+"""Forwards and backwards of a step; longer ones, which these schedules help least, are not tried if
+the schedule is open."""
+SPLIT_GAIN = 0.08
+"""By which share a step with split backwards must be faster if the schedule is open. No profile
+says what the halves take: ZB-H1 was measured 8 % slower than predicted (docs/benchmarks.md)."""
+
+
+def pipeline_sizes(request: PlanRequest, ranks: int, counts: Sequence[int]) -> list[int]:
+    """Micro-batch sizes to try for a pipeline of so many ranks, the largest first.
+
+    Args:
+        counts: micro-batches per rank, if the request does not say how many there are.
+    """
+    if request.micro_batches is not None:
+        return micro_batch_sizes(request, request.batch_size)
+    return sorted({ceil(request.batch_size / (count * ranks)) for count in counts}, reverse=True)
 
 
 def cuts_for(problem: Problem, cutter: Cutter, ranks: Sequence[int], size: int) -> list[Partition]:
@@ -58,61 +78,27 @@ def cuts_for(problem: Problem, cutter: Cutter, ranks: Sequence[int], size: int) 
     return []
 
 
-def on_ranks(
-    plan: Plan, ranks: Sequence[int], profile: Profile, cluster: Cluster, request: PlanRequest
-) -> Plan:
+def on_ranks(plan: Plan, ranks: Sequence[int], problem: Problem) -> Plan:
     """The plan with its stages on these ranks; cut anew where devices are not all alike.
 
     Args:
         plan: whose stages were cut for whatever rank of the cluster suits them.
         ranks: of every stage.
     """
-    found = [_moved(plan, ranks, cluster)]
-    if len(pools(cluster)) > 1:
-        problem = Problem(profile, cluster, request, condense(profile))
-        size = plan.micro_batch_size
-        for partition in cuts_for(
-            problem, Cutter(problem, CutSpace.plain(problem.graph)), ranks, size
-        ):
-            layout = Layout(partition, one_each(tuple(ranks)))
-            cut = problem.plan(problem.choice(layout, size, (plan.schedule, plan.warm_up)))
-            found.append(replace(found[0], stages=cut.stages, transfers=cut.transfers))
-    return min(found, key=lambda each: largest_stage_load_s(each, cluster))
-
-
-def _moved(plan: Plan, ranks: Sequence[int], cluster: Cluster) -> Plan:
     stages = zip(plan.stages, ranks, strict=True)
-    return replace(
-        plan,
-        stages=tuple(replace(stage, ranks=(rank,)) for stage, rank in stages),
-        node_of_rank=cluster.node_of_rank,
-    )
-
-
-MICRO_BATCHES_PER_RANK = (1, 2, 4, 8)
-"""Numbers to try where it is open."""
-LONG = 8
-"""Micro-batches a stage with which start and end of a step hardly count."""
-
-MAX_ACTIONS = 150_000
-"""Forwards and backwards of a step; longer ones, which these schedules help least, are not tried if
-the schedule is open."""
-SPLIT_GAIN = 0.08
-"""By which share a step with split backwards must be faster if the schedule is open. No profile
-says what the halves take: ZB-H1 was measured 8 % slower than predicted (docs/benchmarks.md)."""
-
-
-Cuts = dict[tuple[int, ...], list[Partition]]
-"""By the ranks of all stages."""
+    moved = tuple(replace(stage, ranks=(rank,)) for stage, rank in stages)
+    found = [replace(plan, stages=moved, node_of_rank=problem.cluster.node_of_rank)]
+    if len(problem.devices) > 1:
+        cutter = Cutter(problem, CutSpace.plain(problem.graph))
+        for partition in cuts_for(problem, cutter, ranks, plan.micro_batch_size):
+            layout, order = Layout(partition, one_each(tuple(ranks))), (plan.schedule, plan.warm_up)
+            cut = problem.plan(problem.choice(layout, plan.micro_batch_size, order))
+            found.append(replace(found[0], stages=cut.stages, transfers=cut.transfers))
+    return min(found, key=lambda each: largest_stage_load_s(each, problem.cluster))
 
 
 def every_schedule(
-    problem: Problem,
-    cutter: Cutter,
-    builder: PlanBuilder,
-    found: Sequence[Plan],
-    *,
-    splits_backward: bool,
+    problem: Problem, cutter: Cutter, found: Sequence[Plan], *, splits_backward: bool
 ) -> Iterator[Plan]:
     """Plans without predictions for all schedules of this module, if the request leaves it open.
 
@@ -126,44 +112,46 @@ def every_schedule(
     ranks, request = problem.cluster.ranks, problem.request
     if ranks == 1 or request.warm_up is not None or request.schedule is not None:
         return
-    cuts: Cuts = {}
+    cuts: dict[tuple[int, ...], list[Partition]] = {}
+    straight = [
+        (problem.members_of_plan(plan), plan.stages, plan.micro_batch_size)
+        for plan in found[:1]
+        if all(stage.replicas == 1 for stage in plan.stages)
+    ]
+    sizes = pipeline_sizes(request, ranks, MICRO_BATCHES_PER_RANK)
+    if request.micro_batches is None:
+        sizes = list(dict.fromkeys([*(plan.micro_batch_size for plan in found[:1]), *sizes]))
     for name in PLACED:
         schedule = SCHEDULES[name]
         if not schedule.flushes or schedule.splits_backward != splits_backward:
             continue
-        if schedule.placement is Placement.STRAIGHT:
-            layouts = _layouts_of(builder, found[:1])
-        else:
-            sizes = _open_sizes(request, ranks, found)
-            layouts = _layouts_on(problem, cutter, schedule, sizes, cuts)
+        layouts: Iterator[tuple[Members, Sequence[int], int]] = (
+            (members, [stage.ranks[0] for stage in stages], size)
+            for members, stages, size in straight
+        )
+        if schedule.placement is not Placement.STRAIGHT:
+            layouts = _several_stages(problem, cutter, schedule, sizes, cuts)
         for members, places, size in layouts:
             count = problem.micro_batches(size)
             if 2 * len(members) * count <= MAX_ACTIONS:
                 held = tuple((rank,) for rank in places)
                 for warm_up in schedule.warm_ups(Shape(len(members), len(set(places)), count)):
-                    plan = builder.plan(Choice(members, held, size, name, warm_up))
+                    plan = problem.plan(Choice(members, held, size, name, warm_up))
                     yield with_halves(plan, problem.profile)
 
 
-def _layouts_of(
-    builder: PlanBuilder, plans: Sequence[Plan]
-) -> Iterator[tuple[Members, Sequence[int], int]]:
-    """The stages of plans, without replicas, with their ranks and micro-batch sizes."""
-    for plan in plans:
-        if all(stage.replicas == 1 for stage in plan.stages):
-            places = [stage.ranks[0] for stage in plan.stages]
-            members = builder.members(stage.nodes for stage in plan.stages)
-            yield members, places, plan.micro_batch_size
-
-
-def _layouts_on(
-    problem: Problem, cutter: Cutter, schedule: Schedule, sizes: Sequence[int], cuts: Cuts
+def _several_stages(
+    problem: Problem,
+    cutter: Cutter,
+    schedule: Schedule,
+    sizes: Sequence[int],
+    cuts: dict[tuple[int, ...], list[Partition]],
 ) -> Iterator[tuple[Members, Sequence[int], int]]:
     """Several stages on every rank, with their ranks and micro-batch sizes.
 
     Args:
         sizes: to try, the first one to cut for.
-        cuts: for that size, known from other schedules.
+        cuts: for that size by the ranks of all stages, known from other schedules.
     """
     ranks, asked = problem.cluster.ranks, problem.request.stages
     for chunks in schedule.stages_per_rank:
@@ -176,14 +164,6 @@ def _layouts_on(
             for partition in cuts[places]:
                 for size in sizes:
                     yield problem.members(partition), places, size
-
-
-def _open_sizes(request: PlanRequest, ranks: int, found: Sequence[Plan]) -> list[int]:
-    """Micro-batch sizes to try if the schedule is open, first that of the best plan."""
-    if request.micro_batches is not None:
-        return micro_batch_sizes(request, request.batch_size)
-    few = [ceil(request.batch_size / (count * ranks)) for count in MICRO_BATCHES_PER_RANK]
-    return list(dict.fromkeys([*(plan.micro_batch_size for plan in found[:1]), *few]))
 
 
 def named_plan(
@@ -200,28 +180,28 @@ def named_plan(
         InfeasibleError: the stages do not suit the ranks, there are too few ranks or micro-batches
             for the lists, or nothing fits.
     """
-    listed = request.listed
+    listed, problem = request.listed, Problem(profile, cluster, request)
     if listed is None:
-        places = _places(request, cluster.ranks, len(condense(profile)))
-        sizes = _sizes(request, len(set(places)))
+        places = _places(request, cluster.ranks, len(problem.graph))
+        sizes = pipeline_sizes(request, len(set(places)), MICRO_BATCHES_PER_RANK)
     else:
         places, sizes = list(listed.rank_of_stage), [_size_of_lists(listed, request, cluster)]
     wide = one_rank_per_stage(cluster, ceil(len(places) / cluster.ranks))
     long_step = replace(request, listed=None, warm_up=None, backward_apart=False)
-    trials = Trials(cluster, request.memory_limit_bytes, baseline_bytes(profile), expired)
+    trials = Trials(problem, expired)
     found: list[Plan] = []
     for size in sizes:
         if not (expired() and any(map(trials.fits, found))):
             balanced_step = balanced(long_step, len(places), size)
             (cut,) = straight_plans(profile, wide, balanced_step, expired, 0)
             if listed is not None:
-                plans = [_in_lists(on_ranks(cut, places, profile, cluster, request), request)]
+                plans = [_in_lists(on_ranks(cut, places, problem), request)]
             else:
-                placed = _placed(cut, profile, cluster, request, places)
+                placed = _placed(cut, problem, places)
                 orders = placed_orders(placed, request, placed.micro_batches)
                 plans = [replace(placed, warm_up=warm_up) for _, warm_up in orders]
             found += [trials.run(with_halves(plan, profile)) for plan in plans]
-    return fastest_that_fits(found, profile, cluster, request, trials)
+    return fastest_that_fits(found, trials)
 
 
 def _size_of_lists(listed: Listed, request: PlanRequest, cluster: Cluster) -> int:
@@ -326,14 +306,6 @@ def one_rank_per_stage(cluster: Cluster, chunks: int) -> Cluster:
     return replace(cluster, nodes=nodes)
 
 
-def _sizes(request: PlanRequest, ranks: int) -> list[int]:
-    """Micro-batch sizes to try, the largest first."""
-    batch = request.batch_size
-    if request.micro_batches is not None:
-        return micro_batch_sizes(request, batch)
-    return sorted({ceil(batch / (count * ranks)) for count in MICRO_BATCHES_PER_RANK}, reverse=True)
-
-
 def balanced(request: PlanRequest, stages: int, size: int) -> PlanRequest:
     """A long step, so that nothing but the largest stage matters."""
     count = LONG * stages
@@ -349,22 +321,20 @@ def balanced(request: PlanRequest, stages: int, size: int) -> PlanRequest:
     )
 
 
-def _placed(
-    cut: Plan, profile: Profile, cluster: Cluster, request: PlanRequest, places: list[int]
-) -> Plan:
+def _placed(cut: Plan, problem: Problem, places: list[int]) -> Plan:
     """The stages on their ranks, in a step of the batch."""
+    request, size = problem.request, cut.micro_batch_size
     assert request.schedule is not None
-    size = cut.micro_batch_size
     if SCHEDULES[request.schedule].placement is Placement.STRAIGHT:
         # Any rank suits a stage, and each was cut for its own.
         places = [stage.ranks[0] for stage in cut.stages]
-    count = ceil(request.batch_size / size)
+    count = problem.micro_batches(size)
     return replace(
-        on_ranks(cut, places, profile, cluster, request),
+        on_ranks(cut, places, problem),
         schedule=request.schedule,
         batch_size=request.batch_size,
         micro_batches=count,
-        assumptions=(*cut.assumptions, *other_count(request, count, size)),
+        assumptions=(*cut.assumptions, *count_assumptions(request, count, size)),
     )
 
 
@@ -386,9 +356,7 @@ def placed_orders(
     return [(plan.schedule, warm_up) for warm_up in dict.fromkeys(depths)]
 
 
-def fastest_that_fits(
-    plans: list[Plan], profile: Profile, cluster: Cluster, request: PlanRequest, trials: Trials
-) -> Plan:
+def fastest_that_fits(plans: list[Plan], trials: Trials) -> Plan:
     """The fastest that fits, with bounds of its own step: its stages were cut for a longer one.
 
     Args:
@@ -398,15 +366,14 @@ def fastest_that_fits(
         InfeasibleError: none does.
         OutOfTimeError: none of those does that were found in time.
     """
-    away = (bool(request.offload),)
-    allowed = ways(request.recompute_choices, away, request.block_choices)
-    keeping = Keeping(allowed, trials, cluster, BlockPlans(profile).of)
+    problem, request = trials.problem, trials.problem.request
+    modes = ModeSearch(trials, (bool(request.offload),))
     fitting = [plan for plan in plans if trials.fits(plan)]
-    fitting = fitting or [held for plan in plans if (held := keeping.within_memory(plan))]
+    fitting = fitting or [held for plan in plans if (held := modes.within_memory(plan))]
     if not fitting and trials.time_is_up:
         raise out_of_time()
     if not fitting:
-        least = min(excess_bytes(plan, cluster, request) for plan in plans)
+        least = min(excess_bytes(plan, problem) for plan in plans)
         raise InfeasibleError(
             f"no feasible plan: schedule {plans[0].schedule} needs {format_bytes(round(least))} "
             "more than the memory limit of a rank",
@@ -414,10 +381,11 @@ def fastest_that_fits(
         )
     chosen = min(fitting, key=lambda plan: plan.predicted_step_s)
     assert chosen.search is not None
-    load_s, known = largest_stage_load_s(chosen, cluster), chosen.search
+    load_s, known = largest_stage_load_s(chosen, problem.cluster), chosen.search
     exact = known.exact and load_s <= known.max_stage_load_s * (1 + TIE)
     search = replace(known, max_stage_load_s=load_s, exact=exact)
-    bound_s = work_s(profile, cluster, request, [plan.micro_batch_size for plan in plans])
+    sizes = [plan.micro_batch_size for plan in plans]
+    bound_s = work_s(problem.profile, problem.cluster, request, sizes)
     return replace(
         chosen,
         memory_limit_bytes=request.memory_limit_bytes,
@@ -425,10 +393,10 @@ def fastest_that_fits(
     )
 
 
-def excess_bytes(plan: Plan, cluster: Cluster, request: PlanRequest) -> float:
+def excess_bytes(plan: Plan, problem: Problem) -> float:
     """The most that a rank holds beyond its limit."""
     assert plan.prediction is not None
     return max(
-        peak - cluster.memory_of(rank, request.memory_limit_bytes)
+        peak - problem.limit_bytes(rank)
         for rank, peak in enumerate(plan.prediction.peak_memory_bytes)
     )

@@ -14,23 +14,23 @@ from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
 from pipectl.planner.activations.blocks import in_blocks
-from pipectl.planner.activations.modes import guessed_traffic, settled_traffic
-from pipectl.planner.assumptions import baseline_bytes
+from pipectl.planner.activations.modes import guess_traffic, settle_traffic
+from pipectl.planner.assumptions import count_assumptions
 from pipectl.planner.explorer import straight_plans
-from pipectl.planner.graph.blocks import condense
 from pipectl.planner.judge import Trials
-from pipectl.planner.partition.plans import other_count
-from pipectl.planner.request import PlanRequest, micro_batch_sizes, stage_counts
+from pipectl.planner.problem import Problem
+from pipectl.planner.request import PlanRequest, stage_counts
 from pipectl.planner.schedules.named import (
     balanced,
     fastest_that_fits,
     one_rank_per_stage,
+    pipeline_sizes,
 )
 from pipectl.planner.variants import varied_plans
 from pipectl.profile import Profile
 from pipectl.schedule import SCHEDULES, default_warm_up
 
-MICRO_BATCHES_A_RANK = (1, 2, 4)
+MICRO_BATCHES_PER_RANK = (1, 2, 4)
 """Numbers to try where it is open; with fewer than one a rank, the two versions of the weights
 that there are would let the pipeline run dry."""
 
@@ -50,9 +50,9 @@ def unflushed_plan(
     """
     found: list[Plan] = []
     reason: Exception | None = None
-    trials = Trials(cluster, request.memory_limit_bytes, baseline_bytes(profile), expired)
-
-    for wanted in _long_steps(profile, cluster, request):
+    problem = Problem(profile, cluster, request)
+    trials = Trials(problem, expired)
+    for wanted in _long_steps(problem):
         if expired() and any(map(trials.fits, found)):
             break
         try:  # balanced, and if that does not fit, with stages that a flushed step fits
@@ -67,44 +67,39 @@ def unflushed_plan(
                     cut = straight_plans(profile, machines, long_step, expired, 0)[0]
                 plan = _unflushed(cut, request)
                 plan = in_blocks(plan, profile) if request.blocks else plan
-                found.append(_tried(plan, request, cluster, trials))
+                tried = trials.run(plan)
+                if request.recompute is None:  # backwards elsewhere recompute if that pays
+                    tried = settle_traffic(guess_traffic(tried, trials), trials)
+                found.append(tried)
                 if trials.fits(found[-1]):
                     break
         except (InfeasibleError, OutOfTimeError) as error:
             reason = error
     if reason is not None and not found:
         raise reason
-    return fastest_that_fits(found, profile, cluster, request, trials)
+    return fastest_that_fits(found, trials)
 
 
-def _tried(plan: Plan, request: PlanRequest, cluster: Cluster, trials: Trials) -> Plan:
-    """With its prediction; backwards elsewhere recompute if that may be, and pays."""
-    tried = trials.run(plan)
-    if request.recompute is not None:
-        return tried
-    return settled_traffic(guessed_traffic(tried, cluster, trials), trials)
-
-
-def _long_steps(profile: Profile, cluster: Cluster, request: PlanRequest) -> Iterator[PlanRequest]:
+def _long_steps(problem: Problem) -> Iterator[PlanRequest]:
     """Flushed steps so long that the best stages for them are the best without flushes."""
+    request, ranks = problem.request, problem.cluster.ranks
     apart = bool(request.backward_apart)
     may = apart and request.recompute is None
     plain = replace(
         request.without_variants, recompute=None if may else False, backward_apart=apart
     )
     if apart:
-        stages = request.stages or max(1, cluster.ranks // 2)
+        stages = request.stages or max(1, ranks // 2)
         for size in _sizes(request, 2 * stages):
             yield replace(balanced(plain, stages, size), stages=request.stages)
         return
-    for stages in reversed(stage_counts(request, cluster.ranks, len(condense(profile)))):
+    for stages in reversed(stage_counts(request, ranks, len(problem.graph))):
         for size in _sizes(request, stages):
             yield balanced(plain, stages, size)
 
 
 def _sizes(request: PlanRequest, ranks: int) -> list[int]:
     """Micro-batch sizes to try for a pipeline of so many ranks, the largest first."""
-    batch = request.batch_size
     assert request.schedule is not None
     staleness = SCHEDULES[request.schedule].staleness
     assert staleness is not None
@@ -115,10 +110,8 @@ def _sizes(request: PlanRequest, ranks: int) -> list[int]:
                 f"so a batch cannot be cut into {request.micro_batches}",
                 cure=f"leave {request.named('micro_batches')} out, or use another schedule",
             )
-        return [batch]
-    if request.micro_batches is not None:
-        return micro_batch_sizes(request, batch)
-    return sorted({ceil(batch / (count * ranks)) for count in MICRO_BATCHES_A_RANK}, reverse=True)
+        return [request.batch_size]
+    return pipeline_sizes(request, ranks, MICRO_BATCHES_PER_RANK)
 
 
 def _unflushed(plan: Plan, request: PlanRequest) -> Plan:
@@ -139,7 +132,7 @@ def _unflushed(plan: Plan, request: PlanRequest) -> Plan:
         assumptions=(
             *plan.assumptions,
             _semantics(schedule, warm_up),
-            *other_count(request, micro_batches, plan.micro_batch_size),
+            *count_assumptions(request, micro_batches, plan.micro_batch_size),
         ),
     )
 

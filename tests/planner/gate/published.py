@@ -21,8 +21,9 @@ from pipectl.planner import PlanRequest
 from pipectl.planner.baselines.pipedream import antichain_states
 from pipectl.planner.costs.links import Message
 from pipectl.planner.graph.imported import prepared
-from pipectl.planner.partition.plans import Choice, PlanBuilder
+from pipectl.planner.partition.layout import Choice
 from pipectl.planner.partition.replicas import consecutive
+from pipectl.planner.problem import Problem
 from pipectl.profile import Profile
 from pipectl.schedule.one_f_one_b import policy_a, policy_b
 
@@ -125,7 +126,7 @@ def plans_of(profile: Profile, entry: dict[str, Any], cluster: Cluster) -> Itera
     count = entry["global_batch"] // size
     request = PlanRequest("listed", entry["global_batch"], replicas=None)
     builder, ranks = (
-        PlanBuilder(profile, cluster, request),
+        Problem(profile, cluster, request),
         consecutive([n for _, n in entry["plan"]]),
     )
     for warm_up in (policy_a(len(ranks), count), policy_b(len(ranks), count)):

@@ -19,7 +19,7 @@ from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.graph.blocks import condense
 from pipectl.planner.graph.downsets import Enumeration, all_downsets
 from pipectl.planner.judge import Candidates, Judge
-from pipectl.planner.partition.estimate import Layout
+from pipectl.planner.partition.layout import Layout
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import micro_batch_sizes, open_orders
 from pipectl.profile import Profile

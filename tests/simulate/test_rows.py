@@ -1,15 +1,10 @@
 """What the simulator takes from a plan in its own, shorter ways is what the schedule says."""
 
-import dataclasses
-
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipectl.plan import StagePeaks
-from pipectl.schedule import lower, peak_memory_bytes
-from pipectl.simulate import simulate
+from pipectl.schedule import lower
 from pipectl.simulate.rows import given_parts, parts_of
 from pipectl.simulate.streams import Numbering
 from pipectl.simulate.tables import COMPUTE, KIND, OPERATIONS, STAGE, STREAM, WAIT
@@ -42,21 +37,3 @@ def test_stages_that_do_the_same_share_their_rows(pipeline):
     plan = pipeline(40, 6)
     parts = parts_of(plan, Numbering(plan))
     assert len({id(part.rows) for part in parts}) == 8  # first, middle, and six with few to come
-
-
-@settings(max_examples=150, deadline=None)
-@given(seed=st.integers(0, 10**6))
-def test_peaks_of_all_ranks_are_those_of_the_schedule(random_case, seed):
-    plan, cluster = random_case(seed)
-    if seed % 2:
-        peaks = StagePeaks(*np.random.default_rng(seed).integers(0, 900, 4).tolist())
-        first = dataclasses.replace(
-            plan.stages[0], cost=dataclasses.replace(plan.stages[0].cost, peaks=peaks)
-        )
-        plan = dataclasses.replace(plan, stages=(first, *plan.stages[1:]))
-    expected = [
-        peak_memory_bytes(plan, rank, lower(plan, rank), process_baseline_bytes=7)
-        for rank in range(plan.ranks)
-    ]
-    found = simulate(plan, cluster, process_baseline_bytes=7).peak_memory_bytes
-    assert found == pytest.approx(expected, abs=1)
