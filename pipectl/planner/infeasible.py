@@ -11,7 +11,7 @@ from pipectl.plan import Plan
 from pipectl.planner.costs.devices import Mix, mixes, one_each, placements
 from pipectl.planner.costs.stage_costs import largest_peak_bytes
 from pipectl.planner.judge import predicted
-from pipectl.planner.partition.cutter import Cut, Cutter, Fit, plain_fit
+from pipectl.planner.partition.cutter import Cutter, Fit, plain_fit
 from pipectl.planner.partition.layout import Layout
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import Order, PlanRequest, micro_batch_sizes, open_orders
@@ -19,7 +19,8 @@ from pipectl.schedule.gpipe import GPIPE
 from pipectl.schedule.one_f_one_b import ONE_F_ONE_B
 from pipectl.units import format_bytes
 
-_FEW = 8
+MANY = 8
+"""Numbers of stages: the fewest and the most of more are tried."""
 Candidate = tuple[Layout, int, Order]
 """A layout, a micro-batch size and an order."""
 Demand = tuple[Plan, tuple[int, ...]]
@@ -32,11 +33,25 @@ def least_demanding(
     """What was made for little memory and exceeds its limits least, or does not.
 
     Args:
-        counts: numbers of stages that were allowed.
+        counts: numbers of stages that were allowed; more stages rarely need more memory.
     """
-    return min(
-        _smallest_peaks(problem, cutter, counts), key=lambda found: _worst(problem, found[1][1])[0]
-    )
+    request, found = problem.request, []
+    size = micro_batch_sizes(request, request.batch_size)[-1]
+    again, states = request.recompute is not False, len(problem.graph) + 1
+    for stages in sorted({*counts[:MANY], *counts[-MANY:]}):
+        order = open_orders(request, stages, problem.micro_batches(size))[0]
+        for mix in mixes(problem.devices, states, stages, stages):
+            fit = plain_fit(problem, size, order[1], mix, recompute=again)
+            for cut in cutter.smallest_peak(fit):
+                for placement in placements(problem.cluster, problem.devices, cut.kinds):
+                    recompute = (True,) * stages if request.recompute else cut.recompute
+                    layout = Layout(cut.partition, one_each(placement), recompute)
+                    plan = problem.plan(problem.choice(layout, size, order))
+                    tried = predicted(plan, problem.cluster, problem.baseline_bytes)
+                    assert tried.prediction is not None
+                    demand = tried, tried.prediction.peak_memory_bytes
+                    found.append(((layout, size, order), demand))
+    return min(found, key=lambda each: _worst(problem, each[1][1])[0])
 
 
 def infeasible(problem: Problem, cutter: Cutter, demand: Demand) -> InfeasibleError:
@@ -50,39 +65,6 @@ def infeasible(problem: Problem, cutter: Cutter, demand: Demand) -> InfeasibleEr
         f"{format_bytes(excess)} more than its limit of {format_bytes(limit)}"
     )
     return InfeasibleError(message, cure="; ".join(_cures(problem, cutter, plan, peaks, rank)))
-
-
-def _smallest_peaks(
-    problem: Problem, cutter: Cutter, counts: Sequence[int]
-) -> Iterator[tuple[Candidate, Demand]]:
-    """Plans made for little memory, with what each of their ranks needs."""
-    request = problem.request
-    size = micro_batch_sizes(request, request.batch_size)[-1]
-    for stages in _some(counts):
-        order = open_orders(request, stages, problem.micro_batches(size))[0]
-        for cut in _smallest(problem, cutter, size, order[1]):
-            for placement in placements(problem.cluster, problem.devices, cut.kinds):
-                again = (True,) * stages if request.recompute else cut.recompute
-                layout = Layout(cut.partition, one_each(placement), again)
-                plan = problem.plan(problem.choice(layout, size, order))
-                tried = predicted(plan, problem.cluster, problem.baseline_bytes)
-                assert tried.prediction is not None
-                yield (layout, size, order), (tried, tried.prediction.peak_memory_bytes)
-
-
-def _some(counts: Sequence[int]) -> Sequence[int]:
-    """The most stages of all, and the fewest; more stages rarely need more memory."""
-    return sorted({*counts[:_FEW], *counts[-_FEW:]})
-
-
-def _smallest(problem: Problem, cutter: Cutter, size: int, warm_up: Sequence[int]) -> list[Cut]:
-    stages, recompute = len(warm_up), problem.request.recompute is not False
-    states = len(problem.graph) + 1
-    return [
-        cut
-        for mix in mixes(problem.devices, states, stages, stages)
-        for cut in cutter.smallest_peak(plain_fit(problem, size, warm_up, mix, recompute=recompute))
-    ]
 
 
 def _worst(problem: Problem, peaks: Sequence[int]) -> tuple[float, int]:
@@ -112,9 +94,15 @@ def _breakdown(problem: Problem, plan: Plan, rank: int) -> str:
 def _cures(
     problem: Problem, cutter: Cutter, plan: Plan, peaks: Sequence[int], rank: int
 ) -> Iterator[str]:
-    """Changes that need less memory, each with the peak it is estimated to have."""
-    limit = problem.limit_bytes(rank)
-    yield " and ".join(_room(problem, peaks)) + " would do"
+    """What would have to be raised, and changes that need less memory, each with the peak it is
+    estimated to have."""
+    limit, most = problem.limit_bytes(rank), max(peaks)
+    room, asked = [], problem.request.memory_limit_bytes
+    if asked is not None and asked < most:
+        room.append(f"{problem.request.named('memory_limit')} {ceil(most / 2**20)}MiB")
+    if any(peak > problem.cluster.memory_of(rank, None) for rank, peak in enumerate(peaks)):
+        room.append(f"ranks with {ceil(most / 2**20)} MiB of memory")
+    yield " and ".join(room) + " would do"
     if limit <= problem.baseline_bytes:
         return
     now = _estimate(problem, cutter, problem.request, len(plan.stages), limit)
@@ -125,22 +113,17 @@ def _cures(
             yield f"{name}: about {format_bytes(peak)} ({fits})"
 
 
-def _room(problem: Problem, peaks: Sequence[int]) -> Iterator[str]:
-    """What has to be raised for a plan with these peaks."""
-    most, asked = max(peaks), problem.request.memory_limit_bytes
-    if asked is not None and asked < most:
-        yield f"{problem.request.named('memory_limit')} {ceil(most / 2**20)}MiB"
-    if any(peak > problem.cluster.memory_of(rank, None) for rank, peak in enumerate(peaks)):
-        yield f"ranks with {ceil(most / 2**20)} MiB of memory"
-
-
 def _changes(problem: Problem, plan: Plan) -> Iterator[tuple[str, PlanRequest, int]]:
     """(description, changed request, stages) of what a user could change."""
     request, stages = problem.request, len(plan.stages)
     more = min(2 * stages, len(problem.graph))
     if more > stages:
-        free = replace(request, stages=None, warm_up=None)
-        yield _more_stages(problem, more), free, more
+        name = f"--devices {more}"
+        if request.from_job and more <= problem.cluster.ranks:
+            name = f"pipeline.stages {more}"
+        elif request.from_job:
+            name = f"{more} stages on {more} ranks"
+        yield name, replace(request, stages=None, warm_up=None), more
     if request.schedule == GPIPE.name:
         yield f"schedule {ONE_F_ONE_B.name}", replace(request, schedule=ONE_F_ONE_B.name), stages
     for factor in (2, 4, 8):
@@ -148,14 +131,6 @@ def _changes(problem: Problem, plan: Plan) -> Iterator[tuple[str, PlanRequest, i
         if request.micro_batches is not None and count <= request.batch_size:
             name = f"{request.named('micro_batches')} {count}"
             yield name, replace(request, micro_batches=count), stages
-
-
-def _more_stages(problem: Problem, stages: int) -> str:
-    """How a user gets so many stages."""
-    if not problem.request.from_job:
-        return f"--devices {stages}"
-    within = stages <= problem.cluster.ranks
-    return f"pipeline.stages {stages}" if within else f"{stages} stages on {stages} ranks"
 
 
 def _estimate(

@@ -3,15 +3,26 @@
 Compiled; the arrays are described in :mod:`pipectl.simulate.tables`. The queue holds (time, number,
 rank or pool of cores); numbers rise with every event foreseen, so events at one time are taken in
 the order they were foreseen.
+
+Every part of a way carries one transfer at a time, in the order in which they were ready, for a
+time that depends on the part's link and the bytes. A transfer begins on a part when it has begun on
+the one before and the part is free, and is over a latency after all parts have carried it: parts
+work at once, as the switches of a network do, and a fast part that waits for a slow one is free for
+others.
+
+On nodes with fewer cores than ranks, n computing ranks each run at min(1, cores / n). Work is
+measured on a virtual clock that runs at this rate, so a change of n moves the clock and not the end
+of every rank's work. ``pool`` is the index of such a node.
 """
 
 from __future__ import annotations
 
 from math import inf
 
+import numpy as np
+
+from pipectl.arrays import Floats
 from pipectl.compiled import compiled_in_place, part_of_kernel
-from pipectl.simulate.cores import begin_work, end_work, next_end
-from pipectl.simulate.heap import drop_first, push
 from pipectl.simulate.tables import (
     COMPUTE,
     KIND,
@@ -28,11 +39,11 @@ from pipectl.simulate.tables import (
     UPDATE,
     WAIT,
     Costs,
+    Heap,
     Network,
     Programs,
     State,
 )
-from pipectl.simulate.way import arrival
 
 
 @compiled_in_place
@@ -42,8 +53,9 @@ def advance(programs: Programs, costs: Costs, network: Network, state: State, ev
     for _ in range(events):
         if state.counter[QUEUED] == 0:
             break
-        now, number, item = state.event_time[0], state.event_number[0], state.event_item[0]
-        drop_first(state.event_time, state.event_number, state.event_item, 0, state.counter[QUEUED])
+        first = state.events
+        now, number, item = first.time[0], first.number[0], first.item[0]
+        drop_first(state.events, 0, state.counter[QUEUED])
         state.counter[QUEUED] -= 1
         if item < ranks:
             state.now[0] = max(state.now[0], now)
@@ -155,39 +167,20 @@ def _record(state: State, rank: int, position: int, begun: float, now: float) ->
 def _foresee(state: State, time: float, item: int) -> None:
     """Put an event into the queue; makes room by removing alarms that are void."""
     state.counter[NUMBER] += 1
-    if state.counter[QUEUED] == len(state.event_time):
+    if state.counter[QUEUED] == len(state.events.time):
         _remove_void(state)
-    push(
-        state.event_time,
-        state.event_number,
-        state.event_item,
-        0,
-        state.counter[QUEUED],
-        time,
-        state.counter[NUMBER],
-        item,
-    )
+    push(state.events, 0, state.counter[QUEUED], time, state.counter[NUMBER], item)
     state.counter[QUEUED] += 1
 
 
 @part_of_kernel
 def _remove_void(state: State) -> None:
     """Every rank has at most one event, and every pool of cores one that is valid."""
-    ranks, kept = len(state.since), 0
+    ranks, events, kept = len(state.since), state.events, 0
     for index in range(state.counter[QUEUED]):
-        time, number = state.event_time[index], state.event_number[index]
-        item = state.event_item[index]
+        number, item = events.number[index], events.item[index]
         if item < ranks or state.pool_alarm[item - ranks] == number:
-            push(
-                state.event_time,
-                state.event_number,
-                state.event_item,
-                0,
-                kept,
-                time,
-                number,
-                item,
-            )
+            push(events, 0, kept, events.time[index], number, item)
             kept += 1
     state.counter[QUEUED] = kept
 
@@ -294,3 +287,115 @@ def _set_alarm(costs: Costs, state: State, pool: int) -> None:
         _foresee(state, next_end(costs, state, pool), len(state.since) + pool)
     else:
         state.counter[NUMBER] += 1
+
+
+@part_of_kernel
+def arrival(network: Network, free_at: Floats, stream: int, size_bytes: float, now: float) -> float:
+    """When a transfer that is ready now is over; takes its place in the queues of its way."""
+    begun, end = now, now
+    for part in range(network.way[stream], network.way[stream + 1]):
+        queue = network.queue[part]
+        begun = max(begun, free_at[queue])
+        free_at[queue] = begun + hold_s(network, network.link[part], size_bytes)
+        end = max(end, free_at[queue])
+    return end + float(network.latency_s[stream])
+
+
+@part_of_kernel
+def hold_s(network: Network, link: int, size_bytes: float) -> float:
+    """The same as :meth:`pipectl.link.Link.hold_s`, from tables."""
+    first, end = network.timing[link], network.timing[link + 1]
+    bandwidth = network.link_bandwidth[link]
+    if first == end:
+        return float(size_bytes / bandwidth)
+    sizes, times = network.timing_bytes, network.timing_s
+    above = first + np.searchsorted(sizes[first:end], size_bytes)
+    if above == first:
+        time_s = times[first]
+    elif above == end:
+        time_s = times[end - 1] + (size_bytes - sizes[end - 1]) / bandwidth
+    else:
+        rise = (times[above] - times[above - 1]) * (size_bytes - sizes[above - 1])
+        time_s = times[above - 1] + rise / (sizes[above] - sizes[above - 1])
+    return max(0.0, float(time_s - network.link_latency_s[link]))
+
+
+@part_of_kernel
+def begin_work(costs: Costs, state: State, pool: int, rank: int, work_s: float, now: float) -> None:
+    """A rank begins to compute what would take ``work_s`` on a core of its own."""
+    elapsed = now - state.pool_time[pool]
+    state.pool_clock[pool] += elapsed * _rate(costs, state, pool)
+    state.pool_time[pool] = now
+    end = state.pool_clock[pool] + work_s
+    push(state.work, costs.pool_base[pool], state.pool_size[pool], end, rank, rank)
+    state.pool_size[pool] += 1
+
+
+@part_of_kernel
+def end_work(costs: Costs, state: State, pool: int, now: float) -> int:
+    """The rank whose work ends now; of several the lowest."""
+    base = costs.pool_base[pool]
+    rank = state.work.item[base]
+    state.pool_clock[pool] = state.work.time[base]
+    state.pool_time[pool] = now
+    drop_first(state.work, base, state.pool_size[pool])
+    state.pool_size[pool] -= 1
+    return int(rank)
+
+
+@part_of_kernel
+def next_end(costs: Costs, state: State, pool: int) -> float:
+    """When the next work ends if none begins before."""
+    left_s = max(0.0, float(state.work.time[costs.pool_base[pool]] - state.pool_clock[pool]))
+    return float(state.pool_time[pool]) + left_s / _rate(costs, state, pool)
+
+
+@part_of_kernel
+def _rate(costs: Costs, state: State, pool: int) -> float:
+    return min(1.0, float(costs.pool_cores[pool] / max(1, state.pool_size[pool])))
+
+
+@part_of_kernel
+def push(heap: Heap, base: int, size: int, time: float, number: int, item: int) -> None:
+    """Add an entry to the heap of ``size`` entries that starts at index ``base``."""
+    times, numbers, items = heap
+    place = size
+    while place > 0:
+        above = (place - 1) >> 1
+        at = base + above
+        if times[at] < time or (times[at] == time and numbers[at] < number):
+            break
+        times[base + place] = times[at]
+        numbers[base + place] = numbers[at]
+        items[base + place] = items[at]
+        place = above
+    times[base + place] = time
+    numbers[base + place] = number
+    items[base + place] = item
+
+
+@part_of_kernel
+def drop_first(heap: Heap, base: int, size: int) -> None:
+    """Remove the first entry, which is at ``base``, of a heap of ``size`` entries."""
+    times, numbers, items = heap
+    last = base + size - 1
+    time, number, item = times[last], numbers[last], items[last]
+    place, below = 0, 1
+    while below < size - 1:
+        at = base + below
+        other = at + 1
+        if below + 1 < size - 1 and (
+            times[other] < times[at] or (times[other] == times[at] and numbers[other] < numbers[at])
+        ):
+            below += 1
+            at += 1
+        if time < times[at] or (time == times[at] and number < numbers[at]):
+            break
+        times[base + place] = times[at]
+        numbers[base + place] = numbers[at]
+        items[base + place] = items[at]
+        place = below
+        below = 2 * place + 1
+    times[base + place] = time
+    numbers[base + place] = number
+    items[base + place] = item

@@ -9,13 +9,15 @@ What is modelled:
   of a step, what follows a computation, the meeting before an update and its end
   (:mod:`pipectl.row_times`). On shared cores the time of rows is added to the next computation.
 - A message moves once both ends have started it (rendezvous) and passes links that it may share
-  (:mod:`pipectl.simulate.network`, :mod:`pipectl.simulate.way`).
+  (:mod:`pipectl.simulate.network`, :mod:`pipectl.simulate.events`).
 - Copies to and from the memory of the host follow one another in each direction.
 - Gradients are summed over the replicas of a stage once all of them have started that, while they
   compute on; sums do not share links with anything else (:mod:`pipectl.simulate.reduction`).
 - Ranks of a node share its cores evenly while more of them compute than there are cores.
-- At UPDATE all ranks meet, then each updates its stages. Where steps are not flushed they do not
-  meet, and what is simulated is the steady state (:mod:`pipectl.simulate.steady`).
+- At UPDATE all ranks meet, then each updates its stages.
+- Where steps are not flushed, ranks do not meet, and what is simulated is the steady state. Two
+  stretches are executed from empty pipeline to empty one, the second with as many steps more as the
+  first has bodies. Both fill and drain alike, so what they differ in is the steady state.
 
 Events at the same time are taken in the order they were foreseen, so equal inputs give equal
 results.
@@ -24,18 +26,24 @@ results.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from math import ceil
 
 from pipectl.cluster import Cluster
 from pipectl.errors import MismatchError
 from pipectl.plan import Plan, Prediction
 from pipectl.schedule.actions import EVENT_NAMES, Kind, Program
+from pipectl.schedule.lowering import lower
 from pipectl.schedule.registry import is_unflushed
-from pipectl.simulate import steady
+from pipectl.schedule.unflushed import steps_apart
 from pipectl.simulate.machine import Machine, Record
+from pipectl.simulate.rows import with_sizes
 from pipectl.timeline import Event, Timeline
+
+SETTLED = 4
+"""Micro-batches for every stage, by the end of which all wait as long as in all later steps, where
+steps overlap."""
 
 
 @dataclass(frozen=True)
@@ -100,46 +108,6 @@ def simulate(
         MismatchError: if the plan uses nodes the cluster lacks.
         ScheduleError: if the programs wait for each other for ever.
     """
-    _check_nodes(plan, cluster)
-    if is_unflushed(plan):
-        return _simulate_steady(plan, cluster, programs, process_baseline_bytes)
-    machine = Machine(plan, cluster, programs)
-    step_time_s = machine.run()
-    return _simulation(
-        step_time_s,
-        machine.busy_s(),
-        peak_memory_bytes=machine.peak_memory_bytes(process_baseline_bytes),
-        peak_flops_per_s=cluster.peak_flops_per_s(plan.node_of_rank),
-        record=lambda: _record(plan, cluster, programs),
-    )
-
-
-def _simulate_steady(
-    plan: Plan, cluster: Cluster, programs: Sequence[Program] | None, baseline: int
-) -> Simulation:
-    found = steady.steady_state(plan, cluster, programs, process_baseline_bytes=baseline)
-    return _simulation(
-        found.step_time_s,
-        found.busy_s,
-        peak_memory_bytes=found.peak_memory_bytes,
-        peak_flops_per_s=cluster.peak_flops_per_s(plan.node_of_rank),
-        record=lambda: steady.record(plan, cluster, programs),
-    )
-
-
-def _simulation(step_time_s: float, busy_s: Sequence[float], **others: Any) -> Simulation:
-    utilisation = tuple(busy / step_time_s if step_time_s else 0.0 for busy in busy_s)
-    bubble = max(0.0, 1 - sum(utilisation) / len(utilisation))  # sums round
-    return Simulation(step_time_s, bubble, utilisation, **others)
-
-
-def _record(plan: Plan, cluster: Cluster, programs: Sequence[Program] | None) -> list[Record]:
-    machine = Machine(plan, cluster, programs, record=True)
-    machine.run()
-    return machine.records()
-
-
-def _check_nodes(plan: Plan, cluster: Cluster) -> None:
     used = 1 + max(plan.node_of_rank)
     if used > len(cluster.nodes):
         raise MismatchError(
@@ -147,3 +115,51 @@ def _check_nodes(plan: Plan, cluster: Cluster) -> None:
             f"{len(cluster.nodes)}",
             cure="plan again for this cluster",
         )
+    if is_unflushed(plan):
+        bodies = max(2, ceil(SETTLED * len(plan.stages) / plan.micro_batches))
+        machine, longer = (_stretch(plan, cluster, programs, bodies * n) for n in (1, 2))
+        short_s, long_s = machine.run(), longer.run()
+        step_time_s = (long_s - short_s) / bodies
+        busy = zip(machine.busy_s(), longer.busy_s(), strict=True)
+        busy_s = [(more - less) / bodies for less, more in busy]
+    else:
+        machine = Machine(plan, cluster, programs)
+        step_time_s, busy_s = machine.run(), machine.busy_s()
+    utilisation = tuple(busy / step_time_s if step_time_s else 0.0 for busy in busy_s)
+    return Simulation(
+        step_time_s=step_time_s,
+        bubble=max(0.0, 1 - sum(utilisation) / len(utilisation)),  # sums round
+        utilisation=utilisation,
+        peak_memory_bytes=machine.peak_memory_bytes(process_baseline_bytes),
+        peak_flops_per_s=cluster.peak_flops_per_s(plan.node_of_rank),
+        record=lambda: _record(plan, cluster, programs),
+    )
+
+
+def _record(plan: Plan, cluster: Cluster, programs: Sequence[Program] | None) -> list[Record]:
+    """What every rank does; where steps overlap, in the shortest stretch that has a steady one."""
+    if is_unflushed(plan):
+        machine = _stretch(plan, cluster, programs, 1, record=True)
+    else:
+        machine = Machine(plan, cluster, programs, record=True)
+    machine.run()
+    return machine.records()
+
+
+def _stretch(
+    plan: Plan,
+    cluster: Cluster,
+    programs: Sequence[Program] | None,
+    bodies: int,
+    *,
+    record: bool = False,
+) -> Machine:
+    """A machine that executes steps one after the other, as one long step of all their
+    micro-batches."""
+    micro_batches = plan.micro_batches * (bodies + steps_apart(plan))
+    batch_size = micro_batches * plan.micro_batch_size
+    whole = replace(plan, micro_batches=micro_batches, batch_size=batch_size)
+    given = programs or [lower(plan, rank) for rank in range(plan.ranks)]
+    rows = [program.unrolled(bodies, plan.micro_batches) for program in given]
+    flat = [Program(with_sizes(plan, item)) for item in rows]
+    return Machine(whole, cluster, flat, record=record)

@@ -138,6 +138,14 @@ class Network(NamedTuple):
     timing_s: Floats
 
 
+class Heap(NamedTuple):
+    """A binary heap, ordered by time, then by a number that no two entries share."""
+
+    time: Floats
+    number: Integers
+    item: Integers
+
+
 QUEUED, NUMBER, MET, RECORDED, COUNTERS = range(5)
 """Indices of ``State.counter``: events in the queue, foreseen so far, ranks that met, records."""
 
@@ -157,10 +165,10 @@ class State(NamedTuple):
         next_waiting: of every waiting rank, the next one, behind the last the first.
         free_at: of every queue of the network.
         met: ranks that met, in order.
-        event_time, event_number, event_item: heap of events: ranks, and behind them pools.
+        events: to come, of ranks, and after them of pools.
         pool_size, pool_clock, pool_time, pool_alarm: of every pool of cores: ranks that compute,
             its virtual clock, when that was set, and the number of its valid event.
-        work_end, work_number, work_rank: heaps of the ranks that compute on each pool.
+        work: heaps of the ranks that compute on each pool.
         recorded: start and end of rows that took time; no rows if nothing is recorded.
         recorded_row: rank and row of each.
     """
@@ -177,16 +185,12 @@ class State(NamedTuple):
     next_waiting: Integers
     free_at: Floats
     met: Integers
-    event_time: Floats
-    event_number: Integers
-    event_item: Integers
+    events: Heap
     pool_size: Integers
     pool_clock: Floats
     pool_time: Floats
     pool_alarm: Integers
-    work_end: Floats
-    work_number: Integers
-    work_rank: Integers
+    work: Heap
     recorded: Floats
     recorded_row: Integers
 
@@ -217,16 +221,12 @@ def new_state(programs: Programs, costs: Costs, network: Network, *, record: boo
         next_waiting=np.zeros(ranks, dtype=np.int64),
         free_at=np.zeros(int(network.queue.max(initial=-1)) + 1),
         met=np.zeros(ranks, dtype=np.int64),
-        event_time=np.zeros(events),
-        event_number=np.arange(1, events + 1),
-        event_item=np.arange(events),
+        events=Heap(np.zeros(events), np.arange(1, events + 1), np.arange(events)),
         pool_size=np.zeros(pools, dtype=np.int64),
         pool_clock=np.zeros(pools),
         pool_time=np.zeros(pools),
         pool_alarm=np.zeros(pools, dtype=np.int64),
-        work_end=np.zeros(shared),
-        work_number=np.zeros(shared, dtype=np.int64),
-        work_rank=np.zeros(shared, dtype=np.int64),
+        work=Heap(np.zeros(shared), *np.zeros((2, shared), dtype=np.int64)),
         recorded=np.zeros((rows, 2)),
         recorded_row=np.zeros((rows, 2), dtype=np.int64),
     )

@@ -96,9 +96,12 @@ def _data_parallel(
 ) -> Estimate | None:
     """A whole model on every rank, each with an equal share of the batch."""
     ranks = min(cluster.ranks, request.batch_size)
+    distinct = {node.device: node for node in cluster.nodes}.values()
     found = [
-        _whole(profile, with_ranks(alone, 1), request, planner, ranks=ranks)
-        for alone in _distinct_nodes(cluster)
+        _whole(
+            profile, with_ranks(replace(cluster, nodes=(node,)), 1), request, planner, ranks=ranks
+        )
+        for node in distinct
     ]
     fitting = [each for each in found if each is not None]
     if len(fitting) < len(found):
@@ -108,12 +111,6 @@ def _data_parallel(
     sum_s = reduction_s(cluster, cluster.node_of_rank, range(ranks), _gradient_bytes(profile))
     step_s = slowest.step_s * crowding + sum_s
     return Estimate(ranks, step_s, sum_s, slowest.peak_memory_bytes)
-
-
-def _distinct_nodes(cluster: Cluster) -> list[Cluster]:
-    """One node of every kind of device."""
-    nodes = {node.device: node for node in cluster.nodes}
-    return [replace(cluster, nodes=(node,)) for node in nodes.values()]
 
 
 def _whole(

@@ -7,6 +7,7 @@ Every answer is a plan of its own, made for the changed cluster or request and s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from pipectl.simulate import simulate
 
 NOTHING = 1e-3
 """A smaller share of the step is no gain: plans that differ by less count as equal."""
-MOST_ALTERNATIVES = 4
+MAX_ALTERNATIVES = 4
 GIB = 2**30
 STOPPED = "not tried: planning was stopped"
 
@@ -124,12 +125,19 @@ def explain(
         return planner(profile, cluster, request)
 
     subject = _Subject(plan, profile, cluster, request, while_time)
+    best: dict[str, Plan] = {}
+    for other in (*others, *_variations(subject)):
+        words = difference(plan, other)
+        known = best.get(words)
+        if words and (known is None or other.predicted_step_s < known.predicted_step_s):
+            best[words] = other
+    ranked = sorted(best.items(), key=lambda item: (item[1].predicted_step_s, item[0]))
     return Explanation(
         plan=plan,
         measured_size=None if profile.has_several_sizes else profile.micro_batch_size,
         parts=step_parts(plan, cluster, simulate(plan, cluster)),
         link=busiest_link(plan, cluster),
-        alternatives=_alternatives(subject, others),
+        alternatives=tuple(Alternative(*each) for each in ranked[:MAX_ALTERNATIVES]),
         offers=tuple(_offers(subject)),
     )
 
@@ -149,6 +157,13 @@ class _Subject:
         request = replace(self.request, **changes)
         return self.planner(self.profile, cluster or self.cluster, request)
 
+    def offer(self, change: str, cluster: Cluster | None = None, **changes: Any) -> Offer:
+        """What a change buys."""
+        try:
+            return Offer(change, self.again(cluster, **changes).predicted_step_s)
+        except (InfeasibleError, OutOfTimeError) as error:
+            return Offer(change, reason=error.message)
+
 
 def _offers(subject: _Subject) -> Iterator[Offer]:
     """What changes buy; each is planned anew.
@@ -156,85 +171,45 @@ def _offers(subject: _Subject) -> Iterator[Offer]:
     Links twice as fast mean the same on every network; one GB/s more would be eight networks of
     1 Gbit/s, and nothing to one of 200 Gbit/s.
     """
-    cluster = subject.cluster
-    nodes = len(cluster.nodes)
-    yield _offer("one more node", lambda: subject.again(with_nodes(cluster, nodes + 1)))
-    yield _more_memory(subject)
+    plan, cluster, request = subject.plan, subject.cluster, subject.request
+    nodes, limit = len(cluster.nodes), request.memory_limit_bytes
+    yield subject.offer("one more node", with_nodes(cluster, nodes + 1))
+    change = "1 GiB more for every rank"
+    if limit is None and all(node.device.memory_bytes is None for node in cluster.nodes):
+        yield Offer(change, reason="nothing: memory is not limited")
+    else:
+        more = None if limit is None else limit + GIB
+        yield subject.offer(change, with_memory(cluster, GIB), memory_limit_bytes=more)
     if cluster.ranks > 1:
         where = "between nodes" if nodes > 1 else "within the node"
-        faster = with_faster_links(cluster, 2.0)
-        yield _offer(f"links {where} twice as fast", lambda: subject.again(faster))
-    yield _twice_the_micro_batches(subject)
-    if _may_gain_replicas(subject):
-        yield _offer("stages with replicas", lambda: subject.again(replicas=None))
-
-
-def _may_gain_replicas(subject: _Subject) -> bool:
-    """Whether our own search, which knows replicas, has been kept from them on several ranks."""
-    search, request = subject.plan.search, subject.request
-    own = search is not None and search.planner == OWN
-    return own and request.replicas == 1 and subject.cluster.ranks > 1
-
-
-def _more_memory(subject: _Subject) -> Offer:
-    change = "1 GiB more for every rank"
-    limit, cluster = subject.request.memory_limit_bytes, subject.cluster
-    if limit is None and all(node.device.memory_bytes is None for node in cluster.nodes):
-        return Offer(change, reason="nothing: memory is not limited")
-    more = None if limit is None else limit + GIB
-    larger = with_memory(cluster, GIB)
-    return _offer(change, lambda: subject.again(larger, memory_limit_bytes=more))
-
-
-def _twice_the_micro_batches(subject: _Subject) -> Offer:
-    count, batch_size = 2 * subject.plan.micro_batches, subject.request.batch_size
-    change = f"{count} micro-batches"
-    if count > batch_size:
-        return Offer(change, reason=f"the batch has only {batch_size} samples")
-    return _offer(change, lambda: subject.again(micro_batches=count))
-
-
-def _offer(change: str, plan: Callable[[], Plan]) -> Offer:
-    try:
-        return Offer(change, plan().predicted_step_s)
-    except (InfeasibleError, OutOfTimeError) as error:
-        return Offer(change, reason=error.message)
-
-
-def _alternatives(subject: _Subject, others: Iterable[Plan]) -> tuple[Alternative, ...]:
-    """The best plans that differ in stages, schedule or micro-batches, fastest first."""
-    found: dict[str, Plan] = {}
-    for other in (*others, *_variations(subject)):
-        words = difference(subject.plan, other)
-        known = found.get(words)
-        if words and (known is None or other.predicted_step_s < known.predicted_step_s):
-            found[words] = other
-    ranked = sorted(found.items(), key=lambda item: (item[1].predicted_step_s, item[0]))
-    return tuple(Alternative(words, other) for words, other in ranked[:MOST_ALTERNATIVES])
+        yield subject.offer(f"links {where} twice as fast", with_faster_links(cluster, 2.0))
+    count = 2 * plan.micro_batches
+    if count > request.batch_size:
+        reason = f"the batch has only {request.batch_size} samples"
+        yield Offer(f"{count} micro-batches", reason=reason)
+    else:
+        yield subject.offer(f"{count} micro-batches", micro_batches=count)
+    # Our own search knows replicas; it may have been kept from them on several ranks.
+    own = plan.search is not None and plan.search.planner == OWN
+    if own and request.replicas == 1 and cluster.ranks > 1:
+        yield subject.offer("stages with replicas", replicas=None)
 
 
 def _variations(subject: _Subject) -> Iterator[Plan]:
-    """The best plans with a decision of the chosen one changed."""
-    for changes in _changes(subject):
-        try:
-            yield subject.again(**changes)
-        except (InfeasibleError, OutOfTimeError):
-            continue
-
-
-def _changes(subject: _Subject) -> Iterator[dict[str, Any]]:
-    """What the planner was free to choose, with another choice."""
+    """The best plans with another choice of what the planner was free to choose."""
     plan, request = subject.plan, subject.request
     if request.listed is not None:
         return
+    changes: list[dict[str, Any]] = []
     if request.fixed_stages is None:
-        for stages in _near(len(plan.stages), subject.cluster.ranks):
-            yield {"stages": stages}
+        changes += [{"stages": n} for n in _near(len(plan.stages), subject.cluster.ranks)]
     if request.schedule is None and request.warm_up is None:
-        yield from ({"schedule": s.name} for s in COMPARED if s.name != plan.schedule)
+        changes += [{"schedule": s.name} for s in COMPARED if s.name != plan.schedule]
     if request.micro_batches is None:
-        for count in _near(plan.micro_batches, request.batch_size):
-            yield {"micro_batches": count}
+        changes += [{"micro_batches": n} for n in _near(plan.micro_batches, request.batch_size)]
+    for each in changes:
+        with suppress(InfeasibleError, OutOfTimeError):
+            yield subject.again(**each)
 
 
 def _near(number: int, most: int) -> Sequence[int]:
@@ -247,7 +222,8 @@ def difference(plan: Plan, other: Plan) -> str:
     """In which of its decisions ``other`` differs; empty where in none that is named."""
     parts = []
     if len(other.stages) != len(plan.stages):
-        parts.append(_count(len(other.stages), "stage"))
+        count = len(other.stages)
+        parts.append(f"{count} stage{'' if count == 1 else 's'}")
     if other.schedule != plan.schedule:
         parts.append(f"schedule {other.schedule}")
     if other.micro_batches != plan.micro_batches:
@@ -258,7 +234,3 @@ def difference(plan: Plan, other: Plan) -> str:
     elif not parts and other.warm_up != plan.warm_up:
         parts.append("another warm-up")
     return ", ".join(parts)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

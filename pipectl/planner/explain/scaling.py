@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -121,20 +121,17 @@ def scaling(
         counted: called with each number before it is planned.
     """
 
-    def found() -> Iterator[Count]:
-        for number in sorted(set(nodes)):
-            counted(number)
-            yield _count(profile, with_nodes(cluster, number), request, planner)
-
-    return Scaling(tuple(found()))
-
-
-def _count(profile: Profile, cluster: Cluster, request: PlanRequest, planner: Planner) -> Count:
-    nodes, ranks = len(cluster.nodes), cluster.ranks
-    try:
-        return Count(nodes, ranks, planner(profile, cluster, request))
-    except (InfeasibleError, OutOfTimeError) as error:
-        return Count(nodes, ranks, None, error.message)
+    counts = []
+    for number in sorted(set(nodes)):
+        counted(number)
+        machines = with_nodes(cluster, number)
+        plan, reason = None, ""
+        try:
+            plan = planner(profile, machines, request)
+        except (InfeasibleError, OutOfTimeError) as error:
+            reason = error.message
+        counts.append(Count(number, machines.ranks, plan, reason))
+    return Scaling(tuple(counts))
 
 
 def _gain(before: Count, after: Count) -> float:

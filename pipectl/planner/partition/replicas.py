@@ -112,16 +112,15 @@ class ReplicaSearch:
                     chosen.append(start)
             found = [self._descend(start) for start in chosen]
             for start in sorted(set(found))[:KICKED]:
-                loads = self._problem.block_times(start.size)
                 if self._fixed is None:
-                    drafts = kicks(start.draft, loads)
+                    drafts = kicks(start.draft, self._problem.block_times(start.size))
                     kicked = self._rated(drafts, start.size, start.order)
                     found += [self._descend(each) for each in kicked]
             starts = [*found, *starts]
         placed: dict[tuple[int, Layout], Proposal] = {}
         for start in sorted(set(starts))[: 2 * count]:
-            for proposal in self._placed(start):
-                placed.setdefault((proposal.size, proposal.layout), proposal)
+            proposal = self._placed(start)
+            placed.setdefault((proposal.size, proposal.layout), proposal)
         return sorted(placed.values())[:count]
 
     def near(self, proposal: Proposal) -> list[Proposal]:
@@ -130,12 +129,9 @@ class ReplicaSearch:
         loads, graph = self._problem.block_times(size), self._problem.graph
         partitions = dict.fromkeys(near_partitions(layout.partition, graph, loads, ()))
         layouts = [layout._replace(partition=each) for each in partitions]
-        if not layouts:
-            return []
-        steps_s = self._steps_s(layouts, size).tolist()
-        return sorted(
-            Proposal(*each) for each in zip(steps_s, [size] * len(layouts), layouts, strict=True)
-        )
+        steps_s = self._steps_s(layouts, size).tolist() if layouts else []
+        pairs = zip(steps_s, layouts, strict=True)
+        return sorted(Proposal(step_s, size, near) for step_s, near in pairs)
 
     def _starts(self) -> list[_Start]:
         """What the programme proposes for every size, rated on every order of the ranks."""
@@ -202,16 +198,16 @@ class ReplicaSearch:
             best = nearest
         return best
 
-    def _placed(self, start: _Start) -> Iterator[Proposal]:
-        """A draft on consecutive ranks, and on those that DAPPLE's policies choose."""
+    def _placed(self, start: _Start) -> Proposal:
+        """A draft on consecutive ranks, or on those that DAPPLE's policies choose."""
         replicas, node_of = start.draft.replicas, self._problem.cluster.node_of_rank
         choices = [consecutive(replicas, start.order)]
         if self._ranks <= MANY_RANKS:
             choices += [placed(node_of, replicas, take) for take in POLICIES.values()]
         layouts = [Layout(start.draft.partition, ranks) for ranks in dict.fromkeys(choices)]
-        steps_s = self._steps_s(layouts, start.size).tolist()
-        step_s, place = min((step_s, place) for place, step_s in enumerate(steps_s))
-        yield Proposal(step_s, start.size, layouts[place])
+        steps_s = self._steps_s(layouts, start.size)
+        best = int(steps_s.argmin())
+        return Proposal(float(steps_s[best]), start.size, layouts[best])
 
     def _shortest_ways(self, size: int) -> Iterator[Draft]:
         """Under every cap of the load the stages that a micro-batch passes fastest."""
@@ -346,16 +342,14 @@ Take = Callable[[Sequence[list[int]], Sequence[int], int], list[int]]
 
 def fresh_first(free: Sequence[list[int]], sizes: Sequence[int], count: int) -> list[int]:
     """Ranks of unused machines, then of the others, machine by machine."""
-    unused = [row for row, size in zip(free, sizes, strict=True) if len(row) == size]
-    others = [row for row, size in zip(free, sizes, strict=True) if len(row) < size]
-    return _take([*unused, *others], count)
+    in_use = [len(row) < size for row, size in zip(free, sizes, strict=True)]
+    return _take(free, sorted(range(len(free)), key=in_use.__getitem__), count)
 
 
 def append_first(free: Sequence[list[int]], sizes: Sequence[int], count: int) -> list[int]:
     """Ranks of machines in use, then of unused ones, machine by machine."""
-    unused = [row for row, size in zip(free, sizes, strict=True) if len(row) == size]
-    others = [row for row, size in zip(free, sizes, strict=True) if len(row) < size]
-    return _take([*others, *unused], count)
+    unused = [len(row) == size for row, size in zip(free, sizes, strict=True)]
+    return _take(free, sorted(range(len(free)), key=unused.__getitem__), count)
 
 
 def scatter_first(free: Sequence[list[int]], sizes: Sequence[int], count: int) -> list[int]:
@@ -368,11 +362,11 @@ def scatter_first(free: Sequence[list[int]], sizes: Sequence[int], count: int) -
     return sorted(found)
 
 
-def _take(rows: Sequence[list[int]], count: int) -> list[int]:
+def _take(free: Sequence[list[int]], machines: Sequence[int], count: int) -> list[int]:
     found: list[int] = []
-    for row in rows:
-        while row and len(found) < count:
-            found.append(row.pop(0))
+    for machine in machines:
+        while free[machine] and len(found) < count:
+            found.append(free[machine].pop(0))
     return found
 
 
