@@ -91,8 +91,7 @@ class Machine:
         """The most each rank holds at once, the process included."""
         actions = [program.body for program in self._given or ()]
         amounts = amounts_of(self._plan, self._connections, actions)
-        room = np.zeros(int((self.programs.end - self.programs.first).max()))
-        found = peak_bytes(self.programs, self.costs.share, amounts, room)
+        found = peak_bytes(self.programs, self.costs.share, amounts)
         return tuple(process_baseline_bytes + round(peak) for peak in found.tolist())
 
     def records(self) -> list[Record]:

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipectl.arrays import Floats, Integers
-from pipectl.compiled import compiled, part_of_kernel
+from pipectl.compiled import compiled_in_place, part_of_kernel
 from pipectl.graph import TransferKind
 from pipectl.plan import Plan
 from pipectl.schedule.actions import Actions, Kind, Program
@@ -84,18 +84,46 @@ class Amounts(NamedTuple):
     versions: Floats
 
 
-@compiled
-def peak_bytes(programs: Programs, share: Floats, amounts: Amounts, levels: Floats) -> Floats:
-    """The most each rank holds; shape [ranks].
+def peak_bytes(programs: Programs, share: Floats, amounts: Amounts) -> Floats:
+    """The most each rank holds; shape [ranks]."""
+    peaks, _ = _executed(programs, share, amounts)
+    return peaks
+
+
+def _executed(programs: Programs, share: Floats, amounts: Amounts) -> tuple[Floats, Floats]:
+    """The most each rank holds, and what the last one holds in each of its rows."""
+    peaks = amounts.resident.copy()
+    levels = np.zeros(int((programs.end - programs.first).max()))
+    seen = np.full(len(amounts.gradient), -1, dtype=np.int64)
+    most = programs.rows.max(axis=0, initial=0)
+    moving = np.zeros((2, most[STAGE] + 1, most[MICRO_BATCH] + 2))
+    _execute(programs, share, amounts, seen, moving, peaks, levels)
+    return peaks, levels
+
+
+ARRIVED, LEAVING = range(2)
+"""Activations that are not kept, by what reads and what makes them."""
+
+
+@compiled_in_place
+def _execute(
+    programs: Programs,
+    share: Floats,
+    amounts: Amounts,
+    seen: Integers,
+    moving: Floats,
+    peaks: Floats,
+    levels: Floats,
+) -> None:
+    """Fill in the peaks.
 
     Args:
+        seen: room for the last step of every stage, below 0.
+        moving: zeros; activations by stage and micro-batch.
+        peaks: what ranks hold from step to step.
         levels: room for every row of a rank; filled with what the last one holds in each.
     """
-    peaks = amounts.resident.copy()
-    seen = np.full(len(amounts.gradient), -1, dtype=np.int64)
-    slots = 1 + max(0, programs.rows[:, STAGE].max())
-    micro_batches = 2 + max(0, programs.rows[:, MICRO_BATCH].max())
-    arrived, leaving = np.zeros((2, slots, micro_batches))  # activations, by what reads or makes
+    arrived, leaving = moving[ARRIVED], moving[LEAVING]
     step = 0
     for rank in range(len(peaks)):
         first, end = programs.first[rank], programs.end[rank]
@@ -137,7 +165,6 @@ def peak_bytes(programs: Programs, share: Floats, amounts: Amounts, levels: Floa
             peaks[rank] = max(peaks[rank], level)
             levels[position - first] = level
             held += born - dead
-    return peaks
 
 
 @part_of_kernel
@@ -187,11 +214,11 @@ def memory_bytes(plan: Plan, rank: int, program: Program) -> Floats:
     rows = rows[rows[:, KIND] != MEET]
     part = Part(0, rows, range(len(plan.stages)), range(numbering.streams))
     amounts = amounts_of(plan, numbering.connections, [actions])
-    resident, levels = np.array([float(resident_bytes(plan, rank))]), np.zeros(len(rows))
-    if len(rows):
-        amounts = amounts._replace(resident=resident)
-        peak_bytes(flatten([part]), shares_of_sizes(plan), amounts, levels)
-    return levels
+    resident = np.array([float(resident_bytes(plan, rank))])
+    if not len(rows):
+        return np.zeros(0)
+    amounts = amounts._replace(resident=resident)
+    return _executed(flatten([part]), shares_of_sizes(plan), amounts)[1]
 
 
 def amounts_of(

@@ -103,9 +103,16 @@ def test_recompute_everywhere_if_that_is_asked(deep) -> None:
     assert plan.predicted_step_s > step_s(deep, cluster_of(8))
 
 
-@pytest.mark.parametrize("memory_bytes", [None, SHORT, SHORTER])
-@pytest.mark.parametrize("recompute", [False, None])
-@pytest.mark.parametrize("host_link", [TO_HOST, SLOW_TO_HOST])
+@pytest.mark.parametrize(
+    ("memory_bytes", "recompute", "host_link"),
+    [
+        (None, False, TO_HOST),
+        (SHORT, False, TO_HOST),
+        (SHORT, None, SLOW_TO_HOST),
+        (SHORTER, False, SLOW_TO_HOST),
+        (SHORTER, None, TO_HOST),
+    ],
+)
 def test_more_to_choose_from_is_never_slower(deep, memory_bytes, recompute, host_link) -> None:
     cluster = cluster_of(8, memory_bytes, host_link)
     try:

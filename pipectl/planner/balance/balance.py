@@ -155,8 +155,7 @@ def _best_move(model: LoadModel, stages: Stages) -> Stages | None:
 
 def _targets(model: LoadModel, stage_of: Integers, block: int, stages: int) -> Iterator[int]:
     """Other stages where a block may stand."""
-    before = stage_of[model.predecessors.of_row(block)]
-    after = stage_of[model.successors.of_row(block)]
+    before, after = (stage_of[near[block]] for near in model.neighbours)
     first, last = before.max(initial=0), after.min(initial=stages - 1)
     return (stage for stage in range(first, last + 1) if stage != stage_of[block])
 

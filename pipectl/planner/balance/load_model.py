@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -112,24 +111,10 @@ class Moves(NamedTuple):
     values: Integers
 
 
-@dataclass(frozen=True)
-class Lists:
-    """Lists of integers in one array: list i is ``items[starts[i]:starts[i + 1]]``."""
-
-    starts: Integers
-    items: Integers
-
-    @classmethod
-    def of(cls, lists: Sequence[Sequence[int]]) -> Lists:
-        """Pack lists."""
-        starts = np.zeros(len(lists) + 1, dtype=np.int64)
-        np.cumsum([len(items) for items in lists], out=starts[1:])
-        return cls(starts, np.array([item for items in lists for item in items], dtype=np.int64))
-
-    def of_row(self, row: int) -> list[int]:
-        """One of the lists."""
-        found: list[int] = self.items[self.starts[row] : self.starts[row + 1]].tolist()
-        return found
+def packed(lists: Sequence[Sequence[int]]) -> tuple[Integers, Integers]:
+    """Where each list begins in all of them together, and these."""
+    starts = np.cumsum([0, *map(len, lists)], dtype=np.int64)
+    return starts, np.array([item for items in lists for item in items], dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -143,10 +128,8 @@ class LoadModel:
         operators: indices of every block's operators; the blocks stand in a topological order.
         first, last: further operators, which cost nothing, of the first and of the last stage.
         compute_s, memory_bytes: of every block; no memory counts if there is enough for all.
-        transfer_s: of every value that several blocks use.
-        users: the blocks of every value, ascending.
-        values: the values of every block.
-        predecessors, successors: of every block.
+        moves: the values that several blocks use.
+        neighbours: predecessors and successors of every block.
         limit_bytes: memory of a device; infinite if there is no limit.
     """
 
@@ -155,43 +138,28 @@ class LoadModel:
     last: tuple[int, ...]
     compute_s: Floats
     memory_bytes: Floats
-    transfer_s: Floats
-    users: Lists
-    values: Lists
-    predecessors: Lists
-    successors: Lists
+    moves: Moves
+    neighbours: tuple[list[list[int]], list[list[int]]]
     limit_bytes: float
 
     def __len__(self) -> int:
         return len(self.compute_s)
-
-    @cached_property
-    def moves(self) -> Moves:
-        """The values, for kernels."""
-        users, values = self.users, self.values
-        return Moves(self.transfer_s, users.starts, users.items, values.starts, values.items)
 
     def load_s(self, blocks: Sequence[int]) -> float:
         """Load of a stage: compute, and the transfer of what crosses its border."""
         inside = np.zeros(len(self), dtype=np.int64)
         inside[list(blocks)] = 1
         load_s = float(self.compute_s[list(blocks)].sum())
-        if len(self.transfer_s):
-            users = np.add.reduceat(inside[self.users.items], self.users.starts[:-1])
-            crossing = (users > 0) & (users < np.diff(self.users.starts))
-            load_s += float(self.transfer_s[crossing].sum())
+        moves = self.moves
+        if len(moves.transfer_s):
+            users = np.add.reduceat(inside[moves.users], moves.users_at[:-1])
+            crossing = (users > 0) & (users < np.diff(moves.users_at))
+            load_s += float(moves.transfer_s[crossing].sum())
         return load_s
 
     def value_s(self, stages: Stages) -> float:
         """The largest load."""
         return max(map(self.load_s, stages))
-
-    @property
-    def neighbours(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Predecessors and successors of every block."""
-        before, after = self.predecessors, self.successors
-        blocks = range(len(self))
-        return list(map(before.of_row, blocks)), list(map(after.of_row, blocks))
 
     def orders(self) -> list[list[int]]:
         """Topological orders of the blocks, their own one first, built from either end."""
@@ -238,20 +206,18 @@ def load_model(profile: Profile, request: BalanceRequest) -> LoadModel:
             values[place[block]].append(value)
     numbers = [graph.blocks[block].operators for block in kept]
     before, after = (
-        Lists.of([[place[b] for b in bits(near[block]) if b in place] for block in kept])
+        [[place[b] for b in bits(near[block]) if b in place] for block in kept]
         for near in (graph.predecessors, graph.successors)
     )
+    placed = [[place[block] for block in blocks] for blocks in users]
     return LoadModel(
         operators=tuple(numbers),
         first=tuple(number for block in first for number in graph.blocks[block].operators),
         last=tuple(number for block in last for number in graph.blocks[block].operators),
         compute_s=_sums(numbers, costs[0]),
         memory_bytes=_sums(numbers, costs[1]),
-        transfer_s=np.array(seconds, dtype=np.float64),
-        users=Lists.of([[place[block] for block in blocks] for blocks in users]),
-        values=Lists.of(values),
-        predecessors=before,
-        successors=after,
+        moves=Moves(np.array(seconds, dtype=np.float64), *packed(placed), *packed(values)),
+        neighbours=(before, after),
         limit_bytes=float(limit) if limited and limit is not None else np.inf,
     )
 

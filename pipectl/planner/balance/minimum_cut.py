@@ -29,8 +29,9 @@ def stage_bound_s(model: LoadModel, enough_s: float, expired: Callable[[], bool]
     below what was found, once ``enough_s`` is reached, or when time is up.
     """
     alone = model.compute_s.copy()
-    transfers = np.repeat(model.transfer_s, np.diff(model.users.starts))
-    np.add.at(alone, model.users.items, transfers)
+    moves = model.moves
+    transfers = np.repeat(moves.transfer_s, np.diff(moves.users_at))
+    np.add.at(alone, moves.users, transfers)
     network = _Network(model)
     bound_s = 0.0
     for block in np.argsort(-alone, kind="stable"):
@@ -44,17 +45,18 @@ class _Network:
     """The flow network of one model."""
 
     def __init__(self, model: LoadModel) -> None:
-        blocks, values = len(model), len(model.transfer_s)
-        value_of = np.repeat(np.arange(values), np.diff(model.users.starts))
+        moves = model.moves
+        blocks, values = len(model), len(moves.transfer_s)
+        value_of = np.repeat(np.arange(values), np.diff(moves.users_at))
         into, out = blocks + 2 * value_of, blocks + 2 * value_of + 1
         self._sink = blocks + 2 * values
-        every, users = np.arange(blocks), model.users.items
+        every, users = np.arange(blocks), moves.users
         inner = blocks + 2 * np.arange(values)
         source = np.concatenate([every, users, out, inner])
         target = np.concatenate([np.full(blocks, self._sink), into, users, inner + 1])
-        endless_s = 1.0 + model.compute_s.sum() + model.transfer_s.sum()
+        endless_s = 1.0 + model.compute_s.sum() + moves.transfer_s.sum()
         endless = np.full(len(users), endless_s)
-        forth = np.concatenate([model.compute_s, endless, endless, model.transfer_s])
+        forth = np.concatenate([model.compute_s, endless, endless, moves.transfer_s])
         self._room = np.stack([forth, np.zeros_like(forth)], axis=1).ravel()
         self._target = np.stack([target, source], axis=1).ravel().astype(np.int64)
         tails = np.stack([source, target], axis=1).ravel()
