@@ -98,9 +98,17 @@ def step_s(
         last_share: size of the last micro-batch relative to the others.
         ends: zeros, one per stage; filled in with when each stage is ready to update.
     """
-    depth = _depths(stages.warm_up, micro_batches)
+    depth = np.empty(len(ends), np.int64)  # no more than there are micro-batches
+    for stage in range(len(ends)):
+        depth[stage] = min(max(stages.warm_up[stage], 1), micro_batches)
     ring, last = depth[0] + 1, micro_batches - 1
-    clocks = _new_clocks(ends, len(activations.source), len(gradients.source), ring)
+    clocks = _Clocks(
+        ends,
+        np.zeros(len(activations.source), np.float64),
+        np.zeros(len(gradients.source), np.float64),
+        np.zeros(len(ends), np.float64),
+        np.zeros((len(ends), ring), np.float64),
+    )
     before = np.zeros(len(ends) + len(clocks.ahead) + len(clocks.behind), np.float64)
     ahead, behind = _offsets(activations.source, len(ends)), _offsets(gradients.source, len(ends))
     steady, turn = 0, 0
@@ -117,27 +125,6 @@ def step_s(
                 turn += _skip(last - 1 - turn, advance_s, clocks)
         turn += 1
     return _updated_s(stages, ends)
-
-
-@compiled
-def _depths(warm_up: Integers, micro_batches: int) -> Integers:
-    """Forwards before the first backward, of which there are no more than micro-batches."""
-    depth = np.empty(len(warm_up), np.int64)
-    for stage in range(len(warm_up)):
-        depth[stage] = min(max(warm_up[stage], 1), micro_batches)
-    return depth
-
-
-@compiled
-def _new_clocks(ends: Floats, activations: int, gradients: int, ring: int) -> _Clocks:
-    """Nothing has happened yet."""
-    return _Clocks(
-        ends,
-        np.zeros(activations, np.float64),
-        np.zeros(gradients, np.float64),
-        np.zeros(len(ends), np.float64),
-        np.zeros((len(ends), ring), np.float64),
-    )
 
 
 @part_of_kernel
@@ -162,33 +149,20 @@ def _backwards(
     first: Integers,
     clocks: _Clocks,
 ) -> None:
-    """The backwards of one turn, the last stage first."""
+    """The backwards of one turn, the last stage first, and their gradients on their way."""
+    ends, behind, back = clocks.ends, clocks.behind, clocks.back
     ring = depth[0] + 1
     for stage in range(len(depth) - 1, -1, -1):
         index = turn - depth[stage]
-        if 0 <= index <= last:
-            share = last_share if index == last else 1.0
-            _backward(stage, index % ring, share, stages, gradients, first, clocks)
-
-
-@part_of_kernel
-def _backward(
-    stage: int,
-    slot: int,
-    share: float,
-    stages: Stages,
-    gradients: Transfers,
-    first: Integers,
-    clocks: _Clocks,
-) -> None:
-    """One backward of a stage, and its gradients on their way."""
-    ends, behind, back = clocks.ends, clocks.behind, clocks.back
-    ends[stage] = max(ends[stage], back[stage, slot]) + stages.backward_s[stage] * share
-    back[stage, slot] = 0.0
-    for way in range(first[stage], first[stage + 1]):
-        behind[way] = max(behind[way], ends[stage]) + gradients.hold_s[way] * share
-        target = gradients.target[way]
-        back[target, slot] = max(back[target, slot], behind[way] + gradients.late_s[way])
+        if index < 0 or index > last:
+            continue
+        share, slot = last_share if index == last else 1.0, index % ring
+        ends[stage] = max(ends[stage], back[stage, slot]) + stages.backward_s[stage] * share
+        back[stage, slot] = 0.0
+        for way in range(first[stage], first[stage + 1]):
+            behind[way] = max(behind[way], ends[stage]) + gradients.hold_s[way] * share
+            target = gradients.target[way]
+            back[target, slot] = max(back[target, slot], behind[way] + gradients.late_s[way])
 
 
 @part_of_kernel
