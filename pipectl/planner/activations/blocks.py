@@ -139,8 +139,10 @@ class BlockPlans:
         """The blocks of every stage if it recomputes; None where it is better not cut."""
         index_of = self._profile.index_of
         members = tuple(tuple(map(index_of.__getitem__, stage.nodes)) for stage in plan.stages)
-        samples = tuple(_samples(plan, stage) for stage in plan.stages)
-        key = members, samples, plan.micro_batch_size
+        size, split = plan.micro_batch_size, plan.replication is Replication.SPLIT
+        # What a replica takes at once at most.
+        samples = tuple(ceil(size / stage.replicas) if split else size for stage in plan.stages)
+        key = members, samples, size
         if key not in self._known:
             self._known[key] = self._candidates(*key)
         found = zip(plan.stages, plan.warm_up, self._known[key], strict=True)
@@ -154,7 +156,10 @@ class BlockPlans:
         found: list[list[Blocks]] = [[] for _ in members]
         for number in range(max(map(len, cuts), default=0)):
             chosen = [cut[min(number, len(cut) - 1)] if cut else () for cut in cuts]
-            cut_up = [_cut_up(*pair) for pair in zip(members, chosen, strict=True)]
+            cut_up = [
+                [inside[begin:end] for begin, end in pairwise([0, *places, len(inside)])]
+                for inside, places in zip(members, chosen, strict=True)
+            ]
             parts = self._footprints.of([block for blocks in cut_up for block in blocks])
             first = 0
             for stage, blocks in enumerate(cut_up):
@@ -179,16 +184,24 @@ class BlockPlans:
         forwards, backwards = zip(*costs, strict=True)
         longer = size / samples
         held = [_held(parts, block, size / own) for block in span]
-        peaks, last_peak = _peaks([_held(parts, block, samples / own) for block in span])
+        inputs: dict[str, int] = {}
+        for name, kept in (pair for one in held for pair in one.inputs.items()):
+            inputs[name] = max(kept, inputs.get(name, 0))
+        blocks = [_held(parts, block, samples / own) for block in span]
+        made = forward_peak = 0
+        for one in blocks:
+            forward_peak = max(forward_peak, made + one.peaks.forward_bytes)
+            made += sum(one.results.values())
+        later_peak, first_peak = _backward_peaks(blocks)
         return Blocks(
             firsts=tuple(parts.nodes[block][0] for block in span[1:]),
             forward_s=longer * sum(forwards),
             recompute_s=longer * forwards[-1],
             backward_s=longer * (sum(backwards) + sum(forwards[:-1])),
-            kept_bytes=sum(_union([one.inputs for one in held]).values()),
+            kept_bytes=sum(inputs.values()),
             last_bytes=held[-1].own_bytes,
-            peaks=peaks,
-            recompute_peak_bytes=last_peak,
+            peaks=StagePeaks(forward_peak, later_peak, first_peak, 0),
+            recompute_peak_bytes=blocks[-1].peaks.forward_bytes,
         )
 
 
@@ -231,16 +244,6 @@ def _held(parts: Footprint, block: int, scale: float) -> _Held:
     )
 
 
-def _peaks(blocks: Sequence[_Held]) -> tuple[StagePeaks, int]:
-    """The most a stage allocates at once, and what the last block's forward does."""
-    made = forward = 0
-    for block in blocks:
-        forward = max(forward, made + block.peaks.forward_bytes)
-        made += sum(block.results.values())
-    later, first = _backward_peaks(blocks)
-    return StagePeaks(forward, later, first, 0), blocks[-1].peaks.forward_bytes
-
-
 def _backward_peaks(blocks: Sequence[_Held]) -> tuple[int, int]:
     """Of a backward, and of the first: above the inputs of all blocks and what the last saves."""
     inner = {name for block in blocks for name in block.results}
@@ -262,25 +265,6 @@ def _backward_peaks(blocks: Sequence[_Held]) -> tuple[int, int]:
         waiting = {name: size for name, size in waiting.items() if name not in block.results}
         waiting |= block.inputs
     return later, first
-
-
-def _union(parts: Sequence[dict[str, int]]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for part in parts:
-        for name, size in part.items():
-            found[name] = max(size, found.get(name, 0))
-    return found
-
-
-def _cut_up(inside: Sequence[int], places: Sequence[int]) -> list[tuple[int, ...]]:
-    borders = [0, *places, len(inside)]
-    return [tuple(inside[a:b]) for a, b in pairwise(borders)]
-
-
-def _samples(plan: Plan, stage: Stage) -> int:
-    """What a replica takes at once at most."""
-    split = plan.replication is Replication.SPLIT
-    return ceil(plan.micro_batch_size / stage.replicas) if split else plan.micro_batch_size
 
 
 def _least(stage: Stage, flying: int, candidates: Sequence[Blocks]) -> Blocks | None:

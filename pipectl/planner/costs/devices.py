@@ -66,7 +66,10 @@ class Mix:
         counts.sort(key=lambda used: (sum(used), [-count for count in used]))
         place = {used: tally for tally, used in enumerate(counts)}
         following = [
-            [place.get(_one_more(used, kind), -1) for kind in range(len(available))]
+            [
+                place.get((*used[:kind], used[kind] + 1, *used[kind + 1 :]), -1)
+                for kind in range(len(available))
+            ]
             for used in counts
         ]
         return cls(
@@ -93,11 +96,7 @@ def free_tallies(available: Sequence[int], most: int) -> int:
     return count
 
 
-def _one_more(used: tuple[int, ...], kind: int) -> tuple[int, ...]:
-    return (*used[:kind], used[kind] + 1, *used[kind + 1 :])
-
-
-MOST_STEPS = 5 * 10**8
+MAX_STEPS = 5 * 10**8
 """Of the dynamic programme with free choice of kinds; above, a few orders are tried."""
 
 
@@ -134,21 +133,18 @@ def mixes(devices: Sequence[Pool], states: int, fewest: int, most: int) -> list[
     if len(devices) == 1:
         return [Mix.ordered([0] * most, 1)]
     steps = states**2 // fewest * free_tallies(available, most) * len(devices)
-    if steps <= MOST_STEPS:
+    if steps <= MAX_STEPS:
         return [Mix.free(available, most)]
-    return [Mix.ordered(order, len(devices)) for order in dict.fromkeys(_orders(devices, most))]
-
-
-def _orders(devices: Sequence[Pool], most: int) -> list[tuple[int, ...]]:
-    """Kinds by position; the fastest devices are used first."""
+    # Kinds by position; the fastest devices are used first.
     fastest = [(kind, rank) for kind, pool in enumerate(devices) for rank in pool.ranks][:most]
     by_rank = sorted(fastest, key=lambda pair: pair[1])
-    return [tuple(kind for kind, _ in order) for order in (by_rank, fastest, fastest[::-1])]
+    orders = [tuple(kind for kind, _ in pairs) for pairs in (by_rank, fastest, fastest[::-1])]
+    return [Mix.ordered(order, len(devices)) for order in dict.fromkeys(orders)]
 
 
 Placement = tuple[int, ...]
 """Rank of every stage."""
-_MOST_NODES = 8
+_MAX_STAGES = 8
 """More stages have too many placements to try them all."""
 
 
@@ -201,7 +197,13 @@ def every_placement(cluster: Cluster, stages: int, most: int) -> list[Placement]
     Ranks of a node are alike, and so are equal nodes.
     """
 
-    twins = _twins_before(cluster)
+    alike: dict[object, list[int]] = {}
+    twins = []  # for every node the earlier ones that are just like it
+    for place, node in enumerate(cluster.nodes):
+        device = node.device
+        kind = node.ranks, node.cores, device.speed, device.memory_bytes, node.switch
+        twins.append(set(alike.setdefault(kind, [])))
+        alike[kind].append(place)
 
     def extend(nodes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         if len(nodes) == stages:
@@ -211,28 +213,10 @@ def every_placement(cluster: Cluster, stages: int, most: int) -> list[Placement]
             if nodes.count(node) < place.ranks and twins[node].issubset(nodes):
                 yield from extend((*nodes, node))
 
-    if stages > _MOST_NODES:
+    found = [] if stages > _MAX_STAGES else list(islice(extend(()), most + 1))
+    if len(found) > most:
         return []
-    found = list(islice(extend(()), most + 1))
-    return (
-        [_in_turn(nodes, _ranks_by_node(cluster)) for nodes in found] if len(found) <= most else []
-    )
-
-
-def _twins_before(cluster: Cluster) -> list[set[int]]:
-    """For every node the earlier ones that are just like it."""
-    alike: dict[object, list[int]] = {}
-    found = []
-    for place, node in enumerate(cluster.nodes):
-        device = node.device
-        kind = node.ranks, node.cores, device.speed, device.memory_bytes, node.switch
-        found.append(set(alike.setdefault(kind, [])))
-        alike[kind].append(place)
-    return found
-
-
-def _ranks_by_node(cluster: Cluster) -> list[list[int]]:
     ranks: list[list[int]] = [[] for _ in cluster.nodes]
-    for rank, node in enumerate(cluster.node_of_rank):
-        ranks[node].append(rank)
-    return ranks
+    for rank, home in enumerate(cluster.node_of_rank):
+        ranks[home].append(rank)
+    return [_in_turn(nodes, ranks) for nodes in found]
