@@ -14,9 +14,8 @@ from pipectl.row_times import FREE_ROWS, RowTimes, seconds_of
 from pipectl.schedule.actions import Kind, Program
 from pipectl.simulate import events
 from pipectl.simulate.memory import amounts_of, peak_bytes
-from pipectl.simulate.network import tables
+from pipectl.simulate.network import Numbering, streams_of, tables
 from pipectl.simulate.rows import flatten, given_parts, parts_of
-from pipectl.simulate.streams import Numbering, streams_of
 from pipectl.simulate.tables import (
     KIND,
     MESSAGE_ROWS,

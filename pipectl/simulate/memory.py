@@ -35,8 +35,8 @@ from pipectl.schedule.actions import Actions, Kind, Program
 from pipectl.schedule.channel import Channel, is_kept
 from pipectl.schedule.memory import resident_bytes
 from pipectl.schedule.registry import is_unflushed
+from pipectl.simulate.network import Numbering
 from pipectl.simulate.rows import Part, flatten, rows_of, with_sizes
-from pipectl.simulate.streams import Numbering
 from pipectl.simulate.tables import KIND, MEET, MICRO_BATCH, SIZE, STAGE, STREAM, Programs
 from pipectl.simulate.tables import shares as shares_of_sizes
 

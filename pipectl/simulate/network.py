@@ -1,16 +1,32 @@
-"""The ways between ranks, and who shares them."""
+"""What moves in a step, which way it takes, and who shares that.
+
+What the runtime sends to sum gradients over the replicas of a stage is in
+:mod:`pipectl.plan.sums`: in each of two rounds, every replica sends an n-th of every bucket to
+every other one. A round takes its latency and the time of whatever is busy longest with its
+messages: a rank, which sends one after another and receives one after another, or a link that
+ranks share. If the cluster has measured such sums over as many ranks, on as many nodes, these
+count instead; they hold the copies and the additions of every rank, too. A sum neither waits for
+messages and other sums on the same links nor slows them.
+"""
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import lru_cache
+from itertools import accumulate, product
+from math import ceil
 
 import numpy as np
 
 from pipectl.cluster import Cluster
 from pipectl.link import Link
-from pipectl.simulate.tables import Network
+from pipectl.plan import Plan
+from pipectl.plan.sums import BUCKET_BYTES, ROUNDS
+from pipectl.schedule.actions import Actions, Kind
+from pipectl.schedule.channel import channels
+from pipectl.simulate.tables import Network, Rows
 
 Part = tuple[Hashable, Link]
 """A part of a way: what shares it with others, and its link."""
@@ -60,11 +76,6 @@ def way_latency_s(way: Way) -> float:
     return sum({id(link): link.latency_s for _, link in way}.values())
 
 
-def host_way(link: Link, rank: int, *, to_host: bool) -> Way:
-    """The way between a rank's device and the memory of its host."""
-    return ((("host", rank, to_host if link.duplex else True), link),)
-
-
 def _parts(
     where: str, link: Link, ranks: tuple[int, int], places: tuple[Hashable, Hashable]
 ) -> Way:
@@ -76,6 +87,138 @@ def _parts(
         )
     ends: tuple[Hashable, Hashable] = places if link.shared else ranks
     return (((where, ends if link.duplex else frozenset(ends)), link),)
+
+
+def reduction_s(
+    cluster: Cluster, node_of_rank: Sequence[int], ranks: Sequence[int], size_bytes: float
+) -> float:
+    """Seconds from the start of the last rank to the end on all."""
+    if len(ranks) < 2:
+        return 0.0
+    measured = _measured(cluster, node_of_rank, ranks)
+    if measured is not None:
+        return measured.transfer_s(size_bytes)
+    return _exchange_s(cluster, tuple(node_of_rank[rank] for rank in sorted(ranks)), size_bytes)
+
+
+@lru_cache(maxsize=4096)
+def _exchange_s(cluster: Cluster, nodes: tuple[int, ...], size_bytes: float) -> float:
+    """Seconds of both rounds, from the links.
+
+    Args:
+        nodes: of every replica, in the order of their ranks.
+    """
+    buckets = max(1, ceil(size_bytes / BUCKET_BYTES))
+    message_bytes = size_bytes / buckets / len(nodes)
+    ranks_on = Counter(nodes)
+    last = {node: rank for rank, node in enumerate(nodes)}
+    busy_s: defaultdict[Hashable, float] = defaultdict(float)
+    latency_s = 0.0
+    for here, there in product(ranks_on, repeat=2):
+        own = int(here == there)
+        if own and ranks_on[here] == 1:
+            continue
+        way = way_between(cluster, nodes, nodes.index(here), last[there])
+        latency_s = max(latency_s, way_latency_s(way))
+        held_s = {key: buckets * link.hold_s(message_bytes) for key, link in way}
+        sides = ("sends", "receives") if all(link.duplex for _, link in way) else ("both", "both")
+        busy_s[sides[0], here] += (ranks_on[there] - own) * max(held_s.values())
+        busy_s[sides[1], there] += (ranks_on[here] - own) * max(held_s.values())
+        for key, link in way:
+            if not own and (link.shared or link.interface):
+                busy_s[key] += ranks_on[here] * ranks_on[there] * held_s[key]
+    return ROUNDS * (latency_s + max(busy_s.values()))
+
+
+def _measured(cluster: Cluster, node_of_rank: Sequence[int], ranks: Sequence[int]) -> Link | None:
+    """Measured sums over the first ranks, if these are spread over nodes in the same way.
+
+    As a link: its timings are read for any size as those of messages are.
+    """
+    rows = sorted((size, time_s) for n, size, time_s in cluster.allreduce if n == len(ranks))
+    here = sorted(Counter(node_of_rank[rank] for rank in ranks).values())
+    there = sorted(Counter(cluster.node_of_rank[: len(ranks)]).values())
+    if not rows or here != there:
+        return None
+    large, large_s = rows[-1]
+    return Link(0.0, max(1.0, large) / max(large_s, 1e-12), timings=tuple(rows))
+
+
+class Numbering:
+    """Numbers of all streams: channels, then the sums of every stage, then its copies.
+
+    Copies are numbered by stage and replica, to the host and back, whether there are any or not: so
+    the numbers do not depend on which stages offload.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.connections = channels(plan)
+        self._plan = plan
+        self._first_copy: list[int] = []
+        self.streams = len(self.connections) + len(plan.stages)
+        for stage in plan.stages:
+            self._first_copy.append(self.streams)
+            self.streams += 2 * stage.replicas
+
+    def of_rows(self, rank: int, actions: Actions) -> Rows:
+        """The stream of every row of a rank's program; -1 for computations."""
+        kind, stage = actions.column("kind"), actions.column("stage")
+        found = actions.column("channel").copy()
+        reduces = (kind == Kind.REDUCE_START) | (kind == Kind.REDUCE_WAIT)
+        found[reduces] = len(self.connections) + stage[reduces]
+        for kinds, back in (
+            ((Kind.OFFLOAD_START, Kind.OFFLOAD_WAIT), 0),
+            ((Kind.FETCH_START, Kind.FETCH_WAIT), 1),
+        ):
+            rows = np.flatnonzero((kind == kinds[0]) | (kind == kinds[1]))
+            if len(rows):
+                copies = [self._copy(int(index), rank) + back for index in stage[rows]]
+                found[rows] = copies
+        return found
+
+    def around(self, connections: Sequence[int], stages: Sequence[int], rank: int) -> list[int]:
+        """The streams of a plan of these channels and stages, as numbered in this one.
+
+        In that plan, stages of other ranks have their copies, too; they stand for nothing here.
+        """
+        found = [*connections, *(len(self.connections) + stage for stage in stages)]
+        for stage in stages:
+            mine = rank in self._plan.stages[stage].updating_ranks
+            first = self._copy(stage, rank) if mine else -1
+            found += [first, first + 1]
+        return found
+
+    def _copy(self, stage: int, rank: int) -> int:
+        return self._first_copy[stage] + 2 * self._plan.stages[stage].updating_ranks.index(rank)
+
+
+def streams_of(plan: Plan, cluster: Cluster, numbering: Numbering) -> list[Stream]:
+    """All streams in the order of their numbers."""
+    found = []
+    for channel in numbering.connections:
+        if channel.is_local:
+            found.append(Stream(0, 0.0, (), 2, 0))
+        else:
+            ends = channel.source_rank, channel.target_rank
+            way = way_between(cluster, plan.node_of_rank, *ends)
+            count = 1 + plan.micro_batches
+            found.append(Stream(channel.size_bytes, way_latency_s(way), way, 2, count))
+    for stage in plan.stages:  # a sum starts with its last replica and takes as long as alone
+        ranks = stage.updating_ranks
+        time_s = reduction_s(cluster, plan.node_of_rank, ranks, stage.cost.accumulated_bytes)
+        found.append(Stream(0, time_s, (), len(ranks), int(len(ranks) > 1)))
+    for stage in plan.stages:
+        if not stage.offload:
+            found += [Stream(0, 0.0, (), 1, 0)] * (2 * stage.replicas)
+            continue
+        for rank in stage.updating_ranks:
+            device = cluster.nodes[plan.node_of_rank[rank]].device
+            link = device.offload_link(plan.offload_to)
+            for to_host in (True, False):
+                way = ((("host", rank, to_host if link.duplex else True), link),)
+                count = 1 + plan.micro_batches
+                found.append(Stream(stage.kept_bytes, link.latency_s, way, 1, count))
+    return found
 
 
 def tables(streams: Sequence[Stream]) -> Network:

@@ -30,9 +30,8 @@ from pipectl.schedule.lowering import lower
 from pipectl.schedule.placement import shares
 from pipectl.schedule.registry import is_unflushed
 from pipectl.simulate.machine import costs_of
-from pipectl.simulate.network import Stream
+from pipectl.simulate.network import Numbering, Stream, streams_of
 from pipectl.simulate.simulation import simulate
-from pipectl.simulate.streams import Numbering, streams_of
 
 SHORTEST_S = 0.020
 """Of an average computation, in time of the rehearsal."""

@@ -22,7 +22,7 @@ from pipectl.schedule.actions import Action, Actions, Kind, Program
 from pipectl.schedule.channel import carries_weights
 from pipectl.schedule.lowering import lower
 from pipectl.schedule.registry import is_unflushed
-from pipectl.simulate.streams import Numbering
+from pipectl.simulate.network import Numbering
 from pipectl.simulate.tables import FULL, LAST, MEET, OPERATIONS, SAMPLES, Programs, Rows
 
 _NO_COST = StageCost(0.0, 0.0, 0.0, 0, 0, 0)

@@ -12,7 +12,7 @@ What is modelled:
   (:mod:`pipectl.simulate.network`, :mod:`pipectl.simulate.events`).
 - Copies to and from the memory of the host follow one another in each direction.
 - Gradients are summed over the replicas of a stage once all of them have started that, while they
-  compute on; sums do not share links with anything else (:mod:`pipectl.simulate.reduction`).
+  compute on; sums do not share links with anything else (:mod:`pipectl.simulate.network`).
 - Ranks of a node share its cores evenly while more of them compute than there are cores.
 - At UPDATE all ranks meet, then each updates its stages.
 - Where steps are not flushed, ranks do not meet, and what is simulated is the steady state. Two

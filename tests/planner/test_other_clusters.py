@@ -12,7 +12,7 @@ from pipectl.planner.explain.what_if import (
     with_ranks,
     with_slower_links,
 )
-from pipectl.simulate.reduction import reduction_s
+from pipectl.simulate.network import reduction_s
 
 MEASURED = Link(1e-4, 1e9, timings=((1, 1e-4), (10**6, 1.1e-3)))
 

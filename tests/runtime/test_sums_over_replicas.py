@@ -22,7 +22,7 @@ from pipectl.plan import Stage, StageCost
 from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.reduction import Bucket, StageReduction
 from pipectl.runtime.transport import Flight, Progress, Wire
-from pipectl.simulate.reduction import reduction_s
+from pipectl.simulate.network import reduction_s
 
 PROGRAM = Path(__file__).with_name("ranks_that_sum.py")
 _SPEC = importlib.util.spec_from_file_location("ranks_that_sum", PROGRAM)

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipectl.schedule import lower
+from pipectl.simulate.network import Numbering
 from pipectl.simulate.rows import given_parts, parts_of
-from pipectl.simulate.streams import Numbering
 from pipectl.simulate.tables import COMPUTE, KIND, OPERATIONS, STAGE, STREAM, WAIT
 
 

@@ -12,8 +12,7 @@ from pipectl.plan.sums import BUCKET_BYTES
 from pipectl.schedule.actions import Action, Actions, Kind, Program
 from pipectl.simulate import machine, simulate
 from pipectl.simulate.events import hold_s
-from pipectl.simulate.network import Stream, tables, way_between
-from pipectl.simulate.reduction import reduction_s
+from pipectl.simulate.network import Stream, reduction_s, tables, way_between
 
 WITHIN, BETWEEN = Link(0.25, 100.0), Link(1.0, 10.0)
 

@@ -16,8 +16,7 @@ import numpy as np
 from pipectl.arrays import Floats, Integers
 from pipectl.cluster import Cluster
 from pipectl.link import Link
-from pipectl.simulate.network import way_between, way_latency_s
-from pipectl.simulate.reduction import reduction_s
+from pipectl.simulate.network import reduction_s, way_between, way_latency_s
 
 REFERENCE_BYTES = 2**20
 """A message of this size says what a link takes per byte."""

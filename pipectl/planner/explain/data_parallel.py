@@ -2,7 +2,7 @@
 
 Both are estimates to compare a plan with. Data parallelism is taken as one sum of the gradients
 after the last backward, which takes what a plan's own sums over as many ranks take; see
-:mod:`pipectl.simulate.reduction`. What libraries hide of it behind the backward is not subtracted.
+:mod:`pipectl.simulate.network`. What libraries hide of it behind the backward is not subtracted.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pipectl.plan import Plan
 from pipectl.planner.explain.what_if import with_nodes, with_ranks
 from pipectl.planner.request import Planner, PlanRequest
 from pipectl.profile import Profile
-from pipectl.simulate.reduction import reduction_s
+from pipectl.simulate.network import reduction_s
 
 CLEARLY = 0.99
 """A pipeline must be slower than this share to be called not worth it."""
