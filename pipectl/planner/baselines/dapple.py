@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -29,7 +30,7 @@ from pipectl.planner.partition.replicas import POLICIES
 from pipectl.profile import Profile
 
 NAME = "dapple"
-MOST_STATES = 32
+MAX_STATES = 32
 """Of more states, so many that share the work evenly are used."""
 LARGE_BYTES = 1e6
 """Messages and reductions of this size say what a byte takes."""
@@ -92,8 +93,8 @@ class _Planner:
         self._times = self._prefixes.time_s.tolist()
         self._held = self._prefixes.parameter_bytes.tolist()
         self._sizes_out = self._prefixes.output_bytes.tolist()
-        self._messages: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
-        self._reductions: dict[tuple[int, ...], float] = {}
+        # Seconds per byte of large messages and reductions.
+        self._message_rate, self._reduce_rate = cache(self._moves), cache(self._sums)
         machines: list[list[int]] = [[] for _ in range(max(links.node_of_rank) + 1)]
         for rank, machine in enumerate(links.node_of_rank):
             machines[machine].append(rank)
@@ -104,36 +105,27 @@ class _Planner:
         """The programme over states, in their order."""
         start = _Partial((0,), (), self._all_free, _Sums(), float("inf"))
         best = self._completed(start)
-        kept: dict[int, dict[tuple[int, ...], _Partial]] = {0: {self._key(start): start}}
-        inner = self._inner()
+        kept: dict[int, dict[tuple[int, ...], _Partial]] = {0: {(): start}}
+        last = len(self.states) - 1
+        inner = list(range(1, last))  # states between nothing and everything to cut at
+        if last > MAX_STATES:
+            times = self._prefixes.time_s
+            targets = np.linspace(0, times[-1], MAX_STATES + 1)[1:-1]
+            near = {int(np.argmin(np.abs(times - target))) for target in targets}
+            inner = sorted(near - {0, last})
         for number, state in enumerate([0, *inner]):
             for partial in list(kept.get(state, {}).values()):
                 for after in inner[number:]:
                     if not self.states.follows[state, after]:
                         continue
                     for longer in self._longer(partial, after, best.latency_s):
-                        self._keep(kept.setdefault(after, {}), longer)
+                        known = kept.setdefault(after, {})
+                        key = tuple(sorted(map(len, longer.free)))
+                        if key not in known or longer.latency_s < known[key].latency_s:
+                            known[key] = longer
                         if longer.latency_s < best.latency_s:
                             best = self._completed(longer)
         return PolicyPlan(self.states, best.cuts, best.ranks, best.latency_s)
-
-    def _inner(self) -> list[int]:
-        """States between nothing and everything to cut at."""
-        last = len(self.states) - 1
-        if last <= MOST_STATES:
-            return list(range(1, last))
-        times = self._prefixes.time_s
-        targets = np.linspace(0, times[-1], MOST_STATES + 1)[1:-1]
-        near = {int(np.argmin(np.abs(times - target))) for target in targets}
-        return sorted(near - {0, last})
-
-    def _key(self, partial: _Partial) -> tuple[int, ...]:
-        return tuple(sorted(len(ranks) for ranks in partial.free))
-
-    def _keep(self, kept: dict[tuple[int, ...], _Partial], partial: _Partial) -> None:
-        key = self._key(partial)
-        if key not in kept or partial.latency_s < kept[key].latency_s:
-            kept[key] = partial
 
     def _longer(self, partial: _Partial, after: int, best_s: float) -> Iterator[_Partial]:
         """One stage more, on every number of replicas that leaves a device, placed in each way.
@@ -186,19 +178,12 @@ class _Planner:
         stage_s = (times[after] - times[before]) / len(ranks)
         return partial.sums.with_stage(stage_s, message_s, reduce_s)
 
-    def _reduce_rate(self, ranks: tuple[int, ...]) -> float:
-        """Seconds per byte of a large reduction."""
-        if ranks not in self._reductions:
-            self._reductions[ranks] = self._links.reduce_s(LARGE_BYTES, ranks) / LARGE_BYTES
-        return self._reductions[ranks]
+    def _sums(self, ranks: tuple[int, ...]) -> float:
+        return self._links.reduce_s(LARGE_BYTES, ranks) / LARGE_BYTES
 
-    def _message_rate(self, senders: tuple[int, ...], receivers: tuple[int, ...]) -> float:
-        """Seconds per byte of a large message."""
-        key = (senders, receivers)
-        if key not in self._messages:
-            message = self._links.transfer_s(LARGE_BYTES, senders, receivers)
-            self._messages[key] = (message.hold_s + message.late_s) / LARGE_BYTES
-        return self._messages[key]
+    def _moves(self, senders: tuple[int, ...], receivers: tuple[int, ...]) -> float:
+        message = self._links.transfer_s(LARGE_BYTES, senders, receivers)
+        return (message.hold_s + message.late_s) / LARGE_BYTES
 
 
 def plan(profile: Profile, links: Links, work: Work) -> PolicyPlan:
