@@ -1,5 +1,6 @@
 """Proposals of stages with replicas against trying everything, and what they rest on."""
 
+from dataclasses import replace
 from itertools import pairwise
 from math import gcd
 
@@ -92,7 +93,9 @@ def test_estimates_are_what_is_simulated_if_messages_are_short(data, batch, prof
         for warm_up in (policy_a(*given), policy_b(*given)):
             ((step_s,),) = problem.estimator.steps_s([proposal.layout], 8, [warm_up])
             order = "1f1b", warm_up
-            choice = problem.choice(proposal.layout, 8, order, Replication.SPLIT)
+            choice = replace(
+                problem.choice(proposal.layout, 8, order), replication=Replication.SPLIT
+            )
             assert simulate(problem.plan(choice), cluster).step_time_s == pytest.approx(
                 step_s, rel=1e-3, abs=2e-5
             )
