@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -30,9 +30,9 @@ def reader(parse: Callable[[str], T], *, zero: bool = False) -> Callable[[str], 
         try:
             value = parse(text)
             if not (value > 0 or (zero and value == 0)):
-                raise ValueError(f"must be {'at least' if zero else 'more than'} 0")
+                raise ValueError(f"must be {'at least' if zero else 'more than'} 0, not {text}")
             if value > _MAX_VALUE:
-                raise ValueError(f"must be at most {_MAX_VALUE:g}")
+                raise ValueError(f"must be at most {_MAX_VALUE:g}, not {text}")
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
         return value
@@ -61,6 +61,21 @@ def parse_whole_number(text: str) -> int:
     if not text.strip().isdecimal():
         raise ValueError(f"{text!r} is not a whole number")
     return int(text)
+
+
+def flag(text: str, *names: str) -> Any:
+    """An option without a value, or of an enumeration; ``text`` is its help."""
+    return typer.Option(*names, help=text)
+
+
+def count(text: str, *names: str, **more: Any) -> Any:
+    """An option whose value is a whole number, by default at least 1."""
+    return typer.Option(*names, metavar="N", help=text, **{"min": 1, **more})
+
+
+def option(metavar: str, text: str, *names: str, **more: Any) -> Any:
+    """An option with a value, which the help calls ``metavar``."""
+    return typer.Option(*names, metavar=metavar, help=text, **more)
 
 
 read_size = reader(parse_bytes)

@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 
 from pipectl.cli.console import output, plain, say, say_json, short_path
-from pipectl.cli.options import Json, Overrides, refuse
+from pipectl.cli.options import Json, Overrides, flag, option, refuse
 from pipectl.errors import UsageError
 from pipectl.files import make_directory_of, write_json
 from pipectl.jobs.job import check_script
@@ -26,14 +26,13 @@ def command(
     ] = None,
     overrides: Overrides = None,
     show_origins: Annotated[
-        bool, typer.Option("--origins", help="Show every key's value and where it comes from.")
+        bool, flag("Show every key's value and where it comes from.", "--origins")
     ] = False,
     schema: Annotated[
-        bool, typer.Option("--schema", help="Print the JSON Schema of job specs, for editors.")
+        bool, flag("Print the JSON Schema of job specs, for editors.", "--schema")
     ] = False,
     output_file: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", metavar="FILE", help="Write the schema to this file."),
+        Path | None, option("FILE", "Write the schema to this file.", "-o", "--output")
     ] = None,
     as_json: Json = False,
 ) -> None:

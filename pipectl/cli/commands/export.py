@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from pipectl.cli.console import say, say_json, short_path
-from pipectl.cli.options import RUNS, Json, RunName, RunsDirectory, read_size
+from pipectl.cli.options import RUNS, Json, RunName, RunsDirectory, count, option, read_size
 from pipectl.errors import UsageError
 from pipectl.runs import RunDirectory, checkpoints, find_run, step_of
 from pipectl.units import format_bytes
@@ -18,23 +16,14 @@ def command(
     name: RunName = "last",
     output: Annotated[
         Path | None,
-        typer.Option(
-            "--output", "-o", metavar="FILE", help="File to write; by default model.safetensors."
-        ),
+        option("FILE", "File to write; by default model.safetensors.", "--output", "-o"),
     ] = None,
     step: Annotated[
-        int | None,
-        typer.Option(
-            "--step", metavar="N", min=1, help="Step of the checkpoint; by default the last."
-        ),
+        int | None, count("Step of the checkpoint; by default the last.", "--step")
     ] = None,
     shard_size: Annotated[
         int | None,
-        typer.Option(
-            parser=read_size,
-            metavar="SIZE",
-            help="Write files of at most this size (5GB), and an index.",
-        ),
+        option("SIZE", "Write files of at most this size (5GB), and an index.", parser=read_size),
     ] = None,
     as_json: Json = False,
     directory: RunsDirectory = RUNS,

@@ -13,24 +13,12 @@ import typer
 from rich.console import Group
 
 from pipectl.cli.console import note, output, plain, say, say_json, short_path, warn
-from pipectl.cli.options import Json, Overrides, SchedulerOption, refuse
+from pipectl.cli.options import Json, Overrides, SchedulerOption, count, flag, option, refuse
 from pipectl.cli.progress import progress_bar
-from pipectl.cli.views.plan import (
-    assumption_lines,
-    prediction_lines,
-    scaling_lines,
-    scaling_table,
-    step_view,
-)
+from pipectl.cli.views import plan as view
 from pipectl.errors import UsageError
 from pipectl.files import make_directory_of, write_text
-from pipectl.jobs.plan_answers import (
-    Deadline,
-    PlanInputs,
-    gather,
-    plan_nodes,
-    plan_step,
-)
+from pipectl.jobs.plan_answers import Deadline, PlanInputs, gather, plan_nodes, plan_step
 from pipectl.report.gantt import gantt_svg
 
 _MAX_NODES = 100_000
@@ -40,26 +28,18 @@ JobFile = Annotated[
     typer.Argument(metavar="[JOB.yaml]", help="The job spec; not needed with --profile."),
 ]
 ProfileFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--profile", metavar="FILE", help="Profile to use; by default runs/NAME.profile.json."
-    ),
+    Path | None, option("FILE", "Profile to use; by default runs/NAME.profile.json.", "--profile")
 ]
 ClusterFile = Annotated[
-    Path | None,
-    typer.Option("--cluster", metavar="FILE", help="Cluster description to use (cluster.json)."),
+    Path | None, option("FILE", "Cluster description to use (cluster.json).", "--cluster")
 ]
-Devices = Annotated[int | None, typer.Option(metavar="N", min=1, help="Number of devices to use.")]
+Devices = Annotated[int | None, count("Number of devices to use.")]
 NodeCounts = Annotated[
-    list[str] | None,
-    typer.Option("--nodes", metavar="N,N,…", help="Compare these numbers of nodes."),
+    list[str] | None, option("N,N,…", "Compare these numbers of nodes.", "--nodes")
 ]
-Explain = Annotated[
-    bool, typer.Option("--explain", help="Explain the step and say what would help.")
-]
+Explain = Annotated[bool, flag("Explain the step and say what would help.", "--explain")]
 SvgFile = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Write a picture of the predicted step to this file."),
+    Path | None, option("FILE", "Write a picture of the predicted step to this file.")
 ]
 
 
@@ -72,25 +52,20 @@ def command(
     nodes: NodeCounts = None,
     new_micro_batches: Annotated[
         bool,
-        typer.Option(
-            "--new-micro-batches",
-            help="Do not keep the number of micro-batches of the previous plan.",
+        flag(
+            "Do not keep the number of micro-batches of the previous plan.", "--new-micro-batches"
         ),
     ] = False,
     from_run: Annotated[
         str | None,
-        typer.Option(
-            "--from-run",
-            metavar="RUN",
-            help="Correct the profile by what the recorded steps of a run took.",
+        option(
+            "RUN", "Correct the profile by what the recorded steps of a run took.", "--from-run"
         ),
     ] = None,
     explain: Explain = False,
     output_file: Annotated[
         Path | None,
-        typer.Option(
-            "-o", "--output", metavar="FILE", help="File to write; by default runs/NAME.plan.json."
-        ),
+        option("FILE", "File to write; by default runs/NAME.plan.json.", "-o", "--output"),
     ] = None,
     svg: SvgFile = None,
     as_json: Json = False,
@@ -163,13 +138,13 @@ def show_step(
     if output_file is not None:
         answer.plan.save(output_file)
     if svg is not None:
-        titles = f"{answer.plan.name}: {answer.plan.summary}", *prediction_lines(answer.plan)
+        titles = f"{answer.plan.name}: {answer.plan.summary}", *view.prediction_lines(answer.plan)
         write_text(svg, gantt_svg(answer.simulation.timeline, *titles))
     if as_json:
         say_json(answer.to_json())
         return
     console = output()
-    console.print(step_view(answer, console.width))
+    console.print(view.step_view(answer, console.width))
     if inputs.cluster_file is not None:
         say(f"cluster: {inputs.cluster_file} ({inputs.cluster.source})")
     if output_file is not None:
@@ -188,11 +163,11 @@ def compare_nodes(
     console, request = output(), inputs.request
     title = f"{request.name}: {request.batch_size} samples per step; node-hours of 1000 steps"
     console.print(plain(title, "bold"))
-    console.print(scaling_table(result, console.width))
-    for line in scaling_lines(result):
+    console.print(view.scaling_table(result, console.width))
+    for line in view.scaling_lines(result):
         console.print(plain(line))
     assumptions = (*inputs.profile.assumptions, *inputs.cluster.assumptions)
-    console.print(Group(*assumption_lines(assumptions)))
+    console.print(Group(*view.assumption_lines(assumptions)))
 
 
 @contextmanager

@@ -6,10 +6,8 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from pipectl.cli.console import note, say, say_json, short_path
-from pipectl.cli.options import RUNS, Json, RunName, RunsDirectory
+from pipectl.cli.options import RUNS, Json, RunName, RunsDirectory, count, option
 from pipectl.cli.views.trace import print_comparison, step_line
 from pipectl.files import is_stream, make_directory_of, write_text
 from pipectl.jobs.report import make_page
@@ -23,26 +21,16 @@ from pipectl.units import format_bytes
 def command(
     name: RunName = "last",
     directory: RunsDirectory = RUNS,
-    step: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Recorded step to show; by default the last."),
-    ] = None,
+    step: Annotated[int | None, count("Recorded step to show; by default the last.")] = None,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "-o",
-            "--output",
-            metavar="FILE",
-            help="Write an HTML page to this file instead of printing.",
-        ),
+        option("FILE", "Write an HTML page to this file instead of printing.", "-o", "--output"),
     ] = None,
     svg: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write a picture of both timelines to this file."),
+        Path | None, option("FILE", "Write a picture of both timelines to this file.")
     ] = None,
     perfetto: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write a trace for ui.perfetto.dev to this file."),
+        Path | None, option("FILE", "Write a trace for ui.perfetto.dev to this file.")
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -7,7 +7,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.console import Group, RenderableType
 
 from pipectl.cli.commands import plan as plan_command
@@ -16,6 +15,8 @@ from pipectl.cli.options import (
     Json,
     Overrides,
     SchedulerOption,
+    flag,
+    option,
     parse_number,
     read_size,
     reader,
@@ -52,53 +53,37 @@ def _bandwidth(text: str) -> float:
 
 def command(
     job: plan_command.JobFile = None,
-    objective: Annotated[
-        Objective, typer.Option(help="What makes a plan good.")
-    ] = Objective.STEP_TIME,
+    objective: Annotated[Objective, flag("What makes a plan good.")] = Objective.STEP_TIME,
     planner: Annotated[
-        str,
-        typer.Option(metavar="NAME", help="dapple, pipedream, …: plan as others do, to compare."),
+        str, option("NAME", "dapple, pipedream, …: plan as others do, to compare.")
     ] = PLANNER,
     profile_file: plan_command.ProfileFile = None,
     cluster: plan_command.ClusterFile = None,
     devices: plan_command.Devices = None,
     memory_limit: Annotated[
-        int | None,
-        typer.Option(parser=read_size, metavar="SIZE", help="Memory of every rank: 8GiB."),
+        int | None, option("SIZE", "Memory of every rank: 8GiB.", parser=read_size)
     ] = None,
     bandwidth: Annotated[
-        float | None,
-        typer.Option(
-            parser=reader(_bandwidth), metavar="RATE", help="Bandwidth of every link: 1GB/s."
-        ),
+        float | None, option("RATE", "Bandwidth of every link: 1GB/s.", parser=reader(_bandwidth))
     ] = None,
     communication_scale: Annotated[
-        float | None,
-        typer.Option(
-            parser=reader(parse_number), metavar="X", help="Messages take X times as long."
-        ),
+        float | None, option("X", "Messages take X times as long.", parser=reader(parse_number))
     ] = None,
     allow: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME,…",
-            help="Let the planner choose: replicas, split, recompute, offload, pipefb, schedules.",
+        option(
+            "NAME,…",
+            "Let the planner choose: replicas, split, recompute, offload, pipefb, schedules.",
         ),
     ] = None,
     budget: Annotated[
         int | None,
-        typer.Option(
-            parser=reader(parse_duration, zero=True),
-            metavar="TIME",
-            help="Time limit of each search: 10s.",
-        ),
+        option("TIME", "Time limit of each search: 10s.", parser=reader(parse_duration, zero=True)),
     ] = None,
     scheduler: SchedulerOption = None,
     nodes: plan_command.NodeCounts = None,
     explain: plan_command.Explain = False,
-    output_file: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", help="File to write.")
-    ] = None,
+    output_file: Annotated[Path | None, option("FILE", "File to write.", "-o", "--output")] = None,
     svg: plan_command.SvgFile = None,
     as_json: Json = False,
     overrides: Overrides = None,

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from pipectl.cli.console import output, plain, say, say_json
-from pipectl.cli.options import Json, parse_number, reader, refuse
+from pipectl.cli.options import Json, count, option, parse_number, reader, refuse
 from pipectl.cli.views.plan import assumption_lines, gantt_lines
 from pipectl.cluster import Cluster
 from pipectl.errors import UsageError
@@ -29,32 +29,19 @@ def _time_option(help_text: str) -> Any:
 
 def command(
     schedule: Annotated[
-        str | None,
-        typer.Option(metavar="NAME|F.csv", help="Schedule: built in, a file, or of a package."),
+        str | None, option("NAME|F.csv", "Schedule: built in, a file, or of a package.")
     ] = None,
-    plan: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Plan to simulate instead: plan.json.")
-    ] = None,
-    cluster: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Machines of the plan: cluster.json.")
-    ] = None,
-    stages: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Number of stages.")
-    ] = None,
-    micro_batches: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Number of micro-batches.")
-    ] = None,
-    ranks: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Number of ranks, if fewer than stages.")
-    ] = None,
+    plan: Annotated[Path | None, option("FILE", "Plan to simulate instead: plan.json.")] = None,
+    cluster: Annotated[Path | None, option("FILE", "Machines of the plan: cluster.json.")] = None,
+    stages: Annotated[int | None, count("Number of stages.")] = None,
+    micro_batches: Annotated[int | None, count("Number of micro-batches.")] = None,
+    ranks: Annotated[int | None, count("Number of ranks, if fewer than stages.")] = None,
     forward: Annotated[
         float | None, _time_option("Time of a forward, in any unit; by default 1.")
     ] = None,
     backward: Annotated[float | None, _time_option("Time of a backward; by default 2.")] = None,
     latency: Annotated[float | None, _time_option("Latency of a message; by default 0.")] = None,
-    svg: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a picture of the step to this file.")
-    ] = None,
+    svg: Annotated[Path | None, option("FILE", "Write a picture of the step to this file.")] = None,
     as_json: Json = False,
 ) -> None:
     if svg is not None:

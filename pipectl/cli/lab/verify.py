@@ -10,17 +10,17 @@ import typer
 
 from pipectl.cli.console import say, say_json
 from pipectl.cli.follow import follow
-from pipectl.cli.options import JobFile, Json, Overrides, TrustOwner
+from pipectl.cli.options import JobFile, Json, Overrides, TrustOwner, count, flag
 from pipectl.cli.progress import progress_bar
 from pipectl.jobs.verify import Verification, verify
 
 
 def command(
     job: JobFile,
-    ranks: Annotated[int, typer.Option(metavar="N", min=1, help="Ranks of the pipeline.")] = 2,
-    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Optimizer steps to train.")] = 3,
+    ranks: Annotated[int, count("Ranks of the pipeline.")] = 2,
+    steps: Annotated[int, count("Optimizer steps to train.")] = 3,
     between_plans: Annotated[
-        bool, typer.Option("--between-plans", help="Compare with another plan, not one process.")
+        bool, flag("Compare with another plan, not one process.", "--between-plans")
     ] = False,
     trust_owner: TrustOwner = False,
     as_json: Json = False,

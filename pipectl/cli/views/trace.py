@@ -8,14 +8,7 @@ from typing import TypeVar
 from rich.table import Table
 
 from pipectl.cli.console import label_lines, note, output, plain, say, table
-from pipectl.report.comparison import (
-    SPENT,
-    Both,
-    Comparison,
-    Part,
-    Spent,
-    explain,
-)
+from pipectl.report.comparison import SPENT, Both, Comparison, Part, Spent, explain
 from pipectl.report.recorded import RecordedStep
 from pipectl.units import format_time
 
