@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import typer
 
@@ -16,10 +16,7 @@ from pipectl.jobs.state import RunStatus, get_status
 from pipectl.runs import PROFILING, RunDirectory, as_typed
 from pipectl.runs.readers import Measured, read_measured
 
-if TYPE_CHECKING:
-    from pipectl.profiler.progress import Progress
-
-_POLL_S = 0.5
+POLL_S = 0.5
 _ASK_S = 10.0
 _MAX_UNKNOWN = 30
 """Times to ask about a job that is not known."""
@@ -53,36 +50,46 @@ def follow(run: RunDirectory, *, continues: bool = True) -> RunStatus:
         with progress_bar() as progress:
             reported: tuple[str, int] | None = None
             unknown = 0
-            while True:
-                status = get_status(run, time.time())
+            for status, is_new in poll(run):
+                if not is_new:
+                    now = read_measured(run, status.record)
+                    steps = status.steps if now.step else None
+                    what = f"{status.phase or status.job.state.value}{_loss(now)}"
+                    progress(now.step, steps or 0, what)
+                    continue
                 tenth = 10 * status.measured.step // (status.steps or 1)
                 current = (status.phase.partition(" ")[0] or status.job.state.value, tenth)
                 if current != reported and not errors().is_terminal:
                     note(_line(status))
                 reported = current
                 unknown = unknown + 1 if status.job.state is JobState.UNKNOWN else 0
-                if status.job.state.final or unknown == _MAX_UNKNOWN:
-                    return status
-                _poll_files(status, progress)
+                if unknown == _MAX_UNKNOWN:
+                    break
+            return status
     except KeyboardInterrupt:
         if continues:
             note(f"\nthe run continues; cancel it with: pipectl cancel {as_typed(run)}")
         raise
 
 
-def _poll_files(status: RunStatus, progress: Progress) -> None:
-    """Move the bar by what the files say, until it is time to ask the batch system again."""
-    run, record = status.run, status.record
-    of_earlier_start = status.job.state.waits and run.exit_code.exists()
-    is_local = record is not None and record.scheduler == LOCAL
-    for _ in range(2 if is_local else round(_ASK_S / _POLL_S)):
-        time.sleep(_POLL_S)
-        now = read_measured(run, record)
-        steps = status.steps if now.step else None
-        what = f"{status.phase or status.job.state.value}{_loss(now)}"
-        progress(now.step, steps or 0, what)
-        if run.exit_code.exists() and not of_earlier_start:
+def poll(run: RunDirectory) -> Iterator[tuple[RunStatus, bool]]:
+    """The status of a run, twice a second until the run is over, and whether it is new.
+
+    It is new every ten seconds, of runs on this machine every second, and once the run has left its
+    exit code. Batch systems serve many people, so that they are not asked more often.
+    """
+    while True:
+        status = get_status(run, time.time())
+        yield status, True
+        if status.job.state.final:
             return
+        of_earlier_start = status.job.state.waits and run.exit_code.exists()
+        is_local = status.record is not None and status.record.scheduler == LOCAL
+        for _ in range(2 if is_local else round(_ASK_S / POLL_S)):
+            time.sleep(POLL_S)
+            yield status, False
+            if run.exit_code.exists() and not of_earlier_start:
+                break
 
 
 def _line(status: RunStatus) -> str:

@@ -15,11 +15,11 @@ _PATIENCE_S, _PAUSE_S = 10.0, 0.2
 
 
 class Cancellation(Enum):
-    """Outcome of cancelling a run."""
+    """Outcome of cancelling a run, in words."""
 
-    ASKED = "the batch system was asked to end it"
-    OVER = "it had already ended"
-    REMOVED = "it had already ended, but the batch system was asked to remove its job"
+    ASKED = "cancelled: {run}"
+    OVER = "{run} had already ended"
+    REMOVED = "{run} had already ended; its job was still listed and is cancelled"
 
 
 def cancel(run: RunDirectory, now: float) -> Cancellation:
@@ -27,9 +27,6 @@ def cancel(run: RunDirectory, now: float) -> Cancellation:
 
     The job of a run that is over can stay in the queue: while a node does not answer, say. It is
     removed; the run stays what it was, completed or failed.
-
-    Args:
-        now: seconds since the epoch.
 
     Raises:
         UnknownRunError: its job is not known, so that nothing can be ended.
@@ -50,9 +47,6 @@ def cancel(run: RunDirectory, now: float) -> Cancellation:
 
 def cancel_sweep(sweep: SweepDirectory, now: float) -> int:
     """Ask the batch system to end all runs of a sweep, those of its array by one command.
-
-    Args:
-        now: seconds since the epoch.
 
     Returns:
         How many were not over already.

@@ -35,8 +35,8 @@ def test_a_log_is_followed_as_it_grows(
             log.write("more\n")
         (queued / "exit_code").write_text("0\n")
 
-    clock = SimpleNamespace(time=time.time, monotonic=time.monotonic, sleep=end)
-    monkeypatch.setattr("pipectl.cli.commands.logs.time", clock)
+    clock = SimpleNamespace(time=time.time, sleep=end)
+    monkeypatch.setattr("pipectl.cli.follow.time", clock)
     assert cli("logs", "-f").out == "started\nmore\n"
 
 
@@ -56,9 +56,8 @@ def test_the_log_of_a_run_that_will_start_again_is_followed(
             (queued / "exit_code").write_text("0\n")
             program("squeue", "exit 0")
 
-    now = iter(range(0, 1000, 4))
-    clock = SimpleNamespace(time=time.time, monotonic=lambda: next(now), sleep=goes_on)
-    monkeypatch.setattr("pipectl.cli.commands.logs.time", clock)
+    clock = SimpleNamespace(time=time.time, sleep=goes_on)
+    monkeypatch.setattr("pipectl.cli.follow.time", clock)
     assert cli("logs", "-f").out == "before\nand on\n"
 
 
@@ -83,8 +82,8 @@ def test_a_log_is_not_followed_for_ever_if_nobody_knows_of_an_end(
         elif now == 50:
             log.write_text("started\nmore\nand ended in the mid")
 
-    clock = SimpleNamespace(time=time.time, monotonic=lambda: now, sleep=pass_by)
-    monkeypatch.setattr("pipectl.cli.commands.logs.time", clock)
+    clock = SimpleNamespace(time=time.time, sleep=pass_by)
+    monkeypatch.setattr("pipectl.cli.follow.time", clock)
     result = cli("logs", "-f")
     rest = "" if lost == "directory" else "more\nand ended in the mid\n"
     assert (result.code, result.out) == (6, f"started\n{rest}")

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Annotated
 
-import typer
-
 from pipectl.access import read_limited
 from pipectl.batch import CHECKPOINTED, JobState
 from pipectl.cli.console import note
-from pipectl.cli.options import RUNS, RunNames, RunsDirectory
+from pipectl.cli.options import RUNS, RunNames, RunsDirectory, count, flag
 from pipectl.errors import PipectlError, UnknownRunError, UsageError
-from pipectl.jobs.state import get_status
 from pipectl.printable import printable
 from pipectl.runs import (
     Line,
@@ -30,27 +26,19 @@ from pipectl.runs import (
 from pipectl.watch.files import report_text
 
 _MAX_SCRIPT = 2**22
-_POLL_S = 0.5
-_ASK_S = 10.0
 _PATIENCE_S = 60.0
 """How long to follow a run of which nobody knows whether it goes on."""
 
 
 def command(
     names: RunNames = None,
-    script: Annotated[bool, typer.Option("--script", help="Print the job script instead.")] = False,
-    follow: Annotated[
-        bool, typer.Option("-f", "--follow", help="Print new lines until the run ends.")
-    ] = False,
+    script: Annotated[bool, flag("Print the job script instead.", "--script")] = False,
+    follow: Annotated[bool, flag("Print new lines until the run ends.", "-f", "--follow")] = False,
     rank: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--rank", metavar="N", min=0, help="Print only this rank's lines; may be repeated."
-        ),
+        list[int] | None, count("Print only this rank's lines; may be repeated.", "--rank", min=0)
     ] = None,
     tail: Annotated[
-        int | None,
-        typer.Option("--tail", "-n", metavar="N", min=0, help="Print only the last N lines."),
+        int | None, count("Print only the last N lines.", "--tail", "-n", min=0)
     ] = None,
     directory: RunsDirectory = RUNS,
 ) -> None:
@@ -115,25 +103,23 @@ def _print_logs(
 
 
 def _follow(run: RunDirectory, logs: Logs, show: Callable[[Iterable[Line]], None]) -> str | None:
-    """Show what is added until the run is over; the batch system is asked now and then.
+    """Show what is added until the run is over.
 
     Returns:
         Why it is not known whether it is over, if nothing was added for long; else None.
     """
-    seen, last = logs.bytes_read, time.monotonic()
-    while read_exit_code(run) in (None, CHECKPOINTED):  # what stopped at a checkpoint may go on
-        job = get_status(run, time.time()).job
-        if job.state.final:
+    from pipectl.cli.follow import POLL_S, poll  # and what draws progress bars
+
+    seen, silent_s = logs.bytes_read, 0.0
+    for status, is_new in poll(run):
+        if read_exit_code(run) not in (None, CHECKPOINTED):  # a checkpointed run may go on
             break
-        if job.state is not JobState.UNKNOWN or logs.bytes_read != seen:
-            seen, last = logs.bytes_read, time.monotonic()
-        elif time.monotonic() - last >= _PATIENCE_S:
-            return job.reason
-        of_earlier_start = run.exit_code.exists()
-        until = time.monotonic() + _ASK_S
-        while time.monotonic() < until and (of_earlier_start or not run.exit_code.exists()):
-            time.sleep(_POLL_S)
-            show(logs.read_lines())
+        show(logs.read_lines())
+        silent_s += 0.0 if is_new else POLL_S
+        if status.job.state is not JobState.UNKNOWN or logs.bytes_read != seen:
+            seen, silent_s = logs.bytes_read, 0.0
+        elif silent_s >= _PATIENCE_S:
+            return status.job.reason
     return None
 
 

@@ -13,34 +13,20 @@ from rich.console import RenderableType
 
 from pipectl.batch import JobState
 from pipectl.cli.console import note, output, plain, say, say_json
-from pipectl.cli.options import RUNS, Json, RunNames, RunsDirectory
-from pipectl.cli.screen import watch
-from pipectl.cli.views.run import (
-    print_run,
-    print_sweep,
-    ranks_table,
-    run_json,
-    run_picture,
-    runs_table,
-    sweep_picture,
-)
+from pipectl.cli.options import RUNS, Json, RunNames, RunsDirectory, count, flag
+from pipectl.cli.views import run as view
 from pipectl.errors import UnknownRunError, UsageError
-from pipectl.jobs.state import RunStatus, get_status, get_statuses
+from pipectl.jobs.state import RunStatus, get_statuses
 from pipectl.runs import RunDirectory, SweepDirectory, find, find_runs, list_runs, one_of
 
 
 def command(
     names: RunNames = None,
     directory: RunsDirectory = RUNS,
-    limit: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Maximum number of runs to list.")
-    ] = 20,
-    ranks: Annotated[
-        bool, typer.Option("--ranks", help="Show a table of the ranks of a run.")
-    ] = False,
+    limit: Annotated[int, count("Maximum number of runs to list.")] = 20,
+    ranks: Annotated[bool, flag("Show a table of the ranks of a run.", "--ranks")] = False,
     watching: Annotated[
-        bool,
-        typer.Option("--watch", "-w", help="Full-screen view until the run ends or Ctrl-C."),
+        bool, flag("Full-screen view until the run ends or Ctrl-C.", "--watch", "-w")
     ] = False,
     as_json: Json = False,
 ) -> None:
@@ -48,68 +34,62 @@ def command(
         raise UsageError("--watch and --json: choose one")
     if ranks and len(names or ()) != 1:
         raise UsageError("--ranks: needs one run", cure="name it, or write `last`")
-    if not names or len(names) > 1:
-        runs = find_runs(directory, names or ())
-        statuses = _show_list(directory, runs, limit, as_json=as_json, watching=watching)
-    elif isinstance(one := find(directory, names[0]), RunDirectory):
-        statuses = _show_run(one, as_json=as_json, ranks=ranks, watching=watching)
-    elif ranks:
+    one = find(directory, names[0]) if names and len(names) == 1 else None
+    if ranks and isinstance(one, SweepDirectory):
         raise UsageError("--ranks: needs one run", cure=f"name it: {one_of(one)}, say")
-    else:
-        statuses = _show_sweep(one, as_json=as_json, watching=watching)
+    named = () if one is not None else find_runs(directory, names or ())
+
+    def choose_runs(room: int | None = None) -> Sequence[RunDirectory]:
+        """What was named, else the newest runs; of a list, as many as there is room for."""
+        if one is not None:
+            return [one] if isinstance(one, RunDirectory) else one.runs()
+        runs = named or list_runs(directory)[-limit:]
+        return runs if room is None else runs[-min(room, limit) :]
+
+    if watching:
+        from pipectl.cli.screen import watch
+
+        watch(choose_runs, partial(_draw, one, directory), ends=bool(names))
+    statuses = get_statuses(choose_runs(), time.time())
+    if not statuses and not as_json:
+        say(f"{directory}: no runs yet; start one with: pipectl submit JOB.yaml")
+    _print(one, statuses, ranks=ranks, as_json=as_json)
+    if not as_json and not names and (older := len(list_runs(directory)) - len(statuses)) > 0:
+        note(f"{older} older runs are not shown; see --limit")
     if names and any(status.job.state is JobState.UNKNOWN for status in statuses):
         raise typer.Exit(UnknownRunError.exit_code)
 
 
-def _show_run(
-    run: RunDirectory, *, as_json: bool, ranks: bool, watching: bool
-) -> Sequence[RunStatus]:
-    if watching:
-        watch(lambda _: [run], lambda seen, *room: run_picture(seen[0], *room), ends=True)
-    status = get_status(run, time.time())
-    print_run(status, as_json=as_json)
+def _print(
+    one: RunDirectory | SweepDirectory | None,
+    statuses: Sequence[RunStatus],
+    *,
+    ranks: bool,
+    as_json: bool,
+) -> None:
+    """Print one run or sweep, or a list of runs."""
+    if isinstance(one, SweepDirectory):
+        view.print_sweep(one, statuses, as_json=as_json)
+    elif one is not None:
+        view.print_run(statuses[0], as_json=as_json)
+    elif as_json:
+        say_json([view.run_json(status) for status in statuses])
+    elif statuses:
+        output().print(view.runs_table(statuses, output().width))
     if ranks and not as_json:
-        console = output()
-        console.print(ranks_table(status, width=console.width))
-    return [status]
+        output().print(view.ranks_table(statuses[0], width=output().width))
 
 
-def _show_sweep(sweep: SweepDirectory, *, as_json: bool, watching: bool) -> Sequence[RunStatus]:
-    if watching:
-        watch(lambda _: sweep.runs(), partial(sweep_picture, sweep), ends=True)
-    statuses = get_statuses(sweep.runs(), time.time())
-    print_sweep(sweep, statuses, as_json=as_json)
-    return statuses
-
-
-def _show_list(
-    directory: Path, runs: Sequence[RunDirectory], limit: int, *, as_json: bool, watching: bool
-) -> Sequence[RunStatus]:
-    """A table of runs.
-
-    Args:
-        runs: empty for the newest of the directory, with those that are submitted meanwhile.
-        limit: how many of these at most.
-    """
-
-    def draw(seen: Sequence[RunStatus], width: int, _height: int) -> RenderableType:
-        return runs_table(seen, width) if seen else plain(f"{directory}: no runs yet")
-
-    if watching:
-        watch(
-            lambda room: (runs or list_runs(directory))[-min(room, limit) :],
-            draw,
-            ends=bool(runs),
-        )
-    every = runs or list_runs(directory)
-    statuses = get_statuses(runs or every[-limit:], time.time())
-    console = output()
-    if as_json:
-        say_json([run_json(status) for status in statuses])
-    elif not statuses:
-        say(f"{directory}: no runs yet; start one with: pipectl submit JOB.yaml")
-    else:
-        console.print(runs_table(statuses, console.width))
-        if len(every) > len(statuses):
-            note(f"{len(every) - len(statuses)} older runs are not shown; see --limit")
-    return statuses
+def _draw(
+    one: RunDirectory | SweepDirectory | None,
+    directory: Path,
+    statuses: Sequence[RunStatus],
+    width: int,
+    height: int,
+) -> RenderableType:
+    """The full screen: of one run or sweep, or of several runs."""
+    if isinstance(one, RunDirectory):
+        return view.run_picture(statuses[0], width, height)
+    if isinstance(one, SweepDirectory):
+        return view.sweep_picture(one, statuses, width, height)
+    return view.runs_table(statuses, width) if statuses else plain(f"{directory}: no runs yet")

@@ -14,15 +14,7 @@ from rich.text import Text
 from pipectl.batch import JobState, JobStatus
 from pipectl.cli.console import label_lines, output, plain, say_json, short_path, table
 from pipectl.jobs.state import RunStatus, find_best
-from pipectl.report.charts import thinned
-from pipectl.runs import (
-    PROFILING,
-    SweepDirectory,
-    as_typed,
-    last_checkpoint,
-    read_metrics,
-    step_of,
-)
+from pipectl.runs import PROFILING, SweepDirectory, as_typed, last_checkpoint, read_metrics, step_of
 from pipectl.runs.readers import read_heartbeat
 from pipectl.units import format_bytes, format_time, plural
 
@@ -439,6 +431,8 @@ def sparkline(values: Sequence[float], width: int) -> str:
     Args:
         width: characters at most.
     """
+    from pipectl.report.charts import thinned  # for --watch alone
+
     if not values:
         return ""
     means = [mean for _, mean in thinned(list(enumerate(values)), width)]
