@@ -6,7 +6,7 @@ import pytest
 
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.errors import DataFileError
-from pipectl.jobs.profiles import UNKNOWN_ROWS, join_rows
+from pipectl.jobs.job_files import UNKNOWN_ROWS, join_rows
 from pipectl.profile import Profile
 from pipectl.row_times import RowTimes, seconds_of
 

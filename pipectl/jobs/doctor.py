@@ -21,7 +21,7 @@ from pipectl import __version__
 from pipectl.batch import LOCAL, find_scheduler, launch_command, process
 from pipectl.batch.launchers import AUTO, MPIEXECS, knows_pmi, list_pmis
 from pipectl.errors import PipectlError, SchedulerError
-from pipectl.jobs.places import memory_of_this_machine
+from pipectl.jobs.job_files import memory_of_this_machine
 from pipectl.jobs.profiles import request_of_two
 from pipectl.spec.models import Launch
 from pipectl.units import format_bytes, format_time
@@ -89,13 +89,14 @@ def examine(launch: Launch | None, directory: Path, only: str | None = None) -> 
             yield Finding(what, Level.FAIL, text, own_cure or cure)
 
 
-def _ok_or_warn(is_ok: bool, what: str, text: str, cure: str) -> Finding:
-    return Finding(what, Level.OK, text) if is_ok else Finding(what, Level.WARN, text, cure)
+def _finding(what: str, text: str, cure: str = "") -> Finding:
+    """One that is fine without a cure, and a warning with one."""
+    return Finding(what, Level.WARN if cure else Level.OK, text, cure)
 
 
 def _check_python() -> Iterator[Finding]:
     text = f"{platform.python_version()} ({sys.executable}), pipectl {__version__}"
-    yield Finding("python", Level.OK, text)
+    yield _finding("python", text)
 
 
 def _check_torch() -> Iterator[Finding]:
@@ -103,24 +104,23 @@ def _check_torch() -> Iterator[Finding]:
     name, kind, count = _answer([sys.executable, "-c", _TORCH])
     untested = untested_torch()
     cure = f"if something fails that should not, install {tested_torch()}"
-    yield _ok_or_warn(not untested, "torch", untested or name, cure)
+    yield _finding("torch", untested or name, cure if untested else "")
     if not kind:
-        yield Finding("accelerators", Level.OK, "none: ranks compute on cores")
+        yield _finding("accelerators", "none: ranks compute on cores")
         return
     try:  # a test message from an accelerator's memory, which may crash the process
         _output([sys.executable, "-m", "mpi4py", "-m", _SELF_TEST, kind])
         way = "MPI reads their memory"
     except PipectlError:
         way = "messages pass through host memory"
-    yield Finding("accelerators", Level.OK, f"{count} of kind {kind}; {way}")
+    yield _finding("accelerators", f"{count} of kind {kind}; {way}")
 
 
 def _check_mpi(launch: Launch | None) -> Iterator[Finding]:
     """Two ranks are started and send each other messages, as the ranks of a job do."""
     launch = Launch() if launch is None else launch.model_copy(update={"bind": "none"})
     if launch.launcher == "srun":
-        text = "ranks start with srun, which can only be tried within a job"
-        yield Finding("MPI", Level.OK, text)
+        yield _finding("MPI", "ranks start with srun, which can only be tried within a job")
         return
     request = request_of_two(launch, _REACH)
     command, mpi = launch_command(request, LOCAL), request.launch.mpi
@@ -131,34 +131,33 @@ def _check_mpi(launch: Launch | None) -> Iterator[Finding]:
             f"that mpi4py has loaded ({answer['library']})",
             cure="load one MPI alone, or name its library in the variable MPI4PY_LIBMPI",
         )
-    yield Finding("MPI", Level.OK, f"{answer['library']}, started by {command[0]}")
+    yield _finding("MPI", f"{answer['library']}, started by {command[0]}")
     text = f"mpiexec takes the options of {mpi} (launch.mpi)"
     if mpi == AUTO:
         text = "mpiexec is of no known kind, so it cannot be told to bind ranks"
     cure = f"if it is like one of {', '.join(MPIEXECS)}, set launch.mpi to that"
-    yield _ok_or_warn(mpi != AUTO, "launcher", text, cure)
+    yield _finding("launcher", text, cure if mpi == AUTO else "")
     threads = answer["threads"]
     cure = "messages are moved between operators instead; nothing needs to be done"
-    yield _ok_or_warn(threads == "multiple", "threads", f"MPI_THREAD_{threads.upper()}", cure)
+    cure = "" if threads == "multiple" else cure
+    yield _finding("threads", f"MPI_THREAD_{threads.upper()}", cure)
     rate = format_bytes(int(answer["bandwidth_bytes_per_s"]))
-    text = f"{format_time(answer['latency_s'])}, {rate}/s on this machine"
-    yield Finding("messages", Level.OK, text)
+    yield _finding("messages", f"{format_time(answer['latency_s'])}, {rate}/s on this machine")
 
 
 def _check_slurm(launch: Launch | None) -> Iterator[Finding]:
     """Whether Slurm answers, and what ``srun --mpi`` takes against what the job gives it."""
     if not shutil.which("sbatch"):
-        yield Finding("Slurm", Level.OK, "not installed")
+        yield _finding("Slurm", "not installed")
         return
     release = _output(["sinfo", "--version"])
     partitions = _output(["sinfo", "-h", "-o", "%P"]).split()
-    text = f"{release}; partitions {', '.join(partitions) or 'none'}"
-    yield Finding("Slurm", Level.OK, text)
+    yield _finding("Slurm", f"{release}; partitions {', '.join(partitions) or 'none'}")
     kinds = list_pmis()
     wanted = AUTO if launch is None or launch.launcher != "srun" else launch.mpi
     text = f"srun --mpi: {', '.join(kind for kind in kinds if kind != 'none') or 'none'}"
     if wanted == AUTO or knows_pmi(kinds, wanted):
-        yield Finding("PMI", Level.OK, text)
+        yield _finding("PMI", text)
     else:
         cure = "set launch.mpi to one of them, as your MPI needs it"
         yield Finding("PMI", Level.FAIL, f"{text}; the job wants {wanted}", cure)
@@ -169,11 +168,11 @@ def _check_pbs() -> Iterator[Finding]:
     if find_scheduler() != "pbs":
         return
     release, server = _output(["qstat", "--version"]), _output(["qstat", "-B", "-f"])
-    yield Finding("PBS", Level.OK, release)
+    yield _finding("PBS", release)
     if not re.search(r"^\s*flatuid\s*=\s*True\s*$", server, re.MULTILINE | re.IGNORECASE):
         text = "flatuid is not set: jobs may not be able to submit themselves again"
         cure = "ask the site for `set server flatuid = True`; else go on with pipectl resume"
-        yield Finding("PBS requeue", Level.WARN, text, cure)
+        yield _finding("PBS requeue", text, cure)
 
 
 def _check_file_system(directory: Path) -> Iterator[Finding]:
@@ -189,15 +188,14 @@ def _check_file_system(directory: Path) -> Iterator[Finding]:
             free_bytes, has_locks = shutil.disk_usage(name).free, _can_lock(other)
     except OSError as error:
         raise SchedulerError(f"{place}: {error.strerror or error}") from error
-    cure = "checkpoints need room: free some space"
-    text = f"{place}: {format_bytes(free_bytes)} free"
-    yield _ok_or_warn(free_bytes >= _MIN_FREE_BYTES, "files", text, cure)
+    cure = "" if free_bytes >= _MIN_FREE_BYTES else "checkpoints need room: free some space"
+    yield _finding("files", f"{place}: {format_bytes(free_bytes)} free", cure)
     if not has_locks:
         cure = "do not run two commands that change a run at the same time"
-        yield Finding("locks", Level.WARN, "the file system has no locks", cure)
+        yield _finding("locks", "the file system has no locks", cure)
     text = f"{skew_s:.1f} s from that of the file system"
     cure = "have the clocks of all nodes set by NTP; `status` may misjudge how old heartbeats are"
-    yield _ok_or_warn(skew_s < _MAX_SKEW_S, "clock", text, cure)
+    yield _finding("clock", text, "" if skew_s < _MAX_SKEW_S else cure)
 
 
 def _can_lock(path: Path) -> bool:
@@ -215,16 +213,15 @@ def _can_lock(path: Path) -> bool:
 def _check_machine() -> Iterator[Finding]:
     """Cores, memory and a compiler."""
     cores, memory = len(os.sched_getaffinity(0)), memory_of_this_machine()
-    yield Finding("machine", Level.OK, f"{cores} cores, {format_bytes(memory)} of memory")
+    yield _finding("machine", f"{cores} cores, {format_bytes(memory)} of memory")
     with suppress(OSError):
         shared = shutil.disk_usage("/dev/shm").total
         if shared < _MIN_SHARED_BYTES:
             text = f"/dev/shm holds {format_bytes(shared)} only"
             cure = "containers: start them with --shm-size=1g, or ranks of one node may crash"
-            yield Finding("shared memory", Level.WARN, text, cure)
+            yield _finding("shared memory", text, cure)
     if not any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++")))):
-        text = "no C++ compiler, which training.compile would need"
-        yield Finding("compiler", Level.OK, text)
+        yield _finding("compiler", "no C++ compiler, which training.compile would need")
 
 
 def _output(argv: Sequence[str]) -> str:

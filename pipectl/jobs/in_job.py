@@ -24,8 +24,8 @@ from pipectl.errors import PipectlError
 from pipectl.faults import describe_error, with_details
 from pipectl.files import write_json
 from pipectl.jobs.job import PERCENT
-from pipectl.jobs.places import fresh_profile, load_run, plan_path, profile_path
-from pipectl.jobs.profiles import join_rows, measure
+from pipectl.jobs.job_files import fresh_profile, join_rows, load_run, plan_path, profile_path
+from pipectl.jobs.profiles import measure
 from pipectl.plan import Plan
 from pipectl.printable import printable
 from pipectl.profile import Profile
@@ -59,7 +59,7 @@ def progress_of(run: RunDirectory, steps: int, *, measures_only: bool = False) -
     return report
 
 
-def prepare_run(run: RunDirectory) -> None:
+def profile_and_plan(run: RunDirectory) -> None:
     """Write the profile and the plan of a run, unless they are there and still of its job.
 
     A run that goes on from a checkpoint keeps its plan: results depend on its micro-batches, and
@@ -115,7 +115,7 @@ def main(arguments: Sequence[str]) -> int:
     run: RunDirectory = values.run
     try:
         if values.output is None:
-            prepare_run(run)
+            profile_and_plan(run)
         else:  # measure the model, and nothing else
             progress = progress_of(run, PERCENT, measures_only=True)
             progress(0, 0, "capturing")

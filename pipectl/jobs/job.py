@@ -1,4 +1,4 @@
-"""A job before it is submitted: its work, its script, and the request to the batch system.
+"""A job before it is submitted: where it runs, its work, and its script.
 
 A `JobSpec` is what the user wrote. A :class:`Job` adds what a submission needs: launcher, cluster,
 profile and plan. :func:`make_request` turns it into the `JobRequest` of a run directory, from which
@@ -10,17 +10,27 @@ from __future__ import annotations
 import shutil
 import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipectl.access import fault_of_owner
-from pipectl.batch import JobRequest, MpiChoice, Template, check_template, choose_mpi, get_scheduler
-from pipectl.errors import Problem, SpecError, UsageError
-from pipectl.jobs.places import find_cluster, scheduler_name
+from pipectl.batch import (
+    LOCAL,
+    Array,
+    JobRequest,
+    MpiChoice,
+    Template,
+    check_template,
+    choose_mpi,
+    find_scheduler,
+    get_scheduler,
+)
+from pipectl.errors import Problem, SchedulerError, SpecError, UsageError
+from pipectl.jobs.job_files import find_cluster
 from pipectl.plan import OffloadTarget
-from pipectl.runs import TRAINING, stem_of
+from pipectl.runs import TRAINING, SweepDirectory, stem_of
 
 if TYPE_CHECKING:
     from pipectl.cluster import Cluster
@@ -30,7 +40,7 @@ if TYPE_CHECKING:
     from pipectl.rehearsal import Rehearsal
     from pipectl.spec import JobSpec
 
-PREPARE = "pipectl.jobs.in_job"
+IN_JOB = "pipectl.jobs.in_job"
 """The module that profiles and plans within a job."""
 PERCENT = 100
 """Steps of a run that only measures: it reports its progress in percent."""
@@ -40,6 +50,7 @@ so that a block which was freed between two of them is too small for the next of
 heap grows. It reads this before a process can say anything."""
 
 _MAX_TEMPLATE_BYTES = 2**16
+_TITLES = {"slurm": "Slurm", "pbs": "PBS"}
 
 
 @dataclass(frozen=True)
@@ -81,6 +92,7 @@ class Job:
         prepares: whether the job profiles and plans in its allocation before it trains.
         warning: why a measured cluster is not used; empty if it is, or if there is none.
         measurement: how the profile was measured; None if it was read from a file.
+        values: that the sweep gives to this job, by dotted key; None if it is of no sweep.
     """
 
     spec: JobSpec
@@ -94,11 +106,37 @@ class Job:
     warning: str = ""
     measurement: Measurement | None = None
     work: Work = Work()
+    values: Mapping[str, Any] | None = None
 
     @property
     def name(self) -> str:
         """Name of its run."""
         return f"{self.spec.name}{self.work.suffix}"
+
+
+def choose_scheduler(spec: JobSpec, name: str | None = None, *, must_answer: bool = False) -> str:
+    """``name``, or by default the spec's; ``auto`` is Slurm or PBS if it is installed.
+
+    Args:
+        must_answer: whether to check that a batch system which ``auto`` chose answers. Its commands
+            may be installed on a machine without a batch system.
+
+    Raises:
+        SchedulerError: it does not answer.
+    """
+    name = name or str(spec.launch.scheduler)
+    if name != "auto" or (name := find_scheduler()) == LOCAL or not must_answer:
+        return name
+    try:
+        get_scheduler(name).ping()
+    except SchedulerError as error:
+        raise SchedulerError(
+            f"{_TITLES[name]} is installed here, but does not answer: "
+            f"{error.message.splitlines()[-1]}",
+            cure="to train on this machine: --scheduler local\n"
+            f"to submit all the same: --scheduler {name}",
+        ) from error
+    return name
 
 
 def make_job(
@@ -112,7 +150,7 @@ def make_job(
 
     Raises:
         SpecError: the template cannot be read or used, with the line.
-        MismatchError, DataFileError: see :func:`pipectl.jobs.places.find_cluster`.
+        MismatchError, DataFileError: see :func:`pipectl.jobs.job_files.find_cluster`.
         SchedulerError: there is no MPI to start the ranks with.
     """
     work = work or Work()
@@ -161,7 +199,7 @@ def make_request(
         pbs=spec.pbs,
         checkpoint=spec.checkpoint if work.kind == TRAINING else None,
         alone=work.alone,
-        prepare=(python, "-m", PREPARE, str(directory)) if job.prepares else (),
+        prepare=(python, "-m", IN_JOB, str(directory)) if job.prepares else (),
         binds=() if spec.container is None else _binds(spec, directory.parent, work.output),
         mpiexec=mpiexec,
         after=after,
@@ -172,20 +210,57 @@ def make_request(
     return request.update(launch=launch, environment=environment, resources=work.resources)
 
 
-def render(job: Job, now: float = 0.0, suffix: str = "") -> str:
+def make_array_request(
+    job: Job,
+    sweep: SweepDirectory,
+    runs: Sequence[Path],
+    at_once: int | None,
+    *,
+    tag: str | None = None,
+    after: tuple[str, ...] = (),
+) -> JobRequest:
+    """The request for a job array that starts the scripts of its runs.
+
+    On this machine, the command of the request starts them.
+
+    Args:
+        job: of any run.
+        at_once: how many may run at the same time; None sets no limit.
+        tag, after: see :func:`make_request`.
+    """
+    driver = replace(job, work=Work(program=("-m", "pipectl.jobs.sweep")), prepares=False)
+    request = make_request(driver, sweep.path, tag=tag, after=after)
+    return replace(request, array=Array(tuple(runs), at_once))
+
+
+def render(job: Job, now: float = 0.0) -> str:
     """The script of a job as it would be submitted; needs neither the batch system nor MPI.
 
     Args:
+        job: of a sweep, its first job.
         now: seconds since the epoch, for the run's name.
-        suffix: end of the run's name: ``-0`` for the first run of a sweep.
 
     Raises:
         InvalidInputError: a value cannot be written into the script safely.
     """
+    suffix = "" if job.values is None else "-0"
     directory = Path(job.spec.output.directory) / f"{stem_of(job.name, now)}{suffix}"
     installed = shutil.which("mpiexec") or (Path(sys.executable).parent / "mpiexec").exists()
     mpiexec = None if installed else "mpiexec"
     request = make_request(job, directory, tag=f"{directory.name} dry-run", mpiexec=mpiexec)
+    return get_scheduler(job.scheduler).render(request)
+
+
+def render_array(job: Job, count: int, at_once: int | None, now: float) -> str:
+    """The script of a sweep's job array as it would be submitted.
+
+    Args:
+        job: of any of the ``count`` runs.
+        at_once, now: see :func:`make_array_request` and :func:`render`.
+    """
+    stem = Path(job.spec.output.directory).absolute() / stem_of(job.spec.name, now)
+    sweep, runs = SweepDirectory.beside(stem), [Path(f"{stem}-{i}") for i in range(count)]
+    request = make_array_request(job, sweep, runs, at_once, tag=f"{stem.name} dry-run")
     return get_scheduler(job.scheduler).render(request)
 
 
@@ -196,7 +271,7 @@ def check_script(spec: JobSpec) -> None:
         InvalidInputError: it cannot be written.
     """
     if spec.template_file is not None:
-        job = Job(spec, scheduler_name(spec, None), MpiChoice("auto"), read_template(spec))
+        job = Job(spec, choose_scheduler(spec), MpiChoice("auto"), read_template(spec))
         plain = {"launcher": "mpiexec", "bind": "none"}
         request = make_request(job, mpiexec="mpiexec").update(launch=plain)
         get_scheduler(job.scheduler).render(request)

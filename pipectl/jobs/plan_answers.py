@@ -18,16 +18,10 @@ from typing import Any
 from pipectl.cluster import ASSUMED_BETWEEN, Cluster, Device, Node
 from pipectl.compiled import compiling_s
 from pipectl.errors import UsageError
-from pipectl.jobs.places import (
-    coupling_warning,
-    find_cluster,
-    is_fresh,
-    plan_path,
-    profile_path,
-    scheduler_name,
-)
+from pipectl.jobs.job import choose_scheduler
+from pipectl.jobs.job_files import find_cluster, is_fresh, join_rows, plan_path, profile_path
 from pipectl.jobs.planning import advise_other_micro_batches, kept_micro_batches, request_of
-from pipectl.jobs.profiles import join_rows
+from pipectl.jobs.profiles import coupling_warning
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest
 from pipectl.planner.baselines import OWN
@@ -37,11 +31,7 @@ from pipectl.planner.explain.data_parallel import WithoutPipeline, without_pipel
 from pipectl.planner.explain.explain import Explanation, explain
 from pipectl.planner.explain.scaling import Scaling, scaling
 from pipectl.planner.explain.step_parts import StepParts, step_parts
-from pipectl.planner.explain.what_if import (
-    step_range,
-    with_bandwidth,
-    with_ranks,
-)
+from pipectl.planner.explain.what_if import step_range, with_bandwidth, with_ranks
 from pipectl.planner.graph.imported import folded, prepared
 from pipectl.planner.search import MAX_ALTERNATIVES, Found, search_plans
 from pipectl.profile import Profile
@@ -144,7 +134,7 @@ def gather(
             f"node); measure again with: {again}"
         )
     kept = None if new_micro_batches or nodes is not None else kept_micro_batches(spec)
-    choice = find_cluster(spec, scheduler_name(spec, scheduler))
+    choice = find_cluster(spec, choose_scheduler(spec, scheduler))
     warnings += [choice.warning, coupling_warning(spec, measured)]
     measured, whole = join_rows(measured, choice.cluster)
     used = _use_devices(whole, devices, "--nodes 1,2,4 plans for other sizes")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pipectl.cluster import Cluster
 from pipectl.errors import DataFileError, InfeasibleError, InvalidInputError
-from pipectl.jobs.places import plan_file_key, plan_path
+from pipectl.jobs.job_files import plan_file_key, plan_path
 from pipectl.plan import OffloadTarget, Plan
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.profile import Profile

@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipectl.batch import LOCAL, MpiChoice
-from pipectl.errors import MismatchError, PipectlError, UsageError
-from pipectl.files import is_stream, make_directory_of
-from pipectl.jobs.job import PERCENT, PREPARE, Job, Work, make_job, render
-from pipectl.jobs.places import (
-    check_answering,
-    cluster_file_key,
-    fresh_plan,
-    fresh_profile,
-    plan_path,
-    profile_path,
-    scheduler_name,
-)
-from pipectl.jobs.profiles import join_rows, measure
+from pipectl.errors import MismatchError, PipectlError
+from pipectl.jobs.job import Job, choose_scheduler, make_job, render
+from pipectl.jobs.job_files import fresh_plan, fresh_profile, join_rows, plan_path, profile_path
 from pipectl.plan import Plan
-from pipectl.runs import PROFILING
+from pipectl.profile import Profile
 from pipectl.spec import Point, plan_key, profile_key
 
 if TYPE_CHECKING:
+    from pipectl.jobs.profiles import Measurement
     from pipectl.profiler.progress import Progress
     from pipectl.spec import JobSpec
 
-LINKS_BUDGET_S = {"fast": 8.0, "normal": 30.0, "thorough": 120.0}
-"""Time to measure links, about, by effort."""
-_LINKS_WALLTIME_S = 900
+T = TypeVar("T")
 
 
 def prepare(
@@ -66,60 +54,76 @@ def prepare(
             the plan asks for what cannot be run.
         InfeasibleError: no plan fits.
     """
-    if make_missing and must_run:
-        check_answering(spec, scheduler)
-    name = scheduler_name(spec, scheduler)
+    name = choose_scheduler(spec, scheduler, must_answer=make_missing and must_run)
     choices: dict[str, MpiChoice] = {}
     jobs = []
-    for index, each in enumerate([point.spec for point in points] or [spec]):
-        with _name_values_in_errors(points, index):
+    for point in points or (None,):
+        each, values = (spec, None) if point is None else (point.spec, point.values)
+        with _name_values_in_errors(values):
             settings = f"{each.launch} {each.environment}"
-            jobs.append(make_job(each, name, mpi_choice=choices.get(settings)))
-            choices[settings] = jobs[-1].mpi_choice
-    own_profile, own_plan = (profile_key(spec), plan_key(spec)) if points else ("", "")
-    measured: dict[str, Job] = {}
-    for index, job in enumerate(jobs):
-        with _name_values_in_errors(points, index):
-            key = profile_key(job.spec) if points else ""
-            if key not in measured:
-                save = key == own_profile
-                measured[key] = _add_profile(job, progress, save, make_missing, must_run)
-        profile, cluster = measured[key].profile, job.cluster
+            job = make_job(each, name, mpi_choice=choices.get(settings))
+            choices[settings] = job.mpi_choice
+            jobs.append(replace(job, values=values))
+
+    def find_profile(job: Job, save: bool) -> tuple[Profile | None, Measurement | None]:
+        return _find_profile(job, progress, save, make_missing, must_run)
+
+    def find_plan(job: Job, save: bool) -> Plan | None:
+        return _find_plan(job, progress, save, make_missing, must_run)
+
+    # All profiles come first: what a process holds while it measures counts as memory of a rank,
+    # and the planner is large.
+    measured = []
+    for job, (profile, measurement) in _once_per_key(spec, jobs, profile_key, find_profile):
+        cluster, prepares = job.cluster, profile is None and name != LOCAL
         if profile is not None and cluster is not None:
             profile, cluster = join_rows(profile, cluster)
-        prepares = profile is None and name != LOCAL
-        measurement = measured[key].measurement
-        jobs[index] = replace(
-            job, cluster=cluster, profile=profile, measurement=measurement, prepares=prepares
-        )
-    plans: dict[str, Plan | None] = {}
-    for index, job in enumerate(jobs):
-        with _name_values_in_errors(points, index):
-            key = plan_key(job.spec) if points else ""
-            if key not in plans:
-                save = key == own_plan
-                plans[key] = _find_plan(job, progress, save, make_missing, must_run)
-        jobs[index] = replace(job, plan=plans[key])
-    return jobs
+        job = replace(job, cluster=cluster, prepares=prepares)
+        measured.append(replace(job, profile=profile, measurement=measurement))
+    return [
+        replace(job, plan=plan) for job, plan in _once_per_key(spec, measured, plan_key, find_plan)
+    ]
 
 
-def _add_profile(
+def _once_per_key(
+    spec: JobSpec,
+    jobs: Sequence[Job],
+    key_of: Callable[[JobSpec], str],
+    find: Callable[[Job, bool], T],
+) -> Iterator[tuple[Job, T]]:
+    """Every job with what ``find(job, save)`` returns for the first job of the same key.
+
+    ``save`` is whether the key is that of ``spec``, the job without the values of its sweep.
+    """
+    own = None if jobs[0].values is None else key_of(spec)
+    results: dict[str, T] = {}
+    for job in jobs:
+        with _name_values_in_errors(job.values):
+            key = "" if job.values is None else key_of(job.spec)
+            if key not in results:
+                results[key] = find(job, job.values is None or key == own)
+        yield job, results[key]
+
+
+def _find_profile(
     job: Job, progress: Progress | None, save: bool, make: bool, must_run: bool
-) -> Job:
-    """The job with its saved profile if that is fresh, else with a profile measured now."""
+) -> tuple[Profile | None, Measurement | None]:
+    """The saved profile if that is fresh, else one that is measured now and how it was measured."""
     path = profile_path(job.spec)
     profile = fresh_profile(job.spec, path)
     if profile is None and make and job.scheduler == LOCAL:
+        from pipectl.jobs.profiles import measure
+
         if must_run:
             render(job)  # an error in the script is raised before the model is measured
         measurement = measure(job.spec, path if save else None, progress)
-        return replace(job, profile=measurement.profile, measurement=measurement)
+        return measurement.profile, measurement
     if profile is not None and profile.fingerprint is None and must_run:
         raise MismatchError(
             f"{path}: an imported profile can be planned, not submitted",
             cure="remove it; the model is then measured",
         )
-    return replace(job, profile=profile)
+    return profile, None
 
 
 def _find_plan(
@@ -133,7 +137,6 @@ def _find_plan(
     if plan is None and make:
         if progress is not None:
             progress(0, 0, "planning")
-        # Not before: what the process holds while it measures counts as memory of a rank.
         from pipectl.jobs.planning import find_plan
 
         plan = find_plan(job.spec, profile, cluster, keep=save)
@@ -147,73 +150,12 @@ def _find_plan(
 
 
 @contextmanager
-def _name_values_in_errors(points: Sequence[Point], index: int) -> Iterator[None]:
+def _name_values_in_errors(values: Mapping[str, Any] | None) -> Iterator[None]:
     """Begin errors with the values of a point: ``optimizer.kwargs.lr=0.001, training.seed=2``."""
     try:
         yield
     except PipectlError as error:
-        if points:
-            values = points[index].values
+        if values is not None:
             words = ", ".join(f"{key}={value}" for key, value in values.items())
             error.message = f"{words}: {error.message}"
         raise
-
-
-def prepare_profiling(
-    spec: JobSpec, scheduler: str, output: Path, effort: str, *, again: bool
-) -> Job:
-    """A job that measures the model, on one node with all the tasks that the job has there.
-
-    Args:
-        output: where the profile is put when it is finished.
-        effort, again: see :func:`pipectl.jobs.profiles.measure`.
-
-    Raises:
-        UsageError: the output cannot be written.
-    """
-    work = Work(
-        kind=PROFILING,
-        suffix="-profile",
-        program=("-m", PREPARE),
-        arguments=("--effort", effort, *(["--again"] if again else [])),
-        steps=PERCENT,
-        alone=True,
-        resources={"nodes": 1},
-    )
-    return _measuring_job(spec, scheduler, work, output)
-
-
-def prepare_links(spec: JobSpec, scheduler: str, output: Path, effort: str) -> Job:
-    """A job that starts all ranks as the job itself does, and measures the links between them.
-
-    Args:
-        output: where the cluster description is put when it is finished, and a picture beside it.
-        effort: a key of ``LINKS_BUDGET_S``.
-
-    Raises:
-        UsageError: the job has one rank, and so no link; or the output cannot be written.
-    """
-    if spec.resources.ranks < 2:
-        raise UsageError(
-            "resources: a job of one rank has no links to measure",
-            cure="set resources.nodes or resources.tasks_per_node to 2 or more",
-        )
-    budget = str(LINKS_BUDGET_S[effort])
-    work = Work(
-        kind=PROFILING,
-        suffix="-links",
-        program=("-m", "mpi4py", "-m", "pipectl.runtime.links.probe", "--run"),
-        arguments=("--key", cluster_file_key(spec, scheduler), "--budget", budget),
-        steps=PERCENT,
-        resources={"walltime": min(spec.resources.walltime, _LINKS_WALLTIME_S)},
-    )
-    return _measuring_job(spec, scheduler, work, output)
-
-
-def _measuring_job(spec: JobSpec, scheduler: str, work: Work, output: Path) -> Job:
-    make_directory_of(output)
-    if is_stream(output):
-        raise UsageError(f"{output}: is no file, which a job could write", cure="name another: -o")
-    output = output.absolute()
-    arguments = ("--output", str(output), *work.arguments)
-    return make_job(spec, scheduler, replace(work, arguments=arguments, output=output.parent))

@@ -28,13 +28,13 @@ from pipectl.errors import DataFileError, PipectlError, SchedulerError, UsageErr
 from pipectl.faults import with_file
 from pipectl.fields import read_fields, write_value
 from pipectl.files import is_stream, make_directory, make_directory_of, read_json, write_json
+from pipectl.jobs.job_files import UNKNOWN_ROWS
 from pipectl.profile import MeasuredOn, Profile
 from pipectl.row_times import RowTimes
 from pipectl.spec import profile_key
 from pipectl.spec.models import Environment, Launch, Pbs, Resources, Slurm
 
 if TYPE_CHECKING:
-    from pipectl.cluster import Cluster
     from pipectl.profiler.progress import Progress
     from pipectl.spec import JobSpec
 
@@ -45,10 +45,6 @@ _MAX_CACHED = 32
 _MEASURING_CODE = ("capture", "profiler", "runtime")
 _ROW_RANKS = 2
 _ROW_PATIENCE_S = 120.0
-UNKNOWN_ROWS = (
-    "what messages take of the ranks' own time, and the start and end of a step, is not measured, "
-    "and taken as nothing"
-)
 
 
 @dataclass(frozen=True)
@@ -245,6 +241,18 @@ def require_compute_node(scheduler: str) -> None:
         )
 
 
+def coupling_warning(spec: JobSpec, profile: Profile) -> str:
+    """A warning if the plan changes the results of training; empty if it does not."""
+    names = profile.coupled
+    if spec.pipeline.micro_batches is not None or not names:
+        return ""
+    more = "computes" if len(names) == 1 else f"and {len(names) - 1} more compute"
+    return (
+        f"{names[0]} {more} over all samples of a micro-batch: results depend on the number of "
+        "micro-batches, which `auto` leaves to the planner; pipeline.micro_batches sets it"
+    )
+
+
 def this_device(spec: JobSpec) -> MeasuredOn:
     """The device of a rank on this machine, as far as it decides what operators cost."""
     accelerator = None
@@ -273,16 +281,6 @@ def processor() -> str:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, "") or platform.machine()
-
-
-def join_rows(profile: Profile, cluster: Cluster) -> tuple[Profile, Cluster]:
-    """A profile and a cluster of which the second has the times of rows, its own or the first's,
-    and the first assumes nothing of them if they are known."""
-    joined = cluster.with_rows(profile.rows)
-    if any(node.device.rows is None for node in joined.nodes):
-        return profile, joined
-    others = tuple(each for each in profile.assumptions if not each.startswith(UNKNOWN_ROWS))
-    return replace(profile, assumptions=others), joined
 
 
 def _with_rows(

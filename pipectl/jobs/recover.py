@@ -25,9 +25,6 @@ def recover(run: RunDirectory, now: float) -> Record:
     is found by its tag), or if the job script submitted itself again, as on PBS. Nothing is saved
     while another command holds the run, or if the run belongs to another user.
 
-    Args:
-        now: seconds since the epoch.
-
     Raises:
         DataFileError: there is no record, or it is damaged.
     """

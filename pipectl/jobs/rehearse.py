@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from pipectl.batch import LOCAL
 from pipectl.errors import UsageError
-from pipectl.jobs.job import Job, Work, make_job
-from pipectl.jobs.places import profile_path, scheduler_name
+from pipectl.jobs.job import Job, Work, choose_scheduler, make_job
+from pipectl.jobs.job_files import profile_path
 from pipectl.jobs.prepare import prepare
 from pipectl.plan import Plan
 from pipectl.rehearsal import Rehearsal
@@ -125,7 +125,7 @@ def seconds_of(rehearsal: Rehearsal) -> float:
 def _on_this_machine(spec: JobSpec) -> JobSpec:
     """The job with all ranks started here, however few cores there are."""
     launch, environment = spec.launch, spec.environment
-    ours = scheduler_name(spec, None) == LOCAL
+    ours = choose_scheduler(spec) == LOCAL
     changes = {
         "bind": "none",
         "launcher": "mpiexec",

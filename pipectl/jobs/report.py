@@ -25,7 +25,6 @@ def make_page(run: RunDirectory, now: float, step: int | None = None) -> str:
     """The page, from what the run directory holds by now; what is missing is left out.
 
     Args:
-        now: seconds since the epoch.
         step: of those recorded; by default the last.
 
     Raises:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 from pipectl.batch import JobState
 from pipectl.errors import PipectlError, UsageError
 from pipectl.files import make_directory
-from pipectl.jobs.job import Job, make_job, refuse_code_of_others
-from pipectl.jobs.places import fresh_plan, is_fresh, load_run, scheduler_name
-from pipectl.jobs.profiles import join_rows
+from pipectl.jobs.job import Job, choose_scheduler, make_job, refuse_code_of_others
+from pipectl.jobs.job_files import fresh_plan, is_fresh, join_rows, load_run
 from pipectl.jobs.recover import add_next_job, recover_locked
 from pipectl.jobs.state import get_status
 from pipectl.jobs.submit import Rollback, Submission, hand_over
@@ -47,7 +46,6 @@ def resume(
     Args:
         overrides: changes of its job, ``resources.nodes=4`` say, for which it is planned anew. Its
             micro-batches stay as they were unless these are changed: results depend on them.
-        now: seconds since the epoch.
         force: resume even if nobody can tell whether it is over.
         trust_owner: run code that another user could have written.
 
@@ -112,7 +110,7 @@ def _check_unchanged(run: RunDirectory, record: Record, before: JobSpec, spec: J
     Args:
         before, spec: the job so far, and as it is to go on.
     """
-    scheduler = scheduler_name(spec, None)
+    scheduler = choose_scheduler(spec)
     if spec.launch.scheduler != before.launch.scheduler and scheduler != record.scheduler:
         raise UsageError(
             f"{run.name}: was submitted to {record.scheduler} and resumes there, not on "

@@ -160,18 +160,14 @@ class Answer(NamedTuple):
     error: str | None = None
 
 
-Answers = Mapping[str, Answer]
-"""By batch system."""
-
-
-def ask_schedulers(records: Sequence[Record]) -> dict[str, Answer]:
-    """Ask every batch system once about the jobs in these records."""
+def _ask(records: Sequence[Record]) -> dict[str, Answer]:
+    """Ask every batch system once about the jobs in these records; answers by its name."""
     answers = {}
     for name in {record.scheduler for record in records if record.job_id}:
-        ours = [record for record in records if record.scheduler == name and record.job_id]
+        ours = [record for record in records if record.scheduler == name]
         ids = [record.job_id for record in ours if record.job_id is not None]
         try:
-            since = min(record.submitted_at for record in ours)
+            since = min(record.submitted_at for record in ours if record.job_id)
             answers[name] = Answer(get_scheduler(name).query(ids, since=since))
         except PipectlError as error:
             answers[name] = Answer({}, error.message)
@@ -184,11 +180,7 @@ def get_status(run: RunDirectory, now: float) -> RunStatus:
 
 
 def get_statuses(runs: Sequence[RunDirectory], now: float) -> list[RunStatus]:
-    """The state of several runs, with one question per batch system.
-
-    Args:
-        now: seconds since the epoch.
-    """
+    """The state of several runs, with one question per batch system."""
     return Poller().get_statuses(runs, now)
 
 
@@ -206,14 +198,10 @@ class Poller:
         self._clock = clock
         self._pause_s, self._due_s = _MIN_PAUSE_S, 0.0
         self._asked: frozenset[tuple[str, str | None]] = frozenset()
-        self._answers: Answers = {}
+        self._answers: Mapping[str, Answer] = {}
 
     def get_statuses(self, runs: Sequence[RunDirectory], now: float) -> list[RunStatus]:
-        """As they are now; what a batch system said may be up to a minute old.
-
-        Args:
-            now: seconds since the epoch.
-        """
+        """As they are now; what a batch system said may be up to a minute old."""
         records: dict[RunDirectory, Record] = {}
         damage: dict[RunDirectory, str] = {}
         for run in runs:
@@ -237,7 +225,7 @@ class Poller:
             if record is None:
                 job = JobStatus(JobState.UNKNOWN, reason=damage[run], source="none")
             else:
-                job = _resolve(run, record, answer, heartbeat, measured.step_time_s, now)
+                job = _job_status(run, record, answer, heartbeat, measured.step_time_s, now)
             plan = None
             with suppress(DataFileError):  # a damaged plan does not hide the state
                 plan = Plan.load(run.plan)
@@ -258,19 +246,19 @@ class Poller:
             )
         return statuses
 
-    def _ask(self, records: Sequence[Record]) -> Answers:
+    def _ask(self, records: Sequence[Record]) -> Mapping[str, Answer]:
         here = [record for record in records if record.scheduler == LOCAL]
         away = [record for record in records if record.scheduler != LOCAL]
         jobs = frozenset((record.scheduler, record.job_id) for record in away)
         known = jobs <= self._asked
         if not known or self._clock() >= self._due_s:
             self._pause_s = min(self._pause_s * _GROWTH, _MAX_PAUSE_S) if known else _MIN_PAUSE_S
-            self._asked, self._answers = jobs, ask_schedulers(away)
+            self._asked, self._answers = jobs, _ask(away)
             self._due_s = self._clock() + self._pause_s
-        return {**self._answers, **ask_schedulers(here)}
+        return {**self._answers, **_ask(here)}
 
 
-def _resolve(
+def _job_status(
     run: RunDirectory,
     record: Record,
     answer: Answer,
@@ -285,20 +273,19 @@ def _resolve(
         words = f"{state}, step {step} of {steps}"
         with suppress(OSError):  # by the clock of the file system, which all nodes share
             written_at = run.heartbeat.stat().st_mtime
-    job = resolve(
-        Evidence(
-            now=now,
-            submitted_at=record.submitted_at,
-            listed=answer.listed.get(record.job_id or ""),
-            query_error=answer.error,
-            exit_code=read_exit_code(run),
-            heartbeat_at=written_at,
-            heartbeat=words,
-            step_time_s=step_time_s,
-            cancelled=record.state == "cancelled",
-            submitting=record.state == "submitting",
-        )
+    evidence = Evidence(
+        now=now,
+        submitted_at=record.submitted_at,
+        listed=answer.listed.get(record.job_id or ""),
+        query_error=answer.error,
+        exit_code=read_exit_code(run),
+        heartbeat_at=written_at,
+        heartbeat=words,
+        step_time_s=step_time_s,
+        cancelled=record.state == "cancelled",
+        submitting=record.state == "submitting",
     )
+    job = resolve(evidence)
     if job.state is JobState.PREEMPTED and (error := read_requeue_error(run)):
         return replace(job, reason=f"{job.reason}; it could not be started again: {error}")
     return job

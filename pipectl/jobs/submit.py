@@ -18,11 +18,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipectl.batch import Array, JobRequest, JobState, Template, get_scheduler, render_variables
+from pipectl.batch import JobRequest, JobState, Template, get_scheduler, render_variables
 from pipectl.batch.process import NoAnswerError
 from pipectl.errors import PipectlError, UsageError
 from pipectl.files import write_text
-from pipectl.jobs.job import Job, Work, make_request
+from pipectl.jobs.job import Job, make_array_request, make_request
 from pipectl.jobs.recover import refuse_duplicate
 from pipectl.jobs.state import get_statuses
 from pipectl.runs import (
@@ -33,13 +33,12 @@ from pipectl.runs import (
     SweepDirectory,
     as_typed,
     locked,
-    stem_of,
     sweep_of,
 )
 from pipectl.spec import dump
 
 if TYPE_CHECKING:
-    from pipectl.spec import JobSpec, Point
+    from pipectl.spec import JobSpec
 
 _PRIVATE = 0o600
 """Mode of files that may hold keys and tokens."""
@@ -125,95 +124,50 @@ class Rollback:
                     write_text(path, texts[path], mode=path.stat().st_mode & 0o777)
 
 
-def submit(job: Job, now: float, after: Sequence[RunDirectory] = ()) -> Submission:
-    """Create a run directory and hand its script to the batch system.
+def submit(
+    jobs: Sequence[Job],
+    now: float,
+    after: Sequence[RunDirectory] = (),
+    *,
+    at_once: int | None = None,
+) -> tuple[Submission, ...]:
+    """Make a run directory for every job, and hand their script to the batch system.
+
+    The jobs of a sweep become one job array. The records of all its runs have the tag of the array;
+    a run's own script has a tag of its own, since on PBS it may submit itself again.
 
     Args:
-        now: seconds since the epoch.
-        after: runs that must have completed before it starts.
+        jobs: one job, or those of all points of a sweep.
+        after: runs that must have completed before they start.
+        at_once: how many jobs of a sweep may run at the same time; None sets no limit.
 
     Raises:
         UsageError: an earlier submission was interrupted, but reached the queue; or the job cannot
             wait for a run of ``after``.
-        SchedulerError: the batch system is missing or rejects the job. The run directory is removed
-            again, unless the batch system did not answer and may have the job.
+        SchedulerError: the batch system is missing or rejects the job. The run directories are
+            removed again, unless the batch system did not answer and may have the job.
     """
+    job = jobs[0]
     base = Path(job.spec.output.directory)
     refuse_duplicate(base, job.name, now)
     ids = ids_to_wait_for(after, job.scheduler, now)
-    run = RunDirectory.create(base, job.name, now)
-    with locked(run), Rollback(created=[run.path]) as rollback:
-        return hand_over([Submission.new(run, job, now, ids)], rollback)[0]
-
-
-def submit_sweep(
-    points: Sequence[Point],
-    jobs: Sequence[Job],
-    at_once: int | None,
-    now: float,
-    after: Sequence[RunDirectory] = (),
-) -> tuple[SweepDirectory, tuple[Submission, ...]]:
-    """Create a run directory for every point, and hand one script for all to the batch system.
-
-    The records of all runs have the tag of the array. A run's own script has a tag of its own: on
-    PBS it may submit itself again.
-
-    Args:
-        jobs: of the points.
-        at_once: how many may run at the same time; None sets no limit.
-        now, after: see :func:`submit`, which raises the same errors.
-
-    Returns:
-        The directory of the sweep, and the submissions of its runs in the order of the points.
-    """
-    spec, scheduler = points[0].spec, jobs[0].scheduler
-    base = Path(spec.output.directory)
-    refuse_duplicate(base, spec.name, now)
-    ids = ids_to_wait_for(after, scheduler, now)
-    sweep, runs = SweepDirectory.create(base, spec.name, len(points), now)
-    created = [*(run.path for run in runs), sweep.path]
-    with locked(sweep), Rollback(created=created) as rollback:
-        request = _make_array(jobs[0], sweep, [run.path for run in runs], at_once, after=ids)
+    if job.values is None:
+        run = RunDirectory.create(base, job.name, now)
+        with locked(run), Rollback(created=[run.path]) as rollback:
+            return hand_over([Submission.new(run, job, now, ids)], rollback)
+    sweep, runs = SweepDirectory.create(base, job.name, len(jobs), now)
+    with locked(sweep), Rollback(created=[*(run.path for run in runs), sweep.path]) as rollback:
+        request = make_array_request(job, sweep, [run.path for run in runs], at_once, after=ids)
         sweep.save(Members(request.tag, tuple(run.name for run in runs), at_once))
         submissions = []
-        for index, (point, job, run) in enumerate(zip(points, jobs, runs, strict=True)):
+        for index, (job, run) in enumerate(zip(jobs, runs, strict=True)):
             submission = Submission.new(run, job, now)
             # what JSON does not know, such as infinity, is recorded as text
-            values = json.loads(json.dumps(dict(point.values)), parse_constant=str)
+            values = json.loads(json.dumps(dict(job.values or {})), parse_constant=str)
             setting = Setting(sweep.name, values)
             record = replace(submission.record, tag=request.tag, sweep=setting, task=index)
             submissions.append(replace(submission, record=record))
-        return sweep, hand_over(submissions, rollback, (sweep, request))
-
-
-def render_array(job: Job, points: int, at_once: int | None, now: float) -> str:
-    """The script of a sweep's job array as it would be submitted.
-
-    Args:
-        job: the job of any point.
-    """
-    stem = Path(job.spec.output.directory).absolute() / stem_of(job.spec.name, now)
-    sweep, runs = SweepDirectory.beside(stem), [Path(f"{stem}-{i}") for i in range(points)]
-    request = _make_array(job, sweep, runs, at_once, tag=f"{stem.name} dry-run")
-    return get_scheduler(job.scheduler).render(request)
-
-
-def _make_array(
-    job: Job,
-    sweep: SweepDirectory,
-    runs: Sequence[Path],
-    at_once: int | None,
-    *,
-    tag: str | None = None,
-    after: tuple[str, ...] = (),
-) -> JobRequest:
-    """The request for a job array that starts the scripts of its runs.
-
-    On this machine, the command of the request starts them.
-    """
-    driver = replace(job, work=Work(program=("-m", "pipectl.jobs.sweep")), prepares=False)
-    request = make_request(driver, sweep.path, tag=tag, after=after)
-    return replace(request, array=Array(tuple(runs), at_once))
+        return hand_over(submissions, rollback, (sweep, request))
 
 
 def hand_over(

@@ -11,7 +11,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,13 +22,12 @@ import psutil
 from pipectl.batch import LOCAL, JobState, process
 from pipectl.errors import InfeasibleError, PipectlError, UsageError, WorkerError
 from pipectl.jobs.cancel import cancel
-from pipectl.jobs.job import make_job, refuse_code_of_others
-from pipectl.jobs.places import find_cluster, fresh_profile, profile_path
-from pipectl.jobs.profiles import join_rows, measure
+from pipectl.jobs.job import Job, refuse_code_of_others
+from pipectl.jobs.job_files import fresh_profile, profile_path
+from pipectl.jobs.prepare import prepare
 from pipectl.jobs.state import RunStatus
 from pipectl.jobs.submit import submit
 from pipectl.plan import Plan
-from pipectl.profile import Profile
 from pipectl.runs import RunDirectory
 from pipectl.spec import dump, load
 from pipectl.spec.models import Optimizer
@@ -128,41 +127,34 @@ def verify(
     with _temporary_directory() as directory:
         chunks = 1 if schedule is None else schedule.stages_per_rank[0]
         spec = load(job, [*overrides, *_changes(spec, steps, directory, chunks), *here])
-        profile = None
         with suppress(PipectlError):  # the job's own if it is fresh: its times change no result
             own = load(job, overrides)
             profile = fresh_profile(own, profile_path(own))
-        if profile is None or profile.fingerprint is None:
-            profile = measure(spec, directory / "profile.json", progress).profile
-        profile = replace(profile, key=None)
+            if profile is not None and profile.fingerprint is not None:
+                replace(profile, key=None).save(profile_path(spec))
+        pipeline, plan = _prepare(spec, progress)
         # Not before: what this process holds while it measures counts as memory of a rank.
         from pipectl.capture.job import find_traits
         from pipectl.runtime.compare import Trained, compare
         from pipectl.runtime.plain import FirstWeights
 
-        plan = _find_plan(spec, profile)
         traits = find_traits(spec, plan.micro_batch_size)
-        reason = "--between-plans" if two_plans else _why_no_process(spec, profile, plan)
+        reason, other, words = _choose_reference(spec, plan, traits, two_plans=two_plans)
         notes, tolerance = expect(spec, traits, plan, reason)
-        other, words = None, "one plain PyTorch process"
-        if reason is not None:
-            other = _find_other_plan(spec, profile, plan)
-            words = f"another plan: {other.ranks} ranks, {len(other.stages)} stages"
-        elif traits.random:
-            other, words = _find_plan(_like(spec, plan, ranks=1), profile), "one rank"
+        changes: dict[str, object] = {}
         if tolerance:  # small differences must not become large ones
             sgd = Optimizer(factory="torch.optim:SGD", kwargs={"lr": 0.1})
-            spec = spec.model_copy(update={"optimizer": sgd, "lr_scheduler": None})
-        pipeline = Trained.of_run(_train(spec, profile, plan, follow))
+            changes = {"optimizer": sgd, "lr_scheduler": None}
+            spec = spec.model_copy(update=changes)
+        trained = Trained.of_run(_train(pipeline, changes, follow))
         if other is None:
-            trained = _train_plainly(spec, plan.micro_batch_size, directory / "plain")
-            reference = Trained.of_process(trained)
+            _train_plainly(spec, plan.micro_batch_size, directory / "plain")
+            reference = Trained.of_process(directory / "plain")
         else:
-            like = _like(spec, plan, other.ranks)
-            reference = Trained.of_run(_train(like, profile, other, follow))
+            reference = Trained.of_run(_train(other, changes, follow))
         weights = FirstWeights(spec)
         comparison = compare(
-            pipeline,
+            trained,
             reference,
             steps,
             tolerance,
@@ -187,10 +179,31 @@ def _temporary_directory() -> Iterator[Path]:
             shutil.rmtree(directory, ignore_errors=True)
 
 
-def _find_plan(spec: JobSpec, profile: Profile) -> Plan:
-    from pipectl.jobs.planning import find_plan
+def _choose_reference(
+    spec: JobSpec, plan: Plan, traits: Traits, *, two_plans: bool
+) -> tuple[str | None, Job | None, str]:
+    """Why one process cannot be the reference, if it cannot; the job that is the reference, if it
+    is no plain process; and the reference in words."""
+    alone = _like(spec, plan, ranks=1)
+    reason: str | None = "--between-plans"
+    if not two_plans:
+        reason = why_no_process(spec, lambda: _prepare(alone)[1])
+    if reason is not None:
+        other, other_plan = _prepare_other(spec, plan)
+        words = f"another plan: {other_plan.ranks} ranks, {len(other_plan.stages)} stages"
+        return reason, other, words
+    if traits.random:
+        return None, _prepare(alone)[0], "one rank"
+    return None, None, "one plain PyTorch process"
 
-    return find_plan(spec, *join_rows(profile, find_cluster(spec, LOCAL).cluster))
+
+def _prepare(spec: JobSpec, progress: Progress | None = None) -> tuple[Job, Plan]:
+    """The job on this machine, and its plan; the same profile serves all jobs of the directory."""
+    (job,) = prepare(spec, LOCAL, progress)
+    assert job.profile is not None
+    assert job.plan is not None
+    replace(job.profile, key=None).save(profile_path(spec))
+    return job, job.plan
 
 
 def _like(spec: JobSpec, plan: Plan, ranks: int) -> JobSpec:
@@ -212,8 +225,8 @@ def _like(spec: JobSpec, plan: Plan, ranks: int) -> JobSpec:
     return spec.model_copy(update=changed)
 
 
-def _find_other_plan(spec: JobSpec, profile: Profile, plan: Plan) -> Plan:
-    """A plan of one stage more, or else of one less: all of its cuts move.
+def _prepare_other(spec: JobSpec, plan: Plan) -> tuple[Job, Plan]:
+    """With a plan of one stage more, or else of one less: all of its cuts move.
 
     Raises:
         InfeasibleError: the model can be cut in one way only.
@@ -221,16 +234,17 @@ def _find_other_plan(spec: JobSpec, profile: Profile, plan: Plan) -> Plan:
     for ranks in (plan.ranks + 1, plan.ranks - 1):
         with suppress(PipectlError):
             if ranks:
-                return _find_plan(_like(spec, plan, ranks), profile)
+                return _prepare(_like(spec, plan, ranks))
     raise InfeasibleError(
         f"no other plan to compare with: only {plan.ranks} stages are possible",
         cure="verify it with more ranks: --ranks",
     )
 
 
-def _train(spec: JobSpec, profile: Profile, plan: Plan, follow: Follow) -> RunDirectory:
-    """Run a plan here, to its end."""
-    run = submit(replace(make_job(spec, LOCAL), profile=profile, plan=plan), time.time()).run
+def _train(job: Job, changes: Mapping[str, object], follow: Follow) -> RunDirectory:
+    """Run a job with changed sections of its spec, to its end."""
+    job = replace(job, spec=job.spec.model_copy(update=changes))
+    run = submit([job], time.time())[0].run
     try:
         status = follow(run)
         if status.job.state is JobState.COMPLETED:
@@ -246,8 +260,8 @@ def _train(spec: JobSpec, profile: Profile, plan: Plan, follow: Follow) -> RunDi
         raise
 
 
-def _train_plainly(spec: JobSpec, micro_batch_size: int, directory: Path) -> Path:
-    """Train in one plain process, which writes its weights to a directory; returns that."""
+def _train_plainly(spec: JobSpec, micro_batch_size: int, directory: Path) -> None:
+    """Train in one plain process, which writes its weights to a new directory."""
     directory.mkdir()
     job = directory / "job.yaml"
     job.write_text(dump(spec), encoding="utf-8")
@@ -258,7 +272,6 @@ def _train_plainly(spec: JobSpec, micro_batch_size: int, directory: Path) -> Pat
     done = process.run(command, cure="", env=environment, timeout_s=None)
     if done.returncode:
         raise WorkerError(f"the plain process failed: {done.message}")
-    return directory
 
 
 def _changes(spec: JobSpec, steps: int, directory: Path, chunks: int) -> list[str]:
@@ -294,27 +307,20 @@ def _changes(spec: JobSpec, steps: int, directory: Path, chunks: int) -> list[st
     ]
 
 
-def _why_no_process(spec: JobSpec, profile: Profile, plan: Plan) -> str | None:
-    """Why no plain process can train the job here, or None."""
-    if spec.model.materialize == "per_rank":
-        return "materialize: per_rank"
-    alone = None
-    with suppress(InfeasibleError):  # one rank has too little memory
-        alone = _find_plan(_like(spec, plan, ranks=1), profile)
-    return too_large_for_a_process(alone)
-
-
-def too_large_for_a_process(alone: Plan | None) -> str | None:
-    """Why a plan of one rank cannot run here, or None.
+def why_no_process(spec: JobSpec, find_alone: Callable[[], Plan]) -> str | None:
+    """Why no single process can train the job here; None if one can.
 
     Args:
-        alone: the job on one rank; None if no such plan fits.
+        find_alone: makes the plan of one rank; raises InfeasibleError if its memory is too small.
     """
-    if alone is None:
+    if spec.model.materialize == "per_rank":
+        return "materialize: per_rank"
+    try:
+        prediction = find_alone().prediction
+    except InfeasibleError:
         return "one process would need more memory than there is"
-    assert alone.prediction is not None
-    needed = alone.prediction.peak_memory_bytes[0]
-    available = int(psutil.virtual_memory().available)
+    assert prediction is not None
+    needed, available = prediction.peak_memory_bytes[0], int(psutil.virtual_memory().available)
     if needed <= available:
         return None
     return f"one process would need {format_bytes(needed)}, and {format_bytes(available)} are free"

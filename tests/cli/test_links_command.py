@@ -23,7 +23,7 @@ ONE = ("--set", "resources.nodes=1", "--set", "pipeline.stages=1")
 
 @pytest.fixture
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipectl.jobs.prepare.LINKS_BUDGET_S", {"normal": 0.2, "fast": 0.1})
+    monkeypatch.setattr("pipectl.jobs.measuring.LINKS_BUDGET_S", {"normal": 0.2, "fast": 0.1})
 
 
 @pytest.mark.mpi

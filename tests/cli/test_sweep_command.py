@@ -118,7 +118,7 @@ def test_on_this_machine_models_are_measured_once_each(
         found = Profile.from_json(profile_document(key=profile_key(spec)))
         return Measurement(found, 1.0, "here", 1.0)
 
-    monkeypatch.setattr("pipectl.jobs.prepare.measure", measure)
+    monkeypatch.setattr("pipectl.jobs.profiles.measure", measure)
     widths = "sweep.grid={model.kwargs: [{}, {width: 3}, {width: 4}], training.seed: [0, 1]}"
     spec, points = load_sweep(Path("job.yaml"), [widths])
     found = prepare(spec, "local", points=points)

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from pipectl.capture.job import Traits
-from pipectl.jobs.verify import expect, too_large_for_a_process
+from pipectl.jobs.verify import expect, why_no_process
 from pipectl.plan import Plan
 
 
@@ -61,9 +61,8 @@ def test_two_plans_are_compared_where_memory_is_short(monkeypatch: pytest.Monkey
     monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
     for needed, expected in ((2 << 30, None), (4 << 30, "one process would need 4.00 GiB")):
         alone: Any = SimpleNamespace(prediction=SimpleNamespace(peak_memory_bytes=(needed,)))
-        found = too_large_for_a_process(alone)
-        assert (found and found[:31]) == expected
-    assert too_large_for_a_process(None) is not None
+        reason = why_no_process(spec(), lambda alone=alone: alone)
+        assert (reason and reason[:31]) == expected
 
 
 def test_replicas_are_compared_within_rounding(

@@ -76,7 +76,7 @@ def test_a_heartbeat_tells_how_far_it_is(
 ) -> None:
     beats = []
     monkeypatch.setattr(readers, "write_json", lambda path, value: beats.append((path, value)))
-    in_job.prepare_run(run)
+    in_job.profile_and_plan(run)
     assert [path for path, _ in beats] == [run.heartbeat] * 2
     assert [value["state"] for _, value in beats] == ["profiling 33%", "planning"]
     assert [(value["step"], value["steps"]) for _, value in beats] == [(0, 4)] * 2
@@ -88,13 +88,13 @@ def test_a_heartbeat_tells_how_far_it_is(
 def test_what_is_there_is_kept_unless_the_model_is_another_and_nothing_is_saved(
     run: RunDirectory, measured: list[Path], other_model: int, checkpoint: int, measurements: int
 ) -> None:
-    in_job.prepare_run(run)
+    in_job.profile_and_plan(run)
     replace(Plan.load(run.plan), assumptions=("mine",)).save(run.plan)
     if other_model:
         replace(PROFILE, key="of another model").save(run.profile)
     if checkpoint:
         (run.checkpoints / "step-000002").mkdir()
-    in_job.prepare_run(run)
+    in_job.profile_and_plan(run)
     assert measured == [run.profile] * measurements
     assert (Plan.load(run.plan).assumptions == ("mine",)) == (measurements == 1)
 
@@ -102,7 +102,7 @@ def test_what_is_there_is_kept_unless_the_model_is_another_and_nothing_is_saved(
 def test_no_plan_of_another_model_stays_where_planning_is_cut_short(
     run: RunDirectory, measured: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    in_job.prepare_run(run)
+    in_job.profile_and_plan(run)
     replace(PROFILE, key="of another model").save(run.profile)
     replace(Plan.load(run.plan), assumptions=("mine",)).save(run.plan)
 
@@ -112,8 +112,8 @@ def test_no_plan_of_another_model_stays_where_planning_is_cut_short(
     with monkeypatch.context() as patch:
         patch.setattr("pipectl.jobs.planning.find_plan", killed)
         with pytest.raises(KeyboardInterrupt):
-            in_job.prepare_run(run)
-    in_job.prepare_run(run)
+            in_job.profile_and_plan(run)
+    in_job.profile_and_plan(run)
     assert measured == [run.profile] * 2
     assert Plan.load(run.plan).assumptions != ("mine",)
 
@@ -150,7 +150,7 @@ def test_the_profile_is_put_where_later_commands_look_unless_a_newer_one_is_ther
     if age_s is not None:
         place.write_text("another")
         os.utime(place, (SUBMITTED + age_s, SUBMITTED + age_s))
-    in_job.prepare_run(run)
+    in_job.profile_and_plan(run)
     assert (place.read_text() == run.profile.read_text()) == replaced
 
 
@@ -158,5 +158,5 @@ def test_a_place_that_cannot_be_written_stops_no_job(
     run: RunDirectory, measured: list[Path]
 ) -> None:
     (run.path.parent / "tiny.profile.json").mkdir()
-    in_job.prepare_run(run)
+    in_job.profile_and_plan(run)
     assert run.plan.exists()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipectl.jobs import profiles
-from pipectl.jobs.places import fresh_profile
+from pipectl.jobs.job_files import fresh_profile
 from pipectl.jobs.profiles import Interrupted, measure, measure_rows
 from pipectl.profile import Operator, OperatorMemory, OptimizerCost, Profile
 from pipectl.profiler.effort import Effort

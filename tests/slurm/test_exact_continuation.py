@@ -266,7 +266,7 @@ def begin(tmp_path_factory: pytest.TempPathFactory, profile: Profile) -> Iterato
         job = make_job(spec, scheduler)
         assert job.cluster is not None
         job = replace(job, profile=fresh, plan=find_plan(spec, fresh, job.cluster))
-        run = submit(job, time.time()).run
+        run = submit([job], time.time())[0].run
         seed = f"{SEED} {scheduler} {family} {ranks} {settings}"
         started.append(Continued(run, scheduler, random.Random(seed), family))
         return started[-1]

@@ -14,6 +14,9 @@ from pipectl.batch import LOCAL, Queue, find_scheduler, get_scheduler
 from pipectl.cli.console import note, say
 from pipectl.cli.options import (
     SchedulerName,
+    count,
+    flag,
+    option,
     parse_whole_number,
     read_size,
     read_walltime,
@@ -22,20 +25,8 @@ from pipectl.cli.options import (
 )
 from pipectl.errors import SchedulerError, UsageError
 from pipectl.files import make_directory_of, write_json, write_text
-from pipectl.jobs.init import (
-    LOSS_OF_MODEL,
-    Code,
-    StarterResources,
-    check_reference,
-    choose_queue,
-    describe_queue,
-    example_model,
-    job_text,
-    propose_resources,
-    recipe_files,
-    recipes,
-)
-from pipectl.jobs.places import memory_of_this_machine
+from pipectl.jobs import init as starter
+from pipectl.jobs.job_files import memory_of_this_machine
 from pipectl.spec import json_schema
 from pipectl.units import did_you_mean, format_clock, is_name
 
@@ -47,58 +38,36 @@ _REFERENCE = "FILE:NAME"
 def command(
     directory: Annotated[Path, typer.Argument(help="Directory to write it to.")] = Path(),
     model: Annotated[
-        str | None,
-        typer.Option(metavar=_REFERENCE, help="Your model, instead of a small example."),
+        str | None, option(_REFERENCE, "Your model, instead of a small example.")
     ] = None,
     data: Annotated[
-        str | None,
-        typer.Option(metavar=_REFERENCE, help="Your data; by default FILE:training_data."),
+        str | None, option(_REFERENCE, "Your data; by default FILE:training_data.")
     ] = None,
     loss: Annotated[
-        str,
-        typer.Option(metavar=_REFERENCE, help="Your loss; `model` if the model itself returns it."),
+        str, option(_REFERENCE, "Your loss; `model` if the model itself returns it.")
     ] = LOSS,
-    recipe: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Recipe to copy; `list` shows all."),
-    ] = None,
-    name: Annotated[str, typer.Option(metavar="NAME", help="Name of the job.")] = STARTER,
+    recipe: Annotated[str | None, option("NAME", "Recipe to copy; `list` shows all.")] = None,
+    name: Annotated[str, option("NAME", "Name of the job.")] = STARTER,
     scheduler: Annotated[
-        SchedulerName | None, typer.Option(help="Batch system; by default the installed one.")
+        SchedulerName | None, flag("Batch system; by default the installed one.")
     ] = None,
     partition: Annotated[
-        str | None,
-        typer.Option(
-            "--partition", "--queue", metavar="NAME", help="Slurm partition or PBS queue."
-        ),
+        str | None, option("NAME", "Slurm partition or PBS queue.", "--partition", "--queue")
     ] = None,
-    account: Annotated[str | None, typer.Option(metavar="NAME", help="Account to charge.")] = None,
-    nodes: Annotated[int | None, typer.Option(metavar="N", min=1, help="Number of nodes.")] = None,
-    tasks_per_node: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Ranks on each node.")
-    ] = None,
-    cpus_per_task: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Cores of each rank.")
-    ] = None,
-    gpus_per_node: Annotated[
-        int | None, typer.Option(metavar="N", min=0, help="Accelerators of each node.")
-    ] = None,
+    account: Annotated[str | None, option("NAME", "Account to charge.")] = None,
+    nodes: Annotated[int | None, count("Number of nodes.")] = None,
+    tasks_per_node: Annotated[int | None, count("Ranks on each node.")] = None,
+    cpus_per_task: Annotated[int | None, count("Cores of each rank.")] = None,
+    gpus_per_node: Annotated[int | None, count("Accelerators of each node.", min=0)] = None,
     memory: Annotated[
-        int | None,
-        typer.Option(parser=read_size, metavar="SIZE", help="Memory of each node: 16GiB."),
+        int | None, option("SIZE", "Memory of each node: 16GiB.", parser=read_size)
     ] = None,
     walltime: Annotated[
         int | None,
-        typer.Option(
-            parser=read_walltime,
-            metavar="TIME",
-            help="Time limit: 1h30m; a number alone is minutes.",
-        ),
+        option("TIME", "Time limit: 1h30m; a number alone is minutes.", parser=read_walltime),
     ] = None,
-    yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Do not ask; accept all proposals.")
-    ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace files that exist.")] = False,
+    yes: Annotated[bool, flag("Do not ask; accept all proposals.", "--yes", "-y")] = False,
+    force: Annotated[bool, flag("Replace files that exist.", "--force")] = False,
 ) -> None:
     if recipe is not None:
         others = {
@@ -133,7 +102,7 @@ def command(
     node_bytes = None if queue is None else queue.memory_bytes
     if where == LOCAL:
         node_bytes = memory_of_this_machine()
-    text = job_text(
+    text = starter.job_text(
         name, code, resources, directory=directory, scheduler=where,
         named=where != find_scheduler(), queue=queue, account=account,
         memory_limit=resources.rank_limit(node_bytes),
@@ -143,7 +112,7 @@ def command(
     write_text(job, text)
     write_json(schema, json_schema())
     if code is None:
-        write_text(example, example_model())
+        write_text(example, starter.example_model())
     for target in targets:
         say(f"written: {target}")
     say(f"next: pipectl submit {job} --wait")
@@ -161,7 +130,7 @@ def check_new(targets: list[Path], *, force: bool) -> None:
 
 def copy_recipe(name: str, directory: Path, *, force: bool) -> None:
     """Write a recipe's job, its code and the schema into a directory; `list` prints all names."""
-    jobs = recipes()
+    jobs = starter.recipes()
     if name == "list":
         say("\n".join(jobs))
         return
@@ -171,7 +140,7 @@ def copy_recipe(name: str, directory: Path, *, force: bool) -> None:
             cure=f"choose one of {', '.join(jobs)}",
         )
     job = jobs[name]
-    copies = {directory / path.relative_to(job.parent): path for path in recipe_files(job)}
+    copies = {directory / path.relative_to(job.parent): path for path in starter.recipe_files(job)}
     schema = directory / "job.schema.json"
     check_new([*copies, schema], force=force)
     for target, source in copies.items():
@@ -183,17 +152,17 @@ def copy_recipe(name: str, directory: Path, *, force: bool) -> None:
     say(f"next: pipectl check {directory / job.name}")
 
 
-def _code(model: str | None, loss: str, data: str | None) -> Code | None:
+def _code(model: str | None, loss: str, data: str | None) -> starter.Code | None:
     """What the user names, by default data beside the model; None for the example."""
     if model is None:
         own = {"--data": data, "--loss": loss != LOSS}
         refuse(own, "needs --model")
         return None
-    code = Code(model, loss, data or f"{model.rpartition(':')[0]}:training_data")
-    check_reference(code.model, "--model")
-    check_reference(code.data, "--data")
-    if loss != LOSS_OF_MODEL:
-        check_reference(loss, "--loss")
+    code = starter.Code(model, loss, data or f"{model.rpartition(':')[0]}:training_data")
+    starter.check_reference(code.model, "--model")
+    starter.check_reference(code.data, "--data")
+    if loss != starter.LOSS_OF_MODEL:
+        starter.check_reference(loss, "--loss")
     return code
 
 
@@ -214,11 +183,11 @@ def _find_queue(scheduler: str, name: str | None, *, ask: bool) -> Queue | None:
         note(f"limits of queues are not known: {error.message.splitlines()[0]}")
         return None if name is None else Queue(name)
     names = [queue.name for queue in known]
-    queue = choose_queue(known, name)
+    queue = starter.choose_queue(known, name)
     if name is None and ask and len(known) > 1:
         default = queue.name if queue else names[0]
         name = typer.prompt(f"Partition or queue ({', '.join(names)})", default=default)
-        queue = choose_queue(known, name)
+        queue = starter.choose_queue(known, name)
     if name is not None and queue is None and known:
         raise UsageError(
             f"no partition or queue {name!r}{did_you_mean(name, names)}",
@@ -227,7 +196,9 @@ def _find_queue(scheduler: str, name: str | None, *, ask: bool) -> Queue | None:
     return queue
 
 
-def _find_resources(queue: Queue | None, chosen: dict[str, Any], *, ask: bool) -> StarterResources:
+def _find_resources(
+    queue: Queue | None, chosen: dict[str, Any], *, ask: bool
+) -> starter.StarterResources:
     """What options say, and for the rest answers, or what is proposed.
 
     Args:
@@ -236,10 +207,10 @@ def _find_resources(queue: Queue | None, chosen: dict[str, Any], *, ask: bool) -
     Raises:
         UsageError: more than the queue has.
     """
-    resources = replace(propose_resources(queue, chosen.get("tasks_per_node")), **chosen)
+    resources = replace(starter.propose_resources(queue, chosen.get("tasks_per_node")), **chosen)
     if ask:
         if queue is not None:
-            note(describe_queue(queue))
+            note(starter.describe_queue(queue))
         answers = {}
         for key, (question, read, show) in _QUESTIONS.items():
             without_gpus = key == "gpus_per_node" and queue is not None and not queue.gpus

@@ -7,19 +7,17 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from pipectl.cli.console import note, output, say, say_json, short_path, warn
 from pipectl.cli.follow import follow_or_exit
-from pipectl.cli.options import JobFile, Json, Overrides, SchedulerOption, refuse
+from pipectl.cli.options import JobFile, Json, Overrides, SchedulerOption, flag, option, refuse
 from pipectl.cli.progress import profiling_progress
 from pipectl.cli.views.profile import links_view, show_measurement
 from pipectl.cli.views.submission import describe_job, print_submission, submission_json
 from pipectl.cluster import Cluster
 from pipectl.errors import UsageError
-from pipectl.jobs.job import warning_of_code
-from pipectl.jobs.places import cluster_path, profile_path, scheduler_name
-from pipectl.jobs.prepare import prepare_links, prepare_profiling
+from pipectl.jobs.job import choose_scheduler, warning_of_code
+from pipectl.jobs.job_files import cluster_path, profile_path
+from pipectl.jobs.measuring import make_links_job, make_profiling_job
 from pipectl.jobs.profiles import Measurement, measure, require_compute_node
 from pipectl.jobs.submit import submit as submit_job
 from pipectl.spec import JobSpec, load
@@ -37,24 +35,18 @@ def command(
     job: JobFile,
     output_file: Annotated[
         Path | None,
-        typer.Option(
+        option(
+            "FILE",
+            "File to write; by default runs/NAME.profile.json (.cluster.json).",
             "-o",
             "--output",
-            metavar="FILE",
-            help="File to write; by default runs/NAME.profile.json (.cluster.json).",
         ),
     ] = None,
-    effort: Annotated[Effort, typer.Option(help="How long to measure.")] = Effort.NORMAL,
-    again: Annotated[
-        bool, typer.Option("--again", help="Measure again, without the cache.")
-    ] = False,
-    submit: Annotated[bool, typer.Option("--submit", help="Measure in a batch job.")] = False,
-    wait: Annotated[
-        bool, typer.Option("--wait", help="Follow the job of --submit to its end.")
-    ] = False,
-    links: Annotated[
-        bool, typer.Option("--links", help="Measure the links between the ranks instead.")
-    ] = False,
+    effort: Annotated[Effort, flag("How long to measure.")] = Effort.NORMAL,
+    again: Annotated[bool, flag("Measure again, without the cache.", "--again")] = False,
+    submit: Annotated[bool, flag("Measure in a batch job.", "--submit")] = False,
+    wait: Annotated[bool, flag("Follow the job of --submit to its end.", "--wait")] = False,
+    links: Annotated[bool, flag("Measure the links between the ranks instead.", "--links")] = False,
     scheduler: SchedulerOption = None,
     as_json: Json = False,
     overrides: Overrides = None,
@@ -66,7 +58,7 @@ def command(
         refuse({"--again": again}, "is not used with --links", cure=cure)
     spec = load(job, overrides or ())
     warn(warning_of_code(spec, job))
-    where = scheduler_name(spec, None if scheduler is None else scheduler.value)
+    where = choose_scheduler(spec, scheduler)
     path = output_file or (cluster_path(spec) if links else profile_path(spec))
     if not (links or submit):
         require_compute_node(where)
@@ -75,10 +67,10 @@ def command(
         show_measurement(measurement, path, time.time(), as_json=as_json)
         return
     if links:
-        measuring = prepare_links(spec, where, path, effort.value)
+        measuring = make_links_job(spec, where, path, effort.value)
     else:
-        measuring = prepare_profiling(spec, where, path, effort.value, again=again)
-    submission = submit_job(measuring, time.time())
+        measuring = make_profiling_job(spec, where, path, effort.value, again=again)
+    (submission,) = submit_job([measuring], time.time())
     run, record = submission.run, submission.record
     result = f"the {'cluster' if links else 'profile'} will be in {short_path(path.absolute())}"
     if submit and not as_json:

@@ -5,19 +5,20 @@ from __future__ import annotations
 import time
 from typing import Annotated
 
-import typer
-
 from pipectl.cli.console import say_json
 from pipectl.cli.follow import follow_or_exit
-from pipectl.cli.options import RUNS, Json, Overrides, RunName, RunsDirectory, TrustOwner, Wait
-from pipectl.cli.views.run import print_run
-from pipectl.cli.views.submission import (
-    describe_job,
-    print_mpi_choice,
-    print_plan,
-    print_submission,
-    submission_json,
+from pipectl.cli.options import (
+    RUNS,
+    Json,
+    Overrides,
+    RunName,
+    RunsDirectory,
+    TrustOwner,
+    Wait,
+    flag,
 )
+from pipectl.cli.views import submission as view
+from pipectl.cli.views.run import print_run
 from pipectl.jobs.resume import resume
 from pipectl.runs import find_run, last_checkpoint, step_of
 
@@ -27,8 +28,7 @@ def command(
     overrides: Overrides = None,
     wait: Wait = False,
     force: Annotated[
-        bool,
-        typer.Option("--force", help="Resume even if it is unknown whether the run has ended."),
+        bool, flag("Resume even if it is unknown whether the run has ended.", "--force")
     ] = False,
     trust_owner: TrustOwner = False,
     as_json: Json = False,
@@ -40,13 +40,13 @@ def command(
     )
     job, record, checkpoint = submission.job, submission.record, last_checkpoint(run)
     step = 0 if checkpoint is None else step_of(checkpoint) or 0
-    print_mpi_choice(job.mpi_choice, job.warning)
+    view.print_notes([job])
     if not as_json:
         if job.plan is None or replanned:
-            print_plan([job], "new plan: ")
+            view.print_plan([job], "new plan: ")
         begin = f"from step {step}" if step else "from the beginning: no checkpoint yet"
-        print_submission(run, f"resumed: {record.name} ({describe_job(record)}), {begin}")
+        view.print_submission(run, f"resumed: {record.name} ({view.describe_job(record)}), {begin}")
     if wait:
         print_run(follow_or_exit(run, as_json=as_json), as_json=as_json)
     elif as_json:
-        say_json(submission_json(run, record, from_step=step, planned_anew=replanned))
+        say_json(view.submission_json(run, record, from_step=step, planned_anew=replanned))

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -20,87 +20,57 @@ from pipectl.cli.options import (
     Overrides,
     SchedulerOption,
     Wait,
+    count,
+    flag,
     names_of_runs,
+    option,
     read_walltime,
     refuse,
 )
-from pipectl.cli.views.submission import (
-    describe_job,
-    print_mpi_choice,
-    print_plan,
-    print_submission,
-    submission_json,
-)
+from pipectl.cli.views import submission as view
 from pipectl.errors import UsageError
-from pipectl.jobs.job import render, warning_of_code
-from pipectl.jobs.places import coupling_warning, plan_path, profile_path, scheduler_name
+from pipectl.jobs.job import choose_scheduler, render, render_array, warning_of_code
+from pipectl.jobs.job_files import plan_path, profile_path
 from pipectl.jobs.prepare import prepare
-from pipectl.runs import RunDirectory, SweepDirectory, find_runs
+from pipectl.runs import SweepDirectory, find_runs, sweep_of
 from pipectl.spec import JobSpec, Point, load_sweep
-
-if TYPE_CHECKING:
-    from pipectl.jobs.job import Job
-    from pipectl.jobs.submit import Submission
 
 
 def command(
     job: JobFile,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the job script; do not submit.")
-    ] = False,
+    dry_run: Annotated[bool, flag("Print the job script; do not submit.", "--dry-run")] = False,
     test_only: Annotated[
-        bool,
-        typer.Option("--test-only", help="Ask the scheduler for the start time; do not submit."),
+        bool, flag("Ask the scheduler for the start time; do not submit.", "--test-only")
     ] = False,
     wait: Wait = False,
     after: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="RUN",
-            help="Start after RUN has completed.",
-            autocompletion=names_of_runs,
-        ),
+        option("RUN", "Start after RUN has completed.", autocompletion=names_of_runs),
     ] = None,
     scheduler: SchedulerOption = None,
     partition: Annotated[
-        str | None,
-        typer.Option(
-            "-p", "--partition", metavar="NAME", help="Slurm partition (slurm.partition)."
-        ),
+        str | None, option("NAME", "Slurm partition (slurm.partition).", "-p", "--partition")
     ] = None,
-    queue: Annotated[
-        str | None, typer.Option("-q", "--queue", metavar="NAME", help="PBS queue (pbs.queue).")
-    ] = None,
+    queue: Annotated[str | None, option("NAME", "PBS queue (pbs.queue).", "-q", "--queue")] = None,
     account: Annotated[
         str | None,
-        typer.Option(
-            "-A",
-            "--account",
-            metavar="NAME",
-            help="Account to charge (slurm.account or pbs.account).",
-        ),
+        option("NAME", "Account to charge (slurm.account or pbs.account).", "-A", "--account"),
     ] = None,
     nodes: Annotated[
-        int | None,
-        typer.Option(
-            "-N", "--nodes", metavar="N", min=1, help="Number of nodes (resources.nodes)."
-        ),
+        int | None, count("Number of nodes (resources.nodes).", "-N", "--nodes")
     ] = None,
     walltime: Annotated[
         int | None,
-        typer.Option(
+        option(
+            "TIME",
+            "Time limit; a number alone is minutes (resources.walltime).",
             *("-t", "--time"),
             parser=read_walltime,
-            metavar="TIME",
-            help="Time limit; a number alone is minutes (resources.walltime).",
         ),
     ] = None,
     gres: Annotated[
         str | None,
-        typer.Option(
-            metavar="GRES",
-            help="gpu:N sets resources.gpus_per_node; other values set slurm.options.gres.",
-        ),
+        option("GRES", "gpu:N sets resources.gpus_per_node; other values set slurm.options.gres."),
     ] = None,
     as_json: Json = False,
     overrides: Overrides = None,
@@ -129,24 +99,44 @@ def command(
         if value is not None
     ]
     spec, points = load_sweep(job, [*settings, *(overrides or ())])  # --set has precedence
-    name = None if scheduler is None else scheduler.value
-    batch_system = scheduler_name(spec, name)
-    for option, keys in options.items():
+    batch_system = choose_scheduler(spec, scheduler)
+    for name, keys in options.items():
         sections = {key.partition(".")[0] for key in keys}
         if not sections & {"resources", batch_system}:
             why = f"is not used with {batch_system}"
-            refuse({option: next(iter(keys.values()))}, why, cure="leave it out")
+            refuse({name: next(iter(keys.values()))}, why, cure="leave it out")
     warn(warning_of_code(spec, job))
-    if dry_run:
-        _print_script(spec, points, name)
-    elif test_only:
+    if dry_run or test_only:
+        _render(spec, points, scheduler, test_only=test_only)
+    else:
+        _submit(spec, points, scheduler, after or (), wait=wait, as_json=as_json)
+
+
+def _render(
+    spec: JobSpec, points: Sequence[Point], scheduler: str | None, *, test_only: bool
+) -> None:
+    """Print the job script and its plan, for a sweep the script of its array first; or with
+    ``test_only`` when the job would start."""
+    now = time.time()
+    (job,) = prepare(spec, scheduler, points=points[:1], make_missing=False)
+    script, array_script = render(job, now), ""
+    if spec.sweep is not None:
+        array_script = render_array(job, len(points), spec.sweep.at_once, now)
+    if test_only:
         from pipectl.jobs.submit import estimate
 
-        first, script, array_script = _render_scripts(spec, points, name)
         forecast = "the scheduler gives no start time (without a queue, jobs start at once)"
-        say(estimate(array_script or script, first.scheduler) or f"the job is valid; {forecast}")
+        say(estimate(array_script or script, job.scheduler) or f"the job is valid; {forecast}")
+        return
+    if array_script:
+        sys.stdout.write(array_script)
+        note("\nEach task of the array runs the script of its run. The first one is:\n")
+    view.print_notes([job])
+    if job.plan is None and job.profile is not None:
+        note(f"no fresh plan: submit makes one, of {profile_path(job.spec)}")
     else:
-        _submit(spec, points, name, after or (), wait=wait, as_json=as_json)
+        view.print_plan([job], before=f"plan: {plan_path(job.spec)}: ", tell=note)
+    sys.stdout.write(script)
 
 
 def _submit(
@@ -169,52 +159,47 @@ def _submit(
     from pipectl.cli.progress import profiling_progress
     from pipectl.cli.views.profile import note_origin
     from pipectl.cli.views.run import print_run
-    from pipectl.jobs.submit import submit, submit_sweep
+    from pipectl.jobs.profiles import coupling_warning
+    from pipectl.jobs.submit import submit
 
     runs_before = find_runs(Path(spec.output.directory), after)
     with profiling_progress() as progress:
         jobs = prepare(spec, scheduler, progress, points=points)
-    job = jobs[0]
-    if job.measurement is not None and not points:
-        note_origin(job.measurement, time.time(), "use `pipectl profile --again` to measure again")
-    for choice, warning in dict.fromkeys((job.mpi_choice, job.warning) for job in jobs):
-        print_mpi_choice(choice, warning)
+    if (measurement := jobs[0].measurement) is not None and not points:
+        note_origin(measurement, time.time(), "use `pipectl profile --again` to measure again")
+    view.print_notes(jobs)
     profiled = [(job.spec, job.profile) for job in jobs if job.profile is not None]
     for text in dict.fromkeys(coupling_warning(*each) for each in profiled):
         warn(text)
-    now = time.time()
-    directory: RunDirectory | SweepDirectory
-    if points:
-        at_once = None if spec.sweep is None else spec.sweep.at_once
-        directory, submissions = submit_sweep(points, jobs, at_once, now, runs_before)
-    else:
-        submissions = (submit(job, now, runs_before),)
-        directory = submissions[0].run
+    at_once = None if spec.sweep is None else spec.sweep.at_once
+    submissions = submit(jobs, time.time(), runs_before, at_once=at_once)
+    run, record = submissions[0].run, submissions[0].record
+    sweep = None if record.sweep is None else sweep_of(run, record.sweep.name)
     if not as_json:
-        print_plan(jobs)
-        _print_submitted(directory, submissions)
-    if wait and isinstance(directory, SweepDirectory):
-        _follow_sweep(directory, as_json=as_json)
+        view.print_plan(jobs)
+        if sweep is None:
+            lines = (
+                f"{record.name} ({view.describe_job(record)})",
+                f"run directory: {short_path(run.path)}",
+            )
+        else:
+            array = get_scheduler(record.scheduler).array_id(record.job_id or "")
+            of = "" if record.scheduler == LOCAL else f" ({record.scheduler} job {array})"
+            what = f"{len(submissions)} runs of {record.name}{of}"
+            lines = what, f"sweep directory: {short_path(sweep.path)}"
+        view.print_submission(sweep or run, f"submitted: {lines[0]}", lines[1])
+    if wait and sweep is not None:
+        _follow_sweep(sweep, as_json=as_json)
     elif wait:
-        print_run(follow_or_exit(submissions[0].run, as_json=as_json), as_json=as_json)
+        print_run(follow_or_exit(run, as_json=as_json), as_json=as_json)
     elif as_json:
-        answers = [submission_json(each.run, each.record) for each in submissions]
+        answers = [view.submission_json(each.run, each.record) for each in submissions]
         for answer, point in zip(answers, points, strict=False):
-            answer |= {"sweep": directory.name, "values": dict(point.values)}
+            answer |= {
+                "sweep": record.sweep.name if record.sweep else None,
+                "values": dict(point.values),
+            }
         say_json(answers if points else answers[0])
-
-
-def _print_submitted(
-    directory: RunDirectory | SweepDirectory, submissions: Sequence[Submission]
-) -> None:
-    record = submissions[0].record
-    what, kind = f"{record.name} ({describe_job(record)})", "run"
-    if isinstance(directory, SweepDirectory):
-        array = get_scheduler(record.scheduler).array_id(record.job_id or "")
-        of = "" if record.scheduler == LOCAL else f" ({record.scheduler} job {array})"
-        what, kind = f"{len(submissions)} runs of {record.name}{of}", "sweep"
-    line = f"{kind} directory: {short_path(directory.path)}"
-    print_submission(directory, f"submitted: {what}", line)
 
 
 def _follow_sweep(sweep: SweepDirectory, *, as_json: bool) -> None:
@@ -234,33 +219,3 @@ def _follow_sweep(sweep: SweepDirectory, *, as_json: bool) -> None:
     print_sweep(sweep, get_statuses(sweep.runs(), time.time()), as_json=as_json)
     if code := next(filter(None, codes), 0):
         raise typer.Exit(code)
-
-
-def _print_script(spec: JobSpec, points: Sequence[Point], scheduler: str | None) -> None:
-    """Print the job script and its plan; for a sweep, the script of its array first."""
-    job, script, array_script = _render_scripts(spec, points, scheduler)
-    if array_script:
-        sys.stdout.write(array_script)
-        note("\nEach task of the array runs the script of its run. The first one is:\n")
-    print_mpi_choice(job.mpi_choice, job.warning)
-    if job.plan is None and job.profile is not None:
-        note(f"no fresh plan: submit makes one, of {profile_path(job.spec)}")
-    else:
-        print_plan([job], before=f"plan: {plan_path(job.spec)}: ", tell=note)
-    sys.stdout.write(script)
-
-
-def _render_scripts(
-    spec: JobSpec, points: Sequence[Point], scheduler: str | None
-) -> tuple[Job, str, str]:
-    """The job, or the first one of a sweep, its script, and the script of the sweep's array.
-
-    The script of the array is empty for a single job.
-    """
-    now = time.time()
-    (job,) = prepare(spec, scheduler, points=points[:1], make_missing=False)
-    if spec.sweep is None:
-        return job, render(job, now), ""
-    from pipectl.jobs.submit import render_array
-
-    return job, render(job, now, "-0"), render_array(job, len(points), spec.sweep.at_once, now)

@@ -10,14 +10,9 @@ from pipectl.cli.console import note, say, say_json, short_path, warn
 from pipectl.cli.follow import follow_or_exit
 from pipectl.cli.options import JobFile, Json, Overrides, SchedulerOption, Wait
 from pipectl.cli.progress import profiling_progress
-from pipectl.cli.views.submission import print_mpi_choice, submission_json
+from pipectl.cli.views.submission import print_notes, submission_json
 from pipectl.jobs.job import warning_of_code
-from pipectl.jobs.rehearse import (
-    RehearsalResult,
-    prepare_rehearsal,
-    result_of,
-    seconds_of,
-)
+from pipectl.jobs.rehearse import RehearsalResult, prepare_rehearsal, result_of, seconds_of
 from pipectl.jobs.submit import submit
 from pipectl.runs import as_typed
 from pipectl.spec import load
@@ -37,9 +32,9 @@ def command(
     spec = load(job, overrides or ())
     warn(warning_of_code(spec, job))
     with profiling_progress() as progress:
-        planned = prepare_rehearsal(spec, scheduler and scheduler.value, progress)
-    print_mpi_choice(planned.mpi_choice, planned.warning)
-    submission = submit(planned, time.time())
+        planned = prepare_rehearsal(spec, scheduler, progress)
+    print_notes([planned])
+    (submission,) = submit([planned], time.time())
     run, record, rehearsal = submission.run, submission.record, planned.work.rehearsal
     assert rehearsal is not None
     steps = f"{rehearsal.steps} step{'s' if rehearsal.steps > 1 else ''}"

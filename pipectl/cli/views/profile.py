@@ -24,7 +24,6 @@ def show_measurement(measurement: Measurement, path: Path, now: float, *, as_jso
 
     Args:
         path: of the profile.
-        now: seconds since the epoch.
     """
     profile = measurement.profile
     forward_s = sum(operator.forward_s for operator in profile.operators)
@@ -59,7 +58,6 @@ def note_origin(measurement: Measurement, now: float, again: str) -> None:
     """Note that a profile, or a part of it, is not from now.
 
     Args:
-        now: seconds since the epoch.
         again: how to measure all of it.
     """
     if measurement.cached:

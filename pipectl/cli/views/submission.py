@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pipectl.batch import MpiChoice
 from pipectl.cli.console import note, say, warn
 from pipectl.runs import Record, RunDirectory, SweepDirectory, as_typed
 
@@ -39,16 +38,13 @@ def describe_job(record: Record) -> str:
     return f"{record.scheduler} job {record.job_id}"
 
 
-def print_mpi_choice(choice: MpiChoice, warning: str) -> None:
-    """Print the choice of MPI if it needs an explanation, and the warnings.
-
-    Args:
-        warning: about the cluster; may be empty.
-    """
-    warn(warning)
-    if choice.reason:
-        note(choice.reason)
-    warn(choice.warning)
+def print_notes(jobs: Sequence[Job]) -> None:
+    """Print the warnings of jobs, and the choice of MPI if it needs an explanation, once each."""
+    for choice, warning in dict.fromkeys((job.mpi_choice, job.warning) for job in jobs):
+        warn(warning)
+        if choice.reason:
+            note(choice.reason)
+        warn(choice.warning)
 
 
 def print_plan(jobs: Sequence[Job], before: str = "", tell: Callable[[str], None] = say) -> None:

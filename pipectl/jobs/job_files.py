@@ -1,4 +1,4 @@
-"""Where a job runs, and the profile, plan and cluster that it has before it is submitted."""
+"""The profile, plan and cluster files of a job, and whether they still belong to it."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipectl.batch import LOCAL, find_scheduler, get_scheduler
+from pipectl.batch import LOCAL
 from pipectl.cluster import Cluster, assumed_cluster
-from pipectl.errors import MismatchError, SchedulerError
+from pipectl.errors import MismatchError
 from pipectl.plan import Plan
 from pipectl.profile import Profile
+from pipectl.spec import JobSpec, links_key, load, plan_key, profile_key
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pipectl.runs import RunDirectory
-    from pipectl.spec import JobSpec
 
-AUTO = "auto"
-_TITLES = {"slurm": "Slurm", "pbs": "PBS"}
+UNKNOWN_ROWS = (
+    "what messages take of the ranks' own time, and the start and end of a step, is not measured, "
+    "and taken as nothing"
+)
 
 
 def profile_path(spec: JobSpec) -> Path:
@@ -53,8 +55,6 @@ def fresh_profile(spec: JobSpec, path: Path) -> Profile | None:
 
 def is_fresh(spec: JobSpec, profile: Profile) -> bool:
     """Whether a profile is of this spec; one without a key comes from elsewhere and is believed."""
-    from pipectl.spec import profile_key  # pydantic, which `status` does without
-
     return profile.key is None or profile.key == profile_key(spec)
 
 
@@ -70,58 +70,15 @@ def fresh_plan(spec: JobSpec, profile: Profile, cluster: Cluster, path: Path) ->
 
 def plan_file_key(spec: JobSpec, profile: Profile, cluster: Cluster) -> str:
     """The key in a plan's file: a hash of the spec's plan key, the profile and the cluster."""
-    from pipectl.spec import plan_key  # pydantic, which `status` does without
-
     parts = [plan_key(spec), profile.to_json(), cluster.to_json()]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def coupling_warning(spec: JobSpec, profile: Profile) -> str:
-    """A warning if the plan changes the results of training; empty if it does not."""
-    names = profile.coupled
-    if spec.pipeline.micro_batches is not None or not names:
-        return ""
-    more = "computes" if len(names) == 1 else f"and {len(names) - 1} more compute"
-    return (
-        f"{names[0]} {more} over all samples of a micro-batch: results depend on the number of "
-        "micro-batches, which `auto` leaves to the planner; pipeline.micro_batches sets it"
-    )
-
-
 def load_run(run: RunDirectory, overrides: Sequence[str] = ()) -> JobSpec:
     """The job of a run, whose output directory is the one that the run is in now."""
-    from pipectl.spec import load  # pydantic, which `status` does without
-
     spec = load(run.job, overrides)
     output = spec.output.model_copy(update={"directory": str(run.path.parent.absolute())})
     return spec.model_copy(update={"output": output})
-
-
-def scheduler_name(spec: JobSpec, scheduler: str | None) -> str:
-    """``scheduler``, or by default the spec's; ``auto`` is Slurm or PBS if it is installed."""
-    name: str = scheduler or spec.launch.scheduler
-    return name if name != AUTO else find_scheduler()
-
-
-def check_answering(spec: JobSpec, scheduler: str | None) -> None:
-    """Check that the batch system answers, if `auto` chose it.
-
-    Its commands may be installed where no batch system runs.
-
-    Raises:
-        SchedulerError: it does not answer.
-    """
-    if (scheduler or spec.launch.scheduler) != AUTO or (name := find_scheduler()) == LOCAL:
-        return
-    try:
-        get_scheduler(name).ping()
-    except SchedulerError as error:
-        raise SchedulerError(
-            f"{_TITLES[name]} is installed here, but does not answer: "
-            f"{error.message.splitlines()[-1]}",
-            cure="to train on this machine: --scheduler local\n"
-            f"to submit all the same: --scheduler {name}",
-        ) from error
 
 
 @dataclass(frozen=True)
@@ -178,13 +135,21 @@ def find_cluster(spec: JobSpec, scheduler: str) -> ClusterChoice:
     return ClusterChoice(assumed, warning=f"{path} {fault}; it is not used")
 
 
+def join_rows(profile: Profile, cluster: Cluster) -> tuple[Profile, Cluster]:
+    """A profile and a cluster of which the second has the times of rows, its own or the first's,
+    and the first assumes nothing of them if they are known."""
+    joined = cluster.with_rows(profile.rows)
+    if any(node.device.rows is None for node in joined.nodes):
+        return profile, joined
+    others = tuple(each for each in profile.assumptions if not each.startswith(UNKNOWN_ROWS))
+    return replace(profile, assumptions=others), joined
+
+
 def cluster_file_key(spec: JobSpec, scheduler: str) -> str:
     """The key in the file of a measured cluster: a hash of everything that its links depend on.
 
     Links of a local job are those of this host.
     """
-    from pipectl.spec import links_key  # pydantic, which `status` does without
-
     host = socket.gethostname() if scheduler == LOCAL else ""
     return links_key(spec, f"{scheduler} {host}")
 

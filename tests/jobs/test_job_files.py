@@ -9,7 +9,8 @@ import pytest
 
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.errors import DataFileError, MismatchError
-from pipectl.jobs.places import cluster_file_key, cluster_path, find_cluster, scheduler_name
+from pipectl.jobs.job import choose_scheduler
+from pipectl.jobs.job_files import cluster_file_key, cluster_path, find_cluster
 from pipectl.spec import JobSpec, load
 
 RESOURCES = "resources: {nodes: 2, tasks_per_node: 3, cpus_per_task: 2, memory_per_node: 6GiB}"
@@ -155,5 +156,5 @@ def test_a_damaged_measured_cluster_is_an_error(spec: JobSpec, here: None) -> No
 
 def test_what_is_asked_for_beats_the_spec(spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    assert scheduler_name(spec, None) == "local"
-    assert scheduler_name(spec, "slurm") == "slurm"
+    assert choose_scheduler(spec) == "local"
+    assert choose_scheduler(spec, "slurm") == "slurm"
