@@ -46,16 +46,16 @@ def longest_path_s(graph: BlockGraph, times_s: Sequence[float]) -> float:
     Args:
         times_s: of every block.
     """
-    behind = [0.0] * len(graph)
+    path_s = [0.0] * len(graph)
     returning = {value.producer: 0 for value in graph.values}
     for value in graph.values:
         if value.gradient_bytes:
             returning[value.producer] |= value.blocks & ~(1 << value.producer)
     for block in range(len(graph)):
-        behind[block] += times_s[block]
+        path_s[block] += times_s[block]
         for reader in bits(returning.get(block, 0)):
-            behind[reader] = max(behind[reader], behind[block])
-    return max(behind)
+            path_s[reader] = max(path_s[reader], path_s[block])
+    return max(path_s)
 
 
 def least_step_s(plan: Plan, cluster: Cluster) -> float:

@@ -127,14 +127,14 @@ class Explorer:
 
     def least_step_s(self) -> float:
         """No plan with the numbers of stages and micro-batch sizes that were tried takes less."""
-        found = [self.judge.fastest_s]
+        bounds_s = [self.judge.fastest_s]
         for area in self._areas.known:
             complete = self._complete.get(area)
             if complete is None:
-                found.append(area.least_s)
+                bounds_s.append(area.least_s)
             else:
-                found += [complete.next_s, *map(self.judge.least_s, complete.taken)]
-        return min(found)
+                bounds_s += [complete.next_s, *map(self.judge.least_s, complete.taken)]
+        return min(bounds_s)
 
     def alternatives(self, best: Verdict, most: int) -> list[Verdict]:
         """The next best plans of other shapes; most were not simulated because they are beaten."""
@@ -171,12 +171,12 @@ class Explorer:
                 return
         everything = self._areas.everything(area)
         if everything is None:
-            found = self._candidates(self._areas.layouts(self._areas.cuts(area.stages)), area)
+            candidates = self._candidates(self._areas.layouts(self._areas.cuts(area.stages)), area)
         else:
-            found = self._complete[area] = self._candidates(everything, area)
-        self._opened.append(found)
-        self._push_candidates(found)
-        if not self._memory_is_short and not any(map(self.judge.may_fit, found)):
+            candidates = self._complete[area] = self._candidates(everything, area)
+        self._opened.append(candidates)
+        self._push_candidates(candidates)
+        if not self._memory_is_short and not any(map(self.judge.may_fit, candidates)):
             self._memory_is_short = self.problem.has_limits
 
     def _judge_next(self, candidates: Candidates) -> None:
@@ -354,9 +354,9 @@ def straight_plans(
     if best is None:
         raise infeasible(problem, cutter, demand) if demand else out_of_time()
     others = explorer.alternatives(best, alternatives) if alternatives and finished else []
-    least_s, found = explorer.least_step_s(), []
+    least_s, plans = explorer.least_step_s(), []
     for plan in (verdict.plan for verdict in (best, *others)):
         bound = explorer.bound(len(plan.stages), plan.micro_batch_size, finished=finished)
         ended = finished and not explorer.judge.gave_up
-        found.append(with_findings(plan, cluster, least_s, load_bound=bound, finished=ended))
-    return found
+        plans.append(with_findings(plan, cluster, least_s, load_bound=bound, finished=ended))
+    return plans

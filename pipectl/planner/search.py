@@ -77,20 +77,20 @@ def _ranked(
     """The best plan, and the next best."""
     started_s = perf_counter()
     if request.listed is not None:
-        found = [named_plan(profile, cluster, request, expired)]
+        plans = [named_plan(profile, cluster, request, expired)]
     elif request.schedule is not None and not SCHEDULES[request.schedule].flushes:
-        found = [unflushed_plan(profile, cluster, request, expired)]
+        plans = [unflushed_plan(profile, cluster, request, expired)]
     elif request.has_variants:
-        found = varied_plans(profile, cluster, request, expired)
+        plans = varied_plans(profile, cluster, request, expired)
     elif request.blocks is None and request.replicas == 1 and request.schedule not in PLACED:
-        found = _blocks_if_short(profile, cluster, request, expired, alternatives)
+        plans = _blocks_if_short(profile, cluster, request, expired, alternatives)
     else:
-        found = plain_plans(profile, cluster, request, expired, alternatives)
-    best = found[0]
+        plans = plain_plans(profile, cluster, request, expired, alternatives)
+    best = plans[0]
     if best.search is not None:
         planning_s = perf_counter() - started_s
         best = replace(best, search=replace(best.search, planning_s=planning_s))
-    return [best, *found[1:]]
+    return [best, *plans[1:]]
 
 
 def _blocks_if_short(

@@ -142,14 +142,14 @@ class _VariantSearch:
                 return fitting, None
             if wanted.recompute is None:
                 requests = [replace(wanted, recompute=False), wanted]
-        found: list[Plan] = []
+        plans: list[Plan] = []
         reason: Exception | None = None
         for each in requests:
             try:
-                found += plain_plans(self._problem.profile, self._cluster, each, self._expired)
+                plans += plain_plans(self._problem.profile, self._cluster, each, self._expired)
             except (InfeasibleError, OutOfTimeError) as error:
                 reason = error
-        return sorted(found, key=preference), reason
+        return sorted(plans, key=preference), reason
 
     def _without_limits(self, request: PlanRequest) -> list[Plan]:
         """Plans as if memory were no matter."""
@@ -162,8 +162,8 @@ class _VariantSearch:
             replace(request, memory_limit_bytes=None),
         )
         with suppress(InfeasibleError, OutOfTimeError):
-            found = plain_plans(self._problem.profile, cluster, free, self._expired)
-            return [replace(plan, memory_limit_bytes=request.memory_limit_bytes) for plan in found]
+            plans = plain_plans(self._problem.profile, cluster, free, self._expired)
+            return [replace(plan, memory_limit_bytes=request.memory_limit_bytes) for plan in plans]
         return []
 
     def _try_all(self, plain: Sequence[Plan]) -> None:
@@ -189,14 +189,14 @@ class _VariantSearch:
         Args:
             gain: share of the fastest step by which others must be faster.
         """
-        tried: list[Plan] = []
+        simulated: list[Plan] = []
         for plan in [plan for plan in proposed if self._is_new(plan)]:
-            if self.trials.are_over and (self._plans or tried):
+            if self.trials.are_over and (self._plans or simulated):
                 break
             if self._plans and least_step_s(plan, self._cluster) >= self._fastest_s * (1 - gain):
                 continue
-            tried.append(self._modes.simplest(plan))
-        for plan in sorted(tried, key=preference):
+            simulated.append(self._modes.simplest(plan))
+        for plan in sorted(simulated, key=preference):
             if self._plans and (self.trials.are_over or not self._can_win(plan, gain)):
                 return
             best = self._modes.within_memory(plan)

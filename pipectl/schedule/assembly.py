@@ -6,7 +6,7 @@ Around each computation stand, in this order::
     FETCH_START     of what the next computation needs
     RECEIVE_WAIT    for saved values, FETCH_WAIT, RECOMPUTE: what a backward starts from
     RECEIVE_WAIT    for what else the computation reads
-    RECEIVE_START   of the weights behind those that have just arrived
+    RECEIVE_START   of the weights after those that have just arrived
     SEND_WAIT       for the activations whose memory a backward is about to release
     the computation
     SEND_WAIT       for an earlier message of the same channel, usually two before
@@ -14,16 +14,16 @@ Around each computation stand, in this order::
     SEND_START      of what the computation made
     RECEIVE_WAIT    for saved values that are offloaded until their backward
     OFFLOAD_START   of what the computation saved, or of these
-    REDUCE_START    behind the last backward of a stage with several replicas
+    REDUCE_START    after the last backward of a stage with several replicas
 
 so a receive is in place before its message can arrive, a send starts at once, and a wait comes
 as late as the memory of its buffer allows: an activation is sent from the values that its
 backward needs anyway, and few other messages of a channel are on their way at once. All is done
 before UPDATE. Where a schedule splits backwards, their input halves receive, recompute, release and
-send; gradients are summed behind the last weight half.
+send; gradients are summed after the last weight half.
 
 Why no wait can close a circle: all ranks compute in one order (see ``order``), in which a receive
-starts by the turn of the computation that it is posted before. A send is awaited behind a later
+starts by the turn of the computation that it is posted before. A send is awaited after a later
 turn, and by then, in that order, its receive has started. Reductions are awaited at the end only.
 """
 
@@ -218,10 +218,10 @@ class Assembly:
             self.rows.add_one(Phase.REDUCE_WAIT, end, Kind.REDUCE_WAIT, stage)
 
     def add_updates(self, stage: int, micro_batches: int) -> None:
-        """One behind the last backward of every step of so many micro-batches.
+        """One after the last backward of every step of so many micro-batches.
 
         Args:
-            stage: -1 for a rank that updates none: behind the last forward, if it has any.
+            stage: -1 for a rank that updates none: after the last forward, if it has any.
         """
         blocks = self._computation.blocks
         block = blocks.get((Kind.BACKWARD, stage), next(iter(blocks.values()), None))
@@ -281,7 +281,7 @@ class Assembly:
         self.rows.add(phase, late, Kind.SEND_WAIT, stage, portion, channel=index)
 
     def _late(self, channel: Channel, portion: Portion, slots: Integers) -> Integers:
-        """Slots behind which sends are awaited: few messages later, behind their receives."""
+        """Slots after which sends are awaited: few messages later, after their receives."""
         saved = channel.kind is TransferKind.SAVED
         most = SAVED_ON_THE_WAY if saved else SENDS_ON_THE_WAY
         late = -_behind(-slots, most, -len(self._computation))

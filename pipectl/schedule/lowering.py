@@ -3,7 +3,7 @@
 What a rank computes comes from its schedule; :mod:`pipectl.schedule.assembly` puts the rows of
 messages, recomputation, copies and sums around it.
 
-Where steps are not flushed, several are lowered as if they were one, with an UPDATE behind the last
+Where steps are not flushed, several are lowered as if they were one, with an UPDATE after the last
 backward of each. From some step on all do the same, and one of these is the body of the program.
 
 Where forward and backward of a stage have ranks of their own, the second starts to receive saved
@@ -79,7 +79,7 @@ def stretch(plan: Plan, rank: int, steps: int) -> Iterator[tuple[Actions, int]]:
 
 
 def _unflushed_program(plan: Plan, rank: int) -> Program:
-    """A stretch with one body, cut behind the UPDATE before it and the one at its end."""
+    """A stretch with one body, cut after the UPDATE before it and the one at its end."""
     steps = 1 + unflushed.steps_apart(plan)
     found = lower_stretch(plan, rank, steps)
     first, last = 1 + unflushed.updates(found)[unflushed.steady_from(plan) - 1 :][:2]

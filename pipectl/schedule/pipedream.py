@@ -1,4 +1,4 @@
-"""PipeDream: 1F1B that is never flushed, with an update behind every backward.
+"""PipeDream: 1F1B that is never flushed, with an update after every backward.
 
 Four stages, eight steps of one micro-batch each, a backward drawn twice as long as a forward;
 digits are forwards, letters (a = step 0) are backwards, each with an update at its end::

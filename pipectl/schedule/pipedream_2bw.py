@@ -2,7 +2,7 @@
 
 Three stages, three steps of three micro-batches, a backward drawn twice as long as a forward;
 digits are forwards, letters (a = micro-batch 0 of the first step) are backwards, with an update
-behind every third, cc, ff and ii::
+after every third, cc, ff and ii::
 
     stage 0  012....aa3bb4cc5dd6ee7ff8gg.hh.ii
     stage 1  .01..aa2bb3cc4dd5ee6ff7gg8hh.ii

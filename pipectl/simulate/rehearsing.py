@@ -48,7 +48,7 @@ BYTES_PER_S = 256 * 2**20
 """Messages that a core may be busy with, where ranks share it."""
 LARGEST_BYTES = 2**30
 """Of a message; some MPIs do not take 2 GiB at once."""
-MOST_STEPS, WANTED_S = 3, 30.0
+MAX_STEPS, WANTED_S = 3, 30.0
 _IDLE = 0.1
 
 
@@ -83,7 +83,7 @@ def rehearsal_of(plan: Plan, cluster: Cluster, ranks_per_core: float) -> Rehears
         message_share=_message_share(plan, programs, numbering, step_s * stretch, ranks_per_core),
         pause_s=pause_s,
         late_s=LATE * average_s * stretch,
-        steps=int(min(MOST_STEPS, max(1.0, WANTED_S / max(step_s * stretch, 1e-9)))),
+        steps=int(min(MAX_STEPS, max(1.0, WANTED_S / max(step_s * stretch, 1e-9)))),
         predicted_s=step_s,
         work_s={kind.name: tuple(costs.work_s[kind].tolist()) for kind in Kind if kind.is_compute},
         update_s=tuple(costs.update_s.tolist()),

@@ -162,7 +162,7 @@ class State(NamedTuple):
         started: of every transfer, how many rows have started it.
         over_at: of every transfer; infinite while it does not move.
         waiting: of every transfer, the last rank that waits for it, -1 if none does.
-        next_waiting: of every waiting rank, the next one, behind the last the first.
+        next_waiting: of every waiting rank, the next one, after the last the first.
         free_at: of every queue of the network.
         met: ranks that met, in order.
         events: to come, of ranks, and after them of pools.

@@ -79,7 +79,7 @@ class BlockCuts:
             yield sum(fresh.values())
 
     def _crossing(self, inside: Sequence[int]) -> Floats:
-        """Bytes made before each place and read behind it."""
+        """Bytes made before each place and read after it."""
         place = {index: number for number, index in enumerate(inside)}
         lives = _lives(self._operators, self._storages, self._readers, place)
         change = np.zeros(len(inside) + 2)

@@ -32,7 +32,7 @@ from pipectl.planner.partition.cut_space import CutSpace
 from pipectl.planner.partition.replicas import consecutive
 from pipectl.profile import Profile
 
-MOST_STATES = 1500
+MAX_STATES = 1500
 """With more antichains, the prefixes of one topological order are taken."""
 
 
@@ -40,7 +40,7 @@ def antichain_states(profile: Profile) -> CutSpace:
     """Nothing, then every state of the sequence; the last one is everything."""
     graph = condense(profile)
     found = [0, *_sequence(graph)] if profile.edge_indices else None
-    if not found or len(found) > MOST_STATES or found[-1] != graph.everything:
+    if not found or len(found) > MAX_STATES or found[-1] != graph.everything:
         found = prefix_downsets(graph, 0)
     return CutSpace(graph, tuple(found), False)
 
@@ -62,7 +62,7 @@ def _sequence(graph: BlockGraph) -> list[int]:
                 path.append(after)
         else:
             left.append(path.pop())
-        if len(following) > MOST_STATES:
+        if len(following) > MAX_STATES:
             return []
     return [_downset(graph, antichain) for antichain in reversed(left)]
 

@@ -64,7 +64,7 @@ class Prefixes:
     Args:
         time_s: forward and backward of all that is inside.
         parameter_bytes: of all that is inside.
-        output_bytes: of what is read behind the state.
+        output_bytes: of what is read after the state.
     """
 
     time_s: Floats

@@ -139,7 +139,7 @@ def _inputs(
 def _ends(
     operators: Sequence[Operator], memory: Sequence[OperatorMemory], borders: Borders
 ) -> dict[int, set[str]]:
-    """Storages by the operator behind which no value in them is read."""
+    """Storages by the operator after which no value in them is read."""
     last: dict[str, int] = {}
     for index, (operator, own) in enumerate(zip(operators, memory, strict=True)):
         used = max(index, borders.last_reader.get(operator.id, index))

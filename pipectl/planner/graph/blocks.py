@@ -137,7 +137,7 @@ class BlockGraph:
 
 
 def _closure(direct: Sequence[int], order: Iterable[int]) -> tuple[int, ...]:
-    """What each block reaches; ``order`` has a block behind everything it reaches."""
+    """What each block reaches; ``order`` has a block after everything it reaches."""
     reached = list(direct)
     for block in order:
         for neighbour in bits(direct[block]):

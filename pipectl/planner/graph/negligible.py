@@ -6,7 +6,7 @@ turned into one that keeps the two together by moving the small block alone:
 
 - all its predecessors are ancestors of one of them: it can move back to that one's stage;
 - all its successors are descendants of one of them: it can move ahead to that one's stage;
-- it has neither: it can move anywhere, and goes to the block behind it.
+- it has neither: it can move anywhere, and goes to the block after it.
 
 The other blocks stay where they are. So the smallest bottleneck of the merged graph, the moved
 blocks counted as free, is a lower bound for the graph itself.

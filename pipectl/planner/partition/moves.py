@@ -22,7 +22,7 @@ MANY_BLOCKS = 60
 """With more, replicas are moved with some fractions of the load."""
 SPLITS = 8
 """Parts of a stage's load at whose borders it is split."""
-_MOST_EXCHANGES = 16
+_MAX_EXCHANGES = 16
 """Stages up to which any two exchange their ranks; of more, only neighbours do."""
 
 
@@ -50,7 +50,7 @@ def near_partitions(
     """Every partition in which one stage gives some load to the next or to the previous one.
 
     What moves is the end (or the beginning) of the stage in graph order, or a single block
-    behind (or before) which nothing is left in the stage; so stages stay convex.
+    after (or before) which nothing is left in the stage; so stages stay convex.
 
     Args:
         fractions: of a stage's load that move; if empty, any number of blocks does.
@@ -68,7 +68,7 @@ def near_partitions(
 
 
 def _free(stage: int, onward: Sequence[int]) -> Iterator[int]:
-    """Single blocks of a stage with several that no other block of it is behind (or before)."""
+    """Single blocks of a stage with several that no other block of it is after (or before)."""
     if stage & (stage - 1):
         yield from (1 << block for block in bits(stage) if not onward[block] & stage)
 
@@ -99,7 +99,7 @@ def _with_border(partition: Partition, border: int, before: int, after: int) -> 
 def _exchanges(ranks: Ranks) -> Iterator[Ranks]:
     """With the ranks of two stages exchanged."""
     stages = range(len(ranks))
-    near = len(ranks) > _MOST_EXCHANGES
+    near = len(ranks) > _MAX_EXCHANGES
     for one, other in combinations(stages, 2):
         if not near or other == one + 1:
             changed = list(ranks)
