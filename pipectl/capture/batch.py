@@ -120,29 +120,29 @@ class Reader:
                 if name in names:
                     self._check_tensor(name, values[name], expected, samples)
             elif is_whole:
-                found = values[name]
-                if found != expected and not (isnan(found) and isnan(expected)):
+                number = values[name]
+                if number != expected and not (isnan(number) and isnan(expected)):
                     raise CaptureError(
-                        f"{self._section}: {name!r} of a batch is the number {found}, but the "
+                        f"{self._section}: {name!r} of a batch is the number {number}, but the "
                         f"model was captured with {expected}, and computes with that",
                         cure="let the collate_fn make a tensor of it, with an entry for every "
                         "sample, or leave it out",
                     )
 
-    def _check_tensor(self, name: str, found: Tensor, expected: Tensor, samples: int) -> None:
+    def _check_tensor(self, name: str, tensor: Tensor, expected: Tensor, samples: int) -> None:
         sizes = tuple(expected.shape[1:])
-        if found.shape[1:] != sizes or found.dtype is not expected.dtype or not found.dim():
+        if tensor.shape[1:] != sizes or tensor.dtype is not expected.dtype or not tensor.dim():
             raise CaptureError(
-                f"{self._section}: {name!r} of a batch is {_shape(found.shape)} of {found.dtype}, "
-                f"but the model was captured with {_shape(('samples', *sizes))} of "
+                f"{self._section}: {name!r} of a batch is {_shape(tensor.shape)} of "
+                f"{tensor.dtype}, but the model was captured with {_shape(('samples', *sizes))} of "
                 f"{expected.dtype}",
                 cure="let all batches have one shape and type: pad all samples to one length in "
                 "the data set or its collate_fn; if all have the new one by now, profile and plan "
                 "again",
             )
-        if found.shape[0] != samples:
+        if tensor.shape[0] != samples:
             raise CaptureError(
-                f"{self._section}: {name!r} of a micro-batch has {found.shape[0]} samples, not "
+                f"{self._section}: {name!r} of a micro-batch has {tensor.shape[0]} samples, not "
                 f"{samples}",
                 cure="let the collate_fn keep all samples it gets: leave those that are no good "
                 "out of the data set",
@@ -151,18 +151,26 @@ class Reader:
     def _index_by_name(self, batch: Any) -> dict[str, int]:
         """The index among all leaves of every tensor and number."""
         leaves = enumerate(pytree.tree_flatten_with_path(batch)[0])
-        given = {(_kind(leaf), place): index for index, (place, leaf) in leaves if _kind(leaf)}
+        batch_leaves = {
+            (_kind(leaf), place): index for index, (place, leaf) in leaves if _kind(leaf)
+        }
         captured = self._graph.inputs.items()
-        wanted = {(_kind(v), self._graph.places[name]): name for name, v in captured if _kind(v)}
-        if given.keys() == wanted.keys():
-            return {name: given[key] for key, name in wanted.items()}
-        differences = [f"{_describe(*key)} is missing" for key in wanted if key not in given]
-        differences += [f"{_describe(*key)} is new" for key in given if key not in wanted]
+        captured_leaves = {
+            (_kind(v), self._graph.places[name]): name for name, v in captured if _kind(v)
+        }
+        if batch_leaves.keys() == captured_leaves.keys():
+            return {name: batch_leaves[key] for key, name in captured_leaves.items()}
+        differences = [
+            f"{_describe(*key)} is missing" for key in captured_leaves if key not in batch_leaves
+        ]
+        differences += [
+            f"{_describe(*key)} is new" for key in batch_leaves if key not in captured_leaves
+        ]
         more = len(differences) - _MAX_NAMED
-        rest = [f"and {more} more"] if more > 0 else []
+        remainder = [f"and {more} more"] if more > 0 else []
         raise CaptureError(
             f"{self._section}: a batch differs from the training batch that was "
-            f"captured: {', '.join([*differences[:_MAX_NAMED], *rest])}",
+            f"captured: {', '.join([*differences[:_MAX_NAMED], *remainder])}",
             cure="let all batches hold the same tensors under the same keys; make one tensor of "
             "what every sample has, with the batch as its first dimension",
         )

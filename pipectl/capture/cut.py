@@ -71,12 +71,12 @@ class Cut:
 
     def received(self, stage: int) -> list[Slot]:
         """What a stage receives: one slot per value, or one per use if uses travel separately."""
-        found = []
+        received = []
         for lane, slots in self.lanes.items():
             if lane.kind is TransferKind.ACTIVATION and lane.target == stage:
                 for value, _ in slots:
-                    found += self._separate_uses(value, stage) or [Slot(value)]
-        return sorted(found, key=self._order)
+                    received += self._separate_uses(value, stage) or [Slot(value)]
+        return sorted(received, key=self._order)
 
     def forked(self, stage: int) -> list[str]:
         """Values of a stage whose gradients come back use by use."""
@@ -154,7 +154,7 @@ def evaluation_stages(
         ]
         for node in graph.operators
     }
-    held = {
+    state_names = {
         operator: [name for name in names if name in holders] for operator, names in read.items()
     }
     sources = {n.name: [s.name for s in graph.tensor_inputs(n)] for n in graph.operators}
@@ -167,12 +167,13 @@ def evaluation_stages(
         for name, group in ((name, graph.groups.get(name, "")) for name in sources):
             stage = max(stage_of.get(source, 0) for source in (*sources[name], name))
             stage = max(stage, lowest_of_group.get(group, 0))
-            if held[name]:
-                common = set.intersection(*(holders[state] for state in held[name]))
+            if state_names[name]:
+                common = set.intersection(*(holders[state] for state in state_names[name]))
                 allowed = [each for each in common if each >= stage]
                 if not allowed:
                     raise CaptureError(
-                        f"model: in evaluation {name!r} needs {held[name][0]!r} after its stage",
+                        f"model: in evaluation {name!r} needs {state_names[name][0]!r} after its "
+                        "stage",
                         cure="use fewer stages, or the same order of layers in evaluation as in "
                         "training",
                     )

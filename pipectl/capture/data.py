@@ -119,18 +119,18 @@ class Loader:
         Args:
             first: index of the first one in a data set that is not iterable.
         """
-        known = self.samples
+        count = self.samples
 
         def load() -> list[Any]:
-            if known is None:
+            if count is None:
                 return list(islice(_SeededStream(self._dataset, self._seed, 0), size))
             seeded = _Seeded(self._dataset, self._seed)
-            return [seeded[0, (first + index) % known] for index in range(min(size, known))]
+            return [seeded[0, (first + index) % count] for index in range(min(size, count))]
 
-        found = call(load, "data")
-        if not found:
+        samples = call(load, "data")
+        if not samples:
             raise CaptureError("data: the data set is empty", cure="check the arguments of data:")
-        return split_sample(self._collate([found[i % len(found)] for i in range(size)]))
+        return split_sample(self._collate([samples[i % len(samples)] for i in range(size)]))
 
     def micro_batches(
         self, batches: Iterable[tuple[int, range]], micro_batch_size: int, skipped: int = 0
@@ -174,10 +174,10 @@ class Loader:
         self, batches: Iterable[tuple[int, range]], pieces_of: Pieces
     ) -> Iterator[list[Sample]]:
         """The samples of every piece."""
-        known, order = -1, list[int]()
+        current_epoch, order = -1, list[int]()
         for epoch, positions in batches:
-            if epoch != known:
-                known, order = epoch, self.order(epoch)
+            if epoch != current_epoch:
+                current_epoch, order = epoch, self.order(epoch)
             for piece in pieces_of(len(positions)):
                 yield [(epoch, order[positions.start + position]) for position in piece]
 
@@ -189,10 +189,10 @@ class Loader:
             position = 0
             for piece in pieces_of(len(positions)) if number >= skipped else ():
                 _skip(samples, piece.start - position)
-                found = list(islice(samples, len(piece)))
+                piece_samples = list(islice(samples, len(piece)))
                 # Where samples come from processes, the generators are as computations left them.
                 _seed(seed_of(self._seed, "piece", number, piece.start))
-                yield self._collate(found)
+                yield self._collate(piece_samples)
                 position = piece.stop
             _skip(samples, len(positions) - position)
 

@@ -145,12 +145,13 @@ class Deferred:
             arguments: (args, kwargs).
             places: the same, flattened, with places for tensors, as they were before the call.
         """
-        known = {place.storage for place in places if isinstance(place, Place)}
+        argument_storages = {place.storage for place in places if isinstance(place, Place)}
         leaves = pytree.tree_leaves(result)
         created = {
             index: Place.of(leaf)
             for index, leaf in enumerate(leaves)
-            if isinstance(leaf, FakeTensor) and leaf.untyped_storage()._cdata not in known
+            if isinstance(leaf, FakeTensor)
+            and leaf.untyped_storage()._cdata not in argument_storages
         }
         written = {
             tensor.untyped_storage()._cdata

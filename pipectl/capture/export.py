@@ -78,16 +78,16 @@ def _refuse_counts(
     Raises:
         RefusedError: naming the first such number.
     """
-    known = _text(program)
+    text = _text(program)
 
     def rerun(values: Mapping[str, Any]) -> tuple[bool, Mapping[str, Any]]:
         """Whether the step has another graph with other numbers, and which it then changes."""
         try:
             with later(step, values):
-                again, found = _program(step, batch, kept, free=free)
+                again, assignments = _program(step, batch, kept, free=free)
         except Exception as error:  # what else such a step needs is not known
             return isinstance(error, RefusedError) and bool(error.loop), {}
-        return _text(again) != known, found.numbers
+        return _text(again) != text, assignments.numbers
 
     values = {name: after for name, (_, after) in numbers.items()}
     matters, changed = rerun(values)
@@ -130,12 +130,12 @@ def _program(
     with ExitStack() as stack:
         functions = stack.enter_context(patched_export(step, unrolls=kept.unrolls))
         calls = stack.enter_context(traced(step, kept))
-        found = stack.enter_context(Assignments(step))
+        assignments = stack.enter_context(Assignments(step))
         program = torch.export.export(step, batch, dynamic_shapes=shapes, strict=False)
     call_functions(program, functions)
     call_modules(program, calls)
     drop_conditions(program.graph)
-    return program, found
+    return program, assignments
 
 
 def _digest(tensor: Tensor) -> str:

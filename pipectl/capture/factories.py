@@ -40,21 +40,21 @@ def find(factory: str, base: Path) -> Callable[..., Any]:
         module = _import_file(reference.file, factory)
     else:
         module = _import_module(str(reference.module), reference.root, factory)
-    found: Any = module
+    target: Any = module
     where = factory.rpartition(":")[0]
     for part in attribute.split("."):
-        if not hasattr(found, part):
+        if not hasattr(target, part):
             raise CaptureError(
-                f"{factory}: {where} has no {attribute!r}{did_you_mean(part, dir(found))}",
+                f"{factory}: {where} has no {attribute!r}{did_you_mean(part, dir(target))}",
                 cure="correct the name after the colon in the spec",
             )
-        found = getattr(found, part)
-    if not callable(found):
+        target = getattr(target, part)
+    if not callable(target):
         raise CaptureError(
-            f"{factory}: is a {type(found).__name__}, not a function or class",
+            f"{factory}: is a {type(target).__name__}, not a function or class",
             cure="name something that can be called",
         )
-    return found  # type: ignore[no-any-return]
+    return target  # type: ignore[no-any-return]
 
 
 def call(function: Callable[..., Any], factory: str, /, *args: Any, **kwargs: Any) -> Any:

@@ -300,8 +300,8 @@ def _watch(path: str, module: nn.Module, make: Make, calls: list[Outline]) -> Ma
     def call(*args: Any, **kwargs: Any) -> Any:
         with _named(path):
             arguments = Arguments(args, kwargs)
-            given = [*states.now(), *arguments.tensors]
-            tensors = [*map(make, given[:count]), *map(_sample, given[count:])]
+            inputs = [*states.now(), *arguments.tensors]
+            tensors = [*map(make, inputs[:count]), *map(_sample, inputs[count:])]
             shapes = [tensor.shape for tensor in tensors]
             versions = [tensor._version for tensor in tensors]
             before = states_of(generators)
@@ -314,7 +314,7 @@ def _watch(path: str, module: nn.Module, make: Make, calls: list[Outline]) -> Ma
             written = frozenset(i for i, t in enumerate(tensors) if t._version != versions[i])
             draws = states_of(generators) != before
             calls.append(Outline.of_call(result, tensors, written, draws))
-        mode = detect_fake_mode(given)
+        mode = detect_fake_mode(inputs)
         if mode is None:
             return result
 

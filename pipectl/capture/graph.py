@@ -409,8 +409,8 @@ class _FakeRun:
         if state is None and not node.users:
             return None
         if state is not None:
-            known = self._graph.constants if state.kind == "constant" else states
-            return mode.from_tensor(known[state.name])
+            tensors = self._graph.constants if state.kind == "constant" else states
+            return mode.from_tensor(tensors[state.name])
         value = node.meta.get("val")
         if not isinstance(value, Tensor):
             return value

@@ -235,9 +235,9 @@ class CapturedJob:
     def _graph(self, batch: int, *, training: bool) -> CapturedGraph:
         key = (training, batch)
         if key not in self._graphs:
-            known = [graph for (kind, _), graph in self._graphs.items() if kind is training]
-            same = next((graph for graph in known if graph.holds_for(batch)), None)
-            self._graphs[key] = same or self._capture(*key, next(iter(known), None))
+            captured = [graph for (kind, _), graph in self._graphs.items() if kind is training]
+            same = next((graph for graph in captured if graph.holds_for(batch)), None)
+            self._graphs[key] = same or self._capture(*key, next(iter(captured), None))
         return self._graphs[key]
 
     def _capture(self, training: bool, batch: int, known: CapturedGraph | None) -> CapturedGraph:
@@ -354,14 +354,14 @@ def _misfit(step: Step, batch: Any, spec: JobSpec) -> CaptureError | None:
             error = raised
     if error is None or isinstance(error, CaptureError):
         return error
-    trace, known = error.__traceback__, dict[str, Any]()
+    trace, frame_locals = error.__traceback__, dict[str, Any]()
     while trace is not None:  # whether the model had returned when the step failed, and what
         if trace.tb_frame.f_code is Step.forward.__code__:
-            known = trace.tb_frame.f_locals
+            frame_locals = trace.tb_frame.f_locals
         trace = trace.tb_next
-    if "outputs" in known:
+    if "outputs" in frame_locals:
         name = f"loss.factory: {spec.loss.factory}"
-        call = f"outputs {_describe(known['outputs'])} and targets {_describe(targets)}"
+        call = f"outputs {_describe(frame_locals['outputs'])} and targets {_describe(targets)}"
         cure = (
             "a loss is called as loss(outputs, targets): give it further arguments under "
             "loss.kwargs; what differs by sample (weights, say) belongs into the targets, as a "
@@ -389,10 +389,10 @@ def _describe(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, Mapping):
-        shown = [f"{key}: {_describe(item)}" for key, item in islice(value.items(), _SHOWN)]
+        parts = [f"{key}: {_describe(item)}" for key, item in islice(value.items(), _SHOWN)]
     elif isinstance(value, tuple | list):
-        shown = [_describe(item) for item in islice(value, _SHOWN)]
+        parts = [_describe(item) for item in islice(value, _SHOWN)]
     else:
         return f"a {type(value).__name__}"
-    words = ", ".join([*shown, "..."] if len(value) > _SHOWN else shown)
+    words = ", ".join([*parts, "..."] if len(value) > _SHOWN else parts)
     return f"{{{words}}}" if isinstance(value, Mapping) else f"({words})"

@@ -79,13 +79,13 @@ class States:
 
 def _places(module: nn.Module) -> dict[int, list[Place]]:
     """Where each tensor of a module stands."""
-    found: dict[int, list[Place]] = {}
+    places: dict[int, list[Place]] = {}
     for owner in module.modules():
         for kind in ("_parameters", "_buffers"):
             for name, tensor in vars(owner)[kind].items():
                 if tensor is not None:
-                    found.setdefault(id(tensor), []).append((owner, kind, name))
-    return found
+                    places.setdefault(id(tensor), []).append((owner, kind, name))
+    return places
 
 
 class Arguments:
@@ -385,9 +385,9 @@ class Opaque:
             results = self._checked(self._run(tensors, numbers), batch, tensors)
             if anchor is not None:
                 forms = self.outline.forms
-                wanted = [index for index in self._unshared if forms[index].requires_grad]
-                left = leave(anchor, [results[index] for index in wanted])
-                for index, tensor in zip(wanted, left, strict=True):
+                indices = [index for index in self._unshared if forms[index].requires_grad]
+                left = leave(anchor, [results[index] for index in indices])
+                for index, tensor in zip(indices, left, strict=True):
                     results[index] = tensor
         return results[0] if len(results) == 1 else tuple(results)
 
@@ -424,14 +424,14 @@ class Opaque:
         with self._states.replaced(tensors[:count]):
             return self._module(*args, **kwargs)
 
-    def _checked(self, result: Any, batch: int, given: Sequence[Tensor]) -> list[Tensor]:
+    def _checked(self, result: Any, batch: int, arguments: Sequence[Tensor]) -> list[Tensor]:
         """The tensors of a result, in the layouts that were captured."""
         leaves = self.outline.leaves_of(result)
         if leaves is None:
             structure = pytree.tree_structure(result)
             raise self._changed(f"gave {structure}", f"{self.outline.structure}")
-        memories = set(storages_in(given))
-        found = []
+        memories = set(storages_in(arguments))
+        tensors = []
         for leaf, expected in zip(leaves, self.outline.leaves, strict=True):
             if type(expected) is Unsteady:
                 continue
@@ -457,12 +457,12 @@ class Opaque:
             borrowed = expected.origin is None and storage_of(leaf) in memories
             if leaf.stride() != strides:
                 leaf = expected.blank(batch, leaf.device).copy_(leaf)
-            found.append(leaf.clone() if borrowed else leaf)
-        return found
+            tensors.append(leaf.clone() if borrowed else leaf)
+        return tensors
 
-    def _changed(self, found: str, expected: str) -> CaptureError:
+    def _changed(self, result: str, expected: str) -> CaptureError:
         return CaptureError(
-            f"model: {self.path} {found}, where its capture found {expected}",
+            f"model: {self.path} {result}, where its capture found {expected}",
             cure="let it return tensors of fixed sizes (padding and a mask, say), or name a larger "
             "part of the model under model.opaque",
         )

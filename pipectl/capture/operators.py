@@ -34,12 +34,12 @@ def written_tensors(
     schema = getattr(target, "_schema", None)
     if schema is None:
         return []
-    given = arguments_by_name(schema, args, kwargs)
+    arguments = arguments_by_name(schema, args, kwargs)
     names = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
     flags = ("training", "use_input_stats", "train") if statistics else ()
-    if any(given.get(flag) is True for flag in flags):
+    if any(arguments.get(flag) is True for flag in flags):
         names += ["running_mean", "running_var"]
-    leaves = pytree.tree_leaves([given.get(name) for name in names])
+    leaves = pytree.tree_leaves([arguments.get(name) for name in names])
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
@@ -110,7 +110,7 @@ def _draws(node: fx.Node) -> bool:
     if schema is None:
         return True
     defaults = {argument.name: argument.default_value for argument in schema.arguments}
-    given = {**defaults, **arguments_by_name(schema, node.args, node.kwargs)}
-    probabilities = [given[name] for name in ("p", "dropout_p", "dropout") if name in given]
-    off = any(given.get(name) is False for name in ("train", "training"))
+    arguments = {**defaults, **arguments_by_name(schema, node.args, node.kwargs)}
+    probabilities = [arguments[name] for name in ("p", "dropout_p", "dropout") if name in arguments]
+    off = any(arguments.get(name) is False for name in ("train", "training"))
     return not (off or (probabilities and all(value == 0 for value in probabilities)))

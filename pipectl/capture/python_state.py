@@ -104,14 +104,14 @@ def numbers_in(model: nn.Module) -> dict[str, Number]:
 
 def _items(model: nn.Module) -> Iterator[_Item]:
     """All that a model leads to and that may change, each once."""
-    seen = {id(value) for value in (*model.parameters(), *model.buffers(), *model.modules())}
+    visited = {id(value) for value in (*model.parameters(), *model.buffers(), *model.modules())}
     waiting = [_Item(vars(m), path, m, True) for path, m in model.named_modules()]
     while waiting:
         item = waiting.pop()
         value, path = item.value, item.path
-        if id(value) in seen:
+        if id(value) in visited:
             continue
-        seen.add(id(value))
+        visited.add(id(value))
         if type(value) in _CONTAINERS:
             yield item
             inner: Iterable[Any] = value.items() if isinstance(value, dict) else enumerate(value)
@@ -308,7 +308,7 @@ class Assignments:
                 node = node.all_input_nodes[0]
             if node.op == "get_attr":
                 continue
-            waiting, seen = [node], {node}
+            waiting, visited = [node], {node}
             while waiting:
                 source = waiting.pop()
                 constant = source.op == "get_attr"  # what was there before the trace
@@ -316,8 +316,8 @@ class Assignments:
                     constant and id(getattr(mode.tracer.root, str(source.target), _ABSENT)) in known
                 ):
                     return True
-                fresh = [each for each in _sources(source) if each not in seen]
-                seen.update(fresh)
+                fresh = [each for each in _sources(source) if each not in visited]
+                visited.update(fresh)
                 waiting += fresh
         return False
 

@@ -207,8 +207,10 @@ def running_line() -> str:
 
 
 def _user_place(trace: Trace) -> str:
-    own = [(f.f_code.co_filename, line) for f, line in trace if is_user_code(f.f_code.co_filename)]
-    return place_at(*own[-1]) if own else ""
+    user_frames = [
+        (f.f_code.co_filename, line) for f, line in trace if is_user_code(f.f_code.co_filename)
+    ]
+    return place_at(*user_frames[-1]) if user_frames else ""
 
 
 def _library_place(trace: Trace) -> str:
@@ -231,8 +233,8 @@ def _library_place(trace: Trace) -> str:
 def place_in(text: str) -> str:
     """The same for a traceback that torch printed into ``text``."""
     printed = re.findall(r'File "([^"]+)", line (\d+)', text)
-    own = [(name, int(line)) for name, line in printed if is_user_code(name)]
-    return place_at(*own[-1]) if own else ""
+    user_frames = [(name, int(line)) for name, line in printed if is_user_code(name)]
+    return place_at(*user_frames[-1]) if user_frames else ""
 
 
 def place_at(name: str, line: int) -> str:
@@ -253,11 +255,11 @@ def culprit(error: BaseException) -> nn.Module | None:
 
 def _chain(error: BaseException | None) -> list[BaseException]:
     """An error and what it was raised from, the first one first."""
-    found: list[BaseException] = []
-    while error is not None and error not in found:
-        found.insert(0, error)
+    errors: list[BaseException] = []
+    while error is not None and error not in errors:
+        errors.insert(0, error)
         error = error.__cause__ or error.__context__
-    return found
+    return errors
 
 
 def refuse_lazy(model: nn.Module, factory: str) -> None:

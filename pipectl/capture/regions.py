@@ -81,16 +81,16 @@ def without_gradient(result: Any, arguments: Any) -> Any:
 
     Torch says of a view made there that it requires a gradient, though it lets none through.
     """
-    given = {id(leaf) for leaf in pytree.tree_leaves(arguments)}
+    argument_ids = {id(leaf) for leaf in pytree.tree_leaves(arguments)}
     return pytree.tree_map_only(
-        Tensor, lambda leaf: leaf if id(leaf) in given else leaf.detach(), result
+        Tensor, lambda leaf: leaf if id(leaf) in argument_ids else leaf.detach(), result
     )
 
 
 def region_of(node: fx.Node) -> Region:
     """The region of an operator of a captured graph."""
-    found: Region = node.meta.get(_KEY, WHOLE)
-    return found
+    region: Region = node.meta.get(_KEY, WHOLE)
+    return region
 
 
 class Switch:
@@ -215,8 +215,8 @@ def missing_kernels(operator: str, precision: str, device: torch.device) -> Iter
 @cache
 def accelerator() -> tuple[str, Any]:
     """The type of the machine's accelerators and torch's module for them; None without one."""
-    found = torch.accelerator.current_accelerator()
-    return ("cpu", None) if found is None else (found.type, torch.get_device_module(found))
+    device = torch.accelerator.current_accelerator()
+    return ("cpu", None) if device is None else (device.type, torch.get_device_module(device))
 
 
 def accelerator_in_use() -> str | None:

@@ -85,8 +85,8 @@ def whole_draw(graph: CapturedGraph, node: fx.Node, rows: Rows) -> Callable[...,
     results = [batch_dimension(graph, node, value) for value in values]
 
     def draw(*args: Any, **kwargs: Any) -> Any:
-        given, spec = pytree.tree_flatten((args, kwargs))
-        pairs = zip(given, dims, strict=True)
+        inputs, spec = pytree.tree_flatten((args, kwargs))
+        pairs = zip(inputs, dims, strict=True)
         grown = [_grown(x, dim, rows) if isinstance(x, Tensor) else x for x, dim in pairs]
         args, kwargs = pytree.tree_unflatten(grown, spec)
         drawn, several = pytree.tree_flatten(target(*args, **kwargs))
@@ -95,7 +95,7 @@ def whole_draw(graph: CapturedGraph, node: fx.Node, rows: Rows) -> Callable[...,
             for x, dim in zip(drawn, results, strict=True)
         ]
         return (
-            given[0].copy_(mine[0]) if schema.is_mutable else pytree.tree_unflatten(mine, several)
+            inputs[0].copy_(mine[0]) if schema.is_mutable else pytree.tree_unflatten(mine, several)
         )
 
     return draw
@@ -146,5 +146,5 @@ def _is_batch_norm(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     if "batch_norm" not in str(node.target) or schema is None:
         return False
-    given = arguments_by_name(schema, node.args, node.kwargs)
-    return bool(given.get("training", given.get("train", True)))
+    arguments = arguments_by_name(schema, node.args, node.kwargs)
+    return bool(arguments.get("training", arguments.get("train", True)))

@@ -179,17 +179,17 @@ class _Builder:
             self._local[Slot(name, user)] = item
 
     def _results(self) -> list[Slot]:
-        found: dict[Slot, None] = {}
+        results: dict[Slot, None] = {}
         if self._stage == self._cut.loss_stage:
             for name in (self._captured.loss, *self._captured.outputs):
                 if isinstance(name, str):
-                    found[self._returned(name)] = None
+                    results[self._returned(name)] = None
         for lane, slots in self._cut.lanes.items():
             if lane.source == self._stage and lane.kind == "activation":
-                found.update(dict.fromkeys(slots))
+                results.update(dict.fromkeys(slots))
             elif lane.target == self._stage and lane.kind == "gradient":
-                found.update((slot, None) for slot in slots if slot in self._local)
-        return [slot for slot in found if slot not in self._received]
+                results.update((slot, None) for slot in slots if slot in self._local)
+        return [slot for slot in results if slot not in self._received]
 
     def _returned(self, name: str) -> Slot:
         """The slot of the loss or of what the model returned.

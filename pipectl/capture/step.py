@@ -106,9 +106,9 @@ def as_module(model: Any, factory: str) -> nn.Module:
         return nn.Sequential(*layers)
     if isinstance(model, nn.Module) and not isinstance(model, nn.ModuleList):
         return model
-    found = f"a {type(model).__name__}" + (f" with a {type(wrong).__name__}" if layers else "")
+    kind = f"a {type(model).__name__}" + (f" with a {type(wrong).__name__}" if layers else "")
     raise CaptureError(
-        f"{factory}: returned {found}, not a torch.nn.Module",
+        f"{factory}: returned {kind}, not a torch.nn.Module",
         cure="return the model, or a list of layers, from this function",
     )
 
@@ -168,16 +168,16 @@ def check_loss(loss: Any, outputs: Any = None) -> None:
             "is trained by several in turns (a GAN) is not supported",
         )
     if not isinstance(loss, Tensor):
-        found = f"a {type(loss).__name__}"
+        kind = f"a {type(loss).__name__}"
     elif loss.dim() != 0:
         sizes = [str(size) if type(size) is int else "batch" for size in loss.shape]
-        found = f"a tensor of shape [{', '.join(sizes)}]"
+        kind = f"a tensor of shape [{', '.join(sizes)}]"
     elif not loss.is_floating_point():
-        found = f"a scalar of {loss.dtype}"
+        kind = f"a scalar of {loss.dtype}"
     else:
         return
     raise CaptureError(
-        f"loss: must be a floating-point scalar tensor, but is {found}",
+        f"loss: must be a floating-point scalar tensor, but is {kind}",
         cure="reduce it, for example with .mean(), or name a loss: function in the spec",
     )
 

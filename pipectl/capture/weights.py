@@ -69,16 +69,16 @@ class Weights:
             names.setdefault(name, [own_name(name)]).append(own_name(further))
         persistent = step.state_dict(keep_vars=True)
         lacking, wrong = list[str](), list[str]()
-        for name, own in names.items():
-            stored = next((each for each in own if each in self._file_of), None)
+        for name, aliases in names.items():
+            stored = next((each for each in aliases if each in self._file_of), None)
             if stored is not None:
                 self._stored[name] = stored
                 wrong += self._differences(stored, states[name])
             elif name in persistent:
-                lacking.append(f"has no {own[0]!r}")
-        known = {each for own in names.values() for each in own}
-        unknown = [name for name in self._file_of if name not in known]
-        strange = [f"{n!r} is not in the model{did_you_mean(n, known)}" for n in unknown]
+                lacking.append(f"has no {aliases[0]!r}")
+        all_names = {each for aliases in names.values() for each in aliases}
+        unknown = [name for name in self._file_of if name not in all_names]
+        strange = [f"{n!r} is not in the model{did_you_mean(n, all_names)}" for n in unknown]
         problems = [*lacking, *strange, *wrong]
         if problems:
             more = len(problems) - _SHOWN

@@ -101,33 +101,33 @@ def _least_relative_errors(
     size = measured + _SHORT * measured.max()
     matrix = np.array(rows, dtype=float) / size[:, None]
     scale = np.maximum(matrix.max(axis=0), 1e-30)
-    found = _reweighted(matrix / scale, measured / size) / scale
-    if not _MIN_FACTOR <= found[0] <= _MAX_FACTOR:  # too few or too odd stages to tell
-        found[0] = min(_MAX_FACTOR, max(_MIN_FACTOR, float(found[0])))
-        rest = measured / size - matrix[:, 0] * found[0]
-        found[1:] = _reweighted(matrix[:, 1:] / scale[1:], rest) / scale[1:]
-    return found.tolist(), float(np.abs(matrix @ found - measured / size).mean())
+    coefficients = _reweighted(matrix / scale, measured / size) / scale
+    if not _MIN_FACTOR <= coefficients[0] <= _MAX_FACTOR:  # too few or too odd stages to tell
+        coefficients[0] = min(_MAX_FACTOR, max(_MIN_FACTOR, float(coefficients[0])))
+        residual = measured / size - matrix[:, 0] * coefficients[0]
+        coefficients[1:] = _reweighted(matrix[:, 1:] / scale[1:], residual) / scale[1:]
+    return coefficients.tolist(), float(np.abs(matrix @ coefficients - measured / size).mean())
 
 
 def _reweighted(matrix: Floats, target: Floats) -> Floats:
     """Coefficients of at least 0 with the smallest sum of errors, which are not squared."""
     weights = np.ones(len(matrix))
-    found = _non_negative(matrix, target, weights)
+    coefficients = _non_negative(matrix, target, weights)
     for _ in range(_REWEIGHTINGS):
-        weights = 1 / np.sqrt(np.maximum(np.abs(matrix @ found - target), _SMALL_ERROR))
-        found = _non_negative(matrix, target, weights)
-    return found
+        weights = 1 / np.sqrt(np.maximum(np.abs(matrix @ coefficients - target), _SMALL_ERROR))
+        coefficients = _non_negative(matrix, target, weights)
+    return coefficients
 
 
 def _non_negative(matrix: Floats, target: Floats, weights: Floats) -> Floats:
     """Weighted least squares; a column whose coefficient would be negative is left out."""
     columns = list(range(matrix.shape[1]))
-    found = np.zeros(matrix.shape[1])
+    coefficients = np.zeros(matrix.shape[1])
     while columns:
         weighted = matrix[:, columns] * weights[:, None]
         solution = np.linalg.lstsq(weighted, target * weights, rcond=None)[0]
         if solution.min() >= 0:
-            found[columns] = solution
+            coefficients[columns] = solution
             break
         del columns[int(solution.argmin())]
-    return found
+    return coefficients

@@ -86,15 +86,15 @@ class Marked:
     def watch_backward(self) -> None:
         """Set the hooks for the backward of the call that was just made."""
         self._turns.clear()
-        seen = set(self._roots)
-        waiting = list(seen)
+        visited = set(self._roots)
+        waiting = list(visited)
         while waiting:
             node = waiting.pop()
             if "AccumulateGrad" not in type(node).__name__:
                 node.register_prehook(self._hook(node))
             for later, _ in node.next_functions:
-                if later is not None and later not in seen:
-                    seen.add(later)
+                if later is not None and later not in visited:
+                    visited.add(later)
                     waiting.append(later)
         self._roots = []
 

@@ -94,7 +94,7 @@ class Call:
 
         args, kwargs = pytree.tree_map_only(Tensor, fresh, (self.args, self.kwargs))
         leaves = pytree.tree_leaves((args, kwargs))
-        wanted = [leaf for leaf in tensors_in(leaves) if leaf.requires_grad]
+        with_gradient = [leaf for leaf in tensors_in(leaves) if leaf.requires_grad]
         mark()
         result = self.target(*args, **kwargs)
         mark()
@@ -102,8 +102,8 @@ class Call:
         seeds = [torch.ones_like(root) for root in roots]
         mark()
         gradients: Sequence[Tensor | None] = ()
-        if wanted and roots:
-            gradients = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
+        if with_gradient and roots:
+            gradients = torch.autograd.grad(roots, with_gradient, seeds, allow_unused=True)
         return Run(result, leaves, seeds, gradients)
 
 
@@ -156,11 +156,11 @@ class Observed:
 
 def observe(call: Call, device: torch.device) -> Observed:
     """Run an operator forward and backward once, and follow its memory."""
-    kept: dict[int, int] = {}
+    kept_bytes: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        kept.setdefault(storage._cdata, storage.nbytes())
+        kept_bytes.setdefault(storage._cdata, storage.nbytes())
         return tensor
 
     wanting = [i for i, x in enumerate(call.leaves) if isinstance(x, Tensor) and x.requires_grad]
@@ -173,16 +173,19 @@ def observe(call: Call, device: torch.device) -> Observed:
             places.setdefault(storage_of(leaf), index)
     result, results = run.result, storages_in(run.result)
     gradients = []
-    known: list[Any] = list(run.seeds)
+    counted: list[Any] = list(run.seeds)
     for index, gradient in zip(wanting, run.gradients, strict=False):
         if gradient is not None:
-            gradients.append((index, _new_bytes([gradient], known)))
-            known.append(gradient)
+            gradients.append((index, _new_bytes([gradient], counted)))
+            counted.append(gradient)
     return Observed(
         result,
         result.numel() * result.element_size() if isinstance(result, Tensor) else 0,
         [places.get(storage) for storage in results],
-        [(places.get(s, _RESULT if s in results else None), size) for s, size in kept.items()],
+        [
+            (places.get(s, _RESULT if s in results else None), size)
+            for s, size in kept_bytes.items()
+        ],
         _new_bytes(result, run.leaves),
         forward.peak_bytes - arguments.end_bytes,
         backward.peak_bytes - seeds.end_bytes,
@@ -190,9 +193,9 @@ def observe(call: Call, device: torch.device) -> Observed:
     )
 
 
-def _new_bytes(value: Any, known: Sequence[Any]) -> int:
+def _new_bytes(value: Any, others: Sequence[Any]) -> int:
     """Bytes of the storages in ``value`` that no tensor in ``known`` lies in."""
-    old = set(storages_in(known))
+    old = set(storages_in(others))
     sizes = {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors_in(value))}
     return sum(size for storage, size in sizes.items() if storage not in old)
 
@@ -291,8 +294,8 @@ class Walk:
         place_subgraphs(self._graph.root, self._device)
         for node in self._graph.graph.nodes:
             if node.op == "placeholder" and node.name not in self._graph.states:
-                given = subject.batch.get(node.name)
-                self._values[node] = None if given is None else given.clone()  # may be written
+                tensor = subject.batch.get(node.name)
+                self._values[node] = None if tensor is None else tensor.clone()  # may be written
 
     def measure(self, done: Callable[[str], None]) -> dict[str, Measured]:
         """Measure every operator in order; ``done`` is called with the name of each."""
