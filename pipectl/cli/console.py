@@ -115,21 +115,21 @@ def table(
         max(map(cell_len, (head, *(cell.plain for cell in cells))))
         for head, cells in zip(heads, columns, strict=True)
     ]
-    shown = [i for i, head in enumerate(heads) if head not in optional or any(columns[i])]
+    indices = [i for i, head in enumerate(heads) if head not in optional or any(columns[i])]
     for head in optional:
-        if width is not None and sum(widths[i] + _GAP for i in shown) - _GAP > width:
-            shown = [i for i in shown if heads[i] != head]
-    drawn = Table(box=None, pad_edge=False, header_style="bold")
-    for i in shown:
-        drawn.add_column(
+        if width is not None and sum(widths[i] + _GAP for i in indices) - _GAP > width:
+            indices = [i for i in indices if heads[i] != head]
+    grid = Table(box=None, pad_edge=False, header_style="bold")
+    for i in indices:
+        grid.add_column(
             heads[i],
             justify="left" if heads[i] in left else "right",
             no_wrap=not wrap and i > 0,
             overflow="ellipsis",
         )
     for row in texts:
-        drawn.add_row(*(row[i] for i in shown))
-    return drawn
+        grid.add_row(*(row[i] for i in indices))
+    return grid
 
 
 def replace_unprintable() -> None:

@@ -62,13 +62,13 @@ def progress_bar(work: str = "") -> Iterator[Progress]:
         def report(done: int, total: int, what: str) -> None:
             text = plain(what).plain.replace("\n", " ")
             text = f"{work} {text}" if work and total else text
-            shown = text if len(text) <= room else f"{text[: room - 1]}…"
+            line = text if len(text) <= room else f"{text[: room - 1]}…"
             progress.columns = counting if total else waiting
             progress.update(
                 task,
                 completed=done,
                 total=total or None,
-                description=f"{shown:{room}}",
+                description=f"{line:{room}}",
                 refresh=not total,
             )
 
@@ -82,10 +82,12 @@ def profiling_progress() -> Iterator[Progress]:
         with progress_bar("profiling") as report:
             yield report
     except KeyboardInterrupt as stop:
-        kept = getattr(stop, "kept", 0)
+        count = getattr(stop, "kept", 0)
         line = "interrupted before anything was measured"
-        if kept:
-            line = f"interrupted; {kept} measurements are kept: the same command goes on from there"
+        if count:
+            line = (
+                f"interrupted; {count} measurements are kept: the same command goes on from there"
+            )
         note(line, style="")
         raise typer.Exit(INTERRUPTED) from stop
 
@@ -136,10 +138,10 @@ class Lines:
     @contextmanager
     def running(self) -> Iterator[Progress]:
         """Within, a thread looks at the time."""
-        over = threading.Event()
+        stop = threading.Event()
 
         def look() -> None:
-            while not over.wait(1.0):
+            while not stop.wait(1.0):
                 self.tick()
 
         thread = threading.Thread(target=look, daemon=True)
@@ -147,5 +149,5 @@ class Lines:
         try:
             yield self.report
         finally:
-            over.set()
+            stop.set()
             thread.join()

@@ -43,13 +43,13 @@ def watch(
             "--watch: needs a terminal",
             cure="leave it out, or use `pipectl submit --wait`",
         )
-    poller, over, has_shown = Poller(), False, False
+    poller, all_over, has_shown = Poller(), False, False
     try:
         with Live(console=console, screen=True, auto_refresh=False) as live:
-            while not over:
+            while not all_over:
                 began_s, height = time.monotonic(), max(1, console.height - _MARGIN)
                 statuses = poller.get_statuses(find_runs(height), time.time())
-                over = ends and all(status.job.state.final for status in statuses)
+                all_over = ends and all(status.job.state.final for status in statuses)
                 foot = f"\n{time.strftime('%H:%M:%S')}  Ctrl-C closes the view; the runs continue"
                 picture = draw(statuses, console.width, height)
                 has_shown = True

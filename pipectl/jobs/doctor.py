@@ -154,13 +154,13 @@ def _check_slurm(launch: Launch | None) -> Iterator[Finding]:
     partitions = _output(["sinfo", "-h", "-o", "%P"]).split()
     yield _finding("Slurm", f"{release}; partitions {', '.join(partitions) or 'none'}")
     kinds = list_pmis()
-    wanted = AUTO if launch is None or launch.launcher != "srun" else launch.mpi
+    mpi = AUTO if launch is None or launch.launcher != "srun" else launch.mpi
     text = f"srun --mpi: {', '.join(kind for kind in kinds if kind != 'none') or 'none'}"
-    if wanted == AUTO or knows_pmi(kinds, wanted):
+    if mpi == AUTO or knows_pmi(kinds, mpi):
         yield _finding("PMI", text)
     else:
         cure = "set launch.mpi to one of them, as your MPI needs it"
-        yield Finding("PMI", Level.FAIL, f"{text}; the job wants {wanted}", cure)
+        yield Finding("PMI", Level.FAIL, f"{text}; the job wants {mpi}", cure)
 
 
 def _check_pbs() -> Iterator[Finding]:
@@ -230,10 +230,10 @@ def _output(argv: Sequence[str]) -> str:
     Raises:
         SchedulerError: it does not exist, fails, or takes too long.
     """
-    done = process.run(argv, cure="", timeout_s=_PATIENCE_S)
-    if done.returncode:
-        raise SchedulerError(f"{Path(argv[0]).name}: {done.message.splitlines()[-1]}")
-    return done.stdout or done.stderr
+    result = process.run(argv, cure="", timeout_s=_PATIENCE_S)
+    if result.returncode:
+        raise SchedulerError(f"{Path(argv[0]).name}: {result.message.splitlines()[-1]}")
+    return result.stdout or result.stderr
 
 
 def _answer(argv: Sequence[str]) -> Any:

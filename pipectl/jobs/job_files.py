@@ -124,14 +124,14 @@ def find_cluster(spec: JobSpec, scheduler: str) -> ClusterChoice:
     path = cluster_path(spec)
     if not path.exists():
         return ClusterChoice(assumed)
-    measured = Cluster.load(path)
-    layout, expected = ([node.ranks for node in each.nodes] for each in (measured, assumed))
-    if measured.key not in (None, cluster_file_key(spec, scheduler)):
+    measured_cluster = Cluster.load(path)
+    layout, expected = ([node.ranks for node in each.nodes] for each in (measured_cluster, assumed))
+    if measured_cluster.key not in (None, cluster_file_key(spec, scheduler)):
         fault = "was measured for other resources, launch settings or machines"
-    elif measured.key is None and layout != expected:
+    elif measured_cluster.key is None and layout != expected:
         fault = f"describes nodes of {layout} ranks, but resources: ask for {expected}"
     else:
-        return ClusterChoice(measured, path)
+        return ClusterChoice(measured_cluster, path)
     return ClusterChoice(assumed, warning=f"{path} {fault}; it is not used")
 
 

@@ -63,7 +63,7 @@ class PlanInputs:
         cluster_file: that the cluster is from; None for an assumed one.
         plan_file: where the job's own plan belongs; None if this is another one.
         warnings: about the profile and the choice.
-        kept: micro-batches of the job's last plan, if the job leaves their number open.
+        kept_micro_batches: those of the job's last plan, if the job leaves their number open.
         planner: name of the one to ask.
     """
 
@@ -73,7 +73,7 @@ class PlanInputs:
     cluster_file: Path | None = None
     plan_file: Path | None = None
     warnings: tuple[str, ...] = ()
-    kept: int | None = None
+    kept_micro_batches: int | None = None
     planner: str = OWN
 
     def fold(self) -> PlanInputs:
@@ -123,29 +123,29 @@ def gather(
     spec = load(job, overrides)
     path, warnings = profile or profile_path(spec), []
     if from_run is None:
-        measured = Profile.load(path)
+        job_profile = Profile.load(path)
     else:
-        measured = corrected_profile(find_run(Path(spec.output.directory), from_run))
-    if not is_fresh(spec, measured):
+        job_profile = corrected_profile(find_run(Path(spec.output.directory), from_run))
+    if not is_fresh(spec, job_profile):
         changes = (word for each in overrides for word in ("--set", each))
         again = shlex.join(["pipectl", "profile", str(job), *changes])
         warnings.append(
             f"{path} was measured for other settings (model, data, optimizer, batch or ranks per "
             f"node); measure again with: {again}"
         )
-    kept = None if new_micro_batches or nodes is not None else kept_micro_batches(spec)
+    micro_batches = None if new_micro_batches or nodes is not None else kept_micro_batches(spec)
     choice = find_cluster(spec, choose_scheduler(spec, scheduler))
-    warnings += [choice.warning, coupling_warning(spec, measured)]
-    measured, whole = join_rows(measured, choice.cluster)
-    used = _use_devices(whole, devices, "--nodes 1,2,4 plans for other sizes")
+    warnings += [choice.warning, coupling_warning(spec, job_profile)]
+    job_profile, all_machines = join_rows(job_profile, choice.cluster)
+    machines = _use_devices(all_machines, devices, "--nodes 1,2,4 plans for other sizes")
     return PlanInputs(
-        profile=measured,
-        cluster=used,
-        request=request_of(spec, measured, used, kept),
+        profile=job_profile,
+        cluster=machines,
+        request=request_of(spec, job_profile, machines, micro_batches),
         cluster_file=choice.file,
         plan_file=plan_path(spec) if devices is None else None,
         warnings=tuple(filter(None, warnings)),
-        kept=kept,
+        kept_micro_batches=micro_batches,
     )
 
 
@@ -320,7 +320,7 @@ def plan_step(
         InfeasibleError: nothing fits; the message says how much is missing.
     """
     subject = inputs.profile, inputs.cluster, inputs.request
-    with advise_other_micro_batches(inputs.kept):
+    with advise_other_micro_batches(inputs.kept_micro_batches):
         before_s = compiling_s()
         best = _search(inputs.planner, deadline, *subject)
         spent_s = compiling_s() - before_s

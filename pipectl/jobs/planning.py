@@ -39,9 +39,9 @@ def find_plan(spec: JobSpec, profile: Profile, cluster: Cluster, *, keep: bool =
     Raises:
         InfeasibleError: nothing fits; the message says how much is missing.
     """
-    kept = kept_micro_batches(spec) if keep else None
-    with advise_other_micro_batches(kept):
-        return make_plan(profile, cluster, request_of(spec, profile, cluster, kept))
+    micro_batches = kept_micro_batches(spec) if keep else None
+    with advise_other_micro_batches(micro_batches):
+        return make_plan(profile, cluster, request_of(spec, profile, cluster, micro_batches))
 
 
 def write_plan(run: RunDirectory, plan: Plan, cluster: Cluster) -> None:
@@ -68,26 +68,26 @@ def kept_micro_batches(spec: JobSpec) -> int | None:
 
 
 @contextmanager
-def advise_other_micro_batches(kept: int | None) -> Iterator[None]:
+def advise_other_micro_batches(micro_batches: int | None) -> Iterator[None]:
     """Within, an error that nothing fits says that the number of micro-batches was kept."""
     try:
         yield
     except InfeasibleError as error:
-        if kept is not None:
+        if micro_batches is not None:
             error.cure = (
                 f"{error.cure}\nor let the planner choose anew how many micro-batches there are "
-                f"(kept: {kept}): pipectl plan JOB.yaml --new-micro-batches"
+                f"(kept: {micro_batches}): pipectl plan JOB.yaml --new-micro-batches"
             )
         raise
 
 
 def request_of(
-    spec: JobSpec, profile: Profile, cluster: Cluster, kept: int | None = None
+    spec: JobSpec, profile: Profile, cluster: Cluster, micro_batches: int | None = None
 ) -> PlanRequest:
     """What a job asks of the planner.
 
     Args:
-        kept: micro-batches if the job leaves their number open; None leaves it to the planner.
+        micro_batches: if the job leaves their number open; None leaves it to the planner.
     """
     pipeline = spec.pipeline
     listed = _own_schedule(spec)
@@ -103,13 +103,15 @@ def request_of(
         node.device.disk_link is None for node in cluster.nodes
     ):
         offload = False  # nobody can tell whether it pays
-    apart = None if pipeline.backward is None else pipeline.backward == "apart"
+    backward_apart = None if pipeline.backward is None else pipeline.backward == "apart"
     if spec.training.compile and pipeline.recompute != "all":
-        apart = bool(apart)  # never of stages whose other half is compiled, unless the job says so
+        backward_apart = bool(
+            backward_apart
+        )  # never of stages whose other half is compiled, unless the job says so
     return PlanRequest(
         name=spec.name,
         batch_size=spec.training.batch_size,
-        micro_batches=pipeline.micro_batches or kept,
+        micro_batches=pipeline.micro_batches or micro_batches,
         stages=pipeline.stages,
         schedule=None if listed else pipeline.schedule,
         listed=listed,
@@ -121,7 +123,7 @@ def request_of(
         offload_to=offload_to,
         replicas=None if pipeline.replicas == "any" else int(pipeline.replicas or 1),
         shard_optimizer=pipeline.shard_optimizer,
-        backward_apart=apart,
+        backward_apart=backward_apart,
         every_schedule=pipeline.schedule is None and listed is None and not spec.training.compile,
         key=plan_file_key(spec, profile, cluster),
     )

@@ -73,15 +73,16 @@ def prepare(
 
     # All profiles come first: what a process holds while it measures counts as memory of a rank,
     # and the planner is large.
-    measured = []
+    profiled_jobs = []
     for job, (profile, measurement) in _once_per_key(spec, jobs, profile_key, find_profile):
         cluster, prepares = job.cluster, profile is None and name != LOCAL
         if profile is not None and cluster is not None:
             profile, cluster = join_rows(profile, cluster)
         job = replace(job, cluster=cluster, prepares=prepares)
-        measured.append(replace(job, profile=profile, measurement=measurement))
+        profiled_jobs.append(replace(job, profile=profile, measurement=measurement))
     return [
-        replace(job, plan=plan) for job, plan in _once_per_key(spec, measured, plan_key, find_plan)
+        replace(job, plan=plan)
+        for job, plan in _once_per_key(spec, profiled_jobs, plan_key, find_plan)
     ]
 
 
@@ -95,13 +96,13 @@ def _once_per_key(
 
     ``save`` is whether the key is that of ``spec``, the job without the values of its sweep.
     """
-    own = None if jobs[0].values is None else key_of(spec)
+    own_key = None if jobs[0].values is None else key_of(spec)
     results: dict[str, T] = {}
     for job in jobs:
         with _name_values_in_errors(job.values):
             key = "" if job.values is None else key_of(job.spec)
             if key not in results:
-                results[key] = find(job, job.values is None or key == own)
+                results[key] = find(job, job.values is None or key == own_key)
         yield job, results[key]
 
 

@@ -307,11 +307,11 @@ def _with_rows(
             return replace(profile, rows=rows)
     if progress is not None:
         progress(0, 0, "measuring messages")
-    measured, assumption = measure_rows(spec, scheduler)
-    if measured is None:
+    row_times, assumption = measure_rows(spec, scheduler)
+    if row_times is None:
         return replace(profile, assumptions=(*profile.assumptions, assumption))
-    entry.write({"rows": write_value(measured)})
-    return replace(profile, rows=measured)
+    entry.write({"rows": write_value(row_times)})
+    return replace(profile, rows=row_times)
 
 
 def measure_rows(spec: JobSpec, scheduler: str) -> tuple[RowTimes | None, str]:
@@ -340,9 +340,9 @@ def measure_rows(spec: JobSpec, scheduler: str) -> tuple[RowTimes | None, str]:
             arguments = ("--run", name, "--output", str(output), "--threads", str(spec.threads))
             request = request_of_two(launch, "pipectl.runtime.row_probe", *arguments)
             command = launch_command(request, scheduler)
-            done = process.run(command, cure="", timeout_s=_ROW_PATIENCE_S)
-            if done.returncode:
-                raise SchedulerError(done.message.splitlines()[-1])
+            result = process.run(command, cure="", timeout_s=_ROW_PATIENCE_S)
+            if result.returncode:
+                raise SchedulerError(result.message.splitlines()[-1])
             document = read_json(output, cure=_CURE)
             return read_fields(RowTimes, document, file=str(output), cure=_CURE), ""
     except (PipectlError, OSError) as error:

@@ -181,10 +181,10 @@ def _submit_again(
         request = new.request.update(checkpoint={"max_requeues": starts + requeues})
         new = replace(new, request=request)
     # What the earlier start reported says nothing of the run while it waits.
-    ended = [run.exit_code, run.resubmitted, run.stopped, run.requeue_error]
+    old_reports = [run.exit_code, run.resubmitted, run.stopped, run.requeue_error]
     if job.plan is None:
-        ended += [run.plan, run.predicted]
-    changed = (
+        old_reports += [run.plan, run.predicted]
+    rewritten_files = (
         run.job, run.template, run.cluster, run.profile, run.plan, run.predicted, run.script,
         run.variables, run.record,
     )  # fmt: skip
@@ -195,13 +195,13 @@ def _submit_again(
         moved |= {path: run.trace_before(starts) / path.name for path in steps}
     contents = {
         path: path.read_text(encoding="utf-8") if path.exists() else None
-        for path in (*changed, *ended)
+        for path in (*rewritten_files, *old_reports)
     }
     with Rollback(contents=contents, moved=moved) as rollback:
         for path, place in moved.items():
             make_directory(place.parent)
             path.replace(place)
-        for path in ended:
+        for path in old_reports:
             path.unlink(missing_ok=True)
         (submission,) = hand_over([new], rollback)
     return submission

@@ -250,9 +250,9 @@ class Poller:
         here = [record for record in records if record.scheduler == LOCAL]
         away = [record for record in records if record.scheduler != LOCAL]
         jobs = frozenset((record.scheduler, record.job_id) for record in away)
-        known = jobs <= self._asked
-        if not known or self._clock() >= self._due_s:
-            self._pause_s = min(self._pause_s * _GROWTH, _MAX_PAUSE_S) if known else _MIN_PAUSE_S
+        is_known = jobs <= self._asked
+        if not is_known or self._clock() >= self._due_s:
+            self._pause_s = min(self._pause_s * _GROWTH, _MAX_PAUSE_S) if is_known else _MIN_PAUSE_S
             self._asked, self._answers = jobs, _ask(away)
             self._due_s = self._clock() + self._pause_s
         return {**self._answers, **_ask(here)}
@@ -301,11 +301,11 @@ def find_best(runs: Sequence[RunStatus]) -> RunStatus | None:
         None if fewer than two can be compared.
     """
     completed = [status for status in runs if status.job.state is JobState.COMPLETED]
-    evaluated = all("loss" in status.measured.evaluation for status in completed)
+    all_evaluated = all("loss" in status.measured.evaluation for status in completed)
     losses = []
     for index, status in enumerate(completed):
         measured = status.measured
-        loss = measured.evaluation["loss"] if evaluated else measured.last_loss
+        loss = measured.evaluation["loss"] if all_evaluated else measured.last_loss
         if loss is not None:
             losses.append((loss, index))
     return completed[min(losses)[1]] if len(losses) > 1 else None

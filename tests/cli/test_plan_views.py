@@ -244,7 +244,7 @@ def test_what_is_said_of_the_search(pipeline: Plans) -> None:
     plan = replace(timed(pipeline(2, 4), 1.0), search=search)
     without = WithoutPipeline(None, None, "no size")
     found = answer(plan, without=without, stopped="by Ctrl-C", compiling_s=1.5)
-    found = replace(found, inputs=replace(found.inputs, kept=4))
+    found = replace(found, inputs=replace(found.inputs, kept_micro_batches=4))
     begin = "by pipectl in 2.00 s, 1.50 s of it to compile the planner, stopped by Ctrl-C; "
     sizes = "no plan with these micro-batch sizes "
     kept = "4, as in the previous plan, because results depend on them; use --new-micro-batches "

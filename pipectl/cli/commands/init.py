@@ -97,8 +97,8 @@ def command(
         "nodes": nodes, "tasks_per_node": tasks_per_node, "cpus_per_task": cpus_per_task,
         "gpus_per_node": gpus_per_node, "memory_bytes": memory, "walltime_s": walltime,
     }  # fmt: skip
-    chosen = {key: value for key, value in options.items() if value is not None}
-    resources = _find_resources(queue, chosen, ask=ask)
+    values = {key: value for key, value in options.items() if value is not None}
+    resources = _find_resources(queue, values, ask=ask)
     node_bytes = None if queue is None else queue.memory_bytes
     if where == LOCAL:
         node_bytes = memory_of_this_machine()
@@ -178,17 +178,17 @@ def _find_queue(scheduler: str, name: str | None, *, ask: bool) -> Queue | None:
         UsageError: there are some, but none of this name.
     """
     try:
-        known = get_scheduler(scheduler).queues()
+        queues = get_scheduler(scheduler).queues()
     except SchedulerError as error:
         note(f"limits of queues are not known: {error.message.splitlines()[0]}")
         return None if name is None else Queue(name)
-    names = [queue.name for queue in known]
-    queue = starter.choose_queue(known, name)
-    if name is None and ask and len(known) > 1:
+    names = [queue.name for queue in queues]
+    queue = starter.choose_queue(queues, name)
+    if name is None and ask and len(queues) > 1:
         default = queue.name if queue else names[0]
         name = typer.prompt(f"Partition or queue ({', '.join(names)})", default=default)
-        queue = starter.choose_queue(known, name)
-    if name is not None and queue is None and known:
+        queue = starter.choose_queue(queues, name)
+    if name is not None and queue is None and queues:
         raise UsageError(
             f"no partition or queue {name!r}{did_you_mean(name, names)}",
             cure=f"choose one of {', '.join(names)}",
@@ -197,30 +197,30 @@ def _find_queue(scheduler: str, name: str | None, *, ask: bool) -> Queue | None:
 
 
 def _find_resources(
-    queue: Queue | None, chosen: dict[str, Any], *, ask: bool
+    queue: Queue | None, values: dict[str, Any], *, ask: bool
 ) -> starter.StarterResources:
     """What options say, and for the rest answers, or what is proposed.
 
     Args:
-        chosen: values of options, by the fields of the resources.
+        values: of options, by the fields of the resources.
 
     Raises:
         UsageError: more than the queue has.
     """
-    resources = replace(starter.propose_resources(queue, chosen.get("tasks_per_node")), **chosen)
+    resources = replace(starter.propose_resources(queue, values.get("tasks_per_node")), **values)
     if ask:
         if queue is not None:
             note(starter.describe_queue(queue))
         answers = {}
         for key, (question, read, show) in _QUESTIONS.items():
             without_gpus = key == "gpus_per_node" and queue is not None and not queue.gpus
-            if key not in chosen and not without_gpus:
+            if key not in values and not without_gpus:
                 default = show(getattr(resources, key))
                 answers[key] = typer.prompt(question, default=default, value_proc=read)
         resources = replace(resources, **answers)
-    over = [] if queue is None else resources.excess(queue)
-    if over and queue is not None:
-        raise UsageError(f"{queue.name}: {'; '.join(over)}", cure="ask for less, or elsewhere")
+    excess = [] if queue is None else resources.excess(queue)
+    if excess and queue is not None:
+        raise UsageError(f"{queue.name}: {'; '.join(excess)}", cure="ask for less, or elsewhere")
     return resources
 
 

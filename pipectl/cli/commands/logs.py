@@ -78,8 +78,8 @@ def _print_logs(
 
     def show(lines: Iterable[Line], tail: int | None = None) -> None:
         nonlocal printed
-        chosen = (line for line in lines if not ranks or line.rank in ranks)
-        for line in chosen if tail is None else deque(chosen, tail):
+        matches = (line for line in lines if not ranks or line.rank in ranks)
+        for line in matches if tail is None else deque(matches, tail):
             sys.stdout.write(f"{printable(line.text)}\n")
             printed += 1
         sys.stdout.flush()
@@ -87,10 +87,10 @@ def _print_logs(
     if follow:
         show(logs.read_lines(), tail)
         unknown, tail = _follow(run, logs, show), None
-    rest = list(logs.read_lines(to_the_end=True))
+    last_lines = list(logs.read_lines(to_the_end=True))
     for error in read_errors(run) if ranks else ():  # they are in the job's log, not in a rank's
-        rest += [Line(error.get("rank"), text) for text in report_text(error).splitlines()]
-    show(rest, tail)
+        last_lines += [Line(error.get("rank"), text) for text in report_text(error).splitlines()]
+    show(last_lines, tail)
     if not printed and tail != 0:
         who = f"rank {', '.join(map(str, sorted(ranks)))}" if ranks else "the run"
         note(f"{run.name}: {who} has printed nothing; see: pipectl status {as_typed(run)}")
@@ -110,14 +110,14 @@ def _follow(run: RunDirectory, logs: Logs, show: Callable[[Iterable[Line]], None
     """
     from pipectl.cli.follow import POLL_S, poll  # and what draws progress bars
 
-    seen, silent_s = logs.bytes_read, 0.0
+    bytes_before, silent_s = logs.bytes_read, 0.0
     for status, is_new in poll(run):
         if read_exit_code(run) not in (None, CHECKPOINTED):  # a checkpointed run may go on
             break
         show(logs.read_lines())
         silent_s += 0.0 if is_new else POLL_S
-        if status.job.state is not JobState.UNKNOWN or logs.bytes_read != seen:
-            seen, silent_s = logs.bytes_read, 0.0
+        if status.job.state is not JobState.UNKNOWN or logs.bytes_read != bytes_before:
+            bytes_before, silent_s = logs.bytes_read, 0.0
         elif silent_s >= _PATIENCE_S:
             return status.job.reason
     return None

@@ -93,8 +93,8 @@ def _show(step: Simulated) -> None:
 
 def _figures(step: Simulated) -> str:
     counts = step.peak_in_flight
-    shown = " ".join(map(str, counts[:_MAX_SHOWN])) + (" …" if len(counts) > _MAX_SHOWN else "")
+    peaks = " ".join(map(str, counts[:_MAX_SHOWN])) + (" …" if len(counts) > _MAX_SHOWN else "")
     return (
         f"step {step.simulation.step_time_s:.6g}, bubble {step.simulation.bubble:.1%}, "
-        f"micro-batches in flight by stage: {shown}"
+        f"micro-batches in flight by stage: {peaks}"
     )

@@ -135,8 +135,8 @@ def stage_table(plan: Plan, ends: Sequence[str], width: int) -> Table:
     """
     loads = [stage.load_s for stage in plan.stages]
     total_s, largest_s = sum(loads) or 1.0, max(loads) or 1.0
-    shown, rows = choose_stages(plan), []
-    for index, after in zip(shown, [*shown[1:], len(plan.stages)], strict=True):
+    indices, rows = choose_stages(plan), []
+    for index, after in zip(indices, [*indices[1:], len(plan.stages)], strict=True):
         stage = plan.stages[index]
         cells = (
             index,
@@ -253,7 +253,9 @@ def _advice(answer: StepAnswer) -> str:
         return (
             f"{best.change}: {format_time(best.step_s or 0.0)} per step ({-best.gain(step_s):+.1%})"
         )
-    open_micro_batches = request.micro_batches is None or answer.inputs.kept is not None
+    open_micro_batches = (
+        request.micro_batches is None or answer.inputs.kept_micro_batches is not None
+    )
     more_work = "a larger batch (training.batch_size), or fewer ranks"
     if not open_micro_batches and 2 * plan.micro_batches <= plan.batch_size:
         more_work = "more micro-batches (pipeline.micro_batches)"
@@ -306,11 +308,11 @@ def remarks(answer: StepAnswer) -> Iterator[tuple[str, str]]:
             bound = bound if search.gap >= _NOTHING else "is faster"
             text += f"; no plan with these micro-batch sizes {bound}"
         yield "search", text
-    if inputs.kept is not None:
+    if inputs.kept_micro_batches is not None:
         yield (
             "micro-batches",
-            f"{inputs.kept}, as in the previous plan, because results depend on them; "
-            "use --new-micro-batches to change them",
+            f"{inputs.kept_micro_batches}, as in the previous plan, because results depend on "
+            "them; use --new-micro-batches to change them",
         )
     features = unsupported(plan)
     if features and inputs.request.from_job:

@@ -125,15 +125,15 @@ def _link_lines(name: str, link: Link) -> Iterator[str]:
         yield f"{name}: not measured, there are no two such ranks; {figures} is assumed"
         return
     yield f"{name}: {figures}"
-    seen = link.observed
-    if seen is None:
+    facts = link.observed
+    if facts is None:
         return
-    if seen.both_ways is not None:
+    if facts.both_ways is not None:
         kind = "both directions at once" if link.duplex else "one direction at a time"
-        yield f"  both ways: {seen.both_ways:.2f} times as long as one way; taken as {kind}"
-    if seen.at_once is not None:
+        yield f"  both ways: {facts.both_ways:.2f} times as long as one way; taken as {kind}"
+    if facts.at_once is not None:
         kind = "one link for all" if link.shared else "a link for each"
-        yield f"  {seen.pairs} pairs: {seen.at_once:.2f} times as long as one; taken as {kind}"
-    for size, hidden, polled in seen.overlap:
+        yield f"  {facts.pairs} pairs: {facts.at_once:.2f} times as long as one; taken as {kind}"
+    for size, hidden, polled in facts.overlap:
         shares = f"{hidden:.0%}, and {polled:.0%} with polling"
         yield f"  hidden by compute, {whole_bytes(size)}: {shares}"

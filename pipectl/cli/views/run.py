@@ -155,11 +155,11 @@ def _progress(status: RunStatus) -> Lines:
     if status.phase not in ("", "training") and alive:
         yield "phase", status.phase, ""
     if status.steps:
-        drawn = bar(so_far.step / status.steps, 20).replace(" ", "░")
+        picture = bar(so_far.step / status.steps, 20).replace(" ", "░")
         done = f"{so_far.step}%" if _measures(status) else f"step {so_far.step} of {status.steps}"
         left_s = so_far.remaining_s if alive else None
         left = "" if left_s is None else f", {format_long_time(left_s)} left"
-        yield "progress", f"{drawn} {done}{left}", ""
+        yield "progress", f"{picture} {done}{left}", ""
     if so_far.first_loss is not None:
         yield "loss", f"{so_far.first_loss:.4g} at first, {_figure(so_far.last_loss)} now", ""
     if so_far.not_finite:
@@ -410,12 +410,12 @@ def ranks_table(status: RunStatus, max_rows: int | None = None, width: int | Non
         rows.append(("…", f"{count - len(ranks)} more", *[""] * 6))
     heads = ("rank", "node", "stage", "busy", "waits", "computes per step", "memory", "predicted")
     optional = ("predicted", "computes per step", "busy", "stage", "waits", "memory", "node")
-    drawn = table(heads, rows, left=heads[1:4], optional=optional, width=width)
+    picture = table(heads, rows, left=heads[1:4], optional=optional, width=width)
     if sent := read_heartbeat(status.run).get("messages"):
         how = f"messages: {sent.get('route')}; progress: {sent.get('progress')}"
-        drawn.caption = plain(f"{how} ({sent.get('why')})", "dim")
-        drawn.caption_justify = "left"
-    return drawn
+        picture.caption = plain(f"{how} ({sent.get('why')})", "dim")
+        picture.caption_justify = "left"
+    return picture
 
 
 def bar(share: float, width: int) -> str:

@@ -79,18 +79,18 @@ def _parts_table(parts: Sequence[Part]) -> Table:
 
 def _ranks_table(ranks: Mapping[int, Spent]) -> Table:
     """Predicted and measured times of a step; without what no rank does."""
-    shown = [name for name in SPENT if any(max(r[name]) >= _NOTHING_S for r in ranks.values())]
+    kinds = [name for name in SPENT if any(max(r[name]) >= _NOTHING_S for r in ranks.values())]
     rows = [
         (
             rank,
             *(
                 " / ".join(format_time(time_s) if time_s >= _NOTHING_S else "0" for time_s in both)
-                for both in (spent[name] for name in shown)
+                for both in (spent[name] for name in kinds)
             ),
         )
         for rank, spent in ranks.items()
     ]
-    return table(("rank", *(name.replace("_", " ") for name in shown)), rows, wrap=True)
+    return table(("rank", *(name.replace("_", " ") for name in kinds)), rows, wrap=True)
 
 
 def _remarks(
