@@ -17,7 +17,7 @@ def test_two_ranks_measure_rows(tmp_path, mpiexec):
     program = [sys.executable, "-m", "mpi4py", "-m", "pipectl.runtime.row_probe"]
     files = ["--run", str(tmp_path), "--output", str(output)]
     done = subprocess.run(
-        [mpiexec, "-n", "2", *program, *files], capture_output=True, text=True, timeout=120
+        [mpiexec, "-n", "2", *program, *files], capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stderr
     rows = read_fields(RowTimes, json.loads(output.read_text()), file="rows", cure="")
