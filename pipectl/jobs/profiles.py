@@ -222,7 +222,7 @@ class _CacheEntry:
 def _hash_of_measuring_code() -> str:
     """What that code measures may change without a new version."""
     package = Path(pipectl.__file__).parent
-    files = sorted(path for part in _MEASURING_CODE for path in (package / part).glob("*.py"))
+    files = sorted(path for part in _MEASURING_CODE for path in (package / part).rglob("*.py"))
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 
