@@ -41,7 +41,7 @@ from pipectl.planner.request import (
     open_orders,
     stage_counts,
 )
-from pipectl.planner.schedules.named import SPLIT_GAIN, every_schedule
+from pipectl.planner.schedules.named import PLACED_GAIN, SPLIT_GAIN, every_schedule
 from pipectl.profile import Profile
 
 MAX_RANKS = 64
@@ -177,6 +177,7 @@ class _VariantSearch:
         self._consider([*start, *(self._deeper(start) if saves else [])])
         if one_replica:
             self._consider(self._elsewhere(start))
+            self._consider(self._other_schedules(start, splits_backward=False), PLACED_GAIN)
             self._consider(self._other_schedules(start, splits_backward=True), SPLIT_GAIN)
         if offloads:
             areas = [(len(plan.stages), plan.micro_batch_size) for plan in start]
@@ -254,8 +255,7 @@ class _VariantSearch:
         return self._problem.flushed(members, ranks, plan.micro_batch_size)
 
     def _elsewhere(self, plans: Sequence[Plan]) -> Iterator[Plan]:
-        """With backwards on ranks that plans leave free, and with whole backwards by other
-        schedules."""
+        """With backwards on ranks that plans leave free."""
         request, ranks = self._request, self._cluster.ranks
         if request.backward_apart is not False and request.schedule not in PLACED:
             every = request.backward_apart is True
@@ -266,7 +266,6 @@ class _VariantSearch:
             for size in sizes if request.fixed_stages is None else ():
                 if not self._expired():
                     yield from self._cut_for_apart(size, every=every)
-        yield from self._other_schedules(plans, splits_backward=False)
 
     def _cut_for_apart(self, size: int, *, every: bool) -> Iterator[Plan]:
         with suppress(OutOfTimeError):

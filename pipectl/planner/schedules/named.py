@@ -47,6 +47,9 @@ LONG = 8
 MAX_ACTIONS = 150_000
 """Forwards and backwards of a step; longer ones, which these schedules help least, are not tried if
 the schedule is open."""
+PLACED_GAIN = 0.01
+"""By which share a step with several stages per rank must be faster if the schedule is open. It has
+more messages, and smaller gains are less than what predictions are off by."""
 SPLIT_GAIN = 0.08
 """By which share a step with split backwards must be faster if the schedule is open. No profile
 says what the halves take: ZB-H1 was measured 8 % slower than predicted (docs/benchmarks.md)."""
