@@ -107,6 +107,11 @@ class Placement(StrEnum):
         down = range(ranks)
         return (*down, *reversed(down)) if stages == 2 * ranks else None
 
+    def fit(self, stages: int, ranks: int) -> tuple[int, ...] | None:
+        """As :meth:`ranks`, on as many of the ranks as the stages need; None if they do not fit."""
+        needed = stages // 2 if self is Placement.V_SHAPED else min(stages, ranks)
+        return self.ranks(stages, needed) if needed <= ranks else None
+
 
 @dataclass(frozen=True)
 class Staleness:

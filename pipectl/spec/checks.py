@@ -78,14 +78,16 @@ def _check_ranks(pipeline: Pipeline, resources: Resources) -> Iterator[Finding]:
     schedule = _built_in(pipeline)
     if stages is None or (schedule is None and name is not None):
         return
-    placement = "straight" if schedule is None else schedule.placement
-    if placement == "round" and stages % min(stages, ranks):
+    placement = None if schedule is None else schedule.placement
+    if (stages <= ranks) if placement is None else placement.fit(stages, ranks):
+        return
+    if placement == "round":
         fault = f"{stages} stages cannot go round over {ranks} ranks"
         yield _STAGES, f"{fault}; schedule {name} takes a multiple of them"
-    elif placement == "v" and (stages % 2 or stages > 2 * ranks):
+    elif placement == "v":
         fault = f"{stages} stages cannot lie in a V over {ranks} ranks"
         yield _STAGES, f"{fault}; schedule {name} takes two per rank"
-    elif placement == "straight" and stages > ranks:
+    else:
         product = f"{resources.nodes} x {resources.tasks_per_node}"
         fault = f"{stages} stages need as many ranks"
         yield _STAGES, f"{fault}; resources give nodes x tasks_per_node = {product}"

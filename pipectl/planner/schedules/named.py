@@ -275,8 +275,7 @@ def _places(request: PlanRequest, ranks: int, blocks: int) -> list[int]:
         stages -= stages % 2
     elif fixed is None:
         stages -= stages % min(ranks, stages)
-    around = stages // 2 if placement is Placement.V_SHAPED else min(stages, ranks)
-    places = placement.ranks(stages, around) if around <= ranks else None
+    places = placement.fit(stages, ranks)
     if places is None:
         words, suitable = _UNSUITABLE[placement]
         near = min(stages, ranks) if placement is Placement.ROUND else ranks
