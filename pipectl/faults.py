@@ -73,9 +73,14 @@ def fault_of(error: BaseException) -> FaultError:
     return fault
 
 
+def _as_fault(error: BaseException) -> BaseException:
+    """An exception, or the fault of pipectl that it is."""
+    return fault_of(error) if is_ours(error) else error
+
+
 def with_details(error: BaseException, file: Path | None) -> BaseException:
     """An exception, or the fault of pipectl that it is, which says which file holds its details."""
-    fault = fault_of(error) if is_ours(error) else error
+    fault = _as_fault(error)
     if isinstance(fault, FaultError) and not fault.has_details:
         where = "the output of: pipectl --debug ..." if file is None else str(file)
         fault.cure = f"please report it with {where}\n{fault.cure}"
@@ -89,7 +94,7 @@ def with_file(error: BaseException, file: Path | None = None) -> BaseException:
     Args:
         file: None for a new one among the system's temporary files.
     """
-    fault = fault_of(error) if is_ours(error) else error
+    fault = _as_fault(error)
     if not isinstance(fault, FaultError) or fault.has_details:
         return fault
     return with_details(fault, _write_details(file, fault))

@@ -34,12 +34,9 @@ class Callbacks:
         try:
             for name, factory in spec.callbacks.items():
                 function = factories.find(factory.factory, spec.base)
-                config = spec.model_dump(mode="json")
-                for private in (
-                    "variables",
-                    "setup",
-                ):  # keys and tokens, which would go to a server
-                    del config["environment"][private]
+                # Keys and tokens are left out, since a logger sends its config to a server.
+                private = {"environment": {"variables", "setup"}}
+                config = spec.model_dump(mode="json", exclude=private)
                 arguments = run.path, config
                 tell = factories.call(function, factory.factory, *arguments, **factory.kwargs)
                 if not callable(tell):

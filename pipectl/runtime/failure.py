@@ -77,8 +77,8 @@ def run_rank(work: Work, description: str | None) -> None:
         try:
             work(directory, communicator, doing)
         except BaseException as raised:
-            error, at = with_details(raised, directory.error_of(rank)), doing
-            report(directory, rank, error, action=at.action, stage=at.stage, step=at.step)
+            error = with_details(raised, directory.error_of(rank))
+            report(directory, rank, error, action=doing.action, stage=doing.stage, step=doing.step)
             code = error.exit_code if isinstance(error, PipectlError) else 1
     if code is not None:
         sys.exit(code)
