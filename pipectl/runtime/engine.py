@@ -258,10 +258,6 @@ class Engine:
         gradients = self._take(run, TransferKind.GRADIENT, row)
         if row.kind is Kind.BACKWARD and run.step.closing.get(row.stage) == row.micro_batch:
             self.reductions[row.stage].arm()
-        if len(gradients) > 1:  # autograd adds later uses first
-            last_use = self.cut.graph.last_use
-            ordered = sorted(gradients, key=lambda slot: last_use(slot.value), reverse=True)
-            gradients = {slot: gradients[slot] for slot in ordered}
         weight, scale = run.step_input.weights[row.micro_batch], run.step_input.scale
         results = self._stages[row.stage].backward(_micro_batch(row), gradients, weight, scale)
         self._deliver(run, TransferKind.GRADIENT, row, results)

@@ -9,19 +9,21 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from mpi4py import MPI
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from pipectl.capture import CapturedGraph, Slot
-from pipectl.capture.data import split_batch
+from pipectl.capture import CapturedGraph, CapturedJob, Slot
+from pipectl.capture.data import Loader, split_batch
 from pipectl.capture.factories import call
 from pipectl.capture.step import target_weight
 from pipectl.errors import CaptureError
+from pipectl.runtime.division import Division
+from pipectl.runtime.engine import Engine
 from pipectl.runtime.layout import Tensors
-from pipectl.runtime.setup import Setup
 from pipectl.runtime.step import Batch, Step, StepInput
 from pipectl.runtime.waiting import barrier
-from pipectl.schedule import lower_evaluation
+from pipectl.schedule import Channel, lower_evaluation
 
 
 class Metrics:
@@ -121,26 +123,44 @@ def _outputs(graph: CapturedGraph, size: int, results: Tensors) -> Any:
 
 
 class Evaluator:
-    """Evaluates on all ranks together."""
+    """Evaluates on all ranks together; of the replicas of a stage, the first one does.
 
-    def __init__(self, setup: Setup) -> None:
-        self._setup = setup
-        self._rank = setup.communicator.rank
-        self._seed = setup.job.spec.training.seed
-        self._metrics = setup.job.metrics()
+    Args:
+        communicator: of all ranks.
+        engine: of the evaluation graph.
+        ranks: the first of every stage.
+        loader: of the held-out data.
+        writes: names of the buffers that an evaluation writes, on all ranks.
+    """
+
+    def __init__(
+        self,
+        communicator: MPI.Comm,
+        job: CapturedJob,
+        division: Division,
+        engine: Engine,
+        ranks: Sequence[int],
+        loader: Loader,
+        writes: set[str],
+    ) -> None:
+        self._communicator, self._job, self._division = communicator, job, division
+        self._engine, self._loader, self.writes = engine, loader, writes
+        self._stages = tuple(i for i, rank in enumerate(ranks) if rank == communicator.rank)
+        self._channels = tuple(
+            Channel(*lane, ranks[lane.source], ranks[lane.target], size_bytes=0)
+            for lane in sorted(engine.cut.lanes)
+        )
+        self._loss_rank = ranks[engine.cut.loss_stage]
+        self._metrics = job.metrics()
         self._weigh = None
-        if (weigh := setup.job.weight()) is not None:
-            self._weigh = partial(target_weight, weigh, setup.job.spec.loss.weight)
+        if (weigh := job.weight()) is not None:
+            self._weigh = partial(target_weight, weigh, job.spec.loss.weight)
 
     def learn(self) -> None:
         """Send a micro-batch of every size, so that all ends of the channels know all layouts."""
-        setup = self._setup
-        for size in setup.division.evaluation_sizes:
-            assert setup.evaluating is not None
-            loader: Any = setup.evaluation_loader or setup.job.loader
-            batches = iter([loader.example(size)] if setup.evaluated else ())
-            step_input = StepInput((), batches, (self._seed, "layouts"))
-            setup.evaluating.run(self._step([size]), step_input)
+        for size in self._division.evaluation_sizes:
+            batches = iter([self._loader.example(size)] if self._stages else ())
+            self._run([size], batches, "layouts")
 
     def evaluate(self, step: int) -> dict[str, float]:
         """The loss and every metric by name, on every rank.
@@ -148,24 +168,22 @@ class Evaluator:
         Args:
             step: after which this is.
         """
-        setup = self._setup
-        samples, size = setup.division.evaluation_samples, setup.division.evaluation_size
-        assert setup.evaluating is not None
+        samples, size = self._division.evaluation_samples, self._division.evaluation_size
         assert samples is not None
-        metrics = Metrics(self._metrics, setup.job.evaluation_graph, self._weigh)
-        setup.evaluating.on_evaluated = metrics.add
+        metrics = Metrics(self._metrics, self._job.evaluation_graph, self._weigh)
+        self._engine.on_evaluated = metrics.add
         batches: Iterator[Batch] = iter(())
-        if setup.evaluation_loader is not None:
-            batches = setup.evaluation_loader.micro_batches([(0, range(samples))], size)
-        step_input = StepInput((), batches, (self._seed, "evaluation", step))
-        setup.evaluating.run(self._step(split_batch(samples, size)), step_input)
-        barrier(setup.communicator)
-        root = setup.rank_of_stage[setup.evaluating.cut.loss_stage]
-        mine = metrics.result() if self._rank == root else None
-        result: dict[str, float] = setup.communicator.bcast(mine, root)
+        if self._stages:
+            batches = self._loader.micro_batches([(0, range(samples))], size)
+        self._run(split_batch(samples, size), batches, "evaluation", step)
+        barrier(self._communicator)
+        root = self._loss_rank
+        mine = metrics.result() if self._communicator.rank == root else None
+        result: dict[str, float] = self._communicator.bcast(mine, root)
         return result
 
-    def _step(self, sizes: Sequence[int]) -> Step:
-        channels, stages = self._setup.evaluation_channels, self._setup.evaluated
-        actions = lower_evaluation(channels, stages, self._rank, len(sizes)).body
-        return Step.plain(actions, channels, self._rank, sizes)
+    def _run(self, sizes: Sequence[int], batches: Iterator[Batch], *seed: int | str) -> None:
+        rank = self._communicator.rank
+        actions = lower_evaluation(self._channels, self._stages, rank, len(sizes)).body
+        step_input = StepInput((), batches, (self._job.spec.training.seed, *seed))
+        self._engine.run(Step.plain(actions, self._channels, rank, sizes), step_input)

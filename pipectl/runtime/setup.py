@@ -18,6 +18,7 @@ from pipectl.runtime.checkpoint import Stored
 from pipectl.runtime.device import Device
 from pipectl.runtime.division import Division
 from pipectl.runtime.engine import Engine
+from pipectl.runtime.evaluation import Evaluator
 from pipectl.runtime.failure import Doing
 from pipectl.runtime.offload import StageOffload, mover_of, offload_directory
 from pipectl.runtime.pipefb import add_lanes, make_half
@@ -26,7 +27,7 @@ from pipectl.runtime.stage import Stage
 from pipectl.runtime.step import parts_of
 from pipectl.runtime.transport import CHECK_VARIABLE, Progress, Transport, Wire
 from pipectl.runtime.waiting import barrier, broadcast
-from pipectl.schedule import Channel, channels, plan_of_trial, splits_backwards
+from pipectl.schedule import channels, plan_of_trial, splits_backwards
 
 
 class Setup:
@@ -37,16 +38,14 @@ class Setup:
 
     Attributes:
         stages: of this rank, by index.
-        training, evaluating: engines; the second is None without evaluation data.
+        training: the engine that trains.
+        evaluator: None without evaluation data.
         cut: of the training graph at the plan's micro-batch size.
         written: the buffers of this rank that forwards write, by full name.
-        evaluation_writes: names of the buffers that an evaluation writes, on all ranks.
         division: of the data into steps and micro-batches.
         loader: of the training data, or None where this rank reads none.
         reading: this rank's stages that read the training data.
         replicas: what its stages with replicas do together.
-        evaluated: its stages of which it is the first replica, which evaluates.
-        evaluation_loader: of the held-out data, likewise.
         owners: the rank that saves each parameter and buffer, in model order.
     """
 
@@ -63,10 +62,6 @@ class Setup:
         self.progress = progress or Progress()
         self.job, self.plan, self.communicator, self.device = job, plan, communicator, device
         self.doing = doing
-        self.rank_of_stage = [stage.ranks[0] for stage in plan.stages]
-        me = communicator.rank
-        self.evaluated = tuple(i for i, rank in enumerate(self.rank_of_stage) if rank == me)
-        self.updating_rank_of_stage = [stage.updating_ranks[0] for stage in plan.stages]
         held_out = job.evaluation_loader()
         self.division = Division.of(job, plan, held_out, communicator)
         cuts = self._cuts()
@@ -78,7 +73,9 @@ class Setup:
         has_backward_ranks = any(stage.backward_ranks for stage in plan.stages)
         own = communicator.Dup() if has_backward_ranks else communicator  # MPI has some thousands
         wire = Wire(own, device, self.progress)
-        self.stages = {i: self._stage(i, cuts, wire) for i in plan.stages_of_rank(me)}
+        self.stages = {
+            i: self._stage(i, cuts, wire) for i in plan.stages_of_rank(communicator.rank)
+        }
         for stage in self.stages.values():
             if splits_backwards(plan):
                 stage.split_backwards()
@@ -89,16 +86,31 @@ class Setup:
         doing.action = "connecting to the other ranks"
         barrier(communicator)  # ranks that made more weights come later; MPI would spin until then
         self.cut = cuts[True, plan.micro_batch_size]
-        self.evaluation_writes = _written_buffers(cuts, training=False)
-        written = self.evaluation_writes | _written_buffers(cuts, training=True)
+        written = _written_buffers(cuts, training=False) | _written_buffers(cuts, training=True)
         buffers = {n: t for stage in self.stages.values() for n, t in stage.buffers.items()}
         self.written = {name: tensor for name, tensor in buffers.items() if name in written}
         self.replicas = Replicas(communicator, plan, self.stages, device, self.progress, written)
-        self._make_engines(cuts)
+        planned = channels(plan)
+        lanes = [Lane(c.kind, c.source_stage, c.target_stage) for c in planned]
+        missing = set(self.cut.lanes) - set(lanes)
+        if missing:
+            raise MismatchError(
+                f"plan.json lacks a message that the model needs: {sorted(missing)[0]}",
+                cure="profile and plan the job again",
+            )
+        add_lanes(self.cut, job.states, lanes)
+        self.training = self._engine(self.cut, cuts)
+        self.evaluator: Evaluator | None = None
+        if held_out is not None:
+            cut = cuts[False, self.division.evaluation_sizes[0]]
+            engine, writes = self._engine(cut, cuts), _written_buffers(cuts, training=False)
+            first_ranks = [stage.ranks[0] for stage in plan.stages]
+            self.evaluator = Evaluator(
+                communicator, job, self.division, engine, first_ranks, held_out, writes
+            )
         weighing = self.cut.loss_stage if job.weight() is not None else None
         self.reading = tuple(i for i, s in self.stages.items() if s.reads or i == weighing)
         self.loader: Loader | None = job.loader if self.reading else None
-        self.evaluation_loader = held_out if self.evaluated else None
         self._release()
 
     def close(self) -> None:
@@ -149,37 +161,15 @@ class Setup:
             cuts[False, size] = Cut(graph, stages, training=False)
         return cuts
 
-    def _make_engines(self, cuts: Mapping[tuple[bool, int], Cut]) -> None:
-        planned = channels(self.plan)
-        lanes = [Lane(c.kind, c.source_stage, c.target_stage) for c in planned]
-        missing = set(self.cut.lanes) - set(lanes)
-        if missing:
-            raise MismatchError(
-                f"plan.json lacks a message that the model needs: {sorted(missing)[0]}",
-                cure="profile and plan the job again",
-            )
-        add_lanes(self.cut, self.job.states, lanes)
+    def _engine(self, cut: Cut, cuts: Mapping[tuple[bool, int], Cut]) -> Engine:
+        """An engine with messages of its own, for one cut or the cuts of all sizes like it."""
         check = broadcast(self.communicator, CHECK_VARIABLE in os.environ)
+        group = self.communicator.Dup()
+        transport = Transport(group, self.device, cut.lanes, self.progress, check=check)
+        alike = {size: each for (kind, size), each in cuts.items() if kind is cut.training}
+        graphs = {size: each.graph for size, each in alike.items()}
         reductions = self.replicas.reductions
-
-        def make_engine(cut: Cut) -> Engine:
-            group = self.communicator.Dup()
-            wires = Transport(group, self.device, cut.lanes, self.progress, check=check)
-            alike = {size: each for (kind, size), each in cuts.items() if kind is cut.training}
-            graphs = {size: each.graph for size, each in alike.items()}
-            return Engine(self.stages, cut, wires, self.device, self.doing, reductions, graphs)
-
-        self.training = make_engine(self.cut)
-        self.evaluating: Engine | None = None
-        self.evaluation_channels: tuple[Channel, ...] = ()
-        if self.division.evaluation_sizes:
-            cut = cuts[False, self.division.evaluation_sizes[0]]
-            self.evaluating = make_engine(cut)
-            ranks = self.rank_of_stage
-            self.evaluation_channels = tuple(
-                Channel(*lane, ranks[lane.source], ranks[lane.target], size_bytes=0)
-                for lane in sorted(cut.lanes)
-            )
+        return Engine(self.stages, cut, transport, self.device, self.doing, reductions, graphs)
 
     def _places(self, cuts: Mapping[tuple[bool, int], Cut]) -> tuple[dict[str, int], list[str]]:
         """The rank that saves each state, and the states that this rank holds.
@@ -192,7 +182,11 @@ class Setup:
             for placeholder, state in cut.graph.states.items():
                 users = cut.graph.users.get(placeholder, ())
                 stages_of.setdefault(state.name, set()).update(cut.stage_of[u] for u in users)
-        ranks = {True: self.updating_rank_of_stage, False: self.rank_of_stage}
+        stages = self.plan.stages
+        ranks = {
+            True: [stage.updating_ranks[0] for stage in stages],
+            False: [stage.ranks[0] for stage in stages],
+        }
         owners = {
             name: ranks[isinstance(tensor, nn.Parameter)][min(stages_of.get(name) or (0,))]
             for name, tensor in self.job.states.items()

@@ -16,17 +16,18 @@ the last one's forward can run before the gradients of the stage's results are t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from pipectl.capture import CapturedGraph, Cut, Slot, build_stage
+from pipectl.capture import Cut, Slot, build_stage
 from pipectl.capture.batch import spared
 from pipectl.capture.regions import arithmetic
 from pipectl.capture.slices import Rows
@@ -86,6 +87,9 @@ class Live:
 
     It holds where the backward enters the graph, not the values there: only what the graph itself
     has saved stays in memory. The loss is small, and its seed is like it.
+
+    Attributes:
+        is_lasting: whether the graph is there for further backwards.
     """
 
     roots: dict[Slot, GradientEdge]
@@ -93,11 +97,12 @@ class Live:
     caught: dict[Slot, Tensor | None]
     deferred: Deferred
     version: Version | None
+    is_lasting: ClassVar[bool] = False
 
-    def seeded(
-        self, gradients: Mapping[Slot, Tensor | None], scale: float, weight: float
-    ) -> tuple[list[Any], list[Tensor]]:
-        """Where the backward enters the graph, the loss first, and with which gradients."""
+    def backward(
+        self, leaves: Iterable[Tensor], gradients: Tensors, weight: float, scale: float
+    ) -> Tensors:
+        """Run the backward of the graph; returns the gradients of received values."""
         roots: list[Any] = []
         seeds: list[Tensor] = []
         if self.loss is not None:
@@ -108,7 +113,11 @@ class Live:
             if root is not None and gradient is not None:
                 roots.append(root)
                 seeds.append(gradient)
-        return roots, seeds
+        others = chain(gradients.values(), self.caught.values(), self.deferred.gradients)
+        if roots:
+            with kept_apart(leaves, others):
+                torch.autograd.backward(roots, seeds, retain_graph=self.is_lasting)
+        return self.caught
 
 
 class StageStates:
@@ -157,7 +166,7 @@ class Code:
         arguments: the parameters and buffers it is called with.
         received: slots it reads, each with that of its message and whether it has a gradient.
         returning: slots of the gradients that its backward begins with, in the order in which
-            autograd adds them; of segments of several.
+            autograd adds them.
         written: indices of the buffers that must not be written where they are.
     """
 
@@ -238,18 +247,20 @@ class Segment:
         """Run a forward once more, just before its backward; buffers stay as they are."""
         self.live[index], _ = self.run(self.starts.pop(index).map_tensors(unpack), again=True)
 
-    def backward(self, index: int, gradients: Tensors, weight: float, scale: float) -> Live:
-        """Run the backward of a micro-batch; parameter gradients accumulate."""
+    def backward(
+        self, index: int, gradients: Tensors, weight: float, scale: float
+    ) -> tuple[Tensors, Version | None]:
+        """Run the backward of a micro-batch; parameter gradients accumulate.
+
+        Returns:
+            Gradients of received values, and the version of the weights.
+        """
         live = self.live.pop(index)
-        roots, seeds = live.seeded(gradients, scale, weight)
-        others = chain(gradients.values(), live.caught.values(), live.deferred.gradients)
         leaves = self.leaves if live.version is None else live.version.leaves.values()
-        if roots:
-            with kept_apart(leaves, others):
-                torch.autograd.backward(roots, seeds)
+        returned = live.backward(leaves, gradients, weight, scale)
         if live.deferred.roots:
             self._deferred[index] = live.deferred
-        return live
+        return returned, live.version
 
     def finish_backward(self, index: int) -> None:
         """Run the second half of a backward: the gradients of weights that were put off."""
@@ -367,7 +378,6 @@ class Stage:
             names = (name for segment in segments for name in segment.codes[key].stage.inputs)
             self._inputs[key] = tuple(dict.fromkeys(names))
         self._results = {key: _sent(cut, index) for key, cut in training.items()}
-        self._live: dict[int, Rows] = {}
 
     def inputs(self, training: bool, rows: Rows) -> tuple[str, ...]:
         """Names of the batch tensors this stage reads."""
@@ -390,22 +400,18 @@ class Stage:
         Returns:
             The stage's results by slot.
         """
-        index, rows = micro_batch.number, micro_batch.rows
+        key = True, micro_batch.rows
         version = None if self.versions is None else self.versions.of_age(micro_batch.age)
         pool = self._pool(micro_batch, version)
-        if len(self.segments) == 1:
-            start = Start(micro_batch, inputs, arrived, {}, version)
-            results = self.segments[0].forward(start, pool)
-            return {slot: tensor.detach() for slot, tensor in results.items()}
-        self._live[index] = rows
-        values = dict(arrived)
+        computed: Tensors = {}
+        values = ChainMap(computed, arrived)
         for segment in self.segments:
-            code = segment.codes[True, rows]
+            code = segment.codes[key]
             batch = {name: inputs[name] for name in code.stage.inputs}
             entering = {source: values[source] for _, source, _ in code.received}
             results = segment.forward(Start(micro_batch, batch, entering, {}, version), pool)
-            values |= {slot: tensor.detach() for slot, tensor in results.items()}
-        return {slot: values[slot] for slot in self._results[True, rows] if slot in values}
+            computed |= {slot: tensor.detach() for slot, tensor in results.items()}
+        return {slot: computed[slot] for slot in self._results[key] if slot in computed}
 
     def recompute(self, micro_batch: MicroBatch) -> None:
         """Run a forward once more, of several segments the last one's."""
@@ -417,8 +423,7 @@ class Stage:
         """Run the backward of a micro-batch, or its first half; parameter gradients accumulate.
 
         Args:
-            gradients: of the stage's results and of received values that later stages use too, in
-                the order in which autograd adds them.
+            gradients: of the stage's results and of received values that later stages use too.
             weight: of the micro-batch in the loss, where this stage computes it.
             scale: of the loss, in float16; so are then all gradients.
 
@@ -428,21 +433,16 @@ class Stage:
         index = micro_batch.number
         if self.offload is not None:
             self.offload.end(index)
-        last = self.segments[-1]
-        if len(self.segments) == 1:
-            live = last.backward(index, gradients, weight, scale)
-            returned = live.caught
-        else:
-            rows, returned = self._live.pop(index), dict(gradients)
-            for segment in reversed(self.segments):
-                if segment is not last:
-                    segment.recompute(index)
-                slots = segment.codes[True, rows].returning
-                given = {slot: returned.pop(slot, None) for slot in slots}
-                live = segment.backward(index, given, weight, scale)
-                returned |= live.caught
-        if self.versions is not None and live.version is not None:
-            self.versions.collect(live.version)
+        returned = dict(gradients)
+        for segment in reversed(self.segments):
+            if segment is not self.segments[-1]:
+                segment.recompute(index)
+            slots = segment.codes[True, micro_batch.rows].returning
+            entering = {slot: returned.pop(slot) for slot in slots if slot in returned}
+            caught, version = segment.backward(index, entering, weight, scale)
+            returned |= caught
+        if self.versions is not None and version is not None:
+            self.versions.collect(version)
         return returned
 
     def finish_backward(self, index: int) -> None:
@@ -494,7 +494,6 @@ class Stage:
 
     def forget(self) -> None:
         """Drop gradients and unfinished micro-batches."""
-        self._live.clear()
         for segment in self.segments:
             segment.forget()
         if self.offload is not None:
@@ -503,10 +502,6 @@ class Stage:
             tensor.grad = None
         if self.versions is not None:
             self.versions.forget()
-
-    def graph(self, rows: Rows) -> CapturedGraph:
-        """The captured graph for some rows."""
-        return self.segments[0].codes[True, rows].cut.graph
 
     def leaving(self, index: int) -> Tensors:
         """What a message to the other half of this stage holds; see :mod:`pipefb`."""

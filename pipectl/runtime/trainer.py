@@ -2,44 +2,27 @@
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import replace
-from functools import cache
 from itertools import islice, pairwise
 from typing import Any
 
-from pipectl.capture.python_state import undisturbed
-from pipectl.capture.slices import Rows
 from pipectl.cluster import Cluster
 from pipectl.files import write_text
 from pipectl.runs import Manifest, RunDirectory
+from pipectl.runtime.asynchronous import AsynchronousSteps
 from pipectl.runtime.callbacks import Callbacks
 from pipectl.runtime.checkpoint import Keep, Saver, Stored, plain_name, take_snapshot
-from pipectl.runtime.division import LossShares
-from pipectl.runtime.engine import StepRun
-from pipectl.runtime.evaluation import Evaluator
 from pipectl.runtime.failure import warn
 from pipectl.runtime.setup import Setup
-from pipectl.runtime.step import Batch, Row, Step, StepInput, narrowed
+from pipectl.runtime.step import Step, StepInput
 from pipectl.runtime.step_end import StepEnd
 from pipectl.runtime.stopping import Stopping
-from pipectl.runtime.stretches import Stretches
-from pipectl.runtime.telemetry import StepReport, Telemetry
+from pipectl.runtime.synchronous import SynchronousSteps
+from pipectl.runtime.telemetry import Telemetry
 from pipectl.runtime.tracing import Tracing
-from pipectl.runtime.waiting import barrier
-from pipectl.schedule import (
-    channels,
-    is_unflushed,
-    lower,
-    lower_renewal,
-    plan_of_step,
-    plan_of_trial,
-)
+from pipectl.schedule import channels, is_unflushed, lower, lower_renewal
 from pipectl.schedule.memory import room_bytes
-from pipectl.schedule.one_f_one_b import ONE_F_ONE_B
 
 _CHECK_REPLICAS_EVERY = 100
 """Steps."""
@@ -73,18 +56,14 @@ class Trainer:
         )
         rows = len(lower(setup.plan, self._rank).body)
         self._tracing = Tracing(setup.communicator, run, self._spec.trace, steps, rows)
-        self._loss_shares = LossShares(
-            setup.communicator, setup.job, setup.plan, setup.cut.loss_stage
-        )
         self._end = StepEnd(setup, self._telemetry.fault, self._finish_saving)
-        self._evaluator = Evaluator(setup)
-        whole = setup.job.loader.takes_whole
-        self._step_of = cache(
-            lambda samples: Step.of(
-                plan_of_step(setup.plan, samples), self._rank, setup.reading, load_whole=whole
-            )
-        )
         self._saver = self._make_saver(run, attempt)
+        given = setup, self._end, self._telemetry, self._tracing
+        self._steps: SynchronousSteps | AsynchronousSteps = (
+            AsynchronousSteps(*given, self._saver.poll)
+            if is_unflushed(setup.plan)
+            else SynchronousSteps(*given)
+        )
         self._stopping = Stopping(setup.communicator.Dup(), run.stop)
         self._stopped = False
         self._steps_done = 0
@@ -102,7 +81,7 @@ class Trainer:
 
     def _train(self) -> None:
         self._begin("warming up")
-        self.learn_layouts()
+        self._steps.learn_layouts()
         self._begin("training")
         steps, training = self._spec.training.steps, self._setup.division.batches
         self._train_steps(list(islice(iter(training), steps)))
@@ -114,78 +93,22 @@ class Trainer:
 
     def _train_steps(self, planned: list[tuple[int, range]]) -> None:
         """Step by step; if steps overlap, from one to the next after which all ranks meet."""
-        setup, steps = self._setup, range(self._steps_done + 1, len(planned) + 1)
+        setup, steps, doing = self._setup, self._steps, self._setup.doing
         batches = [positions for _, positions in planned]
-        stretches = None
-        loaded: Iterator[Batch] = iter(())
-        if is_unflushed(setup.plan):
-            on_update = self._saver.poll
-            stretches = Stretches(setup, self._end, self._telemetry, self._tracing, on_update)
-            if setup.loader is not None:
-                size = setup.plan.micro_batch_size
-                loaded = setup.loader.micro_batches(planned, size, self._steps_done)
-        elif setup.loader is not None:
-            loaded = setup.loader.pieces(
-                planned, lambda samples: self._step_of(samples).positions, self._steps_done
-            )
-        ends = [step for step in steps if stretches is None or self._stops_after(step)]
-        for before, end in pairwise([self._steps_done, *ends]):
-            setup.doing.step = before + 1
-            if stretches is None:
-                self._step(end, len(batches[before]), loaded)
-            else:
-                barrier(setup.communicator)
-                stretches.train(before + 1, batches[before:end], loaded)
+        steps.begin(planned, self._steps_done)
+        ends = range(self._steps_done + 1, len(planned) + 1)
+        meetings = [end for end in ends if not steps.overlap or self._stops_after(end)]
+        for before, end in pairwise([self._steps_done, *meetings]):
+            doing.step = before + 1
+            steps.train(before + 1, batches[before:end])
             self._between_steps(end)
-            if self._stopping.stops(at_once=stretches is not None) and end < len(planned):
+            if self._stopping.stops(at_once=steps.overlap) and end < len(planned):
                 self._stopped = True
                 self._end.settle()
                 if not self._saves_after(end):
-                    self._setup.replicas.check_weights(end)
+                    setup.replicas.check_weights(end)
                     self._save(end)
                 return
-
-    def _step(self, step: int, samples: int, loaded: Iterator[Batch]) -> None:
-        setup, end = self._setup, self._end
-        traced = self._tracing.wants(step)
-        recording = self._tracing.begin(step) if traced else None
-        start = time.perf_counter()
-        scale = 1.0 if end.loss_scale is None else end.loss_scale.value
-        doing = self._step_of(samples)
-        assert doing.plan is not None
-        assert doing.pieces is not None
-        batches, seed = islice(loaded, len(doing.pieces)), (self._spec.training.seed, step)
-        step_input = self._loss_shares.step_input(doing, batches, seed, scale)
-        step_input.recording = recording
-        end.begin()
-        run = self._run_step(step, doing, step_input)
-        if not end.undo():
-            setup.replicas.agree_on_buffers(doing.plan)
-        if traced:
-            self._tracing.end(step, recording, start)
-        self._tracing.advance()
-        setup.doing.board.pace(time.perf_counter() - start)
-        self._telemetry.report(
-            StepReport(
-                step=step,
-                loss=self._loss_shares.loss(doing, run.losses, step_input.weights),
-                learning_rate=end.used_rate,
-                gradient_norm=end.gradient_norm,
-                loss_scale=math.nan if end.loss_scale is None else scale,
-                skipped=end.skipped,
-                busy_s=run.busy_s,
-                step_time_s=time.perf_counter() - start,
-                samples=samples,
-                peak_bytes=setup.device.peak_bytes(),
-            )
-        )
-
-    def _run_step(self, step: int, doing: Step, given: StepInput) -> StepRun:
-        def update(_: Row, run: StepRun) -> None:
-            computed = self._loss_shares.computed(doing)
-            self._end.run(step, computed, run.losses, given.weights, given.recording)
-
-        return self._setup.training.run(doing, given, update)
 
     def _between_steps(self, step: int) -> None:
         setup, plan = self._setup, self._setup.plan
@@ -199,8 +122,9 @@ class Trainer:
             renewal = lower_renewal(plan, self._rank).body
             weights = Step.plain(renewal, channels(plan), self._rank, ())
             setup.training.run(weights, StepInput((), iter(()), ()))
-            result = self._evaluator.evaluate(step)
-            setup.replicas.take_evaluated(setup.evaluation_writes)
+            assert setup.evaluator is not None
+            result = setup.evaluator.evaluate(step)
+            setup.replicas.take_evaluated(setup.evaluator.writes)
             self._end.stepper.watch(result["loss"])
             if self._rank == 0:
                 self._telemetry.evaluation(step, result)
@@ -296,29 +220,3 @@ class Trainer:
     def _is_due(self, step: int, every: int | None) -> bool:
         """Whether something happens after a step: every so many, and after the last."""
         return step == self._spec.training.steps or bool(every and step % every == 0)
-
-    def learn_layouts(self) -> None:
-        """Send micro-batches of every size over every channel, so that all ends know all layouts.
-
-        It leaves no trace: buffers and what modules keep in Python objects are put back, gradients
-        are dropped.
-        """
-        setup, plan = self._setup, self._setup.plan
-        if is_unflushed(plan):  # a trial is flushed; its messages are the same
-            plan = replace(plan, schedule=ONE_F_ONE_B.name)
-        loader, seed = setup.job.loader, (self._spec.training.seed, "layouts")
-        with undisturbed(setup.job.step, setup.written.values()):
-            for size in setup.division.sizes:
-                trial = Step.of(
-                    plan_of_trial(plan, size),
-                    self._rank,
-                    setup.reading,
-                    load_whole=loader.takes_whole,
-                )
-                assert trial.pieces is not None
-                whole: Any = loader.example(size) if setup.reading else None
-                batches = (narrowed(whole, rows, Rows.of(size)) for rows in trial.pieces.values())
-                setup.training.run(trial, self._loss_shares.step_input(trial, batches, seed))
-                for stage in setup.stages.values():
-                    stage.forget()
-            self._evaluator.learn()

@@ -13,14 +13,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from mpi4py import MPI
 from torch import Tensor
 
 from pipectl.plan import Plan, Stage, StageCost, sums
 from pipectl.runtime.device import CpuDevice
-from pipectl.runtime.links.measure import buckets_of, sum_buckets
 from pipectl.runtime.reduction import StageReduction
 from pipectl.runtime.replicas import Replicas
 from pipectl.runtime.transport import Progress, Wire
@@ -136,13 +134,6 @@ def agreed(world: MPI.Intracomm, progress: Progress) -> dict[str, list[float]]:
     return {name: buffer.tolist() for name, buffer in buffers.items()}
 
 
-def measured(world: MPI.Intracomm) -> list[float]:
-    """A sum as the links are measured with."""
-    vector = np.full(10, 1.0 + world.rank, dtype=np.float32)
-    sum_buckets(buckets_of(world, vector))
-    return vector.tolist()
-
-
 def main(file: Path, mode: str) -> None:
     world = MPI.COMM_WORLD
     with Progress(mode) as progress:
@@ -155,7 +146,6 @@ def main(file: Path, mode: str) -> None:
             "begun": begun(wire),
             "shared": shared(wire),
             "agreed": agreed(world, progress),
-            "measured": measured(world.Dup()),
         }
     everyone = world.gather(found)
     if everyone is not None:

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from pipectl.errors import CaptureError, MismatchError
+from pipectl.runtime.asynchronous import refuse
 from pipectl.runtime.step import StepInput
-from pipectl.runtime.stretches import refuse
 from pipectl.runtime.versions import Versions
 from pipectl.spec.models import Training
 

@@ -27,7 +27,7 @@ def note_transports() -> None:
 
     def building(self: Transport, *given: Any, **options: Any) -> None:
         build(self, *given, **options)
-        made.add((self._wire.progress.mode, self._check))
+        made.add((self._wire.progress.mode, options["check"]))
 
     Transport.__init__ = building
 

@@ -1,1 +1,1 @@
-"""Measuring the links between ranks: an MPI program of its own; two ranks load torch, for rows."""
+"""Measuring the links between ranks: an MPI program of its own."""

@@ -1,4 +1,4 @@
-"""Measuring links and sums: MPI messages as the training sends them, without torch.
+"""Measuring links, by MPI messages without torch, and sums, by those of the training.
 
 One experiment runs at a time, while all other ranks wait without using their cores. Every rank gets
 every result, so all ranks take the same decisions without a message about them.
@@ -19,7 +19,7 @@ import numpy.typing as npt
 from mpi4py import MPI
 
 from pipectl.link import Link, Observed, Timings, measured_link
-from pipectl.plan.sums import BUCKET_BYTES, ROUNDS, parts_of_bucket
+from pipectl.plan.sums import BUCKET_BYTES
 from pipectl.runtime.waiting import barrier, broadcast, wait
 
 T = TypeVar("T")
@@ -141,15 +141,28 @@ def measure_sharing(communicator: MPI.Comm, link: Link, nodes: Sequence[Sequence
 
 
 def measure_sums(communicator: MPI.Comm, ranks: int, share_s: float) -> Table:
-    """Time of a float32 sum over the first ranks, by the bytes of the vector."""
+    """Time of a sum of float32 gradients over the first ranks, by the bytes of the gradients."""
+    import torch  # links do without
+
+    from pipectl.runtime.device import CpuDevice
+    from pipectl.runtime.reduction import StageReduction
+    from pipectl.runtime.transport import Wire
 
     def prepare(communicator: MPI.Comm, size: int) -> Callable[[], float]:
-        buckets = buckets_of(communicator, np.ones(size // 4, dtype=np.float32))
+        leaves = [
+            torch.zeros(min(BUCKET_BYTES, size - start) // 4, requires_grad=True)
+            for start in range(0, size, BUCKET_BYTES)
+        ]
+        for leaf in leaves:
+            leaf.grad = torch.zeros_like(leaf)  # repeated sums of other numbers would overflow
+        named = {str(number): leaf for number, leaf in enumerate(leaves)}
+        reduction = StageReduction(Wire(communicator, CpuDevice()), named)
 
         def once() -> float:
             barrier(communicator)
             start = perf_counter()
-            sum_buckets(buckets)
+            reduction.start()
+            reduction.finish()
             return perf_counter() - start
 
         return once
@@ -284,69 +297,3 @@ def _fastest(*trials: Callable[[], float]) -> list[float]:
     """The fastest time of each trial; they take turns, so that all meet the same disturbances."""
     times = [[trial() for trial in trials] for _ in range(WARM_UP + TRIALS)]
     return [min(column) for column in zip(*times[WARM_UP:], strict=True)]
-
-
-class Bucket:
-    """Gradients that travel together; see :mod:`pipectl.plan.sums`.
-
-    Args:
-        gradients: become their mean over the ranks, so that repeated sums do not grow.
-    """
-
-    def __init__(self, communicator: MPI.Comm, gradients: Array, tag: int) -> None:
-        self._communicator, self._tag = communicator, tag
-        self._gradients, self._flat = gradients, np.empty_like(gradients)
-        parts = parts_of_bucket(len(gradients), communicator.size)
-        self._parts = [self._flat[part.start : part.stop] for part in parts]
-        self._own_part = self._parts[communicator.rank]
-        self._others = [rank for rank in range(communicator.size) if rank != communicator.rank]
-        self._arriving = {rank: np.empty_like(self._own_part) for rank in self._others}
-        self._sums = {rank: np.empty_like(self._parts[rank]) for rank in self._others}
-
-    def start(self) -> None:
-        """Send the others their parts, and receive one's own."""
-        np.copyto(self._flat, self._gradients)
-        self._receives, self._requests = [], []
-        for rank in self._others:
-            self._receives.append(
-                _receive(self._communicator, self._arriving[rank], rank, self._tag)
-            )
-            self._requests.append(_send(self._communicator, self._parts[rank], rank, self._tag))
-
-    def add_up(self) -> None:
-        """Add up one's own part once all have sent it, and send the result to all."""
-        wait(self._receives)
-        for part in self._arriving.values():
-            self._own_part += part
-        self._own_part /= self._communicator.size
-        for rank in self._others:
-            self._requests.append(
-                _receive(self._communicator, self._sums[rank], rank, self._tag + 1)
-            )
-            self._requests.append(_send(self._communicator, self._own_part, rank, self._tag + 1))
-
-    def finish(self) -> None:
-        """Take in the results of all others."""
-        wait(self._requests)
-        for rank, part in self._sums.items():
-            np.copyto(self._parts[rank], part)
-        np.copyto(self._gradients, self._flat)
-
-
-def buckets_of(communicator: MPI.Comm, gradients: Array) -> list[Bucket]:
-    """The buckets of a vector that takes the place of a stage's gradients."""
-    step = BUCKET_BYTES // 4
-    return [
-        Bucket(communicator, gradients[start : start + step], ROUNDS * index)
-        for index, start in enumerate(range(0, len(gradients), step))
-    ]
-
-
-def sum_buckets(buckets: Sequence[Bucket]) -> None:
-    """Send, add up and receive as :class:`pipectl.runtime.reduction.StageReduction` does."""
-    for bucket in buckets:
-        bucket.start()
-    for bucket in buckets:
-        bucket.add_up()
-    for bucket in buckets:
-        bucket.finish()

@@ -96,6 +96,9 @@ def probe(directory: RunDirectory, key: str, budget_s: float) -> Cluster:
         between_nodes = measure_sharing(communicator, between_nodes, ranks_of)
     say("measuring rows of programs", 75)
     rows = _measure_rows(communicator, (within or between)[0], directory, spec)
+    from pipectl.runtime.process import settle_process  # and torch, which links do without
+
+    settle_process(spec.threads)
     sums: list[tuple[int, int, float]] = []
     for index, count in enumerate(counts):
         say(f"measuring sums over {count} ranks", 80 + 20 * index // len(counts))

@@ -17,8 +17,7 @@ from mpi4py import MPI
 
 from pipectl.cluster import Cluster
 from pipectl.link import Link
-from pipectl.runtime.transport.progress import Progress
-from pipectl.runtime.transport.transfer import WHOLE, Pieces
+from pipectl.runtime.transport.transfer import WHOLE, Pieces, Progress
 from pipectl.runtime.waiting import broadcast, gather_all
 from pipectl.units import format_bytes
 
@@ -44,7 +43,7 @@ class Choice:
     """What was chosen, and why.
 
     Args:
-        mode: see :mod:`~pipectl.runtime.transport.progress`.
+        mode: see :mod:`~pipectl.runtime.transport.transfer`.
         why: in words.
     """
 

@@ -1,27 +1,39 @@
-"""One run of bytes on its way, in pieces: one MPI message a piece, in order.
+"""Vectors of bytes under way between ranks: pieces, and who moves them while the rank computes.
 
-Pieces serve three ends. A message may exceed 2 GiB, which not every MPI takes. A message that is
-copied through host memory leaves piece by piece. And over TCP the answer to the other side's
-message waits behind all that was started before it: unless only few pieces are under way, two
-ranks that send to each other take turns.
+A message travels in pieces, one MPI message each, in order. A message may exceed 2 GiB, which not
+every MPI takes. One that is copied through host memory leaves piece by piece. And over TCP the
+answer to the other side's message waits behind all that was started before it: unless only few
+pieces are under way, two ranks that send to each other take turns. MPI tells pieces apart by their
+order alone, so a message with the tag of an earlier one starts after the last piece of that one.
+Every piece that arrives must have the size that was expected: anything else means that the two
+ranks run different programs.
 
-MPI tells pieces apart by their order alone. So a message with the tag of an earlier one starts
-after the last piece of that one.
+Many MPIs advance a large message only within calls of the two ranks that share it. Ways to make
+such calls during the computation:
 
-Nothing says how long a message is but its pieces, so every piece that arrives must have the size
-that was expected: anything else means that the two ranks run different programs.
+- ``none``: none is needed, because the library or the hardware works by itself;
+- ``poll``: between operators of a stage;
+- ``thread``: by a thread that works in bursts. A burst goes on while its calls move data, which
+  they do one fragment at a time, and ends when they find nothing, so that the thread takes little
+  of a core that computes. While a message is expected but does not come, pauses grow.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+import torch
 from mpi4py import MPI
 from torch import Tensor
 
 from pipectl.errors import WorkerError
+from pipectl.runtime.device import Device, MessageBuffer
+from pipectl.runtime.waiting import WorkMeter, poll
 from pipectl.units import format_bytes
 
 LARGEST_BYTES = 2**30
@@ -151,3 +163,242 @@ def memory(vector: Tensor, offset: int, size_bytes: int) -> tuple[MPI.memory, MP
     if not vector.is_contiguous():
         raise ValueError(f"a message must be contiguous, not of strides {vector.stride()}")
     return MPI.memory.fromaddress(vector.data_ptr() + offset, size_bytes), MPI.BYTE
+
+
+_BURST_S = 0.2e-3
+_QUIET_CALLS = 3
+"""Calls that found nothing, after which a burst ends."""
+_PAUSE_S, _LONGEST_PAUSE_S = 0.5e-3, 2e-3
+_TICK_S = 0.1e-3
+
+
+class Progress:
+    """All transfers of a rank that are under way, and who works on them.
+
+    Transfers belong to whoever holds the lock: the rank's own thread or the helper's.
+
+    Args:
+        mode: ``none``, ``poll`` or ``thread``; the same on all ranks.
+        pieces: how messages are cut, likewise.
+        enter_thread: called first in the thread, if there is one.
+    """
+
+    def __init__(
+        self,
+        mode: str = "none",
+        pieces: Pieces = WHOLE,
+        enter_thread: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.mode = mode
+        self.pieces = pieces
+        self._enter_thread = enter_thread
+        self._lock = threading.Lock()
+        self._meter, self._helpers_meter = WorkMeter(), WorkMeter()
+        self._transfers: list[Transfer] = []
+        self._has_work = threading.Event()
+        self._waiting = self._closed = False
+        self._ticked_at = 0.0
+        self._failure: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        if mode == "thread":
+            self._thread = threading.Thread(target=self._help, name="progress", daemon=True)
+            self._thread.start()
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def begin(
+        self,
+        start: Start,
+        size_bytes: int,
+        what: Words | None = None,
+        after: Transfer | None = None,
+    ) -> Transfer:
+        """Start a transfer (see its arguments), and see to it from now on."""
+        with self._lock:
+            transfer = Transfer(start, size_bytes, self.pieces, what, after)
+            self._transfers.append(transfer)
+        if self._thread is not None:
+            self._has_work.set()
+        return transfer
+
+    def wait(self, transfers: Sequence[Transfer]) -> None:
+        """Return when some transfers are complete; all others advance meanwhile."""
+        pending = [transfer for transfer in transfers if not transfer.done]
+        if pending:
+            self.advance()  # which mostly ends what a schedule has let go on for long enough
+            pending = [transfer for transfer in pending if not transfer.done]
+        if pending:
+            self._waiting = True
+            try:
+                self.until(lambda: all(transfer.done for transfer in pending))
+            finally:
+                self._waiting = False
+
+    def until(self, done: Callable[[], bool]) -> None:
+        """Return when ``done`` says so; all transfers advance meanwhile."""
+
+        def is_over() -> bool:
+            self.advance()
+            return done()
+
+        poll(is_over, self._worked)
+
+    def advance(self) -> None:
+        """Let MPI work on everything once; raise what has failed in the helper."""
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            self._advance()
+
+    def tick(self) -> None:
+        """The same, at most every tenth of a millisecond; called between operators."""
+        now = time.perf_counter()
+        if self._transfers and now - self._ticked_at > _TICK_S:
+            self.advance()
+            self._ticked_at = time.perf_counter()
+
+    def close(self) -> None:
+        """End the helper; before MPI ends."""
+        self._closed = True
+        self._has_work.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _worked(self, cpu_s: float) -> bool:
+        return self._meter.worked(cpu_s / max(1, len(self._transfers)))
+
+    def _advance(self) -> None:
+        self._transfers = [item for item in self._transfers if not item.advance()]
+
+    def _help(self) -> None:
+        pause_s = _PAUSE_S
+        try:
+            self._enter_thread()
+            while not self._closed:
+                self._has_work.wait()
+                pause_s = _PAUSE_S if self._burst() else min(2 * pause_s, _LONGEST_PAUSE_S)
+                time.sleep(pause_s)
+        except BaseException as error:  # the rank's own thread raises it at its next wait
+            self._failure = error
+
+    def _burst(self) -> bool:
+        """Advance as long as there is something to do; whether there was."""
+        end, quiet, worked = time.perf_counter() + _BURST_S, 0, False
+        while quiet < _QUIET_CALLS and time.perf_counter() < end:
+            if self._waiting or not self._lock.acquire(blocking=False):
+                return True
+            try:
+                count = len(self._transfers)
+                if not count:
+                    self._has_work.clear()
+                    return worked
+                before_s = time.thread_time()
+                self._advance()
+                moved = self._helpers_meter.worked((time.thread_time() - before_s) / count)
+            finally:
+                self._lock.release()
+            worked |= moved
+            quiet = 0 if moved else quiet + 1
+        return worked
+
+
+class Flight(NamedTuple):
+    """A vector under way, with the memory that MPI reads or writes."""
+
+    transfer: Transfer
+    buffer: Tensor
+
+
+class Wire:
+    """Sends and receives of one communicator.
+
+    Args:
+        communicator: of its own, so that no other message can match.
+        progress: keeps messages moving; by default nobody does while the rank computes.
+    """
+
+    def __init__(
+        self, communicator: MPI.Comm, device: Device, progress: Progress | None = None
+    ) -> None:
+        self._communicator, self._device = communicator, device
+        self.progress = progress or Progress()
+        self.rank, self.size = communicator.rank, communicator.size
+        self._objects: list[MPI.Request] = []
+
+    @property
+    def others(self) -> list[int]:
+        """All other ranks, ascending."""
+        return [rank for rank in range(self.size) if rank != self.rank]
+
+    def send(self, vector: Tensor, rank: int, tag: int, after: Transfer | None = None) -> Flight:
+        """Begin to send a contiguous vector on the device, which must not change until it has left.
+
+        Args:
+            after: the earlier message of this rank and tag, if it may be under way.
+        """
+        buffer = self._device.to_message(vector, self.progress.pieces.size_bytes)
+        start = self._start(self._communicator.Isend, buffer, rank, tag)
+        return Flight(self.progress.begin(start, vector.nbytes, None, after), buffer.vector)
+
+    def receive(
+        self,
+        count: int,
+        dtype: torch.dtype,
+        rank: int,
+        tag: int,
+        what: Words,
+        after: Transfer | None = None,
+    ) -> Flight:
+        """Begin to receive a vector of ``count`` elements.
+
+        Args:
+            what: names it, for errors.
+            after: see :meth:`send`.
+        """
+        buffer = self._device.message_buffer(count, dtype)
+        vector, start = buffer.vector, self._start(self._communicator.Irecv, buffer, rank, tag)
+        return Flight(self.progress.begin(start, vector.nbytes, what, after), vector)
+
+    def _start(
+        self, call: Callable[..., MPI.Request], buffer: MessageBuffer, rank: int, tag: int
+    ) -> Start:
+        """A function that begins to send or receive a piece of a buffer, once that is free."""
+        piece_bytes = self.progress.pieces.size_bytes
+
+        def start(offset: int, size_bytes: int) -> MPI.Request | None:
+            if not buffer.is_free(offset // piece_bytes):
+                return None
+            return call(memory(buffer.vector, offset, size_bytes), rank, tag)
+
+        return start
+
+    def wait(self, flights: Iterable[Flight]) -> None:
+        """Return when vectors have left or arrived."""
+        self.progress.wait([flight.transfer for flight in flights])
+
+    def arrived(self, flight: Flight) -> Tensor:
+        """A vector that has arrived, on the device."""
+        return self._device.from_message(flight.buffer)
+
+    def send_object(self, value: object, rank: int, tag: int) -> None:
+        """Begin to send what is no tensor; it leaves, at the latest, when its receiver asks."""
+        self._objects = [sending for sending in self._objects if not sending.Test()]
+        self._objects.append(self._communicator.isend(value, rank, tag))
+
+    def receive_object(self, rank: int, tag: int) -> Any:
+        """Wait for the next such value."""
+        messages: list[MPI.Message] = []
+
+        def is_there() -> bool:
+            message = self._communicator.improbe(rank, tag)
+            if message is not None:
+                messages.append(message)
+            return message is not None
+
+        self.progress.until(is_there)
+        return messages[0].recv()

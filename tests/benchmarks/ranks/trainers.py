@@ -40,7 +40,7 @@ class Training:
         setup = Setup(MPI.COMM_WORLD, CapturedJob(spec), plan, CpuDevice(), Doing(), progress)
         self.trainer = Trainer(setup, run, 1)
         self.trainer._telemetry.state("measuring")
-        self.trainer.learn_layouts()
+        self.trainer._steps.learn_layouts()
         batches = iter(setup.division.batches)
         self._planned = [next(batches) for _ in range(steps)]
         self._loaded = self.trainer._load(self._planned)

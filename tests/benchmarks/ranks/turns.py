@@ -61,7 +61,7 @@ def trained(
     """A training step of pipectl's engine, as the worker runs it, always of the same samples."""
     setup = Setup(world, CapturedJob(spec), plan, CpuDevice(), Doing(), progress)
     trainer = Trainer(setup, RunDirectory(folder), 1)
-    trainer.learn_layouts()
+    trainer._steps.learn_layouts()
     doing = RankStep.of(plan, world.rank, setup.reading)
     assert doing.pieces is not None
     weights = [size / plan.batch_size for size in doing.sizes]
@@ -77,7 +77,7 @@ def trained(
             recording=training.recording,
         )
         trainer._end.begin()
-        trainer._run_step(number, doing, given)
+        trainer._steps.execute(number, doing, given)
 
     training = Training(setup, step, len(doing.actions))
     return training

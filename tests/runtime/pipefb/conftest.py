@@ -17,7 +17,7 @@ from pipectl.capture import CapturedJob, Cut, Lane, Slot
 from pipectl.capture.slices import Rows
 from pipectl.graph import TransferKind
 from pipectl.runtime.device import CpuDevice
-from pipectl.runtime.pipefb.stages import BackwardHalf, Ends, ForwardHalf, places_of
+from pipectl.runtime.pipefb import BackwardHalf, Ends, ForwardHalf, places_of
 from pipectl.runtime.stage import MicroBatch, Stage
 from pipectl.spec import load
 

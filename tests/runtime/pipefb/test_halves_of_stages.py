@@ -8,8 +8,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipectl.capture.slices import Rows
 from pipectl.errors import MismatchError
-from pipectl.runtime.pipefb import messages
-from pipectl.runtime.pipefb.stages import Agreement, check_operators
+from pipectl.runtime import pipefb
+from pipectl.runtime.pipefb import Agreement, check_operators
 from pipectl.runtime.stage import MicroBatch
 
 
@@ -63,7 +63,7 @@ def test_recomputation_sends_what_a_forward_starts_from(steps):
 
 
 def test_nothing_of_a_forward_outlives_its_message(steps, monkeypatch):
-    monkeypatch.setattr(messages, "BUNDLED_BYTES", 0)  # small tensors would be copied
+    monkeypatch.setattr(pipefb, "BUNDLED_BYTES", 0)  # small tensors would be copied
     _, apart = steps("attention")
     (front,) = apart.forwards
     first, *others = front.inputs(True, Rows.of(2))

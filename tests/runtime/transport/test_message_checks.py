@@ -16,7 +16,7 @@ from pipectl.graph import TransferKind
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.profile import Profile
 from pipectl.runtime.layout import Layout
-from pipectl.runtime.transport.checks import Note
+from pipectl.runtime.transport.lanes import Note
 from pipectl.schedule.listed import Listed
 
 PARTS = Path(__file__).parents[1] / "job_parts.py"

@@ -15,8 +15,7 @@ from pipectl.graph import TransferKind
 from pipectl.runtime.device import CpuDevice, MessageBuffer
 from pipectl.runtime.transport import Transport
 from pipectl.runtime.transport.lanes import largest_tag, tags_of
-from pipectl.runtime.transport.progress import Progress
-from pipectl.runtime.transport.transfer import Pieces, Transfer, memory
+from pipectl.runtime.transport.transfer import Pieces, Progress, Transfer, memory
 
 OWN = MPI.COMM_SELF.Dup()
 """What stays unreceived here is nobody else's."""

@@ -1,44 +1,252 @@
-"""The two halves of a stage: one rank runs its forwards, another its backwards and updates.
+"""PipeFB: stages whose forward and backward run on different ranks.
 
-What autograd saves in a forward is taken out of its graph and sent, each memory once. The
-backward's rank runs through a graph of its own, which was recorded with numbers in the place of
-saved tensors, or computes the forward again from what the first one started it from. Weights return
-after an update.
+What a forward keeps for its backward is taken out and sent, each memory once: what autograd saves,
+or, if the stage recomputes, what the forward starts from. The backward's rank runs through an
+autograd graph of its own, which was recorded with numbers in the place of saved tensors, or
+computes the forward again. Weights return after an update.
 
 Once for every size, in the warm-up pass, the forward's rank announces what the stage's code was
 called with, what autograd saved, and what graph it made. The other records its graph from the same
 call and compares: kernels that differ on the two ranks show here and not in wrong gradients.
+
+Autograd saves many tensors that share memory: a value and its reshaped self, three views of one
+projection. Each memory travels as bytes, from the first to the last that a saved tensor covers;
+small ones travel in one vector. What both ranks have anyway, parameters and constants, stays where
+it is::
+
+    saved       w   x   x.view   q   k   v   3.0   mean
+    message         [x]          [q  k  v]   [3.0  mean]
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
+import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, Node, saved_tensors_hooks
+from torch.utils import _pytree as pytree
 
 from pipectl.capture import Cut, Lane, Slot
-from pipectl.capture.batch import spared
 from pipectl.capture.opaque import Opaque
 from pipectl.capture.slices import Rows
-from pipectl.capture.stage import StageCode
+from pipectl.capture.stage import Receive
 from pipectl.errors import MismatchError, WorkerError
 from pipectl.graph import TransferKind
 from pipectl.plan import Stage as PlannedStage
 from pipectl.runtime.device import Device
 from pipectl.runtime.layout import Layout, Tensors
 from pipectl.runtime.offload import StageOffload
-from pipectl.runtime.pipefb.graph import Graph, nodes_behind
-from pipectl.runtime.pipefb.messages import Contents, pack
-from pipectl.runtime.saved_tensors import memory_of, unpack
-from pipectl.runtime.stage import Code, Key, MicroBatch, Stage, Start
+from pipectl.runtime.saved_tensors import Block, Handle, bytes_of, memory_of, unpack
+from pipectl.runtime.stage import Code, Key, Live, MicroBatch, Segment, Stage, Start
 from pipectl.runtime.transport import Wire
 
+BUNDLED_BYTES = 8 << 10
+"""Memories below this size travel together: a message of their own would cost more than a copy."""
+_ALIGNMENT = 16
 _MAX_PLACES = 512
 _TOGETHER = "set pipeline.backward to together: its backward has to stay with its forward"
+_PLAIN = (int, float, str, type(None), torch.dtype, torch.device)
+"""What an autograd function may keep as attributes: it is the same on both ranks."""
+
+
+class View(NamedTuple):
+    """Where a tensor lies.
+
+    Args:
+        number: of its memory; below 0, of the state ``~number``, which both ranks have.
+        offset: of its first element, in elements after that of the memory or state.
+    """
+
+    number: int
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
+class Contents(NamedTuple):
+    """What is where in the messages of one stage and size; it follows from the stage's code.
+
+    Args:
+        views: of every tensor, in order.
+        sizes: bytes of every memory.
+    """
+
+    views: tuple[View, ...]
+    sizes: tuple[int, ...]
+
+    def unpack(
+        self, message: Sequence[Tensor | None], states: Mapping[int, Tensor]
+    ) -> list[Tensor]:
+        """The tensors of a message.
+
+        Args:
+            states: the arguments that both ranks have, by their indices.
+        """
+        bundle, *large = message
+        alone = dict(zip(_large(self.sizes, len(message)), large, strict=False))
+        blocks, start = [], 0
+        for number, size in enumerate(self.sizes):
+            memory = alone.get(number)
+            if memory is None:
+                assert bundle is not None
+                memory = bundle[start : start + size].clone()
+                start += size
+            blocks.append(Block(memory))
+        tensors = []
+        for number, dtype, sizes, strides, offset in self.views:
+            if number < 0:
+                state = states[~number].detach()
+                tensors.append(state.as_strided(sizes, strides, state.storage_offset() + offset))
+            else:
+                tensors.append(unpack(Handle(blocks[number], dtype, sizes, strides, offset)))
+        return tensors
+
+
+def pack(
+    tensors: Sequence[Tensor], states: Mapping[int, Tensor], places: int
+) -> tuple[Contents, list[Tensor | None]]:
+    """The contents of a message, and what travels, by place; the first has the small memories.
+
+    Args:
+        states: the arguments that both ranks have, by their indices.
+        places: how many tensors a message may have.
+
+    Raises:
+        WorkerError: a tensor is of a kind that no message carries.
+    """
+    known = {memory_of(state): index for index, state in states.items()}
+    spans: dict[int, tuple[int, int]] = {}
+    memories: dict[int, Tensor] = {}
+    for tensor in tensors:
+        is_lazy = tensor.is_conj() or tensor.is_neg()  # its memory holds something else
+        if tensor.layout is not torch.strided or tensor.is_quantized or is_lazy:
+            raise WorkerError(
+                f"a backward needs a tensor of layout {tensor.layout} and type {tensor.dtype}, "
+                "which cannot be sent to another rank",
+                cure="set pipeline.backward to together",
+            )
+        memory = memory_of(tensor)
+        if memory not in known:
+            start, stop = _span(tensor)
+            first, last = spans.get(memory, (start, stop))
+            spans[memory] = min(first, start), max(last, stop)
+            memories.setdefault(memory, bytes_of(tensor.untyped_storage()))
+    vectors = [memories[memory][slice(*span)] for memory, span in spans.items()]
+    numbers = {memory: number for number, memory in enumerate(spans)}
+    views = []
+    for tensor in tensors:
+        memory, offset = memory_of(tensor), int(tensor.storage_offset())
+        if memory in known:
+            number, base = ~known[memory], int(states[known[memory]].storage_offset())
+        else:
+            number, base = numbers[memory], spans[memory][0] // tensor.itemsize
+        form = tensor.dtype, tuple(tensor.shape), tensor.stride()
+        views.append(View(number, *form, offset - base))
+    contents = Contents(tuple(views), tuple(vector.numel() for vector in vectors))
+    large = _large(contents.sizes, places)
+    small = [vector for number, vector in enumerate(vectors) if number not in large]
+    return contents, [torch.cat(small) if small else None, *(vectors[number] for number in large)]
+
+
+def _large(sizes: Sequence[int], places: int) -> list[int]:
+    return [number for number, size in enumerate(sizes) if size >= BUNDLED_BYTES][: places - 1]
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The bytes of its memory from its first to after its last element; aligned for all types."""
+    start = int(tensor.storage_offset()) * tensor.itemsize
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    reach = sum((size - 1) * stride for size, stride in pairs) + 1 if tensor.numel() else 0
+    return start - start % _ALIGNMENT, start + reach * tensor.itemsize
+
+
+class Graph(Live):
+    """The autograd graph of a stage at one size, without its values.
+
+    The stage's code runs once, on what the forward's rank called it with first. Where autograd
+    saves a tensor, it saves the tensor's number, and finds in the backward of a micro-batch the
+    value that has this number. Parameters are the real ones, so gradients accumulate in them.
+
+    Args:
+        start: what a forward of the whole stage, its only segment, started from.
+
+    Attributes:
+        saved: type and sizes of every tensor that autograd would have saved, in order.
+        structure: names of all nodes, in an order that follows from the graph.
+        values: of the micro-batch whose backward is next, in order.
+
+    Raises:
+        MismatchError: an autograd function keeps values where nobody finds them.
+    """
+
+    is_lasting = True
+
+    def __init__(self, stage: int, segment: Segment, start: Start) -> None:
+        self.values: list[Tensor | None] = []
+        self.saved: list[tuple[torch.dtype, tuple[int, ...]]] = []
+        with saved_tensors_hooks(self._pack, self._unpack):
+            live, _ = segment.run(start, again=True)
+        super().__init__(**vars(live))
+        nodes = nodes_behind(self.roots.values())
+        self.structure = [node.name() for node in nodes]
+        _check_functions(stage, nodes)
+        self._is_read_once = all(_is_read_once(node) for node in nodes)
+
+    def backward(
+        self, leaves: Iterable[Tensor], gradients: Tensors, weight: float, scale: float
+    ) -> Tensors:
+        """Run the backward of the micro-batch with :attr:`values`, which are dropped."""
+        returned = dict(super().backward(leaves, gradients, weight, scale))
+        self.values = []
+        self.caught.clear()
+        return returned
+
+    def _pack(self, tensor: Tensor) -> int:
+        self.saved.append((tensor.dtype, tuple(tensor.shape)))
+        return len(self.saved) - 1
+
+    def _unpack(self, number: int) -> Tensor:
+        value = self.values[number]
+        assert value is not None
+        if self._is_read_once:
+            self.values[number] = None  # its memory is free when this node is done
+        return value
+
+
+def nodes_behind(edges: Iterable[GradientEdge]) -> list[Node]:
+    """All nodes of an autograd graph, each once, in an order that follows from its edges."""
+    nodes: dict[Node, None] = {}
+    waiting = [edge.node for edge in edges]
+    while waiting:
+        node = waiting.pop()
+        if node not in nodes:
+            nodes[node] = None
+            waiting += [after for after, _ in node.next_functions if after is not None]
+    return list(nodes)
+
+
+def _is_read_once(node: Node) -> bool:
+    """Whether it asks for each saved tensor once: true of all but the user's own functions."""
+    function = getattr(node, "_forward_cls", None)
+    return function is None or function.__module__ == Receive.__module__
+
+
+def _check_functions(stage: int, nodes: Sequence[Node]) -> None:
+    """Refuse autograd functions that keep values in attributes, where nobody finds them."""
+    for node in nodes:
+        kept: dict[str, Any] = getattr(node, "__dict__", {})
+        if not all(isinstance(leaf, _PLAIN) for leaf in pytree.tree_leaves(kept)):
+            raise MismatchError(
+                f"plan.json: stages[{stage}] has its backward on another rank, but "
+                f"{node.name()} keeps more than numbers as attributes",
+                cure="keep tensors with ctx.save_for_backward(), or set pipeline.backward to "
+                "together",
+            )
 
 
 @dataclass(frozen=True)
@@ -46,7 +254,7 @@ class Agreement:
     """What holds for all micro-batches of one size in one stage.
 
     Args:
-        start: what the first forward started from, on the host.
+        start: what the first forward started from, on the host; None if the stage recomputes.
         structure: of the autograd graph; see :attr:`Graph.structure`.
     """
 
@@ -98,7 +306,8 @@ class _Half(Stage):
     """
 
     def __init__(self, ends: Ends, *args: Any, offload: StageOffload | None = None) -> None:
-        super().__init__(*args, offload=offload)
+        super().__init__(*args, recompute=ends.recomputes, offload=offload)
+        (self._segment,) = self.segments
         self._ends = ends
         self._agreed: dict[Rows, Agreement] = {}
 
@@ -117,7 +326,7 @@ class _Half(Stage):
         super().compile()
 
     def _code(self, rows: Rows) -> Code:
-        return self.segments[0].codes[True, rows]
+        return self._segment.codes[True, rows]
 
 
 class ForwardHalf(_Half):
@@ -132,12 +341,10 @@ class ForwardHalf(_Half):
     ) -> Tensors:
         """Run the training forward of a micro-batch; what its backward needs waits to be sent."""
         assert micro_batch.age == 0  # it holds the weights that arrived last, and no others
-        segment, code = self.segments[0], self._code(micro_batch.rows)
+        index, code = micro_batch.number, self._code(micro_batch.rows)
         if self._ends.recomputes:
-            tensors = _start_of(code, inputs, arrived)
             results = super().forward(micro_batch, inputs, arrived)
-            del segment.live[micro_batch.number]
-            self._leave(micro_batch, code, tensors)
+            self._leave(micro_batch, _tensors_of(self._segment.starts.pop(index), code))
             return results
         is_first, start = micro_batch.rows not in self._agreed, None
         if is_first:
@@ -146,11 +353,11 @@ class ForwardHalf(_Half):
         # The graph holds the hooks: with its own values in their list, nothing would free it.
         with saved_tensors_hooks(lambda tensor: saved.append(tensor.detach()), _refuse):
             results = super().forward(micro_batch, inputs, arrived)
-        live = segment.live.pop(micro_batch.number)
+        live = self._segment.live.pop(index)
         nodes = nodes_behind(live.roots.values()) if is_first else ()
         changing = {memory_of(buffer) for _, buffer in written_states(code)}
         tensors = [t.clone() if memory_of(t) in changing else t for t in saved]
-        self._leave(micro_batch, code, tensors, start, [node.name() for node in nodes])
+        self._leave(micro_batch, tensors, start, [node.name() for node in nodes])
         return results
 
     def leaving(self, index: int) -> Tensors:
@@ -181,8 +388,7 @@ class ForwardHalf(_Half):
     def _leave(
         self,
         micro_batch: MicroBatch,
-        code: Code,
-        saved: Sequence[Tensor],
+        tensors: Sequence[Tensor],
         start: Start | None = None,
         structure: Sequence[str] = (),
     ) -> None:
@@ -191,8 +397,8 @@ class ForwardHalf(_Half):
         Raises:
             WorkerError: it lies otherwise in memory than that of an earlier micro-batch.
         """
-        contents, message = pack(saved, lasting_states(code), self._ends.places)
         rows = micro_batch.rows
+        contents, message = pack(tensors, lasting_states(self._code(rows)), self._ends.places)
         if rows not in self._agreed:
             self._agreed[rows] = Agreement(contents, start, tuple(structure))
             self._ends.wire.send_object(self._agreed[rows], self._ends.other_rank, self.index)
@@ -210,9 +416,8 @@ class ForwardHalf(_Half):
 class BackwardHalf(_Half):
     """Runs backwards of what the other half sends, and sends it the updated weights.
 
-    A micro-batch's backward runs through the recorded graph of the stage; if the stage
-    recomputes, its forward runs here first. Weights of its forward that are older than the newest
-    are kept here: they are the stage's :attr:`versions`. What arrives may be offloaded until then.
+    Weights that are older than the newest are kept here, in :attr:`versions`. What arrives may be
+    offloaded until its backward.
     """
 
     def __init__(self, ends: Ends, *args: Any, offload: StageOffload | None = None) -> None:
@@ -240,11 +445,16 @@ class BackwardHalf(_Half):
         Raises:
             MismatchError: the code of this stage cannot have its backward here.
         """
-        if micro_batch.rows not in self._agreed:
+        rows = micro_batch.rows
+        if rows not in self._agreed:
             agreed = self._ends.wire.receive_object(self._ends.other_rank, self.index)
-            self._agreed[micro_batch.rows] = agreed
+            self._agreed[rows] = agreed
             if agreed.start is not None:
-                self._graphs[micro_batch.rows] = self._graph(agreed, agreed.start)
+                start = agreed.start.map_tensors(lambda tensor: tensor.to(self.device))
+                buffers = {i: buffer.clone() for i, buffer in written_states(self._code(rows))}
+                graph = Graph(self.index, self._segment, replace(start, buffers=buffers))
+                agreed.check(self.index, graph)
+                self._graphs[rows] = graph
         tensors: list[Any] = list(message.values())
         if self.offload is not None:
             pool = self.offload.pool(micro_batch.number, ())
@@ -254,23 +464,22 @@ class BackwardHalf(_Half):
     def recompute(self, micro_batch: MicroBatch) -> None:
         """Run the forward of a micro-batch, from what the other half started it from."""
         began, values = self._unpacked(micro_batch)
-        left = iter([value.data for value in values])  # each may be written, also of one memory
-        code, segment = self._code(began.rows), self.segments[0]
-        inputs = {name: next(left) for name in code.stage.inputs}
-        arrived: Tensors = {slot: next(left) for slot in values_received(code.stage)}
-        buffers = {index: next(left) for index, _ in written_states(code)}
         version = None if self.versions is None else self.versions.of_age(micro_batch.age)
-        start = Start(began, inputs, arrived, buffers, version)
-        segment.live[micro_batch.number], _ = segment.run(start, again=True)
+        start = _start_of(values, began, self._code(began.rows))
+        self._segment.starts[micro_batch.number] = replace(start, version=version)
+        super().recompute(micro_batch)
 
     def backward(
         self, micro_batch: MicroBatch, gradients: Tensors, weight: float, scale: float = 1.0
     ) -> Tensors:
         """Run the backward of a micro-batch; parameter gradients accumulate."""
-        if self._ends.recomputes:
-            return super().backward(micro_batch, gradients, weight, scale)
-        began, values = self._unpacked(micro_batch)
-        return self._graphs[began.rows].backward(values, gradients, weight, scale)
+        if not self._ends.recomputes:
+            began, values = self._unpacked(micro_batch)
+            graph = self._graphs[began.rows]
+            graph.values = list[Tensor | None](values)
+            self._segment.live[micro_batch.number] = graph
+            del values
+        return super().backward(micro_batch, gradients, weight, scale)
 
     def forget(self) -> None:
         """Drop gradients and unfinished micro-batches."""
@@ -278,7 +487,7 @@ class BackwardHalf(_Half):
         self._arrived.clear()
 
     def _unpacked(self, micro_batch: MicroBatch) -> tuple[MicroBatch, list[Tensor]]:
-        """What a micro-batch's forward had, and saved; weights among that at their age."""
+        """What a micro-batch's forward had, and left; weights among that at their age."""
         began, packed = self._arrived.pop(micro_batch.number)
         if self.offload is not None:
             self.offload.end(micro_batch.number)
@@ -288,14 +497,6 @@ class BackwardHalf(_Half):
             used = self.versions.of_age(micro_batch.age).among(list(states.values()))
             states = dict(zip(states, used, strict=True))
         return began, self._agreed[began.rows].contents.unpack(message, states)
-
-    def _graph(self, agreed: Agreement, start: Start) -> Graph:
-        written = written_states(self._code(start.micro_batch.rows))
-        start = start.map_tensors(lambda tensor: tensor.to(self.device))
-        buffers = {index: buffer.clone() for index, buffer in written}
-        graph = Graph(self.index, self.segments[0], replace(start, buffers=buffers))
-        agreed.check(self.index, graph)
-        return graph
 
 
 def make_half(
@@ -376,11 +577,6 @@ def places_of(cut: Cut, stage: int) -> int:
     return min(_MAX_PLACES, 8 + 3 * len(cut.operators(stage)))
 
 
-def values_received(code: StageCode) -> list[Slot]:
-    """The slots of the values that a stage receives, each once."""
-    return list(dict.fromkeys(Slot(slot.value) for slot in code.received))
-
-
 def written_states(code: Code) -> list[tuple[int, Tensor]]:
     """The state arguments that forwards write, with their indices."""
     written, slots = code.cut.graph.written, code.stage.states
@@ -393,13 +589,24 @@ def lasting_states(code: Code) -> dict[int, Tensor]:
     return {index: t for index, t in enumerate(code.arguments) if index not in written}
 
 
-def _start_of(code: Code, inputs: Mapping[str, Tensor], arrived: Tensors) -> list[Tensor]:
-    """What a forward starts from, safe from what it writes."""
-    copies = spared(code.cut.graph, inputs)
-    batch = [copies[name] for name in code.stage.inputs]
-    buffers = [buffer.clone() for _, buffer in written_states(code)]
-    values = [*batch, *(arrived[slot] for slot in values_received(code.stage)), *buffers]
-    return [tensor for tensor in values if tensor is not None]
+def _tensors_of(start: Start, code: Code) -> list[Tensor]:
+    """All tensors of a start, in the order in which :func:`_start_of` takes them."""
+    batch = [start.inputs[name] for name in code.stage.inputs]
+    received = [start.arrived[slot] for slot in _received(code)]
+    return [*batch, *received, *(start.buffers[index] for index, _ in written_states(code))]
+
+
+def _start_of(tensors: Iterable[Tensor], micro_batch: MicroBatch, code: Code) -> Start:
+    """The start that has these tensors; each may be written, also of one memory."""
+    left = iter([tensor.data for tensor in tensors])
+    inputs = {name: next(left) for name in code.stage.inputs}
+    arrived: Tensors = {slot: next(left) for slot in _received(code)}
+    return Start(micro_batch, inputs, arrived, {i: next(left) for i, _ in written_states(code)})
+
+
+def _received(code: Code) -> list[Slot]:
+    """The slots of the values that a stage receives, each once."""
+    return list(dict.fromkeys(Slot(slot.value) for slot in code.stage.received))
 
 
 def _on_host(tensor: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -19,16 +20,20 @@ from pipectl.capture.data import split_batch
 from pipectl.capture.step import own_name, sample_shares, target_shares, weighted
 from pipectl.errors import CaptureError, MismatchError
 from pipectl.plan import Plan
+from pipectl.runtime.division import LossShares
 from pipectl.runtime.engine import StepRun
 from pipectl.runtime.optimizer import shared_uses
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.step import Batch, Row, Step, StepInput
 from pipectl.runtime.step_end import StepEnd
+from pipectl.runtime.synchronous import learn_layouts
 from pipectl.runtime.telemetry import StepReport, Telemetry
 from pipectl.runtime.tracing import Tracing
+from pipectl.runtime.waiting import barrier
 from pipectl.schedule import channels
 from pipectl.schedule.actions import EMPTY
 from pipectl.schedule.lowering import stretch
+from pipectl.schedule.one_f_one_b import ONE_F_ONE_B
 from pipectl.schedule.unflushed import steps_apart, versions_kept
 from pipectl.spec.models import Training
 
@@ -65,19 +70,19 @@ def refuse(training: Training, schedule: str, shared: Mapping[str, object]) -> N
         )
 
 
-class Stretches:
-    """Trains the stages of one rank, one stretch of steps after the other.
+class AsynchronousSteps:
+    """Trains the stages of one rank, from empty pipeline to empty pipeline.
 
-    Of a stretch with a step that is to be recorded, its first steps are, as many as the prediction
-    shows.
+    If one of these steps is to be recorded, the first ones are, as many as the prediction shows.
 
     Args:
         on_update: called after every update; never waits for another rank.
 
-    Raises:
-        MismatchError: see :func:`refuse`.
-        CaptureError: likewise; or some step has another number of micro-batches than the plan.
+    Attributes:
+        overlap: whether steps overlap.
     """
+
+    overlap = True
 
     def __init__(
         self,
@@ -87,9 +92,6 @@ class Stretches:
         tracing: Tracing,
         on_update: Callable[[], None],
     ) -> None:
-        training = setup.job.spec.training
-        refuse(training, setup.plan.schedule, shared_uses(setup.cut))
-        _check_counts(islice(iter(setup.division.batches), training.steps), setup.plan)
         self._setup = setup
         self._plan: Plan = setup.plan
         self._end, self._stepper = end, end.stepper
@@ -97,23 +99,48 @@ class Stretches:
         self._tracing = tracing
         self._on_update = on_update
         self._weigh = setup.job.weight() if setup.cut.loss_stage in setup.stages else None
+        self._loaded: Iterator[Batch] = iter(())
+
+    def learn_layouts(self) -> None:
+        """See :func:`pipectl.runtime.synchronous.learn_layouts`."""
+        setup = self._setup
+        plan = replace(self._plan, schedule=ONE_F_ONE_B.name)
+        shares = LossShares(setup.communicator, setup.job, plan, setup.cut.loss_stage)
+        learn_layouts(setup, plan, shares)
+
+    def begin(self, planned: Sequence[tuple[int, range]], done: int) -> None:
+        """Open the data, and keep versions of the weights from now on.
+
+        Args:
+            planned: epoch and positions of the samples of every step.
+            done: so many of the steps.
+
+        Raises:
+            MismatchError: see :func:`refuse`.
+            CaptureError: likewise; or some step has another number of micro-batches than the plan.
+        """
+        setup = self._setup
+        refuse(setup.job.spec.training, self._plan.schedule, shared_uses(setup.cut))
+        _check_counts(planned, self._plan)
+        if setup.loader is not None:
+            self._loaded = setup.loader.micro_batches(planned, self._plan.micro_batch_size, done)
         for stage in setup.updated_stages:
             stage.keep_versions(versions_kept(self._plan, stage.index))
 
-    def train(self, first: int, batches: Sequence[range], loaded: Iterator[Batch]) -> None:
-        """Train some steps, from empty pipeline to empty pipeline.
+    def train(self, first: int, batches: Sequence[range]) -> None:
+        """Train some steps.
 
         Args:
             first: number of the first.
             batches: positions of the samples of every step.
-            loaded: the micro-batches of these steps and all later ones.
         """
+        barrier(self._setup.communicator)
         for stage in self._setup.updated_stages:
             assert stage.versions is not None
             stage.versions.restart()
         self._end.begin()
         self._first, self._batches = first, batches
-        self._input = self._make_input(loaded)
+        self._input = self._make_input(self._loaded)
         steps = range(first, first + len(batches))
         self._traced = any(map(self._tracing.wants, steps))
         if self._traced:
