@@ -43,7 +43,7 @@ class Training:
         self.trainer._steps.learn_layouts()
         batches = iter(setup.division.batches)
         self._planned = [next(batches) for _ in range(steps)]
-        self._loaded = self.trainer._load(self._planned)
+        self.trainer._steps.begin(self._planned, 0)
         self._number = count(1)
 
     def run(self, steps: int) -> float:
@@ -57,7 +57,7 @@ class Training:
 
     def step(self, number: int) -> None:
         """Make the next step."""
-        self.trainer._step(number, len(self._planned[number - 1][1]), self._loaded)
+        self.trainer._steps.train(number, [self._planned[number - 1][1]])
 
     def finish(self) -> None:
         """End what goes on beside the steps."""
