@@ -7,7 +7,7 @@ the first of them, which also gets the reader's gradient, so that each part of i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from time import perf_counter
@@ -27,7 +27,6 @@ from pipectl.runtime.reduction import StageReduction
 from pipectl.runtime.stage import MicroBatch, Stage
 from pipectl.runtime.step import Loaded, Row, Step, StepInput
 from pipectl.runtime.transport import Posted, Transport
-from pipectl.runtime.vote import Origins
 from pipectl.schedule import Actions, Kind
 
 _HALVES = (TransferKind.SAVED, TransferKind.WEIGHT)
@@ -93,6 +92,61 @@ class Slicing:
         for tensor in tensors[1:]:
             total += tensor
         return total
+
+
+class Origin(NamedTuple):
+    """A stage whose output for a micro-batch is not finite."""
+
+    micro_batch: int
+    stage: int
+
+
+class Origins:
+    """Sums of what the stages of one rank hand on, in steps that are not over.
+
+    Every stage sums its output while a cache still has it: a sum is finite only if all elements
+    are. Nobody looks at the sums before the end of the step, so no accelerator is waited for.
+
+    Args:
+        values: operators whose values are looked at.
+    """
+
+    def __init__(self, values: Container[str]) -> None:
+        self._values = values
+        self._sums: list[tuple[Origin, Tensor]] = []
+
+    @classmethod
+    def of(cls, cut: Cut) -> Origins:
+        """Of what has a gradient that comes back from another stage: masks may be infinite."""
+        lanes = cut.lanes.items()
+        back = (slots for lane, slots in lanes if lane.kind is TransferKind.GRADIENT)
+        return cls({slot.value for slots in back for slot in slots})
+
+    def note(self, micro_batch: int, stage: int, results: Tensors) -> None:
+        """Sum what a stage has made of a micro-batch."""
+        for slot, tensor in results.items():
+            if tensor is not None and slot.value in self._values:
+                wide = torch.promote_types(tensor.dtype, torch.float32)
+                self._sums.append((Origin(micro_batch, stage), tensor.sum(dtype=wide)))
+
+    def first(self, micro_batches: Container[int] | None = None) -> Origin | None:
+        """The first micro-batch and stage, among some or all, that is not finite.
+
+        They are forgotten.
+        """
+        mine, others = list[tuple[Origin, Tensor]](), list[tuple[Origin, Tensor]]()
+        for origin, total in self._sums:
+            is_asked_for = micro_batches is None or origin.micro_batch in micro_batches
+            (mine if is_asked_for else others).append((origin, total))
+        self._sums = others
+        if not mine:
+            return None
+        finite = torch.stack([total.double() for _, total in mine]).isfinite().tolist()
+        return min((o for (o, _), good in zip(mine, finite, strict=True) if not good), default=None)
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self._sums.clear()
 
 
 @dataclass

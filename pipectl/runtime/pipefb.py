@@ -34,13 +34,14 @@ from pipectl.capture import Cut, Lane, Slot
 from pipectl.capture.opaque import Opaque
 from pipectl.capture.slices import Rows
 from pipectl.capture.stage import Receive
+from pipectl.capture.tensors import storage_of
 from pipectl.errors import MismatchError, WorkerError
 from pipectl.graph import TransferKind
 from pipectl.plan import Stage as PlannedStage
 from pipectl.runtime.device import Device
 from pipectl.runtime.layout import Layout, Tensors
 from pipectl.runtime.offload import StageOffload
-from pipectl.runtime.saved_tensors import Block, Handle, bytes_of, memory_of, unpack
+from pipectl.runtime.saved_tensors import Block, Handle, bytes_of, unpack
 from pipectl.runtime.stage import Code, Key, Live, MicroBatch, Segment, Stage, Start
 from pipectl.runtime.transport import Wire
 
@@ -119,7 +120,7 @@ def pack(
     Raises:
         WorkerError: a tensor is of a kind that no message carries.
     """
-    known = {memory_of(state): index for index, state in states.items()}
+    known = {storage_of(state): index for index, state in states.items()}
     spans: dict[int, tuple[int, int]] = {}
     memories: dict[int, Tensor] = {}
     for tensor in tensors:
@@ -130,7 +131,7 @@ def pack(
                 "which cannot be sent to another rank",
                 cure="set pipeline.backward to together",
             )
-        memory = memory_of(tensor)
+        memory = storage_of(tensor)
         if memory not in known:
             start, stop = _span(tensor)
             first, last = spans.get(memory, (start, stop))
@@ -140,7 +141,7 @@ def pack(
     numbers = {memory: number for number, memory in enumerate(spans)}
     views = []
     for tensor in tensors:
-        memory, offset = memory_of(tensor), int(tensor.storage_offset())
+        memory, offset = storage_of(tensor), int(tensor.storage_offset())
         if memory in known:
             number, base = ~known[memory], int(states[known[memory]].storage_offset())
         else:
@@ -355,8 +356,8 @@ class ForwardHalf(_Half):
             results = super().forward(micro_batch, inputs, arrived)
         live = self._segment.live.pop(index)
         nodes = nodes_behind(live.roots.values()) if is_first else ()
-        changing = {memory_of(buffer) for _, buffer in written_states(code)}
-        tensors = [t.clone() if memory_of(t) in changing else t for t in saved]
+        changing = {storage_of(buffer) for _, buffer in written_states(code)}
+        tensors = [t.clone() if storage_of(t) in changing else t for t in saved]
         self._leave(micro_batch, tensors, start, [node.name() for node in nodes])
         return results
 

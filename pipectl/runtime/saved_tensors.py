@@ -26,10 +26,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-
-def memory_of(tensor: Tensor) -> int:
-    """Tells tensors of one memory from others, as long as they are alive."""
-    return int(tensor.untyped_storage()._cdata)
+from pipectl.capture.tensors import storage_of
 
 
 @contextmanager
@@ -44,15 +41,15 @@ def kept_apart(leaves: Iterable[Tensor], others: Iterable[Tensor | None] = ()) -
     yield
     if not fresh:
         return
-    memories = {memory_of(other) for other in others if other is not None}
+    memories = {storage_of(other) for other in others if other is not None}
     for leaf in fresh:
         gradient = leaf.grad
         if gradient is None or gradient.layout is not torch.strided:
             continue
-        if memory_of(gradient) in memories:
+        if storage_of(gradient) in memories:
             leaf.grad = gradient.clone()
         else:
-            memories.add(memory_of(gradient))
+            memories.add(storage_of(gradient))
 
 
 class Block:

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from pipectl.runtime.saved_tensors import kept_apart, memory_of
+from pipectl.capture.tensors import storage_of
+from pipectl.runtime.saved_tensors import kept_apart
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -27,5 +28,5 @@ def test_only_what_shares_memory_is_copied():
     with kept_apart([own, lent], [other, None]):
         own.grad, lent.grad = before, other[0]
     assert own.grad is before
-    assert memory_of(lent.grad) != memory_of(other)
+    assert storage_of(lent.grad) != storage_of(other)
     assert lent.grad.tolist() == [1.0, 1.0]

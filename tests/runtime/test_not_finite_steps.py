@@ -21,19 +21,18 @@ from pipectl.jobs.state import get_status
 from pipectl.profile import Profile
 from pipectl.runs import RunDirectory, read_errors, read_metrics
 from pipectl.runtime import checkpoint
+from pipectl.runtime.engine import Origin, Origins
 from pipectl.runtime.failure import Doing
 from pipectl.runtime.optimizer import gradient_norms
-from pipectl.runtime.trainer import Trainer
-from pipectl.runtime.vote import (
+from pipectl.runtime.step_end import (
     Fault,
-    Origin,
-    Origins,
     Vote,
     _number,
     _origin,
     fault_of_gradients,
     fault_of_losses,
 )
+from pipectl.runtime.trainer import Trainer
 from pipectl.schedule import Kind
 from pipectl.watch.board import Activity
 

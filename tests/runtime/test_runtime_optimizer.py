@@ -20,9 +20,9 @@ from pipectl.runtime.optimizer import (
     gradient_norms,
     total_norm,
 )
+from pipectl.runtime.step_end import Vote
 from pipectl.runtime.stepper import make_optimizer, refuse_coupled_updates
 from pipectl.runtime.transport import Wire
-from pipectl.runtime.vote import Vote
 
 
 def model_with_gradients() -> nn.Module:
