@@ -9,29 +9,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from pipectl.capture.step import in_model, own_name
+from pipectl.capture.tensor_file import CODES, TensorReader
 from pipectl.errors import DataFileError
 from pipectl.units import did_you_mean
 
 _SHOWN = 4
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
+_WITHOUT_PROMOTION = {
+    *(torch.uint16, torch.uint32, torch.uint64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2),
 }
 
 
@@ -48,10 +38,17 @@ class Weights:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file_of: dict[str, Path] = {}
-        self._types: dict[str, tuple[str, list[int]]] = {}
         self._stored: dict[str, str] = {}
+        cure = "name a safetensors file; torch.save files can be converted with save_model"
+        self._reader = TensorReader(cure)
         for file in _files(path):
-            self._read_header(file)
+            for name in self._reader.header(file).layouts:
+                if name in self._file_of:
+                    raise DataFileError(
+                        f"{self._path}: {name!r} is in {self._file_of[name].name} and {file.name}",
+                        cure="name one file, or the index that lists the right ones",
+                    )
+                self._file_of[name] = file
 
     def match(self, step: nn.Module, states: Mapping[str, Tensor], tied: Mapping[str, str]) -> None:
         """Find the tensors of a model, of which the checkpoint may use any name.
@@ -97,33 +94,23 @@ class Weights:
         if stored is None:
             return None
         target = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
-        with _opened(self._file_of[stored]) as file:
-            return target.copy_(file.get_tensor(stored))
+        return target.copy_(self._reader.tensor(self._file_of[stored], stored))
 
     def _differences(self, name: str, tensor: Tensor) -> Iterator[str]:
-        kind, shape = self._types[name]
-        if shape != list(tensor.shape):
-            yield f"{name!r} has shape {shape}, not {list(tensor.shape)}"
-        dtype, wide = _DTYPES.get(kind), tensor.dtype
-        # Whether every value of the one is one of the other: bfloat16 of float32, say.
-        if (
-            dtype is None
-            or wide.is_floating_point != dtype.is_floating_point
-            or torch.promote_types(wide, dtype) != wide
-        ):
-            yield f"{name!r} is {kind}, which {wide} does not hold"
+        stored = self._reader.header(self._file_of[name]).layouts[name]
+        if stored.shape != tensor.shape:
+            yield f"{name!r} has shape {list(stored.shape)}, not {list(tensor.shape)}"
+        if not _holds(tensor.dtype, stored.dtype):
+            yield f"{name!r} is {CODES[stored.dtype]}, which {tensor.dtype} does not hold"
 
-    def _read_header(self, file: Path) -> None:
-        with _opened(file) as opened:
-            for name in opened.keys():  # noqa: SIM118 (it is no mapping)
-                if name in self._file_of:
-                    raise DataFileError(
-                        f"{self._path}: {name!r} is in {self._file_of[name].name} and {file.name}",
-                        cure="name one file, or the index that lists the right ones",
-                    )
-                piece = opened.get_slice(name)
-                self._file_of[name] = file
-                self._types[name] = (piece.get_dtype(), list(piece.get_shape()))
+
+def _holds(wide: torch.dtype, dtype: torch.dtype) -> bool:
+    """Whether every value of the second type is one of the first: bfloat16 of float32, say."""
+    if wide == dtype:
+        return True
+    if wide.is_floating_point != dtype.is_floating_point or {wide, dtype} & _WITHOUT_PROMOTION:
+        return False
+    return torch.promote_types(wide, dtype) == wide
 
 
 def _files(path: Path) -> list[Path]:
@@ -146,14 +133,4 @@ def _indexed(index: Path) -> list[Path]:
         raise DataFileError(
             f"{index}: is no index of safetensors files: {type(error).__name__}: {error}",
             cure="name an index with a weight_map, or the directory of the files",
-        ) from error
-
-
-def _opened(file: Path) -> Any:
-    try:
-        return safe_open(file, framework="pt")
-    except (OSError, SafetensorError) as error:
-        raise DataFileError(
-            f"{file}: cannot be read as safetensors: {error}",
-            cure="name a safetensors file; torch.save files can be converted with save_model",
         ) from error

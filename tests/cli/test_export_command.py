@@ -113,7 +113,7 @@ def test_an_export_that_ends_early_leaves_nothing_behind(
             raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr("pipectl.runtime.checkpoint.tensor_file.os.fsync", sync)
+        patch.setattr("pipectl.capture.tensor_file.os.fsync", sync)
         result = cli("export", "last", "-o", "new/out", *size)
     assert (result.code, result.out) == (130 if isinstance(error, KeyboardInterrupt) else 2, "")
     assert [path for path in Path("new").rglob("*") if path.is_file()] == []

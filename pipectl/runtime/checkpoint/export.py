@@ -9,10 +9,10 @@ from pathlib import Path
 
 from torch import Tensor
 
+from pipectl.capture.tensor_file import write_tensors
 from pipectl.errors import UsageError
 from pipectl.files import make_directory, write_text
 from pipectl.runtime.checkpoint.stored import Stored
-from pipectl.runtime.checkpoint.tensor_file import write_tensors
 
 INDEX = "model.safetensors.index.json"
 _METADATA = {"format": "pt"}

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from pipectl.capture.step import in_model, own_name
+from pipectl.capture.tensor_file import write_tensors
 from pipectl.files import make_private_directory
 from pipectl.runs import Shard
-from pipectl.runtime.checkpoint.tensor_file import write_tensors
 from pipectl.runtime.stepper import Stepper
 
 _ALIGNMENT = 64

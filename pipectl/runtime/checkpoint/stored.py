@@ -11,10 +11,10 @@ import torch
 from mpi4py import MPI
 from torch import Tensor, nn
 
+from pipectl.capture.tensor_file import TensorReader
 from pipectl.errors import DataFileError, MismatchError
 from pipectl.runs import Manifest, Shard, checkpoints
 from pipectl.runtime.checkpoint.snapshot import plain_name, state_key
-from pipectl.runtime.checkpoint.tensor_file import TensorReader
 from pipectl.runtime.optimizer_state import give
 from pipectl.runtime.waiting import broadcast, gather_all
 

@@ -6,7 +6,6 @@ format: eight bytes with the length of a JSON header, the header, and the tensor
 
 The library's reader maps files into memory, where what was read stays in the process for as long as
 any tensor of the file does, and where a file that another node removes takes the process with it.
-
 """
 
 from __future__ import annotations
@@ -131,9 +130,14 @@ class Header:
 
 
 class TensorReader:
-    """Some files, of which one is open at a time, and every header is read once."""
+    """Some files, of which one is open at a time, and every header is read once.
 
-    def __init__(self) -> None:
+    Args:
+        cure: of errors.
+    """
+
+    def __init__(self, cure: str = "use another checkpoint of the run") -> None:
+        self._cure = cure
         self._path: Path | None = None
         self._open = ExitStack()
         self._stream: BinaryIO | None = None
@@ -148,7 +152,7 @@ class TensorReader:
         """
         header = self.header(path)
         if name not in header.layouts:
-            raise _damaged(path, f"has no {name!r}")
+            raise self._damaged(path, f"has no {name!r}")
         tensor = torch.empty_like(header.layouts[name], device="cpu")
         place = tensor.view(-1).view(torch.uint8).numpy().data
         try:
@@ -157,10 +161,10 @@ class TensorReader:
             while len(place):
                 read = stream.readinto(place)  # type: ignore[attr-defined]
                 if not read:
-                    raise _damaged(path, "ends too early")
+                    raise self._damaged(path, "ends too early")
                 place = place[read:]
         except OSError as error:
-            raise _damaged(path, str(error.strerror or error)) from error
+            raise self._damaged(path, str(error.strerror or error)) from error
         return tensor
 
     def close(self) -> None:
@@ -183,12 +187,15 @@ class TensorReader:
             stream.seek(0)
             size = int.from_bytes(stream.read(LENGTH_BYTES), "little")
             if size > min(path.stat().st_size, MAX_BYTES):
-                raise _damaged(path, "is no safetensors file")
+                raise self._damaged(path, "cannot be read as safetensors")
             return _parsed(json.loads(stream.read(size)), LENGTH_BYTES + size)
         except OSError as error:
-            raise _damaged(path, str(error.strerror or error)) from error
+            raise self._damaged(path, str(error.strerror or error)) from error
         except (ValueError, KeyError, TypeError, RuntimeError) as error:
-            raise _damaged(path, "is no safetensors file") from error
+            raise self._damaged(path, "cannot be read as safetensors") from error
+
+    def _damaged(self, path: Path, what: str) -> DataFileError:
+        return DataFileError(f"{path}: {what}", cure=self._cure)
 
 
 def _parsed(document: dict[str, Any], start: int) -> Header:
@@ -199,7 +206,3 @@ def _parsed(document: dict[str, Any], start: int) -> Header:
     }
     starts = {name: start + entry["data_offsets"][0] for name, entry in document.items()}
     return Header(layouts, starts, metadata)
-
-
-def _damaged(path: Path, what: str) -> DataFileError:
-    return DataFileError(f"{path}: {what}", cure="use another checkpoint of the run")
