@@ -21,7 +21,7 @@ it is::
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -453,7 +453,7 @@ class BackwardHalf(_Half):
             if agreed.start is not None:
                 start = agreed.start.map_tensors(lambda tensor: tensor.to(self.device))
                 buffers = {i: buffer.clone() for i, buffer in written_states(self._code(rows))}
-                graph = Graph(self.index, self._segment, replace(start, buffers=buffers))
+                graph = Graph(self.index, self._segment, start._replace(buffers=buffers))
                 agreed.check(self.index, graph)
                 self._graphs[rows] = graph
         tensors: list[Any] = list(message.values())
@@ -467,7 +467,7 @@ class BackwardHalf(_Half):
         began, values = self._unpacked(micro_batch)
         version = None if self.versions is None else self.versions.of_age(micro_batch.age)
         start = _start_of(values, began, self._code(began.rows))
-        self._segment.starts[micro_batch.number] = replace(start, version=version)
+        self._segment.starts[micro_batch.number] = start._replace(version=version)
         super().recompute(micro_batch)
 
     def backward(

@@ -16,10 +16,9 @@ the last one's forward can run before the gradients of the stage's results are t
 
 from __future__ import annotations
 
-from collections import ChainMap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar, NamedTuple
 
@@ -59,8 +58,7 @@ class MicroBatch(NamedTuple):
     age: int = 0
 
 
-@dataclass(frozen=True)
-class Start:
+class Start(NamedTuple):
     """What a forward starts from, and starts from again if it is computed twice.
 
     Args:
@@ -78,7 +76,7 @@ class Start:
         """With its tensors packed into a pool, or unpacked from one."""
         inputs = {name: change(tensor) for name, tensor in self.inputs.items()}
         arrived = {s: None if t is None else change(t) for s, t in self.arrived.items()}
-        return replace(self, inputs=inputs, arrived=arrived)
+        return self._replace(inputs=inputs, arrived=arrived)
 
 
 @dataclass
@@ -237,7 +235,7 @@ class Segment:
         code = self.codes[True, start.micro_batch.rows]
         # The forward leaves the memory of buffers behind: see rewriting().
         buffers = {index: code.arguments[index].detach() for index in code.written}
-        origin = replace(start, inputs=spared(code.cut.graph, start.inputs), buffers=buffers)
+        origin = start._replace(inputs=spared(code.cut.graph, start.inputs), buffers=buffers)
         self.starts[index] = origin if pool is None else origin.map_tensors(pool.pack)
         # Its graph ends here. Gradients stay on, since operators may choose their kernels by
         # whether their inputs have one.
@@ -403,14 +401,15 @@ class Stage:
         key = True, micro_batch.rows
         version = None if self.versions is None else self.versions.of_age(micro_batch.age)
         pool = self._pool(micro_batch, version)
-        computed: Tensors = {}
-        values = ChainMap(computed, arrived)
+        values, computed = dict(arrived), dict[Slot, Tensor]()
         for segment in self.segments:
             code = segment.codes[key]
             batch = {name: inputs[name] for name in code.stage.inputs}
             entering = {source: values[source] for _, source, _ in code.received}
             results = segment.forward(Start(micro_batch, batch, entering, {}, version), pool)
-            computed |= {slot: tensor.detach() for slot, tensor in results.items()}
+            detached = {slot: tensor.detach() for slot, tensor in results.items()}
+            values |= detached
+            computed |= detached
         return {slot: computed[slot] for slot in self._results[key] if slot in computed}
 
     def recompute(self, micro_batch: MicroBatch) -> None:
