@@ -221,7 +221,7 @@ class _Profiling:
     def _walk(self, size: int, part: str, budget_s: float | None) -> dict[str, Measured]:
         """Every operator by itself, for what it keeps, and for its times if there is a budget."""
         subject = Subject.of(self._job, size, self._device)
-        walk = Walk(self._job, subject, self._journal, budget_s, once=self._in_pieces)
+        walk = Walk(self._job, subject, self._journal, budget_s)
         total = len(subject.graph.operators)
         done = iter(range(1, 1 + total))
         measured = walk.measure(lambda name: self._work.advance(part, next(done) / total, name))

@@ -1,7 +1,7 @@
 """Running a captured graph operator by operator on real tensors, measuring each.
 
-In a model that fits no process, an operator equal to one measured before (those of repeated blocks)
-is not run: later operators get values of the same shapes.
+Operators equal to one measured before (those of repeated blocks) are not measured again. In a model
+that fits no process they are not run either: later operators get values of the same shapes.
 """
 
 from __future__ import annotations
@@ -81,6 +81,16 @@ class Call:
         """The arguments, flattened."""
         return pytree.tree_leaves((self.args, self.kwargs))
 
+    def fresh(self) -> tuple[Any, Any]:
+        """The arguments for one run: aliases, or copies if they are written."""
+
+        def alias(tensor: Tensor) -> Tensor:
+            alias = tensor.detach().requires_grad_(tensor.requires_grad)
+            return alias.clone() if self.mutates else alias
+
+        fresh: tuple[Any, Any] = pytree.tree_map_only(Tensor, alias, (self.args, self.kwargs))
+        return fresh
+
     def run(self, mark: Callable[[], None] = lambda: None) -> Run:
         """Forward and backward.
 
@@ -88,11 +98,7 @@ class Call:
             mark: called before the forward, after it, and before the backward.
         """
 
-        def fresh(tensor: Tensor) -> Tensor:
-            alias = tensor.detach().requires_grad_(tensor.requires_grad)
-            return alias.clone() if self.mutates else alias
-
-        args, kwargs = pytree.tree_map_only(Tensor, fresh, (self.args, self.kwargs))
+        args, kwargs = self.fresh()
         leaves = pytree.tree_leaves((args, kwargs))
         with_gradient = [leaf for leaf in tensors_in(leaves) if leaf.requires_grad]
         mark()
@@ -275,19 +281,17 @@ class Walk:
     Args:
         budget_s: seconds for the times of each operator; None takes no times.
         journal: where these are kept.
-        once: whether operators equal to one measured before are not measured again.
     """
 
     def __init__(
-        self, job: CapturedJob, subject: Subject, journal: Journal, budget_s: float | None, *,
-        once: bool,
-    ) -> None:  # fmt: skip
+        self, job: CapturedJob, subject: Subject, journal: Journal, budget_s: float | None
+    ) -> None:
         self._job = job
         self._graph = subject.graph
         self._subject = subject
         self._device = subject.device.torch_device
         self._journal, self._budget_s = journal, budget_s
-        self._once = once
+        self._fits = not any(map(is_deferred, subject.states.values()))
         self._patterns: dict[Any, Observed] = {}
         self._values: dict[fx.Node, Any] = {}
         self._storage_names: dict[fx.Node, str] = {}
@@ -309,20 +313,28 @@ class Walk:
                 unread_after.setdefault(reader, []).append(value)
         measured: dict[str, Measured] = {}
         for node in self._graph.operators:
-            key = self._key(node) if self._once else None
+            key = self._key(node)
             pattern = self._patterns.get(key)
             if pattern is not None:
-                fill = partial(
-                    Shape.fill, leaves=self._call(node, self._outline).leaves, device=self._device
-                )
-                self._values[node] = pytree.tree_map_only(Shape, fill, pattern.result)
+                self._values[node] = self._value_like(node, pattern)
             measured[node.name] = self._with_names(node, pattern or self._observe(node, key))
             for value in unread_after.get(node, ()):
                 self._values.pop(value, None)
-            if self._once and pattern is None:
+            if not self._fits and pattern is None:
                 release_freed_memory()  # parameters of all sizes follow each other, and never again
             done(node.name)
         return measured
+
+    def _value_like(self, node: fx.Node, pattern: Observed) -> Any:
+        """The value of an operator equal to one measured before."""
+        if self._fits:
+            call = self._call(node, self._state)
+            args, kwargs = call.fresh()
+            with torch.enable_grad():
+                return self._value(call, call.target(*args, **kwargs), set())
+        leaves = self._call(node, self._outline).leaves
+        fill = partial(Shape.fill, leaves=leaves, device=self._device)
+        return pytree.tree_map_only(Shape, fill, pattern.result)
 
     def _observe(self, node: fx.Node, key: Any) -> Observed:
         """Measure an operator, and remember it for those with an equal key."""
@@ -334,7 +346,7 @@ class Walk:
         is_view = any(origin is not None for origin in observed.origins)
         written = written_tensors(node.target, call.args, call.kwargs)
         # A view of a parameter needs that parameter, and each write its own memory.
-        if key is not None and not (self._graph.states_of(node) and is_view) and not written:
+        if not (self._graph.states_of(node) and is_view) and not written:
             origins = iter(observed.origins)
             shapes = pytree.tree_map_only(
                 Tensor, lambda tensor: Shape.of(tensor, next(origins)), observed.result

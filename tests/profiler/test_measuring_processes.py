@@ -196,7 +196,7 @@ def test_an_optimizer_that_cannot_step_is_named_before_anything_is_measured(
 def walked(tmp_path: Path, model: str) -> dict[str, Measured]:
     job = CapturedJob(spec_of(tmp_path, model=f"{CAPTURED}:{model}"))
     subject = Subject.of(job, 4, CpuDevice())
-    return Walk(job, subject, Journal(), None, once=False).measure(lambda _: None)
+    return Walk(job, subject, Journal(), None).measure(lambda _: None)
 
 
 def test_what_is_written_through_a_view_is_found_by_later_readers(tmp_path: Path) -> None:

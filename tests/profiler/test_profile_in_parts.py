@@ -9,15 +9,19 @@ import pytest
 import torch
 import yaml
 
+from pipectl.capture import CapturedJob
 from pipectl.profile import Operator, Profile
 from pipectl.profiler import operators, profile_job
+from pipectl.profiler.bench import Subject
 from pipectl.profiler.effort import Effort
-from pipectl.spec import load
+from pipectl.profiler.journal import Journal
+from pipectl.runtime.device import CpuDevice
+from pipectl.spec import JobSpec, load
 
 EQUALITY = Path(__file__).parents[1] / "equality" / "models.py"
 
 
-def profiled(tmp_path: Path, model: str, materialize: str) -> Profile:
+def spec_of(tmp_path: Path, model: str, materialize: str) -> JobSpec:
     tokens = model in ("gpt", "tied")
     loss = f"{EQUALITY}:token_loss" if tokens else "torch.nn:CrossEntropyLoss"
     document = {
@@ -32,9 +36,13 @@ def profiled(tmp_path: Path, model: str, materialize: str) -> Profile:
     }
     path = tmp_path / "job.yaml"
     path.write_text(yaml.safe_dump(document))
+    return load(path)
+
+
+def profiled(tmp_path: Path, model: str, materialize: str) -> Profile:
     threads = torch.get_num_threads()
     try:
-        return profile_job(load(path), effort=Effort.FAST)
+        return profile_job(spec_of(tmp_path, model, materialize), effort=Effort.FAST)
     finally:
         torch.set_num_threads(threads)
 
@@ -44,6 +52,33 @@ def all_but_times(operator: Operator) -> tuple[Any, ...]:
     saved = [(n.split(":")[0], size) for n, size in operator.saved]
     sizes = operator.output_bytes, operator.gradient_bytes, operator.parameter_bytes
     return operator.id, operator.name, sizes, operator.parameters, saved, operator.signature
+
+
+@pytest.mark.parametrize("model", ["gpt", "cnn", "dense"])
+def test_an_operator_equal_to_another_keeps_what_it_would_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    """Each has the figures that it would have by itself."""
+    job = CapturedJob(spec_of(tmp_path, model, "eager"))
+    subject, observed = Subject.of(job, 4, CpuDevice()), list[object]()
+    observe = operators.observe
+
+    def noting(*given: Any) -> Any:
+        observed.append(given)
+        return observe(*given)
+
+    monkeypatch.setattr(operators, "observe", noting)
+    once = operators.Walk(job, subject, Journal(), None).measure(lambda _: None)
+    assert len(observed) < len(once)
+    monkeypatch.setattr(operators.Walk, "_key", lambda *_: object())
+    each = operators.Walk(job, subject, Journal(), None).measure(lambda _: None)
+    assert len(observed) > len(each)
+    for name, mine in each.items():
+        other = once[name]
+        assert (mine.output_bytes, mine.memory, mine.flops) == (
+            other.output_bytes, other.memory, other.flops,
+        )  # fmt: skip
+        assert sum(size for _, size in mine.saved) == sum(size for _, size in other.saved)
 
 
 @pytest.mark.parametrize("model", ["tied", "cnn", "dense"])
