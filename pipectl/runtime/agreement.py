@@ -189,11 +189,11 @@ def check_graph(communicator: MPI.Comm, job: CapturedJob, plan: Plan, profile: P
         )
 
 
-def _comparable(told: object) -> Identity:
+def _comparable(answer: object) -> Identity:
     """Without what may differ. Another pipectl may tell something else altogether."""
-    if not isinstance(told, Mapping):
+    if not isinstance(answer, Mapping):
         return {}
-    return {name: value for name, value in told.items() if name != _NODE}
+    return {name: value for name, value in answer.items() if name != _NODE}
 
 
 def _more(ranks: Sequence[int]) -> str:

@@ -91,7 +91,7 @@ class Comparison:
 
 
 def compare(
-    found: Trained,
+    trained: Trained,
     reference: Trained,
     steps: int,
     tolerance: float,
@@ -108,23 +108,23 @@ def compare(
     """
     first: Difference | None = None
     largest = 0.0
-    for difference, allowed in _differences(found, reference, steps, tolerance, start):
+    for difference, allowed in _differences(trained, reference, steps, tolerance, start):
         if difference.tensor in left_out:
             continue
         largest = max(largest, difference.largest)
         if first is None and difference.largest > allowed:
             first = difference
     every = range(1, steps + 1)
-    return Comparison(first, largest, tuple((found.loss(s), reference.loss(s)) for s in every))
+    return Comparison(first, largest, tuple((trained.loss(s), reference.loss(s)) for s in every))
 
 
 def _differences(
-    found: Trained, reference: Trained, steps: int, tolerance: float, start: Weights
+    trained: Trained, reference: Trained, steps: int, tolerance: float, start: Weights
 ) -> Iterator[tuple[Difference, float]]:
     for step in range(1, steps + 1):
-        one, other = torch.tensor([[found.loss(step)], [reference.loss(step)]]).double()
+        one, other = torch.tensor([[trained.loss(step)], [reference.loss(step)]]).double()
         yield Difference(step, LOSS, distance(one, other)), tolerance * abs(float(other))
-        ours, theirs = found.weights(step), reference.weights(step)
+        ours, theirs = trained.weights(step), reference.weights(step)
         moved = max((distance(theirs[n], start[n]) for n in start if n in theirs), default=0.0)
         for name in [*theirs, *(name for name in ours if name not in theirs)]:
             if name not in ours or name not in theirs:

@@ -47,17 +47,17 @@ class Slicing:
         nodes = {node.name: node for node in graph.operators}
         self._dimension = cache(lambda value: batch_dimension(graph, nodes[value]))
 
-    def part(self, made: Tensors, origin: int, rows: Rows, *, leads: bool) -> Tensors:
-        """Rows of what a replica made.
+    def part(self, results: Tensors, origin: int, rows: Rows, *, leads: bool) -> Tensors:
+        """Rows of what a replica computed.
 
         Args:
-            origin: first sample of what it made.
+            origin: first sample of the results.
             rows: wanted, counted from the first sample of the micro-batch.
             leads: whether shared values go along.
         """
         return {
             slot: None if tensor is None else self._rows(slot, tensor, origin, rows, leads)
-            for slot, tensor in made.items()
+            for slot, tensor in results.items()
         }
 
     def joined(self, pieces: Sequence[Piece]) -> Tensors:
@@ -327,9 +327,9 @@ class Engine:
         run.loaded.done(row.micro_batch)
         self._deliver(run, TransferKind.ACTIVATION, row, results)
 
-    def _deliver(self, run: StepRun, kind: TransferKind, row: Row, made: Tensors) -> None:
+    def _deliver(self, run: StepRun, kind: TransferKind, row: Row, results: Tensors) -> None:
         """Keep results for the sends that follow; hand them to stages on this rank at once."""
-        run.outbox[kind, row.stage] = row.rows.start, made
+        run.outbox[kind, row.stage] = row.rows.start, results
         for channel, lane, carried in run.step.local.get((kind, row.stage), ()):
             if carried is None or row.micro_batch in carried:
                 rows = row.rows if carried is None else carried[row.micro_batch]
@@ -343,11 +343,11 @@ class Engine:
         if lane.kind in _HALVES:
             return self._stages[row.stage].leaving(row.micro_batch)
         origin, results = run.outbox[lane.kind, row.stage]
-        made = {slot: results.get(slot) for slot in self.cut.lanes[lane]}
+        message = {slot: results.get(slot) for slot in self.cut.lanes[lane]}
         if row.rows.is_whole:
-            return made
+            return message
         leads = run.step.heads[row.channel, row.micro_batch] == row.rows.start
-        return self._slicing.part(made, origin, row.rows, leads=leads)
+        return self._slicing.part(message, origin, row.rows, leads=leads)
 
     def _take(self, run: StepRun, kind: TransferKind, row: Row) -> Tensors:
         return self._slicing.joined(run.inbox.pop((kind, row.stage, row.micro_batch), ()))

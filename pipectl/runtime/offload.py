@@ -308,11 +308,11 @@ class Mover:
         stream = self._stream
         if stream is None:
             return threads.submit(work)
-        given = torch.Event(self._device)
-        given.record()
+        queued = torch.Event(self._device)
+        queued.record()
 
         def work_after() -> T:
-            stream.wait_event(given)
+            stream.wait_event(queued)
             with stream:
                 return work()
 

@@ -246,7 +246,7 @@ def refuse_half_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
 
 def alike(gradients: Iterable[Tensor]) -> list[list[Tensor]]:
     """Gradients in lists of one device and type, as kernels for several tensors want them."""
-    found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    lists: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
-        found.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    return list(found.values())
+        lists.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    return list(lists.values())

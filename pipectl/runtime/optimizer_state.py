@@ -57,9 +57,9 @@ def give(
     """
 
     def placed(name: str) -> Tensor:
-        found, key = tensor(name), name.rpartition("/")[2]
-        on_host = not found.dim() and _counts_on_host(optimizer, parameter, key)
-        return found if on_host else found.to(parameter.device)
+        stored, key = tensor(name), name.rpartition("/")[2]
+        on_host = not stored.dim() and _counts_on_host(optimizer, parameter, key)
+        return stored if on_host else stored.to(parameter.device)
 
     optimizer.state[parameter] = _decoded(state, placed)
 

@@ -540,20 +540,20 @@ def cut_segments(cut: Cut, stage: int, firsts: Sequence[str]) -> Cut:
 
 
 def _sent(cut: Cut, stage: int) -> list[Slot]:
-    found = {Slot(cut.graph.loss): None}
+    slots_sent = {Slot(cut.graph.loss): None}
     for lane, slots in cut.lanes.items():
         if lane.kind is TransferKind.ACTIVATION and lane.source == stage:
-            found.update(dict.fromkeys(slots))
-    return list(found)
+            slots_sent.update(dict.fromkeys(slots))
+    return list(slots_sent)
 
 
 def _returning(cut: Cut, stage: int) -> list[Slot]:
     """Gradients that come to a stage, those of values that are used last first."""
-    found: dict[Slot, None] = {}
+    returned: dict[Slot, None] = {}
     for lane, slots in cut.lanes.items():
         if lane.kind is TransferKind.GRADIENT and lane.target == stage:
-            found.update(dict.fromkeys(slots))
-    return sorted(found, key=lambda slot: cut.graph.last_use(slot.value), reverse=True)
+            returned.update(dict.fromkeys(slots))
+    return sorted(returned, key=lambda slot: cut.graph.last_use(slot.value), reverse=True)
 
 
 @contextmanager

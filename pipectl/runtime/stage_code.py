@@ -137,8 +137,8 @@ class _Splitting:
         def run(values: Sequence[Tensor]) -> Tensor:
             for place, value in zip(places, values, strict=True):
                 flat[place] = value
-            given, named = pytree.tree_unflatten(flat, structure)
-            return self._target(*given, **named)
+            arguments, named = pytree.tree_unflatten(flat, structure)
+            return self._target(*arguments, **named)
 
         values = [flat[place] for place in places]
         result: Tensor = _Split.apply(self._anchor, run, weights, self._current(), *values)  # type: ignore[no-untyped-call]

@@ -269,9 +269,9 @@ def _lane(channel: Channel) -> Lane:
     return Lane(channel.kind, channel.source_stage, channel.target_stage)
 
 
-def _rows_of(given: Portion, sizes: Sequence[int]) -> dict[int, Rows]:
-    index = given.micro_batches
-    start, stop = (np.broadcast_to(np.asarray(edge), index.shape) for edge in given[1:])
+def _rows_of(part: Portion, sizes: Sequence[int]) -> dict[int, Rows]:
+    index = part.micro_batches
+    start, stop = (np.broadcast_to(np.asarray(edge), index.shape) for edge in part[1:])
     return {
         i: Rows.of(sizes[i]) if first < 0 else Rows(first, last, sizes[i])
         for i, first, last in zip(index.tolist(), start.tolist(), stop.tolist(), strict=True)
@@ -289,12 +289,12 @@ def _pieces(plan: Plan, rank: int, reading: Sequence[int]) -> dict[int, Rows]:
     return dict(sorted(pieces.items()))
 
 
-def _heads(plan: Plan, found: Sequence[Channel], rank: int) -> dict[tuple[int, int], int]:
+def _heads(plan: Plan, ends: Sequence[Channel], rank: int) -> dict[tuple[int, int], int]:
     """Of the end of every channel of a rank that reads values and makes gradients."""
     if plan.replication is Replication.WHOLE:
         return {}
     heads = {}
-    for index, channel in enumerate(found):
+    for index, channel in enumerate(ends):
         if rank not in (channel.source_rank, channel.target_rank):
             continue
         source = channel.source_stage, channel.source_replica

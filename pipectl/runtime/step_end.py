@@ -435,8 +435,8 @@ class StepEnd:
         norms = gradient_norms(self._trained_parameters) if self._clips or not scaled else {}
         if self._looks and not fault and not scaled:
             fault = fault_of_gradients(self._trained_of, norms, [*self._dtypes])
-        told = {name: norm for name, norm in norms.items() if name in self.owned_parameters}
-        self._vote.cast(step, fault, origin, overflow=overflow, norms=told)
+        own = {name: norm for name, norm in norms.items() if name in self.owned_parameters}
+        self._vote.cast(step, fault, origin, overflow=overflow, norms=own)
 
     def _is_faulty(self, result: Result) -> bool:
         """Whether a step is to be left out.

@@ -140,13 +140,13 @@ def make_stepper(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> St
         CaptureError: a factory fails or puts hooks on parameters, or the schedule follows
             evaluations and there are none.
     """
-    trained = {name: found for name, found in parameters.items() if found.requires_grad}
+    trained = {name: each for name, each in parameters.items() if each.requires_grad}
     schedule = job.spec.lr_scheduler
     function = None if schedule is None else job.find(schedule)
     if not trained:
         return Stepper(None, None)
     # Its factory may set hooks; those of sums over replicas are of an earlier training of the job.
-    unhooked = [(name, found) for name, found in trained.items() if not has_hooks(found)]
+    unhooked = [(name, each) for name, each in trained.items() if not has_hooks(each)]
     optimizer = make_optimizer(job, trained)
     refuse_parameter_hooks(unhooked)
     if schedule is None or function is None:
@@ -177,8 +177,8 @@ def make_optimizer(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> 
     for name, parameter in parameters.items():
         members[1 + index.get(name, -1)].append(parameter)
     options: list[dict[str, Any]] = [{}, *(group.options for group in spec.groups)]
-    given = [{**more, "params": own} for own, more in zip(members, options, strict=True)]
-    optimizer = call(job.find(spec), spec.factory, given, **spec.kwargs)
+    groups = [{**more, "params": own} for own, more in zip(members, options, strict=True)]
+    optimizer = call(job.find(spec), spec.factory, groups, **spec.kwargs)
     _check_options(optimizer, options[1:])
     _refuse_closure(optimizer)
     return optimizer
@@ -204,7 +204,7 @@ def _refuse_all_but_matrices(parameters: Mapping[str, nn.Parameter]) -> None:
     Raises:
         CaptureError: there is such a parameter.
     """
-    others = [own_name(name) for name, found in parameters.items() if found.dim() != 2]
+    others = [own_name(name) for name, parameter in parameters.items() if parameter.dim() != 2]
     if others:
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
         raise CaptureError(

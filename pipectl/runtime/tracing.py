@@ -188,9 +188,9 @@ class Tracing:
 
     def _accept(self, rank: int, table: Table) -> None:
         step = int(table[0, 0])
-        found = self._tables.setdefault(step, {})
-        found[rank] = table
-        if len(found) == len(self._recorded):
+        tables = self._tables.setdefault(step, {})
+        tables[rank] = table
+        if len(tables) == len(self._recorded):
             if not self._whole:
                 self._held_since = time.perf_counter()
             self._whole[step] = self._tables.pop(step)

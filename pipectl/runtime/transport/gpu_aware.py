@@ -92,7 +92,7 @@ def _claim(kind: str, environment: Mapping[str, str]) -> tuple[bool | None, str]
         return queried, "its own query"
     kinds = MPI.COMM_WORLD.Get_info().get("mpi_memory_alloc_kinds")
     if kinds is not None:
-        return any(found.split(":")[0] == kind for found in kinds.split(",")), "its list of memory"
+        return any(name.split(":")[0] == kind for name in kinds.split(",")), "its list of memory"
     switches = [name for name in _SWITCHES if name in environment]
     if switches:
         return any(environment[name] not in ("", "0") for name in switches), switches[0]

@@ -79,13 +79,13 @@ class Note(NamedTuple):
         differences = []
         mine = zip(self.tensors, self.checksums, strict=True)
         theirs = zip(arrived.tensors, arrived.checksums, strict=True)
-        for (one, ours), (other, found) in zip(mine, theirs, strict=True):
+        for (one, ours), (other, arrived_sum) in zip(mine, theirs, strict=True):
             if one != other:
                 differences.append(f"{self.name}: sent was {one}, arrived is {other}")
-            elif ours is not None and found is not None and ours != found:
+            elif ours is not None and arrived_sum is not None and ours != arrived_sum:
                 differences.append(
                     f"{self.name}: sent was {one}, checksum {ours:08x}, arrived is {other}, "
-                    f"checksum {found:08x}"
+                    f"checksum {arrived_sum:08x}"
                 )
         return differences
 

@@ -125,12 +125,12 @@ class Transfer:
             raise self._wrong(size_bytes, format_bytes(status.Get_count(MPI.BYTE)))
         return is_complete
 
-    def _wrong(self, expected: int, found: str) -> WorkerError:
+    def _wrong(self, expected: int, received: str) -> WorkerError:
         assert self._what is not None
         part = " in a piece of it" if expected != self._size_bytes else ""
         return WorkerError(
             f"{self._what()} has another size than planned{part}: expected "
-            f"{format_bytes(expected)}, received {found}",
+            f"{format_bytes(expected)}, received {received}",
             cure="the two ranks run different programs: see that all nodes have the same versions "
             "and files; PIPECTL_CHECK_MESSAGES: 1 in environment.variables names the first "
             "message that differs",
