@@ -31,7 +31,7 @@ _MANY_STEPS = 2520
 def export_step(step: Step, inputs: Any, targets: Any, kept: Kept) -> ExportedProgram:
     """The graph of one micro-batch, in the step's current mode (training or evaluation).
 
-    The batch dimension (0) of every tensor is left free where the model allows it; where it
+    The batch dimension (0) of every tensor is left free if the model allows it; if it
     specialises the size, the graph holds for this size alone.
 
     Args:

@@ -351,7 +351,7 @@ def _sample(tensor: Tensor) -> Tensor:
 _LIBRARY: Any = torch.library.Library("pipectl", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define("opaque(str call, SymInt batch, Tensor[] tensors, SymInt[] numbers) -> Tensor[]")
 _STAND_IN: Any = torch.ops.pipectl.opaque.default
-fx.node.has_side_effect(_STAND_IN)  # it is kept where nothing reads its result
+fx.node.has_side_effect(_STAND_IN)  # it is kept even if nothing reads its result
 
 _calls: dict[str, Opaque] = {}
 """Calls of the export in progress, by the name that stands in the graph."""

@@ -159,7 +159,7 @@ class _RefusingGenerator:
 
 @contextmanager
 def _left_out_checks() -> Iterator[None]:
-    """Let ``if`` and ``assert`` on values go on where the other side only raises.
+    """Let ``if`` and ``assert`` on values go on if the other side only raises.
 
     ``torch.export`` refuses every branch on values.
     """
@@ -186,7 +186,7 @@ def _left_out_checks() -> Iterator[None]:
 
 
 class _WatchedCalls(TorchFunctionMode):
-    """Leaves asserts out, and raises where a model calls what no graph can hold.
+    """Leaves asserts out, and raises if a model calls what no graph can hold.
 
     An export drops ``backward()`` and writes through ``.data`` without a word. A read of ``.data``
     counts as ``.detach()``. From 2.15 on, torch checks arguments by asynchronous asserts.
@@ -328,7 +328,7 @@ def _recorded_functions() -> Iterator[Functions]:
     knows functions by their names, which several may share, so each call has a number, too.
 
     Raises:
-        CaptureError: from the export, where the model puts a hook on a gradient.
+        CaptureError: from the export, if the model puts a hook on a gradient.
     """
     functions: Functions = []
     untouched: Any = vars(torch.autograd.Function)["apply"]

@@ -66,7 +66,7 @@ _KINDS = (
 
 
 class Keep(Enum):
-    """Which part of a model becomes one operator, where no graph can hold what it does."""
+    """Which part of a model becomes one operator, if no graph can hold what it does."""
 
     INNERMOST = "the submodule that does it"
     WHOLE = "the module that does it, be it the model itself"
@@ -368,7 +368,7 @@ def refuse_overlaps(states: Mapping[str, Tensor]) -> None:
 def _locate(tensor: Tensor) -> tuple[object, np.ndarray[Any, Any]] | None:
     """The memory of a tensor, and an array that lies there alike, of which nothing may be read.
 
-    None where it lies in no memory that another could share.
+    None if it lies in no memory that another could share.
     """
     if is_lazy(tensor) or tensor.is_nested or tensor.layout is not torch.strided:
         return None

@@ -197,7 +197,7 @@ def missing_kernels(operator: str, precision: str, device: torch.device) -> Iter
     """Say which operator it is that has no kernel for ``float16``; CPUs lack some.
 
     Raises:
-        CaptureError: what ran inside failed as torch does where a kernel is missing.
+        CaptureError: what ran inside failed as torch does if a kernel is missing.
     """
     try:
         yield

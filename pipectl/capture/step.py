@@ -211,7 +211,7 @@ def target_weight(weigh: Callable[[Any], Any], name: str, targets: Any) -> float
 
 
 def weighted(losses: Sequence[Tensor], shares: Sequence[float]) -> float:
-    """The loss of a step; NaN where none is computed."""
+    """The loss of a step; NaN if none is computed."""
     if not losses:
         return math.nan
     # The loss of a micro-batch without weight (no valid token, say) may be undefined.

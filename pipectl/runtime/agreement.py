@@ -131,7 +131,7 @@ def sharing_ranks(places: Sequence[Hashable | None]) -> tuple[int, int] | None:
     """The first two ranks in one place.
 
     Args:
-        places: of every rank; None where it is not known.
+        places: of every rank; None if it is not known.
     """
     ranks: dict[Hashable, int] = {}
     for rank, place in enumerate(places):
@@ -145,7 +145,7 @@ def _accelerator(kind: str) -> str:
 
 
 def misplaced(nodes: Sequence[Sequence[int]], node_of_rank: Sequence[int]) -> str:
-    """How the real nodes differ from those of the plan, for people; empty where they do not.
+    """How the real nodes differ from those of the plan, for people; empty if they do not.
 
     The result does not depend on it, but messages do not take the ways that were predicted.
 

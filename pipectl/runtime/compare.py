@@ -138,7 +138,7 @@ def _differences(
 
 
 def distance(one: Tensor, other: Tensor) -> float:
-    """The largest absolute difference of two tensors; infinite where only one is a number."""
+    """The largest absolute difference of two tensors; infinite if only one is a number."""
     if one.shape != other.shape:
         return math.inf
     kind = torch.promote_types(one.dtype, torch.float64)

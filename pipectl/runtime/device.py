@@ -86,7 +86,7 @@ class Staging:
         self._pinned = device.type != "cpu"
 
     def buffer(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Host memory, pinned where there is an accelerator; torch keeps freed blocks."""
+        """Host memory, pinned if there is an accelerator; torch keeps freed blocks."""
         return torch.empty(count, dtype=dtype, pin_memory=self._pinned)
 
     def outgoing(self, vector: Tensor, piece_bytes: int) -> MessageBuffer:
@@ -169,7 +169,7 @@ def _mark(device: torch.device) -> torch.Event:
 
 
 def choose_device(accelerators_per_node: int, local_rank: int, *, in_place: bool = False) -> Device:
-    """The accelerator of this rank where the job asks for some, else the CPU.
+    """The accelerator of this rank if the job asks for some, else the CPU.
 
     Args:
         accelerators_per_node: as the job spec asks; 0 for CPU ranks.

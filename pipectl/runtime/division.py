@@ -120,7 +120,7 @@ class LossShares:
         depend on targets.
 
         Args:
-            batches: of the pieces of the pass, where they do.
+            batches: of the pieces of the pass, if they do.
         """
         if self.reads_targets:
             return self._by_targets(step, batches)
@@ -145,7 +145,7 @@ class LossShares:
         return list(self._parts(step))
 
     def loss(self, step: Step, losses: Sequence[Tensor], weights: Sequence[float]) -> float:
-        """What this rank adds to the loss of the step; NaN where it computes none of it."""
+        """What this rank adds to the loss of the step; NaN if it computes none of it."""
         micro_batches = self.computed(step)
         if not micro_batches:
             return 0.0 if self._group is not None else float("nan")

@@ -184,7 +184,7 @@ class Engine:
         stages: the rank's stages by index.
         cut: of the training or evaluation graph; any batch size serves.
         reductions: of the stages that have replicas.
-        graphs: by samples of a micro-batch, where they are several.
+        graphs: by samples of a micro-batch, if they are several.
 
     Attributes:
         origins: is shown what the stages make, if anybody looks for what is not finite.

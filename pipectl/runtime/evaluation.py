@@ -77,7 +77,7 @@ class Metrics:
             self._sums[name] = self._sums.get(name, 0.0) + _number(name, value) * size
 
     def result(self) -> dict[str, float]:
-        """The loss and every metric by name; the loss is NaN where nothing has a weight."""
+        """The loss and every metric by name; the loss is NaN if nothing has a weight."""
         loss = self._loss / self._weight if self._weight else math.nan
         means = {name: total / self._samples for name, total in self._sums.items()}
         computed = {

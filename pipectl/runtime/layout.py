@@ -16,7 +16,7 @@ from torch import Tensor
 from pipectl.capture import Slot
 
 Tensors = dict[Slot, Tensor | None]
-"""Tensors of one message; None where a slot has no gradient."""
+"""Tensors of one message; None if a slot has no gradient."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ the heap grow although much of it is free. In pages of their own, saved values l
 every micro-batch needs the sizes that the one before gave back, so no page is taken from the system
 twice.
 
-*Files* are written past the system's cache, where the disk allows it. Through the cache a core
+*Files* are written past the system's cache, if the disk allows it. Through the cache a core
 copies every byte, and a node's memory holds it for a while. Past it, the disk reads and writes a
 vector's own memory, and no core has work. It takes whole pages only, in memory as in the file.
 """
@@ -409,7 +409,7 @@ def check_space(communicator: MPI.Comm, plan: Plan, node: str, directory: Path) 
     if plan.offload_to is not OffloadTarget.DISK or not any(s.offload for s in plan.stages):
         return
     need_bytes = peak_host_bytes(plan, lower(plan, communicator.rank))
-    disk, free_bytes = -1, None  # where the directory cannot be written
+    disk, free_bytes = -1, None  # if the directory cannot be written
     with suppress(OSError):
         if os.access(directory, os.W_OK | os.X_OK):
             free_bytes = shutil.disk_usage(directory).free

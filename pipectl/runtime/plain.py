@@ -101,7 +101,7 @@ def _update(
     *,
     faulty: bool,
 ) -> None:
-    """The end of a step; the learning rate stays where it is skipped."""
+    """The end of a step; the learning rate stays if it is skipped."""
     assert stepper.optimizer is not None
     scaler.unscale_(stepper.optimizer)
     if largest is not None:

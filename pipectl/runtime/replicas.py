@@ -200,7 +200,7 @@ def checksum(tensor: Tensor) -> int:
 
 
 def odd_ones_out(values: Sequence[int]) -> list[int]:
-    """Who differs from what most have; all, where no value is more common than another."""
+    """Who differs from what most have; all, if no value is more common than another."""
     (common, count), *others = Counter(values).most_common()
     if others and others[0][1] == count:
         return list(range(len(values)))

@@ -108,7 +108,7 @@ class SavedTensors:
         return saved_tensors_hooks(self.pack, unpack)
 
     def pack(self, tensor: Tensor) -> Tensor | Handle:
-        """A handle for a tensor, or the tensor itself where it stays."""
+        """A handle for a tensor, or the tensor itself if it stays."""
         if not self._may_leave(tensor):
             return tensor
         key = _identity(tensor)

@@ -43,7 +43,7 @@ class Setup:
         cut: of the training graph at the plan's micro-batch size.
         written: the buffers of this rank that forwards write, by full name.
         division: of the data into steps and micro-batches.
-        loader: of the training data, or None where this rank reads none.
+        loader: of the training data, or None if this rank reads none.
         reading: this rank's stages that read the training data.
         replicas: what its stages with replicas do together.
         owners: the rank that saves each parameter and buffer, in model order.
@@ -149,7 +149,7 @@ class Setup:
         return Stage(index, own, *shared, recompute=stage.recompute, firsts=firsts, offload=offload)
 
     def _cuts(self) -> dict[tuple[bool, int], Cut]:
-        """A cut for every micro-batch size; sizes share the graph where its batch is free."""
+        """A cut for every micro-batch size; sizes share the graph if its batch is free."""
         plan_stages = dict(self.plan.stage_of)
         cuts: dict[tuple[bool, int], Cut] = {}
         for size in self.division.sizes:

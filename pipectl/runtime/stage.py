@@ -339,7 +339,7 @@ class Stage:
     Attributes:
         parameters, buffers, uses: see :class:`StageStates`.
         segments: what training runs, in order.
-        versions: of the weights, where steps are not flushed; see :meth:`keep_versions`.
+        versions: of the weights, if steps are not flushed; see :meth:`keep_versions`.
     """
 
     def __init__(
@@ -423,7 +423,7 @@ class Stage:
 
         Args:
             gradients: of the stage's results and of received values that later stages use too.
-            weight: of the micro-batch in the loss, where this stage computes it.
+            weight: of the micro-batch in the loss, if this stage computes it.
             scale: of the loss, in float16; so are then all gradients.
 
         Returns:

@@ -72,15 +72,15 @@ class Step:
     """What a rank does with so many samples.
 
     Args:
-        actions: of one step; empty where steps overlap, and come in parts.
+        actions: of one step; empty if steps overlap and come in parts.
         channels: what the channel column refers to.
         sizes: samples of every micro-batch.
         plan: of this step; None if it is not a step of training.
         pieces: what is loaded at once: some rows of each micro-batch that is needed, by rising
             micro-batch; None for every micro-batch as a whole.
         local: channels that stay on this rank, by kind and source stage.
-        heads: by channel and micro-batch, where the part of the replica behind it begins; empty
-            where micro-batches are not split.
+        heads: by channel and micro-batch, where the part of the replica at its end begins; empty
+            if micro-batches are not split.
         closing: of every stage whose gradients are summed, its last backward's micro-batch.
     """
 
@@ -101,7 +101,7 @@ class Step:
         Args:
             plan: of this step.
             reading: the rank's stages that read the batch.
-            load_whole: whether micro-batches are loaded whole, also where they are split.
+            load_whole: whether micro-batches are loaded whole, even if they are split.
 
         Raises:
             ScheduleError: see :func:`pipectl.schedule.lower`.

@@ -37,7 +37,7 @@ _TOLERANCE = 0.05
 
 @dataclass
 class Stepper:
-    """Optimizer and learning-rate schedule of one rank; both None where it trains nothing.
+    """Optimizer and learning-rate schedule of one rank; both None if it trains nothing.
 
     Attributes:
         updates: how often the optimizer has stepped, and with it a schedule of steps.

@@ -31,7 +31,7 @@ _TAG = 1
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one rank says of one step; NaN where it does not know.
+    """What one rank says of one step; NaN if it does not know.
 
     Args:
         loss: what this rank adds to it.

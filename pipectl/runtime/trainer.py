@@ -87,7 +87,7 @@ class Trainer:
         self._train_steps(list(islice(iter(training), steps)))
         self._setup.doing.action = "finishing"
         self._stopping.finish()
-        self._tracing.finish()  # also where the last checkpoint cannot be written
+        self._tracing.finish()  # even if the last checkpoint cannot be written
         self._saver.finish()
         self._telemetry.finish("stopped" if self._stopped else "done")
 

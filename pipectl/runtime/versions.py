@@ -79,7 +79,7 @@ class Versions:
         self._with_gradients = None
 
     def restart(self) -> None:
-        """Drop all versions but the newest, between stretches."""
+        """Drop all versions but the newest, when the pipeline is empty."""
         del self._newest_first[1:]
 
     def _new_version(self) -> Version:

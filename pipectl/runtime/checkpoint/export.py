@@ -75,7 +75,7 @@ def _parts(layouts: Mapping[str, Tensor], max_bytes: int) -> Iterator[dict[str, 
 
 @contextmanager
 def _whole(path: Path) -> Iterator[Path]:
-    """A file to write that then takes the place of another; gone where that fails."""
+    """A file to write that then takes the place of another; gone if that fails."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         yield partial

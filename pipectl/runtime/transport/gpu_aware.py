@@ -100,7 +100,7 @@ def _claim(kind: str, environment: Mapping[str, str]) -> tuple[bool | None, str]
 
 
 def _queried(kind: str) -> bool | None:
-    """What the extension functions of the library answer; None where it has none."""
+    """What the extension functions of the library answer; None if it has none."""
     library = _library()
     open_mpi, number = _QUERIES.get(kind, ("", -1))
     query = getattr(library, open_mpi, None) if open_mpi else None

@@ -270,7 +270,7 @@ class Line:
             )
 
     def _flat(self, slot: Slot, layout: Layout | None, tensor: Tensor | None) -> Tensor | None:
-        """A tensor as it is sent; None where there never is one."""
+        """A tensor as it is sent; None if there never is one."""
         if (
             tensor is not None
             and layout is not None
