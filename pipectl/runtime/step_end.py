@@ -44,7 +44,6 @@ from pipectl.runtime.tracing import Recording
 from pipectl.runtime.transport import Wire
 from pipectl.runtime.waiting import barrier, poll, wait
 
-IGNORE, SKIP = "ignore", "skip"
 _PLACES = 2**31
 """More than there are parameters or micro-batches; the first is the largest number."""
 _STAGES = 2**20
@@ -266,7 +265,7 @@ class StepEnd:
 
     Attributes:
         updated: the parameters that this rank updates, by full name.
-        told: of these, those that it speaks for among all ranks that hold them.
+        owned_parameters: the trained ones of these whose gradients' norms this rank reports.
         gradient_norm, used_rate, skipped: of the last step.
 
     Args:
@@ -306,6 +305,9 @@ class StepEnd:
         states = setup.job.states.items()
         self._dtypes = {name: tensor.dtype for name, tensor in states if tensor.requires_grad}
         self._clips = self._training.clip_grad_norm is not None
+        self._looks = self._training.on_nonfinite != "ignore"
+        self._skips = self._training.on_nonfinite == "skip"
+        self._meets = self._skips or self._clips or self.loss_scale is not None
         self._vote = Vote(setup.communicator.Dup(), [*self._dtypes], with_norms=self._clips)
         self._origins = Origins.of(setup.cut)
         if self._looks:
@@ -412,18 +414,6 @@ class StepEnd:
         """
         while (result := self._vote.count()) is not None:
             self._is_faulty(result)
-
-    @property
-    def _looks(self) -> bool:
-        return self._training.on_nonfinite != IGNORE
-
-    @property
-    def _skips(self) -> bool:
-        return self._training.on_nonfinite == SKIP
-
-    @property
-    def _meets(self) -> bool:
-        return self._skips or self._clips or self.loss_scale is not None
 
     def _cast(
         self, step: int, fault: int, origin: Origin | None, *, overflow: bool = False
