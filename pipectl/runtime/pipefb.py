@@ -193,7 +193,7 @@ class Graph(Live):
         with saved_tensors_hooks(self._pack, self._unpack):
             live, _ = segment.run(start, again=True)
         super().__init__(**vars(live))
-        nodes = nodes_behind(self.roots.values())
+        nodes = nodes_behind(self.edges)
         self.structure = [node.name() for node in nodes]
         _check_functions(stage, nodes)
         self._is_read_once = all(_is_read_once(node) for node in nodes)
@@ -355,7 +355,7 @@ class ForwardHalf(_Half):
         with saved_tensors_hooks(lambda tensor: saved.append(tensor.detach()), _refuse):
             results = super().forward(micro_batch, inputs, arrived)
         live = self._segment.live.pop(index)
-        nodes = nodes_behind(live.roots.values()) if is_first else ()
+        nodes = nodes_behind(live.edges) if is_first else ()
         changing = {storage_of(buffer) for _, buffer in written_states(code)}
         tensors = [t.clone() if storage_of(t) in changing else t for t in saved]
         self._leave(micro_batch, tensors, start, [node.name() for node in nodes])

@@ -97,6 +97,12 @@ class Live:
     version: Version | None
     is_lasting: ClassVar[bool] = False
 
+    @property
+    def edges(self) -> list[GradientEdge]:
+        """All places at which the backward enters the graph."""
+        loss = [] if self.loss is None else [get_gradient_edge(self.loss)]
+        return [*self.roots.values(), *loss]
+
     def backward(
         self, leaves: Iterable[Tensor], gradients: Tensors, weight: float, scale: float
     ) -> Tensors:
@@ -298,8 +304,12 @@ class Segment:
             used = states if version is None else version.among(states)
             results = self.call(code, micro_batch.seed, used, start.inputs, values.values())
         values.update(results)
-        roots = {slot: get_gradient_edge(value) for slot, value in values.items()
-                 if value.requires_grad}  # fmt: skip
+        entered = ((slot, values.get(slot)) for slot in code.returning)
+        roots = {
+            slot: get_gradient_edge(value)
+            for slot, value in entered
+            if value is not None and value.requires_grad
+        }
         return Live(roots, results.get(code.loss), caught, deferring, version), results
 
     def call(
