@@ -321,9 +321,10 @@ class Segment:
         received: Any,
     ) -> dict[Slot, Tensor]:
         """Call a code; returns its results by slot."""
-        batch = [inputs[name] for name in code.stage.inputs]
+        batch, module = [inputs[name] for name in code.stage.inputs], code.stage.module
+        run = module.forward if isinstance(module, fx.GraphModule) else module  # it has no hooks
         with arithmetic(self._precision, self._device):
-            results = code.stage.module(seed, *states, *batch, *received)
+            results = run(seed, *states, *batch, *received)
         return dict(zip(code.stage.results, results, strict=True))
 
     def split_backwards(self) -> None:

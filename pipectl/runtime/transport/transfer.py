@@ -91,6 +91,7 @@ class Transfer:
         self._after = after
         self._unstarted = max(1, -(-size_bytes // self._piece_bytes))  # no bytes are a piece, too
         self._under_way: deque[tuple[MPI.Request, int]] = deque()
+        self._status = None if what is None else MPI.Status()
         self._room = (pieces.under_way if what is None else None) or self._unstarted
         self.done = False
         self._start_next()
@@ -112,9 +113,9 @@ class Transfer:
         return self.done
 
     def _is_complete(self, request: MPI.Request, size_bytes: int) -> bool:
-        if self._what is None:
+        status = self._status
+        if status is None:
             return bool(request.Test())
-        status = MPI.Status()
         try:
             is_complete = bool(request.Test(status))
         except MPI.Exception as error:
