@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import chain, islice
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from pipectl.capture.python_state import undisturbed
 from pipectl.capture.randomness import seed_everything, seed_of
 from pipectl.capture.refusals import (
     RefusedError,
-    first_line,
+    misfit,
     place_of,
     refuse_lazy,
     refuse_overlaps,
@@ -42,12 +42,6 @@ from pipectl.spec import JobSpec
 from pipectl.spec.models import Factory
 from pipectl.units import did_you_mean
 
-_SHOWN = 6
-"""So many entries of a collection a message names."""
-_MAPPING = (
-    'return {"inputs": ..., "targets": ...}: "inputs" goes to the model (the entries of a mapping '
-    'as keyword arguments), "targets" to the loss; any other mapping goes to both, whole'
-)
 _SMALLEST_EXPORT = 2
 """torch.export gives batch sizes 0 and 1 a meaning of their own."""
 
@@ -354,45 +348,4 @@ def _misfit(step: Step, batch: Any, spec: JobSpec) -> CaptureError | None:
             error = raised
     if error is None or isinstance(error, CaptureError):
         return error
-    trace, frame_locals = error.__traceback__, dict[str, Any]()
-    while trace is not None:  # whether the model had returned when the step failed, and what
-        if trace.tb_frame.f_code is Step.forward.__code__:
-            frame_locals = trace.tb_frame.f_locals
-        trace = trace.tb_next
-    if "outputs" in frame_locals:
-        name = f"loss.factory: {spec.loss.factory}"
-        call = f"outputs {_describe(frame_locals['outputs'])} and targets {_describe(targets)}"
-        cure = (
-            "a loss is called as loss(outputs, targets): give it further arguments under "
-            "loss.kwargs; what differs by sample (weights, say) belongs into the targets, as a "
-            "tuple or mapping"
-        )
-        if isinstance(targets, Mapping) and isinstance(inputs, Mapping) and targets == inputs:
-            cure = "let the loss take what it needs from the mapping, or let the data set "
-            cure += _MAPPING
-    else:
-        name = f"model.factory: {spec.model.factory}"
-        call = f"inputs {_describe(inputs)}"
-        cure = "let data.factory give the inputs that the model's forward() takes"
-        if isinstance(inputs, Mapping):
-            call = f"keyword arguments {_describe(inputs)}"
-            cure = f"let the model's forward() take these names, or let the data set {_MAPPING}"
-    return CaptureError(
-        f"{name}: raised {type(error).__name__}: {first_line(error)}{place_of(error)}; "
-        f"called with {call}",
-        cure=cure,
-    )
-
-
-def _describe(value: Any) -> str:
-    """A batch, or a part of one, in a few words."""
-    if isinstance(value, Tensor):
-        return f"{list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
-    if isinstance(value, Mapping):
-        parts = [f"{key}: {_describe(item)}" for key, item in islice(value.items(), _SHOWN)]
-    elif isinstance(value, tuple | list):
-        parts = [_describe(item) for item in islice(value, _SHOWN)]
-    else:
-        return f"a {type(value).__name__}"
-    words = ", ".join([*parts, "..."] if len(value) > _SHOWN else parts)
-    return f"{{{words}}}" if isinstance(value, Mapping) else f"({words})"
+    return misfit(error, inputs, targets, spec)

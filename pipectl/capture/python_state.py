@@ -26,8 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils import _pytree as pytree
 
-from pipectl.capture.refusals import Keep, RefusedError
-from pipectl.capture.step import own_path
+from pipectl.capture.refusals import extra_state
 from pipectl.capture.tensors import tensors_in
 from pipectl.faults import is_user_code
 
@@ -386,13 +385,7 @@ def refuse_extra_states(model: nn.Module, before: Mapping[str, Any]) -> None:
     for path, old in before.items():
         # Objects that are made anew for each call may never equal others.
         if not _are_same(old, now[path]) and _are_same(now[path], again[path]):
-            kind = type(model.get_submodule(path)).__name__
-            raise RefusedError(
-                f"model: {own_path(path) or kind} changes its extra state "
-                "(get_extra_state) in its forward, which no checkpoint would hold",
-                cure="keep what changes in a buffer, with register_buffer()",
-                keep=Keep.NOTHING,
-            )
+            raise extra_state(path, type(model.get_submodule(path)).__name__)
 
 
 def _are_same(old: Any, new: Any) -> bool:

@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
+from itertools import islice
 from types import FrameType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from pipectl.faults import is_user_code
 
 if TYPE_CHECKING:
     from pipectl.capture.graph import CapturedGraph
+    from pipectl.spec import JobSpec
 
 Trace = Sequence[tuple[FrameType, int]]
 """Frames, the innermost last, each with the line that it is at."""
@@ -62,6 +64,12 @@ _KINDS = (
         "it reads the values of tensors",
         f"keep them in tensors, with torch.where or torch.cond for choices, or {AS_IT_IS}",
     ),
+)
+_SHOWN = 6
+"""So many entries of a collection a message names."""
+_MAPPING = (
+    'return {"inputs": ..., "targets": ...}: "inputs" goes to the model (the entries of a mapping '
+    'as keyword arguments), "targets" to the loss; any other mapping goes to both, whole'
 )
 
 
@@ -155,6 +163,16 @@ def carried(name: str, place: str = "") -> RefusedError:
         "freeze",
         cure="make it a buffer with register_buffer(), or name the submodule that keeps it under "
         "model.opaque",
+        keep=Keep.NOTHING,
+    )
+
+
+def extra_state(path: str, kind: str) -> RefusedError:
+    """The refusal of a module whose extra state a forward changes."""
+    return RefusedError(
+        f"model: {own_path(path) or kind} changes its extra state (get_extra_state) in its "
+        "forward, which no checkpoint would hold",
+        cure="keep what changes in a buffer, with register_buffer()",
         keep=Keep.NOTHING,
     )
 
@@ -418,3 +436,49 @@ def refuse_writes(graph: CapturedGraph) -> None:
             cure="write a buffer instead, or change what is read of the parameter (for "
             "nn.Embedding(max_norm=...): leave it out, and scale the vectors that are looked up)",
         )
+
+
+def misfit(error: Exception, inputs: Any, targets: Any, spec: JobSpec) -> CaptureError:
+    """The refusal of a model and a loss that fail on a batch of the data."""
+    trace, frame_locals = error.__traceback__, dict[str, Any]()
+    while trace is not None:  # whether the model had returned when the step failed, and what
+        if trace.tb_frame.f_code is Step.forward.__code__:
+            frame_locals = trace.tb_frame.f_locals
+        trace = trace.tb_next
+    if "outputs" in frame_locals:
+        name = f"loss.factory: {spec.loss.factory}"
+        call = f"outputs {_describe(frame_locals['outputs'])} and targets {_describe(targets)}"
+        cure = (
+            "a loss is called as loss(outputs, targets): give it further arguments under "
+            "loss.kwargs; what differs by sample (weights, say) belongs into the targets, as a "
+            "tuple or mapping"
+        )
+        if isinstance(targets, Mapping) and isinstance(inputs, Mapping) and targets == inputs:
+            cure = "let the loss take what it needs from the mapping, or let the data set "
+            cure += _MAPPING
+    else:
+        name = f"model.factory: {spec.model.factory}"
+        call = f"inputs {_describe(inputs)}"
+        cure = "let data.factory give the inputs that the model's forward() takes"
+        if isinstance(inputs, Mapping):
+            call = f"keyword arguments {_describe(inputs)}"
+            cure = f"let the model's forward() take these names, or let the data set {_MAPPING}"
+    return CaptureError(
+        f"{name}: raised {type(error).__name__}: {first_line(error)}{place_of(error)}; "
+        f"called with {call}",
+        cure=cure,
+    )
+
+
+def _describe(value: Any) -> str:
+    """A batch, or a part of one, in a few words."""
+    if isinstance(value, Tensor):
+        return f"{list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, Mapping):
+        parts = [f"{key}: {_describe(item)}" for key, item in islice(value.items(), _SHOWN)]
+    elif isinstance(value, tuple | list):
+        parts = [_describe(item) for item in islice(value, _SHOWN)]
+    else:
+        return f"a {type(value).__name__}"
+    words = ", ".join([*parts, "..."] if len(value) > _SHOWN else parts)
+    return f"{{{words}}}" if isinstance(value, Mapping) else f"({words})"
