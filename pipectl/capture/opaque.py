@@ -24,10 +24,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipectl.capture.python_state import own_generators, reseed
-from pipectl.capture.refusals import UNSTEADY, cannot_capture, unsuitable
+from pipectl.capture.refusals import (
+    UNSTEADY,
+    cannot_capture,
+    other_gradient,
+    other_result,
+    unsuitable,
+)
 from pipectl.capture.step import make_known, own_name
 from pipectl.capture.tensors import is_deferred, storage_of, storages_in, tensors_in
-from pipectl.errors import CaptureError
 
 Place = tuple[nn.Module, str, str]
 """A module, ``_parameters`` or ``_buffers``, and the name of an entry."""
@@ -429,7 +434,7 @@ class Opaque:
         leaves = self.outline.leaves_of(result)
         if leaves is None:
             structure = pytree.tree_structure(result)
-            raise self._changed(f"gave {structure}", f"{self.outline.structure}")
+            raise other_result(self.path, f"gave {structure}", f"{self.outline.structure}")
         memories = set(storages_in(arguments))
         tensors = []
         for leaf, expected in zip(leaves, self.outline.leaves, strict=True):
@@ -437,35 +442,24 @@ class Opaque:
                 continue
             if not isinstance(expected, Form):
                 if type(leaf) is not type(expected) or leaf != expected:
-                    raise self._changed(f"gave {leaf!r}", repr(expected))
+                    raise other_result(self.path, f"gave {leaf!r}", repr(expected))
                 continue
             sizes, strides, _ = expected.layout_at(batch)
             if not isinstance(leaf, Tensor):
-                raise self._changed(f"gave a {type(leaf).__name__}", "a tensor")
+                raise other_result(self.path, f"gave a {type(leaf).__name__}", "a tensor")
             if (leaf.dtype, leaf.shape) != (expected.dtype, sizes):
-                raise self._changed(
-                    f"gave {list(leaf.shape)} of {leaf.dtype}", f"{list(sizes)} of {expected.dtype}"
+                raise other_result(
+                    self.path,
+                    f"gave {list(leaf.shape)} of {leaf.dtype}",
+                    f"{list(sizes)} of {expected.dtype}",
                 )
             if leaf.requires_grad and not expected.requires_grad:
-                raise CaptureError(
-                    f"model: {self.path} gave a tensor with a gradient, where its capture found "
-                    "one without: whether it computes with its parameters depends on the values "
-                    "it gets",
-                    cure="let it return a tensor that has a gradient in every case (x + 0 * "
-                    "self.f(x), say), or name a larger part of the model under model.opaque",
-                )
+                raise other_gradient(self.path)
             borrowed = expected.origin is None and storage_of(leaf) in memories
             if leaf.stride() != strides:
                 leaf = expected.blank(batch, leaf.device).copy_(leaf)
             tensors.append(leaf.clone() if borrowed else leaf)
         return tensors
-
-    def _changed(self, result: str, expected: str) -> CaptureError:
-        return CaptureError(
-            f"model: {self.path} {result}, where its capture found {expected}",
-            cure="let it return tensors of fixed sizes (padding and a mask, say), or name a larger "
-            "part of the model under model.opaque",
-        )
 
 
 def enter(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:

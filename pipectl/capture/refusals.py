@@ -177,6 +177,25 @@ def extra_state(path: str, kind: str) -> RefusedError:
     )
 
 
+def other_result(path: str, result: str, expected: str) -> CaptureError:
+    """The refusal of a call of an opaque submodule that gives something else than when captured."""
+    return CaptureError(
+        f"model: {path} {result}, where its capture found {expected}",
+        cure="let it return tensors of fixed sizes (padding and a mask, say), or name a larger "
+        "part of the model under model.opaque",
+    )
+
+
+def other_gradient(path: str) -> CaptureError:
+    """The same of a result that has a gradient, which it had in no observed call."""
+    return CaptureError(
+        f"model: {path} gave a tensor with a gradient, where its capture found one without: "
+        "whether it computes with its parameters depends on the values it gets",
+        cure="let it return a tensor that has a gradient in every case (x + 0 * self.f(x), say), "
+        "or name a larger part of the model under model.opaque",
+    )
+
+
 def module_of(node: fx.Node) -> str:
     """The path of the module that calls an operator; empty if that is not known."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
