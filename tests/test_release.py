@@ -105,7 +105,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(built: Path) -> None:
     names = {name for name in names if "__pycache__" not in name}
     assert {name for name in names if ".dist-info/" not in name} == package
     assert {name.partition(".dist-info/")[2] for name in names - package} == METADATA
-    assert {"pipectl/py.typed", "pipectl/jobs/starter/job.yaml.j2"} <= names
+    assert {"pipectl/py.typed", "pipectl/cli/starter/job.yaml.j2"} <= names
 
 
 def test_the_source_distribution_is_the_whole_repository(tmp_path: Path) -> None:

@@ -26,10 +26,10 @@ from in_turns import cluster_of, gpt, peak_of, profiled, ratio, spread, train_in
 from planner_scale import cluster_of as accelerators
 from planner_scale import gpt3_profile
 
+from pipectl.cli.lab.rehearse import WORKER, RehearsalResult, result_of
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.errors import InfeasibleError
 from pipectl.graph import TransferKind
-from pipectl.jobs.rehearse import WORKER, RehearsalResult, result_of
 from pipectl.link import Link
 from pipectl.plan import Plan, Stage, StageCost, Transfer
 from pipectl.planner import PlanRequest, make_plan

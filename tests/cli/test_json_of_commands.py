@@ -17,10 +17,10 @@ from pages import CHECKOUT, commands_of
 from typer.main import get_command
 
 from pipectl.cli import app
+from pipectl.cli.commands.doctor import Finding, Level
+from pipectl.cli.lab.verify import Verification
 from pipectl.cluster import Cluster, assumed_cluster
-from pipectl.jobs.doctor import Finding, Level
 from pipectl.jobs.planning import write_plan
-from pipectl.jobs.verify import Verification
 from pipectl.plan import Plan
 from pipectl.profile import Profile
 from pipectl.runs import Manifest, RunDirectory

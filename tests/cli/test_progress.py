@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from pipectl.cli.commands.plan import stop_at_interrupt
+from pipectl.cli.commands.plan import PlanSearch
 from pipectl.cli.failure import signals_interrupt
 from pipectl.cli.progress import Lines, progress_bar
-from pipectl.jobs.plan_answers import Deadline
 
 
 def test_a_line_every_ten_seconds_with_the_time_left(capfd: pytest.CaptureFixture[str]) -> None:
@@ -68,7 +67,7 @@ def test_a_terminal_shows_what_goes_on_before_anything_is_counted(
         report(0, 0, "loading torch")
         terminal.print("shown")
         report(1, 2, "x" * 200)
-    with stop_at_interrupt(Deadline()) as tell:
+    with PlanSearch().interruptible() as tell:
         terminal.print("shown")
         tell("planning for 4 nodes")
     lines = re.split(r"[\r\n]|\x1b\[[0-9;?]*[A-Za-z]", screen.getvalue())
@@ -89,11 +88,11 @@ def test_short_work_is_not_told_without_a_terminal(
 def test_the_first_interrupt_ends_the_search_and_the_second_aborts(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    deadline, before = Deadline(), signal.getsignal(signal.SIGINT)
-    with stop_at_interrupt(deadline):
-        assert not deadline()
+    search, before = PlanSearch(), signal.getsignal(signal.SIGINT)
+    with search.interruptible():
+        assert not search.expired()
         signal.raise_signal(signal.SIGINT)
-        assert deadline()
+        assert search.expired()
         assert "stopping with the best plan so far; Ctrl-C again aborts" in capfd.readouterr().err
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
@@ -102,7 +101,7 @@ def test_the_first_interrupt_ends_the_search_and_the_second_aborts(
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP])
 def test_whoever_ends_the_search_otherwise_gets_the_best_so_far_too(how: signal.Signals) -> None:
-    deadline = Deadline()
-    with signals_interrupt(), stop_at_interrupt(deadline):
+    search = PlanSearch()
+    with signals_interrupt(), search.interruptible():
         signal.raise_signal(how)
-        assert deadline()
+        assert search.expired()

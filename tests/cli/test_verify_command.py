@@ -126,7 +126,7 @@ def test_an_interrupt_leaves_no_ranks_behind(
         return cancel(run, now)
 
     monkeypatch.setattr("pipectl.cli.lab.verify.follow", interrupted)
-    monkeypatch.setattr("pipectl.jobs.verify.cancel", cancel_slowly)
+    monkeypatch.setattr("pipectl.cli.lab.verify.cancel", cancel_slowly)
     result = verify("--steps", "1000000")
     assert (result.code, result.out) == (130, "")
     assert len(runs) > 3

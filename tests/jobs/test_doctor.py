@@ -13,8 +13,8 @@ import pytest
 
 from pipectl.batch import launchers
 from pipectl.cli import main
-from pipectl.jobs import doctor
-from pipectl.jobs.doctor import Finding, Level, examine
+from pipectl.cli.commands import doctor
+from pipectl.cli.commands.doctor import Finding, Level, examine
 from pipectl.jobs.job import make_job
 from pipectl.spec import load
 

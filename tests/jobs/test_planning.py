@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from pipectl.cli.commands.plan import PlanSearch, gather
 from pipectl.cluster import assumed_cluster
-from pipectl.jobs.plan_answers import Deadline, gather
 from pipectl.jobs.planning import request_of
 from pipectl.link import Link
 from pipectl.plan import OffloadTarget
@@ -120,33 +120,28 @@ def test_a_range_that_is_narrow_is_a_point(pipeline) -> None:
     assert step_range(plan, assumed_cluster("assumed", [1, 1], 1, None)) is None
 
 
-def test_without_a_budget_there_is_no_end() -> None:
+def test_the_budget_is_of_each_plan_and_without_one_there_is_no_end() -> None:
     now = [0.0]
-    deadline = Deadline(None, lambda: now[0])
-    now[0] = 1e9
-    assert not deadline()
-    assert not deadline.cut_short
-
-
-def test_the_budget_is_of_each_plan() -> None:
-    now = [0.0]
-    deadline = Deadline(10, lambda: now[0])
+    search, endless = (
+        PlanSearch(budget_s=budget_s, clock=lambda: now[0]) for budget_s in (10, None)
+    )
     now[0] = 9.9
-    assert not deadline()
-    deadline.restart()
+    assert not search.expired()
+    search.restart()
     now[0] = 19.5
-    assert not deadline()
+    assert not search.expired()
     now[0] = 20.0
-    assert deadline()
-    deadline.restart()
-    assert not deadline()
-    assert deadline.cut_short
+    assert search.expired()
+    search.restart()
+    assert not search.expired()
+    assert search.cut_short
+    assert not endless.expired()
+    assert not endless.cut_short
 
 
 def test_an_interrupt_holds_for_all_plans() -> None:
-    deadline = Deadline(None, lambda: 0.0)
-    deadline.interrupt()
-    assert not deadline.cut_short, "no planner was told"
-    deadline.restart()
-    assert deadline()
-    assert deadline.interrupted
+    search = PlanSearch(clock=lambda: 0.0)
+    search.interrupted = True
+    assert not search.cut_short, "no planner was told"
+    search.restart()
+    assert search.expired()

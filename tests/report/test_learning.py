@@ -5,9 +5,9 @@ from itertools import pairwise
 
 import pytest
 
+from pipectl.cli.commands.plan import gather
 from pipectl.cluster import assumed_cluster
 from pipectl.errors import UsageError
-from pipectl.jobs.plan_answers import gather
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.profile import Operator, OptimizerCost, Profile
 from pipectl.report.recorded import corrected_profile

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from pipectl.jobs.report import make_page
+from pipectl.cli.commands.report import make_page
 from pipectl.plan import Plan
 from pipectl.runs import RunDirectory
 from pipectl.timeline import Event, Timeline

@@ -1,20 +1,72 @@
-"""`pipectl doctor`: check that this machine can run jobs."""
+"""`pipectl doctor`: whether this machine has what jobs need, check by check."""
 
 from __future__ import annotations
 
+import fcntl
+import json
+import os
+import platform
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
+from pipectl import __version__
+from pipectl.batch import LOCAL, find_scheduler, launch_command, process
+from pipectl.batch.launchers import AUTO, MPIEXECS, knows_pmi, list_pmis
 from pipectl.cli.console import output, plain, say_json
 from pipectl.cli.options import RUNS, Json, Overrides, RunsDirectory, refuse
-from pipectl.jobs.doctor import Level, examine
+from pipectl.errors import PipectlError, SchedulerError
+from pipectl.jobs.job_files import memory_of_this_machine
+from pipectl.jobs.profiles import request_of_two
 from pipectl.runs import runs_directory
 from pipectl.spec import load
+from pipectl.spec.models import Launch
+from pipectl.units import format_bytes, format_time
+from pipectl.versions import tested_torch, untested_torch
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 _INDENT = 19
+_HERE = "jobs run here with --scheduler local"
+_PATIENCE_S = 60.0
+_MIN_FREE_BYTES = 1 << 30
+_MIN_SHARED_BYTES = 256 << 20
+_MAX_SKEW_S = 2.0
+_REACH = "pipectl.runtime.links.reach"
+_SELF_TEST = "pipectl.runtime.transport.gpu_aware"
+_TORCH = (
+    "import json, torch; found = torch.accelerator.current_accelerator(); "
+    "print(json.dumps([torch.__version__, found and found.type, torch.accelerator.device_count()]))"
+)
+
+
+class Level(StrEnum):
+    """How bad it is: with WARN, jobs run, but not as well as they could; with FAIL, they cannot."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+class Finding(NamedTuple):
+    """One line.
+
+    Args:
+        cure: what to do; empty if all is well.
+    """
+
+    what: str
+    level: Level
+    text: str
+    cure: str = ""
 
 
 def command(
@@ -49,3 +101,192 @@ def command(
         say_json([finding._asdict() for finding in findings])
     if any(finding.level is Level.FAIL for finding in findings):
         raise typer.Exit(1)
+
+
+def examine(launch: Launch | None, directory: Path, only: str | None = None) -> Iterator[Finding]:
+    """What there is, and what is wrong with it.
+
+    Args:
+        launch: what is tried out; None for that of a job that says nothing of it.
+        directory: of the run directories.
+        only: name of the one check to make.
+    """
+    checks: dict[str, tuple[Iterator[Finding], str]] = {
+        "python": (_check_python(), ""),
+        "torch": (_check_torch(), "pip install torch"),
+        "MPI": (_check_mpi(launch), "pip install mpich, or load your cluster's MPI first"),
+        "Slurm": (_check_slurm(launch), f"ask the site, or set SLURM_CONF; {_HERE}"),
+        "PBS": (_check_pbs(), f"ask the site, or set PBS_SERVER; {_HERE}"),
+        "files": (_check_file_system(directory), "set output.directory to where you may write"),
+        "machine": (_check_machine(), ""),
+    }
+    for what, (findings, cure) in checks.items():
+        if only not in {None, what}:
+            continue
+        try:
+            yield from findings
+        except (PipectlError, OSError, ValueError, LookupError) as error:
+            text = error.message if isinstance(error, PipectlError) else str(error)
+            own_cure = error.cure if isinstance(error, PipectlError) else None
+            yield Finding(what, Level.FAIL, text, own_cure or cure)
+
+
+def _finding(what: str, text: str, cure: str = "") -> Finding:
+    """One that is fine without a cure, and a warning with one."""
+    return Finding(what, Level.WARN if cure else Level.OK, text, cure)
+
+
+def _check_python() -> Iterator[Finding]:
+    text = f"{platform.python_version()} ({sys.executable}), pipectl {__version__}"
+    yield _finding("python", text)
+
+
+def _check_torch() -> Iterator[Finding]:
+    """Whether torch can be imported, and how messages leave accelerators."""
+    name, kind, count = _answer([sys.executable, "-c", _TORCH])
+    untested = untested_torch()
+    cure = f"if something fails that should not, install {tested_torch()}"
+    yield _finding("torch", untested or name, cure if untested else "")
+    if not kind:
+        yield _finding("accelerators", "none: ranks compute on cores")
+        return
+    try:  # a test message from an accelerator's memory, which may crash the process
+        _output([sys.executable, "-m", "mpi4py", "-m", _SELF_TEST, kind])
+        way = "MPI reads their memory"
+    except PipectlError:
+        way = "messages pass through host memory"
+    yield _finding("accelerators", f"{count} of kind {kind}; {way}")
+
+
+def _check_mpi(launch: Launch | None) -> Iterator[Finding]:
+    """Two ranks are started and send each other messages, as the ranks of a job do."""
+    launch = Launch() if launch is None else launch.model_copy(update={"bind": "none"})
+    if launch.launcher == "srun":
+        yield _finding("MPI", "ranks start with srun, which can only be tried within a job")
+        return
+    request = request_of_two(launch, _REACH)
+    command, mpi = launch_command(request, LOCAL), request.launch.mpi
+    answer = _answer(command)
+    if answer["ranks"] != 2:
+        raise SchedulerError(
+            f"{command[0]} starts two ranks that know nothing of each other: it is not of the MPI "
+            f"that mpi4py has loaded ({answer['library']})",
+            cure="load one MPI alone, or name its library in the variable MPI4PY_LIBMPI",
+        )
+    yield _finding("MPI", f"{answer['library']}, started by {command[0]}")
+    text = f"mpiexec takes the options of {mpi} (launch.mpi)"
+    if mpi == AUTO:
+        text = "mpiexec is of no known kind, so it cannot be told to bind ranks"
+    cure = f"if it is like one of {', '.join(MPIEXECS)}, set launch.mpi to that"
+    yield _finding("launcher", text, cure if mpi == AUTO else "")
+    threads = answer["threads"]
+    cure = "messages are moved between operators instead; nothing needs to be done"
+    cure = "" if threads == "multiple" else cure
+    yield _finding("threads", f"MPI_THREAD_{threads.upper()}", cure)
+    rate = format_bytes(int(answer["bandwidth_bytes_per_s"]))
+    yield _finding("messages", f"{format_time(answer['latency_s'])}, {rate}/s on this machine")
+
+
+def _check_slurm(launch: Launch | None) -> Iterator[Finding]:
+    """Whether Slurm answers, and what ``srun --mpi`` takes against what the job gives it."""
+    if not shutil.which("sbatch"):
+        yield _finding("Slurm", "not installed")
+        return
+    release = _output(["sinfo", "--version"])
+    partitions = _output(["sinfo", "-h", "-o", "%P"]).split()
+    yield _finding("Slurm", f"{release}; partitions {', '.join(partitions) or 'none'}")
+    kinds = list_pmis()
+    mpi = AUTO if launch is None or launch.launcher != "srun" else launch.mpi
+    text = f"srun --mpi: {', '.join(kind for kind in kinds if kind != 'none') or 'none'}"
+    if mpi == AUTO or knows_pmi(kinds, mpi):
+        yield _finding("PMI", text)
+    else:
+        cure = "set launch.mpi to one of them, as your MPI needs it"
+        yield Finding("PMI", Level.FAIL, f"{text}; the job wants {mpi}", cure)
+
+
+def _check_pbs() -> Iterator[Finding]:
+    """Whether PBS answers, if there is no Slurm."""
+    if find_scheduler() != "pbs":
+        return
+    release, server = _output(["qstat", "--version"]), _output(["qstat", "-B", "-f"])
+    yield _finding("PBS", release)
+    if not re.search(r"^\s*flatuid\s*=\s*True\s*$", server, re.MULTILINE | re.IGNORECASE):
+        text = "flatuid is not set: jobs may not be able to submit themselves again"
+        cure = "ask the site for `set server flatuid = True`; else go on with pipectl resume"
+        yield _finding("PBS requeue", text, cure)
+
+
+def _check_file_system(directory: Path) -> Iterator[Finding]:
+    """The file system of the runs: whole files by renaming, locks, space, and its clock."""
+    place = next(path for path in (directory, *directory.absolute().parents) if path.is_dir())
+    try:
+        with tempfile.TemporaryDirectory(prefix=".pipectl-", dir=place) as name:
+            one, other = Path(name, "one"), Path(name, "other")
+            one.write_text("new")
+            other.write_text("old")
+            skew_s = abs(one.stat().st_mtime - time.time())
+            one.replace(other)
+            free_bytes, has_locks = shutil.disk_usage(name).free, _can_lock(other)
+    except OSError as error:
+        raise SchedulerError(f"{place}: {error.strerror or error}") from error
+    cure = "" if free_bytes >= _MIN_FREE_BYTES else "checkpoints need room: free some space"
+    yield _finding("files", f"{place}: {format_bytes(free_bytes)} free", cure)
+    if not has_locks:
+        cure = "do not run two commands that change a run at the same time"
+        yield _finding("locks", "the file system has no locks", cure)
+    text = f"{skew_s:.1f} s from that of the file system"
+    cure = "have the clocks of all nodes set by NTP; `status` may misjudge how old heartbeats are"
+    yield _finding("clock", text, "" if skew_s < _MAX_SKEW_S else cure)
+
+
+def _can_lock(path: Path) -> bool:
+    """Whether a lock keeps others out."""
+    with path.open("r+b") as first, path.open("r+b") as second:
+        with suppress(OSError):
+            fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                return True
+        return False
+
+
+def _check_machine() -> Iterator[Finding]:
+    """Cores, memory and a compiler."""
+    cores, memory = len(os.sched_getaffinity(0)), memory_of_this_machine()
+    yield _finding("machine", f"{cores} cores, {format_bytes(memory)} of memory")
+    with suppress(OSError):
+        shared = shutil.disk_usage("/dev/shm").total
+        if shared < _MIN_SHARED_BYTES:
+            text = f"/dev/shm holds {format_bytes(shared)} only"
+            cure = "containers: start them with --shm-size=1g, or ranks of one node may crash"
+            yield _finding("shared memory", text, cure)
+    if not any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++")))):
+        yield _finding("compiler", "no C++ compiler, which training.compile would need")
+
+
+def _output(argv: Sequence[str]) -> str:
+    """What a command prints.
+
+    Raises:
+        SchedulerError: it does not exist, fails, or takes too long.
+    """
+    result = process.run(argv, cure="", timeout_s=_PATIENCE_S)
+    if result.returncode:
+        raise SchedulerError(f"{Path(argv[0]).name}: {result.message.splitlines()[-1]}")
+    return result.stdout or result.stderr
+
+
+def _answer(argv: Sequence[str]) -> Any:
+    """The JSON in the last line that a command prints.
+
+    Raises:
+        SchedulerError: see :func:`_output`; or there is none.
+    """
+    try:
+        return json.loads(_output(argv).splitlines()[-1])
+    except (ValueError, IndexError):
+        raise SchedulerError(
+            f"{Path(argv[0]).name} runs, but does not answer", cure=f"see what {argv[0]} prints"
+        ) from None

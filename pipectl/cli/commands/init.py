@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import json
+import os
+import re
 import sys
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,14 +29,40 @@ from pipectl.cli.options import (
 )
 from pipectl.errors import SchedulerError, UsageError
 from pipectl.files import make_directory_of, write_json, write_text
-from pipectl.jobs import init as starter
 from pipectl.jobs.job_files import memory_of_this_machine
 from pipectl.spec import json_schema
-from pipectl.units import did_you_mean, format_clock, is_name
+from pipectl.spec.models import Resources
+from pipectl.spec.references import fault_of, parse
+from pipectl.units import did_you_mean, format_bytes, format_clock, is_name
 
 LOSS = "torch.nn:CrossEntropyLoss"
+LOSS_OF_MODEL = "model"
 STARTER = "starter"
 _REFERENCE = "FILE:NAME"
+_SCHEMA = "job.schema.json"
+_RANKS = 2
+_RANK_BYTES = 2 * 2**30
+_WALLTIME_S = 600
+_OF_NODE = 0.9
+"""Of a node's memory: the system takes a part."""
+_OF_SHARE = 0.9
+"""Of a rank's share of what a job asks for: the C library keeps some freed memory."""
+_HELD_OUT = ("held_out_data", "held_out", "validation_data", "evaluation_data", "test_data")
+"""Names of functions that return the data to evaluate on, as far as `init` knows them."""
+_QUEUE_KEYS = {"slurm": "partition", "pbs": "queue"}
+_QUESTIONS: dict[str, tuple[str, Callable[[str], Any], Callable[[Any], str]]] = {
+    "nodes": ("Nodes", reader(parse_whole_number), str),
+    "tasks_per_node": ("Ranks on each node", reader(parse_whole_number), str),
+    "cpus_per_task": ("Cores of each rank", reader(parse_whole_number), str),
+    "gpus_per_node": ("GPUs of each node", reader(parse_whole_number, zero=True), str),
+    "memory_per_node": (
+        "Memory of each node",
+        lambda text: None if text == "default" else read_size(text),
+        lambda size: "default" if size is None else f"{size >> 20}MiB",
+    ),
+    "walltime": ("Walltime", read_walltime, format_clock),
+}
+"""By key of the resources: the question, how to read its answer, and how to show a value."""
 
 
 def command(
@@ -77,17 +107,18 @@ def command(
             "--gpus-per-node": gpus_per_node, "--memory": memory, "--walltime": walltime,
         }  # fmt: skip
         refuse(others, "has no effect with --recipe", cure="change the job file afterwards")
-        copy_recipe(recipe, directory, force=force)
+        _copy_recipe(recipe, directory, force=force)
         return
     if not is_name(name):
         raise UsageError(
             f"--name: {name!r} cannot name a job", cure="use letters, digits, '.', '_' and '-'"
         )
-    code = _code(model, loss, data)
-    job, schema, example = (directory / n for n in ("job.yaml", "job.schema.json", "model.py"))
+    code = _read_code(model, loss, data, directory)
+    job, schema, example = (directory / n for n in ("job.yaml", _SCHEMA, "model.py"))
     targets = [job, schema, *([example] if code is None else [])]
-    check_new(targets, force=force)
-    where = scheduler.value if scheduler else find_scheduler()
+    _check_new(targets, force=force)
+    installed = find_scheduler()
+    where = scheduler.value if scheduler else installed
     if where == LOCAL:
         sites = {"--partition": partition, "--account": account}
         refuse(sites, "the job is for this machine", cure="name a --scheduler, slurm or pbs")
@@ -95,30 +126,44 @@ def command(
     queue = _find_queue(where, partition, ask=ask)
     options = {
         "nodes": nodes, "tasks_per_node": tasks_per_node, "cpus_per_task": cpus_per_task,
-        "gpus_per_node": gpus_per_node, "memory_bytes": memory, "walltime_s": walltime,
+        "gpus_per_node": gpus_per_node, "memory_per_node": memory, "walltime": walltime,
     }  # fmt: skip
     values = {key: value for key, value in options.items() if value is not None}
-    resources = _find_resources(queue, values, ask=ask)
+    resources = _choose_resources(queue, values, ask=ask)
+    # A rank may hold its share of what the job asks for, else of the node; ranks on accelerators
+    # compute in other memory.
     node_bytes = None if queue is None else queue.memory_bytes
-    if where == LOCAL:
-        node_bytes = memory_of_this_machine()
-    text = starter.job_text(
-        name, code, resources, directory=directory, scheduler=where,
-        named=where != find_scheduler(), queue=queue, account=account,
-        memory_limit=resources.rank_limit(node_bytes),
-    )  # fmt: skip
+    node_bytes = memory_of_this_machine() if where == LOCAL else node_bytes
+    node_bytes = None if resources.gpus_per_node else resources.memory_per_node or node_bytes
+    site = {_QUEUE_KEYS.get(where): None if queue is None else queue.name, "account": account}
+    text = _render_job(
+        name=name,
+        code=code,
+        resources=resources,
+        scheduler=where,
+        named=where != installed,
+        queue=queue,
+        account=account,
+        site={} if where == LOCAL else {key: value for key, value in site.items() if value},
+        memory_limit=node_bytes and int(node_bytes * _OF_SHARE) // resources.tasks_per_node,
+    )
     for target in targets:
         make_directory_of(target)
     write_text(job, text)
     write_json(schema, json_schema())
     if code is None:
-        write_text(example, starter.example_model())
+        write_text(example, _starter_file("model.py.txt"))
     for target in targets:
         say(f"written: {target}")
     say(f"next: pipectl submit {job} --wait")
 
 
-def check_new(targets: list[Path], *, force: bool) -> None:
+def is_terminal() -> bool:
+    """Whether there is a person to ask."""
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def _check_new(targets: Sequence[Path], *, force: bool) -> None:
     """Raise UsageError if files exist that may not be replaced."""
     existing = [str(path) for path in targets if path.exists()]
     if existing and not force:
@@ -128,9 +173,11 @@ def check_new(targets: list[Path], *, force: bool) -> None:
         )
 
 
-def copy_recipe(name: str, directory: Path, *, force: bool) -> None:
+def _copy_recipe(name: str, directory: Path, *, force: bool) -> None:
     """Write a recipe's job, its code and the schema into a directory; `list` prints all names."""
-    jobs = starter.recipes()
+    package = Path(str(files("pipectl")))  # a wheel holds them; in a checkout they stand beside it
+    folder = package / "recipes" if (package / "recipes").is_dir() else package.parent / "configs"
+    jobs = {path.stem: path for path in sorted(folder.glob("*.yaml"))}
     if name == "list":
         say("\n".join(jobs))
         return
@@ -139,40 +186,70 @@ def copy_recipe(name: str, directory: Path, *, force: bool) -> None:
             f"no recipe {name!r}{did_you_mean(name, list(jobs))}",
             cure=f"choose one of {', '.join(jobs)}",
         )
-    job = jobs[name]
-    copies = {directory / path.relative_to(job.parent): path for path in starter.recipe_files(job)}
-    schema = directory / "job.schema.json"
-    check_new([*copies, schema], force=force)
+    text = jobs[name].read_text("utf-8")
+    code = dict.fromkeys(re.findall(r"\./(models/\w+\.py):", text))
+    copies = {directory / file: folder / file for file in (f"{name}.yaml", *code)}
+    schema = directory / _SCHEMA
+    _check_new([*copies, schema], force=force)
     for target, source in copies.items():
         make_directory_of(target)
         write_text(target, source.read_text("utf-8"))
     write_json(schema, json_schema())
     for target in (*copies, schema):
         say(f"written: {target}")
-    say(f"next: pipectl check {directory / job.name}")
+    say(f"next: pipectl check {directory / f'{name}.yaml'}")
 
 
-def _code(model: str | None, loss: str, data: str | None) -> starter.Code | None:
-    """What the user names, by default data beside the model; None for the example."""
+def _read_code(
+    model: str | None, loss: str, data: str | None, directory: Path
+) -> dict[str, object] | None:
+    """The user's code as seen from the job's directory, by key of the job; None for the example.
+
+    By default the training data are beside the model, and the data to evaluate on beside those;
+    whether there are any is told, too.
+
+    Raises:
+        UsageError: a reference is none, or its file does not exist.
+    """
     if model is None:
-        own = {"--data": data, "--loss": loss != LOSS}
-        refuse(own, "needs --model")
+        refuse({"--data": data, "--loss": loss != LOSS}, "needs --model")
         return None
-    code = starter.Code(model, loss, data or f"{model.rpartition(':')[0]}:training_data")
-    starter.check_reference(code.model, "--model")
-    starter.check_reference(code.data, "--data")
-    if loss != starter.LOSS_OF_MODEL:
-        starter.check_reference(loss, "--loss")
-    return code
+    data = data or f"{model.rpartition(':')[0]}:training_data"
+    named = {"model": model, "data": data}
+    if loss != LOSS_OF_MODEL:
+        named["loss"] = loss
+    for key, text in named.items():
+        file = None if (fault := fault_of(text)) else parse(text, Path()).file
+        if file is not None and not file.is_file():
+            fault = f"no such file: {file}"
+        if fault:
+            raise UsageError(f"--{key}: {fault}", cure=f"for example --{key} model.py:build")
+    source = parse(data, Path()).source
+    try:
+        tree = ast.parse(b"" if source is None else source.read_bytes())
+    except (OSError, SyntaxError, ValueError):  # loading it says what is wrong
+        tree = ast.Module([], [])
+    functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    held_out = next((name for name in _HELD_OUT if name in functions), None)
+    named["held_out"] = f"{data.rpartition(':')[0]}:{held_out or _HELD_OUT[0]}"
+    seen = {key: _seen_from(directory, text) for key, text in named.items()}
+    return {"loss": LOSS_OF_MODEL, **seen, "has_held_out": held_out is not None}
 
 
-def is_terminal() -> bool:
-    """Whether there is a person to ask."""
-    return sys.stdin.isatty() and sys.stdout.isatty()
+def _seen_from(directory: Path, text: str) -> str:
+    """A reference as a job in this directory has it."""
+    reference = parse(text, Path())
+    place = reference.file or reference.root
+    if place is None or parse(reference.portable, directory) == reference:
+        return reference.portable
+    path = os.path.relpath(place, directory.resolve())
+    path = path if path.startswith("..") else f"./{path}"
+    return f"{path if reference.file else f'{path}/{reference.module}'}:{reference.attribute}"
 
 
 def _find_queue(scheduler: str, name: str | None, *, ask: bool) -> Queue | None:
-    """The partition or queue to use; None if there is nothing to say of it.
+    """The partition or queue to use: that of the name, else the default one if it is open, else
+    the first that is; None if there is nothing to say of it.
 
     Raises:
         UsageError: there are some, but none of this name.
@@ -182,58 +259,110 @@ def _find_queue(scheduler: str, name: str | None, *, ask: bool) -> Queue | None:
     except SchedulerError as error:
         note(f"limits of queues are not known: {error.message.splitlines()[0]}")
         return None if name is None else Queue(name)
-    names = [queue.name for queue in queues]
-    queue = starter.choose_queue(queues, name)
+    by_name = {queue.name: queue for queue in queues}
+    ready = [queue for queue in queues if queue.open]
+    queue = next((queue for queue in ready if queue.default), ready[0] if ready else None)
     if name is None and ask and len(queues) > 1:
-        default = queue.name if queue else names[0]
-        name = typer.prompt(f"Partition or queue ({', '.join(names)})", default=default)
-        queue = starter.choose_queue(queues, name)
-    if name is not None and queue is None and queues:
+        default = queue.name if queue else queues[0].name
+        name = typer.prompt(f"Partition or queue ({', '.join(by_name)})", default=default)
+    if name is None:
+        return queue
+    if queues and name not in by_name:
         raise UsageError(
-            f"no partition or queue {name!r}{did_you_mean(name, names)}",
-            cure=f"choose one of {', '.join(names)}",
+            f"no partition or queue {name!r}{did_you_mean(name, by_name)}",
+            cure=f"choose one of {', '.join(by_name)}",
         )
-    return queue
+    return by_name.get(name)
 
 
-def _find_resources(
-    queue: Queue | None, values: dict[str, Any], *, ask: bool
-) -> starter.StarterResources:
-    """What options say, and for the rest answers, or what is proposed.
+def _choose_resources(queue: Queue | None, values: dict[str, Any], *, ask: bool) -> Resources:
+    """What options say, and for the rest answers, or what is proposed: two ranks with a core each,
+    and an accelerator if nodes have some, within the queue.
 
     Args:
-        values: of options, by the fields of the resources.
+        values: of options, by the keys of the resources.
 
     Raises:
         UsageError: more than the queue has.
     """
-    resources = replace(starter.propose_resources(queue, values.get("tasks_per_node")), **values)
+    tasks = values.get("tasks_per_node")
+    proposal: dict[str, Any] = {"tasks_per_node": tasks or _RANKS, "walltime": _WALLTIME_S}
+    if queue is not None:
+        tasks = tasks or min(_RANKS, queue.cores or _RANKS, queue.gpus or _RANKS)
+        proposal = {
+            "nodes": min(-(-_RANKS // tasks), queue.nodes or 1),
+            "tasks_per_node": tasks,
+            "gpus_per_node": min(tasks, queue.gpus),
+            "walltime": min(_WALLTIME_S, queue.walltime_s or _WALLTIME_S),
+        }
+        if queue.memory_bytes is not None:
+            usable = int(queue.memory_bytes * _OF_NODE)
+            of_cores = usable * tasks // queue.cores if queue.cores else 0
+            proposal["memory_per_node"] = min(max(tasks * _RANK_BYTES, of_cores), usable)
+    resources = Resources().model_copy(update={**proposal, **values})
     if ask:
         if queue is not None:
-            note(starter.describe_queue(queue))
+            note(_describe_queue(queue))
         answers = {}
         for key, (question, read, show) in _QUESTIONS.items():
             without_gpus = key == "gpus_per_node" and queue is not None and not queue.gpus
             if key not in values and not without_gpus:
                 default = show(getattr(resources, key))
                 answers[key] = typer.prompt(question, default=default, value_proc=read)
-        resources = replace(resources, **answers)
-    excess = [] if queue is None else resources.excess(queue)
-    if excess and queue is not None:
-        raise UsageError(f"{queue.name}: {'; '.join(excess)}", cure="ask for less, or elsewhere")
+        resources = resources.model_copy(update=answers)
+    if queue is not None:
+        nodes, gpus = resources.nodes, resources.gpus_per_node
+        cores = resources.tasks_per_node * resources.cpus_per_task
+        limits = (
+            (nodes, queue.nodes, f"{nodes} nodes of {queue.nodes}"),
+            (cores, queue.cores, f"{cores} cores per node of {queue.cores}"),
+            (gpus, queue.gpus, f"{gpus} GPUs per node of {queue.gpus}"),
+            (resources.memory_per_node, queue.memory_bytes, "more memory than a node has"),
+            (resources.walltime, queue.walltime_s, "a longer walltime than jobs there may have"),
+        )
+        excess = [words for value, limit, words in limits if limit and (value or 0) > limit]
+        if excess:
+            raise UsageError(
+                f"{queue.name}: {'; '.join(excess)}", cure="ask for less, or elsewhere"
+            )
     return resources
 
 
-_QUESTIONS: dict[str, tuple[str, Callable[[str], Any], Callable[[Any], str]]] = {
-    "nodes": ("Nodes", reader(parse_whole_number), str),
-    "tasks_per_node": ("Ranks on each node", reader(parse_whole_number), str),
-    "cpus_per_task": ("Cores of each rank", reader(parse_whole_number), str),
-    "gpus_per_node": ("GPUs of each node", reader(parse_whole_number, zero=True), str),
-    "memory_bytes": (
-        "Memory of each node",
-        lambda text: None if text == "default" else read_size(text),
-        lambda size: "default" if size is None else f"{size >> 20}MiB",
-    ),
-    "walltime_s": ("Walltime", read_walltime, format_clock),
-}
-"""By field of the resources: the question, how to read its answer, and how to show a value."""
+def _describe_queue(queue: Queue) -> str:
+    """``debug: 4 nodes, each with at least 8 cores, 15.6 GiB; jobs of at most 00:30:00``."""
+    each = [
+        f"{queue.cores} cores" if queue.cores else "",
+        "" if queue.memory_bytes is None else format_bytes(queue.memory_bytes),
+        f"{queue.gpus} GPUs (gpus_per_node)" if queue.gpus else "",
+    ]
+    nodes = f"{queue.nodes} nodes" if queue.nodes else ""
+    if per_node := ", ".join(filter(None, each)):
+        nodes = f"{nodes or 'nodes'}, each with at least {per_node}"
+    limit = "" if queue.walltime_s is None else f"jobs of at most {format_clock(queue.walltime_s)}"
+    limits = "; ".join(filter(None, (nodes, limit)))
+    return f"{queue.name}: {limits}" if limits else queue.name
+
+
+def _starter_file(name: str) -> str:
+    return (files("pipectl.cli") / "starter" / name).read_text("utf-8")
+
+
+def _render_job(**values: object) -> str:
+    """The text of the job file, which the template makes of these values."""
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(undefined=StrictUndefined, trim_blocks=True, autoescape=False)
+    environment.filters |= {
+        "yaml": json.dumps,  # a text, whatever it holds
+        "size": _size,
+        "clock": format_clock,
+        "describe": _describe_queue,
+    }
+    return environment.from_string(_starter_file("job.yaml.j2")).render(values)
+
+
+def _size(size_bytes: int) -> str:
+    """At most so much, in few digits."""
+    if size_bytes >= 4 << 30:
+        return f"{(size_bytes * 10 >> 30) / 10:g}GiB"
+    return f"{size_bytes >> 20}MiB" if size_bytes >> 20 else f"{size_bytes}B"

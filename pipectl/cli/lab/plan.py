@@ -1,15 +1,18 @@
-"""`pipectl lab plan`: other planners and objectives, other links, and time limits."""
+"""`pipectl lab plan`: other planners and objectives, more techniques, other links, time limits."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from rich.console import Group, RenderableType
 
 from pipectl.cli.commands import plan as plan_command
+from pipectl.cli.commands.plan import PlanInputs, PlanSearch
 from pipectl.cli.console import output, plain, say_json, table, warn
 from pipectl.cli.options import (
     Json,
@@ -23,12 +26,34 @@ from pipectl.cli.options import (
     refuse,
 )
 from pipectl.cli.views.plan import assumption_lines
-from pipectl.jobs.lab_plan import Balanced, adapt, plan_balance
-from pipectl.jobs.plan_answers import Deadline, gather
+from pipectl.errors import InfeasibleError, PipectlError, UsageError
+from pipectl.plan import Plan, Replication
+from pipectl.planner import PlanRequest
+from pipectl.planner.balance.balance import balance
+from pipectl.planner.balance.load_model import Balance, BalanceRequest
+from pipectl.planner.baselines import NAMES, OWN
+from pipectl.planner.explain.what_if import with_bandwidth, with_ranks, with_slower_links
+from pipectl.planner.graph.imported import folded, prepared
+from pipectl.planner.judge import plan_of_stages
 from pipectl.profile import Profile
-from pipectl.units import format_time, parse_bytes, parse_duration, plural
+from pipectl.units import (
+    did_you_mean,
+    format_bytes,
+    format_time,
+    parse_bytes,
+    parse_duration,
+    plural,
+)
 
-PLANNER = "pipectl"
+_TECHNIQUES: dict[str, dict[str, Any]] = {
+    "replicas": {"replicas": None, "replication": Replication.WHOLE},
+    "split": {"replicas": None, "replication": Replication.SPLIT},
+    "recompute": {"recompute": None, "blocks": None},
+    "offload": {"offload": None},
+    "pipefb": {"backward_apart": None},
+    "schedules": {"every_schedule": True},
+}
+"""Changes of the request that leave a technique to the planner. Split samples change results."""
 _BAR = 24
 _BITS = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kMGT]?)bit\s*")
 _PREFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -56,7 +81,7 @@ def command(
     objective: Annotated[Objective, flag("What makes a plan good.")] = Objective.STEP_TIME,
     planner: Annotated[
         str, option("NAME", "dapple, pipedream, …: plan as others do, to compare.")
-    ] = PLANNER,
+    ] = OWN,
     profile_file: plan_command.ProfileFile = None,
     cluster: plan_command.ClusterFile = None,
     devices: plan_command.Devices = None,
@@ -92,46 +117,176 @@ def command(
         refuse({"--scheduler": scheduler}, "needs a JOB.yaml")
     if objective is Objective.MAX_STAGE_LOAD:
         of_steps = {"--nodes": nodes, "--explain": explain, "-o": output_file, "--svg": svg}
-        of_steps |= {"--planner": planner != PLANNER, "--allow": allow}
+        of_steps |= {"--planner": planner != OWN, "--allow": allow}
         refuse(of_steps, f"is not used with --objective {objective}")
-    if planner != PLANNER:
+    if planner != OWN:
         refuse({"--allow": allow}, f"{planner} chooses by its own rules")
     changes = list(overrides or ())
     if memory_limit is not None:
         changes.append(f"pipeline.memory_limit={memory_limit}")
     of_one_plan = {"--devices": devices, "-o": output_file, "--svg": svg, "--explain": explain}
     counts = plan_command.node_counts(nodes, of_one_plan)
-    inputs = gather(
+    inputs = plan_command.gather(
         job, profile_file, changes, scheduler=scheduler, cluster=cluster, devices=devices,
         nodes=counts, new_micro_batches=True,
     )  # fmt: skip
+    _check_planner(planner, inputs.request)
     techniques = [name.strip() for text in allow or () for name in text.split(",")]
-    inputs = adapt(
-        inputs,
-        planner=planner,
-        techniques=techniques,
-        bandwidth_bytes_per_s=bandwidth,
-        communication_scale=communication_scale,
-    )
+    inputs = with_links(allow_techniques(inputs, techniques), bandwidth, communication_scale)
     for warning in inputs.warnings:
         warn(warning)
-    deadline = Deadline(budget)
+    search = PlanSearch(planner, budget)
     if objective is Objective.MAX_STAGE_LOAD:
-        with plan_command.stop_at_interrupt(deadline):
-            balanced = plan_balance(inputs, deadline, bandwidth, communication_scale)
+        with search.interruptible():
+            balanced = plan_balance(inputs, search, bandwidth, communication_scale)
         if as_json:
-            say_json({**balanced.to_json(), "cut_short": deadline.cut_short})
+            say_json({**balanced.to_json(), "cut_short": search.cut_short})
         else:
             output().print(_balance_view(balanced, inputs.profile))
         return
     inputs = inputs.fold()
     if counts is not None:
-        plan_command.compare_nodes(inputs, counts, deadline, as_json=as_json)
+        plan_command.compare_nodes(inputs, counts, search, as_json=as_json)
     else:
         plan_command.show_step(
-            inputs, deadline,
-            explain=explain, output_file=output_file, svg=svg, as_json=as_json,
+            inputs, search,
+            explained=explain, output_file=output_file, svg=svg, as_json=as_json,
         )  # fmt: skip
+
+
+def _check_planner(planner: str, request: PlanRequest) -> None:
+    if planner not in NAMES:
+        raise UsageError(
+            f"--planner: there is no planner {planner!r}{did_you_mean(planner, NAMES)}",
+            cure=f"one of: {', '.join(NAMES)}",
+        )
+    if planner != OWN and request.listed is not None:
+        raise UsageError(
+            f"--planner {planner}: chooses a schedule, but the job has {request.listed.name}",
+            cure="leave --planner out, or set pipeline.schedule: auto",
+        )
+
+
+def allow_techniques(inputs: PlanInputs, names: Sequence[str]) -> PlanInputs:
+    """The inputs with techniques that the planner may choose although the job has not asked.
+
+    Raises:
+        UsageError: there is no technique of a name.
+    """
+    request = inputs.request
+    for name in names:
+        if name not in _TECHNIQUES:
+            raise UsageError(
+                f"--allow: there is no technique {name!r}{did_you_mean(name, list(_TECHNIQUES))}",
+                cure=f"any of: {', '.join(_TECHNIQUES)}",
+            )
+        request = replace(request, **_TECHNIQUES[name])
+    if {"replicas", "split"} <= set(names):
+        request = replace(request, replication=None)
+    return replace(inputs, request=request)
+
+
+def with_links(
+    inputs: PlanInputs, bandwidth_bytes_per_s: float | None, scale: float | None
+) -> PlanInputs:
+    """The inputs with other links, for a plan that is not the job's.
+
+    Args:
+        bandwidth_bytes_per_s: of every link.
+        scale: how many times as long every message takes.
+    """
+    cluster = inputs.cluster
+    if bandwidth_bytes_per_s is not None:
+        cluster = with_bandwidth(cluster, bandwidth_bytes_per_s)
+    if scale is not None:
+        cluster = with_slower_links(cluster, scale)
+    if cluster is inputs.cluster:
+        return inputs
+    return replace(inputs, request=replace(inputs.request, key=None), cluster=cluster)
+
+
+@dataclass(frozen=True)
+class Balanced:
+    """Stages whose largest load is as small as possible: the objective of related work.
+
+    Args:
+        plan: these stages with 1F1B, one device per stage.
+    """
+
+    request: BalanceRequest
+    balance: Balance
+    planning_s: float
+    plan: Plan
+
+    def to_json(self) -> dict[str, Any]:
+        """The documented object."""
+        return {
+            "objective": "max-stage-load",
+            "value_s": self.balance.value_s,
+            "lower_bound_s": self.balance.lower_bound_s,
+            "gap": self.balance.gap,
+            "exact": self.balance.exact,
+            "planning_s": self.planning_s,
+            "accelerators": self.request.devices,
+            "memory_limit_bytes": self.request.memory_limit_bytes,
+            "bandwidth_bytes_per_s": self.request.bandwidth_bytes_per_s,
+            "communication_scale": self.request.communication_scale,
+            "stages": [
+                {
+                    "nodes": list(stage.nodes),
+                    "replicas": 1,
+                    "devices": [index],
+                    "device": "acc",
+                    "load_s": stage.load_s,
+                }
+                for index, stage in enumerate(self.balance.stages)
+            ],
+            "predicted": self.plan.to_json()["prediction"],
+            "assumptions": list(self.plan.assumptions),
+        }
+
+
+def plan_balance(
+    inputs: PlanInputs,
+    search: PlanSearch,
+    bandwidth_bytes_per_s: float | None = None,
+    communication_scale: float | None = None,
+) -> Balanced:
+    """Search the stages with the smallest largest load, and predict a step in them.
+
+    Args:
+        bandwidth_bytes_per_s, communication_scale: as for :func:`with_links`. What values cost
+            counts if the bandwidth is given, by a cluster file or here.
+
+    Raises:
+        InfeasibleError: no partition fits into the memory.
+        PipectlError: time was up before any was found.
+    """
+    cluster, request, profile = inputs.cluster, inputs.request, prepared(inputs.profile)
+    counts = bandwidth_bytes_per_s is not None or inputs.cluster_file is not None
+    devices = BalanceRequest(
+        devices=cluster.ranks,
+        memory_limit_bytes=request.memory_limit_bytes,
+        # the scale of messages is in it already
+        bandwidth_bytes_per_s=cluster.widest_link.bandwidth_bytes_per_s if counts else None,
+        communication_scale=communication_scale or 1.0,
+    )
+    search.restart()
+    result = balance(profile, devices, search.expired)
+    planning_s = search.elapsed_s
+    if result is None and search.cut_short:
+        raise PipectlError("planning was ended before any plan was found", cure="allow more time")
+    if result is None:
+        limit = devices.memory_limit_bytes
+        within = "" if limit is None else f" of {format_bytes(limit)} each"
+        raise InfeasibleError(
+            f"no feasible plan: no partition fits on {devices.devices} devices{within}",
+            cure=f"give {request.named('ranks')}, or a larger {request.named('memory_limit')}",
+        )
+    stages = [stage.nodes for stage in result.stages]
+    machines = with_ranks(cluster, len(stages))
+    plan = plan_of_stages(folded(profile, stages), machines, request, stages)
+    return Balanced(devices, result, planning_s, plan)
 
 
 def _balance_view(balanced: Balanced, profile: Profile) -> RenderableType:

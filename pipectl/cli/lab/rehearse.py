@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import TYPE_CHECKING, Any
 
 from pipectl.batch import LOCAL
 from pipectl.cli.console import note, say, say_json, short_path, warn
@@ -11,13 +15,29 @@ from pipectl.cli.follow import follow_or_exit
 from pipectl.cli.options import JobFile, Json, Overrides, SchedulerOption, Wait
 from pipectl.cli.progress import profiling_progress
 from pipectl.cli.views.submission import print_notes, submission_json
-from pipectl.jobs.job import warning_of_code
-from pipectl.jobs.rehearse import RehearsalResult, prepare_rehearsal, result_of, seconds_of
+from pipectl.errors import UsageError
+from pipectl.jobs.job import Job, Work, choose_scheduler, make_job, warning_of_code
+from pipectl.jobs.job_files import profile_path
+from pipectl.jobs.prepare import prepare
 from pipectl.jobs.submit import submit
-from pipectl.runs import as_typed
+from pipectl.plan import Plan
+from pipectl.rehearsal import Rehearsal
+from pipectl.runs import REHEARSAL, RunDirectory, as_typed, read_metrics
 from pipectl.spec import load
-from pipectl.units import format_time
+from pipectl.units import format_time, plural
 
+if TYPE_CHECKING:
+    from pipectl.profiler.progress import Progress
+    from pipectl.spec import JobSpec
+
+WORKER = "pipectl.runtime.rehearsal"
+_START_S = 300
+"""Walltime beyond the steps."""
+_OVERSUBSCRIBE = {
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+}
+"""Open MPI starts no more ranks than cores unless told so."""
 _SHARED = 0.005
 """Of the step: what shared cores and links add that is worth a line."""
 
@@ -32,29 +52,28 @@ def command(
     spec = load(job, overrides or ())
     warn(warning_of_code(spec, job))
     with profiling_progress() as progress:
-        planned = prepare_rehearsal(spec, scheduler, progress)
+        planned, rehearsal = prepare_rehearsal(spec, scheduler, progress)
     print_notes([planned])
     (submission,) = submit([planned], time.time())
-    run, record, rehearsal = submission.run, submission.record, planned.work.rehearsal
-    assert rehearsal is not None
-    steps = f"{rehearsal.steps} step{'s' if rehearsal.steps > 1 else ''}"
+    run, record = submission.run, submission.record
     note(
-        f"rehearsing {record.ranks} ranks ({record.scheduler}): {steps} in about "
-        f"{format_time(seconds_of(rehearsal))}, times stretched by {rehearsal.stretch:g}"
+        f"rehearsing {record.ranks} ranks ({record.scheduler}): {plural(rehearsal.steps, 'step')} "
+        f"in about {format_time(_seconds_of(rehearsal))}, times stretched by {rehearsal.stretch:g}"
     )
-    if wait or record.scheduler == LOCAL:
-        follow_or_exit(run, as_json=as_json)
-        result = result_of(run)
+    if not wait and record.scheduler != LOCAL:
         if as_json:
-            say_json({"run": run.name, **result.to_json()})
-            return
-        for line in _lines(result):
-            say(line)
-        say(f"timelines: {short_path(run.trace)}")
-    elif as_json:
-        say_json(submission_json(run, record))
-    else:
-        say(f"see: pipectl status {as_typed(run)}")
+            say_json(submission_json(run, record))
+        else:
+            say(f"see: pipectl status {as_typed(run)}")
+        return
+    follow_or_exit(run, as_json=as_json)
+    result = result_of(run)
+    if as_json:
+        say_json({"run": run.name, **result.to_json()})
+        return
+    for line in _lines(result):
+        say(line)
+    say(f"timelines: {short_path(run.trace)}")
 
 
 def _lines(result: RehearsalResult) -> Iterator[str]:
@@ -73,3 +92,113 @@ def _lines(result: RehearsalResult) -> Iterator[str]:
             f"the latest rank was {format_time(result.late_s)} late (in the plan's time): this "
             "machine was busy, or has too few cores for so many ranks"
         )
+
+
+@dataclass(frozen=True)
+class RehearsalResult:
+    """The result of a rehearsal; times are those of the plan, not stretched.
+
+    Args:
+        steps_s: of every step.
+        late_s: the most by which a rank came too late, of the step that was latest.
+    """
+
+    plan: Plan
+    rehearsal: Rehearsal
+    steps_s: tuple[float, ...]
+    late_s: float
+
+    @property
+    def step_s(self) -> float:
+        """Median."""
+        return median(self.steps_s)
+
+    @property
+    def ratio(self) -> float:
+        """Rehearsed over predicted step time."""
+        return self.step_s / self.rehearsal.predicted_s
+
+    def to_json(self) -> dict[str, Any]:
+        """For ``--json``."""
+        predicted = self.plan.prediction
+        return {
+            "ranks": self.plan.ranks,
+            "predicted_step_time_s": self.rehearsal.predicted_s,
+            "rehearsed_step_time_s": self.step_s,
+            "rehearsed_over_predicted": self.ratio,
+            "planned_step_time_s": None if predicted is None else predicted.step_time_s,
+            "steps_s": list(self.steps_s),
+            "stretch": self.rehearsal.stretch,
+            "message_share": self.rehearsal.message_share,
+            "late_s": self.late_s,
+        }
+
+
+def prepare_rehearsal(
+    spec: JobSpec, scheduler: str | None, progress: Progress
+) -> tuple[Job, Rehearsal]:
+    """All ranks of the plan that a job would run, on this machine unless a scheduler is named.
+
+    Raises:
+        UsageError: a job for a batch system has no profile yet.
+        PipectlError: no plan fits, or a file cannot be used.
+    """
+    (planned,) = prepare(spec, None, progress, must_run=False)
+    plan, cluster = planned.plan, planned.cluster
+    if plan is None or cluster is None:
+        raise UsageError(
+            f"{profile_path(spec)}: no fresh profile, so there is no plan to rehearse",
+            cure="measure the model first: pipectl profile --submit JOB.yaml",
+        )
+    from pipectl.simulate.rehearsing import rehearsal_of
+
+    ranks_per_core = 1.0
+    if (scheduler := scheduler or LOCAL) == LOCAL:
+        spec = _on_this_machine(spec)
+        ranks_per_core = plan.ranks / len(os.sched_getaffinity(0))
+    rehearsal = rehearsal_of(plan, cluster, ranks_per_core)
+    limit_s = int(_START_S + 2 * _seconds_of(rehearsal))
+    work = Work(
+        kind=REHEARSAL,
+        suffix="-rehearsal",
+        program=("-m", "mpi4py", "-m", WORKER, "--run"),
+        steps=rehearsal.steps,
+        rehearsal=rehearsal,
+        resources={"walltime": min(spec.resources.walltime, limit_s), "gpus_per_node": 0},
+    )
+    job = make_job(spec, scheduler, work)
+    return replace(job, cluster=cluster, plan=plan, warning=planned.warning), rehearsal
+
+
+def result_of(run: RunDirectory) -> RehearsalResult:
+    """What a rehearsal that is over measured."""
+    lines = list(read_metrics(run))
+    return RehearsalResult(
+        plan=Plan.load(run.plan),
+        rehearsal=Rehearsal.load(run.rehearsal),
+        steps_s=tuple(line["step_time_s"] for line in lines),
+        late_s=max(line["late_s"] for line in lines),
+    )
+
+
+def _seconds_of(rehearsal: Rehearsal) -> float:
+    return rehearsal.steps * rehearsal.stretch * rehearsal.predicted_s
+
+
+def _on_this_machine(spec: JobSpec) -> JobSpec:
+    """The job with all ranks started here, however few cores there are."""
+    launch, environment = spec.launch, spec.environment
+    ours = choose_scheduler(spec) == LOCAL
+    changes = {
+        "bind": "none",
+        "launcher": "mpiexec",
+        "mpi": "auto" if launch.launcher == "srun" else launch.mpi,
+        "args": launch.args if ours else (),
+    }
+    variables = {"variables": {**environment.variables, **_OVERSUBSCRIBE}}
+    return spec.model_copy(
+        update={
+            "launch": launch.model_copy(update=changes),
+            "environment": environment.model_copy(update=variables),
+        }
+    )

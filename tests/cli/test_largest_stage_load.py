@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from pipectl.cli.commands.plan import PlanSearch, gather
+from pipectl.cli.lab.plan import Balanced, plan_balance, with_links
 from pipectl.errors import InfeasibleError, PipectlError
-from pipectl.jobs.lab_plan import Balanced, adapt, plan_balance
-from pipectl.jobs.plan_answers import Deadline, gather
 
 WORKLOADS = os.environ.get("PIPECTL_WORKLOADS")
 
@@ -22,7 +22,7 @@ def balanced(
     *settings: str,
     devices: int | None = None,
     links: tuple[float | None, float | None] = (None, None),
-    deadline: Deadline | None = None,
+    search: PlanSearch | None = None,
     changes: dict[str, object] | None = None,
 ) -> Balanced:
     """Of a chain of three operators of 1, 2 and 3 s.
@@ -44,12 +44,8 @@ def balanced(
     document = {"version": 1, "name": "chain", "micro_batch_size": 2, "nodes": nodes}
     document |= {"edges": [["n1", "n2"], ["n2", "n3"]], **(changes or {})}
     Path("p.json").write_text(json.dumps(document))
-    inputs = adapt(
-        gather(None, Path("p.json"), settings, devices=devices),
-        bandwidth_bytes_per_s=links[0],
-        communication_scale=links[1],
-    )
-    return plan_balance(inputs, deadline or Deadline(), *links)
+    inputs = with_links(gather(None, Path("p.json"), settings, devices=devices), *links)
+    return plan_balance(inputs, search or PlanSearch(), *links)
 
 
 def test_the_best_cut_of_a_chain():
@@ -89,10 +85,10 @@ def test_no_partition_fits():
 
 
 def test_no_time_at_all():
-    deadline = Deadline()
-    deadline.interrupt()
+    search = PlanSearch()
+    search.interrupted = True
     try:
-        found = balanced(devices=2, deadline=deadline)
+        found = balanced(devices=2, search=search)
     except PipectlError as error:
         assert "before any plan was found" in error.message  # noqa: PT017 - either is an answer
     else:
@@ -118,5 +114,5 @@ def test_the_documented_keys():
 def test_a_known_optimum_as_the_file_ships_it():
     path = Path(str(WORKLOADS)) / "dnnpart-throughput-layer-bert24_training.json"
     known = json.loads(path.read_text())["best_known"][0]["value"]
-    found = plan_balance(gather(None, path.absolute()), Deadline())
+    found = plan_balance(gather(None, path.absolute()), PlanSearch())
     assert found.balance.value_s == pytest.approx(known, rel=1e-9)

@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 from pipectl.capture.job import Traits
-from pipectl.jobs.verify import expect, why_no_process
+from pipectl.cli.lab import verify
+from pipectl.cli.lab.verify import expect
 from pipectl.plan import Plan
 
 
@@ -56,13 +57,26 @@ def test_plans_differ_in_no_bit_on_cpus_whatever_the_model(
     assert expect(spec(), everything, plan, "why")[0][0].startswith("why: ")
 
 
-def test_two_plans_are_compared_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = SimpleNamespace(available=3 << 30)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
-    for needed, expected in ((2 << 30, None), (4 << 30, "one process would need 4.00 GiB")):
-        alone: Any = SimpleNamespace(prediction=SimpleNamespace(peak_memory_bytes=(needed,)))
-        reason = why_no_process(spec(), lambda alone=alone: alone)
-        assert (reason and reason[:31]) == expected
+@pytest.mark.parametrize(
+    ("needed", "reason"), [(2 << 30, None), (4 << 30, "one process would need 4.00 GiB, and 3.")]
+)
+def test_two_plans_are_compared_if_memory_is_short(
+    monkeypatch: pytest.MonkeyPatch, needed: int, reason: str | None
+) -> None:
+    other = SimpleNamespace(
+        prediction=SimpleNamespace(peak_memory_bytes=(needed,)), ranks=3, stages="abc"
+    )
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=3 << 30))
+    monkeypatch.setattr(verify, "_like", lambda *_, **__: None)
+    monkeypatch.setattr(verify, "_prepare", lambda _: ("job", other))
+    plan: Any = SimpleNamespace(ranks=2)
+    why, job, words = verify.choose_reference(spec(), plan, traits(), two_plans=False)
+    assert (why and why[:39]) == reason
+    assert (job, words) == (
+        (None, "one plain PyTorch process")
+        if reason is None
+        else ("job", "another plan: 3 ranks, 3 stages")
+    )
 
 
 def test_replicas_are_compared_within_rounding(
