@@ -30,7 +30,7 @@ from pipectl.batch import (
 from pipectl.errors import Problem, SchedulerError, SpecError, UsageError
 from pipectl.jobs.job_files import find_cluster
 from pipectl.plan import OffloadTarget
-from pipectl.runs import TRAINING, SweepDirectory, stem_of
+from pipectl.runs import TRAINING, RunDirectory, SweepDirectory, read_starts, stem_of
 
 if TYPE_CHECKING:
     from pipectl.cluster import Cluster
@@ -186,6 +186,10 @@ def make_request(
         to_disk = plan.offload_to is OffloadTarget.DISK
         offloads = to_disk and any(stage.offload for stage in plan.stages)
     variables = {**(TIGHT_HEAP if offloads else {}), **spec.environment.variables}
+    checkpoint = spec.checkpoint
+    if requeues := checkpoint.max_requeues:  # as often as for a new run
+        starts = read_starts(RunDirectory(directory))
+        checkpoint = checkpoint.model_copy(update={"max_requeues": starts + requeues})
     request = JobRequest(
         name=job.name,
         tag=tag or f"{directory.name} {uuid.uuid4().hex[:8]}",
@@ -197,7 +201,7 @@ def make_request(
         environment=spec.environment,
         slurm=spec.slurm,
         pbs=spec.pbs,
-        checkpoint=spec.checkpoint if work.kind == TRAINING else None,
+        checkpoint=checkpoint if work.kind == TRAINING else None,
         alone=work.alone,
         prepare=(python, "-m", IN_JOB, str(directory)) if job.prepares else (),
         binds=() if spec.container is None else _binds(spec, directory.parent, work.output),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from pipectl.batch import LOCAL, MpiChoice
 from pipectl.errors import MismatchError, PipectlError
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from pipectl.jobs.profiles import Measurement
     from pipectl.profiler.progress import Progress
     from pipectl.spec import JobSpec
-
-T = TypeVar("T")
 
 
 def prepare(
@@ -65,51 +63,42 @@ def prepare(
             choices[settings] = job.mpi_choice
             jobs.append(replace(job, values=values))
 
-    def find_profile(job: Job, save: bool) -> tuple[Profile | None, Measurement | None]:
-        return _find_profile(job, progress, save, make_missing, must_run)
-
-    def find_plan(job: Job, save: bool) -> Plan | None:
-        return _find_plan(job, progress, save, make_missing, must_run)
-
     # All profiles come first: what a process holds while it measures counts as memory of a rank,
     # and the planner is large.
-    profiled_jobs = []
-    for job, (profile, measurement) in _once_per_key(spec, jobs, profile_key, find_profile):
-        cluster, prepares = job.cluster, profile is None and name != LOCAL
+    profiles: dict[str, tuple[Profile | None, Measurement | None]] = {}
+    own_key = profile_key(spec) if points else ""
+    for index, job in enumerate(jobs):
+        with _name_values_in_errors(job.values):
+            key = profile_key(job.spec) if points else ""
+            if key not in profiles:
+                is_own = key == own_key
+                profiles[key] = _find_profile(job, progress, is_own, make_missing, must_run)
+        profile, measurement = profiles[key]
+        prepares, cluster = profile is None and name != LOCAL, job.cluster
         if profile is not None and cluster is not None:
             profile, cluster = join_rows(profile, cluster)
-        job = replace(job, cluster=cluster, prepares=prepares)
-        profiled_jobs.append(replace(job, profile=profile, measurement=measurement))
-    return [
-        replace(job, plan=plan)
-        for job, plan in _once_per_key(spec, profiled_jobs, plan_key, find_plan)
-    ]
-
-
-def _once_per_key(
-    spec: JobSpec,
-    jobs: Sequence[Job],
-    key_of: Callable[[JobSpec], str],
-    find: Callable[[Job, bool], T],
-) -> Iterator[tuple[Job, T]]:
-    """Every job with what ``find(job, save)`` returns for the first job of the same key.
-
-    ``save`` is whether the key is that of ``spec``, the job without the values of its sweep.
-    """
-    own_key = None if jobs[0].values is None else key_of(spec)
-    results: dict[str, T] = {}
-    for job in jobs:
+        jobs[index] = replace(
+            job, profile=profile, measurement=measurement, cluster=cluster, prepares=prepares
+        )
+    plans: dict[str, Plan | None] = {}
+    own_key = plan_key(spec) if points else ""
+    for index, job in enumerate(jobs):
         with _name_values_in_errors(job.values):
-            key = "" if job.values is None else key_of(job.spec)
-            if key not in results:
-                results[key] = find(job, job.values is None or key == own_key)
-        yield job, results[key]
+            key = plan_key(job.spec) if points else ""
+            if key not in plans:
+                plans[key] = _find_plan(job, progress, key == own_key, make_missing, must_run)
+        jobs[index] = replace(job, plan=plans[key])
+    return jobs
 
 
 def _find_profile(
     job: Job, progress: Progress | None, save: bool, make: bool, must_run: bool
 ) -> tuple[Profile | None, Measurement | None]:
-    """The saved profile if that is fresh, else one that is measured now and how it was measured."""
+    """The saved profile if that is fresh, else one that is measured now and how it was measured.
+
+    Args:
+        save: whether a new one is written to its file.
+    """
     path = profile_path(job.spec)
     profile = fresh_profile(job.spec, path)
     if profile is None and make and job.scheduler == LOCAL:

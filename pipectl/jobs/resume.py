@@ -68,7 +68,7 @@ def resume(
             )
         if not trust_owner:
             refuse_code_of_others(load(run.job, overrides, check_files=False), run.job)
-        before, spec = load(run.job), load(run.job, overrides)
+        before, spec = load(run.job), load_run(run, overrides)
         if state is JobState.COMPLETED and spec.training.steps <= record.steps:
             raise UsageError(
                 f"{run.name}: is complete, step {record.steps} of {record.steps}",
@@ -76,9 +76,8 @@ def resume(
                 f"--set training.steps={2 * record.steps}",
             )
         _check_unchanged(run, record, before, spec)
-        job = replace(make_job(load_run(run, overrides), record.scheduler), spec=spec)
         plan = Plan.load(run.plan) if run.plan.exists() else None
-        job = _plan_again(run, before, job, overrides, plan)
+        job = _plan_again(run, before, make_job(spec, record.scheduler), overrides, plan)
         job = replace(job, prepares=job.plan is None)
         replanned = job.plan != plan
         return _submit_again(run, job, record, now, replanned=replanned), replanned
@@ -120,9 +119,8 @@ def _check_unchanged(run: RunDirectory, record: Record, before: JobSpec, spec: J
         )
     old, new = (job.model.resolve(job.base) for job in (before, spec))
     key = "model.factory" if old != new else "model.kwargs"
-    if (old != new or before.model.kwargs != spec.model.kwargs) and last_checkpoint(
-        run
-    ) is not None:
+    changes = old != new or before.model.kwargs != spec.model.kwargs
+    if changes and last_checkpoint(run) is not None:
         raise UsageError(
             f"{run.name}: {key} has changed, but its checkpoints are of the model as it was",
             cure="leave that out, or submit the other model as a run of its own; it may begin with "
@@ -155,7 +153,7 @@ def _plan_again(
     like_before = before.model_copy(update={"model": spec.model, "loss": spec.loss})
     same_model = is_fresh(like_before, profile)
     if spec.pipeline.micro_batches is None and (same_model or last_checkpoint(run) is not None):
-        spec = load(run.job, [*overrides, f"pipeline.micro_batches={plan.micro_batches}"])
+        spec = load_run(run, [*overrides, f"pipeline.micro_batches={plan.micro_batches}"])
     if not same_model:
         return replace(job, spec=spec)
     if profile.key is not None:  # that of the job from here on, so that later changes are seen
@@ -173,13 +171,9 @@ def _submit_again(
 ) -> Submission:
     """Hand the run over, without what its earlier start left; or leave it as it was."""
     starts = read_starts(run)
-    new = Submission.new(run, job, now)
-    again = replace(new.record, name=record.name, history=record.history, sweep=record.sweep)
-    new = replace(new, record=again.after(now, "submitting", detail="resumed"))
-    requeues = job.spec.checkpoint.max_requeues
-    if requeues:  # as often as for a new run
-        request = new.request.update(checkpoint={"max_requeues": starts + requeues})
-        new = replace(new, request=request)
+    record = record.after(now, "submitting", detail="resumed")
+    kept = {"name": record.name, "history": record.history, "sweep": record.sweep}
+    new = Submission.new(run, job, now, **kept)
     # What the earlier start reported says nothing of the run while it waits.
     old_reports = [run.exit_code, run.resubmitted, run.stopped, run.requeue_error]
     if job.plan is None:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipectl.batch import JobRequest, JobState, Template, get_scheduler, render_variables
 from pipectl.batch.process import NoAnswerError
@@ -59,12 +59,18 @@ class Submission:
 
     @classmethod
     def new(
-        cls, run: RunDirectory, job: Job, now: float, after: tuple[str, ...] = ()
+        cls,
+        run: RunDirectory,
+        job: Job,
+        now: float,
+        after: tuple[str, ...] = (),
+        **fields_of_record: Any,
     ) -> Submission:
         """A submission that has not reached the batch system.
 
         Args:
             after: ids of the jobs that must have completed before this one starts.
+            fields_of_record: other values of the record than those of a single job.
         """
         request, steps = make_request(job, run.path, after=after), job.work.steps
         record = Record(
@@ -77,7 +83,7 @@ class Submission:
             steps=job.spec.training.steps if steps is None else steps,
             kind=job.work.kind,
         )
-        return cls(run, job, request, record)
+        return cls(run, job, request, replace(record, **fields_of_record))
 
 
 @dataclass
@@ -161,12 +167,10 @@ def submit(
         sweep.save(Members(request.tag, tuple(run.name for run in runs), at_once))
         submissions = []
         for index, (job, run) in enumerate(zip(jobs, runs, strict=True)):
-            submission = Submission.new(run, job, now)
             # what JSON does not know, such as infinity, is recorded as text
             values = json.loads(json.dumps(dict(job.values or {})), parse_constant=str)
-            setting = Setting(sweep.name, values)
-            record = replace(submission.record, tag=request.tag, sweep=setting, task=index)
-            submissions.append(replace(submission, record=record))
+            of_sweep = {"tag": request.tag, "sweep": Setting(sweep.name, values), "task": index}
+            submissions.append(Submission.new(run, job, now, **of_sweep))
         return hand_over(submissions, rollback, (sweep, request))
 
 
