@@ -107,9 +107,10 @@ def describe_error(error: BaseException, cure: str | None = None) -> dict[str, A
         cure: of one that has none itself.
     """
     own_error = error if isinstance(error, PipectlError) else None
+    documented = (kind for kind in type(error).__mro__ if kind.__module__ == "pipectl.errors")
     return {
         "host": socket.gethostname(),
-        "type": type(error).__name__,
+        "type": next(documented, type(error)).__name__,
         "message": own_error.message if own_error else str(error) or "no message",
         "cure": own_error.cure if own_error else cure,
         "traceback": "".join(traceback.format_exception(error)),

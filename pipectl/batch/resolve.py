@@ -16,7 +16,7 @@ from pipectl.units import format_time
 _SUBMIT_GRACE_S = 60.0
 _MIN_FRESH_S, _FRESH_STEPS = 60.0, 3
 """How old a heartbeat may be: one is written after each step."""
-_STOPPED = "stopped at a checkpoint; pipectl resume goes on"
+_STOPPED = "stopped at a checkpoint; `pipectl resume RUN` continues from it"
 
 
 @dataclass(frozen=True)

@@ -183,7 +183,7 @@ def check_alike(
             f"step {step}: the replicas of stage {stage} no longer hold the same weights: "
             f"{name!r}; {who}",
             cure="a model, loss or optimizer that does something else on every rank does this, and "
-            "so does a node that computes wrongly; pipectl resume goes on from the last "
+            "so does a node that computes wrongly; `pipectl resume RUN` continues from the last "
             "checkpoint, before which replicas were compared, too",
         )
     barrier(group)

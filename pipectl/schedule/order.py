@@ -112,6 +112,15 @@ class Placement(StrEnum):
         needed = stages // 2 if self is Placement.V_SHAPED else min(stages, ranks)
         return self.ranks(stages, needed) if needed <= ranks else None
 
+    def misfit(self, stages: int, ranks: int) -> str:
+        """What to say of stages that do not fit on ranks."""
+        words = {
+            Placement.STRAIGHT: "need as many ranks",
+            Placement.ROUND: f"cannot go round over {ranks} ranks",
+            Placement.V_SHAPED: f"cannot lie in a V over {ranks} ranks",
+        }
+        return f"{stages} stages {words[self]}"
+
 
 @dataclass(frozen=True)
 class Staleness:

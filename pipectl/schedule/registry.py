@@ -99,9 +99,8 @@ def default_ranks(schedule: str, stages: int, ranks: int | None = None) -> tuple
         ranks = ceil(stages / 2)
     found = placement.ranks(stages, ranks)
     if found is None:
-        lie = "do not go round over" if placement is Placement.ROUND else "do not lie in a V over"
         raise ScheduleError(
-            f"schedule {schedule}: {stages} stages {lie} {ranks} ranks",
+            f"schedule {schedule}: {placement.misfit(stages, ranks)}",
             cure=f"give every rank {_EXAMPLES[placement].split(':')[0]}",
         )
     return found

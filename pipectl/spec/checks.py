@@ -76,21 +76,19 @@ def _check_ranks(pipeline: Pipeline, resources: Resources) -> Iterator[Finding]:
         fault = "frees nothing on ranks that compute on the CPU, in the host's memory; write disk"
         yield ("pipeline", "offload"), fault
     schedule = _built_in(pipeline)
-    if stages is None or (schedule is None and name is not None):
+    if stages is None or (schedule is None and (name is not None or stages <= ranks)):
         return
-    placement = None if schedule is None else schedule.placement
-    if (stages <= ranks) if placement is None else placement.fit(stages, ranks):
-        return
-    if placement == "round":
-        fault = f"{stages} stages cannot go round over {ranks} ranks"
-        yield _STAGES, f"{fault}; schedule {name} takes a multiple of them"
-    elif placement == "v":
-        fault = f"{stages} stages cannot lie in a V over {ranks} ranks"
-        yield _STAGES, f"{fault}; schedule {name} takes two per rank"
-    else:
-        product = f"{resources.nodes} x {resources.tasks_per_node}"
-        fault = f"{stages} stages need as many ranks"
-        yield _STAGES, f"{fault}; resources give nodes x tasks_per_node = {product}"
+    from pipectl.schedule.order import Placement
+
+    placement = Placement.STRAIGHT if schedule is None else schedule.placement
+    if not placement.fit(stages, ranks):
+        hints = {
+            Placement.STRAIGHT: "resources give nodes x tasks_per_node = "
+            f"{resources.nodes} x {resources.tasks_per_node}",
+            Placement.ROUND: f"schedule {name} takes a multiple of them",
+            Placement.V_SHAPED: f"schedule {name} takes two per rank",
+        }
+        yield _STAGES, f"{placement.misfit(stages, ranks)}; {hints[placement]}"
 
 
 def _check_warm_up(pipeline: Pipeline) -> Iterator[Finding]:

@@ -20,8 +20,11 @@ BYE, FAILING = b"\xfe", b"\xfd"
 numbers of signals to the same pipe, and the stack when it crashes."""
 LIVES, STOPPED, FAILS, FAILED, DIED, LEFT = "lives", "stopped", "fails", "failed", "died", "left"
 """A rank in ``FAILS`` or ``FAILED`` reports its error itself; a rank in ``DIED`` has not."""
-RESUME = "pipectl resume goes on from the last checkpoint"
-_MEMORY = "set pipeline.memory_limit below what a rank gets, and plan again; pipectl resume goes on"
+RESUME = "`pipectl resume RUN` continues from the last checkpoint"
+_MEMORY = (
+    "resume it with a memory limit below what a rank gets: "
+    "pipectl resume RUN --set pipeline.memory_limit=SIZE"
+)
 _END_SIGNALS = (bytes([signal.SIGTERM]), bytes([signal.SIGINT]))
 _END_SIGNAL_S = 1.0
 """A rank that ends so soon after SIGTERM ended because of it; a later end has another cause."""

@@ -200,7 +200,7 @@ if ((code == 0)) && [[ -e "$PIPECTL_RUN_DIRECTORY/stopped" ]]; then
                 mv -f "$PIPECTL_RUN_DIRECTORY/resubmitted.tmp" "$PIPECTL_RUN_DIRECTORY/resubmitted"
         else
             cat "$PIPECTL_RUN_DIRECTORY/requeue_error" >&2
-            echo 'pipectl: this job may not submit another; pipectl resume goes on' >&2
+            echo 'pipectl: this job may not submit another; pipectl resume RUN continues' >&2
         fi
     fi
 fi

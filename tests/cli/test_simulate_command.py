@@ -129,7 +129,7 @@ def test_times_are_numbers_and_a_plan_has_its_own(
         (
             ("--schedule", "interleaved", "--stages", "3", "--micro-batches", "4"),
             3,
-            "3 stages do not go round over 2 ranks",
+            "3 stages cannot go round over 2 ranks",
         ),
         (("--schedule", "none.csv"), 2, "none.csv: cannot be read"),
         (("--schedule", "zb-v", "--stages", "3", "--micro-batches", "4"), 3, "3 stages"),

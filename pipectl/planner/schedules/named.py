@@ -277,21 +277,16 @@ def _places(request: PlanRequest, ranks: int, blocks: int) -> list[int]:
         stages -= stages % min(ranks, stages)
     places = placement.fit(stages, ranks)
     if places is None:
-        words, suitable = _UNSUITABLE[placement]
-        near = min(stages, ranks) if placement is Placement.ROUND else ranks
+        suitable = {
+            Placement.STRAIGHT: f"{ranks}",
+            Placement.ROUND: f"a multiple of {min(stages, ranks)}",
+            Placement.V_SHAPED: f"{2 * ranks}",
+        }
         raise InfeasibleError(
-            f"no feasible plan: {stages} stages {words.format(ranks=ranks)}",
-            cure=f"set pipeline.stages to {suitable.format(ranks=near, twice=2 * ranks)}, "
-            "or to auto",
+            f"no feasible plan: {placement.misfit(stages, ranks)}",
+            cure=f"set pipeline.stages to {suitable[placement]}, or to auto",
         )
     return list(places)
-
-
-_UNSUITABLE = {
-    Placement.STRAIGHT: ("need as many ranks, of {ranks}", "{ranks}"),
-    Placement.ROUND: ("cannot go round over {ranks} ranks", "a multiple of {ranks}"),
-    Placement.V_SHAPED: ("cannot lie in a V over {ranks} ranks", "{twice}"),
-}
 
 
 def one_rank_per_stage(cluster: Cluster, chunks: int) -> Cluster:
