@@ -20,8 +20,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from pipectl.cli.app import INTERRUPTED
 from pipectl.cli.console import errors, note, plain
-from pipectl.cli.failure import INTERRUPTED
 from pipectl.units import format_time
 
 if TYPE_CHECKING:

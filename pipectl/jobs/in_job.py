@@ -23,8 +23,8 @@ from pipectl.cluster import Cluster
 from pipectl.errors import PipectlError
 from pipectl.faults import describe_error, with_details
 from pipectl.files import write_json
-from pipectl.jobs.job import PERCENT
 from pipectl.jobs.job_files import fresh_profile, join_rows, load_run, plan_path, profile_path
+from pipectl.jobs.prepare import PERCENT
 from pipectl.jobs.profiles import measure
 from pipectl.plan import Plan
 from pipectl.printable import printable

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 from pipectl.batch import JobState
 from pipectl.errors import PipectlError, UsageError
 from pipectl.files import make_directory
-from pipectl.jobs.job import Job, choose_scheduler, make_job, refuse_code_of_others
 from pipectl.jobs.job_files import fresh_plan, is_fresh, join_rows, load_run
-from pipectl.jobs.recover import add_next_job, recover_locked
-from pipectl.jobs.state import get_status
+from pipectl.jobs.prepare import Job, choose_scheduler, make_job, refuse_code_of_others
+from pipectl.jobs.state import add_next_job, get_status, recover_locked
 from pipectl.jobs.submit import Rollback, Submission, hand_over
 from pipectl.plan import Plan
 from pipectl.profile import Profile

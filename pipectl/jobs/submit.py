@@ -4,7 +4,7 @@ Every submission (`submit`, sweeps, `resume`, rehearsals, runs that measure) mak
 :class:`Submission` for each run and calls :func:`hand_over` within a :class:`Rollback`. `hand_over`
 writes all files of the runs, calls the batch system, and records the job's id. Records are written
 before that call, so that a submission which is interrupted can be found again by its tag; see
-:mod:`pipectl.jobs.recover`.
+:mod:`pipectl.jobs.state`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from pipectl.batch import JobRequest, JobState, Template, get_scheduler, render_
 from pipectl.batch.process import NoAnswerError
 from pipectl.errors import PipectlError, UsageError
 from pipectl.files import write_text
-from pipectl.jobs.job import Job, make_array_request, make_request
-from pipectl.jobs.recover import refuse_duplicate
-from pipectl.jobs.state import get_statuses
+from pipectl.jobs.prepare import Job, make_array_request, make_request
+from pipectl.jobs.state import get_statuses, refuse_duplicate
 from pipectl.runs import (
     Members,
     Record,

@@ -13,7 +13,7 @@ from grammar import directives
 from pipectl.batch import MpiChoice, get_scheduler
 from pipectl.cli.console import say
 from pipectl.errors import SpecError
-from pipectl.jobs.job import make_job, make_request
+from pipectl.jobs.prepare import make_job, make_request
 from pipectl.spec import load
 
 TEXT = {

@@ -35,7 +35,7 @@ from planner_scale import cluster_of as accelerators
 from planner_scale import gpt3_profile
 
 from pipectl.cluster import Cluster
-from pipectl.jobs.job import TIGHT_HEAP
+from pipectl.jobs.prepare import TIGHT_HEAP
 from pipectl.link import Link
 from pipectl.plan import OffloadTarget, Plan
 from pipectl.planner import PlanRequest, make_plan

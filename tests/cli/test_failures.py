@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pipectl.cli.failure import report, signals_interrupt
+from pipectl.cli.app import report, signals_interrupt
 from pipectl.errors import Problem, SchedulerError, SpecError, UsageError
 from pipectl.versions import installed_versions
 

@@ -23,7 +23,7 @@ ONE = ("--set", "resources.nodes=1", "--set", "pipeline.stages=1")
 
 @pytest.fixture
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipectl.jobs.measuring.LINKS_BUDGET_S", {"normal": 0.2, "fast": 0.1})
+    monkeypatch.setattr("pipectl.cli.commands.profile.LINKS_BUDGET_S", {"normal": 0.2, "fast": 0.1})
 
 
 @pytest.mark.mpi
@@ -105,7 +105,7 @@ def test_submit_returns_at_once_and_hands_over_the_probe(
 def test_both_links_and_all_remarks_are_shown() -> None:
     from rich.console import Console
 
-    from pipectl.cli.views.profile import links_view
+    from pipectl.cli.commands.profile import links_view
 
     fast = measured_link([(4**power, 1e-6 + 4**power / 1e9) for power in range(11)])
     slow = measured_link([(4**power, 1e-5 + 4**power / 1e8) for power in range(9)])

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from pipectl.cli.app import signals_interrupt
 from pipectl.cli.commands.plan import PlanSearch
-from pipectl.cli.failure import signals_interrupt
 from pipectl.cli.progress import Lines, progress_bar
 
 

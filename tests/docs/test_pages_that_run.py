@@ -24,7 +24,7 @@ from pipectl.batch import (
     Template,
     get_scheduler,
 )
-from pipectl.cli.failure import INTERRUPTED
+from pipectl.cli.app import INTERRUPTED
 from pipectl.schedule.listed import Listed
 
 DOCS = Path(__file__).parents[2] / "docs"

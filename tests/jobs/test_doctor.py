@@ -15,7 +15,7 @@ from pipectl.batch import launchers
 from pipectl.cli import main
 from pipectl.cli.commands import doctor
 from pipectl.cli.commands.doctor import Finding, Level, examine
-from pipectl.jobs.job import make_job
+from pipectl.jobs.prepare import make_job
 from pipectl.spec import load
 
 Program = Callable[[str, str], None]

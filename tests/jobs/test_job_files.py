@@ -9,8 +9,8 @@ import pytest
 
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.errors import DataFileError, MismatchError
-from pipectl.jobs.job import choose_scheduler
 from pipectl.jobs.job_files import cluster_file_key, cluster_path, find_cluster
+from pipectl.jobs.prepare import choose_scheduler
 from pipectl.spec import JobSpec, load
 
 RESOURCES = "resources: {nodes: 2, tasks_per_node: 3, cpus_per_task: 2, memory_per_node: 6GiB}"

@@ -12,8 +12,15 @@ import pytest
 
 from pipectl.batch import JobRequest, check_template
 from pipectl.errors import SpecError
-from pipectl.jobs.job import TIGHT_HEAP, check_script, make_job, make_request, read_template, render
-from pipectl.jobs.prepare import prepare
+from pipectl.jobs.prepare import (
+    TIGHT_HEAP,
+    check_script,
+    make_job,
+    make_request,
+    prepare,
+    read_template,
+    render,
+)
 from pipectl.jobs.submit import write_job
 from pipectl.plan import OffloadTarget, Plan, Stage, StageCost
 from pipectl.runs import RunDirectory

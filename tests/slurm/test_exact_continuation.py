@@ -23,8 +23,8 @@ import pytest
 import yaml
 
 from pipectl.batch import JobState
-from pipectl.jobs.job import make_job
 from pipectl.jobs.planning import find_plan
+from pipectl.jobs.prepare import make_job
 from pipectl.jobs.resume import resume
 from pipectl.jobs.state import RunStatus, get_status
 from pipectl.jobs.submit import submit

@@ -29,9 +29,9 @@ from pipectl.cluster import ASSUMED_BETWEEN, Cluster, Device, Node
 from pipectl.compiled import compiling_s
 from pipectl.errors import UsageError
 from pipectl.files import make_directory_of, write_text
-from pipectl.jobs.job import choose_scheduler
 from pipectl.jobs.job_files import find_cluster, is_fresh, join_rows, plan_path, profile_path
 from pipectl.jobs.planning import advise_other_micro_batches, kept_micro_batches, request_of
+from pipectl.jobs.prepare import choose_scheduler
 from pipectl.jobs.profiles import coupling_warning
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Annotated
 
+from pipectl.cli.commands import submit as view
 from pipectl.cli.console import say_json
 from pipectl.cli.follow import follow_or_exit
 from pipectl.cli.options import (
@@ -17,7 +18,6 @@ from pipectl.cli.options import (
     Wait,
     flag,
 )
-from pipectl.cli.views import submission as view
 from pipectl.cli.views.run import print_run
 from pipectl.jobs.resume import resume
 from pipectl.runs import find_run, last_checkpoint, step_of

@@ -47,7 +47,7 @@ def command(
         return runs if room is None else runs[-min(room, limit) :]
 
     if watching:
-        from pipectl.cli.screen import watch
+        from pipectl.cli.follow import watch
 
         watch(choose_runs, partial(_draw, one, directory), ends=bool(names))
     statuses = get_statuses(choose_runs(), time.time())

@@ -6,9 +6,9 @@ import json
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -27,12 +27,17 @@ from pipectl.cli.options import (
     read_walltime,
     refuse,
 )
-from pipectl.cli.views import submission as view
 from pipectl.errors import UsageError
-from pipectl.jobs.job import choose_scheduler, render, render_array, warning_of_code
 from pipectl.jobs.job_files import plan_path, profile_path
-from pipectl.jobs.prepare import prepare
-from pipectl.runs import SweepDirectory, find_runs, sweep_of
+from pipectl.jobs.prepare import (
+    Job,
+    choose_scheduler,
+    prepare,
+    render,
+    render_array,
+    warning_of_code,
+)
+from pipectl.runs import Record, RunDirectory, SweepDirectory, as_typed, find_runs, sweep_of
 from pipectl.spec import JobSpec, Point, load_sweep
 
 
@@ -131,11 +136,11 @@ def _render(
     if array_script:
         sys.stdout.write(array_script)
         note("\nEach task of the array runs the script of its run. The first one is:\n")
-    view.print_notes([job])
+    print_notes([job])
     if job.plan is None and job.profile is not None:
         note(f"no fresh plan: submit makes one, of {profile_path(job.spec)}")
     else:
-        view.print_plan([job], before=f"plan: {plan_path(job.spec)}: ", tell=note)
+        print_plan([job], before=f"plan: {plan_path(job.spec)}: ", tell=note)
     sys.stdout.write(script)
 
 
@@ -155,9 +160,9 @@ def _submit(
         after: names of the runs to wait for.
     """
     # A dry run does not import these.
+    from pipectl.cli.commands.profile import note_origin
     from pipectl.cli.follow import follow_or_exit
     from pipectl.cli.progress import profiling_progress
-    from pipectl.cli.views.profile import note_origin
     from pipectl.cli.views.run import print_run
     from pipectl.jobs.profiles import coupling_warning
     from pipectl.jobs.submit import submit
@@ -167,7 +172,7 @@ def _submit(
         jobs = prepare(spec, scheduler, progress, points=points)
     if (measurement := jobs[0].measurement) is not None and not points:
         note_origin(measurement, time.time(), "use `pipectl profile --again` to measure again")
-    view.print_notes(jobs)
+    print_notes(jobs)
     profiled = [(job.spec, job.profile) for job in jobs if job.profile is not None]
     for text in dict.fromkeys(coupling_warning(*each) for each in profiled):
         warn(text)
@@ -176,10 +181,10 @@ def _submit(
     run, record = submissions[0].run, submissions[0].record
     sweep = None if record.sweep is None else sweep_of(run, record.sweep.name)
     if not as_json:
-        view.print_plan(jobs)
+        print_plan(jobs)
         if sweep is None:
             lines = (
-                f"{record.name} ({view.describe_job(record)})",
+                f"{record.name} ({describe_job(record)})",
                 f"run directory: {short_path(run.path)}",
             )
         else:
@@ -187,13 +192,13 @@ def _submit(
             of = "" if record.scheduler == LOCAL else f" ({record.scheduler} job {array})"
             what = f"{len(submissions)} runs of {record.name}{of}"
             lines = what, f"sweep directory: {short_path(sweep.path)}"
-        view.print_submission(sweep or run, f"submitted: {lines[0]}", lines[1])
+        print_submission(sweep or run, f"submitted: {lines[0]}", lines[1])
     if wait and sweep is not None:
         _follow_sweep(sweep, as_json=as_json)
     elif wait:
         print_run(follow_or_exit(run, as_json=as_json), as_json=as_json)
     elif as_json:
-        answers = [view.submission_json(each.run, each.record) for each in submissions]
+        answers = [submission_json(each.run, each.record) for each in submissions]
         for answer, point in zip(answers, points, strict=False):
             answer |= {
                 "sweep": record.sweep.name if record.sweep else None,
@@ -219,3 +224,57 @@ def _follow_sweep(sweep: SweepDirectory, *, as_json: bool) -> None:
     print_sweep(sweep, get_statuses(sweep.runs(), time.time()), as_json=as_json)
     if code := next(filter(None, codes), 0):
         raise typer.Exit(code)
+
+
+def submission_json(run: RunDirectory, record: Record, **more: Any) -> dict[str, Any]:
+    """The JSON of a run that was submitted; ``more`` adds keys."""
+    return {
+        "run": run.name,
+        "directory": str(run.path),
+        "scheduler": record.scheduler,
+        "job_id": record.job_id,
+        **more,
+    }
+
+
+def print_submission(run: RunDirectory | SweepDirectory, what: str, *lines: str) -> None:
+    """Print what was submitted, and the command that shows its status.
+
+    Args:
+        what: the first line, such as ``submitted: gpt (slurm job 36)``; ``lines`` follow it.
+    """
+    for line in (what, *lines, f"see: pipectl status {as_typed(run)}"):
+        say(line)
+
+
+def describe_job(record: Record) -> str:
+    """``slurm job 36``."""
+    return f"{record.scheduler} job {record.job_id}"
+
+
+def print_notes(jobs: Sequence[Job]) -> None:
+    """Print the warnings of jobs, and the choice of MPI if it needs an explanation, once each."""
+    for choice, warning in dict.fromkeys((job.mpi_choice, job.warning) for job in jobs):
+        warn(warning)
+        if choice.reason:
+            note(choice.reason)
+        warn(choice.warning)
+
+
+def print_plan(jobs: Sequence[Job], before: str = "", tell: Callable[[str], None] = say) -> None:
+    """Print the plan of a single job and its prediction, or that models are measured first.
+
+    Args:
+        before: text before the name of the plan.
+        tell: prints a line of the plan.
+    """
+    missing = sum(job.plan is None for job in jobs)
+    if missing:
+        of = "" if len(jobs) == 1 else f" for {missing} of {len(jobs)} runs"
+        where = ", in the job's allocation" if any(job.prepares for job in jobs) else ""
+        note(f"no fresh profile{of}: the model is measured before it is trained{where}")
+    elif len(jobs) == 1 and (plan := jobs[0].plan) is not None:
+        from pipectl.cli.views.plan import prediction_lines
+
+        for line in (f"{before}{plan.name}: {plan.summary}", *prediction_lines(plan)):
+            tell(line)

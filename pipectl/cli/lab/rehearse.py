@@ -10,15 +10,14 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from pipectl.batch import LOCAL
+from pipectl.cli.commands.submit import print_notes, submission_json
 from pipectl.cli.console import note, say, say_json, short_path, warn
 from pipectl.cli.follow import follow_or_exit
 from pipectl.cli.options import JobFile, Json, Overrides, SchedulerOption, Wait
 from pipectl.cli.progress import profiling_progress
-from pipectl.cli.views.submission import print_notes, submission_json
 from pipectl.errors import UsageError
-from pipectl.jobs.job import Job, Work, choose_scheduler, make_job, warning_of_code
 from pipectl.jobs.job_files import profile_path
-from pipectl.jobs.prepare import prepare
+from pipectl.jobs.prepare import Job, Work, choose_scheduler, make_job, prepare, warning_of_code
 from pipectl.jobs.submit import submit
 from pipectl.plan import Plan
 from pipectl.rehearsal import Rehearsal

@@ -27,9 +27,8 @@ from pipectl.cli.options import JobFile, Json, Overrides, TrustOwner, count, fla
 from pipectl.cli.progress import progress_bar
 from pipectl.errors import InfeasibleError, PipectlError, UsageError, WorkerError
 from pipectl.jobs.cancel import cancel
-from pipectl.jobs.job import Job, refuse_code_of_others
 from pipectl.jobs.job_files import fresh_profile, profile_path
-from pipectl.jobs.prepare import prepare
+from pipectl.jobs.prepare import Job, prepare, refuse_code_of_others
 from pipectl.jobs.submit import submit
 from pipectl.plan import Plan
 from pipectl.runs import RunDirectory
