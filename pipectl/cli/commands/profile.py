@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 
 from pipectl.cli.commands.submit import describe_job, print_submission, submission_json
 from pipectl.cli.console import note, output, plain, say, say_json, short_path, table, warn
@@ -87,11 +86,10 @@ def command(
             measurement = measure(spec, path, progress, effort.value, again=again)
         show_measurement(measurement, path, time.time(), as_json=as_json)
         return
-    if links:
-        measuring = make_links_job(spec, where, path, effort.value)
-    else:
-        measuring = make_profiling_job(spec, where, path, effort.value, again=again)
-    (submission,) = submit_job([measuring], time.time())
+    job_that_measures = make_measuring_job(
+        spec, where, path, effort.value, links=links, again=again
+    )
+    (submission,) = submit_job([job_that_measures], time.time())
     run, record = submission.run, submission.record
     result = f"the {'cluster' if links else 'profile'} will be in {short_path(path.absolute())}"
     if submit and not as_json:
@@ -126,64 +124,40 @@ def _show_links(spec: JobSpec, path: Path, *, as_json: bool) -> None:
         note(f"plans look for it in {usual}; set cluster: to have them use {path}")
 
 
-def make_profiling_job(
-    spec: JobSpec, scheduler: str, output: Path, effort: str, *, again: bool
+def make_measuring_job(
+    spec: JobSpec, scheduler: str, output: Path, effort: str, *, links: bool, again: bool
 ) -> Job:
-    """A job that measures the model, on one node with all the tasks that the job has there.
+    """A job that measures the model on one node, with all the tasks that the job has there; or one
+    that starts all ranks as the job does, and measures the links between them.
 
     Args:
-        output: where the profile is put when it is finished.
-        effort, again: see :func:`pipectl.jobs.profiles.measure`.
-
-    Raises:
-        UsageError: the output cannot be written.
-    """
-    work = Work(
-        kind=PROFILING,
-        suffix="-profile",
-        program=("-m", IN_JOB),
-        arguments=("--effort", effort, *(["--again"] if again else [])),
-        steps=PERCENT,
-        alone=True,
-        resources={"nodes": 1},
-    )
-    return _make_measuring_job(spec, scheduler, work, output)
-
-
-def make_links_job(spec: JobSpec, scheduler: str, output: Path, effort: str) -> Job:
-    """A job that starts all ranks as the job itself does, and measures the links between them.
-
-    Args:
-        output: where the cluster description is put when it is finished, and a picture beside it.
-        effort: a key of ``LINKS_BUDGET_S``.
+        output: where the profile, or the cluster description and a picture, are put in the end.
 
     Raises:
         UsageError: the job has one rank, and so no link; or the output cannot be written.
     """
-    if spec.resources.ranks < 2:
+    if links and spec.resources.ranks < 2:
         raise UsageError(
             "resources: a job of one rank has no links to measure",
             cure="set resources.nodes or resources.tasks_per_node to 2 or more",
         )
-    budget = str(LINKS_BUDGET_S[effort])
-    work = Work(
-        kind=PROFILING,
-        suffix="-links",
-        program=("-m", "mpi4py", "-m", "pipectl.runtime.links.probe", "--run"),
-        arguments=("--key", cluster_file_key(spec, scheduler), "--budget", budget),
-        steps=PERCENT,
-        resources={"walltime": min(spec.resources.walltime, _LINKS_WALLTIME_S)},
-    )
-    return _make_measuring_job(spec, scheduler, work, output)
-
-
-def _make_measuring_job(spec: JobSpec, scheduler: str, work: Work, output: Path) -> Job:
     make_directory_of(output)
     if is_stream(output):
         raise UsageError(f"{output}: is no file, which a job could write", cure="name another: -o")
     output = output.absolute()
-    arguments = ("--output", str(output), *work.arguments)
-    return make_job(spec, scheduler, replace(work, arguments=arguments, output=output.parent))
+    arguments = ["--output", str(output)]
+    work = Work(kind=PROFILING, steps=PERCENT, output=output.parent)
+    if links:
+        arguments += ["--key", cluster_file_key(spec, scheduler)]
+        arguments += ["--budget", str(LINKS_BUDGET_S[effort])]
+        program = ("-m", "mpi4py", "-m", "pipectl.runtime.links.probe", "--run")
+        walltime = min(spec.resources.walltime, _LINKS_WALLTIME_S)
+        work = replace(work, suffix="-links", program=program, resources={"walltime": walltime})
+    else:
+        arguments += ["--effort", effort, *(["--again"] if again else [])]
+        alone = {"program": ("-m", IN_JOB), "alone": True, "resources": {"nodes": 1}}
+        work = replace(work, suffix="-profile", **alone)
+    return make_job(spec, scheduler, replace(work, arguments=tuple(arguments)))
 
 
 def show_measurement(measurement: Measurement, path: Path, now: float, *, as_json: bool) -> None:
@@ -246,22 +220,9 @@ def ago(age_s: float) -> str:
 
 
 def links_view(cluster: Cluster) -> RenderableType:
-    """Measured links: messages by size, what disturbs them, sums over ranks."""
+    """Measured links: messages by size, what disturbs them, sums by size and number of ranks."""
     parts: list[RenderableType] = [plain(f"{cluster.name}: {cluster.source}", "bold"), ""]
-    parts += [_messages(measured_links(cluster)), ""]
-    for name, link in (
-        ("within a node", cluster.within_node),
-        ("between nodes", cluster.between_nodes),
-    ):
-        parts += [plain(line) for line in _link_lines(name, link)]
-    if cluster.allreduce:
-        parts += ["", _sums(cluster)]
-    return Group(*parts)
-
-
-def _messages(links: dict[str, Link]) -> Table:
-    """A row per message size."""
-    rows = []
+    links, rows = measured_links(cluster), []
     for size in sorted({size for link in links.values() for size, _ in link.timings}):
         cells = [whole_bytes(size)]
         for link in links.values():
@@ -269,18 +230,19 @@ def _messages(links: dict[str, Link]) -> Table:
             cells.append(format_time(link.transfer_s(size)) if measured else "")
             cells.append(f"{format_bytes(bandwidth(link, size))}/s" if measured else "")
         rows.append(cells)
-    return table(("message", *(head for name in links for head in (name, "bandwidth"))), rows)
-
-
-def _sums(cluster: Cluster) -> Table:
-    """A row per size of the summed vector, a column per number of ranks."""
-    times = {(ranks, size): format_time(time_s) for ranks, size, time_s in cluster.allreduce}
-    counts = sorted({ranks for ranks, _ in times})
-    rows = [
-        (whole_bytes(size), *(times.get((count, size), "") for count in counts))
-        for size in sorted({size for _, size in times})
-    ]
-    return table(("sum", *(f"{count} ranks" for count in counts)), rows)
+    heads = (head for name in links for head in (name, "bandwidth"))
+    parts += [table(("message", *heads), rows), ""]
+    parts += map(plain, _link_lines("within a node", cluster.within_node))
+    parts += map(plain, _link_lines("between nodes", cluster.between_nodes))
+    if cluster.allreduce:
+        times = {(ranks, size): format_time(time_s) for ranks, size, time_s in cluster.allreduce}
+        counts = sorted({ranks for ranks, _ in times})
+        sums = [
+            (whole_bytes(size), *(times.get((count, size), "") for count in counts))
+            for size in sorted({size for _, size in times})
+        ]
+        parts += ["", table(("sum", *(f"{count} ranks" for count in counts)), sums)]
+    return Group(*parts)
 
 
 def _link_lines(name: str, link: Link) -> Iterator[str]:
