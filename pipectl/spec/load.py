@@ -124,24 +124,124 @@ def load(
         SpecError: with every problem in the spec, the site files and the overrides.
         UsageError: an override that is no ``a.b=value``.
     """
-    return load_document(path, overrides, sites, check_files=check_files)[0]
+    return SpecFile.read(path, overrides, sites).spec(check_files=check_files)
 
 
-def load_text(text: str, overrides: Sequence[str] = ()) -> JobSpec:
-    """The job spec in a text, as :func:`load`, but without site files; no file must exist."""
-    return load_document(Path("job"), overrides, (), check_files=False, text=text)[0]
+@dataclass(frozen=True)
+class Point:
+    """One run of a sweep.
 
-
-def load_with_origins(
-    path: Path, overrides: Sequence[str] = (), *, sites: Sequence[Path] | None = None
-) -> tuple[JobSpec, tuple[Origin, ...]]:
-    """As :func:`load`, with where every value comes from; looks for the names in user code, too.
-
-    Origins are in the order of the reference, keyword arguments one by one. A list is one value,
-    since upper layers replace it whole.
+    Args:
+        values: that the sweep gives to it, by dotted key, typed as YAML types them. What holds
+            environment variables, which may be secrets, has its number instead: ``(value 2)``.
+        spec: of the run; it has no sweep.
     """
-    spec, tree = load_document(path, overrides, sites, check_files=True, check_names=True)
-    return spec, tuple(_origins(spec.model_dump(), tree, ()))
+
+    values: Mapping[str, Any]
+    spec: JobSpec
+
+
+@dataclass(frozen=True)
+class SpecFile:
+    """A job file with ``--set`` above it and ``PIPECTL_RUNS`` and the site files below it.
+
+    Args:
+        path: of the job file.
+        tree: the merged values, which know where they are written.
+        problems: faults of the files and of ``--set``.
+    """
+
+    path: Path
+    tree: YamlMapping
+    problems: tuple[Problem, ...]
+
+    @classmethod
+    def read(
+        cls,
+        path: Path,
+        overrides: Sequence[str] = (),
+        sites: Sequence[Path] | None = None,
+        text: str | None = None,
+    ) -> SpecFile:
+        """The file in ``path``; see :func:`load`.
+
+        Args:
+            text: of the file, if it is not to be read.
+        """
+        tree, problems = read_file(path) if text is None else read_text(text, str(path))
+        if not isinstance(tree, YamlMapping):
+            fault = "the file is empty" if is_null(tree) else _NO_MAPPING
+            raise SpecError([*problems, Problem(str(path), 0, 0, fault)], cure=_INIT)
+        for override in overrides:
+            tree, faults = _override(tree, override)
+            problems += faults
+        if runs := os.environ.get(RUNS_VARIABLE):
+            place = Place(RUNS_VARIABLE)
+            empty, directory = YamlMapping().at(place), YamlText(runs).at(place)
+            tree = lay_over(tree, put(empty, ("output", "directory"), directory, place))
+        if resolve(locate(tree, ("site_defaults",))[0]) is not False:
+            for file in reversed(site_files() if sites is None else sites):
+                site, faults = _read_site(file)
+                tree = lay_over(tree, site)
+                problems += faults
+        return cls(path, tree, tuple(problems))
+
+    def spec(self, *, check_files: bool = True, check_names: bool = False) -> JobSpec:
+        """The spec, without the values of a sweep.
+
+        Args:
+            check_files: see :func:`load`.
+            check_names: whether the names in user code must exist, too.
+
+        Raises:
+            SpecError: with every problem.
+        """
+        spec, problems = _validate(self.tree, self.path, check_files, check_names)
+        if spec is None or problems or self.problems:
+            raise SpecError([*self.problems, *problems])
+        return spec
+
+    def origins(self, spec: JobSpec) -> tuple[Origin, ...]:
+        """Where every value of the spec comes from.
+
+        They are in the order of the reference, keyword arguments one by one. A list is one value,
+        since upper layers replace it whole.
+        """
+        return tuple(_origins(spec.model_dump(), self.tree, ()))
+
+    def points(self, spec: JobSpec, *, check_files: bool = True) -> tuple[Point, ...]:
+        """The runs of the spec's sweep; none if it has no sweep.
+
+        The runs of the grid come first, the last key changing fastest. Values of the sweep go over
+        those of ``--set``.
+
+        Raises:
+            SpecError: with every problem, at the place of the value that causes it.
+        """
+        if spec.sweep is None:
+            return ()
+        runs, problems = _list_runs(self.tree["sweep"])
+        if problems:
+            raise SpecError(problems)
+        base = put(self.tree, ["sweep"], YamlPlain().at(self.tree.place), self.tree.place)
+        points = []
+        numbers: dict[str, dict[str, int]] = {}
+        for run in runs:
+            tree, values = base, {}
+            for name, node in run.items():
+                tree = set_key(tree, name.split("."), node, _place_of_key(node))
+                value = resolve(node)
+                if holds_variables(name):
+                    number_of = numbers.setdefault(name, {})
+                    value = f"(value {number_of.setdefault(repr(value), len(number_of) + 1)})"
+                values[name] = value
+            run_spec, faults = _validate(tree, self.path, check_files)
+            problems += (_blame_values(fault, run) for fault in faults)
+            if run_spec is not None:
+                points.append(Point(values, run_spec))
+        if problems:
+            raise SpecError(problems)
+        return tuple(points)
 
 
 def site_files(environment: Mapping[str, str] = os.environ) -> tuple[Path, ...]:
@@ -149,45 +249,6 @@ def site_files(environment: Mapping[str, str] = os.environ) -> tuple[Path, ...]:
     configured = Path(environment.get("XDG_CONFIG_HOME", ""))
     home = configured if configured.is_absolute() else Path("~/.config").expanduser()
     return Path("/etc/pipectl/site.yaml"), home / "pipectl" / "site.yaml"
-
-
-def load_document(
-    path: Path,
-    overrides: Sequence[str],
-    sites: Sequence[Path] | None,
-    *,
-    check_files: bool,
-    check_names: bool = False,
-    text: str | None = None,
-) -> tuple[JobSpec, YamlMapping]:
-    """The spec, and the merged document of all layers.
-
-    Args:
-        text: of the job file, if it is not to be read.
-    """
-    tree, problems = read_file(path) if text is None else read_text(text, str(path))
-    if not isinstance(tree, YamlMapping):
-        fault = "the file is empty" if is_null(tree) else _NO_MAPPING
-        raise SpecError([*problems, Problem(str(path), 0, 0, fault)], cure=_INIT)
-    for override in overrides:
-        tree, faults = _override(tree, override)
-        problems += faults
-    if runs := os.environ.get(RUNS_VARIABLE):
-        place = Place(RUNS_VARIABLE)
-        default = put(
-            YamlMapping().at(place), ("output", "directory"), YamlText(runs).at(place), place
-        )
-        tree = lay_over(tree, default)
-    if resolve(locate(tree, ("site_defaults",))[0]) is not False:
-        for file in reversed(site_files() if sites is None else sites):
-            site, faults = _read_site(file)
-            tree = lay_over(tree, site)
-            problems += faults
-    spec, faults = validate(tree, path, check_files=check_files, check_names=check_names)
-    problems += faults
-    if spec is None or problems:
-        raise SpecError(problems)
-    return spec, tree
 
 
 def set_key(tree: YamlMapping, keys: Sequence[str], value: YamlNode, place: Place) -> YamlMapping:
@@ -280,14 +341,10 @@ def is_within(key: str, other: str) -> bool:
     return f"{key}.".startswith(f"{other}.")
 
 
-def validate(
-    tree: YamlMapping,
-    source: Path,
-    *,
-    check_files: bool = True,
-    check_names: bool = False,
+def _validate(
+    tree: YamlMapping, source: Path, check_files: bool, check_names: bool = False
 ) -> tuple[JobSpec | None, list[Problem]]:
-    """The spec of a document, and its faults; the spec is None if a section is not valid."""
+    """The spec of a document, and its faults; the spec is None if it has any."""
     data = drop_former_keys(tree)
     if is_null(data.get("name")):
         stem = re.sub(r"[^A-Za-z0-9._-]", "-", source.stem).strip("._-")
@@ -387,79 +444,24 @@ def fault_of_former_key(path: Sequence[str | int]) -> str:
     return f"is no longer a key; {advice}" if advice else ""
 
 
-def drop_former_keys(data: dict[str, Any]) -> dict[str, Any]:
+def drop_former_keys(data: Mapping[str, Any]) -> dict[str, Any]:
     """The sections of a spec without former keys that are empty or have their defaults.
 
     The job files of old runs hold such keys.
     """
-
-    def is_kept(path: str, data: Any) -> bool:
-        value = resolve(data)
-        return path not in _ADVICE or (value and value not in _DEFAULTS.get(path, ()))
-
-    return {
-        name: {key: value for key, value in section.items() if is_kept(f"{name}.{key}", value)}
-        if isinstance(section, dict)
-        else section
-        for name, section in data.items()
-    }
-
-
-@dataclass(frozen=True)
-class Point:
-    """One run of a sweep.
-
-    Args:
-        values: that the sweep gives to it, by dotted key, typed as YAML types them. What holds
-            environment variables, which may be secrets, has its number instead: ``(value 2)``.
-        spec: of the run; it has no sweep.
-    """
-
-    values: Mapping[str, Any]
-    spec: JobSpec
+    kept = dict(data)
+    for path in _ADVICE:
+        name, _, key = path.partition(".")
+        section = kept.get(name)
+        if isinstance(section, dict) and key in section:
+            value = resolve(section[key])
+            if not value or value in _DEFAULTS.get(path, ()):
+                kept[name] = {other: item for other, item in section.items() if other != key}
+    return kept
 
 
 _Run = Mapping[str, YamlNode]
 """Values by dotted key; where a key is written is the ``key_place`` of its value."""
-
-
-def load_sweep(
-    path: Path,
-    overrides: Sequence[str] = (),
-    *,
-    sites: Sequence[Path] | None = None,
-    check_files: bool = True,
-) -> tuple[JobSpec, tuple[Point, ...]]:
-    """As :func:`pipectl.spec.load`, with the runs of its sweep; none if it has no sweep.
-
-    The runs of the grid come first, the last key changing fastest. Values of the sweep go over
-    those of ``--set``.
-    """
-    spec, tree = load_document(path, overrides, sites, check_files=check_files)
-    if spec.sweep is None:
-        return spec, ()
-    runs, problems = _list_runs(tree["sweep"])
-    if problems:
-        raise SpecError(problems)
-    base = put(tree, ["sweep"], YamlPlain().at(tree.place), tree.place)
-    points = []
-    numbers: dict[str, dict[str, int]] = {}
-    for run in runs:
-        job, values = base, {}
-        for name, node in run.items():
-            job = set_key(job, name.split("."), node, _place_of_key(node))
-            value = resolve(node)
-            if holds_variables(name):
-                number_of = numbers.setdefault(name, {})
-                value = f"(value {number_of.setdefault(repr(value), len(number_of) + 1)})"
-            values[name] = value
-        run_spec, faults = validate(job, path, check_files=check_files)
-        problems += (_blame_values(fault, run) for fault in faults)
-        if run_spec is not None:
-            points.append(Point(values, run_spec))
-    if problems:
-        raise SpecError(problems)
-    return spec, tuple(points)
 
 
 def _list_runs(sweep: YamlMapping) -> tuple[list[_Run], list[Problem]]:

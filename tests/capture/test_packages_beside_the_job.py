@@ -13,7 +13,7 @@ import pytest
 
 from pipectl.capture import CapturedJob
 from pipectl.errors import SpecError
-from pipectl.spec import dump, load, load_with_origins, profile_key
+from pipectl.spec import SpecFile, dump, load, profile_key
 
 JOB = """\
 version: 1
@@ -92,7 +92,7 @@ def test_a_file_with_relative_imports_is_to_be_named_as_a_module(job: Path) -> N
 )
 def test_check_says_which_name_cannot_be_found(job: Path, change: str, message: str) -> None:
     with pytest.raises(SpecError) as caught:
-        load_with_origins(job, [change])
+        SpecFile.read(job, [change]).spec(check_names=True)
     assert message in caught.value.message
     assert "model.factory" in caught.value.message
 
@@ -106,9 +106,9 @@ def test_a_package_that_a_finder_of_an_editable_install_knows_is_installed(
             return ModuleSpec(name, None) if name == "editable" else None
 
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
-    load_with_origins(job, ["model.factory=editable.net:Model"])
+    SpecFile.read(job, ["model.factory=editable.net:Model"]).spec(check_names=True)
     monkeypatch.setitem(sys.modules, "made_at_run_time", ModuleType("made_at_run_time"))
-    load_with_origins(job, ["model.factory=made_at_run_time.net:Model"])
+    SpecFile.read(job, ["model.factory=made_at_run_time.net:Model"]).spec(check_names=True)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_a_package_that_a_finder_of_an_editable_install_knows_is_installed(
 )
 def test_names_that_may_come_about_at_run_time_pass(job: Path, text: str) -> None:
     (job.parent / "own.py").write_text(text)
-    load_with_origins(job, ["model.factory=./own.py:build"])
+    SpecFile.read(job, ["model.factory=./own.py:build"]).spec(check_names=True)
 
 
 def test_check_loads_neither_torch_nor_the_users_code(job: Path) -> None:

@@ -14,7 +14,7 @@ from pipectl.jobs.prepare import prepare
 from pipectl.jobs.profiles import Measurement
 from pipectl.profile import Profile
 from pipectl.runs import Record
-from pipectl.spec import load_sweep, profile_key
+from pipectl.spec import SpecFile, profile_key
 
 if TYPE_CHECKING:
     from conftest import Command, Program
@@ -120,7 +120,9 @@ def test_on_this_machine_models_are_measured_once_each(
 
     monkeypatch.setattr("pipectl.jobs.profiles.measure", measure)
     widths = "sweep.grid={model.kwargs: [{}, {width: 3}, {width: 4}], training.seed: [0, 1]}"
-    spec, points = load_sweep(Path("job.yaml"), [widths])
+    file = SpecFile.read(Path("job.yaml"), [widths])
+    spec = file.spec()
+    points = file.points(spec)
     found = prepare(spec, "local", points=points)
     assert measured == [{"width": 3}, {"width": 4}]
     plans = [id(inputs.plan) for inputs in found]

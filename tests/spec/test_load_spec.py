@@ -13,9 +13,9 @@ from pydantic import ValidationError
 from pipectl.spec import (
     JobSpec,
     Origin,
+    SpecFile,
     dump,
     load,
-    load_with_origins,
     profile_key,
 )
 
@@ -71,7 +71,8 @@ def origins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minimal: str) -> Or
         files = [Path(f"site{number}.yaml") for number in range(len(sites))]
         for file, text in zip(files, sites, strict=True):
             file.write_text(text, encoding="utf-8")
-        _, every = load_with_origins(Path("job.yaml"), overrides, sites=files)
+        file = SpecFile.read(Path("job.yaml"), overrides, files)
+        every = file.origins(file.spec())
         return {".".join(map(str, origin.path)): origin for origin in every}
 
     return by_key

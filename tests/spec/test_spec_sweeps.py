@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from pipectl.errors import SpecError
-from pipectl.spec import Point, dump, load, load_sweep, load_with_origins
+from pipectl.spec import Point, SpecFile, dump, load
 
 Points = Callable[..., tuple[Point, ...]]
 Faults = Callable[..., list[str]]
@@ -24,7 +24,8 @@ def points(minimal: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Poi
 
     def load_text(text: str, *overrides: str) -> tuple[Point, ...]:
         Path("job.yaml").write_text(minimal + text)
-        return load_sweep(Path("job.yaml"), overrides, sites=())[1]
+        file = SpecFile.read(Path("job.yaml"), overrides, ())
+        return file.points(file.spec())
 
     return load_text
 
@@ -102,8 +103,8 @@ def test_values_of_environment_variables_are_in_no_value_of_a_point(
     assert "cret" in found[0].spec.environment.variables["KEY"]
     assert "cret" not in str([point.values for point in found])
     assert all("environment" in str(point.values) for point in found)
-    _, origins = load_with_origins(Path("job.yaml"), sites=())
-    assert "cret" not in str(origins)
+    file = SpecFile.read(Path("job.yaml"), sites=())
+    assert "cret" not in str(file.origins(file.spec()))
 
 
 def test_keys_of_a_sweep_join_a_factory_in_short_form(points: Points) -> None:

@@ -16,7 +16,7 @@ from pipectl.cli.options import Json, Overrides, flag, option, refuse
 from pipectl.errors import UsageError
 from pipectl.files import make_directory_of, write_json
 from pipectl.jobs.prepare import check_script
-from pipectl.spec import Origin, json_schema, load_sweep, load_with_origins
+from pipectl.spec import Origin, SpecFile, json_schema
 from pipectl.spec.document import Place, parse_scalar, path_text
 
 
@@ -51,9 +51,10 @@ def command(
         raise UsageError("nothing to check", cure="name a job: pipectl check JOB.yaml")
     if as_json and not show_origins:
         raise UsageError("--json: needs --origins")
-    spec, origins = load_with_origins(job, overrides or ())
+    file = SpecFile.read(job, overrides or ())
+    spec = file.spec(check_names=True)
     check_script(spec)
-    points = () if spec.sweep is None else load_sweep(job, overrides or ())[1]
+    points, origins = file.points(spec), file.origins(spec)
     if as_json:
         say_json([_origin_json(origin) for origin in origins])
         return

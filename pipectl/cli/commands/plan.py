@@ -50,7 +50,7 @@ from pipectl.report.gantt import gantt_svg
 from pipectl.report.recorded import corrected_profile
 from pipectl.runs import find_run
 from pipectl.simulate import Simulation, simulate
-from pipectl.spec import load, load_text
+from pipectl.spec import SpecFile, load
 
 _MAX_NODES = 100_000
 _MICRO_BATCHES_PER_DEVICE = 4
@@ -293,7 +293,8 @@ def _gather_profile(
         rate = _shipped_number(profile, "bandwidth_bytes_per_s", "transfer_bytes_per_s_effective")
         cluster = cluster if rate is None else with_bandwidth(cluster, rate)
     cluster = _use_devices(cluster, devices, "describe more of them in the cluster file")
-    spec = load_text(_JOB_OF_PROFILE.format(ranks=cluster.ranks), overrides)
+    text = _JOB_OF_PROFILE.format(ranks=cluster.ranks)
+    spec = SpecFile.read(Path("job"), overrides, (), text).spec(check_files=False)
     limit_bytes = int(_shipped_number(profile, "memory_limit_bytes") or 0)
     request = request_of(spec, profile, cluster)
     request = replace(

@@ -38,7 +38,7 @@ from pipectl.jobs.prepare import (
     warning_of_code,
 )
 from pipectl.runs import Record, RunDirectory, SweepDirectory, as_typed, find_runs, sweep_of
-from pipectl.spec import JobSpec, Point, load_sweep
+from pipectl.spec import JobSpec, Point, SpecFile
 
 
 def command(
@@ -103,7 +103,9 @@ def command(
         for key, value in keys.items()
         if value is not None
     ]
-    spec, points = load_sweep(job, [*settings, *(overrides or ())])  # --set has precedence
+    file = SpecFile.read(job, [*settings, *(overrides or ())])  # --set has precedence
+    spec = file.spec()
+    points = file.points(spec)
     batch_system = choose_scheduler(spec, scheduler)
     for name, keys in options.items():
         sections = {key.partition(".")[0] for key in keys}
