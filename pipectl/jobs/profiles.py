@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pipectl
-from pipectl.batch import LOCAL, JobRequest, allocation, choose_mpi, launch_command, process
-from pipectl.errors import DataFileError, PipectlError, SchedulerError, UsageError
+from pipectl.batch import JobRequest, allocation, choose_mpi, launch_command, process
+from pipectl.errors import DataFileError, PipectlError, SchedulerError
 from pipectl.faults import with_file
 from pipectl.fields import read_fields, write_value
 from pipectl.files import is_stream, make_directory, make_directory_of, read_json, write_json
@@ -72,22 +72,14 @@ class Measurement:
         return {name: getattr(self, name) for name in names}
 
     @classmethod
-    def from_json(cls, document: Mapping[str, Any], profile: Profile, file: Path) -> Measurement:
-        """The measurement that :meth:`to_json` describes.
+    def load(cls, file: Path, profile: Profile) -> Measurement:
+        """The measurement of a profile that :meth:`to_json` describes in ``file``.
 
         Raises:
-            DataFileError: the description is damaged.
+            DataFileError: the description is missing or damaged.
         """
-        return read_fields(cls, {**document, "profile": profile}, file=str(file), cure=_CURE)
-
-    @classmethod
-    def load(cls, profile: Path, how: Path) -> Measurement:
-        """The measurement whose two files these are.
-
-        Raises:
-            DataFileError: one is missing or damaged.
-        """
-        return cls.from_json(read_json(how, cure=_CURE), Profile.load(profile), how)
+        document = {**read_json(file, cure=_CURE), "profile": profile}
+        return read_fields(cls, document, file=str(file), cure=_CURE)
 
 
 class Interrupted(KeyboardInterrupt):
@@ -156,8 +148,7 @@ def _find_or_measure(
         with suppress(DataFileError):
             document = entry.read()
             profile = replace(Profile.from_json(document.get("profile") or {}), name=spec.name)
-            cached = Measurement.from_json(document, profile, entry.path)
-            return replace(cached, cached=True, resumed=0)
+            return replace(Measurement.load(entry.path, profile), cached=True, resumed=0)
     if progress is not None:
         progress(0, 0, LOADING)
     from pipectl.profiler import profile_job
@@ -224,21 +215,6 @@ def _hash_of_measuring_code() -> str:
     package = Path(pipectl.__file__).parent
     files = sorted(path for part in _MEASURING_CODE for path in (package / part).rglob("*.py"))
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:16]
-
-
-def require_compute_node(scheduler: str) -> None:
-    """A login node is no place to measure on: it is shared, and often another machine.
-
-    Raises:
-        UsageError: jobs go to a batch system, and this process is not within one.
-    """
-    if scheduler not in {LOCAL, allocation()}:
-        raise UsageError(
-            f"jobs go to {scheduler} from here, so this seems to be a login node, whose times say "
-            "nothing about the nodes that train",
-            cure="measure in an allocation: add --submit (and --wait to follow it);\n"
-            "to measure on this machine all the same: --scheduler local",
-        )
 
 
 def coupling_warning(spec: JobSpec, profile: Profile) -> str:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from rich.console import Group, RenderableType
 
+from pipectl.batch import LOCAL, allocation
 from pipectl.cli.commands.submit import describe_job, print_submission, submission_json
 from pipectl.cli.console import note, output, plain, say, say_json, short_path, table, warn
 from pipectl.cli.follow import follow_or_exit
@@ -29,9 +30,10 @@ from pipectl.jobs.prepare import (
     make_job,
     warning_of_code,
 )
-from pipectl.jobs.profiles import Measurement, measure, require_compute_node
+from pipectl.jobs.profiles import Measurement, measure
 from pipectl.jobs.submit import submit as submit_job
 from pipectl.link import Link
+from pipectl.profile import Profile
 from pipectl.report.charts import bandwidth, measured_links, whole_bytes
 from pipectl.runs import PROFILING
 from pipectl.spec import JobSpec, load
@@ -81,7 +83,13 @@ def command(
     where = choose_scheduler(spec, scheduler)
     path = output_file or (cluster_path(spec) if links else profile_path(spec))
     if not (links or submit):
-        require_compute_node(where)
+        if where not in {LOCAL, allocation()}:
+            raise UsageError(
+                f"jobs go to {where} from here, so this seems to be a login node, whose times say "
+                "nothing about the nodes that train",
+                cure="measure in an allocation: add --submit (and --wait to follow it);\n"
+                "to measure on this machine all the same: --scheduler local",
+            )
         with profiling_progress() as progress:
             measurement = measure(spec, path, progress, effort.value, again=again)
         show_measurement(measurement, path, time.time(), as_json=as_json)
@@ -105,7 +113,7 @@ def command(
     if links:
         _show_links(spec, path, as_json=as_json)
     else:
-        measurement = Measurement.load(run.profile, run.measurement)
+        measurement = Measurement.load(run.measurement, Profile.load(run.profile))
         show_measurement(measurement, path, time.time(), as_json=as_json)
 
 
