@@ -9,19 +9,18 @@ import typer
 from rich.console import Group, RenderableType
 from rich.live import Live
 
-from pipectl.batch import LOCAL, JobState
+from pipectl.batch import JobState
 from pipectl.cli.console import errors, note, output, plain
 from pipectl.cli.progress import progress_bar
 from pipectl.cli.views.run import print_run
 from pipectl.errors import UnknownRunError, UsageError
-from pipectl.jobs.state import Poller, RunStatus, get_status
+from pipectl.jobs.state import Poller, RunStatus
 from pipectl.runs import PROFILING, RunDirectory, as_typed
-from pipectl.runs.readers import Measured, read_measured
+from pipectl.runs.readers import Measured
 
 POLL_S = 0.5
-_ASK_S = 10.0
-_MAX_UNKNOWN = 30
-"""Times to ask about a job that is not known."""
+_MAX_UNKNOWN_S = 300.0
+"""How long to follow a job of which nobody knows the state."""
 _MARGIN = 4
 """Lines of the screen that a table leaves free."""
 _MIN_PAUSE = 4
@@ -56,20 +55,16 @@ def follow(run: RunDirectory, *, continues: bool = True) -> RunStatus:
         with progress_bar() as progress:
             reported: tuple[str, int] | None = None
             unknown = 0
-            for status, is_new in poll(run):
-                if not is_new:
-                    now = read_measured(run, status.record)
-                    steps = status.steps if now.step else None
-                    what = f"{status.phase or status.job.state.value}{_loss(now)}"
-                    progress(now.step, steps or 0, what)
-                    continue
-                tenth = 10 * status.measured.step // (status.steps or 1)
-                current = (status.phase.partition(" ")[0] or status.job.state.value, tenth)
+            for status in poll(run):
+                step, steps = status.measured.step, status.steps or 0
+                phase = status.phase or status.job.state.value
+                progress(step, steps if step else 0, f"{phase}{_loss(status.measured)}")
+                current = (phase.partition(" ")[0], 10 * step // (steps or 1))
                 if current != reported and not errors().is_terminal:
                     note(_line(status))
                 reported = current
                 unknown = unknown + 1 if status.job.state is JobState.UNKNOWN else 0
-                if unknown == _MAX_UNKNOWN:
+                if unknown * POLL_S >= _MAX_UNKNOWN_S:
                     break
             return status
     except KeyboardInterrupt:
@@ -78,24 +73,15 @@ def follow(run: RunDirectory, *, continues: bool = True) -> RunStatus:
         raise
 
 
-def poll(run: RunDirectory) -> Iterator[tuple[RunStatus, bool]]:
-    """The status of a run, twice a second until the run is over, and whether it is new.
-
-    It is new every ten seconds, of runs on this machine every second, and once the run has left its
-    exit code. Batch systems serve many people, so that they are not asked more often.
-    """
+def poll(run: RunDirectory) -> Iterator[RunStatus]:
+    """The status of a run, twice a second until the run is over."""
+    poller = Poller()
     while True:
-        status = get_status(run, time.time())
-        yield status, True
+        (status,) = poller.get_statuses([run], time.time())
+        yield status
         if status.job.state.final:
             return
-        of_earlier_start = status.job.state.waits and run.exit_code.exists()
-        is_local = status.record is not None and status.record.scheduler == LOCAL
-        for _ in range(2 if is_local else round(_ASK_S / POLL_S)):
-            time.sleep(POLL_S)
-            yield status, False
-            if run.exit_code.exists() and not of_earlier_start:
-                break
+        time.sleep(POLL_S)
 
 
 def _line(status: RunStatus) -> str:

@@ -199,7 +199,7 @@ class Poller:
     """The state of runs again and again, for somebody who watches them.
 
     What jobs write is read every time. Batch systems serve many people: they are asked at once
-    about a job that they were not asked about before, and then ever more rarely.
+    about a job that is new or has left its exit code since, and else ever more rarely.
 
     Args:
         clock: in seconds, of any origin.
@@ -223,10 +223,10 @@ class Poller:
         # A batch system that hangs is not waited for if the files say how every run is.
         files_tell = all(run.heartbeat.exists() or run.exit_code.exists() for run in runs)
         with process.patience(_SHORT_PATIENCE_S if files_tell else inf):
-            answers = self._ask(list(records.values()))
+            answers = self._ask(records)
             newer = {run: add_next_job(run, record, now) for run, record in records.items()}
             if newer != records:
-                records, answers = newer, self._ask(list(newer.values()))
+                records, answers = newer, self._ask(newer)
         statuses = []
         for run in runs:
             heartbeat = read_heartbeat(run)  # after the question, as all files
@@ -257,16 +257,26 @@ class Poller:
             )
         return statuses
 
-    def _ask(self, records: Sequence[Record]) -> Mapping[str, Answer]:
-        here = [record for record in records if record.scheduler == LOCAL]
-        away = [record for record in records if record.scheduler != LOCAL]
-        jobs = frozenset((record.scheduler, record.job_id) for record in away)
+    def _ask(self, records: Mapping[RunDirectory, Record]) -> Mapping[str, Answer]:
+        here = [record for record in records.values() if record.scheduler == LOCAL]
+        away = {run: record for run, record in records.items() if record.scheduler != LOCAL}
+        jobs = frozenset((record.scheduler, record.job_id) for record in away.values())
         is_known = jobs <= self._asked
-        if not is_known or self._clock() >= self._due_s:
+        if (
+            not is_known
+            or self._clock() >= self._due_s
+            or any(self._has_ended_since(run, record) for run, record in away.items())
+        ):
             self._pause_s = min(self._pause_s * _GROWTH, _MAX_PAUSE_S) if is_known else _MIN_PAUSE_S
-            self._asked, self._answers = jobs, _ask(away)
+            self._asked, self._answers = jobs, _ask(list(away.values()))
             self._due_s = self._clock() + self._pause_s
         return {**self._answers, **_ask(here)}
+
+    def _has_ended_since(self, run: RunDirectory, record: Record) -> bool:
+        """Whether a job that was running by the last answer has left its exit code."""
+        listed = self._answers.get(record.scheduler, Answer({})).listed.get(record.job_id or "")
+        is_running = listed is not None and listed.state.alive and not listed.state.waits
+        return is_running and run.exit_code.exists()
 
 
 def _job_status(

@@ -78,6 +78,16 @@ def test_a_job_less_is_no_reason_to_ask(tmp_path: Path, schedulers: dict[str, Sc
     assert len(schedulers["slurm"].asked) == 1
 
 
+def test_a_job_that_has_left_its_exit_code_is_asked_about_at_once(
+    tmp_path: Path, schedulers: dict[str, Scheduler]
+) -> None:
+    poller, ended = Poller(Clock()), run(tmp_path, "7")
+    poller.get_statuses([ended], 1.7e9)
+    ended.exit_code.write_text("0\n")
+    poller.get_statuses([ended], 1.7e9)
+    assert schedulers["slurm"].asked == [["7"], ["7"]]
+
+
 @pytest.mark.parametrize("state", [JobState.QUEUED, JobState.RUNNING])
 def test_while_the_next_start_waits_nothing_is_going_on(
     tmp_path: Path,
@@ -129,17 +139,6 @@ def test_a_queue_that_hangs_is_waited_for_while_nothing_else_tells_of_a_run(
 
 def line(step: int, step_time_s: float = 0.5, **more: Any) -> dict[str, Any]:
     return {"step": step, "steps": 10, "loss": 10.0 - step, "step_time_s": step_time_s, **more}
-
-
-def test_nothing_yet() -> None:
-    found = sum_up([])
-    assert (found.step, found.steps, found.step_time_s, found.remaining_s) == (0, None, None, None)
-
-
-def test_the_first_steps_do_not_count_for_the_step_time() -> None:
-    found = sum_up([line(1, 9.0), line(2, 8.0), line(3, 7.0), line(4, 1.0), line(5, 3.0)])
-    assert found.step_time_s == 2.0
-    assert found.remaining_s == 5 * 2.0
 
 
 def test_with_few_steps_the_last_one_counts() -> None:

@@ -111,11 +111,11 @@ def _follow(run: RunDirectory, logs: Logs, show: Callable[[Iterable[Line]], None
     from pipectl.cli.follow import POLL_S, poll  # and what draws progress bars
 
     bytes_before, silent_s = logs.bytes_read, 0.0
-    for status, is_new in poll(run):
+    for status in poll(run):
         if read_exit_code(run) not in (None, CHECKPOINTED):  # a checkpointed run may go on
             break
         show(logs.read_lines())
-        silent_s += 0.0 if is_new else POLL_S
+        silent_s += POLL_S
         if status.job.state is not JobState.UNKNOWN or logs.bytes_read != bytes_before:
             bytes_before, silent_s = logs.bytes_read, 0.0
         elif silent_s >= _PATIENCE_S:
