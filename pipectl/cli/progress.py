@@ -100,39 +100,28 @@ class Lines:
     """
 
     def __init__(self, what: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._what = what
-        self._clock = clock
-        self._phase = ""
-        self._since = clock()
-        self._next_s = LINE_S
-        self._told: tuple[float, int] | None = None
+        self._what, self._clock = what, clock
+        self._phase: str | None = None
+        self._since, self._done, self._pause_s = clock(), 0, LINE_S
 
     def report(self, done: int, total: int, what: str) -> None:
         """Tell how far it is and, at the pace since the last line, how long it will take."""
-        if not total and what == self._phase:
-            return
-        if not total:
-            self._phase, self._since, self._next_s, self._told = what, self._clock(), LINE_S, None
-            return
-        now = self._clock()
-        self._phase = ""
-        if self._told is None:
-            self._told = (now, done)
-        since, before = self._told
-        if now - since < LINE_S or done >= total:
-            return
-        self._told = (now, done)
-        left = ""
-        if done > before:
-            left_s = (now - since) / (done - before) * (total - done)
-            left = f", about {format_time(max(1.0, left_s))} left"
-        note(f"{self._what}: {done / total:.0%}{left}")
+        now, phase = self._clock(), "" if total else what
+        if phase != self._phase:
+            self._phase, self._since, self._done, self._pause_s = phase, now, done, LINE_S
+        elif total and now - self._since >= LINE_S and done < total:
+            left = ""
+            if done > self._done:
+                left_s = (now - self._since) / (done - self._done) * (total - done)
+                left = f", about {format_time(max(1.0, left_s))} left"
+            self._since, self._done = now, done
+            note(f"{self._what}: {done / total:.0%}{left}")
 
     def tick(self) -> None:
         """Tell what has been going on for long without a report: after 10, 20, 40, ... seconds."""
         phase, passed_s = self._phase, self._clock() - self._since
-        if phase and passed_s >= self._next_s:
-            self._next_s *= 2
+        if phase and passed_s >= self._pause_s:
+            self._pause_s *= 2
             note(f"{phase}: {format_time(passed_s)}")
 
     @contextmanager
