@@ -196,7 +196,9 @@ class SpecFile:
         Raises:
             SpecError: with every problem.
         """
-        spec, problems = _validate(self.tree, self.path, check_files, check_names)
+        spec, problems = _validate(
+            self.tree, self.path, check_files=check_files, check_names=check_names
+        )
         if spec is None or problems or self.problems:
             raise SpecError([*self.problems, *problems])
         return spec
@@ -209,7 +211,7 @@ class SpecFile:
         """
         return tuple(_origins(spec.model_dump(), self.tree, ()))
 
-    def points(self, spec: JobSpec, *, check_files: bool = True) -> tuple[Point, ...]:
+    def points(self, spec: JobSpec) -> tuple[Point, ...]:
         """The runs of the spec's sweep; none if it has no sweep.
 
         The runs of the grid come first, the last key changing fastest. Values of the sweep go over
@@ -235,7 +237,7 @@ class SpecFile:
                     number_of = numbers.setdefault(name, {})
                     value = f"(value {number_of.setdefault(repr(value), len(number_of) + 1)})"
                 values[name] = value
-            run_spec, faults = _validate(tree, self.path, check_files)
+            run_spec, faults = _validate(tree, self.path, check_files=True)
             problems += (_blame_values(fault, run) for fault in faults)
             if run_spec is not None:
                 points.append(Point(values, run_spec))
@@ -342,7 +344,7 @@ def is_within(key: str, other: str) -> bool:
 
 
 def _validate(
-    tree: YamlMapping, source: Path, check_files: bool, check_names: bool = False
+    tree: YamlMapping, source: Path, *, check_files: bool, check_names: bool = False
 ) -> tuple[JobSpec | None, list[Problem]]:
     """The spec of a document, and its faults; the spec is None if it has any."""
     data = drop_former_keys(tree)
