@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -18,14 +17,16 @@ from pipectl.cli.commands.doctor import Finding, Level, examine
 from pipectl.jobs.prepare import make_job
 from pipectl.spec import load
 
-Program = Callable[[str, str], None]
+if TYPE_CHECKING:
+    from conftest import Program
+
 HERE = Path()
 
 
 @pytest.fixture
-def mpiexec(program: Program, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Program:
+def mpiexec(place: Path, program: Program, monkeypatch: pytest.MonkeyPatch) -> Program:
     """An interpreter without an mpiexec beside it, so that the one on PATH counts."""
-    python = tmp_path / "bin" / "python"
+    python = place / "bin" / "python"
     python.symlink_to(sys.executable)
     monkeypatch.setattr(sys, "executable", str(python))
     return program
@@ -108,12 +109,12 @@ def test_slurm(program: Program) -> None:
     ],
 )
 def test_what_srun_takes_is_what_a_submission_does_not_warn_of(
-    program: Program, write_job: Callable[..., Path], wanted: str, listed: str, level: Level
+    program: Program, job: Path, wanted: str, listed: str, level: Level
 ) -> None:
     program("sbatch", "true")
     program("sinfo", "echo slurm 22.05.8")
     program("srun", f'printf "MPI plugin types are...\\n" >&2; printf "\\t%s\\n" {listed} >&2')
-    spec = load(write_job(f"launch: {{launcher: srun, mpi: {wanted}}}"), check_files=False)
+    spec = load(job, [f"launch={{launcher: srun, mpi: {wanted}}}"])
     assert of("PMI", examine(spec.launch, HERE, "Slurm")).level is level
     warning = make_job(spec, "slurm").mpi_choice.warning
     assert bool(warning) is (level is Level.FAIL)
