@@ -171,8 +171,9 @@ def _submit_again(
     """Hand the run over, without what its earlier start left; or leave it as it was."""
     starts = read_starts(run)
     record = record.after(now, "submitting", detail="resumed")
-    kept = {"name": record.name, "history": record.history, "sweep": record.sweep}
-    new = Submission.new(run, job, now, **kept)
+    new = Submission.new(
+        run, job, now, name=record.name, history=record.history, sweep=record.sweep
+    )
     # What the earlier start reported says nothing of the run while it waits.
     old_reports = [run.exit_code, run.resubmitted, run.stopped, run.requeue_error]
     if job.plan is None:

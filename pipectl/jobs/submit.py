@@ -168,8 +168,10 @@ def submit(
         for index, (job, run) in enumerate(zip(jobs, runs, strict=True)):
             # what JSON does not know, such as infinity, is recorded as text
             values = json.loads(json.dumps(dict(job.values or {})), parse_constant=str)
-            of_sweep = {"tag": request.tag, "sweep": Setting(sweep.name, values), "task": index}
-            submissions.append(Submission.new(run, job, now, **of_sweep))
+            setting = Setting(sweep.name, values)
+            submissions.append(
+                Submission.new(run, job, now, tag=request.tag, sweep=setting, task=index)
+            )
         return hand_over(submissions, rollback, (sweep, request))
 
 

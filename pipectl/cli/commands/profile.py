@@ -163,8 +163,8 @@ def make_measuring_job(
         work = replace(work, suffix="-links", program=program, resources={"walltime": walltime})
     else:
         arguments += ["--effort", effort, *(["--again"] if again else [])]
-        alone = {"program": ("-m", IN_JOB), "alone": True, "resources": {"nodes": 1}}
-        work = replace(work, suffix="-profile", **alone)
+        work = replace(work, suffix="-profile", program=("-m", IN_JOB), alone=True)
+        work = replace(work, resources={"nodes": 1})
     return make_job(spec, scheduler, replace(work, arguments=tuple(arguments)))
 
 

@@ -230,7 +230,7 @@ def choose_reference(
     """Why one process cannot be the reference, if it cannot; the job that is the reference, if it
     is no plain process; and the reference in words."""
     reason = "--between-plans" if two_plans else None
-    alone = None
+    alone: Job | None = None
     if reason is None and spec.model.materialize == "per_rank":
         reason = "materialize: per_rank"
     elif reason is None:
