@@ -210,6 +210,7 @@ class Poller:
         self._pause_s, self._due_s = _MIN_PAUSE_S, 0.0
         self._asked: frozenset[tuple[str, str | None]] = frozenset()
         self._answers: Mapping[str, Answer] = {}
+        self._plans: dict[RunDirectory, tuple[int, Plan | None]] = {}
 
     def get_statuses(self, runs: Sequence[RunDirectory], now: float) -> list[RunStatus]:
         """As they are now; what a batch system said may be up to a minute old."""
@@ -237,9 +238,6 @@ class Poller:
                 job = JobStatus(JobState.UNKNOWN, reason=damage[run], source="none")
             else:
                 job = _job_status(run, record, answer, heartbeat, measured.step_time_s, now)
-            plan = None
-            with suppress(DataFileError):  # a damaged plan does not hide the state
-                plan = Plan.load(run.plan)
             statuses.append(
                 RunStatus(
                     run=run,
@@ -248,7 +246,7 @@ class Poller:
                     phase="" if job.state.waits else heartbeat.get("state") or "",
                     # Nobody knows the pace of a start that is yet to come.
                     measured=replace(measured, steps=None) if job.state.waits else measured,
-                    plan=plan,
+                    plan=self._read_plan(run),
                     ranks=tuple(heartbeat.get("ranks") or ()),
                     failure=find_first_failure(run),
                     restarts=max(0, (heartbeat.get("attempt") or 1) - 1),
@@ -271,6 +269,19 @@ class Poller:
             self._asked, self._answers = jobs, _ask(list(away.values()))
             self._due_s = self._clock() + self._pause_s
         return {**self._answers, **_ask(here)}
+
+    def _read_plan(self, run: RunDirectory) -> Plan | None:
+        """The plan of a run, read again if its file has changed."""
+        try:
+            changed_at = run.plan.stat().st_mtime_ns
+        except OSError:
+            return None
+        if run not in self._plans or self._plans[run][0] != changed_at:
+            plan = None
+            with suppress(DataFileError):  # a damaged plan does not hide the state
+                plan = Plan.load(run.plan)
+            self._plans[run] = changed_at, plan
+        return self._plans[run][1]
 
     def _has_ended_since(self, run: RunDirectory, record: Record) -> bool:
         """Whether a job that was running by the last answer has left its exit code."""
