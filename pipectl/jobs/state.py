@@ -1,4 +1,8 @@
-"""The state of runs: what the batch system says, joined with what the run directory holds."""
+"""The state of runs: what the batch system says, joined with what the run directory holds.
+
+A record may lack its job: the submission was interrupted, or the job script has submitted itself
+again. :func:`recover` finds such jobs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Job specs as files: site files and ``PIPECTL_RUNS`` below the job file, ``--set`` above it."""
+"""Job specs as files: site files and ``PIPECTL_RUNS`` below the job file, ``--set`` above it.
+
+:class:`SpecFile` merges these layers, checks them, and makes the runs of a sweep. Every fault is
+reported at the place of the value that causes it.
+"""
 
 from __future__ import annotations
 
