@@ -62,7 +62,7 @@ _SBATCH = (
     "qos", "constraint", "reservation", "gres", "licenses", "nodelist", "exclude", "exclusive",
     "mail_type", "mail_user",
 )  # fmt: skip
-_ADVICE = {
+_FORMER_KEYS = {
     "training.check_replicas": (
         "remove it: replicas are compared every 100 steps and before every checkpoint"
     ),
@@ -84,8 +84,9 @@ _ADVICE = {
     "pbs.mail_user": "write pbs.options: {M: ...}",
     "pbs.directives": "write pbs.options: {p: 5}, say, for -p 5",
 }
-_DEFAULTS = {"training.check_replicas": (100,), "checkpoint.on_signal": ("USR1", "USR2")}
-"""Values that mean what happens without the key."""
+"""Keys of earlier versions, and what to write instead."""
+_FORMER_DEFAULTS = {"training.check_replicas": (100,), "checkpoint.on_signal": ("USR1", "USR2")}
+"""Their values that mean what happens without the key."""
 MAX_POINTS = 1000
 """Slurm allows arrays of 1,001 jobs unless a site says otherwise (``MaxArraySize``)."""
 _SHARED = (
@@ -446,7 +447,7 @@ def dump(spec: JobSpec) -> str:
 
 def fault_of_former_key(path: Sequence[str | int]) -> str:
     """What to say about a key of earlier versions; empty for any other key."""
-    advice = _ADVICE.get(".".join(map(str, path)))
+    advice = _FORMER_KEYS.get(".".join(map(str, path)))
     return f"is no longer a key; {advice}" if advice else ""
 
 
@@ -456,12 +457,12 @@ def drop_former_keys(data: Mapping[str, Any]) -> dict[str, Any]:
     The job files of old runs hold such keys.
     """
     kept = dict(data)
-    for path in _ADVICE:
+    for path in _FORMER_KEYS:
         name, _, key = path.partition(".")
         section = kept.get(name)
         if isinstance(section, dict) and key in section:
             value = resolve(section[key])
-            if not value or value in _DEFAULTS.get(path, ()):
+            if not value or value in _FORMER_DEFAULTS.get(path, ()):
                 kept[name] = {other: item for other, item in section.items() if other != key}
     return kept
 
