@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from pipectl.cli.commands.plan import gather
 from pipectl.cluster import assumed_cluster
 from pipectl.plan import Plan
 
@@ -372,3 +373,13 @@ def test_imported_profiles_are_planned_as_they_are(
     assert len(nodes) == len(set(nodes))
     assert all(each.startswith(("Input", "__getitem__")) for each in dropped)
     assert found["value_s"] > 0
+
+
+@pytest.mark.parametrize("name", ["c.json", "two #2: {c}.json", "1e5", "'\"\\.json", "é😀.json"])
+def test_a_cluster_is_looked_up_where_the_command_runs(alone: Path, job: Path, name: str) -> None:
+    Path("jobs").mkdir()
+    for file in ("job.yaml", "model.py"):
+        Path(file).rename(Path("jobs", file))
+    assumed_cluster("mine", [1, 1], 1, None).save(Path(name))
+    inputs = gather(Path("jobs/job.yaml"), alone, cluster=Path(name))
+    assert (inputs.cluster.name, inputs.cluster_file) == ("mine", Path(name).absolute())

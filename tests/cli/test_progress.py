@@ -105,3 +105,30 @@ def test_whoever_ends_the_search_otherwise_gets_the_best_so_far_too(how: signal.
     with signals_interrupt(), search.interruptible():
         signal.raise_signal(how)
         assert search.expired()
+
+
+def test_the_budget_is_of_each_plan_and_without_one_there_is_no_end() -> None:
+    now = [0.0]
+    search, endless = (
+        PlanSearch(budget_s=budget_s, clock=lambda: now[0]) for budget_s in (10, None)
+    )
+    now[0] = 9.9
+    assert not search.expired()
+    search.restart()
+    now[0] = 19.5
+    assert not search.expired()
+    now[0] = 20.0
+    assert search.expired()
+    search.restart()
+    assert not search.expired()
+    assert search.cut_short
+    assert not endless.expired()
+    assert not endless.cut_short
+
+
+def test_an_interrupt_holds_for_all_plans() -> None:
+    search = PlanSearch(clock=lambda: 0.0)
+    search.interrupted = True
+    assert not search.cut_short, "no planner was told"
+    search.restart()
+    assert search.expired()

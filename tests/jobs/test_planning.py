@@ -1,4 +1,4 @@
-"""What a job asks of the planner, what `pipectl plan` finds out about it, and when that ends."""
+"""What a job asks of the planner, and how sure a prediction is."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from pipectl.cli.commands.plan import PlanSearch, gather
 from pipectl.cluster import assumed_cluster
 from pipectl.jobs.planning import request_of
 from pipectl.link import Link
@@ -91,19 +90,6 @@ def test_no_backward_leaves_a_rank_that_compiles(write_job: WriteJob) -> None:
     assert request.backward_apart is None
 
 
-@pytest.mark.parametrize("name", ["c.json", "two #2: {c}.json", "1e5", "'\"\\.json", "é😀.json"])
-def test_a_cluster_is_looked_up_where_the_command_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, write_job: WriteJob
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("jobs").mkdir()
-    write_job(folder=Path("jobs"))
-    assumed_cluster("mine", [1], 1, None).save(Path(name))
-    PROFILE.save(Path("p.json"))
-    inputs = gather(Path("jobs/job.yaml"), Path("p.json"), cluster=Path(name))
-    assert (inputs.cluster.name, inputs.cluster_file) == ("mine", tmp_path / name)
-
-
 def test_assumed_links_make_a_range_and_measured_ones_a_point(pipeline) -> None:
     plan = pipeline(2, 4, node_of_rank=[0, 1], size_bytes=10**9)
     assumed = assumed_cluster("assumed", [1, 1], 1, None)
@@ -118,30 +104,3 @@ def test_assumed_links_make_a_range_and_measured_ones_a_point(pipeline) -> None:
 def test_a_range_that_is_narrow_is_a_point(pipeline) -> None:
     plan = pipeline(2, 4, node_of_rank=[0, 1], size_bytes=1000)
     assert step_range(plan, assumed_cluster("assumed", [1, 1], 1, None)) is None
-
-
-def test_the_budget_is_of_each_plan_and_without_one_there_is_no_end() -> None:
-    now = [0.0]
-    search, endless = (
-        PlanSearch(budget_s=budget_s, clock=lambda: now[0]) for budget_s in (10, None)
-    )
-    now[0] = 9.9
-    assert not search.expired()
-    search.restart()
-    now[0] = 19.5
-    assert not search.expired()
-    now[0] = 20.0
-    assert search.expired()
-    search.restart()
-    assert not search.expired()
-    assert search.cut_short
-    assert not endless.expired()
-    assert not endless.cut_short
-
-
-def test_an_interrupt_holds_for_all_plans() -> None:
-    search = PlanSearch(clock=lambda: 0.0)
-    search.interrupted = True
-    assert not search.cut_short, "no planner was told"
-    search.restart()
-    assert search.expired()
