@@ -66,7 +66,10 @@ def test_nothing_is_wider_than_the_screen(
     assert "[red]two" in re.sub(r"\s", "", text)
 
 
-def test_the_same_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_for_programs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIPECTL_RUNS", "elsewhere")
     assert main(["check", "job.yaml", "--origins", "--json", "--set", "training.seed=7"]) == 0
 
     found = {row["key"]: row for row in json.loads(capsys.readouterr().out)}
@@ -77,6 +80,7 @@ def test_the_same_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["slurm.account"]["file"].endswith("site.yaml")
     assert found["pipeline.stages"]["value"] == "auto"
     assert found["pipeline.stages"]["origin"] == "default"
+    assert found["output.directory"]["origin"] == "PIPECTL_RUNS"
 
 
 def test_json_alone_is_asked_back(capsys: pytest.CaptureFixture[str]) -> None:

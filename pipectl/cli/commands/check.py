@@ -107,4 +107,4 @@ def _origin_json(origin: Origin) -> dict[str, Any]:
 def _kind(place: Place | None) -> str:
     if place is None:
         return "default"
-    return "file" if place.line else "--set"
+    return "file" if place.line else place.file.partition(" ")[0]  # --set, or a variable
