@@ -67,7 +67,7 @@ def resume(
             )
         if not trust_owner:
             refuse_code_of_others(load(run.job, overrides, check_files=False), run.job)
-        before, spec = load(run.job), load_run(run, overrides)
+        before, spec = load(run.job), load(run.job, overrides)
         if state is JobState.COMPLETED and spec.training.steps <= record.steps:
             raise UsageError(
                 f"{run.name}: is complete, step {record.steps} of {record.steps}",
@@ -76,7 +76,8 @@ def resume(
             )
         _check_unchanged(run, record, before, spec)
         plan = Plan.load(run.plan) if run.plan.exists() else None
-        job = _plan_again(run, before, make_job(spec, record.scheduler), overrides, plan)
+        job = replace(make_job(load_run(run, overrides), record.scheduler), spec=spec)
+        job = _plan_again(run, before, job, overrides, plan)
         job = replace(job, prepares=job.plan is None)
         replanned = job.plan != plan
         return _submit_again(run, job, record, now, replanned=replanned), replanned
@@ -152,7 +153,7 @@ def _plan_again(
     like_before = before.model_copy(update={"model": spec.model, "loss": spec.loss})
     same_model = is_fresh(like_before, profile)
     if spec.pipeline.micro_batches is None and (same_model or last_checkpoint(run) is not None):
-        spec = load_run(run, [*overrides, f"pipeline.micro_batches={plan.micro_batches}"])
+        spec = load(run.job, [*overrides, f"pipeline.micro_batches={plan.micro_batches}"])
     if not same_model:
         return replace(job, spec=spec)
     if profile.key is not None:  # that of the job from here on, so that later changes are seen

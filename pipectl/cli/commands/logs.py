@@ -118,7 +118,7 @@ def _follow(run: RunDirectory, logs: Logs, show: Callable[[Iterable[Line]], None
         silent_s += POLL_S
         if status.job.state is not JobState.UNKNOWN or logs.bytes_read != bytes_before:
             bytes_before, silent_s = logs.bytes_read, 0.0
-        elif silent_s >= _PATIENCE_S:
+        elif silent_s > _PATIENCE_S:
             return status.job.reason
     return None
 
