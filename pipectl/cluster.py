@@ -7,16 +7,12 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from math import inf
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from pipectl.errors import DataFileError
-from pipectl.fields import Count, Positive, read_fields, write_value
-from pipectl.files import read_json, write_json
-from pipectl.link import Link
-from pipectl.row_times import RowTimes
+from pipectl.fields import Count, DataFile, Positive, read_fields
+from pipectl.link import Link, RowTimes
 
-VERSION = 1
 ASSUMED_WITHIN = Link(latency_s=20e-6, bandwidth_bytes_per_s=2e9, assumed=True)
 """Shared memory, if nobody measured."""
 ASSUMED_BETWEEN = Link(latency_s=50e-6, bandwidth_bytes_per_s=1.1e9, assumed=True)
@@ -25,10 +21,6 @@ ASSUMED_HOST = Link(latency_s=10e-6, bandwidth_bytes_per_s=10e9, assumed=True)
 """A device's way to its host's memory, if nobody measured: PCIe 3.0 with 16 lanes."""
 ASSUMED_DISK = Link(latency_s=100e-6, bandwidth_bytes_per_s=1e9, assumed=True)
 """A rank's way to a disk of its node and back, if nobody measured."""
-_CURE = (
-    "see docs/formats.md; pipectl profile --links measures one, and without one it is assumed from "
-    "resources:"
-)
 
 
 class OffloadTarget(StrEnum):
@@ -89,7 +81,7 @@ class Node:
 
 
 @dataclass(frozen=True)
-class Cluster:
+class Cluster(DataFile):
     """Machines and the links within and between them.
 
     Ranks are numbered node by node (block distribution).
@@ -103,6 +95,10 @@ class Cluster:
             different switches takes besides ``between_nodes``; None if it costs nothing.
     """
 
+    cure: ClassVar[str] = (
+        "see docs/formats.md; pipectl profile --links measures one, and without one it is assumed "
+        "from resources:"
+    )
     name: str
     source: str
     nodes: tuple[Node, ...]
@@ -181,33 +177,20 @@ class Cluster:
         )
         return replace(self, nodes=nodes)
 
-    def save(self, path: Path) -> None:
-        """Write ``cluster.json`` whole."""
-        write_json(path, self.to_json())
-
     def to_json(self) -> dict[str, Any]:
         """The documented JSON object."""
-        document = {"version": VERSION, **write_value(self)}
+        document = super().to_json()
         links = {name: document.pop(name) for name in _Links._fields if name in document}
         return {**document, "links": links}
 
     @classmethod
-    def load(cls, path: Path) -> Cluster:
-        """Read and check a cluster description.
-
-        Raises:
-            DataFileError: naming the file and the field.
-        """
-        return cls.from_json(read_json(path, cure=_CURE), file=str(path))
-
-    @classmethod
-    def from_json(cls, document: dict[str, Any], *, file: str = "cluster") -> Cluster:
+    def from_json(cls, document: Mapping[str, Any], *, file: str = "cluster") -> Cluster:
         """A cluster from its JSON object; see :meth:`load`."""
-        links = read_fields(_Linked, document, file=file, cure=_CURE, version=VERSION).links
+        links = read_fields(_Linked, document, file=file, cure=cls.cure).links
         fields = {**document, "source": document.get("source") or "unknown", **links._asdict()}
-        cluster = read_fields(cls, fields, file=file, cure=_CURE)
+        cluster = super().from_json(fields, file=file)
         if not cluster.nodes:
-            raise DataFileError(f"{file}: nodes: a cluster needs at least one", cure=_CURE)
+            raise DataFileError(f"{file}: nodes: a cluster needs at least one", cure=cls.cure)
         return cluster
 
 
@@ -226,15 +209,10 @@ def assumed_cluster(
 ) -> Cluster:
     """A cluster nobody measured, of nodes that differ in nothing but their ranks."""
     device = Device("cpu", memory_bytes=memory_bytes)
-    nodes = [
+    nodes = (
         Node(f"node{index}", ranks, cores_per_node, device)
         for index, ranks in enumerate(ranks_per_node)
-    ]
-    return with_assumed_links(name, nodes)
-
-
-def with_assumed_links(name: str, nodes: Sequence[Node]) -> Cluster:
-    """Nodes with shared memory within, and 10 Gbit/s Ethernet between them."""
+    )
     return Cluster(
         name=name,
         source="assumed: shared memory within a node, 10 Gbit/s between nodes",

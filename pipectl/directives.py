@@ -189,12 +189,11 @@ def _fault_of_text(syntax: Syntax, dashed: str, text: str | None) -> str:
     return ""
 
 
-def find_dependency(syntax: Syntax, options: Mapping[str, Value]) -> str | None:
-    """The name of an option that makes the job wait for others."""
+def find_option(syntax: Syntax, options: Mapping[str, Value], table: Iterable[str]) -> str | None:
+    """The name of the first option that is that of an entry of a table."""
     for name, value in options.items():
-        for written in options_of(name, value):
-            if syntax.find(*written, syntax.dependencies):
-                return name
+        if any(syntax.find(*written, table) for written in options_of(name, value)):
+            return name
     return None
 
 

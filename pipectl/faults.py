@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import os
-import socket
 import sys
-import tempfile
 import time
 import traceback
 from contextlib import suppress
@@ -24,7 +21,7 @@ _LIBRARIES = (
     "dist-packages",
     f"{sys.prefix}/lib/python",
 )
-_STANDARD_LIBRARY = str(Path(inspect.__file__).parent)
+_STANDARD_LIBRARY = str(Path(os.__file__).parent)
 _CAPTURED = "<eval_with_key>"
 """Begins the names of files that torch gives to the code of captured graphs."""
 
@@ -73,31 +70,21 @@ def fault_of(error: BaseException) -> FaultError:
     return fault
 
 
-def _as_fault(error: BaseException) -> BaseException:
-    """An exception, or the fault of pipectl that it is."""
-    return fault_of(error) if is_ours(error) else error
+def with_details(error: BaseException, file: Path | None, *, write: bool = False) -> BaseException:
+    """An exception, or the fault of pipectl that it is, which says which file holds its details.
 
-
-def with_details(error: BaseException, file: Path | None) -> BaseException:
-    """An exception, or the fault of pipectl that it is, which says which file holds its details."""
-    fault = _as_fault(error)
+    Args:
+        file: None for one among the system's temporary files, if it is to be written.
+        write: whether to write the details, so that only their owner can read them.
+    """
+    fault = fault_of(error) if is_ours(error) else error
     if isinstance(fault, FaultError) and not fault.has_details:
+        if write:
+            file = _write_details(file, fault)
         where = "the output of: pipectl --debug ..." if file is None else str(file)
         fault.cure = f"please report it with {where}\n{fault.cure}"
         fault.has_details = True
     return fault
-
-
-def with_file(error: BaseException, file: Path | None = None) -> BaseException:
-    """See :func:`with_details`; writes the details to a file that only its owner can read.
-
-    Args:
-        file: None for a new one among the system's temporary files.
-    """
-    fault = _as_fault(error)
-    if not isinstance(fault, FaultError) or fault.has_details:
-        return fault
-    return with_details(fault, _write_details(file, fault))
 
 
 def describe_error(error: BaseException, cure: str | None = None) -> dict[str, Any]:
@@ -109,7 +96,7 @@ def describe_error(error: BaseException, cure: str | None = None) -> dict[str, A
     own_error = error if isinstance(error, PipectlError) else None
     documented = (kind for kind in type(error).__mro__ if kind.__module__ == "pipectl.errors")
     return {
-        "host": socket.gethostname(),
+        "host": os.uname().nodename,
         "type": next(documented, type(error)).__name__,
         "message": own_error.message if own_error else str(error) or "no message",
         "cure": own_error.cure if own_error else cure,
@@ -125,6 +112,8 @@ def _write_details(place: Path | None, fault: FaultError) -> Path | None:
         if place is not None:
             write_text(place, text, mode=0o600, durable=False)
             return place
+        import tempfile
+
         handle, name = tempfile.mkstemp(prefix="pipectl-fault-", suffix=".txt")
         with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as stream:
             stream.write(text)

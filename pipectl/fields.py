@@ -6,7 +6,8 @@ finite and at least 0; ``tuple[X, ...]`` is a list, ``tuple[X, Y]`` a list of tw
 absent, and unknown keys are ignored. In an ``Annotated`` hint, a :class:`Rule` narrows what is
 allowed, and a function takes the place of what the type says: it makes the value, or raises
 :class:`FieldError`. ``{"key": name}`` as metadata of a dataclass's field is its name in the file; a
-static method ``complete_fields`` of the class adds what a file may leave out.
+static method ``complete_fields`` of the class adds what a file may leave out. A
+:class:`DataFile` is a whole file.
 
 pydantic does the same, and takes half as long to import as ``pipectl status`` does to answer.
 """
@@ -21,13 +22,17 @@ from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from functools import cache, partial
 from itertools import count, repeat
+from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar, Union
 
+from pipectl import files
 from pipectl.errors import DataFileError
 
 T = TypeVar("T")
 Convert = Callable[[Any], Any]
+VERSION = 1
+"""Of the format of all files; one that names none has this."""
 LARGEST = 2**63 - 1
 MAX_BYTES = 2**50
 """Bytes of one object; a sum over thousands still fits into eight bytes."""
@@ -52,22 +57,50 @@ class Rule(NamedTuple):
     words: str
 
 
-def read_fields(
-    kind: type[T], document: Mapping[str, Any], *, file: str, cure: str, version: int | None = None
-) -> T:
+class DataFile:
+    """A data class that is a file: a JSON object with its fields, and the version of the format."""
+
+    cure: ClassVar[str]
+    """How to get a good file."""
+    max_bytes: ClassVar[int] = files.MAX_BYTES
+
+    def to_json(self) -> dict[str, Any]:
+        """The documented JSON object."""
+        return {"version": VERSION, **write_value(self)}
+
+    def save(self, path: Path) -> None:
+        """Write the file whole; see :func:`pipectl.files.write_json`."""
+        files.write_json(path, self.to_json())
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any], *, file: str = "file") -> Self:
+        """The inverse of :meth:`to_json`; see :meth:`load`."""
+        return read_fields(cls, document, file=file, cure=cls.cure)
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read and check the file.
+
+        Raises:
+            DataFileError: naming the file, and the field that is missing or wrong.
+        """
+        document = files.read_json(path, cure=cls.cure, limit=cls.max_bytes)
+        return cls.from_json(document, file=str(path))
+
+
+def read_fields(kind: type[T], document: Mapping[str, Any], *, file: str, cure: str) -> T:
     """The dataclass or named tuple that a JSON object describes.
 
     Args:
         file: named in errors.
         cure: how to get a good file.
-        version: of the format that is read; an object that names none has the first.
 
     Raises:
-        DataFileError: a field is missing or wrong.
+        DataFileError: it is of another version, or a field is missing or wrong.
     """
     try:
-        if version is not None and (other := document.get("version", 1)) != version:
-            raise FieldError(f"is {other!r}; this pipectl reads version {version}", "version")
+        if (version := document.get("version", VERSION)) != VERSION:
+            raise FieldError(f"is {version!r}; this pipectl reads version {VERSION}", "version")
         value: T = read_value(kind, document)
     except FieldError as error:
         keys = (f"[{key}]" if isinstance(key, int) else f".{key}" for key in reversed(error.path))
@@ -109,54 +142,49 @@ def _converter(hint: Any) -> Convert:
         return partial(_to_member, {each: each for each in arguments})
     if issubclass(hint, Enum):
         return partial(_to_member, {member.value: member for member in hint})
-    return partial(_to_instance, hint, _fields_of(hint))
+    return partial(_to_instance, hint)
 
 
-def _fields_of(kind: Any) -> list[tuple[str, str, bool, Convert]]:
-    """For every field: its name, its key in the file, whether it is required, and its converter."""
-    hints = typing.get_type_hints(kind, include_extras=True)
-    if is_dataclass(kind):
-        keys = {each.name: each.metadata.get("key", each.name) for each in fields(kind)}
-        needed = {
-            each.name for each in fields(kind) if each.default is each.default_factory is MISSING
-        }
-    else:
-        keys = {name: name for name in kind._fields}
-        needed = keys.keys() - kind._field_defaults.keys()
-    return [(name, key, name in needed, _converter(hints[name])) for name, key in keys.items()]
+class _Field(NamedTuple):
+    """A field: its name, its key in the file, and what it needs when it is read and written."""
+
+    name: str
+    key: str
+    is_required: bool
+    is_explicit: bool
+    convert: Convert
 
 
 @cache
-def _written_fields(kind: Any) -> list[tuple[str, str, bool]]:
-    """For every field: its name, its key in the file, and whether it is written when empty."""
-    return [
-        (
-            each.name,
-            each.metadata.get("key", each.name),
-            each.metadata.get("explicit", each.default is each.default_factory is MISSING),
-        )
-        for each in fields(kind)
-    ]
+def _fields_of(kind: Any) -> list[_Field]:
+    hints = typing.get_type_hints(kind, include_extras=True)
+    if not is_dataclass(kind):
+        needed = hints.keys() - kind._field_defaults.keys()
+        return [_Field(n, n, n in needed, True, _converter(hints[n])) for n in kind._fields]
+    result = []
+    for each in fields(kind):
+        needs = each.default is each.default_factory is MISSING
+        key, is_explicit = each.metadata.get("key", each.name), each.metadata.get("explicit", needs)
+        result.append(_Field(each.name, key, needs, is_explicit, _converter(hints[each.name])))
+    return result
 
 
-def _to_instance(kind: Any, known: list[tuple[str, str, bool, Convert]], value: Any) -> Any:
+def _to_instance(kind: Any, value: Any) -> Any:
     if isinstance(value, kind):
         return value
+    known = _fields_of(kind)
     if isinstance(value, list) and issubclass(kind, tuple):
-        return kind(*_to_items([convert for *_, convert in known], len(known), value))
+        return kind(*_to_items([field.convert for field in known], len(known), value))
     if not isinstance(value, Mapping):
         raise _fault(value, "an object")
     if (complete := getattr(kind, "complete_fields", None)) is not None:
         value = complete(value)
-    values, key = {}, ""
-    try:
-        for name, key, is_needed, convert in known:
-            item = value.get(key)
-            if item is not None or is_needed:
-                values[name] = convert(item)
-    except FieldError as error:
-        error.path.append(key)
-        raise
+    items = ((field, value.get(field.key)) for field in known)
+    values = {
+        field.name: _convert_at(field.key, field.convert, item)
+        for field, item in items
+        if item is not None or field.is_required
+    }
     return kind(**values)
 
 
@@ -256,10 +284,10 @@ def write_value(value: Any) -> Any:
     if is_dataclass(value):
         kind: Any = type(value)
         return {
-            key: write_value(item)
-            for name, key, is_explicit in _written_fields(kind)
-            if (item := getattr(value, name)) is not None
-            if is_explicit or item not in ((), {})
+            field.key: write_value(item)
+            for field in _fields_of(kind)
+            if (item := getattr(value, field.name)) is not None
+            if field.is_explicit or item not in ((), {})
         }
     if isinstance(value, Mapping):
         return {str(key): write_value(item) for key, item in value.items()}

@@ -1,15 +1,22 @@
-"""What crosses a cut: which stage sends which value, and by which way its gradient returns.
+"""What crosses a cut, and what replicas of a stage send each other to sum their gradients.
 
 Both the planner (on profile costs) and the runtime (on tensors) take their messages from
-:func:`routes`, so what is simulated is what is sent.
+:func:`routes`, and the parts of sums from :func:`parts_of_bucket`, so what is simulated is what is
+sent.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+
+BUCKET_BYTES = 4 * 2**20
+"""Gradients are summed in buckets: small enough that the first leave while the backward goes on,
+large enough that a message's latency does not count."""
+ROUNDS = 2
+"""Of messages per sum: the parts to their owners, and the sums to all."""
 
 
 class TransferKind(StrEnum):
@@ -108,3 +115,42 @@ def topological_order(nodes: Sequence[int], arcs: Iterable[tuple[int, int]]) -> 
             if not missing[target]:
                 heapq.heappush(ready, target)
     return order
+
+
+def parts_of_bucket(count: int, replicas: int, owner: int | None = None) -> list[range]:
+    """The elements of a bucket of gradients that each replica owns.
+
+    Every replica receives its part of all others, adds them up in the order of the replicas, and
+    sends the sum to all (three replicas, parts a, b and c)::
+
+        replica 0   a0 b0 c0    sends b0, c0    a = a0 + a1 + a2    sends a    a b c
+        replica 1   a1 b1 c1    sends a1, c1    b = b0 + b1 + b2    sends b    a b c
+        replica 2   a2 b2 c2    sends a2, b2    c = c0 + c1 + c2    sends c    a b c
+
+    A replica sends and receives as many bytes as in a ring, 2 (r - 1) / r of the bucket, in two
+    rounds instead of 2 (r - 1). Every sum is formed once, in one order: its bits do not depend on
+    MPI, and all replicas have the same ones. An all-reduce of MPI promises neither.
+
+    Args:
+        owner: the replica that owns all of them.
+    """
+    if owner is not None:
+        return [range(count if index == owner else 0) for index in range(replicas)]
+    return [
+        range(index * count // replicas, (index + 1) * count // replicas)
+        for index in range(replicas)
+    ]
+
+
+def owners_of(sizes: Mapping[str, int], replicas: int) -> dict[str, int]:
+    """The replica that updates each parameter: the largest first, to who has least so far.
+
+    Args:
+        sizes: bytes of the parameters by name.
+    """
+    load = [0] * replicas
+    owners: dict[str, int] = {}
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        owners[name] = min(range(replicas), key=load.__getitem__)
+        load[owners[name]] += sizes[name]
+    return {name: owners[name] for name in sizes}

@@ -1,25 +1,33 @@
-"""A connection between ranks: latency, bandwidth, and how long messages take by size."""
+"""What messages take, by size: on a link between ranks, and of the time of the ranks themselves.
+
+How long a message is on its way is a matter of the :class:`Link`. :class:`RowTimes` are seconds of
+a rank's own time, which nothing hides.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Annotated
 
 from pipectl.fields import Positive, Rule
 
-
-def _rises(rows: Sequence[tuple[int, float]]) -> bool:
-    return all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(rows))
-
-
-Timings = Annotated[
-    tuple[tuple[int, float], ...],
-    Rule(_rises, "of rising sizes, and times that do not fall"),
+Rows = tuple[tuple[int, float], ...]
+BySize = Annotated[
+    Rows, Rule(lambda rows: all(a[0] < b[0] for a, b in pairwise(rows)), "of rising sizes")
 ]
-"""(bytes, seconds) of single messages, by rising size."""
+"""(bytes, seconds), by rising size; empty if nothing was measured."""
+Timings = Annotated[
+    BySize,
+    Rule(
+        lambda rows: all(a[1] <= b[1] for a, b in pairwise(rows)),
+        "of rising sizes, and times that do not fall",
+    ),
+]
+"""(bytes, seconds) of single messages."""
 
 
 @dataclass(frozen=True)
@@ -80,17 +88,13 @@ class Link:
         """
         if not self.timings:
             return size_bytes / self.bandwidth_bytes_per_s
-        return max(0.0, self._measured_s(size_bytes) - self.latency_s)
-
-    def _measured_s(self, size_bytes: float) -> float:
         above = bisect_left(self.timings, (size_bytes,))
-        if above == 0:
-            return self.timings[0][1]
-        low, low_s = self.timings[above - 1]
         if above == len(self.timings):
-            return low_s + (size_bytes - low) / self.bandwidth_bytes_per_s
-        high, high_s = self.timings[above]
-        return low_s + (high_s - low_s) * (size_bytes - low) / (high - low)
+            largest, largest_s = self.timings[-1]
+            time_s = largest_s + (size_bytes - largest) / self.bandwidth_bytes_per_s
+        else:
+            time_s = _interpolate(self.timings, above, size_bytes) if above else self.timings[0][1]
+        return max(0.0, time_s - self.latency_s)
 
 
 def measured_link(timings: Sequence[tuple[int, float]]) -> Link:
@@ -104,3 +108,48 @@ def measured_link(timings: Sequence[tuple[int, float]]) -> Link:
     (small, small_s), (large, large_s) = rising[0], rising[-1]
     bandwidth = (large - small) / (large_s - small_s) if large_s > small_s else large / large_s
     return Link(small_s, bandwidth, timings=rising)
+
+
+@dataclass(frozen=True)
+class RowTimes:
+    """Seconds that rows take on a rank of one kind of node.
+
+    Args:
+        send_start, send_wait: of a message, for its sender, by bytes.
+        receive_start, receive_wait: the same for its receiver; ``receive_wait`` counts from when
+            the message is there.
+        compute: from the end of a forward or backward to the next row.
+        begin: from the begin of a step to its first row.
+        end: of an update, besides what the optimizer takes for parameters.
+        agree: from when the last rank comes to its update until all go on.
+    """
+
+    send_start: BySize = ()
+    send_wait: BySize = ()
+    receive_start: BySize = ()
+    receive_wait: BySize = ()
+    compute: float = 0.0
+    begin: float = 0.0
+    end: float = 0.0
+    agree: float = 0.0
+
+
+FREE_ROWS = RowTimes()
+"""Taken where nobody measured."""
+
+
+@lru_cache(maxsize=4096)
+def seconds_of(rows: BySize, size_bytes: float) -> float:
+    """The time for a size: linear between measured sizes, and on beyond the last two of them."""
+    if not rows:
+        return 0.0
+    if len(rows) == 1 or size_bytes <= rows[0][0]:
+        return rows[0][1]
+    above = min(max(1, bisect_left(rows, (size_bytes,))), len(rows) - 1)
+    return max(0.0, _interpolate(rows, above, size_bytes))
+
+
+def _interpolate(rows: Rows, above: int, size_bytes: float) -> float:
+    """The time for a size on the line through a row and the one before it."""
+    (low, low_s), (high, high_s) = rows[above - 1 : above + 1]
+    return low_s + (high_s - low_s) * (size_bytes - low) / (high - low)

@@ -8,14 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
-from pipectl.fields import Count, Positive, read_fields, write_value
-from pipectl.files import read_json, write_json
-
-VERSION = 1
-_CURE = "rehearse the job again"
+from pipectl.fields import Count, DataFile, Positive
 
 
 class Passage(NamedTuple):
@@ -47,7 +42,7 @@ class Meeting(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class Rehearsal(DataFile):
     """The waits of all ranks.
 
     Args:
@@ -65,6 +60,7 @@ class Rehearsal:
         meetings: what else ranks start and wait for.
     """
 
+    cure: ClassVar[str] = "rehearse the job again"
     stretch: Positive
     message_share: Positive
     pause_s: Positive
@@ -76,17 +72,3 @@ class Rehearsal:
     speed: tuple[float, ...]
     messages: tuple[Passage, ...]
     meetings: tuple[Meeting, ...]
-
-    def save(self, path: Path) -> None:
-        """Write ``rehearsal.json`` whole."""
-        write_json(path, {"version": VERSION, **write_value(self)})
-
-    @classmethod
-    def load(cls, path: Path) -> Rehearsal:
-        """Read and check it.
-
-        Raises:
-            DataFileError: naming the file and the field.
-        """
-        document = read_json(path, cure=_CURE)
-        return read_fields(cls, document, file=str(path), cure=_CURE, version=VERSION)

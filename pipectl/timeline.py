@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from pipectl.errors import DataFileError
-from pipectl.fields import Count, read_fields
-from pipectl.files import read_json, write_text
-
-VERSION = 1
-_CURE = "it is written again when the job runs again"
+from pipectl.fields import VERSION, Count, DataFile, read_fields
+from pipectl.files import write_text
 
 
 class Event(NamedTuple):
@@ -37,7 +34,7 @@ class Event(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Timeline:
+class Timeline(DataFile):
     """Events of one optimizer step, by rank and start.
 
     Args:
@@ -46,6 +43,7 @@ class Timeline:
         clock_error_s: most by which times of different nodes may be apart.
     """
 
+    cure: ClassVar[str] = "it is written again when the job runs again"
     events: tuple[Event, ...]
     ranks: int
     step: int | None = None
@@ -80,35 +78,33 @@ class Timeline:
         }
 
     @classmethod
-    def from_json(cls, document: dict[str, Any], *, file: str = "timeline") -> Timeline:
+    def from_json(cls, document: Mapping[str, Any], *, file: str = "timeline") -> Timeline:
         """The inverse of :meth:`to_json`.
 
         Raises:
             DataFileError: naming the file and the field.
         """
-        columns = read_fields(_Columns, document, file=file, cure=_CURE, version=VERSION)
+        columns = read_fields(_Columns, document, file=file, cure=cls.cure)
         try:
             events = tuple(
                 Event(**dict(zip(columns.columns, row, strict=True))) for row in columns.events
             )
         except (TypeError, ValueError) as error:
             raise DataFileError(
-                f"{file}: events: do not fit the columns ({error})", cure=_CURE
+                f"{file}: events: do not fit the columns ({error})", cure=cls.cure
             ) from error
         for index, event in enumerate(events):
             if not _is_sound(event, columns.ranks):
                 what = f"events[{index}]: {list(event)!r}"[:200]
-                raise DataFileError(f"{file}: {what} is no event of a rank", cure=_CURE)
+                raise DataFileError(f"{file}: {what} is no event of a rank", cure=cls.cure)
         return cls(events, columns.ranks, columns.step, columns.clock_error_s)
 
-    @classmethod
-    def load(cls, path: Path) -> Timeline:
-        """Read the file.
 
-        Raises:
-            DataFileError: it is missing or damaged.
-        """
-        return cls.from_json(read_json(path, cure=_CURE), file=str(path))
+def shown_ranks(ranks: int, max_ranks: int) -> Sequence[int]:
+    """At most ``max_ranks`` ranks, spread evenly from the first to the last."""
+    if ranks <= max_ranks:
+        return range(ranks)
+    return sorted({round(row * (ranks - 1) / (max_ranks - 1)) for row in range(max_ranks)})
 
 
 class _Columns(NamedTuple):

@@ -1,11 +1,13 @@
-"""Bytes, durations and names: parsing what people write, printing what people read."""
+"""Bytes, durations, names and texts: parsing what people write, printing what people read."""
 
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Iterable
 from math import inf
+from typing import Any
 
 _BYTE_UNITS = {
     "": 1, "B": 1,
@@ -18,6 +20,10 @@ _CLOCK = re.compile(r"(?:(\d+)-)?(\d+):(\d{1,2}):(\d{1,2})")
 _DURATION = re.compile(r"(?:(\d+)d(?!\d+$))?(?:(\d+)h(?!\d+$))?(?:(\d+)m)?(?:(\d+)s?)?")
 """A number without a unit is seconds, alone or after minutes; ``1h30`` means minutes to most."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_HARMFUL = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+"""What moves the cursor, changes colours or turns text around, apart from newlines and tabs."""
 
 
 def parse_bytes(text: str) -> int:
@@ -136,3 +142,23 @@ def did_you_mean(word: str, known: Iterable[str], *, similarity: float = 0.6) ->
     """
     nearest = difflib.get_close_matches(word, list(known), n=1, cutoff=similarity)
     return f"; did you mean {nearest[0]!r}?" if nearest else ""
+
+
+def first_harmful(text: str) -> str | None:
+    """The first such character of a text."""
+    if text.isascii() and text.isprintable():
+        return None
+    match = _HARMFUL.search(text)
+    return match and match[0]
+
+
+def printable(text: object) -> str:
+    """A text without what a terminal would obey instead of show."""
+    string = str(text)
+    return string if string.isascii() and string.isprintable() else _HARMFUL.sub("", string)
+
+
+def printable_json(value: Any, indent: int | None = None) -> str:
+    """JSON in which such characters are escaped: programs get the very text."""
+    text = json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False)
+    return _HARMFUL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)

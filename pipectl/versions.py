@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import re
-from importlib.metadata import PackageNotFoundError, version
 
 from pipectl import __version__
 
@@ -41,6 +40,8 @@ def installed_versions() -> str:
 
 def installed_version(package: str) -> str | None:
     """The version of an installed package, None if there is none."""
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version(package)
     except PackageNotFoundError:

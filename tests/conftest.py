@@ -19,8 +19,8 @@ import pytest
 from hypothesis import settings
 
 from pipectl.graph import routes
+from pipectl.link import RowTimes
 from pipectl.plan import Plan, Stage, StageCost, Transfer
-from pipectl.row_times import RowTimes
 from pipectl.schedule import default_warm_up
 
 settings.register_profile("busy machines", deadline=None)

@@ -7,8 +7,8 @@ import pytest
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.errors import DataFileError
 from pipectl.jobs.job_files import UNKNOWN_ROWS, join_rows
+from pipectl.link import RowTimes, seconds_of
 from pipectl.profile import Profile
-from pipectl.row_times import RowTimes, seconds_of
 
 ROWS = RowTimes(
     send_start=((100, 1e-5), (300, 3e-5)),

@@ -25,7 +25,7 @@ from pipectl import versions
 def test_a_torch_outside_the_tested_range_is_named_beside_it(
     monkeypatch: pytest.MonkeyPatch, version: str, tested: bool
 ) -> None:
-    monkeypatch.setattr(versions, "version", lambda _: version)
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: version)
     fault = f"tested with torch 2.13 to 2.15; this is {version}"
     assert versions.untested_torch() == (None if tested else fault)
 

@@ -1,15 +1,17 @@
-"""Batch systems behind one protocol: render a script, submit, query, cancel, estimate."""
+"""Batch systems behind one protocol: render a script, submit, query, cancel, estimate.
+
+A batch system's module, and what renders scripts, are imported when they are used.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from importlib import import_module
+from typing import NamedTuple
 
-from pipectl.batch.launchers import MpiChoice, choose_mpi, launch_command
-from pipectl.batch.local import LocalScheduler
-from pipectl.batch.pbs import PbsScheduler
 from pipectl.batch.protocol import (
+    CHECKPOINTED,
     Array,
     JobRequest,
     JobState,
@@ -18,32 +20,37 @@ from pipectl.batch.protocol import (
     Scheduler,
     Template,
 )
-from pipectl.batch.resolve import Evidence, resolve
-from pipectl.batch.script import CHECKPOINTED, check_template, render_script, render_variables
-from pipectl.batch.slurm import SlurmScheduler
 from pipectl.errors import UsageError
 from pipectl.units import did_you_mean
 
-_SCHEDULERS: dict[str, Callable[[], Scheduler]] = {
-    "local": LocalScheduler,
-    "slurm": SlurmScheduler,
-    "pbs": PbsScheduler,
-}
 LOCAL = "local"
-_COMMANDS = {"slurm": ("sbatch",), "pbs": ("qsub", "qselect")}
-"""Slurm comes with commands named as those of PBS, so that it is looked for first."""
-_ON_COMPUTE_NODES = {
-    "slurm": ("SLURM_JOB_ID", "SLURMD_NODENAME"),
-    "pbs": ("PBS_JOBID", "PBS_NODEFILE"),
-}
-"""Variables; the shell that salloc starts on the login node has the first alone."""
-
 __all__ = [
-    "CHECKPOINTED", "LOCAL", "Array", "Evidence", "JobRequest", "JobState", "JobStatus",
-    "MpiChoice", "Queue", "Scheduler", "Template", "allocation", "check_template", "choose_mpi",
-    "find_scheduler", "get_scheduler", "launch_command", "render_script", "render_variables",
-    "resolve",
+    "CHECKPOINTED", "LOCAL", "Array", "JobRequest", "JobState", "JobStatus", "Queue", "Scheduler",
+    "Template", "allocation", "find_scheduler", "get_scheduler",
 ]  # fmt: skip
+
+
+class _System(NamedTuple):
+    """A batch system.
+
+    Args:
+        kind: name of its class, in the module of this package that is called as the system.
+        commands: which are on PATH if it is installed here.
+        variables: which are set on its compute nodes.
+    """
+
+    kind: str
+    commands: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ()
+
+
+_SYSTEMS = {
+    LOCAL: _System("LocalScheduler"),
+    # Slurm comes with commands named as those of PBS, so that it is looked for first. The shell
+    # that salloc starts on the login node has the first variable alone.
+    "slurm": _System("SlurmScheduler", ("sbatch",), ("SLURM_JOB_ID", "SLURMD_NODENAME")),
+    "pbs": _System("PbsScheduler", ("qsub", "qselect"), ("PBS_JOBID", "PBS_NODEFILE")),
+}
 
 
 def get_scheduler(name: str) -> Scheduler:
@@ -52,21 +59,26 @@ def get_scheduler(name: str) -> Scheduler:
     Raises:
         UsageError: there is none.
     """
-    if name not in _SCHEDULERS:
+    if name not in _SYSTEMS:
         raise UsageError(
-            f"launch.scheduler: no scheduler {name!r}{did_you_mean(name, _SCHEDULERS)}",
-            cure=f"choose one of {', '.join(_SCHEDULERS)}",
+            f"launch.scheduler: no scheduler {name!r}{did_you_mean(name, _SYSTEMS)}",
+            cure=f"choose one of {', '.join(_SYSTEMS)}",
         )
-    return _SCHEDULERS[name]()
+    scheduler: Scheduler = getattr(import_module(f"{__name__}.{name}"), _SYSTEMS[name].kind)()
+    return scheduler
 
 
 def find_scheduler() -> str:
     """Name of the batch system that is installed here, else ``local``."""
-    names = (name for name, commands in _COMMANDS.items() if all(map(shutil.which, commands)))
-    return next(names, LOCAL)
+    for name, system in _SYSTEMS.items():
+        if system.commands and all(map(shutil.which, system.commands)):
+            return name
+    return LOCAL
 
 
 def allocation() -> str:
     """Name of the batch system on whose compute node this process runs, else ``local``."""
-    names = (name for name, keys in _ON_COMPUTE_NODES.items() if os.environ.keys() >= set(keys))
-    return next(names, LOCAL)
+    for name, system in _SYSTEMS.items():
+        if system.variables and os.environ.keys() >= set(system.variables):
+            return name
+    return LOCAL

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
-
-from pipectl.access import open_regular
 from pipectl.batch import process
 from pipectl.batch.protocol import JobRequest, JobState, JobStatus, Scheduler
-from pipectl.batch.script import render_script
 from pipectl.errors import SchedulerError
-from pipectl.files import make_private_directory
+from pipectl.files import make_private_directory, open_regular
 
 
 class _Process(NamedTuple):
@@ -41,7 +37,7 @@ class _Process(NamedTuple):
 
     @property
     def here(self) -> bool:
-        return self.host == socket.gethostname()
+        return self.host == os.uname().nodename
 
     @property
     def alive(self) -> bool:
@@ -68,6 +64,8 @@ class LocalScheduler(Scheduler):
             raise SchedulerError(
                 "local jobs wait for no others", cure="`pipectl submit --wait` one after the other"
             )
+        from pipectl.batch.script import render_script
+
         return render_script("local.sh.j2", request, self.name)
 
     def submit(self, script: Path, request: JobRequest) -> str:
@@ -87,7 +85,7 @@ class LocalScheduler(Scheduler):
                 f"the job script cannot be started: {error}",
                 cure="check the run directory and its disk",
             ) from error
-        return f"{pid}.{process.start_time(pid) or 0}@{socket.gethostname()}"
+        return f"{pid}.{process.start_time(pid) or 0}@{os.uname().nodename}"
 
     def query(
         self,
@@ -117,17 +115,18 @@ class LocalScheduler(Scheduler):
 
         Tags are no secrets, so that others may start processes with them.
         """
-        jobs = [
-            (start, job.pid)
-            for job in psutil.process_iter(["cmdline", "uids"])
-            if job.info["uids"] is not None and job.info["uids"].real == os.getuid()
-            if (words := job.info["cmdline"] or ())[:1] == ["bash"] and words[2:] == [tag]
-            if (start := process.start_time(job.pid)) is not None
-        ]
+        jobs = []
+        for job in process.list_processes():
+            with suppress(OSError):
+                place = Path(f"/proc/{job.pid}")
+                words = (place / "cmdline").read_bytes().split(b"\0")
+                is_ours = place.stat().st_uid == os.geteuid()
+                if is_ours and words[:1] == [b"bash"] and words[2:-1] == [os.fsencode(tag)]:
+                    jobs.append((job.started, job.pid))
         if not jobs:
             return None
         start, pid = min(jobs)  # the others are its subshells
-        return f"{pid}.{start}@{socket.gethostname()}"
+        return f"{pid}.{start}@{os.uname().nodename}"
 
 
 def _status(job_id: str) -> JobStatus:

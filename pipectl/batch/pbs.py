@@ -12,10 +12,17 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 
 from pipectl.batch import process
-from pipectl.batch.commands import QUEUES_TIMEOUT_S, CommandLineScheduler, number_of, parse_limit
-from pipectl.batch.protocol import JobRequest, JobState, JobStatus, Queue
-from pipectl.batch.script import render_script
-from pipectl.directives import QSUB, options_of
+from pipectl.batch.protocol import (
+    QUEUES_TIMEOUT_S,
+    CommandLineScheduler,
+    JobRequest,
+    JobState,
+    JobStatus,
+    Queue,
+    number_of,
+    parse_limit,
+)
+from pipectl.directives import QSUB
 from pipectl.errors import InvalidInputError, SchedulerError
 
 _UNKNOWN_ID, _FINISHED = 153, 35
@@ -24,11 +31,7 @@ _NAME_LENGTH = 200
 
 
 class PbsScheduler(CommandLineScheduler):
-    """PBS Pro from version 13, or OpenPBS. (Torque is another system.)
-
-    Args:
-        timeout_s: after which a command is given up.
-    """
+    """PBS Pro from version 13, or OpenPBS. (Torque is another system.)"""
 
     name = "pbs"
     resubmits = True
@@ -73,30 +76,12 @@ class PbsScheduler(CommandLineScheduler):
                 "sweep: PBS takes no array of a single job",
                 cure="give the sweep another point, or its value to the job itself",
             )
+        from pipectl.batch.script import render_script
+
+        # PBS has no field for comments, and names may have more than 200 characters.
         first = "" if request.name[:1].isalpha() else "j"
-        resources = request.resources
-        resource_lists = options_of("l", request.pbs.options.get("l", False))
-        has_place = any(re.search("(?i)(^|,)place=", text or "") for _, text in resource_lists)
-        chunk = {  # what it counts is per chunk, and there is one per node
-            "ncpus": resources.tasks_per_node * resources.cpus_per_task,
-            "mpiprocs": resources.tasks_per_node,
-            "ompthreads": request.threads,
-            "ngpus": resources.gpus_per_node,
-            "mem": request.memory_per_node_mib and f"{request.memory_per_node_mib}mb",
-        }
-        select = [f"{name}={value}" for name, value in chunk.items() if value]
-        extra = [request.pbs.select.lstrip(":")] if request.pbs.select else []
-        return render_script(
-            "pbs.sh.j2",
-            request,
-            self.name,
-            QSUB,
-            # PBS has no field for comments, and names may have more than 200 characters.
-            job_name=f"{first}{request.name[:_NAME_LENGTH]}{_suffix(request.tag)}",
-            select=":".join([str(resources.nodes), *select, *extra]),
-            has_place=has_place,
-            array_index="PBS_ARRAY_INDEX",
-        )
+        name = f"{first}{request.name[:_NAME_LENGTH]}{_suffix(request.tag)}"
+        return render_script("pbs.sh.j2", request, self.name, QSUB, job_name=name)
 
     def _describe_tag(self, tag: str) -> str:
         return f"whose name ends in {_suffix(tag)!r}"

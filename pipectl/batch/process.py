@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
-import psutil
-
 from pipectl.errors import SchedulerError
-from pipectl.watch.rank import process_state
+from pipectl.watch import ProcessState, process_state
 
 TIMEOUT_S = 60.0
 _LAST_WORDS_S = 1.0
@@ -57,21 +55,21 @@ def run(
     *,
     cure: str,
     env: Mapping[str, str] | None = None,
-    timeout_s: float | None = TIMEOUT_S,
+    timeout_s: float = TIMEOUT_S,
     stdin: str = "",
 ) -> Completed:
     """Run a command to its end, without a shell.
 
     Args:
         cure: what to do when the command does not exist.
-        timeout_s: None waits as long as it takes, within :func:`patience`.
+        timeout_s: :func:`patience` may end the wait before.
         stdin: what it reads.
 
     Raises:
         SchedulerError: no such command, or it may not be executed.
         NoAnswerError: not done within ``timeout_s``.
     """
-    limit_s = min(inf if timeout_s is None else timeout_s, _patience_s.get())
+    limit_s = min(timeout_s, _patience_s.get())
     try:
         done = subprocess.run(
             list(argv),
@@ -139,6 +137,12 @@ def start_time(pid: int) -> int | None:
     return None if state is None else state.started
 
 
+def list_processes() -> list[ProcessState]:
+    """All processes of this machine that have not ended."""
+    pids = (int(name) for name in os.listdir("/proc") if name.isdecimal())  # noqa: PTH208
+    return [state for state in map(process_state, pids) if state is not None]
+
+
 def stop(pid: int, grace_s: float) -> None:
     """Ask a process and its group to end; kill what is left of it and its descendants.
 
@@ -148,42 +152,43 @@ def stop(pid: int, grace_s: float) -> None:
     Raises:
         SchedulerError: the process belongs to somebody else.
     """
+    leader = process_state(pid)
+    if leader is None:
+        return
+    family = _with_descendants([leader])
     try:
-        leader = psutil.Process(pid)
-        family = [leader, *leader.children(recursive=True)]
         os.killpg(pid, signal.SIGTERM)
-    except (psutil.NoSuchProcess, ProcessLookupError):
+    except ProcessLookupError:
         return
     except PermissionError:
         raise SchedulerError(
             f"process {pid} belongs to somebody else", cure="cancel it as its owner"
         ) from None
-    alive = _wait(family, grace_s)
-    for member in [*alive]:
-        with suppress(psutil.NoSuchProcess):
-            alive += member.children(recursive=True)
-    _kill({*alive} - {leader})
+    alive = _with_descendants(_wait(family, grace_s))
+    _kill([each for each in alive if each.pid != pid])
     _kill(_wait([leader], _LAST_WORDS_S))
 
 
-def _kill(members: Iterable[psutil.Process]) -> None:
+def _with_descendants(members: Sequence[ProcessState]) -> list[ProcessState]:
+    family, others = list(members), list_processes()
+    for member in family:  # which grows
+        family += [each for each in others if each.parent == member.pid and each not in family]
+    return family
+
+
+def _kill(members: Sequence[ProcessState]) -> None:
     """SIGKILL, and wait until they are gone."""
-    members = list(members)
-    for member in members:
-        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            member.kill()
+    for member in _wait(members, 0.0):
+        with suppress(OSError):
+            os.kill(member.pid, signal.SIGKILL)
     _wait(members, _LAST_WORDS_S)
 
 
-def _wait(members: Iterable[psutil.Process], limit_s: float) -> list[psutil.Process]:
-    """Wait for processes to end; those that have not.
-
-    A zombie has ended. In a container there may be nobody who removes those of others, which
-    psutil would wait for.
-    """
+def _wait(members: Iterable[ProcessState], limit_s: float) -> list[ProcessState]:
+    """Wait for processes to end; those that have not."""
     deadline = time.monotonic() + limit_s
     while True:
-        alive = [each for each in members if each.is_running() and start_time(each.pid) is not None]
-        if not alive or time.monotonic() > deadline:
-            return alive
+        members = [each for each in members if process_state(each.pid, each.started) is not None]
+        if not members or time.monotonic() > deadline:
+            return members
         time.sleep(_LOOK_S)

@@ -16,18 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 from pipectl.batch import process
 from pipectl.batch.launchers import launch_command
-from pipectl.batch.protocol import JobRequest, Template
-from pipectl.directives import Syntax, fault_of_line, find_dependency, options_of
+from pipectl.batch.protocol import CHECKPOINTED, JobRequest, Template
+from pipectl.directives import REPLACEMENTS, Syntax, fault_of_line, find_option, options_of
 from pipectl.errors import InvalidInputError, PipectlError, Problem, SpecError
-from pipectl.printable import first_harmful
-from pipectl.units import did_you_mean, format_clock
+from pipectl.units import did_you_mean, first_harmful, format_clock
 
 if TYPE_CHECKING:
     from jinja2 import Environment
     from jinja2 import Template as Compiled
 
-CHECKPOINTED = 75
-"""Exit code of a script whose ranks stopped at a checkpoint before they were done."""
 _TEMPLATES = Path(__file__).parent / "templates"
 _PLAIN = re.compile(r"[A-Za-z0-9@%+=:,./_-]+")
 _SHEBANG = re.compile(r"#!\s*(/\S*/bash|/usr/bin/env (-S )?bash)(\s.*)?")
@@ -55,13 +52,18 @@ def render_script(
         InvalidInputError: a value cannot be written into a script, or the user's template is wrong.
         SchedulerError: see :func:`pipectl.batch.launchers.launch_command`.
     """
-    if syntax is not None and request.after:
-        name = find_dependency(syntax, getattr(request, scheduler).options)
-        if name is not None:
-            raise InvalidInputError(
-                f"{scheduler}.options.{name}: `pipectl submit --after` sets the job's dependency",
-                cure="remove it, or submit without --after",
-            )
+
+    def sets(*table: str) -> str | None:
+        """The name of the user's option that is one of the table."""
+        if syntax is None:
+            return None
+        return find_option(syntax, getattr(request, scheduler).options, table)
+
+    if syntax is not None and request.after and (name := sets(*syntax.dependencies)) is not None:
+        raise InvalidInputError(
+            f"{scheduler}.options.{name}: `pipectl submit --after` sets the job's dependency",
+            cure="remove it, or submit without --after",
+        )
     environment = _environment()
     ours = environment.from_string(base) if "{%" in base else environment.get_template(base)
     context = {
@@ -70,6 +72,8 @@ def render_script(
         "scheduler": scheduler,
         "launch": launch_command(request, scheduler),
         "checkpointed": CHECKPOINTED,
+        "replacements": REPLACEMENTS,
+        "sets": sets,
         **values,
     }
     script = ours.render(context)

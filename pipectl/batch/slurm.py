@@ -15,13 +15,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipectl.batch import process
-from pipectl.batch.commands import QUEUES_TIMEOUT_S, CommandLineScheduler, number_of, parse_limit
-from pipectl.batch.launchers import AUTO
-from pipectl.batch.protocol import JobRequest, JobState, JobStatus, Queue
-from pipectl.batch.script import render_script
-from pipectl.directives import REPLACEMENTS, SBATCH
+from pipectl.batch.protocol import (
+    QUEUES_TIMEOUT_S,
+    CommandLineScheduler,
+    JobRequest,
+    JobState,
+    JobStatus,
+    Queue,
+    number_of,
+    parse_limit,
+)
+from pipectl.directives import SBATCH
 from pipectl.errors import SchedulerError
-from pipectl.units import format_clock
 
 SQUEUE_FORMAT = "%i|%T|%D|%S|%e|%N|%k|%r"
 SACCT_FORMAT = "JobID,State,ExitCode,Submit,Start,End,NodeList"
@@ -30,11 +35,7 @@ _CLOCK_SKEW_S = 60.0
 
 
 class SlurmScheduler(CommandLineScheduler):
-    """Slurm, version 20.02 or later.
-
-    Args:
-        timeout_s: after which a command is given up.
-    """
+    """Slurm, version 20.02 or later."""
 
     name = "slurm"
     title = "Slurm"
@@ -76,32 +77,9 @@ class SlurmScheduler(CommandLineScheduler):
         self._squeue("--me")
 
     def render(self, request: JobRequest) -> str:
-        may_be_hydra = request.launch.mpi in {AUTO, "hydra"} and not request.has_variable(
-            "HYDRA_LAUNCHER", "HYDRA_BOOTSTRAP"
-        )
-        sets_launcher = any(
-            word.startswith(("-launcher", "-bootstrap")) for word in request.launch.args
-        )
-        resources, memory = request.resources, request.memory_per_node_mib
-        options = {
-            "cpus-per-task": resources.cpus_per_task,
-            "gpus-per-node": resources.gpus_per_node,
-            "mem": memory and f"{memory}M",
-            "time": format_clock(resources.walltime),
-        }
-        return render_script(
-            "slurm.sh.j2",
-            request,
-            self.name,
-            SBATCH,
-            from_resources=[
-                (option, value)
-                for option, value in options.items()
-                if value and request.slurm.options.keys().isdisjoint(REPLACEMENTS[option])
-            ],
-            agent=may_be_hydra and not sets_launcher,
-            array_index="SLURM_ARRAY_TASK_ID",
-        )
+        from pipectl.batch.script import render_script
+
+        return render_script("slurm.sh.j2", request, self.name, SBATCH)
 
     def _describe_tag(self, tag: str) -> str:
         return f"with the comment {tag!r}"

@@ -25,9 +25,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from pipectl.access import open_regular
 from pipectl.errors import DataFileError
-from pipectl.files import MAX_BYTES
+from pipectl.files import MAX_BYTES, open_regular
 
 _PIECE_BYTES = 2**20
 _ALIGNMENT = 8

@@ -24,8 +24,8 @@ from typer.main import get_command
 from pipectl import __version__
 from pipectl.cli.console import discard_unwritten, errors, plain, replace_unprintable, say
 from pipectl.errors import FaultError, PipectlError, SpecError, UsageError
-from pipectl.faults import fault_of, is_ours, user_line, with_file
-from pipectl.printable import printable
+from pipectl.faults import fault_of, is_ours, user_line, with_details
+from pipectl.units import printable
 
 COMMANDS = {
     "init": "Write a commented job for this cluster, ready to run.",
@@ -225,7 +225,7 @@ def report(error: BaseException) -> int:
 def _describe(error: BaseException) -> tuple[int, list[str], str | None]:
     """Exit code, messages and cure."""
     if isinstance(error, FaultError):
-        error = with_file(error)
+        error = with_details(error, None, write=True)
     if isinstance(error, SpecError):
         return error.exit_code, [str(problem) for problem in error.problems], error.cure
     if isinstance(error, PipectlError):

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pipectl.printable import printable, printable_json
+from pipectl.units import printable, printable_json
 
 _WIDTH_WITHOUT_TERMINAL = 120
 _GAP = 2

@@ -27,9 +27,9 @@ from pipectl.jobs.job_files import fresh_profile, join_rows, load_run, plan_path
 from pipectl.jobs.prepare import PERCENT
 from pipectl.jobs.profiles import measure
 from pipectl.plan import Plan
-from pipectl.printable import printable
 from pipectl.profile import Profile
 from pipectl.runs import Record, RunDirectory, beat, last_checkpoint
+from pipectl.units import printable
 
 if TYPE_CHECKING:
     from pipectl.profiler.progress import Progress

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from pipectl.cluster import Cluster
+from pipectl.cluster import Cluster, OffloadTarget
 from pipectl.errors import DataFileError, InfeasibleError, InvalidInputError
 from pipectl.jobs.job_files import plan_file_key, plan_path
-from pipectl.plan import OffloadTarget, Plan
+from pipectl.plan import Plan
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.profile import Profile
 from pipectl.runs import RunDirectory

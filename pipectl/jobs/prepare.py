@@ -16,18 +16,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipectl.access import fault_of_owner
-from pipectl.batch import (
-    LOCAL,
-    Array,
-    JobRequest,
-    MpiChoice,
-    Template,
-    check_template,
-    choose_mpi,
-    find_scheduler,
-    get_scheduler,
-)
+from pipectl.batch import LOCAL, Array, JobRequest, Template, find_scheduler, get_scheduler
+from pipectl.batch.launchers import MpiChoice, choose_mpi
+from pipectl.batch.script import check_template
+from pipectl.cluster import OffloadTarget
 from pipectl.errors import (
     MismatchError,
     PipectlError,
@@ -36,6 +28,7 @@ from pipectl.errors import (
     SpecError,
     UsageError,
 )
+from pipectl.files import fault_of_owner
 from pipectl.jobs.job_files import (
     find_cluster,
     fresh_plan,
@@ -44,7 +37,7 @@ from pipectl.jobs.job_files import (
     plan_path,
     profile_path,
 )
-from pipectl.plan import OffloadTarget, Plan
+from pipectl.plan import Plan
 from pipectl.profile import Profile
 from pipectl.runs import TRAINING, RunDirectory, SweepDirectory, read_starts, stem_of
 from pipectl.spec import Point, plan_key, profile_key
@@ -377,7 +370,8 @@ def make_array_request(
         at_once: how many may run at the same time; None sets no limit.
         tag, after: see :func:`make_request`.
     """
-    driver = replace(job, work=Work(program=("-m", "pipectl.jobs.sweep")), prepares=False)
+    work = Work(program=("-m", "pipectl.jobs.sweep"), arguments=(str(at_once or 1),))
+    driver = replace(job, work=work, prepares=False)
     request = make_request(driver, sweep.path, tag=tag, after=after)
     return replace(request, array=Array(tuple(runs), at_once))
 

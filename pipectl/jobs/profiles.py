@@ -23,14 +23,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pipectl
-from pipectl.batch import JobRequest, allocation, choose_mpi, launch_command, process
+from pipectl.batch import JobRequest, allocation, process
+from pipectl.batch.launchers import choose_mpi, launch_command
 from pipectl.errors import DataFileError, PipectlError, SchedulerError
-from pipectl.faults import with_file
+from pipectl.faults import with_details
 from pipectl.fields import read_fields, write_value
 from pipectl.files import is_stream, make_directory, make_directory_of, read_json, write_json
 from pipectl.jobs.job_files import UNKNOWN_ROWS
+from pipectl.link import RowTimes
 from pipectl.profile import MeasuredOn, Profile
-from pipectl.row_times import RowTimes
 from pipectl.spec import profile_key
 from pipectl.spec.models import Environment, Launch, Pbs, Resources, Slurm
 
@@ -120,7 +121,7 @@ def measure(
         measurement = _find_or_measure(spec, progress, effort, again=again)
     except Exception as error:
         beside = None if path is None or is_stream(path) else path.with_suffix(".fault.txt")
-        fault = with_file(error, beside)
+        fault = with_details(error, beside, write=True)
         if fault is not error:
             raise fault from error
         raise

@@ -14,9 +14,10 @@ from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipectl.access import is_ours, read_limited
-from pipectl.batch import LOCAL, Evidence, JobState, JobStatus, get_scheduler, process, resolve
+from pipectl.batch import LOCAL, JobState, JobStatus, get_scheduler, process
+from pipectl.batch.resolve import resolve
 from pipectl.errors import DataFileError, PipectlError, UsageError
+from pipectl.files import fault_of_owner, read_limited
 from pipectl.plan import Plan
 from pipectl.runs import (
     TRAINING,
@@ -309,7 +310,7 @@ def _job_status(
         words = f"{state}, step {step} of {steps}"
         with suppress(OSError):  # by the clock of the file system, which all nodes share
             written_at = run.heartbeat.stat().st_mtime
-    evidence = Evidence(
+    job = resolve(
         now=now,
         submitted_at=record.submitted_at,
         listed=answer.listed.get(record.job_id or ""),
@@ -321,7 +322,6 @@ def _job_status(
         cancelled=record.state == "cancelled",
         submitting=record.state == "submitting",
     )
-    job = resolve(evidence)
     if job.state is JobState.PREEMPTED and (error := read_requeue_error(run)):
         return replace(job, reason=f"{job.reason}; it could not be started again: {error}")
     return job
@@ -361,7 +361,7 @@ def recover(run: RunDirectory, now: float) -> Record:
     newer = add_next_job(run, record, now)
     if record.job_id is not None and newer is record:
         return record
-    if not is_ours(run.path):
+    if fault_of_owner(run.path, root=False) is not None:
         return newer
     with locked(run, wait=False) as ours:
         return recover_locked(run, now) if ours else record

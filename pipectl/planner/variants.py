@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from pipectl.cluster import Cluster
+from pipectl.cluster import Cluster, OffloadTarget
 from pipectl.errors import InfeasibleError, OutOfTimeError
-from pipectl.plan import OffloadTarget, Plan
+from pipectl.plan import Plan
 from pipectl.planner.activations.modes import ModeSearch
 from pipectl.planner.bounds import least_step_s, work_s
 from pipectl.planner.costs.devices import mixes, one_each, placements

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pipectl.cluster import Cluster
 from pipectl.link import Link
@@ -41,6 +41,15 @@ class Axis(NamedTuple):
         first, last = self.scale(self.first), self.scale(self.last)
         share = (self.scale(value) - first) / (last - first) if last != first else 0.5
         return round(self.pixels * share, 1)
+
+
+class Chart(NamedTuple):
+    """Curves by what they are, over two axes."""
+
+    title: str
+    curves: Mapping[str, Points]
+    x: Axis
+    y: Axis
 
 
 def linear_ticks(low: float, high: float, max_ticks: int = 10) -> list[float]:
@@ -80,7 +89,7 @@ def steps_svg(curves: Mapping[str, Points]) -> str:
             steps = {x: f"{x:.0f}" for x in linear_ticks(xs[0], xs[-1], 8) if x == int(x)}
             values = {y: f"{y:g}" for y in linear_ticks(min(ys), max(ys), 6)}
             x, y = Axis(_WIDTH, xs[0], xs[-1], steps), Axis(_HEIGHT, max(ys), min(ys), values)
-            charts.append(_chart(title, {"": points}, x, y))
+            charts.append(Chart(title, {"": points}, x, y))
     return _charts_svg(charts, "") if charts else ""
 
 
@@ -123,7 +132,7 @@ def links_svg(cluster: Cluster) -> str:
 
 def _chart_by_size(
     title: str, curves: Mapping[str, Points], base: int, label: Callable[[float], str]
-) -> dict[str, Any]:
+) -> Chart:
     """A chart by sizes; all coordinates are above 0.
 
     Args:
@@ -136,26 +145,13 @@ def _chart_by_size(
     highest = max(math.ceil(math.log(max(ys), base)), lowest + 1)
     values = [float(base) ** power for power in range(lowest, highest + 1)]
     labels = {value: _without_zeros(label(value)) for value in values}
-    return _chart(title, curves, x, Axis(_HEIGHT, values[-1], values[0], labels, math.log))
+    return Chart(title, curves, x, Axis(_HEIGHT, values[-1], values[0], labels, math.log))
 
 
-def _chart(title: str, curves: Mapping[str, Points], x: Axis, y: Axis) -> dict[str, Any]:
-    """What the template draws, in pixels from the upper left corner of the chart."""
-    return {
-        "title": title,
-        "x_ticks": [(x.place(value), label) for value, label in x.ticks.items()],
-        "y_ticks": [(y.place(value), label) for value, label in y.ticks.items()],
-        "curves": [
-            (name, [(x.place(a), y.place(b)) for a, b in points], len(points) <= _MAX_DOTS)
-            for name, points in curves.items()
-        ],
-    }
-
-
-def _charts_svg(charts: Sequence[Mapping[str, Any]], title: str, *notes: str) -> str:
+def _charts_svg(charts: Sequence[Chart], title: str, *notes: str) -> str:
     """A self-contained SVG document with charts side by side."""
     top = (56 if title else 26) + 18 * len(notes)
-    entries = max((len(chart["curves"]) for chart in charts), default=0)
+    entries = max((len(chart.curves) for chart in charts), default=0)
     return render(
         "charts.svg.j2",
         title=title,
@@ -164,7 +160,8 @@ def _charts_svg(charts: Sequence[Mapping[str, Any]], title: str, *notes: str) ->
         height=top + _HEIGHT + 30 + 16 * math.ceil(entries / 4),
         colours=_COLOURS,
         charts=charts,
-        chart={"left": _LEFT, "top": top, "width": _WIDTH, "height": _HEIGHT, "gap": _GAP},
+        place={"left": _LEFT, "top": top, "width": _WIDTH, "height": _HEIGHT, "gap": _GAP},
+        max_dots=_MAX_DOTS,
     )
 
 

@@ -180,7 +180,7 @@ def compare(predicted: Timeline, measured: Timeline, channels: Sequence[Channel]
         channels: of the plan.
     """
     ranks = sorted({event.rank for event in measured.events})
-    ours, theirs = (_Reading(timeline, channels) for timeline in (predicted, measured))
+    ours, theirs = Reading(predicted, channels), Reading(measured, channels)
     expected = {key: time_s for key, time_s in ours.computing_s.items() if key[0] in ranks}
     paired = sorted(expected.keys() & theirs.computing_s.keys())
     times: dict[tuple[int, int, str], list[Both]] = defaultdict(list)
@@ -205,8 +205,8 @@ def compare(predicted: Timeline, measured: Timeline, channels: Sequence[Channel]
     )
 
 
-class _Reading:
-    """One timeline.
+class Reading:
+    """A timeline, with the messages of its plan.
 
     Attributes:
         computing_s: of every computation, by rank, stage, kind and micro-batch.
@@ -215,7 +215,10 @@ class _Reading:
 
     def __init__(self, timeline: Timeline, channels: Sequence[Channel]) -> None:
         self._timeline, self._channels = timeline, channels
-        self._sent_s = _find_send_times(timeline, channels)
+        self._computed = {(e.rank, e.stage, e.kind, e.micro_batch): e for e in timeline.events}
+        self._sends = {
+            (e.channel, e.micro_batch): e for e in timeline.events if e.kind == "send_start"
+        }
         self.computing_s: dict[tuple[int, int, str, int], float] = defaultdict(float)
         self.spent_s: dict[int, dict[str, float]] = defaultdict(lambda: dict.fromkeys(SPENT, 0.0))
         last_s: dict[int, float] = defaultdict(float)
@@ -223,8 +226,8 @@ class _Reading:
             spent, start_s = self.spent_s[event.rank], event.start_s
             last_s[event.rank] = max(last_s[event.rank], event.end_s)
             if event.kind == "receive_wait":
-                sent_s = self._sent_s.get((event.channel, event.micro_batch), event.end_s)
-                start_s = min(max(sent_s, start_s), event.end_s)
+                sent_s = self._sent_s(event)
+                start_s = min(max(event.end_s if sent_s is None else sent_s, start_s), event.end_s)
                 spent[OTHERS] += start_s - event.start_s
             elif event.kind in COMPUTE_KINDS:
                 key = event.rank, event.stage, event.kind, event.micro_batch
@@ -233,6 +236,33 @@ class _Reading:
         for rank, spent in self.spent_s.items():
             spent[BETWEEN] += max(0.0, last_s[rank] - sum(spent.values()))
             spent[OTHERS] += timeline.end_s - last_s[rank]
+
+    def ends(self, channel: Channel, micro_batch: int) -> tuple[Event | None, Event | None]:
+        """The computation that made a message, and the one that it is for."""
+        made, read = _MADE_BY.get(channel.kind, ()), _READ_BY.get(channel.kind, ())
+
+        def find(kinds: Sequence[str], rank: int, stage: int) -> Event | None:
+            events = (self._computed.get((rank, stage, kind, micro_batch)) for kind in kinds)
+            return next(filter(None, events), None)
+
+        source = find(made, channel.source_rank, channel.source_stage)
+        return source, find(read, channel.target_rank, channel.target_stage)
+
+    def _sent_s(self, wait: Event) -> float | None:
+        """When the message that a rank waits for was sent; None if that is not known.
+
+        Simulated timelines hold no starts of sends; there it is the end of the computation that
+        made the message. Weights come from the step before.
+        """
+        if not 0 <= wait.channel < len(self._channels):
+            return None
+        if start := self._sends.get((wait.channel, wait.micro_batch)):
+            return start.start_s
+        channel = self._channels[wait.channel]
+        if channel.kind is TransferKind.WEIGHT:
+            return 0.0
+        source, _ = self.ends(channel, wait.micro_batch)
+        return None if source is None else source.end_s
 
     def critical_path(self) -> dict[str, float]:
         """Seconds of the chain of actions, through all ranks, that is as long as the step."""
@@ -250,8 +280,8 @@ class _Reading:
             now_s, start_s = min(now_s, event.end_s), event.start_s
             use = _USES.get(event.kind, BETWEEN)
             if event.kind == "receive_wait":
-                sent_s = self._sent_s.get((event.channel, event.micro_batch), start_s)
-                if start_s < sent_s < now_s:
+                sent_s = self._sent_s(event)
+                if sent_s is not None and start_s < sent_s < now_s:
                     start_s, rank = sent_s, self._channels[event.channel].source_rank
             elif event.kind == "update_wait":
                 others = (e for each in events.values() for e in each if e.kind != "update_wait")
@@ -332,48 +362,3 @@ def _find_largest_difference(comparison: Comparison) -> str:
     amount = f"{format_time(abs(both.more_s))} {'longer' if both.more_s > 0 else 'shorter'}"
     times = "" if both.ratio is None or both.ratio > _MAX_RATIO else f" ({both.ratio:.2f} times)"
     return f"{what} on rank {-rank}: {amount} than predicted{times}; {SPENT[name].advice}{note}"
-
-
-class Computed:
-    """The computations of a timeline by what they are."""
-
-    def __init__(self, timeline: Timeline) -> None:
-        self._events = {(e.rank, e.kind, e.stage, e.micro_batch): e for e in timeline.events}
-
-    def source(self, channel: Channel, micro_batch: int) -> Event | None:
-        """What made a message."""
-        kinds = _MADE_BY.get(channel.kind, ())
-        return self._find(kinds, channel.source_rank, channel.source_stage, micro_batch)
-
-    def target(self, channel: Channel, micro_batch: int) -> Event | None:
-        """What a message is for."""
-        kinds = _READ_BY.get(channel.kind, ())
-        return self._find(kinds, channel.target_rank, channel.target_stage, micro_batch)
-
-    def _find(self, kinds: Sequence[str], rank: int, stage: int, micro_batch: int) -> Event | None:
-        events = (self._events.get((rank, kind, stage, micro_batch)) for kind in kinds)
-        return next((event for event in events if event is not None), None)
-
-
-def _find_send_times(
-    timeline: Timeline, channels: Sequence[Channel]
-) -> dict[tuple[int, int], float]:
-    """When each message (channel, micro-batch) that a rank waited for was sent, if that is known.
-
-    Simulated timelines hold no starts of sends; there it is the end of the computation that made
-    the message. Weights come from the step before.
-    """
-    started = {(e.channel, e.micro_batch): e for e in timeline.events if e.kind == "send_start"}
-    computed = Computed(timeline)
-    times: dict[tuple[int, int], float] = {}
-    for event in timeline.events:
-        message = event.channel, event.micro_batch
-        if event.kind != "receive_wait" or not 0 <= event.channel < len(channels):
-            continue
-        if message in started:
-            times[message] = started[message].start_s
-        elif channels[event.channel].kind is TransferKind.WEIGHT:
-            times[message] = 0.0
-        elif (source := computed.source(channels[event.channel], event.micro_batch)) is not None:
-            times[message] = source.end_s
-    return times

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pipectl.report import render
 from pipectl.report.charts import linear_ticks
-from pipectl.timeline import Event, Timeline
+from pipectl.timeline import Event, Timeline, shown_ranks
 from pipectl.units import format_time
 
 
@@ -50,7 +50,7 @@ _MAX_ROWS, _MAX_BARS = 64, 20_000
 """A picture that a browser still shows at once."""
 _LEFT, _WIDTH, _RIGHT = 64, 872, 24
 _LINE_HEIGHT, _ROW_HEIGHT, _NAME_HEIGHT, _AXIS_HEIGHT = 18, 30, 22, 24
-_LETTER_WIDTH, _DIGIT_WIDTH, _LABEL_WIDTH = 7, 8, 60
+_LETTER_WIDTH, _LABEL_WIDTH = 7, 60
 
 
 class Segment(NamedTuple):
@@ -68,13 +68,6 @@ class Row(NamedTuple):
 
     def __str__(self) -> str:
         return (self.label + "".join(segment.text for segment in self.segments)).rstrip()
-
-
-def shown_ranks(ranks: int, max_ranks: int) -> Sequence[int]:
-    """At most ``max_ranks`` ranks, spread evenly from the first to the last."""
-    if ranks <= max_ranks:
-        return range(ranks)
-    return sorted({round(row * (ranks - 1) / (max_ranks - 1)) for row in range(max_ranks)})
 
 
 def _rows(timelines: Iterable[Timeline], max_rows: int) -> list[int]:
@@ -189,7 +182,7 @@ def gantt_svg(timelines: Timeline | Mapping[str, Timeline], title: str, *notes: 
     for name, timeline in timelines.items():
         height += _NAME_HEIGHT if name else 0
         rows = [
-            (height + row * _ROW_HEIGHT, rank, [_bar(event, scale) for event in events])
+            (height + row * _ROW_HEIGHT, rank, events)
             for row, (rank, events) in enumerate(_bars(timeline, ranks).items())
         ]
         heading = f"{name}: {format_time(timeline.end_s)}" if name else ""
@@ -201,9 +194,9 @@ def gantt_svg(timelines: Timeline | Mapping[str, Timeline], title: str, *notes: 
         if kind in kinds:
             legend.append((kind, x, look.name))
             x += 17 + _LETTER_WIDTH * len(look.name) + 14
-    top = (28 if title else 10) + _LINE_HEIGHT * len(notes)
     last_s = end_s * (1 - _LABEL_WIDTH / _WIDTH)
     ticks = [time_s for time_s in linear_ticks(0.0, end_s) if time_s < last_s]
+    top = (28 if title else 10) + _LINE_HEIGHT * len(notes)
     return render(
         "gantt.svg.j2",
         title=title,
@@ -216,25 +209,6 @@ def gantt_svg(timelines: Timeline | Mapping[str, Timeline], title: str, *notes: 
         top=top,
         bars={"x": _LEFT, "width": _WIDTH, "height": height},
         panels=panels,
-        ticks=[(round(time_s * scale, 1), time_s) for time_s in [*ticks, end_s]],
+        scale=scale,
+        ticks=[*ticks, end_s],
     )
-
-
-def _bar(event: Event, scale: float) -> dict[str, Any]:
-    """A rectangle in pixels, and its text."""
-    width = round(max(0.5, (event.end_s - event.start_s) * scale - 0.5), 2)
-    label = str(event.micro_batch) if event.micro_batch >= 0 else ""
-    about = f"rank {event.rank}: {LOOKS[event.kind].name}"
-    if event.stage >= 0:
-        about += f", stage {event.stage}"
-    if label:
-        about += f", micro-batch {label}"
-    about += f", from {format_time(event.start_s)} on, {format_time(event.end_s - event.start_s)}"
-    return {
-        "kind": event.kind,
-        "x": round(event.start_s * scale, 2),
-        "width": width,
-        "label": label,
-        "fits": width >= _DIGIT_WIDTH * len(label) + 2,
-        "about": about,
-    }

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import count
 from typing import Any
 
 from pipectl.plan import Plan
-from pipectl.report.comparison import Computed
+from pipectl.report.comparison import Reading
 from pipectl.schedule import channels
 from pipectl.schedule.actions import COMPUTE_KINDS
 from pipectl.timeline import Event, Timeline
@@ -49,7 +49,7 @@ def chrome_trace(timelines: Mapping[str, Timeline], plan: Plan) -> str:
         process_of_node: dict[int, int] = {}
         place_of_rank: dict[int, Place] = {}
         events_of_rank: dict[int, list[Event]] = defaultdict(list)
-        over_s: dict[tuple[int, int], float] = {}
+        over_s: dict[tuple[int, int], float] = {}  # when either end saw that a message was over
         for event in timeline.events:
             events_of_rank[event.rank].append(event)
             if event.kind in ("send_wait", "receive_wait"):
@@ -63,8 +63,24 @@ def chrome_trace(timelines: Mapping[str, Timeline], plan: Plan) -> str:
                 entries += _named("process", place, f"{name}, node {node}", number)
             place = {"pid": process_of_node[node], "tid": next(tracks)}
             entries += _named("thread", place, f"rank {rank}", place["tid"])
-            entries += _messages(events, over_s, plan, place, tracks)
-            entries += (_action(event, plan, place) for event in events)
+            free_s: dict[int, float] = {}  # by track of what it sends, as many as are needed
+            for event in events:
+                about = _describe_message(event, plan)
+                entries.append(_action(event, about, place))
+                if event.kind != "send_start" or not about:
+                    continue
+                track = next((tid for tid, time_s in free_s.items() if time_s <= event.start_s), 0)
+                if not track:
+                    track = next(tracks)
+                    entries += _named(
+                        "thread", {**place, "tid": track}, f"rank {rank} sends", track
+                    )
+                end_s = max(event.end_s, over_s.get((event.channel, event.micro_batch), 0.0))
+                free_s[track] = end_s
+                text = f"{about['message']}, m{event.micro_batch}"
+                args = {"micro_batch": event.micro_batch, **about}
+                where = {**place, "tid": track}
+                entries.append(_span(text, "message", event.start_s, end_s, where, args))
             place_of_rank[rank] = place
         entries += _arrows(timeline, plan, place_of_rank, arrows)
     entries.sort(key=lambda entry: (entry["ph"] != "M", entry["ts"]))
@@ -72,7 +88,7 @@ def chrome_trace(timelines: Mapping[str, Timeline], plan: Plan) -> str:
     return f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n'
 
 
-def _action(event: Event, plan: Plan, place: Place) -> Entry:
+def _action(event: Event, about: Entry, place: Place) -> Entry:
     name = _CODES.get(event.kind, event.kind.replace("_", " "))
     args: Entry = {"kind": event.kind}
     if event.stage >= 0:
@@ -84,12 +100,11 @@ def _action(event: Event, plan: Plan, place: Place) -> Entry:
     category = "compute" if event.kind in COMPUTE_KINDS else "wait"
     if event.kind.endswith("_start"):
         category = "start"
-    args |= _about(event, plan)
-    return _span(name, category, event.start_s, event.end_s, place, args)
+    return _span(name, category, event.start_s, event.end_s, place, args | about)
 
 
-def _about(event: Event, plan: Plan) -> Entry:
-    """What is known of a message; for a split micro-batch, its bytes are an upper bound."""
+def _describe_message(event: Event, plan: Plan) -> Entry:
+    """What is known of it; for a split micro-batch, its bytes are an upper bound."""
     if not 0 <= event.channel < len(channels(plan)):
         return {}
     channel, shares = channels(plan)[event.channel], plan.micro_batch_shares
@@ -102,47 +117,16 @@ def _about(event: Event, plan: Plan) -> Entry:
     }
 
 
-def _messages(
-    events: Sequence[Event],
-    over_s: Mapping[tuple[int, int], float],
-    plan: Plan,
-    place: Place,
-    tracks: Iterator[int],
-) -> Iterator[Entry]:
-    """Tracks of what a rank sends, as many as it has messages under way at once.
-
-    Args:
-        over_s: when either end saw that a message (channel, micro-batch) was over.
-    """
-    free_s: dict[int, float] = {}  # by track
-    for event in events:
-        about = _about(event, plan)
-        if event.kind != "send_start" or not about:
-            continue
-        track = next((tid for tid, time_s in free_s.items() if time_s <= event.start_s), 0)
-        if not track:
-            track = next(tracks)
-            yield from _named("thread", {**place, "tid": track}, f"rank {event.rank} sends", track)
-        end_s = max(event.end_s, over_s.get((event.channel, event.micro_batch), 0.0))
-        free_s[track] = end_s
-        name = f"{about['message']}, m{event.micro_batch}"
-        args = {"micro_batch": event.micro_batch, **about}
-        yield _span(name, "message", event.start_s, end_s, {**place, "tid": track}, args)
-
-
 def _arrows(
     timeline: Timeline, plan: Plan, places: Mapping[int, Place], numbers: Iterator[int]
 ) -> Iterator[Entry]:
     """Arrows from the action that made a message to the action that uses it."""
-    computed = Computed(timeline)
-    outgoing = defaultdict(list)
+    reading = Reading(timeline, channels(plan))
+    micro_batches = sorted({event.micro_batch for event in timeline.events})
     for channel in channels(plan):
-        if not channel.is_local:
-            outgoing[channel.source_rank, channel.source_stage].append(channel)
-    for source in timeline.events:
-        for channel in outgoing.get((source.rank, source.stage), ()):
-            target = computed.target(channel, source.micro_batch)
-            if target is None or computed.source(channel, source.micro_batch) is not source:
+        for micro_batch in micro_batches if not channel.is_local else ():
+            source, target = reading.ends(channel, micro_batch)
+            if source is None or target is None:
                 continue
             common = {"name": str(channel.kind), "cat": "message", "id": next(numbers)}
             # within the span, or it is lost

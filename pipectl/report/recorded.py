@@ -8,12 +8,10 @@ from statistics import median
 
 from pipectl.errors import DataFileError, PipectlError, UsageError
 from pipectl.plan import Plan
-from pipectl.planner.costs.operator_times import operator_times
 from pipectl.profile import Profile
 from pipectl.report.comparison import Comparison, Part, compare
 from pipectl.runs import RunDirectory, measured_steps, read_metrics
 from pipectl.schedule import channels
-from pipectl.schedule.measured_rows import Steps, row_times_of
 from pipectl.timeline import Timeline
 
 _MAX_EVENTS = 20_000
@@ -99,6 +97,8 @@ def corrected_profile(run: RunDirectory) -> Profile:
         UsageError: no step is recorded under the run's plan.
         DataFileError: a file is missing or damaged.
     """
+    from pipectl.schedule.measured_rows import Steps, row_times_of  # not for `status`
+
     plan, profile = Plan.load(run.plan), Profile.load(run.profile)
     steps = measured_steps(run)
     timelines = []
@@ -134,6 +134,8 @@ def _scale_stages(profile: Profile, plan: Plan, steps: list[tuple[Part, ...]]) -
     Args:
         steps: computations of each, with predicted and measured times.
     """
+    from pipectl.planner.costs.operator_times import operator_times  # not for `status`
+
     times = operator_times(profile, plan.micro_batch_size).uncached
     factors: dict[str, list[float]] = {}
     for index, stage in enumerate(plan.stages):

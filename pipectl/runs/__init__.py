@@ -4,34 +4,31 @@ from pipectl.runs.directory import (
     ATTEMPT,
     RUN_VARIABLE,
     SCRIPT,
-    Members,
     RunDirectory,
     SweepDirectory,
-    checkpoints,
-    locked,
-    stem_of,
-    step_of,
-    sweep_of,
-)
-from pipectl.runs.find import (
     as_typed,
+    checkpoints,
     find,
     find_run,
     find_runs,
     list_runs,
     list_sweeps,
+    locked,
     one_of,
     runs_directory,
+    stem_of,
+    step_of,
+    sweep_of,
 )
-from pipectl.runs.logs import Line, Log, Logs
-from pipectl.runs.manifest import LossScaleState, Manifest, Shard
 from pipectl.runs.readers import (
+    Line,
+    Log,
+    Logs,
     beat,
     last_checkpoint,
     measured_steps,
     read_errors,
     read_exit_code,
-    read_figures,
     read_heartbeat,
     read_metrics,
     read_report,
@@ -42,12 +39,11 @@ from pipectl.runs.readers import (
 from pipectl.runs.record import PROFILING, REHEARSAL, TRAINING, Event, Record, Setting, is_job_id
 
 __all__ = [
-    "ATTEMPT", "PROFILING", "REHEARSAL", "RUN_VARIABLE",
-    "SCRIPT", "TRAINING", "Event", "Line", "Log", "Logs", "LossScaleState",
-    "Manifest", "Members", "Record", "RunDirectory", "Setting", "Shard", "SweepDirectory",
-    "as_typed", "beat", "checkpoints", "find", "find_run", "find_runs", "is_job_id",
-    "last_checkpoint", "list_runs", "list_sweeps", "locked", "measured_steps", "one_of",
-    "read_errors", "read_exit_code", "read_figures", "read_heartbeat", "read_metrics",
-    "read_report", "read_requeue_error", "read_stall", "read_starts", "runs_directory",
-    "stem_of", "step_of", "sweep_of",
+    "ATTEMPT", "PROFILING", "REHEARSAL", "RUN_VARIABLE", "SCRIPT", "TRAINING", "Event", "Line",
+    "Log", "Logs", "Record", "RunDirectory", "Setting", "SweepDirectory", "as_typed",
+    "beat", "checkpoints", "find", "find_run", "find_runs", "is_job_id", "last_checkpoint",
+    "list_runs", "list_sweeps", "locked", "measured_steps", "one_of", "read_errors",
+    "read_exit_code", "read_heartbeat", "read_metrics", "read_report",
+    "read_requeue_error", "read_stall", "read_starts", "runs_directory", "stem_of", "step_of",
+    "sweep_of",
 ]  # fmt: skip

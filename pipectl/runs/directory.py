@@ -1,22 +1,29 @@
-"""Directories of runs and sweeps: every path in them, how they are created, and their lock."""
+"""Directories of runs and sweeps: every path in them, how they are made, locked and found."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime
 from itertools import count
 from pathlib import Path
 
-from pipectl.access import fault_of_owner, open_regular
-from pipectl.errors import DataFileError, UsageError
-from pipectl.fields import read_fields
-from pipectl.files import make_private_directory, read_json, write_json
+from pipectl.errors import DataFileError, UnknownRunError, UsageError
+from pipectl.files import (
+    RUNS_VARIABLE,
+    fault_of_owner,
+    make_private_directory,
+    open_regular,
+    read_limited,
+)
+from pipectl.runs.record import MAX_BYTES, Record, is_job_id
+from pipectl.units import did_you_mean
 
 RUN_NAME = re.compile(r"[0-9]{8}-[0-9]{6}-[A-Za-z0-9._-]+")
 """Name of a run directory; shells complete it, so it holds nothing with a meaning for a shell."""
@@ -28,7 +35,6 @@ RUN_VARIABLE = "PIPECTL_RUN_DIRECTORY"
 """Variable of the environment: set by the job script."""
 SWEEPS = "sweeps"
 """The folder of sweeps beside the runs: its name begins with no date, as those of runs do."""
-SWEEP_VERSION = 1
 _FOLDERS = ("errors", "logs", "trace", "checkpoints")
 
 
@@ -42,6 +48,7 @@ class File:
         return directory.path / self._name
 
 
+@dataclass(frozen=True)
 class Directory:
     """The directory of a run or sweep, which one command at a time changes.
 
@@ -49,22 +56,14 @@ class Directory:
         path: made absolute, since jobs run elsewhere.
     """
 
+    path: Path
     lock = File(".lock")
     """Empty; held by the command that changes the record, or submits the sweep."""
     logs = File("logs")
     """Logs of the job and its ranks; of a sweep, what jobs say before they go on as their runs'."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path.absolute()
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({str(self.path)!r})"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, type(self)) and other.path == self.path
-
-    def __hash__(self) -> int:
-        return hash(self.path)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", self.path.absolute())
 
     @property
     def name(self) -> str:
@@ -151,28 +150,11 @@ class RunDirectory(Directory):
         return self.trace / f"attempt-{starts}"
 
 
-@dataclass(frozen=True)
-class Members:
-    """What ``sweep.json`` says.
-
-    Args:
-        tag: of the job array, which the records of its runs have too.
-        runs: names of the run directories, in the order of the points.
-        at_once: how many may run at the same time; None if the batch system decides.
-    """
-
-    tag: str
-    runs: tuple[str, ...]
-    at_once: int | None
-
-
 class SweepDirectory(Directory):
     """What belongs to no single run of a sweep: ``sweeps/<date>-<name>`` beside the runs."""
 
     script = File("array.sh")
     """The script of the job array."""
-    members = File("sweep.json")
-    """Which runs it has."""
 
     @classmethod
     def create(
@@ -204,32 +186,20 @@ class SweepDirectory(Directory):
         """The directory of the runs."""
         return self.path.parent.parent
 
-    def save(self, members: Members) -> None:
-        """Write ``sweep.json``."""
-        write_json(self.members, {"version": SWEEP_VERSION, **asdict(members)})
-
-    def load(self) -> Members:
-        """Read ``sweep.json``.
-
-        Raises:
-            DataFileError: missing, damaged, or of another version.
-        """
-        cure, file = "name the runs themselves; `pipectl status` lists them", str(self.members)
-        document = read_json(self.members, cure=cure)
-        members = read_fields(Members, document, file=file, cure=cure, version=SWEEP_VERSION)
-        for name in members.runs:
-            if not name.startswith(f"{self.name}-") or "/" in name:
-                raise DataFileError(f"{file}: runs: {name!r} is no run of {self.name}", cure=cure)
-        return members
-
     def runs(self) -> list[RunDirectory]:
-        """Its runs, without those that were removed.
+        """Its runs in the order of the points, without those that were removed."""
+        runs = (run for run in list_runs(self.base) if run.name.startswith(f"{self.name}-"))
+        return [run for run in runs if self._has(run)]
 
-        Raises:
-            DataFileError: see :meth:`load`.
-        """
-        runs = (RunDirectory(self.base / name) for name in self.load().runs)
-        return [run for run in runs if run.path.is_dir()]
+    def _has(self, run: RunDirectory) -> bool:
+        """Whether a run is one of its points, and not one of the same second that is numbered."""
+        if not run.name.removeprefix(f"{self.name}-").isdecimal():
+            return False
+        try:
+            record = Record.load(run.record)
+        except DataFileError:  # it is not written yet, or damaged
+            return True
+        return record.sweep is not None and record.sweep.name == self.name
 
 
 def checkpoints(directory: Path) -> list[Path]:
@@ -274,6 +244,7 @@ def _make_all(base: Path, folders: Mapping[Path, Sequence[str]]) -> bool:
         UsageError: they cannot be made.
     """
     new: list[Path] = []
+    is_complete = False
     try:
         for path in folders:
             make_private_directory(path.parent)
@@ -281,25 +252,20 @@ def _make_all(base: Path, folders: Mapping[Path, Sequence[str]]) -> bool:
             try:
                 path.mkdir(0o700)
             except FileExistsError:
-                _remove(new)
                 return False
             new.append(path)
             for name in names:
                 (path / name).mkdir(0o700)
-    except BaseException as error:
-        _remove(new)
-        if isinstance(error, OSError):
-            raise UsageError(
-                f"{base}: no run directory can be made: {error.strerror or error}",
-                cure="set output.directory to a directory with room that you may write to",
-            ) from error
-        raise
+        is_complete = True
+    except OSError as error:
+        raise UsageError(
+            f"{base}: no run directory can be made: {error.strerror or error}",
+            cure="set output.directory to a directory with room that you may write to",
+        ) from error
+    finally:
+        for path in () if is_complete else new:
+            shutil.rmtree(path, ignore_errors=True)
     return True
-
-
-def _remove(directories: Sequence[Path]) -> None:
-    for path in directories:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 @contextmanager
@@ -337,3 +303,156 @@ def locked(directory: Directory, *, wait: bool = True) -> Iterator[bool]:
         yield is_ours
     finally:
         os.close(handle)
+
+
+def runs_directory() -> Path:
+    """Where commands look for runs by default: ``PIPECTL_RUNS``, else ``./runs``."""
+    return Path(os.environ.get(RUNS_VARIABLE) or "runs")
+
+
+def list_runs(base: Path) -> list[RunDirectory]:
+    """All runs in ``base``, oldest first; none if ``base`` does not exist."""
+    try:
+        # Of links, too, that lead to where one may not look.
+        names = [path.name for path in base.iterdir() if os.path.isdir(path)]  # noqa: PTH112
+    except OSError:
+        return []
+    return [
+        RunDirectory(base / name) for name in sorted(names, key=_age) if RUN_NAME.fullmatch(name)
+    ]
+
+
+def list_sweeps(base: Path) -> list[SweepDirectory]:
+    """All sweeps of the runs in ``base``, oldest first."""
+    return [SweepDirectory(run.path) for run in list_runs(base / SWEEPS)]
+
+
+def find(base: Path, name: str) -> RunDirectory | SweepDirectory:
+    """The run or sweep called ``name``.
+
+    It is called by its path, its whole name, the start or the end of its name (which is the job's
+    name), the id of its job in the batch system, or ``last``. What runs have in common is the name
+    of their sweep, so those of a sweep that matches are no further matches.
+
+    Raises:
+        UnknownRunError: none matches, or several do.
+    """
+    matches = _find_all(base, name)
+    if len(matches) > 1 and matches[0].name != name:
+        more = f"{len(matches) - 5} more, " if len(matches) > 5 else ""
+        names = ", ".join(run.name for run in matches[-5:])
+        raise UnknownRunError(
+            f"{name!r} matches {len(matches)} runs: {more}{names}",
+            cure="write the whole name of one, or `last` for the newest run",
+        )
+    return matches[0]
+
+
+def find_run(base: Path, name: str) -> RunDirectory:
+    """The run called ``name``; see :func:`find`.
+
+    Raises:
+        UnknownRunError: none matches, several do, or it is a sweep.
+    """
+    match = find(base, name)
+    if isinstance(match, RunDirectory):
+        return match
+    raise UnknownRunError(
+        f"{name!r} is a sweep of several runs", cure=f"name one of them, such as {one_of(match)}"
+    )
+
+
+def find_runs(base: Path, names: Sequence[str]) -> list[RunDirectory]:
+    """Runs by name, all of a sweep if one is named, each once.
+
+    Raises:
+        UnknownRunError: none matches a name, or several do.
+    """
+    runs: dict[RunDirectory, None] = {}
+    for match in (find(base, name) for name in names):
+        members = [match] if isinstance(match, RunDirectory) else match.runs()
+        runs.update(dict.fromkeys(members))
+    return list(runs)
+
+
+def as_typed(run: RunDirectory | SweepDirectory) -> str:
+    """What calls a run or sweep from here: its name if that leads to it, else its path."""
+    base = run.base if isinstance(run, SweepDirectory) else run.path.parent
+    try:
+        by_name = runs_directory().samefile(base)
+    except OSError:
+        by_name = False
+    if by_name:
+        return shlex.quote(run.name)
+    here = Path.cwd()
+    if not run.path.is_relative_to(here):
+        return shlex.quote(str(run.path))
+    path = str(run.path.relative_to(here))
+    return shlex.quote(path if "/" in path else f"./{path}")
+
+
+def one_of(sweep: SweepDirectory) -> str:
+    """What calls one of its runs from here, for an example."""
+    return as_typed(RunDirectory(sweep.base / f"{sweep.name}-0"))
+
+
+def _find_all(base: Path, name: str) -> Sequence[RunDirectory | SweepDirectory]:
+    """All that ``name`` may mean, at least one; if some have that whole name, only these."""
+    if "/" in name and RUN_NAME.fullmatch(Path(name).absolute().name) and Path(name).is_dir():
+        run = RunDirectory(Path(name))
+        is_sweep = run.path.parent.name == SWEEPS and not run.record.exists()
+        return [SweepDirectory(run.path) if is_sweep else run]
+    runs, sweeps = list_runs(base), list_sweeps(base)
+    if not runs:
+        raise UnknownRunError(f"{base}: no runs here", cure="start one with `pipectl submit`")
+    if name == "last":
+        return runs[-1:]
+    every: list[RunDirectory | SweepDirectory] = [*runs, *sweeps]
+    if exact := [each for each in every if each.name == name]:
+        return exact
+    parts = [each for each in sweeps if _matches(each.name, name)]
+    stems = tuple(f"{sweep.name}-" for sweep in parts)
+    others = [run for run in runs if _matches(run.name, name) and not run.name.startswith(stems)]
+    by_job = [each for each in _find_job(runs, name) if each not in others]
+    matches = [*parts, *others, *by_job]
+    if not matches:
+        names = [part for run in runs for part in (run.name, run.name.split("-", 2)[-1])]
+        raise UnknownRunError(
+            f"{base}: no run {name!r}{did_you_mean(name, [*names, 'last'])}",
+            cure="`pipectl status` shows all runs",
+        )
+    return matches
+
+
+def _find_job(runs: Sequence[RunDirectory], job_id: str) -> Sequence[RunDirectory | SweepDirectory]:
+    """The runs with a job of this id; their sweep, if it is the id of a job array.
+
+    The id may be written without what follows its number: ``123`` for ``123.server``.
+    """
+    if not is_job_id(job_id) or not job_id[0].isdigit():
+        return []
+    matches: list[tuple[RunDirectory, Record]] = []
+    for run in runs:
+        try:
+            if job_id.encode() not in read_limited(run.record, MAX_BYTES):  # most, without parsing
+                continue
+            record = Record.load(run.record)
+        except (OSError, DataFileError):
+            continue
+        own_id = record.job_id or ""
+        if own_id == job_id or (own_id.startswith(job_id) and own_id[len(job_id)] in "._[@"):
+            matches.append((run, record))
+    sweeps = {record.sweep.name if record.sweep else "" for _, record in matches}
+    if len(matches) > 1 and len(sweeps) == 1 and "" not in sweeps:
+        return [sweep_of(matches[0][0], sweeps.pop())]
+    return [run for run, _ in matches]
+
+
+def _matches(run: str, part: str) -> bool:
+    return bool(part) and (run.startswith(part) or run.endswith(part))
+
+
+def _age(name: str) -> list[tuple[int, str]]:
+    """Sort key: the time stamp comes first, and ``-10`` after ``-9``."""
+    parts = re.split(r"(\d+)", name)
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]

@@ -7,6 +7,7 @@ fields that are not of their type are left out, as if they had not been written.
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import time
@@ -15,17 +16,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
-from statistics import median
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
-from pipectl.access import read_limited
 from pipectl.errors import DataFileError
 from pipectl.fields import FieldError, Rule, read_value
-from pipectl.files import read_json, write_json
-from pipectl.printable import printable
+from pipectl.files import open_regular, read_json, read_limited, write_json
 from pipectl.runs.directory import RunDirectory, checkpoints
 from pipectl.runs.record import PROFILING, Record
-from pipectl.watch.files import node_path
+from pipectl.units import printable
+from pipectl.watch import node_path
 
 HEARTBEAT_VERSION = 1
 _EDGE = 1 << 13
@@ -34,6 +33,11 @@ _MAX_BYTES, _MAX_REPORT_BYTES, _MAX_DIGITS = 2**28, 2**24, 100
 _ATTEMPT, _NOT_FINITE = re.compile(rb'"attempt": (\d+)'), re.compile(rb'"not_finite"')
 _CURE = "the running job writes it again within seconds"
 _WARM_UP_STEPS = 3
+_LABEL = re.compile(rb"\[(0|[1-9][0-9]{0,8})\] ")
+_OF_RANK = re.compile(r"rank-([0-9]{1,9})\.log")
+_CHUNK = 1 << 20
+_MAX_LINE = 1 << 16
+"""Bytes of a line of a log; a longer one is broken."""
 
 
 def beat(
@@ -73,18 +77,78 @@ def read_heartbeat(run: RunDirectory) -> dict[str, Any]:
     return read_report(run.heartbeat) or {}
 
 
-def read_metrics(run: RunDirectory) -> list[dict[str, Any]]:
-    """Lines of ``metrics.jsonl``, see :func:`merge_attempts`; lines cut by a crash are skipped."""
-    return merge_attempts(list(_parse_metrics(_read_metrics(run))))
+def read_report(path: Path) -> dict[str, Any] | None:
+    """A heartbeat, or a report of a failure or a watcher; None if it is missing or damaged."""
+    try:
+        return _sound(read_json(path, cure=_CURE, limit=_MAX_REPORT_BYTES))
+    except DataFileError:
+        return None
 
 
-def read_figures(run: RunDirectory) -> list[dict[str, Any]]:
-    """As :func:`read_metrics`, but of long runs only the first, the last and the rare lines.
+def read_errors(run: RunDirectory) -> list[dict[str, Any]]:
+    """Failure reports of ranks, the first failure first; unreadable ones are left out."""
+    paths = sorted(run.errors.glob("rank-*.json"))
+    reports = [report for path in paths if (report := read_report(path)) is not None]
+    return sorted(reports, key=lambda report: report.get("time", inf))
 
-    Rare are lines on what was not finite, the first line of an attempt, and the last evaluation.
+
+def read_stall(run: RunDirectory) -> str:
+    """Who waits for whom, while no rank moves on; empty while all is well, or if nobody says so."""
+    starts = sorted(run.watch.glob("[0-9]*"))
+    report = read_report(node_path(starts[-1], 0)) if starts else None
+    return printable((report or {}).get("stalled") or "")
+
+
+def read_exit_code(run: RunDirectory) -> int | None:
+    """The job script's exit code; None while it has none."""
+    return _read_number(run.exit_code)
+
+
+def read_starts(run: RunDirectory) -> int:
+    """How often the job script was started."""
+    return max(0, _read_number(run.attempt) or 0)
+
+
+def _read_number(path: Path) -> int | None:
+    try:
+        return int(read_limited(path, _MAX_DIGITS))
+    except (OSError, ValueError):
+        return None
+
+
+def read_requeue_error(run: RunDirectory) -> str:
+    """Why the batch system did not start the job again, in its last words; empty if it did."""
+    try:
+        text = read_limited(run.requeue_error, _MAX_REPORT_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return ""
+    return next((line.strip() for line in reversed(text.split("\n")) if line.strip()), "")
+
+
+def measured_steps(run: RunDirectory) -> list[int]:
+    """The steps of which there are timelines, ascending."""
+    names = (re.fullmatch(r"step-(\d+)\.json", path.name) for path in run.trace.glob("step-*"))
+    return sorted(int(match[1]) for match in names if match)
+
+
+def last_checkpoint(run: RunDirectory) -> Path | None:
+    """The folder of the latest saved step; one that is still being written does not count."""
+    return next(iter(checkpoints(run.checkpoints)), None)
+
+
+def read_metrics(run: RunDirectory, *, whole: bool = True) -> list[dict[str, Any]]:
+    """Lines of ``metrics.jsonl``, see :func:`merge_attempts`; lines cut by a crash are skipped.
+
+    Args:
+        whole: whether to read all of a long file, or only what :func:`sum_up` needs: its first,
+            last and rare lines, which are those on what was not finite, the first line of an
+            attempt, and the last evaluation.
     """
-    text = _read_metrics(run)
-    if len(text) > 2 * _EDGE:
+    try:
+        text = read_limited(run.metrics, _MAX_BYTES)
+    except OSError:
+        return []
+    if not whole and len(text) > 2 * _EDGE:
         begin = text.rfind(b"\n", 0, _EDGE) + 1
         end = text.find(b"\n", len(text) - _EDGE) + 1 or len(text)
         rare = (
@@ -92,7 +156,24 @@ def read_figures(run: RunDirectory) -> list[dict[str, Any]]:
             for at in sorted(_find_rare(text, begin, end))
         )
         text = b"".join((text[:begin], *rare, text[end:]))
-    return merge_attempts(list(_parse_metrics(text)))
+    lines = []
+    for line in text.decode("utf-8", "replace").split("\n"):
+        with suppress(ValueError, RecursionError):
+            if isinstance(value := json.loads(line), dict):
+                lines.append(_sound(value))
+    has_place = (line for line in lines if None not in (line.get("step"), line.get("attempt")))
+    return merge_attempts(list(has_place))
+
+
+def _find_rare(text: bytes, begin: int, end: int) -> Iterator[int]:
+    """Offsets within the rare lines between ``begin`` and ``end``."""
+    yield from (match.start() for match in _NOT_FINITE.finditer(text, begin, end))
+    if (last := text.rfind(b'"evaluation"', begin, end)) >= 0:
+        yield last
+    line = _ATTEMPT.search(text, begin, end)
+    while line:  # the first line of each attempt: it overrules earlier ones from its step on
+        yield line.start()
+        line = re.compile(rb'"attempt": (?!%b\b)(\d+)' % line[1]).search(text, line.end(), end)
 
 
 def merge_attempts(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -115,58 +196,6 @@ def merge_attempts(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             kind = 1 if "not_finite" in line else 2 if "evaluation" in line else 0
             kept[line["step"], kind] = line
     return [kept[key] for key in sorted(kept)]
-
-
-def read_errors(run: RunDirectory) -> list[dict[str, Any]]:
-    """Failure reports of ranks, the first failure first; unreadable ones are left out."""
-    paths = sorted(run.errors.glob("rank-*.json"))
-    reports = [report for path in paths if (report := read_report(path)) is not None]
-    return sorted(reports, key=lambda report: report.get("time", inf))
-
-
-def read_report(path: Path) -> dict[str, Any] | None:
-    """A heartbeat, or a report of a failure or a watcher; None if it is missing or damaged."""
-    try:
-        return _sound(read_json(path, cure=_CURE, limit=_MAX_REPORT_BYTES))
-    except DataFileError:
-        return None
-
-
-def read_stall(run: RunDirectory) -> str:
-    """Who waits for whom, while no rank moves on; empty while all is well, or if nobody says so."""
-    starts = sorted(run.watch.glob("[0-9]*"))
-    report = read_report(node_path(starts[-1], 0)) if starts else None
-    return printable((report or {}).get("stalled") or "")
-
-
-def read_exit_code(run: RunDirectory) -> int | None:
-    """The job script's exit code; None while it has none."""
-    return _read_number(run.exit_code)
-
-
-def read_requeue_error(run: RunDirectory) -> str:
-    """Why the batch system did not start the job again, in its last words; empty if it did."""
-    try:
-        text = read_limited(run.requeue_error, _MAX_REPORT_BYTES).decode("utf-8", "replace")
-    except OSError:
-        return ""
-    return next((line.strip() for line in reversed(text.split("\n")) if line.strip()), "")
-
-
-def read_starts(run: RunDirectory) -> int:
-    """How often the job script was started."""
-    return max(0, _read_number(run.attempt) or 0)
-
-
-def measured_steps(run: RunDirectory) -> list[int]:
-    """The steps of which there are timelines, ascending."""
-    names = (re.fullmatch(r"step-(\d+)\.json", path.name) for path in run.trace.glob("step-*"))
-    return sorted(int(match[1]) for match in names if match)
-
-
-def last_checkpoint(run: RunDirectory) -> Path | None:
-    """The folder of the latest saved step; one that is still being written does not count."""
-    return next(iter(checkpoints(run.checkpoints)), None)
 
 
 @dataclass(frozen=True)
@@ -205,10 +234,9 @@ def sum_up(lines: Iterable[Mapping[str, Any]]) -> Measured:
     lines = list(lines)
     steps = [line for line in lines if "loss" in line]
     first, last = (steps[0], steps[-1]) if steps else ({}, {})
-    evaluation: Mapping[str, Any] = next(
-        (one for one in reversed(lines) if "evaluation" in one), {}
-    )
+    evaluation: Mapping[str, Any] = next((x for x in reversed(lines) if "evaluation" in x), {})
     times = [line["step_time_s"] for line in steps if line.get("step_time_s")]
+    times = sorted(times[min(_WARM_UP_STEPS, len(times) - 1) :]) if times else []
     faults = [line for line in lines if isinstance(line.get("not_finite"), Mapping)]
     fault = ""
     if faults:
@@ -222,7 +250,7 @@ def sum_up(lines: Iterable[Mapping[str, Any]]) -> Measured:
         first_loss=first.get("loss"),
         last_loss=last.get("loss"),
         samples_per_s=last.get("samples_per_s"),
-        step_time_s=median(times[min(_WARM_UP_STEPS, len(times) - 1) :]) if times else None,
+        step_time_s=(times[(len(times) - 1) // 2] + times[len(times) // 2]) / 2 if times else None,
         evaluation_step=evaluation.get("step"),
         evaluation=evaluation.get("evaluation") or {},
         not_finite=tuple(line["step"] for line in faults),
@@ -233,7 +261,7 @@ def sum_up(lines: Iterable[Mapping[str, Any]]) -> Measured:
 def read_measured(run: RunDirectory, record: Record | None) -> Measured:
     """What a run has done so far; the steps of one that only measures are percent."""
     if record is None or record.kind != PROFILING:
-        return sum_up(read_figures(run))
+        return sum_up(read_metrics(run, whole=False))
     return Measured(step=read_heartbeat(run).get("step") or 0, steps=record.steps)
 
 
@@ -279,42 +307,84 @@ def find_first_failure(run: RunDirectory) -> FirstFailure | None:
     )
 
 
-def _read_number(path: Path) -> int | None:
-    try:
-        return int(read_limited(path, _MAX_DIGITS))
-    except (OSError, ValueError):
-        return None
+class Line(NamedTuple):
+    """One line of a log.
+
+    Args:
+        rank: None for what the job script, its preparation and the launcher print.
+        text: with the rank before it, and without its end.
+    """
+
+    rank: int | None
+    text: str
 
 
-def _read_metrics(run: RunDirectory) -> bytes:
-    try:
-        return read_limited(run.metrics, _MAX_BYTES)
-    except OSError:
-        return b""
+class Log:
+    """Reads a log that grows, from where it stopped before; what is no file is empty.
 
+    Args:
+        path: of a log. The name says whose a rank's is; in the log of a node every line does.
+    """
 
-def _find_rare(text: bytes, begin: int, end: int) -> Iterator[int]:
-    """Offsets within the lines between ``begin`` and ``end`` that count in figures of a run."""
-    yield from (match.start() for match in _NOT_FINITE.finditer(text, begin, end))
-    if (last := text.rfind(b'"evaluation"', begin, end)) >= 0:
-        yield last
-    line = _ATTEMPT.search(text, begin, end)
-    while line:  # the first line of each attempt: it overrules earlier ones from its step on
-        yield line.start()
-        line = re.compile(rb'"attempt": (?!%b\b)(\d+)' % line[1]).search(text, line.end(), end)
+    def __init__(self, path: Path) -> None:
+        self.offset = 0
+        self._path = path
+        self._rest = b""
+        name = _OF_RANK.fullmatch(path.name)
+        self._rank = None if name is None else int(name[1])
+        self._is_labelled = path.name.startswith("node-")
 
+    def read_lines(self, *, to_the_end: bool = False) -> Iterator[Line]:
+        """The lines that were finished since.
 
-def _parse_metrics(content: bytes) -> Iterator[dict[str, Any]]:
-    """The lines that are whole, with integer ``attempt`` and ``step``."""
-    for line in content.decode("utf-8", "replace").split("\n"):
+        Args:
+            to_the_end: also the start of one that is not finished and will not be.
+        """
         try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(value, dict):
-            value = _sound(value)
-            if value.get("step") is not None and value.get("attempt") is not None:
-                yield value
+            file = os.fdopen(open_regular(self._path), "rb")
+        except OSError:
+            return
+        with file:
+            if os.fstat(file.fileno()).st_size < self.offset:  # it was cut
+                self.offset, self._rest = 0, b""
+            file.seek(self.offset)
+            while text := file.read(_CHUNK):
+                self.offset += len(text)
+                *lines, self._rest = (self._rest + text).split(b"\n")
+                yield from map(self._line, lines)
+                while len(self._rest) > _MAX_LINE:
+                    yield self._line(self._rest[:_MAX_LINE])
+                    self._rest = self._rest[_MAX_LINE:]
+        if to_the_end and self._rest:
+            yield self._line(self._rest)
+            self._rest = b""
+
+    def _line(self, text: bytes) -> Line:
+        """The line without what a carriage return has overwritten, as on a terminal."""
+        rank, head = self._rank, b"" if self._rank is None else b"[%d] " % self._rank
+        if self._is_labelled and (label := _LABEL.match(text)) is not None:
+            rank, head, text = int(label[1]), label[0], text[label.end() :]
+        body = text.rstrip(b"\r").rpartition(b"\r")[2]
+        return Line(rank, (head + body).decode("utf-8", "replace"))
+
+
+class Logs:
+    """All logs of a run: those of ranks first, then the job's, which ends with why it failed."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
+        self._logs: dict[Path, Log] = {}
+
+    @property
+    def bytes_read(self) -> int:
+        """Over all logs, so far."""
+        return sum(log.offset for log in self._logs.values())
+
+    def read_lines(self, *, to_the_end: bool = False) -> Iterator[Line]:
+        """See :meth:`Log.read_lines`, for each log."""
+        for path in (*self._run.rank_logs(), self._run.job_log):
+            log = self._logs.setdefault(path, Log(path))
+            yield from log.read_lines(to_the_end=to_the_end)
 
 
 def _sound(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -340,10 +410,6 @@ def _to_finite(value: Any) -> float:
 
 def _to_object(value: Any) -> dict[str, Any]:
     return _sound(read_value(Mapping[str, Any], value))
-
-
-def _to_stages(value: Any) -> list[int]:
-    return list(read_value(tuple[int, ...], value))
 
 
 def _to_ranks(value: Any) -> list[dict[str, Any]]:
@@ -372,7 +438,7 @@ _TYPES: Mapping[str, Any] = {
          "stalled"),
         Annotated[str, _to_text],
     ),
-    "stages": Annotated[list[int], _to_stages],
+    "stages": Annotated[list[int], lambda value: list(read_value(tuple[int, ...], value))],
     "waiting": Annotated[float, Rule(lambda share: share <= 1, "at most 1")],
     "evaluation": Annotated[Mapping[str, float], _to_figures],
     "not_finite": Annotated[Mapping[str, Any], _to_object],

@@ -5,17 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
-from pipectl.fields import Count, Rule, read_fields
-from pipectl.files import read_json, write_json
+from pipectl.fields import VERSION, Count, DataFile, Rule
 
-VERSION = 1
 STATES = ("submitting", "submitted", "cancelled")
 TRAINING, PROFILING, REHEARSAL = "training", "profile", "rehearsal"
 MAX_BYTES = 2**20
-_CURE = "restore it from a backup, or submit the job again"
 
 
 def is_job_id(text: str) -> bool:
@@ -53,7 +49,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Record:
+class Record(DataFile):
     """The submission of one run.
 
     It is written with the state ``submitting`` before the scheduler is called, so that a job
@@ -72,6 +68,8 @@ class Record:
         task: the run's place in the job array that has its tag; None for a job of its own.
     """
 
+    cure: ClassVar[str] = "restore it from a backup, or submit the job again"
+    max_bytes: ClassVar[int] = MAX_BYTES
     name: str
     scheduler: str
     tag: str
@@ -97,16 +95,6 @@ class Record:
             history=(*self.history, Event(time, state, detail or job_id or "")),
         )
 
-    def save(self, path: Path) -> None:
-        """Write ``record.json`` whole."""
-        write_json(path, {"version": VERSION, **asdict(self)})
-
-    @classmethod
-    def load(cls, path: Path) -> Record:
-        """Read ``record.json``.
-
-        Raises:
-            DataFileError: missing, damaged, or of another version.
-        """
-        document = read_json(path, cure=_CURE, limit=MAX_BYTES)
-        return read_fields(cls, document, file=str(path), cure=_CURE, version=VERSION)
+    def to_json(self) -> dict[str, Any]:
+        """The documented JSON object."""
+        return {"version": VERSION, **asdict(self)}

@@ -5,17 +5,19 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from mpi4py import MPI
 
 from pipectl.errors import FaultError, PipectlError, lacks_memory
 from pipectl.faults import describe_error, with_details
+from pipectl.files import write_json, write_log
 from pipectl.runs import RunDirectory
 from pipectl.runtime.output import job_log, own_log, say
 from pipectl.runtime.waiting import tell_of_waits
+from pipectl.watch import report_text
 from pipectl.watch.board import Board
-from pipectl.watch.files import report_text, write_log, write_report
 
 
 class Doing:
@@ -103,6 +105,7 @@ def report(
     described = describe_error(error, cure=memory if lacks_memory(error) else None)
     place = {"rank": rank, "stage": stage, "step": step, "action": action}
     document = {"version": 1, **place, **described}
-    write_report(directory.error_of(rank), document)
+    with suppress(PipectlError, OSError):  # the disk may fail, too
+        write_json(directory.error_of(rank), document)
     expected = isinstance(error, PipectlError) and not isinstance(error, FaultError)
     write_log(job_log(), report_text({**document, **({"traceback": ""} if expected else {})}))

@@ -33,8 +33,9 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
+from pipectl.cluster import OffloadTarget
 from pipectl.errors import WorkerError
-from pipectl.plan import OffloadTarget, Plan
+from pipectl.plan import Plan
 from pipectl.runtime.saved_tensors import Block, SavedTensors
 from pipectl.runtime.waiting import gather_all
 from pipectl.schedule import Kind, lower, peak_host_bytes

@@ -21,7 +21,7 @@ from pipectl.capture import Cut, Slot
 from pipectl.capture.stage import uses_of_parameter
 from pipectl.capture.step import own_name
 from pipectl.errors import CaptureError
-from pipectl.runs import LossScaleState
+from pipectl.runtime.manifest import LossScaleState
 from pipectl.runtime.transport import Flight, Wire
 from pipectl.spec.models import LossScale as LossScaleSpec
 

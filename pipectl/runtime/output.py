@@ -15,10 +15,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-from pipectl.printable import printable
+from pipectl.files import write_log
 from pipectl.runs import RUN_VARIABLE, RunDirectory
 from pipectl.runtime.nodes import node_name
-from pipectl.watch.files import write_log
+from pipectl.units import printable
 
 MAX_FILES = 256
 _STREAMS = (1, 2)

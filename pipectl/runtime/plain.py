@@ -36,13 +36,13 @@ from pipectl.capture.step import (
 from pipectl.capture.tensors import is_deferred
 from pipectl.errors import PipectlError
 from pipectl.files import write_json
-from pipectl.printable import printable
 from pipectl.runtime.device import choose_device
 from pipectl.runtime.optimizer import gradient_norms, not_finite, refuse_half_parameters
 from pipectl.runtime.process import settle_process
 from pipectl.runtime.saved_tensors import kept_apart
 from pipectl.runtime.stepper import Stepper, make_stepper
 from pipectl.spec import JobSpec, load
+from pipectl.units import printable
 
 LOSSES = "losses.json"
 _EXTRA = "_extra_state"

@@ -6,7 +6,7 @@ right after that backward. Autograd adds to a parameter once per backward, so a 
 when its hook is called. The sums are awaited at the end of the step, after the backwards of the
 rank's other stages. Whatever moves the pipeline's messages moves these, too.
 
-Who sends whom what is in :mod:`pipectl.plan.sums`. Half precision is added in float32, which MPI
+Who sends whom what is in :mod:`pipectl.graph`. Half precision is added in float32, which MPI
 cannot do, and rounded once.
 
 Optimizer state may be shared out among the replicas (ZeRO stage 1). A bucket then has one replica
@@ -27,7 +27,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from pipectl.plan.sums import BUCKET_BYTES, ROUNDS, parts_of_bucket
+from pipectl.graph import BUCKET_BYTES, ROUNDS, parts_of_bucket
 from pipectl.runtime.transport import Flight, Wire
 
 

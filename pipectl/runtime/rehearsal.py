@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
-from pipectl.access import open_regular
+from pipectl.files import open_regular
 from pipectl.plan import Plan
 from pipectl.rehearsal import Passage, Rehearsal
 from pipectl.runs import RunDirectory, beat

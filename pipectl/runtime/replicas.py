@@ -17,8 +17,8 @@ from torch import Tensor
 
 from pipectl.capture.step import own_name
 from pipectl.errors import WorkerError
+from pipectl.graph import owners_of
 from pipectl.plan import Plan, Replication
-from pipectl.plan.sums import owners_of
 from pipectl.runtime.device import Device
 from pipectl.runtime.reduction import StageReduction, group_of
 from pipectl.runtime.stage import Stage

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from pipectl.capture import CapturedJob, Cut
 from pipectl.fields import write_value
 from pipectl.files import make_private_directory, write_json
+from pipectl.link import RowTimes
 from pipectl.plan import Plan, Stage, StageCost, Transfer
-from pipectl.row_times import RowTimes
 from pipectl.runs import RunDirectory
 from pipectl.runtime.device import choose_device
 from pipectl.runtime.failure import Doing

@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
-from pipectl.report.gantt import shown_ranks
 from pipectl.runs import RunDirectory
 from pipectl.runtime import clock
 from pipectl.runtime.failure import warn
@@ -27,7 +26,7 @@ from pipectl.runtime.waiting import gather_all, poll
 from pipectl.runtime.written import Attempts
 from pipectl.schedule.actions import EVENT_NAMES, Action, Columns
 from pipectl.spec.models import Trace
-from pipectl.timeline import Event, Timeline
+from pipectl.timeline import Event, Timeline, shown_ranks
 
 MAX_EVENTS = 1_000_000
 """Of a file (about 60 MB); of more, evenly spread ranks are recorded."""

@@ -9,11 +9,12 @@ from typing import Any
 
 from pipectl.cluster import Cluster
 from pipectl.files import write_text
-from pipectl.runs import Manifest, RunDirectory
+from pipectl.runs import RunDirectory
 from pipectl.runtime.asynchronous import AsynchronousSteps
 from pipectl.runtime.callbacks import Callbacks
 from pipectl.runtime.checkpoint import Keep, Saver, Stored, plain_name, take_snapshot
 from pipectl.runtime.failure import warn
+from pipectl.runtime.manifest import Manifest
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.step import Step, StepInput
 from pipectl.runtime.step_end import StepEnd

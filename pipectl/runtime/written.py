@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 from os import SEEK_END
 from pathlib import Path
 
-from pipectl.access import open_regular
 from pipectl.errors import UsageError
+from pipectl.files import open_regular
 
 MAX_LINES = 100_000
 """Kept in memory (about 30 MB); of more, the oldest are dropped."""

@@ -8,7 +8,7 @@ from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
-from pipectl.row_times import RowTimes
+from pipectl.link import RowTimes
 from pipectl.schedule.actions import COMPUTE_KINDS, EVENT_NAMES
 from pipectl.schedule.channel import Channel
 from pipectl.timeline import Event, Timeline

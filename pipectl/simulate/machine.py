@@ -9,8 +9,8 @@ import numpy as np
 from pipectl.arrays import Floats, Integers
 from pipectl.cluster import Cluster
 from pipectl.errors import ScheduleError
+from pipectl.link import FREE_ROWS, RowTimes, seconds_of
 from pipectl.plan import Plan, Stage
-from pipectl.row_times import FREE_ROWS, RowTimes, seconds_of
 from pipectl.schedule.actions import Kind, Program
 from pipectl.simulate import events
 from pipectl.simulate.memory import amounts_of, peak_bytes

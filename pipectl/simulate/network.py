@@ -1,7 +1,7 @@
 """What moves in a step, which way it takes, and who shares that.
 
 What the runtime sends to sum gradients over the replicas of a stage is in
-:mod:`pipectl.plan.sums`: in each of two rounds, every replica sends an n-th of every bucket to
+:mod:`pipectl.graph`: in each of two rounds, every replica sends an n-th of every bucket to
 every other one. A round takes its latency and the time of whatever is busy longest with its
 messages: a rank, which sends one after another and receives one after another, or a link that
 ranks share. If the cluster has measured such sums over as many ranks, on as many nodes, these
@@ -21,9 +21,9 @@ from math import ceil
 import numpy as np
 
 from pipectl.cluster import Cluster
+from pipectl.graph import BUCKET_BYTES, ROUNDS
 from pipectl.link import Link
 from pipectl.plan import Plan
-from pipectl.plan.sums import BUCKET_BYTES, ROUNDS
 from pipectl.schedule.actions import Actions, Kind
 from pipectl.schedule.channel import channels
 from pipectl.simulate.tables import Network, Rows

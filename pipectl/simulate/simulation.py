@@ -7,7 +7,7 @@ What is modelled:
   the forward, the halves of a split backward what the plan says.
 - Where the cluster knows it, the rows of messages take time of the rank itself, and so do the begin
   of a step, what follows a computation, the meeting before an update and its end
-  (:mod:`pipectl.row_times`). On shared cores the time of rows is added to the next computation.
+  (:mod:`pipectl.link`). On shared cores the time of rows is added to the next computation.
 - A message moves once both ends have started it (rendezvous) and passes links that it may share
   (:mod:`pipectl.simulate.network`, :mod:`pipectl.simulate.events`).
 - Copies to and from the memory of the host follow one another in each direction.

@@ -51,7 +51,7 @@ OPERATIONS = np.array([*map(_operation, Kind), MEETING], dtype=np.int64)
 """Operation of every kind, MEET last."""
 
 MESSAGE_ROWS = (Kind.SEND_START, Kind.SEND_WAIT, Kind.RECEIVE_START, Kind.RECEIVE_WAIT)
-"""Rows that take time of their own; see :class:`pipectl.row_times.RowTimes`."""
+"""Rows that take time of their own; see :class:`pipectl.link.RowTimes`."""
 
 
 class Programs(NamedTuple):

@@ -15,7 +15,7 @@ import yaml
 from yaml.reader import ReaderError
 
 from pipectl.errors import Problem, SpecError
-from pipectl.printable import first_harmful
+from pipectl.units import first_harmful
 
 KeyPath = tuple[str | int, ...]
 

@@ -72,13 +72,14 @@ class Board:
             os.ftruncate(self.handle, SIZE)
         except OSError:
             self.handle = -1
-        self._memory = _Memory.from_buffer(mmap.mmap(self.handle, SIZE))
+        self._shared = mmap.mmap(self.handle, SIZE)
+        self._memory = _Memory.from_buffer(self._shared)
         self.phase("")
 
     def row(self, kind: str, stage: int, micro_batch: int) -> None:
         """An action of the program begins; -1 stands for all micro-batches."""
         text = kind if micro_batch < 0 else f"{kind} micro-batch {micro_batch}"
-        self._begin(text, stage, in_program=True)
+        self.program_row(text.encode(), stage)
 
     def program_row(self, text: bytes, stage: int) -> None:
         """As :meth:`row`, with a text that was encoded before."""
@@ -89,11 +90,14 @@ class Board:
 
     def phase(self, text: str) -> None:
         """A phase begins, which is not in the program."""
-        self._begin(text, -1, in_program=False)
+        self.return_to(Activity(action=text))
 
     def return_to(self, activity: Activity) -> None:
         """The activity that a phase has interrupted goes on."""
-        self._begin(activity.action, activity.stage, in_program=activity.in_program)
+        memory = self._memory
+        memory.peer, memory.stage, memory.in_program = -1, activity.stage, activity.in_program
+        memory.action = activity.action.encode(errors="replace")[:_TEXT]
+        memory.moves += 1
 
     def awaits(self, peer: int, awaited: bytes) -> None:
         """The current action waits for a rank; ``awaited`` says for what, encoded."""
@@ -113,21 +117,12 @@ class Board:
 
     def read(self) -> Activity:
         """What the rank does now."""
-        return _to_activity(self._memory)
-
-    def _begin(self, action: str, stage: int, *, in_program: bool) -> None:
-        memory = self._memory
-        memory.peer, memory.stage, memory.in_program = -1, stage, in_program
-        memory.action = action.encode(errors="replace")[:_TEXT]
-        memory.moves += 1
+        return read_activity(self._shared)
 
 
-def read_activity(memory: mmap.mmap) -> Activity:
+def read_activity(shared: mmap.mmap) -> Activity:
     """What is on a board that another process writes."""
-    return _to_activity(_Memory.from_buffer_copy(memory))
-
-
-def _to_activity(memory: _Memory) -> Activity:
+    memory = _Memory.from_buffer_copy(shared)
     values = (getattr(memory, name) for name in Activity._fields)
     return Activity._make(
         value.decode(errors="replace") if isinstance(value, bytes) else value for value in values

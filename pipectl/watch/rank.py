@@ -12,7 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipectl.printable import printable
+from pipectl.units import printable
+from pipectl.watch import ProcessState, process_state
 from pipectl.watch.board import SIZE, Activity, read_activity
 
 BYE, FAILING = b"\xfe", b"\xfd"
@@ -248,31 +249,6 @@ class LocalRanks:
         for path in {path for r in self._ranks if BYE not in r.heard for path in r.shared}:
             with suppress(OSError):
                 os.unlink(path)  # noqa: PTH108
-
-
-class ProcessState(NamedTuple):
-    """One process.
-
-    Args:
-        letter: as in ``/proc/PID/stat``; ``T`` is stopped.
-        started: in clock ticks since boot, which tells it from a later one with its number.
-    """
-
-    pid: int
-    letter: str
-    parent: int
-    started: int
-
-
-def process_state(pid: int, started: int | None = None) -> ProcessState | None:
-    """None if the process is gone or a zombie, or if it did not start at the given time."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    letter, parent, *rest = text.rpartition(")")[2].split()
-    state = ProcessState(pid, letter, int(parent), int(rest[17]))
-    return None if letter in "ZX" or started not in (None, state.started) else state
 
 
 def _lives(process: ProcessState | None) -> bool:

@@ -1,24 +1,31 @@
 """The process that watches the ranks of one node: ``python -m pipectl.watch.watcher``.
 
 The node's first rank starts it. It reads what the ranks do from memory that they share with it,
-sees from the kernel how they end, and writes one file (:mod:`pipectl.watch.files`). The watcher of
-the first node reads those of all others, decides whether a rank is lost, writes down which and why,
-and says in its own file that all are to be ended. Every other watcher reads only that file, and
-decides by what it knows if the file is not renewed any more. Watchers talk in no other way.
+sees from the kernel how they end, and writes one file. That is replaced whole, in a folder to which
+nobody else can write; every start of the ranks has its own, which is removed when they are started
+again. The watcher of the first node reads the files of all others, decides whether a rank is lost,
+writes down which and why, and says in its own file that all are to be ended. Every other watcher
+reads only that file, and decides by what it knows if the file is not renewed any more. Watchers
+talk in no other way.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipectl.printable import printable
-from pipectl.watch.files import NodeFile, node_path, report_text, write_log, write_report
+from pipectl.errors import PipectlError, UsageError
+from pipectl.fields import read_value
+from pipectl.files import open_regular, write_json, write_log, write_text
+from pipectl.units import printable
+from pipectl.watch import node_path, report_text
 from pipectl.watch.judge import (
     SETTLE_S,
     NodeReport,
@@ -43,6 +50,8 @@ _UNHEARD_S = 5.0
 _WITHOUT_FIRST = 2.0
 """Factor of the limit if the first node's watcher is gone."""
 _NEVER = float("-inf")
+_VERSION = 1
+_MAX_BYTES = 1 << 24
 
 
 class Settings(NamedTuple):
@@ -69,6 +78,41 @@ class Settings(NamedTuple):
     errors: str
     min_s: float
     predicted_s: float
+
+
+class NodeFile:
+    """The file of one node."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._stamp: tuple[int, int] | None = None
+
+    def write(self, report: NodeReport) -> None:
+        """Replace it; if the disk is full, at least renew its time of change."""
+        text = json.dumps({"version": _VERSION, **report._asdict()})
+        try:
+            write_text(self.path, f"{text}\n", mode=0o600, durable=False)
+        except (UsageError, OSError):
+            with suppress(OSError):
+                os.utime(self.path)
+
+    def read(self) -> NodeReport | None:
+        """The report; None if it was not written since the last call, or cannot be read.
+
+        It is opened each time: network file systems look for changes only then.
+        """
+        with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):  # it is damaged
+            with os.fdopen(open_regular(self.path, os.O_NOFOLLOW), "rb") as stream:
+                status = os.fstat(stream.fileno())
+                stamp = status.st_ino, status.st_mtime_ns
+                if stamp == self._stamp:
+                    return None
+                document = json.loads(stream.read(_MAX_BYTES))
+            self._stamp = stamp
+            if document["version"] == _VERSION:
+                report: NodeReport = read_value(NodeReport, document)
+                return report
+        return None
 
 
 class Watcher:
@@ -225,7 +269,8 @@ class Watcher:
             "time": rank.ended_at or time.time(),
             "exit_code": 1,
         }
-        write_report(Path(self._settings.errors) / f"rank-{rank.rank:04d}.json", document)
+        with suppress(PipectlError, OSError):  # the disk may fail, too
+            write_json(Path(self._settings.errors) / f"rank-{rank.rank:04d}.json", document)
         write_log(_LOG, report_text(document))
 
 

@@ -9,7 +9,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from pipectl.batch import JobRequest, get_scheduler, render_variables
+from pipectl.batch import JobRequest, get_scheduler
+from pipectl.batch.script import render_variables
 from pipectl.spec.models import Environment, Launch, Pbs, Resources, Slurm
 
 FIELDS = {field.name for field in fields(JobRequest)}

@@ -11,7 +11,7 @@ import pytest
 from grammar import directives
 from job_requests import change
 
-from pipectl.batch import JobRequest, Scheduler, Template, get_scheduler
+from pipectl.batch import JobRequest, Scheduler, Template, get_scheduler, process
 from pipectl.batch.pbs import PbsScheduler
 from pipectl.batch.process import NoAnswerError
 from pipectl.batch.slurm import SlurmScheduler
@@ -139,28 +139,36 @@ def test_a_lost_answer_is_looked_up_by_tag(
     system: System, make_request: MakeRequest, hangs: bool
 ) -> None:
     """And a job that is not found is not submitted twice."""
-    scheduler = type(system.scheduler)(timeout_s=0.6)  # type: ignore[call-arg]
+
+    def submit(**changes: str) -> str:
+        with process.patience(0.6):
+            return system.scheduler.submit(SCRIPT, make_request(**changes))
+
     unsure = {"slurm": "error: Unable to contact slurm", "pbs": "error: Communication failure."}
     if hangs:
         system.fake.hang(system.submit)
     else:
         system.fake.answer(system.submit, stderr=unsure[system.name], rc=1)
     with pytest.raises(NoAnswerError, match=r"tag-1' is listed: .*(error|no answer)"):
-        scheduler.submit(SCRIPT, make_request())
+        submit()
     lists = "squeue" if system.name == "slurm" else "qselect"
     system.fake.answer(lists, stderr=f"{lists} is down", rc=1)
     with pytest.raises(NoAnswerError, match=rf"(error|no answer).*{lists} is down"):
-        scheduler.submit(SCRIPT, make_request())
+        submit()
     assert len(system.fake.calls(system.submit)) == 2
     if system.name == "slurm":
         system.fake.replay("squeue", "squeue-format.txt")
-        assert scheduler.submit(SCRIPT, make_request(tag="tag-run")) == "36"
+        assert submit(tag="tag-run") == "36"
     else:
         row = "Job Id: {}\n    Job_Name = {}\n    job_state = R\n"
         jobs = {"9.vm": "demo.abc1", "10.vm": "demo.abc1", "11.vm": "demo.other"}
         system.fake.replay("qselect", "qselect.txt")
         system.fake.answer("qstat", "".join(row.format(*job) for job in jobs.items()))
-        assert scheduler.submit(SCRIPT, make_request(tag="20261120-152233-demo abc1")) == "10.vm"
+        assert submit(tag="20261120-152233-demo abc1") == "10.vm"
+
+
+def test_undecodable_output_is_shown_as_it_can_be() -> None:
+    assert process.run(["bash", "-c", "printf 'a\\377b'"], cure="-").stdout == "a\ufffdb"
 
 
 def test_cancel_of_what_is_gone_is_no_error(system: System) -> None:
@@ -179,8 +187,8 @@ def test_a_system_that_does_not_answer_is_an_error_not_an_absence(system: System
     with pytest.raises(SchedulerError, match="cannot connect"):
         system.scheduler.query(["9"])
     system.fake.hang(command)
-    with pytest.raises(NoAnswerError, match="no answer within 1 s"):
-        type(system.scheduler)(timeout_s=0.6).query(["9"])  # type: ignore[call-arg]
+    with pytest.raises(NoAnswerError, match="no answer within 1 s"), process.patience(0.6):
+        system.scheduler.query(["9"])
     assert system.scheduler.query([]) == {}
 
 

@@ -10,7 +10,8 @@ import pytest
 import yaml
 from grammar import directives
 
-from pipectl.batch import MpiChoice, get_scheduler
+from pipectl.batch import get_scheduler
+from pipectl.batch.launchers import MpiChoice
 from pipectl.cli.console import say
 from pipectl.errors import SpecError
 from pipectl.jobs.prepare import make_job, make_request

@@ -11,8 +11,15 @@ from pathlib import Path
 import pytest
 from job_requests import change
 
-from pipectl.batch import JobRequest, MpiChoice, Template, choose_mpi, launch_command
-from pipectl.batch.launchers import MPIEXECS, find_mpiexec, kind_of
+from pipectl.batch import JobRequest, Template
+from pipectl.batch.launchers import (
+    MPIEXECS,
+    MpiChoice,
+    choose_mpi,
+    find_mpiexec,
+    kind_of,
+    launch_command,
+)
 from pipectl.errors import PipectlError, SchedulerError
 
 MakeRequest = Callable[..., JobRequest]

@@ -4,14 +4,15 @@ from typing import Any
 
 import pytest
 
-from pipectl.batch import Evidence, JobState, JobStatus, resolve
+from pipectl.batch import JobState, JobStatus
+from pipectl.batch.resolve import resolve
 
 NOW = 1_000_000.0
 LONG_AGO = NOW - 3600
 
 
 def verdict(**facts: Any) -> JobStatus:
-    return resolve(Evidence(**{"now": NOW, "submitted_at": LONG_AGO, **facts}))
+    return resolve(**{"now": NOW, "submitted_at": LONG_AGO, **facts})
 
 
 def listed(state: str, **details: Any) -> JobStatus:

@@ -14,8 +14,8 @@ import psutil
 import pytest
 from job_requests import change, run, start, wait_until, write_script
 
-from pipectl.batch import Array, JobRequest, Template, get_scheduler, render_variables
-from pipectl.batch.script import slurm_file, slurm_value
+from pipectl.batch import Array, JobRequest, Template, get_scheduler
+from pipectl.batch.script import render_variables, slurm_file, slurm_value
 from pipectl.errors import InvalidInputError
 from pipectl.runs import (
     ATTEMPT,

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from job_requests import change, start, wait_until
 
-from pipectl.batch import Array, JobRequest, Template, check_template, get_scheduler
+from pipectl.batch import Array, JobRequest, Template, get_scheduler
+from pipectl.batch.script import check_template
 from pipectl.errors import SpecError
 from pipectl.spec.models import Checkpoint
 

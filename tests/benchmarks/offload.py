@@ -34,10 +34,10 @@ from in_turns import Job, cluster_of, gpt, peak_of, profiled, spread, train_in_t
 from planner_scale import cluster_of as accelerators
 from planner_scale import gpt3_profile
 
-from pipectl.cluster import Cluster
+from pipectl.cluster import Cluster, OffloadTarget
 from pipectl.jobs.prepare import TIGHT_HEAP
 from pipectl.link import Link
-from pipectl.plan import OffloadTarget, Plan
+from pipectl.plan import Plan
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.profile import Profile
 from pipectl.runs import RunDirectory, read_metrics

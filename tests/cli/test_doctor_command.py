@@ -178,7 +178,7 @@ def test_a_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_torch_outside_the_tested_releases_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipectl.versions.version", lambda _: "2.99.0")
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "2.99.0")
     monkeypatch.setattr(doctor, "_TORCH", """print('["2.99.0", null, 0]')""")
     first = next(examine(None, HERE, "torch"))
     assert (first.what, first.level) == ("torch", Level.WARN)

@@ -12,8 +12,8 @@ from mpi4py import MPI
 from safetensors.torch import load_file
 from torch import nn
 
-from pipectl.runs import Manifest
 from pipectl.runtime.checkpoint import Keep, Saver, take_snapshot
+from pipectl.runtime.manifest import Manifest
 from pipectl.runtime.stepper import Stepper
 
 if TYPE_CHECKING:

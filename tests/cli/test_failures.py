@@ -57,7 +57,7 @@ def test_a_fault_of_ours_is_called_one_and_its_details_are_kept_for_the_user_alo
     assert third == f"  {installed_versions()}"
     assert kind in details.read_text()
     assert details.stat().st_mode & 0o777 == 0o600
-    monkeypatch.setattr("pipectl.versions.version", lambda _: "2.99.0")
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "2.99.0")
     report(KeyError("x"))
     assert "(tested with torch 2.13 to 2.15; this is 2.99.0)" in capsys.readouterr().err
 

@@ -23,8 +23,9 @@ from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.jobs.planning import write_plan
 from pipectl.plan import Plan
 from pipectl.profile import Profile
-from pipectl.runs import Manifest, RunDirectory
+from pipectl.runs import RunDirectory
 from pipectl.runtime.checkpoint import Keep, Saver, take_snapshot
+from pipectl.runtime.manifest import Manifest
 from pipectl.runtime.stepper import Stepper
 from pipectl.simulate import simulate
 from pipectl.timeline import Timeline

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 from rich.console import Console
 
-from pipectl.runs import Members, SweepDirectory
+from pipectl.runs import SweepDirectory
 
 if TYPE_CHECKING:
     from conftest import Command, RunOf
@@ -69,8 +69,7 @@ def test_ctrl_c_in_the_first_look_ends_the_command(
     arguments: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Of all runs, one, or a sweep, while the batch system is asked, say."""
-    sweep, runs = SweepDirectory.create(Path("runs"), "rates", 2, 1.8e9)
-    sweep.save(Members("tag", tuple(run.name for run in runs), None))
+    SweepDirectory.create(Path("runs"), "rates", 2, 1.8e9)
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

@@ -14,7 +14,8 @@ from catalogue import entries, spec_of
 from replay import peak_of_stage, plan_of, record
 
 from pipectl.capture import CapturedJob
-from pipectl.plan import OffloadTarget, Plan
+from pipectl.cluster import OffloadTarget
+from pipectl.plan import Plan
 from pipectl.planner.activations.blocks import in_blocks
 from pipectl.profiler import profile_job
 from pipectl.runtime.offload import Pages, StageOffload

@@ -18,8 +18,6 @@ LAYERS = (
     (
         "errors",
         "units",
-        "access",
-        "printable",
         "files",
         "fields",
         "arrays",
@@ -28,7 +26,7 @@ LAYERS = (
         "faults",
         "directives",
     ),
-    ("graph", "profile", "link", "row_times", "cluster", "plan", "timeline", "rehearsal"),
+    ("graph", "profile", "link", "cluster", "plan", "timeline", "rehearsal"),
     ("schedule", "spec", "planner", "simulate"),
     ("batch", "runs", "report", "watch"),
     ("capture", "profiler", "runtime"),

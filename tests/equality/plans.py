@@ -11,7 +11,8 @@ from cell_jobs import BATCHES
 from cells import APART, DEEPER, MEMORY, OWN, PAIRED, PLANNED_AS
 
 from pipectl.capture import CapturedGraph
-from pipectl.plan import Blocks, OffloadTarget, Plan, Stage, StageCost, Transfer
+from pipectl.cluster import OffloadTarget
+from pipectl.plan import Blocks, Plan, Stage, StageCost, Transfer
 from pipectl.schedule import default_warm_up
 from pipectl.schedule.listed import Listed
 from pipectl.schedule.one_f_one_b import policy_b

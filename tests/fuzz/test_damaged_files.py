@@ -29,7 +29,8 @@ from pipectl.jobs.state import get_status
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.profile import Profile
-from pipectl.runs import Manifest, Record, RunDirectory, Shard
+from pipectl.runs import Record, RunDirectory
+from pipectl.runtime.manifest import Manifest, Shard
 from pipectl.schedule import lower
 from pipectl.simulate.one_step import simulate_plan
 from pipectl.spec import load

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pipectl.cluster import assumed_cluster
+from pipectl.cluster import OffloadTarget, assumed_cluster
 from pipectl.jobs.planning import request_of
 from pipectl.link import Link
-from pipectl.plan import OffloadTarget
 from pipectl.planner import PlanRequest
 from pipectl.planner.explain.what_if import MAX_SLOWER, step_range, with_slower_links
 from pipectl.profile import Operator, Profile

@@ -13,10 +13,10 @@ import pytest
 from pipectl.jobs import profiles
 from pipectl.jobs.job_files import fresh_profile
 from pipectl.jobs.profiles import Interrupted, measure, measure_rows
+from pipectl.link import RowTimes
 from pipectl.profile import Operator, OperatorMemory, OptimizerCost, Profile
 from pipectl.profiler.effort import Effort
 from pipectl.profiler.journal import Journal
-from pipectl.row_times import RowTimes
 from pipectl.spec import JobSpec, load, profile_key
 
 

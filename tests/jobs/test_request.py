@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from pipectl.batch import JobRequest, check_template
+from pipectl.batch import JobRequest
+from pipectl.batch.script import check_template
+from pipectl.cluster import OffloadTarget
 from pipectl.errors import SpecError
 from pipectl.jobs.prepare import (
     TIGHT_HEAP,
@@ -22,7 +24,7 @@ from pipectl.jobs.prepare import (
     render,
 )
 from pipectl.jobs.submit import write_job
-from pipectl.plan import OffloadTarget, Plan, Stage, StageCost
+from pipectl.plan import Plan, Stage, StageCost
 from pipectl.runs import RunDirectory
 from pipectl.spec import JobSpec, load
 

@@ -15,7 +15,7 @@ from pipectl.batch import Array, JobState, get_scheduler
 from pipectl.batch.local import LocalScheduler
 from pipectl.jobs.cancel import Cancellation, cancel, cancel_sweep
 from pipectl.jobs.state import get_statuses
-from pipectl.runs import Members, Record, RunDirectory, Setting, SweepDirectory, locked
+from pipectl.runs import Record, RunDirectory, Setting, SweepDirectory, locked
 
 LOCAL = get_scheduler("local")
 SCRIPT = """\
@@ -37,11 +37,10 @@ def start(tmp_path: Path) -> Callable[..., Started]:
             sweep.path,
             tag=sweep.name,
             python=sys.executable,
-            command=(sys.executable, "-m", "pipectl.jobs.sweep", str(sweep.path)),
+            command=(sys.executable, "-m", "pipectl.jobs.sweep", str(sweep.path), str(at_once)),
             array=Array(tuple(run.path for run in runs), at_once),
         )
         with locked(sweep):
-            sweep.save(Members(request.tag, tuple(run.name for run in runs), at_once))
             sweep.script.write_text(LOCAL.render(request))
             for run in runs:
                 run.script.write_text(SCRIPT.format(run=run.path))

@@ -2,7 +2,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipectl.cluster import Cluster, Device, Node
-from pipectl.link import Link
+from pipectl.link import Link, RowTimes
 from pipectl.planner import PlanRequest
 from pipectl.planner.costs.devices import one_each
 from pipectl.planner.costs.stage_costs import least_peaks_bytes
@@ -11,7 +11,6 @@ from pipectl.planner.judge import Candidates, Judge
 from pipectl.planner.partition.layout import Layout
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import open_orders
-from pipectl.row_times import RowTimes
 from pipectl.simulate import simulate
 
 CLUSTERS = [

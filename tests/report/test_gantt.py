@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import pytest
 
-from pipectl.report.gantt import LOOKS, gantt, gantt_svg, legend, shown_ranks
-from pipectl.timeline import Event, Timeline
+from pipectl.report.gantt import LOOKS, gantt, gantt_svg, legend
+from pipectl.timeline import Event, Timeline, shown_ranks
 
 SPACE = {"svg": "http://www.w3.org/2000/svg"}
 STEP = Timeline(

@@ -25,12 +25,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
+import pipectl.batch
 import pipectl.cli
 import pipectl.jobs
-from pipectl.access import fault_of_owner, open_regular, read_limited
 from pipectl.cli import main
 from pipectl.errors import UsageError
-from pipectl.files import make_directory_of, write_text
+from pipectl.files import fault_of_owner, make_directory_of, open_regular, read_limited, write_text
 from pipectl.runs import Record, RunDirectory, list_runs, list_sweeps
 
 ROOT, NOBODY, MALLORY = 0, 65534, 12345
@@ -84,7 +84,7 @@ def command(*arguments: str) -> Callable[[], Result]:
 @pytest.fixture(scope="module", autouse=True)
 def everything_loaded() -> None:
     """Ordinary users may not read this interpreter's library."""
-    for package in (pipectl.cli, pipectl.jobs):
+    for package in (pipectl.batch, pipectl.cli, pipectl.jobs):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             import_module(module.name)
     for encoding in ("ascii", "utf-8-sig"):

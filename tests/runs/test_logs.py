@@ -58,8 +58,8 @@ def test_a_log_that_was_cut_is_read_from_its_begin(tmp_path: Path) -> None:
 
 
 def test_long_logs_are_read_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipectl.runs.logs._CHUNK", 7)
-    monkeypatch.setattr("pipectl.runs.logs._MAX_LINE", 20)
+    monkeypatch.setattr("pipectl.runs.readers._CHUNK", 7)
+    monkeypatch.setattr("pipectl.runs.readers._MAX_LINE", 20)
     path = tmp_path / "node-n1.log"
     path.write_text("".join(f"[{rank}] {'x' * rank}\n" for rank in range(10)) + "y" * 50)
     assert [line.rank for line in Log(path).read_lines(to_the_end=True)] == [

@@ -76,8 +76,3 @@ def test_a_run_of_a_sweep(tmp_path: Path) -> None:
     record = replace(RECORD, sweep=Setting("20261120-152233-gpt", values), task=3)
     record.save(tmp_path / "record.json")
     assert Record.load(tmp_path / "record.json") == record
-
-
-def test_a_missing_record_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataFileError, match=r"record\.json: no such file"):
-        Record.load(tmp_path / "record.json")

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from pipectl.errors import DataFileError, UnknownRunError, UsageError
+from pipectl.errors import UnknownRunError, UsageError
 from pipectl.runs import (
-    Members,
     Record,
     RunDirectory,
     Setting,
@@ -74,33 +73,6 @@ def test_directories_whose_folders_cannot_be_made_are_removed(
     with pytest.raises(UsageError, match="no run directory can be made: No space left"):
         create(tmp_path)
     assert [path.name for path in tmp_path.rglob("*")] in ([], ["sweeps"])
-
-
-def test_paths(tmp_path: Path) -> None:
-    run = RunDirectory(tmp_path)
-    names = {
-        run.job: "job.yaml",
-        run.profile: "profile.json",
-        run.plan: "plan.json",
-        run.cluster: "cluster.json",
-        run.script: "job.sh",
-        run.record: "record.json",
-        run.exit_code: "exit_code",
-        run.metrics: "metrics.jsonl",
-        run.heartbeat: "heartbeat.json",
-        run.errors: "errors",
-        run.logs: "logs",
-        run.job_log: "logs/job.log",
-        run.trace: "trace",
-        run.predicted: "trace/predicted.json",
-        run.measured_of(12): "trace/step-000012.json",
-        run.trace_before(2): "trace/attempt-2",
-        run.errors_before(2): "errors/attempt-2",
-        run.checkpoints: "checkpoints",
-        run.preparation_error: "errors/prepare.json",
-        run.error_of(3): "errors/rank-0003.json",
-    }
-    assert {path: str(path.relative_to(tmp_path)) for path in names} == names
 
 
 def test_paths_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,8 +243,13 @@ def test_runs_have_the_name_of_their_sweep(tmp_path: Path) -> None:
     assert list_runs(tmp_path / "runs") == runs
     assert all(run.logs.is_dir() for run in runs)
     assert [found.name for found in list_sweeps(tmp_path / "runs")] == [STEM]
-    sweep.save(Members("tag", tuple(run.name for run in runs), 2))
-    assert sweep.load() == Members("tag", tuple(run.name for run in runs), 2)
+    for run in runs:
+        record(run.path, "41", sweep.name)
+    other = RunDirectory(tmp_path / "runs" / f"{STEM}-7")  # as the seventh of the same second
+    other.path.mkdir()
+    record(other.path, "42")
+    runs[0].record.write_text("{")
+    assert sweep.runs() == runs
     runs[1].path.rename(tmp_path / "away")
     assert sweep.runs() == [runs[0], runs[2]]
 
@@ -298,7 +275,6 @@ def test_a_sweep_is_found_by_a_part_of_its_name(tmp_path: Path) -> None:
 def test_a_sweep_is_found_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a run is asked for, which is not the directory of the sweep."""
     sweep, runs = SweepDirectory.create(tmp_path / "out", "gpt", 2, NOW)
-    sweep.save(Members("tag", tuple(run.name for run in runs), None))
     monkeypatch.chdir(tmp_path)
     called = f"out/sweeps/{STEM}"
     assert as_typed(sweep) == called
@@ -326,11 +302,3 @@ def test_a_part_of_several_names_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnknownRunError, match="matches 2 runs: 20261120-152233-gpt, 2"):
         find(tmp_path, "gpt")
     assert find(tmp_path, "20261120-152234-gpt").name == "20261120-152234-gpt"
-
-
-def test_a_damaged_list_of_runs_leads_nowhere_else(tmp_path: Path) -> None:
-    sweep, _ = SweepDirectory.create(tmp_path, "gpt", 2, NOW)
-    for names in ('["../x"]', f'["{STEM}-0/../.."]', "[1]", "null"):
-        sweep.members.write_text(f'{{"version": 1, "tag": "t", "runs": {names}}}')
-        with pytest.raises(DataFileError, match=r"sweep\.json"):
-            sweep.runs()

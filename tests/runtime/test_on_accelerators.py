@@ -14,10 +14,11 @@ import torch
 from mpi4py import MPI
 from torch import Tensor, nn
 
-from pipectl.runs import Manifest, read_errors, read_heartbeat
+from pipectl.runs import read_errors, read_heartbeat
 from pipectl.runtime import checkpoint
 from pipectl.runtime.checkpoint import Keep, Saver, take_snapshot
 from pipectl.runtime.device import Staging
+from pipectl.runtime.manifest import Manifest
 from pipectl.runtime.stepper import Stepper
 
 MODELS = Path(__file__).parents[1] / "equality" / "models.py"

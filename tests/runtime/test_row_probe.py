@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from pipectl.fields import read_fields
-from pipectl.row_times import RowTimes
+from pipectl.link import RowTimes
 
 pytestmark = pytest.mark.mpi
 

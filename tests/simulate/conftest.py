@@ -7,9 +7,8 @@ from functools import partial
 import pytest
 
 from pipectl.cluster import Cluster, Device, Node
-from pipectl.link import Link
+from pipectl.link import Link, RowTimes
 from pipectl.plan import Blocks, Plan, Replication, Stage, StageCost, StagePeaks
-from pipectl.row_times import RowTimes
 
 
 def random_link(draw, *, between=False):

@@ -8,7 +8,7 @@ from collections import Counter
 from itertools import permutations
 
 from pipectl.cluster import ASSUMED_HOST
-from pipectl.row_times import RowTimes, seconds_of
+from pipectl.link import RowTimes, seconds_of
 from pipectl.schedule import Kind, channels
 
 TINY = 1e-9

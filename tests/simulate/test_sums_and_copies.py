@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from pipectl.cluster import Cluster, Device, Node
+from pipectl.graph import BUCKET_BYTES
 from pipectl.link import Link
 from pipectl.plan import StageCost
-from pipectl.plan.sums import BUCKET_BYTES
 from pipectl.schedule.actions import Action, Actions, Kind, Program
 from pipectl.simulate import machine, simulate
 from pipectl.simulate.events import hold_s

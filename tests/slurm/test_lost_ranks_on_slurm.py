@@ -16,7 +16,8 @@ import psutil
 import pytest
 from job_requests import make_request
 
-from pipectl.batch import JobState, JobStatus, render_variables
+from pipectl.batch import JobState, JobStatus
+from pipectl.batch.script import render_variables
 from pipectl.batch.slurm import SlurmScheduler
 from pipectl.runs import RunDirectory, read_errors, read_exit_code
 

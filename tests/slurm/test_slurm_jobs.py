@@ -11,14 +11,9 @@ from typing import Any
 import pytest
 from job_requests import change, make_request
 
-from pipectl.batch import (
-    JobRequest,
-    JobState,
-    JobStatus,
-    Template,
-    render_variables,
-)
+from pipectl.batch import JobRequest, JobState, JobStatus, Template
 from pipectl.batch.launchers import kind_of
+from pipectl.batch.script import render_variables
 from pipectl.batch.slurm import SlurmScheduler
 from pipectl.errors import SchedulerError
 

@@ -7,9 +7,9 @@ import os
 
 import pytest
 
+from pipectl.files import write_log
+from pipectl.watch import process_state, report_text
 from pipectl.watch.board import SIZE, Activity, Board, read_activity
-from pipectl.watch.files import report_text, write_log
-from pipectl.watch.rank import process_state
 
 
 def test_another_mapping_sees_what_is_written() -> None:
@@ -56,7 +56,7 @@ def test_a_report_is_fit_for_terminals(document: dict[str, object], words: str) 
 
 
 def test_a_log_that_nobody_reads_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipectl.watch.files._PATIENCE_MS", 10)
+    monkeypatch.setattr("pipectl.files._PATIENCE_MS", 10)
     frozen, log = os.pipe()
     write_log(log, "x" * 10**6)
     assert len(os.read(frozen, 10**6)) == 1 << 16

@@ -21,11 +21,11 @@ import pytest
 
 from pipectl.batch import process
 from pipectl.runs import RunDirectory, read_errors
+from pipectl.watch import node_path
 from pipectl.watch.board import Activity, Board
-from pipectl.watch.files import NodeFile, node_path
 from pipectl.watch.judge import NodeReport
 from pipectl.watch.rank import BYE, DIED, FAILING, STOPPED, LocalRanks, RankReport
-from pipectl.watch.watcher import Settings
+from pipectl.watch.watcher import NodeFile, Settings
 
 LONG_S = 60.0
 CRASH, TERM = b"Fatal Python error: Aborted\nThread 1", bytes([signal.SIGTERM])
@@ -374,7 +374,7 @@ def test_a_full_disk_still_shows_that_a_watcher_lives(
     def fails(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("pipectl.watch.files.write_text", fails)
+    monkeypatch.setattr("pipectl.watch.watcher.write_text", fails)
     os.utime(file.path, (1.0, 1.0))
     assert file.read() is not None
     file.write(NodeReport("n"))

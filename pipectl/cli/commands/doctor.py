@@ -20,8 +20,8 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from pipectl import __version__
-from pipectl.batch import LOCAL, find_scheduler, launch_command, process
-from pipectl.batch.launchers import AUTO, MPIEXECS, knows_pmi, list_pmis
+from pipectl.batch import LOCAL, find_scheduler, process
+from pipectl.batch.launchers import AUTO, MPIEXECS, knows_pmi, launch_command, list_pmis
 from pipectl.cli.console import output, plain, say_json
 from pipectl.cli.options import RUNS, Json, Overrides, RunsDirectory, refuse
 from pipectl.errors import PipectlError, SchedulerError

@@ -7,12 +7,11 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Annotated
 
-from pipectl.access import read_limited
 from pipectl.batch import CHECKPOINTED, JobState
 from pipectl.cli.console import note
 from pipectl.cli.options import RUNS, RunNames, RunsDirectory, count, flag
 from pipectl.errors import PipectlError, UnknownRunError, UsageError
-from pipectl.printable import printable
+from pipectl.files import read_limited
 from pipectl.runs import (
     Line,
     Logs,
@@ -23,7 +22,8 @@ from pipectl.runs import (
     read_errors,
     read_exit_code,
 )
-from pipectl.watch.files import report_text
+from pipectl.units import printable
+from pipectl.watch import report_text
 
 _MAX_SCRIPT = 2**22
 _PATIENCE_S = 60.0

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -323,7 +324,7 @@ def _train_plainly(spec: JobSpec, micro_batch_size: int, directory: Path) -> Non
     command = [sys.executable, "-m", "pipectl.runtime.plain", str(job), size, str(directory)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     environment |= spec.environment.variables
-    done = process.run(command, cure="", env=environment, timeout_s=None)
+    done = process.run(command, cure="", env=environment, timeout_s=inf)
     if done.returncode:
         raise WorkerError(f"the plain process failed: {done.message}")
 

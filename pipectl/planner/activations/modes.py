@@ -26,7 +26,8 @@ from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
-from pipectl.plan import OffloadTarget, Plan, Stage
+from pipectl.cluster import OffloadTarget
+from pipectl.plan import Plan, Stage
 from pipectl.planner.activations.blocks import BlockPlans
 from pipectl.planner.judge import TIE, Trials
 

@@ -11,9 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from pipectl.graph import Route, TransferKind, routes
+from pipectl.graph import Route, TransferKind, owners_of, routes
 from pipectl.plan import StagePeaks, Transfer
-from pipectl.plan.sums import owners_of
 from pipectl.planner.costs.liveness import (
     Borders,
     Levels,

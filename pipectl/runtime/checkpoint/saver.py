@@ -20,8 +20,9 @@ from mpi4py import MPI
 
 from pipectl.errors import UsageError
 from pipectl.files import make_private_directory
-from pipectl.runs import Manifest, checkpoints, step_of
+from pipectl.runs import checkpoints, step_of
 from pipectl.runtime.checkpoint.snapshot import Snapshot, sync
+from pipectl.runtime.manifest import Manifest
 from pipectl.runtime.waiting import barrier, poll, wait
 from pipectl.units import format_bytes
 

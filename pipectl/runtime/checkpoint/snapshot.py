@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from pipectl.capture.step import in_model, own_name
 from pipectl.capture.tensor_file import write_tensors
 from pipectl.files import make_private_directory
-from pipectl.runs import Shard
+from pipectl.runtime.manifest import Shard
 from pipectl.runtime.stepper import Stepper
 
 _ALIGNMENT = 64

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from pipectl.capture.tensor_file import TensorReader
 from pipectl.errors import DataFileError, MismatchError
-from pipectl.runs import Manifest, Shard, checkpoints
+from pipectl.runs import checkpoints
 from pipectl.runtime.checkpoint.snapshot import plain_name, state_key
+from pipectl.runtime.manifest import Manifest, Shard
 from pipectl.runtime.optimizer_state import give
 from pipectl.runtime.waiting import broadcast, gather_all
 

@@ -20,8 +20,8 @@ from mpi4py import MPI
 from pipectl.cluster import ASSUMED_BETWEEN, ASSUMED_WITHIN, Cluster, Device, Node
 from pipectl.errors import MismatchError, PipectlError
 from pipectl.files import write_text
+from pipectl.link import RowTimes
 from pipectl.report.charts import links_svg
-from pipectl.row_times import RowTimes
 from pipectl.runs import RunDirectory, beat
 from pipectl.runtime.failure import report
 from pipectl.runtime.links.measure import measure_link, measure_sharing, measure_sums

@@ -23,9 +23,10 @@ import torch
 from mpi4py import MPI
 
 from pipectl.capture import CapturedJob
-from pipectl.runs import ATTEMPT, Manifest, RunDirectory
+from pipectl.runs import ATTEMPT, RunDirectory
 from pipectl.runtime.checkpoint import Keep, Saver, take_snapshot
 from pipectl.runtime.failure import Doing, run_rank
+from pipectl.runtime.manifest import Manifest
 from pipectl.runtime.stepper import Stepper
 from pipectl.runtime.worker import run
 from pipectl.spec import load

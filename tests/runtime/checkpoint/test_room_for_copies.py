@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from pipectl.capture import tensor_file
-from pipectl.runs import Manifest, Shard
 from pipectl.runtime import checkpoint
 from pipectl.runtime.checkpoint import Keep, Saver, take_snapshot
+from pipectl.runtime.manifest import Manifest, Shard
 from pipectl.runtime.stepper import Stepper
 
 SIZE = 1000

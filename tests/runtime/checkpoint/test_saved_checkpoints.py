@@ -16,9 +16,9 @@ from mpi4py import MPI
 from torch import Tensor, nn
 
 from pipectl.errors import CaptureError, DataFileError, MismatchError, UsageError
-from pipectl.runs import Manifest
 from pipectl.runtime import checkpoint
 from pipectl.runtime.checkpoint import Keep, Saver, take_snapshot
+from pipectl.runtime.manifest import Manifest
 from pipectl.runtime.stepper import Stepper
 
 THREE = Keep(3)

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from pipectl.plan import OffloadTarget, Plan
+from pipectl.cluster import OffloadTarget
+from pipectl.plan import Plan
 from pipectl.runs import RunDirectory, read_errors, read_metrics
 
 pytestmark = pytest.mark.mpi

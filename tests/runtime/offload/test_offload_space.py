@@ -11,8 +11,8 @@ import pytest
 import torch
 from mpi4py import MPI
 
+from pipectl.cluster import OffloadTarget
 from pipectl.errors import WorkerError
-from pipectl.plan import OffloadTarget
 from pipectl.runtime.offload import DiskStore, check_space, offload_directory
 
 KIB = 1024

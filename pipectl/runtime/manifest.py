@@ -9,16 +9,13 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
-from pipectl.access import open_regular
 from pipectl.errors import DataFileError
-from pipectl.fields import Count, FieldError, Rule, read_fields, write_value
-from pipectl.files import read_json, write_json
+from pipectl.fields import Count, DataFile, FieldError, Rule
+from pipectl.files import open_regular
 
-VERSION = 1
 _NAME = "manifest.json"
-_CURE = "use another checkpoint of the run"
 
 
 def _is_inside(file: str) -> bool:
@@ -72,7 +69,7 @@ class LossScaleState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Manifest:
+class Manifest(DataFile):
     """A checkpoint.
 
     Args:
@@ -85,6 +82,7 @@ class Manifest:
         losses: of the evaluations that a learning-rate schedule follows, in order.
     """
 
+    cure: ClassVar[str] = "use another checkpoint of the run"
     step: int
     micro_batch_size: Count
     aliases: Mapping[str, str]
@@ -99,29 +97,35 @@ class Manifest:
         """All files."""
         return (*self.weights, *self.training)
 
-    def save(self, directory: Path) -> None:
-        """Write it into the directory of its files."""
+    def to_json(self) -> dict[str, Any]:
+        """The documented JSON object."""
         losses = [loss if math.isfinite(loss) else str(loss) for loss in self.losses]
-        document = {"version": VERSION, **write_value(self), "losses": losses}
-        write_json(directory / _NAME, document)
+        return {**super().to_json(), "losses": losses}
+
+    def save(self, path: Path) -> None:
+        """Write it into a checkpoint, the directory of its files."""
+        super().save(path / _NAME)
 
     @classmethod
-    def load(cls, directory: Path) -> Manifest:
+    def load(cls, path: Path) -> Manifest:
         """Read the manifest in a checkpoint; its files are not looked at.
 
         Raises:
             DataFileError: missing, damaged, or of another version.
         """
-        path = directory / _NAME
-        document = read_json(path, cure=_CURE)
-        manifest = read_fields(cls, document, file=str(path), cure=_CURE, version=VERSION)
+        return super().load(path / _NAME)
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any], *, file: str = _NAME) -> Manifest:
+        """The inverse of :meth:`to_json`; see :meth:`load`."""
+        manifest = super().from_json(document, file=file)
         names = {name for shard in manifest.weights for name in shard.names}
         for key in ("shards", "training"):
             if key not in document:
-                raise DataFileError(f"{path}: {key}: missing", cure=_CURE)
+                raise DataFileError(f"{file}: {key}: missing", cure=cls.cure)
         if not names.issuperset(manifest.aliases.values()):
             message = "must give each further name of a saved weight"
-            raise DataFileError(f"{path}: aliases: {message}", cure=_CURE)
+            raise DataFileError(f"{file}: aliases: {message}", cure=cls.cure)
         return manifest
 
 
