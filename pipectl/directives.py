@@ -150,6 +150,10 @@ QSUB = Syntax(
 )
 
 
+SYNTAXES = {"slurm": SBATCH, "pbs": QSUB}
+"""By the name of the batch system."""
+
+
 def fault_of_option(syntax: Syntax, name: str, value: Value) -> str:
     """Why a job may not set an option to a value, and what to do; empty if it may."""
     if not re.fullmatch(syntax.name, name):

@@ -28,54 +28,51 @@ class _Mpiexec(NamedTuple):
 
     Args:
         versions: parts of what ``mpiexec --version`` prints, one of which is there.
-        place: ``{place}`` for ranks on the nodes of a job, and for ranks on this machine alone.
-        options: by ``launch.bind``.
+        words: with the following.
+        place: of ranks on the nodes of a job, and of ranks on this machine alone.
+        bind: by ``launch.bind``.
     """
 
     versions: tuple[str, ...]
+    words: str
     place: tuple[str, str]
-    options: Mapping[str, str]
+    bind: Mapping[str, str]
 
 
 _MPIEXECS = {
     "hydra": _Mpiexec(  # by default it binds nothing
         ("HYDRA build details",),
+        "-n {ranks} {place} {bind}",
         ("-ppn {per_node}", ""),
-        {
-            "none": "-n {ranks} {place}",
-            "cores": "-n {ranks} {place} -bind-to core:{cores}",
-            "numa": "-n {ranks} {place} -bind-to numa",
-        },
+        {"none": "", "cores": "-bind-to core:{cores}", "numa": "-bind-to numa"},
     ),
     # By default it binds each of two ranks to one core, more to a domain. More ranks than cores of
     # this machine are slow, not wrong.
     "openmpi": _Mpiexec(
         ("(Open MPI)", "(OpenRTE)"),
+        "-n {ranks} --map-by {place}{bind}",
         ("ppr:{per_node}:node", "slot"),
         {
-            "none": "-n {ranks} --map-by {place}{oversubscribe} --rank-by slot --bind-to none",
-            "cores": "-n {ranks} --map-by {place}:PE={cores} --rank-by slot --bind-to core",
-            "numa": "-n {ranks} --map-by {place}{oversubscribe} --rank-by slot --bind-to numa",
+            "none": "{oversubscribe} --rank-by slot --bind-to none",
+            "cores": ":PE={cores} --rank-by slot --bind-to core",
+            "numa": "{oversubscribe} --rank-by slot --bind-to numa",
         },
     ),
     "intel": _Mpiexec(  # by default it divides the cores; global options have to come first
         ("Intel(R) MPI Library",),
+        "{place} {bind} -n {ranks}",
         ("-ppn {per_node}", ""),
         {
-            "none": "{place} -genv I_MPI_PIN off -n {ranks}",
-            "cores": "{place} -genv I_MPI_PIN_CELL core "
-            "-genv I_MPI_PIN_DOMAIN {cores}:compact -n {ranks}",
-            "numa": "{place} -genv I_MPI_PIN_DOMAIN numa -n {ranks}",
+            "none": "-genv I_MPI_PIN off",
+            "cores": "-genv I_MPI_PIN_CELL core -genv I_MPI_PIN_DOMAIN {cores}:compact",
+            "numa": "-genv I_MPI_PIN_DOMAIN numa",
         },
     ),
     "cray": _Mpiexec(
         ("mpiexec version ",),
+        "-n {ranks} {place} --depth {cores} --cpu-bind {bind}",
         ("--ppn {per_node}", ""),
-        {
-            "none": "-n {ranks} {place} --depth {cores} --cpu-bind none",
-            "cores": "-n {ranks} {place} --depth {cores} --cpu-bind depth",
-            "numa": "-n {ranks} {place} --depth {cores} --cpu-bind numa",
-        },
+        {"none": "none", "cores": "depth", "numa": "numa"},
     ),
 }
 MPIEXECS = tuple(_MPIEXECS)
@@ -151,13 +148,14 @@ def _mpiexec_options(request: JobRequest, *, on_this_machine: bool) -> list[str]
             cure=f"choose one of {', '.join((AUTO, *MPIEXECS))}, or set launch.launcher: srun",
         )
     kind, resources = _MPIEXECS[mpi], request.resources
-    words = kind.options[bind].format(
-        place=kind.place[on_this_machine].format(per_node=resources.tasks_per_node),
-        ranks=request.ranks,
-        cores=resources.cpus_per_task,
-        oversubscribe=":OVERSUBSCRIBE" if on_this_machine else "",
-    )
-    return words.split()
+    values = {
+        "ranks": request.ranks,
+        "per_node": resources.tasks_per_node,
+        "cores": resources.cpus_per_task,
+        "oversubscribe": ":OVERSUBSCRIBE" if on_this_machine else "",
+    }
+    place, bound = kind.place[on_this_machine].format(**values), kind.bind[bind].format(**values)
+    return kind.words.format(place=place, bind=bound, **values).split()
 
 
 def find_mpiexec(request: JobRequest) -> str:

@@ -59,14 +59,12 @@ class LocalScheduler(Scheduler):
     def ping(self) -> None:
         """Nothing to ask: there is no queue."""
 
-    def render(self, request: JobRequest) -> str:
+    def _prepare(self, request: JobRequest) -> Mapping[str, str]:
         if request.after:
             raise SchedulerError(
                 "local jobs wait for no others", cure="`pipectl submit --wait` one after the other"
             )
-        from pipectl.batch.script import render_script
-
-        return render_script("local.sh.j2", request, self.name)
+        return {}
 
     def submit(self, script: Path, request: JobRequest) -> str:
         """Start the script in its own session; its output goes to ``logs/job.log``."""

@@ -22,7 +22,6 @@ from pipectl.batch.protocol import (
     number_of,
     parse_limit,
 )
-from pipectl.directives import QSUB
 from pipectl.errors import InvalidInputError, SchedulerError
 
 _UNKNOWN_ID, _FINISHED = 153, 35
@@ -63,7 +62,7 @@ class PbsScheduler(CommandLineScheduler):
     def ping(self) -> None:
         self._ask("qselect", "-u", getpass.getuser())
 
-    def render(self, request: JobRequest) -> str:
+    def _prepare(self, request: JobRequest) -> Mapping[str, str]:
         directory = str(request.run_directory)
         if ":" in directory:
             raise InvalidInputError(
@@ -76,12 +75,9 @@ class PbsScheduler(CommandLineScheduler):
                 "sweep: PBS takes no array of a single job",
                 cure="give the sweep another point, or its value to the job itself",
             )
-        from pipectl.batch.script import render_script
-
         # PBS has no field for comments, and names may have more than 200 characters.
         first = "" if request.name[:1].isalpha() else "j"
-        name = f"{first}{request.name[:_NAME_LENGTH]}{_suffix(request.tag)}"
-        return render_script("pbs.sh.j2", request, self.name, QSUB, job_name=name)
+        return {"job_name": f"{first}{request.name[:_NAME_LENGTH]}{_suffix(request.tag)}"}
 
     def _describe_tag(self, tag: str) -> str:
         return f"whose name ends in {_suffix(tag)!r}"

@@ -260,9 +260,19 @@ class Scheduler(ABC):
     def ping(self) -> None:
         """Ask for something that costs the system little, to see whether it answers."""
 
-    @abstractmethod
     def render(self, request: JobRequest) -> str:
-        """The job script; InvalidInputError if the request cannot be written down safely."""
+        """The job script, of the template called as the system.
+
+        Raises:
+            InvalidInputError: the request cannot be written down safely.
+        """
+        from pipectl.batch.script import render_script
+
+        return render_script(f"{self.name}.sh.j2", request, self.name, **self._prepare(request))
+
+    def _prepare(self, request: JobRequest) -> Mapping[str, str]:  # noqa: ARG002
+        """Further variables of the template; refuses what the system cannot run."""
+        return {}
 
     @abstractmethod
     def submit(self, script: Path, request: JobRequest) -> str:

@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any
 from pipectl.batch import process
 from pipectl.batch.launchers import launch_command
 from pipectl.batch.protocol import CHECKPOINTED, JobRequest, Template
-from pipectl.directives import REPLACEMENTS, Syntax, fault_of_line, find_option, options_of
+from pipectl.directives import (
+    REPLACEMENTS,
+    SYNTAXES,
+    Syntax,
+    fault_of_line,
+    find_option,
+    options_of,
+)
 from pipectl.errors import InvalidInputError, PipectlError, Problem, SpecError
 from pipectl.units import did_you_mean, first_harmful, format_clock
 
@@ -32,26 +39,21 @@ _BASH_ERROR = re.compile(r"line (\d+): (.*)")
 _CURE = "docs/slurm.md shows a template"
 
 
-def render_script(
-    base: str,
-    request: JobRequest,
-    scheduler: str,
-    syntax: Syntax | None = None,
-    **values: Any,
-) -> str:
+def render_script(base: str, request: JobRequest, scheduler: str, **values: Any) -> str:
     """The whole job script.
 
     Args:
         base: file name of a template of pipectl, or the text of one that extends ``job.sh.j2``.
         scheduler: name of the batch system; the options of the user are in the section of that
             name.
-        syntax: None if the batch system reads no options in scripts.
         values: further variables of ``base``.
 
     Raises:
         InvalidInputError: a value cannot be written into a script, or the user's template is wrong.
         SchedulerError: see :func:`pipectl.batch.launchers.launch_command`.
     """
+
+    syntax = SYNTAXES.get(scheduler)  # None if the batch system reads no options in scripts
 
     def sets(*table: str) -> str | None:
         """The name of the user's option that is one of the table."""

@@ -18,14 +18,12 @@ from pipectl.batch import process
 from pipectl.batch.protocol import (
     QUEUES_TIMEOUT_S,
     CommandLineScheduler,
-    JobRequest,
     JobState,
     JobStatus,
     Queue,
     number_of,
     parse_limit,
 )
-from pipectl.directives import SBATCH
 from pipectl.errors import SchedulerError
 
 SQUEUE_FORMAT = "%i|%T|%D|%S|%e|%N|%k|%r"
@@ -75,11 +73,6 @@ class SlurmScheduler(CommandLineScheduler):
 
     def ping(self) -> None:
         self._squeue("--me")
-
-    def render(self, request: JobRequest) -> str:
-        from pipectl.batch.script import render_script
-
-        return render_script("slurm.sh.j2", request, self.name, SBATCH)
 
     def _describe_tag(self, tag: str) -> str:
         return f"with the comment {tag!r}"
