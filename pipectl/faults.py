@@ -13,7 +13,6 @@ from typing import Any
 
 from pipectl.errors import FaultError, PipectlError, lacks_memory
 from pipectl.files import write_text
-from pipectl.versions import installed_versions, untested_torch
 
 _PACKAGE = f"{Path(__file__).parent}{os.sep}"
 _LIBRARIES = (
@@ -61,6 +60,8 @@ def is_ours(error: BaseException) -> bool:
 
 def fault_of(error: BaseException) -> FaultError:
     """What to say of such an exception; where its details are is for the caller to add."""
+    from pipectl.versions import installed_versions, untested_torch
+
     first = next(iter(str(error).strip().splitlines()), "")
     what = f"{type(error).__name__}: {first}" if first else type(error).__name__
     untested = untested_torch()

@@ -1,4 +1,4 @@
-"""Links with and without timings by size, and the cluster descriptions that hold them."""
+"""Times by size, of links and of rows of programs, and the cluster descriptions that hold them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from pipectl.cluster import ASSUMED_BETWEEN, Cluster, Device, Node, assumed_cluster
 from pipectl.errors import DataFileError
 from pipectl.fields import read_value, write_value
-from pipectl.link import Link, Observed, measured_link
+from pipectl.jobs.job_files import UNKNOWN_ROWS, join_rows
+from pipectl.link import Link, Observed, RowTimes, measured_link, seconds_of
+from pipectl.profile import Profile
 
 LINK = Link(1e-5, 1e9, timings=((1, 1e-5), (1024, 3e-5), (4096, 3e-5), (10000, 9e-5)))
 CLUSTER = Cluster(
@@ -166,3 +168,60 @@ def test_only_links_that_are_used_and_assumed_are_assumptions() -> None:
     switched = replace(CLUSTER, nodes=nodes, between_switches=ASSUMED_BETWEEN)
     assert switched.assumptions == ("the link between switches is assumed, not measured",)
     assert replace(switched, nodes=CLUSTER.nodes).assumptions == ()
+
+
+ROWS = RowTimes(
+    send_start=((100, 1e-5), (300, 3e-5)),
+    send_wait=((100, 1e-6),),
+    compute=2e-5,
+    begin=1e-4,
+    end=2e-4,
+    agree=3e-4,
+)
+
+
+@pytest.mark.parametrize(
+    ("size", "seconds"), [(0, 1e-5), (100, 1e-5), (200, 2e-5), (300, 3e-5), (500, 5e-5)]
+)
+def test_times_of_rows_are_linear_between_sizes_and_beyond_the_largest(
+    size: float, seconds: float
+) -> None:
+    assert seconds_of(ROWS.send_start, size) == pytest.approx(seconds)
+
+
+def test_of_one_size_or_none_there_is_one_time() -> None:
+    assert seconds_of(ROWS.send_wait, 10**6) == 1e-6
+    assert seconds_of(ROWS.receive_wait, 10**6) == 0.0
+
+
+def test_times_that_fall_with_the_size_do_not_become_negative() -> None:
+    assert seconds_of(((1, 3e-5), (2, 1e-5)), 100) == 0.0
+
+
+def test_a_cluster_keeps_the_rows_of_its_devices() -> None:
+    cluster = assumed_cluster("c", [2, 2], 2, None).with_rows(ROWS)
+    assert [node.device.rows for node in cluster.nodes] == [ROWS, ROWS]
+    assert Cluster.from_json(cluster.to_json()) == cluster
+
+
+def test_rows_of_a_profile_replace_none_that_a_device_has() -> None:
+    cluster = assumed_cluster("c", [2, 2], 2, None).with_rows(ROWS)
+    other = replace(ROWS, compute=1.0)
+    assert cluster.with_rows(other) is cluster
+    assert cluster.with_rows(None) is cluster
+
+
+def test_rows_of_a_cluster_end_what_a_profile_assumes_of_them() -> None:
+    profile = Profile("p", "test", 1, (), (), assumptions=(f"{UNKNOWN_ROWS} (why)", "other"))
+    cluster = assumed_cluster("c", [2], 2, None)
+    assert join_rows(profile, cluster) == (profile, cluster)
+    known = cluster.with_rows(ROWS)
+    joined, same = join_rows(profile, known)
+    assert (joined.assumptions, same) == (("other",), known)
+
+
+def test_a_table_of_falling_sizes_is_refused() -> None:
+    document = assumed_cluster("c", [2], 2, None).with_rows(ROWS).to_json()
+    document["nodes"][0]["device"]["rows"]["send_start"] = [[300, 1e-5], [100, 1e-5]]
+    with pytest.raises(DataFileError, match="rising sizes"):
+        Cluster.from_json(document)
