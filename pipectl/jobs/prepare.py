@@ -307,15 +307,22 @@ def make_request(
     tag: str | None = None,
     after: tuple[str, ...] = (),
     mpiexec: str | None = None,
+    array: Array | None = None,
 ) -> JobRequest:
-    """The request to a batch system for one run of a job.
+    """The request to a batch system for one run of a job, or for a job array of several.
 
     Args:
-        directory: the run directory; by default one that does not exist, for checks only.
+        directory: the run directory; by default one that does not exist, for checks only. For an
+            array, the directory of the sweep.
         tag: text by which the job can be found in the queue; by default a unique one.
         after: ids of jobs that must have completed before this one starts.
         mpiexec: path of mpiexec; by default :func:`pipectl.batch.launchers.find_mpiexec` finds it.
+        array: the runs whose scripts the array starts; on this machine, the command starts them.
     """
+    if array is not None:
+        at_once = (str(array.at_once or 1),)
+        work = Work(program=("-m", "pipectl.jobs.sweep"), arguments=at_once)
+        job = replace(job, work=work, prepares=False)
     spec, plan, work, python = job.spec, job.plan, job.work, sys.executable
     directory = (directory or Path(spec.output.directory) / "check").absolute()
     if plan is None:
@@ -346,64 +353,34 @@ def make_request(
         mpiexec=mpiexec,
         after=after,
         template=job.template,
+        array=array,
     )
     environment = {"variables": variables, "container": spec.container}
     launch = {"mpi": job.mpi_choice.mpi}
     return request.update(launch=launch, environment=environment, resources=work.resources)
 
 
-def make_array_request(
-    job: Job,
-    sweep: SweepDirectory,
-    runs: Sequence[Path],
-    at_once: int | None,
-    *,
-    tag: str | None = None,
-    after: tuple[str, ...] = (),
-) -> JobRequest:
-    """The request for a job array that starts the scripts of its runs.
-
-    On this machine, the command of the request starts them.
-
-    Args:
-        job: of any run.
-        at_once: how many may run at the same time; None sets no limit.
-        tag, after: see :func:`make_request`.
-    """
-    work = Work(program=("-m", "pipectl.jobs.sweep"), arguments=(str(at_once or 1),))
-    driver = replace(job, work=work, prepares=False)
-    request = make_request(driver, sweep.path, tag=tag, after=after)
-    return replace(request, array=Array(tuple(runs), at_once))
-
-
-def render(job: Job, now: float = 0.0) -> str:
+def render(job: Job, now: float = 0.0, count: int = 0, at_once: int | None = None) -> str:
     """The script of a job as it would be submitted; needs neither the batch system nor MPI.
 
     Args:
         job: of a sweep, its first job.
         now: seconds since the epoch, for the run's name.
+        count: of the runs of a sweep, for the script of their job array.
+        at_once: how many of them may run at the same time; None sets no limit.
 
     Raises:
         InvalidInputError: a value cannot be written into the script safely.
     """
-    suffix = "" if job.values is None else "-0"
-    directory = Path(job.spec.output.directory) / f"{stem_of(job.name, now)}{suffix}"
+    stem, array = Path(job.spec.output.directory).absolute() / stem_of(job.name, now), None
+    directory = stem if job.values is None else Path(f"{stem}-0")
+    if count:
+        directory = SweepDirectory.beside(stem).path
+        array = Array(tuple(Path(f"{stem}-{index}") for index in range(count)), at_once)
     installed = shutil.which("mpiexec") or (Path(sys.executable).parent / "mpiexec").exists()
     mpiexec = None if installed else "mpiexec"
-    request = make_request(job, directory, tag=f"{directory.name} dry-run", mpiexec=mpiexec)
-    return get_scheduler(job.scheduler).render(request)
-
-
-def render_array(job: Job, count: int, at_once: int | None, now: float) -> str:
-    """The script of a sweep's job array as it would be submitted.
-
-    Args:
-        job: of any of the ``count`` runs.
-        at_once, now: see :func:`make_array_request` and :func:`render`.
-    """
-    stem = Path(job.spec.output.directory).absolute() / stem_of(job.spec.name, now)
-    sweep, runs = SweepDirectory.beside(stem), [Path(f"{stem}-{i}") for i in range(count)]
-    request = make_array_request(job, sweep, runs, at_once, tag=f"{stem.name} dry-run")
+    tag = f"{directory.name} dry-run"
+    request = make_request(job, directory, tag=tag, mpiexec=mpiexec, array=array)
     return get_scheduler(job.scheduler).render(request)
 
 

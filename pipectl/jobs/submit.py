@@ -18,12 +18,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipectl.batch import JobRequest, JobState, Template, get_scheduler
+from pipectl.batch import Array, JobRequest, JobState, Template, get_scheduler
 from pipectl.batch.process import NoAnswerError
 from pipectl.batch.script import render_variables
 from pipectl.errors import PipectlError, UsageError
 from pipectl.files import write_text
-from pipectl.jobs.prepare import Job, make_array_request, make_request
+from pipectl.jobs.prepare import Job, make_request
 from pipectl.jobs.state import get_statuses, refuse_duplicate
 from pipectl.runs import (
     Record,
@@ -162,7 +162,8 @@ def submit(
             return hand_over([Submission.new(run, job, now, ids)], rollback)
     sweep, runs = SweepDirectory.create(base, job.name, len(jobs), now)
     with locked(sweep), Rollback(created=[*(run.path for run in runs), sweep.path]) as rollback:
-        request = make_array_request(job, sweep, [run.path for run in runs], at_once, after=ids)
+        array = Array(tuple(run.path for run in runs), at_once)
+        request = make_request(job, sweep.path, after=ids, array=array)
         submissions = []
         for index, (job, run) in enumerate(zip(jobs, runs, strict=True)):
             # what JSON does not know, such as infinity, is recorded as text

@@ -34,7 +34,6 @@ from pipectl.jobs.prepare import (
     choose_scheduler,
     prepare,
     render,
-    render_array,
     warning_of_code,
 )
 from pipectl.runs import Record, RunDirectory, SweepDirectory, as_typed, find_runs, sweep_of
@@ -128,7 +127,7 @@ def _render(
     (job,) = prepare(spec, scheduler, points=points[:1], make_missing=False)
     script, array_script = render(job, now), ""
     if spec.sweep is not None:
-        array_script = render_array(job, len(points), spec.sweep.at_once, now)
+        array_script = render(job, now, len(points), spec.sweep.at_once)
     if test_only:
         from pipectl.jobs.submit import estimate
 
