@@ -129,16 +129,6 @@ def test_a_template_that_does_not_exist_is_a_problem_of_the_spec(write_job: Writ
         load(path)
 
 
-def test_the_template_of_a_site_file_lies_beside_it(tmp_path: Path, write_job: WriteJob) -> None:
-    site = tmp_path / "etc" / "site.yaml"
-    site.parent.mkdir()
-    site.write_text("launch: {template: wrap.sh}\n")
-    (tmp_path / "etc" / "wrap.sh").write_text(GOOD.format(head=""))
-    path = write_job()
-    path.write_text(path.read_text().replace("site_defaults: false\n", ""))
-    assert load(path, sites=[site]).template_file == tmp_path / "etc" / "wrap.sh"
-
-
 def test_a_run_keeps_its_own_template(tmp_path: Path) -> None:
     spec = spec_with_template(tmp_path, "echo first")
     run = RunDirectory.create(tmp_path / "runs", "demo", time.time())
