@@ -174,20 +174,15 @@ def _check_loss(loss: Loss) -> Iterator[Finding]:
         yield ("loss", "kwargs"), "has no meaning if the model returns its loss"
 
 
-def _check_slurm(slurm: Slurm) -> Iterator[Finding]:
-    for name, value in slurm.options.items():
-        if fault := fault_of_option(SBATCH, name, value):
-            yield ("slurm", "options", name), fault
-
-
-def _check_pbs(pbs: Pbs) -> Iterator[Finding]:
-    for name, value in pbs.options.items():
-        if fault := fault_of_option(QSUB, name, value):
-            yield ("pbs", "options", name), fault
+def _check_options(slurm: Slurm, pbs: Pbs) -> Iterator[Finding]:
+    for section, options, syntax in (("slurm", slurm.options, SBATCH), ("pbs", pbs.options, QSUB)):
+        for name, value in options.items():
+            if fault := fault_of_option(syntax, name, value):
+                yield (section, "options", name), fault
 
 
 _CHECKS: tuple[Callable[..., Iterator[Finding]], ...] = (
     _check_ranks, _check_batch, _check_warm_up, _check_backward, _check_progress, _check_loss,
-    _check_slurm, _check_pbs,
+    _check_options,
 )  # fmt: skip
 """Their parameters have the names of the sections they need."""
