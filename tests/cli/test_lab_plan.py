@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from pipectl.planner.baselines import NAMES
 if TYPE_CHECKING:
     from conftest import Command
 
+WORKLOADS = os.environ.get("PIPECTL_WORKLOADS")
 PROFILE = ("lab", "plan", "--profile", "p.json")
 BASE = (*PROFILE, "--devices", "2", "--set", "training.batch_size=8")
 BALANCE = (*PROFILE, "--objective", "max-stage-load", "--devices")
@@ -121,6 +123,63 @@ def test_the_stages_with_the_smallest_largest_load(cli: Command, alone: Path) ->
     assert [stage["nodes"] for stage in found["stages"]] == [["op0", "op1"], ["op2", "op3"]]
 
 
+@pytest.fixture
+def chain(cli: Command) -> Callable[..., dict[str, Any]]:
+    """The answer for a chain of operators of 1, 2 and 3 s on two devices."""
+    nodes = [
+        {"id": f"n{index}", "forward_s": 0.4 * index, "backward_s": 0.6 * index}
+        | {"parameter_bytes": 0, "memory_bytes": 100, "output_bytes": 10**6}
+        for index in (1, 2, 3)
+    ]
+    edges = [["n1", "n2"], ["n2", "n3"]]
+    document = {"version": 1, "name": "chain", "micro_batch_size": 2, "nodes": nodes}
+
+    def balance(*arguments: str, **changes: Any) -> dict[str, Any]:
+        Path("p.json").write_text(json.dumps({**document, "edges": edges, **changes}))
+        return answer(cli, *BALANCE, "2", *arguments)
+
+    return balance
+
+
+def test_the_best_cut_of_a_chain(chain: Callable[..., dict[str, Any]]) -> None:
+    found = chain("--set", "training.batch_size=8")
+    assert (found["objective"], found["exact"]) == ("max-stage-load", True)
+    assert found["value_s"] == pytest.approx(found["lower_bound_s"]) == pytest.approx(3.0)
+    assert [stage["nodes"] for stage in found["stages"]] == [["n1", "n2"], ["n3"]]
+    assert found["stages"][0] == {
+        "nodes": ["n1", "n2"], "replicas": 1, "devices": [0], "device": "acc",
+        "load_s": pytest.approx(3.0),
+    }  # fmt: skip
+    assert found["predicted"]["step_time_s"] == pytest.approx(15.0, rel=0.01)
+    assert found["bandwidth_bytes_per_s"] is None
+
+
+def test_links_count_once_they_are_known(chain: Callable[..., dict[str, Any]]) -> None:
+    found = chain("--bandwidth", "1MB/s", "--communication-scale", "2")
+    assert found["bandwidth_bytes_per_s"] == pytest.approx(5e5)
+    assert found["value_s"] == pytest.approx(6.0)  # a cut would cost 4 s on either side
+
+
+def test_backward_operators_send_against_the_stages(chain: Callable[..., dict[str, Any]]) -> None:
+    nodes = [
+        {"id": f"{phase[0]}{index}", "phase": phase, "colocate": index, "forward_s": 1.0 * ahead}
+        | {"backward_s": 2.0 * (1 - ahead), "parameter_bytes": 0, "output_bytes": 1000}
+        for phase, ahead in (("forward", 1), ("backward", 0))
+        for index in ((0, 1) if ahead else (1, 0))
+    ]
+    edges = [["f0", "f1"], ["f1", "b1"], ["b1", "b0"], ["f0", "b0"]]
+    found = chain("--set", "training.batch_size=2", nodes=nodes, edges=edges)
+    assert found["predicted"]["step_time_s"] == pytest.approx(6.0, rel=0.01)
+
+
+def test_what_fits_nowhere_and_what_has_no_time_is_no_balance(cli: Command, alone: Path) -> None:
+    result = cli(*BALANCE, "2", "--memory-limit", "50")
+    assert (result.code, result.out) == (4, "")
+    assert "no partition fits on 2 devices of 50 B each" in result.err
+    result = cli(*BALANCE, "2", "--budget", "0")
+    assert "largest stage load" in result.out or "before any plan was found" in result.err
+
+
 def test_a_job_is_balanced_over_its_ranks(cli: Command, profile: Path) -> None:
     command = ("lab", "plan", "job.yaml", "--objective", "max-stage-load", "--scheduler", "slurm")
     found = answer(cli, *command)
@@ -156,3 +215,12 @@ def test_a_wrong_command_line_says_what_is_wrong(
     result = cli(*PROFILE, "--devices", "2", *line.split())
     assert (result.code, result.out) == (2, "")
     assert message in result.err
+
+
+@pytest.mark.skipif(WORKLOADS is None, reason="PIPECTL_WORKLOADS is not set")
+def test_a_known_optimum_as_the_file_ships_it(cli: Command) -> None:
+    path = Path(str(WORKLOADS)) / "dnnpart-throughput-layer-bert24_training.json"
+    known = json.loads(path.read_text())["best_known"][0]["value"]
+    file = ("--profile", str(path.absolute()))
+    found = answer(cli, "lab", "plan", *file, "--objective", "max-stage-load")
+    assert found["value_s"] == pytest.approx(known, rel=1e-9)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-from rich.console import Group, RenderableType
+from rich.console import Group
 
 from pipectl.cli.commands import plan as plan_command
 from pipectl.cli.commands.plan import PlanInputs, PlanSearch
-from pipectl.cli.console import output, plain, say_json, table, warn
+from pipectl.cli.console import output, say, say_json, table, warn
 from pipectl.cli.options import (
     Json,
     Overrides,
@@ -27,15 +27,14 @@ from pipectl.cli.options import (
 )
 from pipectl.cli.views.plan import assumption_lines
 from pipectl.errors import InfeasibleError, PipectlError, UsageError
-from pipectl.plan import Plan, Replication
+from pipectl.plan import Replication
 from pipectl.planner import PlanRequest
 from pipectl.planner.balance.balance import balance
-from pipectl.planner.balance.load_model import Balance, BalanceRequest
+from pipectl.planner.balance.load_model import BalanceRequest
 from pipectl.planner.baselines import NAMES, OWN
 from pipectl.planner.explain.what_if import with_bandwidth, with_ranks, with_slower_links
 from pipectl.planner.graph.imported import folded, prepared
 from pipectl.planner.judge import plan_of_stages
-from pipectl.profile import Profile
 from pipectl.units import (
     did_you_mean,
     format_bytes,
@@ -137,12 +136,7 @@ def command(
         warn(warning)
     search = PlanSearch(planner, budget)
     if objective is Objective.MAX_STAGE_LOAD:
-        with search.interruptible():
-            balanced = plan_balance(inputs, search, bandwidth, communication_scale)
-        if as_json:
-            say_json({**balanced.to_json(), "cut_short": search.cut_short})
-        else:
-            output().print(_balance_view(balanced, inputs.profile))
+        _show_balance(inputs, search, bandwidth, communication_scale, as_json=as_json)
         return
     inputs = inputs.fold()
     if counts is not None:
@@ -205,121 +199,101 @@ def with_links(
     return replace(inputs, request=replace(inputs.request, key=None), cluster=cluster)
 
 
-@dataclass(frozen=True)
-class Balanced:
-    """Stages whose largest load is as small as possible: the objective of related work.
-
-    Args:
-        plan: these stages with 1F1B, one device per stage.
-    """
-
-    request: BalanceRequest
-    balance: Balance
-    planning_s: float
-    plan: Plan
-
-    def to_json(self) -> dict[str, Any]:
-        """The documented object."""
-        return {
-            "objective": "max-stage-load",
-            "value_s": self.balance.value_s,
-            "lower_bound_s": self.balance.lower_bound_s,
-            "gap": self.balance.gap,
-            "exact": self.balance.exact,
-            "planning_s": self.planning_s,
-            "accelerators": self.request.devices,
-            "memory_limit_bytes": self.request.memory_limit_bytes,
-            "bandwidth_bytes_per_s": self.request.bandwidth_bytes_per_s,
-            "communication_scale": self.request.communication_scale,
-            "stages": [
-                {
-                    "nodes": list(stage.nodes),
-                    "replicas": 1,
-                    "devices": [index],
-                    "device": "acc",
-                    "load_s": stage.load_s,
-                }
-                for index, stage in enumerate(self.balance.stages)
-            ],
-            "predicted": self.plan.to_json()["prediction"],
-            "assumptions": list(self.plan.assumptions),
-        }
-
-
-def plan_balance(
+def _show_balance(
     inputs: PlanInputs,
     search: PlanSearch,
-    bandwidth_bytes_per_s: float | None = None,
-    communication_scale: float | None = None,
-) -> Balanced:
-    """Search the stages with the smallest largest load, and predict a step in them.
-
-    Args:
-        bandwidth_bytes_per_s, communication_scale: as for :func:`with_links`. What values cost
-            counts if the bandwidth is given, by a cluster file or here.
+    bandwidth: float | None,
+    communication_scale: float | None,
+    *,
+    as_json: bool,
+) -> None:
+    """Search the stages with the smallest largest load, the objective of related work, and print
+    them and the step that they make with 1F1B, one device per stage.
 
     Raises:
         InfeasibleError: no partition fits into the memory.
         PipectlError: time was up before any was found.
     """
-    cluster, request, profile = inputs.cluster, inputs.request, prepared(inputs.profile)
-    counts = bandwidth_bytes_per_s is not None or inputs.cluster_file is not None
-    devices = BalanceRequest(
+    profile, cluster = prepared(inputs.profile), inputs.cluster
+    # What values cost counts if the bandwidth is given, by a cluster file or here. The scale of
+    # messages is in it already.
+    links_count = bandwidth is not None or inputs.cluster_file is not None
+    request = BalanceRequest(
         devices=cluster.ranks,
-        memory_limit_bytes=request.memory_limit_bytes,
-        # the scale of messages is in it already
-        bandwidth_bytes_per_s=cluster.widest_link.bandwidth_bytes_per_s if counts else None,
+        memory_limit_bytes=inputs.request.memory_limit_bytes,
+        bandwidth_bytes_per_s=cluster.widest_link.bandwidth_bytes_per_s if links_count else None,
         communication_scale=communication_scale or 1.0,
     )
-    search.restart()
-    result = balance(profile, devices, search.expired)
-    planning_s = search.elapsed_s
+    with search.interruptible():
+        search.restart()
+        result = balance(profile, request, search.expired)
+        planning_s = search.elapsed_s
     if result is None and search.cut_short:
         raise PipectlError("planning was ended before any plan was found", cure="allow more time")
     if result is None:
-        limit = devices.memory_limit_bytes
+        limit = request.memory_limit_bytes
         within = "" if limit is None else f" of {format_bytes(limit)} each"
+        names = inputs.request.named("ranks"), inputs.request.named("memory_limit")
         raise InfeasibleError(
-            f"no feasible plan: no partition fits on {devices.devices} devices{within}",
-            cure=f"give {request.named('ranks')}, or a larger {request.named('memory_limit')}",
+            f"no feasible plan: no partition fits on {request.devices} devices{within}",
+            cure=f"give {names[0]}, or a larger {names[1]}",
         )
-    stages = [stage.nodes for stage in result.stages]
-    machines = with_ranks(cluster, len(stages))
-    plan = plan_of_stages(folded(profile, stages), machines, request, stages)
-    return Balanced(devices, result, planning_s, plan)
-
-
-def _balance_view(balanced: Balanced, profile: Profile) -> RenderableType:
-    """The stages with the smallest largest load, and how good they are."""
-    result, request, plan = balanced.balance, balanced.request, balanced.plan
-    value, took = format_time(result.value_s), format_time(balanced.planning_s)
+    nodes = [stage.nodes for stage in result.stages]
+    machines = with_ranks(cluster, len(nodes))
+    plan = plan_of_stages(folded(profile, nodes), machines, inputs.request, nodes)
+    if as_json:
+        stages = [
+            {
+                "nodes": list(stage.nodes),
+                "replicas": 1,
+                "devices": [index],
+                "device": "acc",
+                "load_s": stage.load_s,
+            }
+            for index, stage in enumerate(result.stages)
+        ]
+        say_json(
+            {
+                "objective": "max-stage-load",
+                "value_s": result.value_s,
+                "lower_bound_s": result.lower_bound_s,
+                "gap": result.gap,
+                "exact": result.exact,
+                "planning_s": planning_s,
+                "accelerators": request.devices,
+                "memory_limit_bytes": request.memory_limit_bytes,
+                "bandwidth_bytes_per_s": request.bandwidth_bytes_per_s,
+                "communication_scale": request.communication_scale,
+                "stages": stages,
+                "predicted": plan.to_json()["prediction"],
+                "assumptions": list(plan.assumptions),
+                "cut_short": search.cut_short,
+            }
+        )
+        return
     proven = "the smallest possible"
     if not result.exact:
         least = format_time(result.lower_bound_s)
         proven = f"within {result.gap:.1%} of the smallest possible (none is below {least})"
-    devices = plural(request.devices, "device")
-    lines = [
-        f"{profile.name}: {plural(len(result.stages), 'stage')} on {devices}",
-        f"largest stage load {value}: {proven}, in {took}",
-    ]
+    devices, value = plural(request.devices, "device"), format_time(result.value_s)
+    say(f"{inputs.profile.name}: {plural(len(nodes), 'stage')} on {devices}")
+    say(f"largest stage load {value}: {proven}, in {format_time(planning_s)}")
     rows = [
         (
             index,
             len(stage.nodes),
             format_time(stage.load_s),
             "█" * round(_BAR * stage.load_s / (result.value_s or 1.0)),
-            profile.by_id[stage.nodes[0]].name,
+            inputs.profile.by_id[stage.nodes[0]].name,
         )
         for index, stage in enumerate(result.stages)
     ]
-    stages = table(("stage", "ops", "load", "", "from"), rows, left=("", "from"))
-    parts: list[RenderableType] = [*map(plain, lines), stages]
+    console = output()
+    console.print(table(("stage", "ops", "load", "", "from"), rows, left=("", "from")))
     if plan.prediction is not None:
-        parts.append(
-            plain(
-                f"as a 1f1b pipeline of {plural(plan.micro_batches, 'micro-batch')}: "
-                f"{format_time(plan.prediction.step_time_s)} per step, "
-                f"bubble {plan.prediction.bubble:.1%}"
-            )
+        say(
+            f"as a 1f1b pipeline of {plural(plan.micro_batches, 'micro-batch')}: "
+            f"{format_time(plan.prediction.step_time_s)} per step, "
+            f"bubble {plan.prediction.bubble:.1%}"
         )
-    return Group(*parts, *assumption_lines(plan.assumptions))
+    console.print(Group(*assumption_lines(plan.assumptions)))
