@@ -1,19 +1,17 @@
-"""Following runs to their end: with a bar, a line per change, or on the whole screen."""
+"""Following a run to its end, with a bar or with a line per change."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 
 import typer
-from rich.console import Group, RenderableType
-from rich.live import Live
 
 from pipectl.batch import JobState
-from pipectl.cli.console import errors, note, output, plain
+from pipectl.cli.console import errors, note
 from pipectl.cli.progress import progress_bar
 from pipectl.cli.views.run import print_run
-from pipectl.errors import UnknownRunError, UsageError
+from pipectl.errors import UnknownRunError
 from pipectl.jobs.state import Poller, RunStatus
 from pipectl.runs import PROFILING, RunDirectory, as_typed
 from pipectl.runs.readers import Measured
@@ -21,10 +19,6 @@ from pipectl.runs.readers import Measured
 POLL_S = 0.5
 _MAX_UNKNOWN_S = 300.0
 """How long to follow a job of which nobody knows the state."""
-_MARGIN = 4
-"""Lines of the screen that a table leaves free."""
-_MIN_PAUSE = 4
-"""Pause between two looks, as a multiple of the time that a look takes."""
 
 
 def follow_or_exit(run: RunDirectory, *, as_json: bool) -> RunStatus:
@@ -97,43 +91,3 @@ def _line(status: RunStatus) -> str:
 
 def _loss(now: Measured) -> str:
     return "" if now.last_loss is None else f", loss {now.last_loss:.4g}"
-
-
-def watch(
-    find_runs: Callable[[int], Sequence[RunDirectory]],
-    draw: Callable[[Sequence[RunStatus], int, int], RenderableType],
-    *,
-    ends: bool,
-) -> None:
-    """Runs on the whole screen, until Ctrl-C or their end.
-
-    Args:
-        find_runs: given how many rows there is room for; asked for every picture.
-        draw: of their states, within so many columns and lines.
-        ends: whether to return when all are over.
-
-    Raises:
-        UsageError: there is no terminal.
-        KeyboardInterrupt: Ctrl-C before there was something to see.
-    """
-    console = output()
-    if not console.is_terminal:
-        raise UsageError(
-            "--watch: needs a terminal",
-            cure="leave it out, or use `pipectl submit --wait`",
-        )
-    poller, all_over, has_shown = Poller(), False, False
-    try:
-        with Live(console=console, screen=True, auto_refresh=False) as live:
-            while not all_over:
-                began_s, height = time.monotonic(), max(1, console.height - _MARGIN)
-                statuses = poller.get_statuses(find_runs(height), time.time())
-                all_over = ends and all(status.job.state.final for status in statuses)
-                foot = f"\n{time.strftime('%H:%M:%S')}  Ctrl-C closes the view; the runs continue"
-                picture = draw(statuses, console.width, height)
-                has_shown = True
-                live.update(Group(picture, plain(foot, "dim")), refresh=True)
-                time.sleep(max(POLL_S, _MIN_PAUSE * (time.monotonic() - began_s)))
-    except KeyboardInterrupt:
-        if not has_shown:
-            raise

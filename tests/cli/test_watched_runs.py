@@ -26,7 +26,7 @@ def screen(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     text = io.StringIO()
     console = Console(file=text, force_terminal=True, width=100, height=30, color_system=None)
     monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setattr("pipectl.cli.follow.output", lambda: console)
+    monkeypatch.setattr("pipectl.cli.commands.status.output", lambda: console)
     return text
 
 
@@ -41,7 +41,7 @@ def test_ctrl_c_ends_the_view_and_leaves_the_terminal_clean(
         raise KeyboardInterrupt
 
     clock = SimpleNamespace(**{**vars(time), "sleep": interrupt})
-    monkeypatch.setattr("pipectl.cli.follow.time", clock)
+    monkeypatch.setattr("pipectl.cli.commands.status.time", clock)
     result = cli("status", "--watch")
     assert (result.code, result.err) == (0, "")
     text = screen.getvalue()

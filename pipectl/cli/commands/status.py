@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 
 from pipectl.batch import JobState
 from pipectl.cli.console import note, output, plain, say, say_json
 from pipectl.cli.options import RUNS, Json, RunNames, RunsDirectory, count, flag
 from pipectl.cli.views import run as view
 from pipectl.errors import UnknownRunError, UsageError
-from pipectl.jobs.state import RunStatus, get_statuses
+from pipectl.jobs.state import Poller, RunStatus, get_statuses
 from pipectl.runs import RunDirectory, SweepDirectory, find, find_runs, list_runs, one_of
+
+_POLL_S = 0.5
+_MARGIN = 4
+"""Lines of the screen that a table leaves free."""
+_MIN_PAUSE = 4
+"""Pause between two looks, as a multiple of the time that a look takes."""
 
 
 def command(
@@ -38,36 +43,37 @@ def command(
     if ranks and isinstance(one, SweepDirectory):
         raise UsageError("--ranks: needs one run", cure=f"name it: {one_of(one)}, say")
     named = () if one is not None else find_runs(directory, names or ())
-
-    def choose_runs(room: int | None = None) -> Sequence[RunDirectory]:
-        """What was named, else the newest runs; of a list, as many as there is room for."""
-        if one is not None:
-            return [one] if isinstance(one, RunDirectory) else one.runs()
-        runs = named or list_runs(directory)[-limit:]
-        return runs if room is None else runs[-min(room, limit) :]
-
     if watching:
-        from pipectl.cli.follow import watch
-
-        watch(choose_runs, partial(_draw, one, directory), ends=bool(names))
-    statuses = get_statuses(choose_runs(), time.time())
-    if not statuses and not as_json:
-        say(f"{directory}: no runs yet; start one with: pipectl submit JOB.yaml")
-    _print(one, statuses, ranks=ranks, as_json=as_json)
+        _watch(one, named, directory, limit)
+    statuses = get_statuses(_choose_runs(one, named, directory, limit), time.time())
+    _print(one, directory, statuses, as_json=as_json)
+    if ranks and not as_json:
+        output().print(view.ranks_table(statuses[0], width=output().width))
     if not as_json and not names and (older := len(list_runs(directory)) - len(statuses)) > 0:
         note(f"{older} older runs are not shown; see --limit")
     if names and any(status.job.state is JobState.UNKNOWN for status in statuses):
         raise typer.Exit(UnknownRunError.exit_code)
 
 
+def _choose_runs(
+    one: RunDirectory | SweepDirectory | None,
+    named: Sequence[RunDirectory],
+    directory: Path,
+    limit: int,
+) -> Sequence[RunDirectory]:
+    """What was named, else the newest runs."""
+    if one is not None:
+        return [one] if isinstance(one, RunDirectory) else one.runs()
+    return named or list_runs(directory)[-limit:]
+
+
 def _print(
     one: RunDirectory | SweepDirectory | None,
+    directory: Path,
     statuses: Sequence[RunStatus],
     *,
-    ranks: bool,
     as_json: bool,
 ) -> None:
-    """Print one run or sweep, or a list of runs."""
     if isinstance(one, SweepDirectory):
         view.print_sweep(one, statuses, as_json=as_json)
     elif one is not None:
@@ -76,8 +82,48 @@ def _print(
         say_json([view.run_json(status) for status in statuses])
     elif statuses:
         output().print(view.runs_table(statuses, output().width))
-    if ranks and not as_json:
-        output().print(view.ranks_table(statuses[0], width=output().width))
+    else:
+        say(f"{directory}: no runs yet; start one with: pipectl submit JOB.yaml")
+
+
+def _watch(
+    one: RunDirectory | SweepDirectory | None,
+    named: Sequence[RunDirectory],
+    directory: Path,
+    limit: int,
+) -> None:
+    """Show runs on the whole screen, until Ctrl-C or the end of all that were named.
+
+    Raises:
+        UsageError: there is no terminal.
+        KeyboardInterrupt: Ctrl-C before there was something to see.
+    """
+    from rich.live import Live
+
+    console = output()
+    if not console.is_terminal:
+        raise UsageError(
+            "--watch: needs a terminal",
+            cure="leave it out, or use `pipectl submit --wait`",
+        )
+    poller, all_over, has_shown = Poller(), False, False
+    try:
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            while not all_over:
+                began_s, height = time.monotonic(), max(1, console.height - _MARGIN)
+                runs = _choose_runs(one, named, directory, limit)
+                runs = runs if one is not None else runs[-min(limit, height) :]
+                statuses = poller.get_statuses(runs, time.time())
+                all_over = all(status.job.state.final for status in statuses)
+                all_over = all_over and (one is not None or bool(named))
+                picture = _draw(one, directory, statuses, console.width, height)
+                foot = f"\n{time.strftime('%H:%M:%S')}  Ctrl-C closes the view; the runs continue"
+                has_shown = True
+                live.update(Group(picture, plain(foot, "dim")), refresh=True)
+                time.sleep(max(_POLL_S, _MIN_PAUSE * (time.monotonic() - began_s)))
+    except KeyboardInterrupt:
+        if not has_shown:
+            raise
 
 
 def _draw(
@@ -87,7 +133,6 @@ def _draw(
     width: int,
     height: int,
 ) -> RenderableType:
-    """The full screen: of one run or sweep, or of several runs."""
     if isinstance(one, RunDirectory):
         return view.run_picture(statuses[0], width, height)
     if isinstance(one, SweepDirectory):
