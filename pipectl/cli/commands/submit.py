@@ -113,12 +113,12 @@ def command(
             refuse({name: next(iter(keys.values()))}, why, cure="leave it out")
     warn(warning_of_code(spec, job))
     if dry_run or test_only:
-        _render(spec, points, scheduler, test_only=test_only)
+        _show_script(spec, points, scheduler, test_only=test_only)
     else:
         _submit(spec, points, scheduler, after or (), wait=wait, as_json=as_json)
 
 
-def _render(
+def _show_script(
     spec: JobSpec, points: Sequence[Point], scheduler: str | None, *, test_only: bool
 ) -> None:
     """Print the job script and its plan, for a sweep the script of its array first; or with
