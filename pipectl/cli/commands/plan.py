@@ -132,14 +132,8 @@ def command(
         corrected = inputs.plan_file.with_name(f"{inputs.request.name}.profile.json")
         inputs.profile.save(corrected)
         note(f"profile: {short_path(corrected)}, {inputs.profile.source.rpartition('; ')[2]}")
-    inputs = inputs.fold()
-    for warning in inputs.warnings:
-        warn(warning)
-    if counts is not None:
-        compare_nodes(inputs, counts, PlanSearch(), as_json=as_json)
-        return
-    show_step(
-        inputs, PlanSearch(),
+    show(
+        inputs, PlanSearch(), counts,
         explained=explain, output_file=output_file or inputs.plan_file, svg=svg, as_json=as_json,
     )  # fmt: skip
 
@@ -511,11 +505,21 @@ def plan_step(
     )
 
 
-def show_step(
-    inputs: PlanInputs, search: PlanSearch,
+def show(
+    inputs: PlanInputs, search: PlanSearch, counts: tuple[int, ...] | None,
     *, explained: bool, output_file: Path | None, svg: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Plan for the shortest step, write what is to be written, and print."""
+    """Plan for the shortest step, write what is to be written, and print.
+
+    Args:
+        counts: numbers of nodes to compare; None makes one plan.
+    """
+    for warning in inputs.warnings:
+        warn(warning)
+    inputs = inputs.fold()
+    if counts is not None:
+        _compare_nodes(inputs, counts, search, as_json=as_json)
+        return
     for file in filter(None, (output_file, svg)):
         make_directory_of(file)
     with search.interruptible() as tell:
@@ -536,7 +540,7 @@ def show_step(
         say(f"plan: {output_file}")
 
 
-def compare_nodes(
+def _compare_nodes(
     inputs: PlanInputs, nodes: tuple[int, ...], search: PlanSearch, *, as_json: bool
 ) -> None:
     """Plan the same step for every number of nodes, and print the table."""

@@ -132,20 +132,14 @@ def command(
     _check_planner(planner, inputs.request)
     techniques = [name.strip() for text in allow or () for name in text.split(",")]
     inputs = with_links(allow_techniques(inputs, techniques), bandwidth, communication_scale)
-    for warning in inputs.warnings:
-        warn(warning)
     search = PlanSearch(planner, budget)
     if objective is Objective.MAX_STAGE_LOAD:
         _show_balance(inputs, search, bandwidth, communication_scale, as_json=as_json)
         return
-    inputs = inputs.fold()
-    if counts is not None:
-        plan_command.compare_nodes(inputs, counts, search, as_json=as_json)
-    else:
-        plan_command.show_step(
-            inputs, search,
-            explained=explain, output_file=output_file, svg=svg, as_json=as_json,
-        )  # fmt: skip
+    plan_command.show(
+        inputs, search, counts,
+        explained=explain, output_file=output_file, svg=svg, as_json=as_json,
+    )  # fmt: skip
 
 
 def _check_planner(planner: str, request: PlanRequest) -> None:
@@ -214,6 +208,8 @@ def _show_balance(
         InfeasibleError: no partition fits into the memory.
         PipectlError: time was up before any was found.
     """
+    for warning in inputs.warnings:
+        warn(warning)
     profile, cluster = prepared(inputs.profile), inputs.cluster
     # What values cost counts if the bandwidth is given, by a cluster file or here. The scale of
     # messages is in it already.
