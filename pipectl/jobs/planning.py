@@ -105,9 +105,8 @@ def request_of(
         offload = False  # nobody can tell whether it pays
     backward_apart = None if pipeline.backward is None else pipeline.backward == "apart"
     if spec.training.compile and pipeline.recompute != "all":
-        backward_apart = bool(
-            backward_apart
-        )  # never of stages whose other half is compiled, unless the job says so
+        # Never of stages whose other half is compiled, unless the job says so.
+        backward_apart = backward_apart or False
     return PlanRequest(
         name=spec.name,
         batch_size=spec.training.batch_size,
