@@ -172,7 +172,10 @@ def test_backward_operators_send_against_the_stages(chain: Callable[..., dict[st
     assert found["predicted"]["step_time_s"] == pytest.approx(6.0, rel=0.01)
 
 
-def test_what_fits_nowhere_and_what_has_no_time_is_no_balance(cli: Command, alone: Path) -> None:
+def test_what_fits_nowhere_and_what_has_no_time_is_no_balance(
+    cli: Command, chain: Callable[..., dict[str, Any]]
+) -> None:
+    chain()
     result = cli(*BALANCE, "2", "--memory-limit", "50")
     assert (result.code, result.out) == (4, "")
     assert "no partition fits on 2 devices of 50 B each" in result.err
