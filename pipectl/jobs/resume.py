@@ -26,7 +26,7 @@ from pipectl.runs import (
     locked,
     read_starts,
 )
-from pipectl.spec import load, profile_key
+from pipectl.spec import SpecFile, load, profile_key
 
 if TYPE_CHECKING:
     from pipectl.spec import JobSpec
@@ -65,9 +65,10 @@ def resume(
                 f"{run.name}: its job script has just submitted job {other.job_id}",
                 cure=f"follow it with `pipectl status {as_typed(run)}`",
             )
+        file = SpecFile.read(run.job, overrides)
         if not trust_owner:
-            refuse_code_of_others(load(run.job, overrides, check_files=False), run.job)
-        before, spec = load(run.job), load(run.job, overrides)
+            refuse_code_of_others(file.spec(check_files=False), run.job)
+        before, spec = load(run.job), file.spec()
         if state is JobState.COMPLETED and spec.training.steps <= record.steps:
             raise UsageError(
                 f"{run.name}: is complete, step {record.steps} of {record.steps}",
