@@ -23,6 +23,7 @@ from validator import validate
 
 from pipectl.batch.process import Completed
 from pipectl.batch.slurm import SlurmScheduler
+from pipectl.cli.lab.simulate import of_plan
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.errors import PipectlError
 from pipectl.jobs.state import get_status
@@ -32,7 +33,7 @@ from pipectl.profile import Profile
 from pipectl.runs import Record, RunDirectory
 from pipectl.runtime.manifest import Manifest, Shard
 from pipectl.schedule import lower
-from pipectl.simulate.one_step import simulate_plan
+from pipectl.simulate import simulate
 from pipectl.spec import load
 
 FEW, MANY = 40, 720
@@ -206,7 +207,7 @@ def of_data(
 def use_plan(file: Path) -> None:
     plan = Plan.load(file)
     validate(plan, [lower(plan, rank) for rank in range(plan.ranks)])
-    simulate_plan(plan, None, None)
+    simulate(*of_plan(plan))
 
 
 def use_cluster(file: Path) -> None:
