@@ -5,12 +5,16 @@ It accepts whatever the loader accepts.
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema
 
+from pipectl.spec import models
 from pipectl.spec.models import JobSpec
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -44,10 +48,27 @@ class _Generator(GenerateJsonSchema):
                     field["default"] = default
                 elif default and isinstance(default, tuple):
                     field["default"] = list(default)
-            if info.description:
-                field = {"description": " ".join(info.description.split()), **field}
+            described = (_descriptions().get(base.__name__, {}) for base in model.__mro__)
+            if text := next((each[name] for each in described if name in each), ""):
+                field = {"description": " ".join(text.split()), **field}
             section["properties"][name] = field
         return section
+
+
+@cache
+def _descriptions() -> dict[str, dict[str, str]]:
+    """The docstrings of fields by class; pydantic would look for them at every start."""
+    tree = ast.parse(Path(models.__file__).read_text("utf-8"))
+    return {
+        section.name: {
+            field.target.id: str(text.value.value)
+            for field, text in pairwise(section.body)
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+            if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+        }
+        for section in tree.body
+        if isinstance(section, ast.ClassDef)
+    }
 
 
 def _or_null(schema: dict[str, Any]) -> dict[str, Any]:

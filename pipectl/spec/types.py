@@ -42,7 +42,7 @@ _SCALAR = ["string", "number", "boolean"]
 class Section(BaseModel):
     """A mapping of the spec: immutable, unknown keys refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     @model_validator(mode="before")
     @classmethod
