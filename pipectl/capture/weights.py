@@ -50,6 +50,13 @@ class Weights:
                     )
                 self._file_of[name] = file
 
+    @property
+    def layouts(self) -> dict[str, Tensor]:
+        """Shape and type of every tensor, on the meta device."""
+        return {
+            name: self._reader.header(file).layouts[name] for name, file in self._file_of.items()
+        }
+
     def match(self, step: nn.Module, states: Mapping[str, Tensor], tied: Mapping[str, str]) -> None:
         """Find the tensors of a model, of which the checkpoint may use any name.
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from mpi4py import MPI
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from pipectl.runtime.checkpoint import Keep, Saver, take_snapshot
@@ -77,6 +78,64 @@ def test_several_files_have_an_index(cli: Command, saved: Path, model: Tied) -> 
     assert torch.equal(other.first.weight, model.first.weight + 1)
 
 
+def test_a_directory_for_from_pretrained(cli: Command, saved: Path, model: Tied) -> None:
+    assert cli("export", "last", "--format", "hf").code == 0
+    assert [path.name for path in Path("model").iterdir()] == ["model.safetensors"]
+    Tied().load_state_dict(load_file("model/model.safetensors"), strict=True)
+
+
+def test_names_types_and_files_of_another_directory(cli: Command, saved: Path, model: Tied) -> None:
+    """Without the prefix of the run's names or with one more, as the files have them."""
+    base, names = Path("base"), [*model.state_dict()]
+    base.mkdir()
+    (base / "config.json").write_text("{}")
+    (base / "notes.md").write_text("of the author")
+    (base / "other.safetensors.index.json").write_text("{}")
+    half = {f"net.{name}": tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
+    save_file({name: tensor.clone() for name, tensor in half.items()}, base / "a.safetensors")
+    (base / "other.safetensors.index.json").unlink()
+    assert cli("export", "last", "--like", "base", "-o", "out").code == 0
+    assert sorted(path.name for path in Path("out").iterdir()) == [
+        "config.json", "model.safetensors",
+    ]  # fmt: skip
+    exported = load_file("out/model.safetensors")
+    assert sorted(exported) == sorted(f"net.{name}" for name in names)
+    expected = (model.first.weight.detach() + 1).to(torch.bfloat16)
+    assert torch.equal(exported["net.second.weight"], expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"first.weight": torch.zeros(5, 4)}, "'first.weight' has shape [5, 4], and [4, 4]"),
+        ({"third.weight": torch.zeros(1)}, "the run has no 'third.weight'"),
+        ({"norm.bias": None}, "'norm.bias' of the run is not there"),
+    ],
+)
+def test_files_of_another_model_are_refused(
+    cli: Command, saved: Path, model: Tied, change: dict[str, Any], message: str
+) -> None:
+    tensors = {**{name: t.clone() for name, t in model.state_dict().items()}, **change}
+    save_file({name: t for name, t in tensors.items() if t is not None}, "base.safetensors")
+    result = cli("export", "last", "--like", "base.safetensors", "-o", "out")
+    assert (result.code, Path("out").exists()) == (3, False)
+    assert message in " ".join(result.err.split())
+
+
+def test_a_checkpoint_of_torch(cli: Command, saved: Path, model: Tied) -> None:
+    assert cli("export", "last", "--format", "dcp", "-o", "a/dcp").code == 0
+    assert [path.name for path in Path("a").iterdir()] == ["dcp"]
+    other = Tied()
+    state = {name: torch.zeros_like(tensor) for name, tensor in other.state_dict().items()}
+    torch.distributed.checkpoint.load(state, checkpoint_id="a/dcp", no_dist=True)
+    other.load_state_dict(state)
+    assert torch.equal(other.second.weight, model.first.weight + 1)
+    assert torch.equal(other.norm.running_var, model.norm.running_var + 1)
+    assert "--shard-size: has no meaning" in refused(
+        cli, "--format", "dcp", "--shard-size", "1GB", "-o", "b"
+    )
+
+
 def refused(cli: Command, *arguments: str) -> str:
     result = cli("export", "last", *arguments)
     assert (result.code, result.out) == (2, "")
@@ -101,7 +160,7 @@ def test_a_damaged_checkpoint_is_told(cli: Command, saved: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
-@pytest.mark.parametrize("size", [(), ("--shard-size", "100B")])
+@pytest.mark.parametrize("size", [(), ("--shard-size", "100B"), ("--format", "dcp")])
 def test_an_export_that_ends_early_leaves_nothing_behind(
     cli: Command, saved: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, size: Any
 ) -> None:

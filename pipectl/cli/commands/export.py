@@ -1,45 +1,91 @@
-"""`pipectl export`: the weights of a run as safetensors files."""
+"""`pipectl export`: the weights of a run as files for other programs."""
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 from pipectl.cli.console import say, say_json, short_path
-from pipectl.cli.options import RUNS, Json, RunName, RunsDirectory, count, option, read_size
+from pipectl.cli.options import (
+    RUNS,
+    Json,
+    RunName,
+    RunsDirectory,
+    count,
+    flag,
+    option,
+    read_size,
+    refuse,
+)
 from pipectl.errors import UsageError
 from pipectl.runs import RunDirectory, checkpoints, find_run, step_of
 from pipectl.units import format_bytes
+
+_SHARD_BYTES = 5 * 10**9
+
+
+class Format(StrEnum):
+    """What is written: one file, a directory as model hubs have it, or torch's own."""
+
+    SAFETENSORS = "safetensors"
+    HF = "hf"
+    DCP = "dcp"
 
 
 def command(
     name: RunName = "last",
     output: Annotated[
         Path | None,
-        option("FILE", "File to write; by default model.safetensors.", "--output", "-o"),
+        option("PATH", "What to write; by default model.safetensors, or model.", "--output", "-o"),
     ] = None,
     step: Annotated[
         int | None, count("Step of the checkpoint; by default the last.", "--step")
     ] = None,
+    file_format: Annotated[
+        Format | None,
+        flag(
+            "safetensors: one file. hf: a directory for from_pretrained. dcp: a directory for "
+            "torch.distributed.checkpoint.",
+            "--format",
+        ),
+    ] = None,
+    like: Annotated[
+        Path | None,
+        option("DIRECTORY", "Take names, types and other files from this model; hf.", "--like"),
+    ] = None,
     shard_size: Annotated[
         int | None,
-        option("SIZE", "Write files of at most this size (5GB), and an index.", parser=read_size),
+        option("SIZE", "Largest file of hf; by default 5GB.", "--shard-size", parser=read_size),
     ] = None,
     as_json: Json = False,
     directory: RunsDirectory = RUNS,
 ) -> None:
     from pipectl.runtime.checkpoint import load
-    from pipectl.runtime.checkpoint.export import export_file, export_shards
+    from pipectl.runtime.checkpoint.export import (
+        FILE,
+        Renamed,
+        export_dcp,
+        export_directory,
+        export_file,
+    )
 
-    path = output or Path("model" if shard_size else "model.safetensors")
+    kind = file_format or (Format.HF if like or shard_size else Format.SAFETENSORS)
+    if kind is not Format.HF:
+        refuse({"--shard-size": shard_size}, f"has no meaning with --format {kind}")
+    path = output or Path(FILE if kind is Format.SAFETENSORS else "model")
     checkpoint = _find_checkpoint(find_run(directory, name), step)
-    if path.exists() and not (shard_size and path.is_dir() and not any(path.iterdir())):
+    is_empty = kind is not Format.SAFETENSORS and path.is_dir() and not any(path.iterdir())
+    if path.exists() and not is_empty:
         raise UsageError(f"{path}: exists already", cure="name another, or remove it")
-    weights = load(checkpoint, weights_only=True)
-    if shard_size is None:
+    stored = load(checkpoint, weights_only=True)
+    weights = stored if like is None else Renamed(stored, like)
+    if kind is Format.SAFETENSORS:
         size_bytes = export_file(weights, path)
+    elif kind is Format.DCP:
+        size_bytes = export_dcp(weights, path)
     else:
-        size_bytes = export_shards(weights, path, shard_size)
+        size_bytes = export_directory(weights, path, shard_size or _SHARD_BYTES, like)
     saved_step = step_of(checkpoint) or 0
     if as_json:
         say_json({"path": str(path), "step": saved_step, "bytes": size_bytes})

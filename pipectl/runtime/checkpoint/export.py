@@ -1,27 +1,121 @@
-"""Weights of a checkpoint as the files that everybody reads: one, or several with an index."""
+"""Weights of a checkpoint in the formats of other programs. One tensor is in memory at a time."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import shutil
+import warnings
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from pipectl.capture.tensor_file import write_tensors
-from pipectl.errors import UsageError
+from pipectl.capture.weights import Weights
+from pipectl.errors import DataFileError, UsageError
 from pipectl.files import make_directory, write_text
 from pipectl.runtime.checkpoint.stored import Stored
+from pipectl.units import did_you_mean
 
+FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _METADATA = {"format": "pt"}
+_COPIED = frozenset({".jinja", ".json", ".model", ".py", ".tiktoken", ".txt"})
+"""Suffixes of the files beside the weights that describe a model and its tokenizer."""
+_SHOWN = 4
 
 
-def export_file(weights: Stored, path: Path) -> int:
+class Source(Protocol):
+    """Weights by name, each read when it is asked for."""
+
+    def __iter__(self) -> Iterator[str]: ...
+
+    def __getitem__(self, name: str) -> Tensor: ...
+
+    def layout(self, name: str) -> Tensor:
+        """Shape and type of a weight, on the meta device."""
+        ...
+
+
+class Renamed(Mapping[str, Tensor]):
+    """The weights of a checkpoint under the names and in the types of other files of the model.
+
+    A prefix, such as the name of the attribute that holds the model, may stand before all names of
+    either side.
+
+    Args:
+        like: a safetensors file, an index, or a directory of these.
+
+    Raises:
+        DataFileError: a file cannot be read, or names or shapes differ.
+    """
+
+    def __init__(self, weights: Stored, like: Path) -> None:
+        self._weights = weights
+        self._layouts = Weights(like).layouts
+        self._names = _counterparts(set(weights), self._layouts)
+        self._check(like)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layouts)
+
+    def __len__(self) -> int:
+        return len(self._layouts)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._weights[self._names[name]].to(self._layouts[name].dtype)
+
+    def layout(self, name: str) -> Tensor:
+        """Shape and type of a weight, on the meta device."""
+        return self._layouts[name]
+
+    def _check(self, like: Path) -> None:
+        aliases = self._weights.manifest.aliases
+        taken = {aliases.get(name, name) for name in self._names.values()}
+        problems = [
+            f"the run has no {name!r}{did_you_mean(name, set(self._weights))}"
+            for name in self._layouts.keys() - self._names.keys()
+        ]
+        for name, own in self._names.items():
+            there, here = list(self.layout(name).shape), list(self._weights.layout(own).shape)
+            if there != here:
+                problems.append(f"{name!r} has shape {there}, and {here} in the run")
+        problems += [
+            f"{name!r} of the run is not there"
+            for name in self._weights
+            if aliases.get(name, name) not in taken
+        ]
+        if problems:
+            listed = "; ".join(sorted(problems)[:_SHOWN])
+            if len(problems) > _SHOWN:
+                listed += f"; and {len(problems) - _SHOWN} more"
+            raise DataFileError(
+                f"{like}: is of another model than the run: {listed}",
+                cure="name the files that the model of the run was made from, or leave out --like",
+            )
+
+
+def _counterparts(own: Collection[str], others: Collection[str]) -> dict[str, str]:
+    """For other names, the own name of the same tensor, with the prefix that fits most of them."""
+    probe = max(others, key=len)
+    prefixes = {("", "")}
+    for name in own:
+        if name.endswith(f".{probe}"):
+            prefixes.add((name.removesuffix(probe), ""))
+        if probe.endswith(f".{name}"):
+            prefixes.add(("", probe.removesuffix(name)))
+
+    def match(added: str, removed: str) -> dict[str, str]:
+        names = {n: added + n.removeprefix(removed) for n in others if n.startswith(removed)}
+        return {name: mine for name, mine in names.items() if mine in own}
+
+    return max((match(*prefix) for prefix in sorted(prefixes)), key=len)
+
+
+def export_file(weights: Source, path: Path) -> int:
     """Write all weights into one safetensors file, tied ones under each of their names.
-
-    One tensor is in memory at a time.
 
     Returns:
         Bytes of the tensors.
@@ -37,28 +131,68 @@ def export_file(weights: Stored, path: Path) -> int:
     return sum(layout.nbytes for layout in layouts.values())
 
 
-def export_shards(weights: Stored, directory: Path, max_bytes: int) -> int:
-    """Write files of at most so many bytes and their index, as model hubs have them.
+def export_directory(
+    weights: Source, directory: Path, max_bytes: int, like: Path | None = None
+) -> int:
+    """Write a directory as model hubs have them: files of at most so many bytes and their index.
 
-    A tensor that is larger gets a file of its own. The files get their names when all are written,
-    the index last. Returns and raises as :func:`export_file`.
+    A tensor that is larger gets a file of its own. If one file suffices, it has no index. The files
+    get their names when all are written, the index last. Returns and raises as
+    :func:`export_file`.
+
+    Args:
+        like: a directory of the model, whose configuration and tokenizer are copied.
     """
     make_directory(directory)
     parts = list(_parts({name: weights.layout(name) for name in weights}, max_bytes))
     files = {
-        f"model-{index:05d}-of-{len(parts):05d}.safetensors": part
+        f"model-{index:05d}-of-{len(parts):05d}.safetensors" if len(parts) > 1 else FILE: part
         for index, part in enumerate(parts, 1)
     }
     places = {name: file for file, part in files.items() for name in part}
     total = sum(layout.nbytes for part in parts for layout in part.values())
     document = {"metadata": {"total_size": total}, "weight_map": places}
     with ExitStack() as ends:
-        index = ends.enter_context(_whole(directory / INDEX))
+        if len(parts) > 1:
+            write_text(ends.enter_context(_whole(directory / INDEX)), _to_json(document))
         for file, part in files.items():
             partial = ends.enter_context(_whole(directory / file))
             write_tensors(partial, part, weights.__getitem__, _METADATA)
-        write_text(index, json.dumps(document, indent=1) + "\n")
+        for path in sorted(like.iterdir()) if like is not None and like.is_dir() else ():
+            is_index = path.name.endswith(".index.json")
+            if path.suffix in _COPIED and not is_index and path.is_file():
+                shutil.copyfile(path, ends.enter_context(_whole(directory / path.name)))
     return total
+
+
+def export_dcp(weights: Source, directory: Path) -> int:
+    """Write a directory that ``torch.distributed.checkpoint.load`` reads.
+
+    Returns and raises as :func:`export_file`.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    class Reader(DefaultSavePlanner):
+        def lookup_object(self, index: Any) -> Tensor:
+            return weights[index.fqn]
+
+    layouts = {name: weights.layout(name) for name in weights}
+    make_directory(directory.absolute().parent)
+    with _whole(directory) as partial, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is a single process
+        try:
+            save(layouts, storage_writer=FileSystemWriter(partial), planner=Reader(), no_dist=True)
+        except CheckpointException as error:
+            ((failure, _),) = error.failures.values()
+            raise failure from None
+    return sum(layout.nbytes for layout in layouts.values())
+
+
+def _to_json(document: Any) -> str:
+    return json.dumps(document, indent=1) + "\n"
 
 
 def _parts(layouts: Mapping[str, Tensor], max_bytes: int) -> Iterator[dict[str, Tensor]]:
@@ -75,7 +209,7 @@ def _parts(layouts: Mapping[str, Tensor], max_bytes: int) -> Iterator[dict[str, 
 
 @contextmanager
 def _whole(path: Path) -> Iterator[Path]:
-    """A file to write that then takes the place of another; gone if that fails."""
+    """A file or directory to write that then takes the place of another; removed on failure."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         yield partial
@@ -86,4 +220,6 @@ def _whole(path: Path) -> Iterator[Path]:
             cure="choose a directory you may write to, or free some space",
         ) from error
     finally:
+        if partial.is_dir():
+            shutil.rmtree(partial)
         partial.unlink(missing_ok=True)
