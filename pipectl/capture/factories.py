@@ -65,6 +65,8 @@ def call(function: Callable[..., Any], factory: str, /, *args: Any, **kwargs: An
     """
     try:
         return function(*args, **kwargs)
+    except CaptureError:  # of a callback of pipectl's own
+        raise
     except (Exception, SystemExit) as error:
         place = user_line(error.__traceback__)
         raise CaptureError(

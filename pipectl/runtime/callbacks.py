@@ -13,13 +13,15 @@ from pipectl.capture import factories
 from pipectl.errors import CaptureError
 from pipectl.faults import user_line
 from pipectl.runs import RunDirectory
+from pipectl.runtime.tracking import TRACKERS
 from pipectl.spec import JobSpec
+from pipectl.spec.models import Factory
 
 Tell = Callable[[dict[str, Any]], object]
 
 
 class Callbacks:
-    """Those of a job, by their names; as a context, closed at its end, however it ends.
+    """Those of a job, by their keys; as a context, closed at its end, however it ends.
 
     Args:
         warn: told when one fails; it is not called again then.
@@ -32,17 +34,16 @@ class Callbacks:
         self._warn = warn
         self._functions: dict[str, Tell] = {}
         try:
-            for name, factory in spec.callbacks.items():
+            for name, factory in _factories(spec).items():
                 function = factories.find(factory.factory, spec.base)
                 # Keys and tokens are left out, since a logger sends its config to a server.
                 private = {"environment": {"variables", "setup"}}
                 config = spec.model_dump(mode="json", exclude=private)
                 arguments = run.path, config
-                tell = factories.call(function, factory.factory, *arguments, **factory.kwargs)
+                tell = factories.call(function, name, *arguments, **factory.kwargs)
                 if not callable(tell):
                     raise CaptureError(
-                        f"{factory.factory}: returned a {type(tell).__name__}, which cannot be "
-                        "called",
+                        f"{name}: returned a {type(tell).__name__}, which cannot be called",
                         cure="return a function of one line of the metrics, a dict",
                     )
                 self._functions[name] = tell
@@ -64,8 +65,7 @@ class Callbacks:
             except Exception as error:  # whatever it is, training goes on
                 del self._functions[name]
                 self._warn(
-                    f"callbacks.{name}: {_raised(error)}; training goes on, and it is not called "
-                    "any more"
+                    f"{name}: {_raised(error)}; training goes on, and it is not called any more"
                 )
 
     def close(self, failure: BaseException | None = None) -> None:
@@ -84,7 +84,18 @@ class Callbacks:
             except BaseException as error:
                 if failure is None and not isinstance(error, Exception):
                     raise
-                self._warn(f"callbacks.{name}: its close() {_raised(error)}")
+                self._warn(f"{name}: its close() {_raised(error)}")
+
+
+def _factories(spec: JobSpec) -> dict[str, Factory]:
+    """The callbacks of a job, by their keys: its own, and those of its trackers."""
+    own = {f"callbacks.{name}": factory for name, factory in spec.callbacks.items()}
+    trackers = {
+        f"tracking.{name}": Factory(factory=TRACKERS[name], kwargs=options)
+        for name, options in spec.tracking
+        if options is not None
+    }
+    return own | trackers
 
 
 def _raised(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Metrics as event files for TensorBoard: ``callbacks: {tensorboard: <this module>:writer}``."""
+"""Metrics as event files for TensorBoard: ``tracking: tensorboard``."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pipectl.errors import CaptureError
-
-_NOT_DRAWN = frozenset({"attempt", "step", "steps", "time"})
+from pipectl.runtime.tracking import get_figures
 
 
 class Writer:
@@ -25,19 +24,15 @@ class Writer:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise CaptureError(
-                f"callbacks: TensorBoard cannot be imported: {error}",
+                f"TensorBoard cannot be imported: {error}",
                 cure="pip install tensorboard",
             ) from None
         self._events = SummaryWriter(str(directory))
 
     def __call__(self, line: dict[str, Any]) -> None:
         """Add a line; of evaluations every metric, under ``evaluation/``."""
-        evaluation = line.get("evaluation") or {}
-        figures = {name: line[name] for name in line.keys() - _NOT_DRAWN}
-        figures |= {f"evaluation/{name}": value for name, value in evaluation.items()}
-        for name, value in figures.items():
-            if isinstance(value, int | float):
-                self._events.add_scalar(name, value, line["step"], line.get("time"))
+        for name, value in get_figures(line).items():
+            self._events.add_scalar(name, value, line["step"], line.get("time"))
 
     def close(self) -> None:
         """Write what is left."""

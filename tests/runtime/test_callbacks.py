@@ -67,10 +67,10 @@ def run(tmp_path: Path) -> RunDirectory:
     return RunDirectory.create(tmp_path, "tiny", 1.7e9)
 
 
-def job(tmp_path: Path, callbacks: str) -> JobSpec:
+def job(tmp_path: Path, callbacks: str, more: str = "") -> JobSpec:
     (tmp_path / "mine.py").write_text(CODE)
     path = tmp_path / "job.yaml"
-    path.write_text(f"{JOB}callbacks: {callbacks}\n")
+    path.write_text(f"{JOB}callbacks: {callbacks}\n{more}")
     return load(path)
 
 
@@ -158,23 +158,69 @@ def test_one_that_cannot_be_made(
         Callbacks(job(tmp_path, f'{{a: "{name}"}}'), run, print)
 
 
-def test_no_tensorboard(tmp_path: Path, run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
+SECRET = "environment: {variables: {API_KEY: swordfish}}\n"
+EVALUATION: dict[str, Any] = {"attempt": 1, "step": 4, "evaluation": {"accuracy": 0.75}}
+
+
+def tracked(tmp_path: Path, tracking: str) -> JobSpec:
+    return job(tmp_path, "{}", f"tracking: {tracking}\n{SECRET}")
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
+def test_a_tracker_that_is_not_installed(
+    tmp_path: Path, run: RunDirectory, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
-    with pytest.raises(CaptureError, match="TensorBoard cannot be imported"):
-        Callbacks(job(tmp_path, '{a: "pipectl.runtime.tensorboard:writer"}'), run, print)
+    with pytest.raises(CaptureError, match="cannot be imported") as raised:
+        Callbacks(tracked(tmp_path, name), run, print)
+    assert raised.value.cure == f"pip install {name}"
 
 
 def test_tensorboard(tmp_path: Path, run: RunDirectory) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    told = Callbacks(job(tmp_path, '{a: "pipectl.runtime.tensorboard:writer"}'), run, print)
+    told = Callbacks(tracked(tmp_path, "{tensorboard: {directory: curves}}"), run, print)
     told(LINE)
-    evaluation: dict[str, Any] = {"attempt": 1, "step": 4, "evaluation": {"accuracy": 0.75}}
-    told(evaluation)
+    told(EVALUATION)
     told.close()
-    events = EventAccumulator(str(run.path / "tensorboard"))
+    events = EventAccumulator(str(run.path / "curves"))
     events.Reload()
     assert set(events.Tags()["scalars"]) == {"loss", "evaluation/accuracy"}
     assert [(each.step, each.value) for each in events.Scalars("loss")] == [(3, 0.5)]
+
+
+def test_wandb(tmp_path: Path, run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a server: what it would send lies in the run directory."""
+    pytest.importorskip("wandb", reason="pip install 'pipectl[tracking]'")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    warnings: list[str] = []
+    told = Callbacks(tracked(tmp_path, "{wandb: {project: demo}}"), run, warnings.append)
+    told(LINE)
+    told(EVALUATION)
+    told.close()
+    assert warnings == []
+    files = [path for path in (run.path / "wandb").rglob("*") if path.is_file()]
+    content = b"".join(path.read_bytes() for path in files)
+    assert all(text in content for text in (b"demo", b"evaluation/accuracy", b"batch_size"))
+    assert b"swordfish" not in content
+
+
+def test_mlflow(tmp_path: Path, run: RunDirectory) -> None:
+    """Two starts of one job are one run."""
+    mlflow = pytest.importorskip("mlflow", reason="pip install 'pipectl[tracking]'")
+    server = f"sqlite:///{tmp_path}/mlflow.db"
+    spec = tracked(tmp_path, f"{{mlflow: {{tracking_uri: '{server}'}}}}")
+    warnings: list[str] = []
+    for line in (LINE, EVALUATION):
+        told = Callbacks(spec, run, warnings.append)
+        told(line)
+        told.close()
+    assert warnings == []
+    (only,) = mlflow.search_runs(search_all_experiments=True, output_format="list")
+    assert only.info.run_name == run.name
+    assert only.info.status == "FINISHED"
+    assert only.data.metrics == {"loss": 0.5, "evaluation/accuracy": 0.75}
+    assert only.data.params["training.batch_size"] == "8"
+    assert "swordfish" not in repr(only.data)

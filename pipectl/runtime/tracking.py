@@ -1,0 +1,125 @@
+"""Metrics in Weights & Biases and MLflow: the values of the key ``tracking``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pipectl.errors import CaptureError
+
+TRACKERS = {
+    "tensorboard": "pipectl.runtime.tensorboard:writer",
+    "wandb": "pipectl.runtime.tracking:WandbRun",
+    "mlflow": "pipectl.runtime.tracking:MlflowRun",
+}
+"""The callback of each tracker."""
+
+_NOT_LOGGED = frozenset({"attempt", "step", "steps", "time"})
+_TAG = "pipectl.run"
+_MAX_PARAM = 500
+"""Characters of a parameter that every MLflow server takes."""
+
+
+class WandbRun:
+    """A run of Weights & Biases, which every start of the job continues.
+
+    Args:
+        run: the run directory.
+        config: the job.
+        options: of ``wandb.init``; by default the project is named as the job.
+
+    Raises:
+        CaptureError: wandb is not installed.
+    """
+
+    def __init__(self, run: Path, config: Mapping[str, Any], **options: Any) -> None:
+        self._wandb = wandb = _import("wandb")
+        defaults = {"project": config["name"], "name": run.name, "id": _id_of(run), "dir": str(run)}
+        self._run = wandb.init(**{**defaults, "resume": "allow", "config": config, **options})
+        # W&B's own step may not go back; that of a resumed run does.
+        self._run.define_metric("*", step_metric="step")
+
+    def __call__(self, line: Mapping[str, Any]) -> None:
+        """Log a line of the metrics."""
+        self._run.log({**get_figures(line), "step": line["step"]})
+
+    def close(self, failure: BaseException | None = None) -> None:
+        """End the run, as failed or not."""
+        self._run.finish(exit_code=int(failure is not None))
+        self._wandb.teardown()  # waits for its process, which writes the files
+
+
+class MlflowRun:
+    """A run of MLflow, which every start of the job continues.
+
+    Args:
+        run: the run directory.
+        config: the job; its values are the parameters of the run.
+        experiment: by default the name of the job.
+        tracking_uri: of the server; by default what ``MLFLOW_TRACKING_URI`` says.
+
+    Raises:
+        CaptureError: mlflow is not installed.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        config: Mapping[str, Any],
+        experiment: str | None = None,
+        tracking_uri: str | None = None,
+    ) -> None:
+        self._mlflow = mlflow = _import("mlflow")
+        if tracking_uri is not None:
+            mlflow.set_tracking_uri(tracking_uri)
+        experiment_id = mlflow.set_experiment(experiment or config["name"]).experiment_id
+        same = f"tags.`{_TAG}` = '{_id_of(run)}'"
+        earlier = mlflow.search_runs([experiment_id], same, output_format="list", max_results=1)
+        if earlier:
+            mlflow.start_run(run_id=earlier[0].info.run_id)
+        else:
+            mlflow.start_run(run_name=run.name, tags={_TAG: _id_of(run)})
+            mlflow.log_params(dict(_flatten(config)))
+
+    def __call__(self, line: Mapping[str, Any]) -> None:
+        """Log a line of the metrics."""
+        self._mlflow.log_metrics(get_figures(line), step=line["step"])
+
+    def close(self, failure: BaseException | None = None) -> None:
+        """End the run, as failed or not."""
+        self._mlflow.end_run("FINISHED" if failure is None else "FAILED")
+
+
+def get_figures(line: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers in a line of the metrics by name; of evaluations, under ``evaluation/``."""
+    figures = {name: line[name] for name in line.keys() - _NOT_LOGGED}
+    evaluation = line.get("evaluation") or {}
+    figures |= {f"evaluation/{name}": value for name, value in evaluation.items()}
+    return {name: value for name, value in figures.items() if isinstance(value, int | float)}
+
+
+def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """The values that are set, by dotted key."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+        elif value not in (None, [], ""):
+            text = value if isinstance(value, str) else json.dumps(value)
+            yield f"{prefix}{key}", text[:_MAX_PARAM]
+
+
+def _id_of(run: Path) -> str:
+    """The same for every start of a run, and another for runs of this name in other directories."""
+    return f"{run.name}-{hashlib.sha256(bytes(run.resolve())).hexdigest()[:8]}"
+
+
+def _import(name: str) -> Any:
+    try:
+        return __import__(name)
+    except ImportError as error:
+        raise CaptureError(
+            f"tracking.{name}: cannot be imported: {error}", cure=f"pip install {name}"
+        ) from None
