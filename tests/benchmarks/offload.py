@@ -32,7 +32,7 @@ from pathlib import Path
 import yaml
 from in_turns import Job, cluster_of, gpt, peak_of, profiled, spread, train_in_turns
 from planner_scale import cluster_of as accelerators
-from planner_scale import gpt3_profile
+from planner_scale import gpt_profile
 
 from pipectl.cluster import Cluster, OffloadTarget
 from pipectl.jobs.prepare import TIGHT_HEAP
@@ -256,7 +256,7 @@ def with_backwards_apart(profile: Profile, host: float, peer: float) -> dict[str
 
 
 def on_large_devices() -> None:
-    profile = gpt3_profile(BLOCKS)
+    profile = gpt_profile(BLOCKS)
     for host, peer in zip(HOST_LINKS, PEER_LINKS, strict=True):
         plans = on_all_ranks(profile, host, peer)
         saved, enough = needed(plans["keep"])

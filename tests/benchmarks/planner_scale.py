@@ -17,7 +17,7 @@ from pipectl.link import Link
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.profile import Operator, OptimizerCost, Profile
 
-BLOCKS, WIDTH, HEADS, LENGTH, VOCABULARY = 96, 12288, 96, 2048, 50257
+BLOCKS = 96
 FLOPS = 1.5e14
 """Of a device in a large matrix product."""
 BANDWIDTH = 1.5e12
@@ -28,10 +28,21 @@ MEMORY_BYTES = 80 * 2**30
 BATCH = 1536
 
 
+@dataclass(frozen=True)
+class Shape:
+    """Of a GPT; by default GPT-3's."""
+
+    width: int = 12288
+    heads: int = 96
+    length: int = 2048
+    vocabulary: int = 50257
+
+
 @dataclass
 class Builder:
     """Operators of one sample, in graph order."""
 
+    shape: Shape
     operators: list[Operator] = field(default_factory=list)
     edges: list[tuple[str, str]] = field(default_factory=list)
 
@@ -56,24 +67,25 @@ class Builder:
 
     def linear(self, name: str, source: str, inward: int, outward: int) -> str:
         """A matrix product over all positions."""
-        flops = 2 * LENGTH * inward * outward
+        length = self.shape.length
+        flops = 2 * length * inward * outward
         return self.add(
-            name, source, flops=flops, numbers=LENGTH * outward, weights=inward * outward
+            name, source, flops=flops, numbers=length * outward, weights=inward * outward
         )
 
 
-def gpt3_profile(blocks: int = BLOCKS) -> Profile:
-    """96 blocks of 20 operators with the shapes of GPT-3; times from a roofline of one device."""
-    graph = Builder()
-    stream = LENGTH * WIDTH
-    value = graph.add("embed", numbers=stream, weights=VOCABULARY * WIDTH)
+def gpt_profile(blocks: int = BLOCKS, shape: Shape = Shape()) -> Profile:
+    """Blocks of 20 operators; times from a roofline of one device."""
+    graph, width = Builder(shape), shape.width
+    stream = shape.length * width
+    value = graph.add("embed", numbers=stream, weights=shape.vocabulary * width)
     for index in range(blocks):
         value = _block(graph, f"h{index}.", value, stream)
-    value = graph.add("norm", value, numbers=stream, weights=2 * WIDTH)
-    logits = graph.linear("head", value, WIDTH, VOCABULARY)
-    graph.add("loss", logits, numbers=LENGTH)
+    value = graph.add("norm", value, numbers=stream, weights=2 * width)
+    logits = graph.linear("head", value, width, shape.vocabulary)
+    graph.add("loss", logits, numbers=shape.length)
     return Profile(
-        name="gpt3",
+        name="gpt",
         source="generated",
         micro_batch_size=1,
         operators=tuple(graph.operators),
@@ -84,12 +96,13 @@ def gpt3_profile(blocks: int = BLOCKS) -> Profile:
 
 
 def _block(graph: Builder, at: str, value: str, stream: int) -> str:
-    scores = HEADS * LENGTH * LENGTH
-    attention_flops = 2 * LENGTH * LENGTH * WIDTH
-    norm = graph.add(at + "norm1", value, numbers=stream, weights=2 * WIDTH)
+    width, length = graph.shape.width, graph.shape.length
+    scores = graph.shape.heads * length * length
+    attention_flops = 2 * length * length * width
+    norm = graph.add(at + "norm1", value, numbers=stream, weights=2 * width)
     parts = []
     for part in "qkv":
-        made = graph.linear(at + part, norm, WIDTH, WIDTH)
+        made = graph.linear(at + part, norm, width, width)
         parts.append(graph.add(f"{at}{part}_heads", made, numbers=stream, saves=False))
     query, key, values = parts
     product = graph.add(
@@ -99,13 +112,13 @@ def _block(graph: Builder, at: str, value: str, stream: int) -> str:
     weights = graph.add(at + "softmax", masked, numbers=scores, saves=False)
     mixed = graph.add(at + "mix", weights, values, flops=attention_flops, numbers=stream)
     joined = graph.add(at + "join", mixed, numbers=stream, saves=False)
-    out = graph.linear(at + "out", joined, WIDTH, WIDTH)
+    out = graph.linear(at + "out", joined, width, width)
     dropped = graph.add(at + "dropout1", out, numbers=stream)
     value = graph.add(at + "add1", value, dropped, numbers=stream, saves=False)
-    norm = graph.add(at + "norm2", value, numbers=stream, weights=2 * WIDTH)
-    wide = graph.linear(at + "up", norm, WIDTH, 4 * WIDTH)
+    norm = graph.add(at + "norm2", value, numbers=stream, weights=2 * width)
+    wide = graph.linear(at + "up", norm, width, 4 * width)
     active = graph.add(at + "gelu", wide, numbers=4 * stream)
-    narrow = graph.linear(at + "down", active, 4 * WIDTH, WIDTH)
+    narrow = graph.linear(at + "down", active, 4 * width, width)
     dropped = graph.add(at + "dropout2", narrow, numbers=stream)
     return graph.add(at + "add2", value, dropped, numbers=stream, saves=False)
 
@@ -120,8 +133,8 @@ def cluster_of(ranks: int, memory_bytes: int = MEMORY_BYTES) -> Cluster:
 
 def measure(ranks: int) -> dict[str, float]:
     """Plan twice, the first time to have the kernels compiled; seconds of the second."""
-    make_plan(gpt3_profile(1), cluster_of(8, 8 * MEMORY_BYTES), PlanRequest("gpt3", 8))
-    profile, cluster = gpt3_profile(), cluster_of(ranks)
+    make_plan(gpt_profile(1), cluster_of(8, 8 * MEMORY_BYTES), PlanRequest("gpt3", 8))
+    profile, cluster = gpt_profile(), cluster_of(ranks)
     started = time.perf_counter()
     plan = make_plan(profile, cluster, PlanRequest("gpt3", BATCH, recompute=None))
     search = plan.search

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from in_turns import cluster_of, gpt, peak_of, profiled, ratio, spread, train_in_turns
 from planner_scale import cluster_of as accelerators
-from planner_scale import gpt3_profile
+from planner_scale import gpt_profile
 
 from pipectl.cli.lab.rehearse import WORKER, RehearsalResult, result_of
 from pipectl.cluster import Cluster, Device, Node
@@ -215,7 +215,7 @@ def show_dapple(
 def dapple_rehearsed(rounds: int) -> None:
     (node,) = accelerators(RANKS).nodes
     fast = replace(node, device=replace(node.device, speed=SPEED, memory_bytes=None))
-    profile, cluster = gpt3_profile(BLOCKS), replace(accelerators(RANKS), nodes=(fast,))
+    profile, cluster = gpt_profile(BLOCKS), replace(accelerators(RANKS), nodes=(fast,))
     request = PlanRequest(
         "dapple", LARGE, micro_batches=MANY, stages=RANKS, recompute=False, from_job=False
     )

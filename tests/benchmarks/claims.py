@@ -1,0 +1,294 @@
+"""The claims of the papers that pipectl builds on, and what it shows for each. Prints a page.
+
+    PIPECTL_WORKLOADS=DIRECTORY python tests/benchmarks/claims.py > docs/claims.md
+
+Everything here is planned and simulated. What is trained or rehearsed over real ranks is measured
+by ``rehearsal.py`` and ``offload.py``; the page says where.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import exp, log
+from pathlib import Path
+
+import planner_dapple
+from planner_scale import Shape, cluster_of, gpt_profile
+
+from pipectl.cluster import Cluster
+from pipectl.errors import InfeasibleError
+from pipectl.link import Link
+from pipectl.plan import Plan
+from pipectl.planner import PlanRequest, make_plan
+from pipectl.profile import Profile
+from pipectl.units import format_bytes
+
+SHAPE = Shape(width=2048, heads=16, length=1024)
+"""Of the GPTs here: 50 million parameters per block."""
+MEMORY_BYTES = 16 * 2**30
+"""Of each accelerator."""
+RANKS, SAMPLES, MICRO_BATCHES = 8, 64, 32
+MAX_BLOCKS = 2048
+
+OPENING = """# The claims of the papers, shown
+
+What the works that pipectl builds on claim, and what pipectl shows for it. `python
+tests/benchmarks/claims.py` plans, simulates and prints this page; it needs `PIPECTL_WORKLOADS` for
+DAPPLE's own profiles. The GPTs have blocks of width 2048 over 1024 tokens in half precision, with
+Adam, and times from a roofline of one accelerator. What was trained or rehearsed over real ranks
+is on [the page of benchmarks](benchmarks.md).
+"""
+
+
+def main() -> None:
+    """Print the page, section by section."""
+    print(OPENING)
+    for section in (dapple_plans, one_f_one_b_and_gpipe, largest_models, bubbles, nodes):
+        for line in section():
+            print(line, flush=True)
+        print()
+
+
+def table(columns: Sequence[str], rows: Iterator[Sequence[object]]) -> Iterator[str]:
+    """Lines of a Markdown table."""
+    yield f"| {' | '.join(columns)} |"
+    yield f"|{'---|' * len(columns)}"
+    for row in rows:
+        yield f"| {' | '.join(map(str, row))} |"
+
+
+def dapple_plans() -> Iterator[str]:
+    """DAPPLE's plans against PipeDream's, and ours against both, on DAPPLE's profiles."""
+    yield "## DAPPLE: plans with replicas\n"
+    yield "Claim: plans are up to 3.23 times faster than PipeDream's. On DAPPLE's profiles, links"
+    yield "and 16 devices, simulated by the same simulator:\n"
+    ratios: dict[str, list[float]] = {}
+    for path in sorted(Path(os.environ["PIPECTL_WORKLOADS"]).glob("dapple-*.json")):
+        document, profile = json.loads(path.read_text()), planner_dapple.half_and_half(path)
+        layouts = document["cluster"]["layouts"]
+        clusters = {name: planner_dapple.cluster_of(each) for name, each in layouts.items()}
+        for row, steps_s in planner_dapple.listed(document, profile, clusters).items():
+            plan, _ = planner_dapple.planned(profile, clusters[row[0]], row[1])
+            ours_s = plan.predicted_step_s
+            pairs = {"pipectl over DAPPLE": (steps_s["DAPPLE"], ours_s)}
+            if "PipeDream" in steps_s:
+                pairs["DAPPLE over PipeDream"] = (steps_s["PipeDream"], steps_s["DAPPLE"])
+                pairs["pipectl over PipeDream"] = (steps_s["PipeDream"], ours_s)
+            for name, (slow_s, fast_s) in pairs.items():
+                ratios.setdefault(name, []).append(slow_s / fast_s)
+    yield from table(
+        ("plans", "problems", "faster on average", "at least", "at most"),
+        (
+            (
+                name,
+                len(found),
+                f"{exp(sum(map(log, found)) / len(found)):.2f}x",
+                f"{min(found):.2f}x",
+                f"{max(found):.2f}x",
+            )
+            for name, found in sorted(ratios.items())
+        ),
+    )
+
+
+def one_f_one_b_and_gpipe() -> Iterator[str]:
+    """Early backwards against GPipe, and what the planner makes of 12% less memory."""
+    yield "## DAPPLE: early backwards\n"
+    yield "Claim: 1.6 times faster than GPipe with 12% less memory. A GPT of 48 blocks on"
+    yield f"{RANKS} accelerators, {SAMPLES} samples in {MICRO_BATCHES} micro-batches for all:\n"
+    profile, cluster = gpt_profile(48, SHAPE), free_memory(RANKS)
+    request = PlanRequest(
+        "gpt", SAMPLES, micro_batches=MICRO_BATCHES, stages=RANKS, schedule="gpipe"
+    )
+    recomputing = make_plan(profile, cluster, replace(request, recompute=True))
+    limit = round(0.88 * peak(recomputing))
+    plans = {
+        "GPipe, recomputing as in its paper": recomputing,
+        "GPipe, keeping everything": make_plan(profile, cluster, request),
+        "1F1B": make_plan(profile, cluster, replace(request, schedule="1f1b")),
+    }
+    best = replace(
+        request, schedule=None, stages=None, recompute=None, blocks=None, every_schedule=True
+    )
+    plans["`schedule: auto`"] = make_plan(profile, cluster, best)
+    limited = attempt(profile, cluster, replace(best, memory_limit_bytes=limit))
+    if limited is not None:
+        plans["`schedule: auto`, 12% less memory than GPipe"] = limited
+    yield from table(
+        ("plan", "schedule", "step", "faster than GPipe", "largest peak"),
+        (
+            (
+                name,
+                plan.schedule,
+                f"{plan.predicted_step_s:.3f} s",
+                f"{recomputing.predicted_step_s / plan.predicted_step_s:.2f}x",
+                f"{format_bytes(peak(plan))} ({peak(plan) / peak(recomputing) - 1:+.0%})",
+            )
+            for name, plan in plans.items()
+        ),
+    )
+
+
+TECHNIQUES: dict[str, dict[str, object]] = {
+    "GPipe": {"schedule": "gpipe"},
+    "1F1B": {"schedule": "1f1b"},
+    "V-Half": {"schedule": "v-half"},
+    "V-Min": {"schedule": "v-min"},
+    "1F1B, offloading to the host": {"schedule": "1f1b", "offload": True},
+    "1F1B, recomputing": {"schedule": "1f1b", "recompute": True},
+    "1F1B, recomputing in blocks": {"schedule": "1f1b", "recompute": True, "blocks": True},
+    "all left to the planner": {
+        "recompute": None,
+        "blocks": None,
+        "offload": None,
+        "backward_apart": None,
+        "every_schedule": True,
+    },
+}
+
+
+def largest_models() -> Iterator[str]:
+    """The largest GPT that fits on 2, 4 and 8 accelerators with each technique."""
+    yield "## The largest model that fits\n"
+    yield f"Parameters of the largest GPT that fits on accelerators of {format_bytes(MEMORY_BYTES)}"
+    yield f"each, {SAMPLES} samples in {MICRO_BATCHES} micro-batches; one device alone takes the"
+    yield "same micro-batches:\n"
+    counts = (1, 2, 4, 8)
+
+    def row(name: str, choices: dict[str, object]) -> Sequence[object]:
+        return (name, *(parameters(largest(choices, ranks)) for ranks in counts))
+
+    yield from table(
+        ("technique", *(f"{count} ranks" if count > 1 else "1 rank" for count in counts)),
+        (row(name, choices) for name, choices in TECHNIQUES.items()),
+    )
+
+
+def largest(choices: dict[str, object], ranks: int) -> int:
+    """The most blocks that fit; 0 if the technique takes more ranks."""
+
+    def fits(blocks: int) -> bool:
+        request = PlanRequest(
+            "gpt", SAMPLES, micro_batches=MICRO_BATCHES, memory_limit_bytes=MEMORY_BYTES
+        )
+        profile = gpt_profile(blocks, SHAPE)
+        return attempt(profile, free_memory(ranks), replace(request, **choices)) is not None
+
+    if not fits(1):
+        return 0
+    high = 2
+    while high <= MAX_BLOCKS and fits(high):
+        high *= 2
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def parameters(blocks: int) -> str:
+    """Of a GPT with so many blocks, in billions."""
+    if not blocks:
+        return ""
+    numbers = sum(each.parameter_bytes for each in gpt_profile(blocks, SHAPE).operators) // 2
+    return f"{numbers / 1e9:.2f} billion"
+
+
+def bubbles() -> Iterator[str]:
+    """Step and activations of the schedules with half backwards against 1F1B."""
+    published = {
+        "zb-h1": "less waiting, the memory of 1F1B",
+        "zb-v": "1.23x at most, the memory of 1F1B",
+        "v-half": "1/2 of the activations",
+        "v-min": "1/3 of the activations",
+        "interleaved": "less waiting, more memory",
+    }
+    yield "## Zero bubble, V-Half and V-Min\n"
+    yield "Claims of Qi et al. (2024), and of Narayanan et al. (2021) for `interleaved`: a GPT of"
+    yield f"48 blocks on {RANKS} accelerators, {MICRO_BATCHES} micro-batches. *Activations* are"
+    yield "what the fullest rank holds above its weights, gradients and optimizer state:\n"
+    profile, cluster = gpt_profile(48, SHAPE), free_memory(RANKS)
+    request = PlanRequest("gpt", SAMPLES, micro_batches=MICRO_BATCHES, schedule="1f1b")
+    plans = {
+        name: make_plan(profile, cluster, replace(request, schedule=name))
+        for name in ("1f1b", *published)
+    }
+    first = plans["1f1b"]
+    yield from table(
+        ("schedule", "step", "faster than 1F1B", "activations", "published"),
+        (
+            (
+                f"`{name}`",
+                f"{plan.predicted_step_s:.3f} s",
+                f"{first.predicted_step_s / plan.predicted_step_s:.2f}x",
+                f"{activations(plan) / activations(first):.2f} of 1F1B's",
+                published.get(name, ""),
+            )
+            for name, plan in plans.items()
+        ),
+    )
+
+
+def activations(plan: Plan) -> float:
+    """Bytes above what stays resident, of the rank that has most."""
+    resident = [0.0] * plan.ranks
+    for stage in plan.stages:
+        for rank in stage.ranks:
+            cost = stage.cost
+            gradients = cost.gradient_bytes if cost.gradient_bytes is not None else 0
+            resident[rank] += cost.parameter_bytes + cost.optimizer_bytes + gradients
+    assert plan.prediction is not None
+    peaks = plan.prediction.peak_memory_bytes
+    baseline = gpt_profile(1, SHAPE).process_baseline_bytes or 0
+    return max(peak - held - baseline for peak, held in zip(peaks, resident, strict=True))
+
+
+def nodes() -> Iterator[str]:
+    """Memory and work of the fullest node with 1, 2, 4 and 8 of them, for one model."""
+    yield "## The Nankai framework: less memory and work per node\n"
+    yield "Claim: automatic splitting reduces the memory and the computation of a node."
+    yield "A GPT of 24 blocks, one accelerator per node, nothing changed but `--nodes`:\n"
+    profile = gpt_profile(24, SHAPE)
+
+    def row(count: int) -> Sequence[object]:
+        request = PlanRequest("gpt", SAMPLES, every_schedule=True)
+        plan = make_plan(profile, free_memory(count, per_node=1), request)
+        assert plan.prediction is not None
+        work = max(plan.prediction.utilisation) * plan.predicted_step_s
+        return count, format_bytes(peak(plan)), f"{work:.2f} s", f"{plan.predicted_step_s:.2f} s"
+
+    yield from table(
+        ("nodes", "largest memory of a node", "longest work of a node per step", "step"),
+        (row(count) for count in (1, 2, 4, 8)),
+    )
+
+
+def free_memory(ranks: int, per_node: int = 8) -> Cluster:
+    """Accelerators whose memory is not limited but by requests."""
+    whole = cluster_of(8)
+    (node,) = whole.nodes
+    count = min(ranks, per_node)
+    device = replace(node.device, memory_bytes=None, host_link=Link(1e-5, 25e9))
+    each = replace(node, ranks=count, cores=count, device=device)
+    return replace(whole, nodes=(each,) * (ranks // count))
+
+
+def attempt(profile: Profile, cluster: Cluster, request: PlanRequest) -> Plan | None:
+    """The plan; None if none fits."""
+    try:
+        return make_plan(profile, cluster, request)
+    except InfeasibleError:
+        return None
+
+
+def peak(plan: Plan) -> int:
+    """Resident bytes of the fullest rank."""
+    assert plan.prediction is not None
+    return max(plan.prediction.peak_memory_bytes)
+
+
+if __name__ == "__main__":
+    main()
