@@ -130,6 +130,21 @@ class CapturedGraph:
         spec = program.call_spec.out_spec
         self.output_spec: Any = spec.child(1) if outputs and spec is not None else None
 
+    @cached_property
+    def tokens_per_sample(self) -> int:
+        """Length of the sequences of token ids that the model reads; 0 if it reads none.
+
+        Its first input of integers with two dimensions, (samples, positions), holds them.
+        """
+        for name, value in self.inputs.items():
+            is_input = self.places[name][0] == pytree.SequenceKey(0)
+            if is_input and isinstance(value, Tensor) and value.dim() == 2:
+                is_integer = not (value.is_floating_point() or value.is_complex())
+                if is_integer and value.dtype != torch.bool:
+                    length = value.shape[1]
+                    return length if isinstance(length, int) else 0
+        return 0
+
     def holds_for(self, batch: int) -> bool:
         """Whether the model computes the same for micro-batches of ``batch`` samples.
 

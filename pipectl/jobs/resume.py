@@ -26,6 +26,7 @@ from pipectl.runs import (
     locked,
     read_starts,
 )
+from pipectl.runs.readers import read_measured
 from pipectl.spec import SpecFile, load, profile_key
 
 if TYPE_CHECKING:
@@ -69,12 +70,8 @@ def resume(
         if not trust_owner:
             refuse_code_of_others(file.spec(check_files=False), run.job)
         before, spec = load(run.job), file.spec()
-        if state is JobState.COMPLETED and spec.training.steps <= record.steps:
-            raise UsageError(
-                f"{run.name}: is complete, step {record.steps} of {record.steps}",
-                cure=f"to train on, give it more steps: pipectl resume {as_typed(run)} "
-                f"--set training.steps={2 * record.steps}",
-            )
+        if state is JobState.COMPLETED:
+            _check_incomplete(run, record, before, spec)
         _check_unchanged(run, record, before, spec)
         plan = Plan.load(run.plan) if run.plan.exists() else None
         job = replace(make_job(load_run(run, overrides), record.scheduler), spec=spec)
@@ -102,6 +99,27 @@ def _check_over(run: RunDirectory, record: Record, now: float, *, force: bool) -
             cure=f"wait for its end, or `pipectl cancel {as_typed(run)}` first",
         )
     return job.state
+
+
+def _check_incomplete(run: RunDirectory, record: Record, before: JobSpec, spec: JobSpec) -> None:
+    """Refuse a run that is complete, unless it gets more to do.
+
+    Args:
+        before, spec: the job so far, and as it is to go on.
+    """
+    early_stop = read_measured(run, record).early_stop
+    if early_stop and spec.evaluation == before.evaluation:
+        raise UsageError(
+            f"{run.name}: is complete: {early_stop}",
+            cure=f"to train on, allow more evaluations: pipectl resume {as_typed(run)} "
+            "--set evaluation.early_stopping.patience=N",
+        )
+    if not early_stop and spec.training.steps <= record.steps:
+        raise UsageError(
+            f"{run.name}: is complete, step {record.steps} of {record.steps}",
+            cure=f"to train on, give it more steps: pipectl resume {as_typed(run)} "
+            f"--set training.steps={2 * record.steps}",
+        )
 
 
 def _check_unchanged(run: RunDirectory, record: Record, before: JobSpec, spec: JobSpec) -> None:

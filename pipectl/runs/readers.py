@@ -206,6 +206,7 @@ class Measured:
         first_loss, last_loss: of the first and the last step that was written.
         step_time_s: median, without the first steps.
         evaluation: metric values of the last evaluation, made after ``evaluation_step``.
+        early_stop: why the training ended after it; empty if it did not.
         not_finite: steps whose loss or gradients were not.
         fault: what was not finite in the last of these, e.g. ``the loss of micro-batch 2``.
     """
@@ -215,11 +216,20 @@ class Measured:
     first_loss: float | None = None
     last_loss: float | None = None
     samples_per_s: float | None = None
+    tokens_per_s: float | None = None
     step_time_s: float | None = None
     evaluation_step: int | None = None
     evaluation: Mapping[str, float | None] = field(default_factory=dict)
+    early_stop: str = ""
     not_finite: tuple[int, ...] = ()
     fault: str = ""
+
+    @property
+    def tokens_per_sample(self) -> float | None:
+        """Length of a sample; None if samples are not of tokens."""
+        if not self.tokens_per_s or not self.samples_per_s:
+            return None
+        return self.tokens_per_s / self.samples_per_s
 
     @property
     def remaining_s(self) -> float | None:
@@ -250,9 +260,11 @@ def sum_up(lines: Iterable[Mapping[str, Any]]) -> Measured:
         first_loss=first.get("loss"),
         last_loss=last.get("loss"),
         samples_per_s=last.get("samples_per_s"),
+        tokens_per_s=last.get("tokens_per_s"),
         step_time_s=(times[(len(times) - 1) // 2] + times[len(times) // 2]) / 2 if times else None,
         evaluation_step=evaluation.get("step"),
         evaluation=evaluation.get("evaluation") or {},
+        early_stop=evaluation.get("early_stop") or "",
         not_finite=tuple(line["step"] for line in faults),
         fault=fault,
     )
@@ -429,13 +441,13 @@ _TYPES: Mapping[str, Any] = {
     **dict.fromkeys(("step", "steps", "attempt", "rank", "stage", "pid", "exit_code"), int),
     **dict.fromkeys(("rss_bytes", "peak_bytes", "loss_of_micro_batch"), int),
     **dict.fromkeys(
-        ("time", "loss", "step_time_s", "samples_per_s", "learning_rate", "gradient_norm",
-         "loss_scale", "busy_s"),
+        ("time", "loss", "step_time_s", "samples_per_s", "tokens_per_s", "learning_rate",
+         "gradient_norm", "loss_scale", "busy_s"),
         Annotated[float, _to_finite],
     ),
     **dict.fromkeys(
         ("state", "host", "node", "type", "message", "cure", "traceback", "action", "gradient_of",
-         "stalled"),
+         "stalled", "early_stop"),
         Annotated[str, _to_text],
     ),
     "stages": Annotated[list[int], lambda value: list(read_value(tuple[int, ...], value))],

@@ -22,12 +22,12 @@ def _is_inside(file: str) -> bool:
     return not Path(file).is_absolute() and ".." not in Path(file).parts
 
 
-def _to_losses(value: Any) -> tuple[float, ...]:
+def _to_numbers(value: Any) -> tuple[float, ...]:
     """Numbers, and those for which JSON has no words, as text."""
     words = ("nan", "inf", "-inf")
     is_valid = isinstance(value, list) and all(
-        loss in words or (type(loss) in (int, float) and abs(loss) <= sys.float_info.max)
-        for loss in value
+        item in words or (type(item) in (int, float) and abs(item) <= sys.float_info.max)
+        for item in value
     )
     if not is_valid:
         raise FieldError("must be a list of numbers")
@@ -80,6 +80,7 @@ class Manifest(DataFile):
         training: files with the state of the optimizer, and what else a run needs to go on.
         updates: how many of the steps moved the learning-rate schedule on.
         losses: of the evaluations that a learning-rate schedule follows, in order.
+        metric_values: of the metric that early stopping follows, in order of the evaluations.
     """
 
     cure: ClassVar[str] = "use another checkpoint of the run"
@@ -89,7 +90,8 @@ class Manifest(DataFile):
     weights: tuple[Shard, ...] = field(default=(), metadata={"key": "shards", "explicit": True})
     training: tuple[Shard, ...] = field(default=(), metadata={"explicit": True})
     updates: int = 0
-    losses: Annotated[tuple[float, ...], _to_losses] = ()
+    losses: Annotated[tuple[float, ...], _to_numbers] = ()
+    metric_values: Annotated[tuple[float, ...], _to_numbers] = ()
     loss_scale: LossScaleState | None = None
 
     @property
@@ -99,8 +101,11 @@ class Manifest(DataFile):
 
     def to_json(self) -> dict[str, Any]:
         """The documented JSON object."""
-        losses = [loss if math.isfinite(loss) else str(loss) for loss in self.losses]
-        return {**super().to_json(), "losses": losses}
+        values = {
+            name: [value if math.isfinite(value) else str(value) for value in getattr(self, name)]
+            for name in ("losses", "metric_values")
+        }
+        return {**super().to_json(), **values}
 
     def save(self, path: Path) -> None:
         """Write it into a checkpoint, the directory of its files."""

@@ -64,6 +64,7 @@ class Telemetry:
         stages: of this rank.
         messages: how they travel.
         loss_ranks: that compute the loss, or parts of it.
+        tokens_per_sample: 0 if the samples are not of tokens.
 
     Attributes:
         tell: called with every line of the metrics; on rank 0.
@@ -78,7 +79,9 @@ class Telemetry:
         stages: tuple[int, ...],
         messages: Mapping[str, Any] | None = None,
         loss_ranks: Sequence[int] = (0,),
+        tokens_per_sample: int = 0,
     ) -> None:
+        self._tokens_per_sample = tokens_per_sample
         self._messages = messages
         self.tell: Callable[[dict[str, Any]], object] | None = None
         self._loss_ranks = loss_ranks
@@ -135,11 +138,19 @@ class Telemetry:
         self._poll()
         return all(pending > step for pending in self._reports)
 
-    def evaluation(self, step: int, result: dict[str, float]) -> None:
-        """Record the result of an evaluation (rank 0 only)."""
-        self._append({**self._stamp(step), "evaluation": result})
+    def evaluation(self, step: int, result: dict[str, float], ends: str = "") -> None:
+        """Record the result of an evaluation (rank 0 only).
+
+        Args:
+            ends: why the training ends after it; empty if it does not.
+        """
+        self._append(
+            {**self._stamp(step), "evaluation": result, **({"early_stop": ends} if ends else {})}
+        )
         figures = ", ".join(f"{name} {value:.4g}" for name, value in result.items())
         say(f"evaluation after step {step}: {figures}")
+        if ends:
+            say(f"the training ends after step {step}: {ends}")
 
     def fault(self, fault: Fault) -> None:
         """Record what was not finite in a step (rank 0 writes)."""
@@ -176,9 +187,10 @@ class Telemetry:
             now = time.monotonic()
             if now - self._said_at >= _SAY_S or step == self._steps:
                 self._said_at = now
+                tokens = f", {line['tokens_per_s']:,.0f} tokens/s" if "tokens_per_s" in line else ""
                 say(
                     f"step {step} of {self._steps}, loss {line['loss']:.4g}, "
-                    f"{line['samples_per_s']:.4g} samples/s"
+                    f"{line['samples_per_s']:.4g} samples/s{tokens}"
                 )
             self._step = step
 
@@ -194,6 +206,9 @@ class Telemetry:
         scaling = {}
         if not math.isnan(first["loss_scale"]):
             scaling = {"loss_scale": first["loss_scale"], "skipped": bool(first["skipped"])}
+        samples_per_s, tokens = first["samples"] / first["step_time_s"], {}
+        if self._tokens_per_sample:
+            tokens = {"tokens_per_s": samples_per_s * self._tokens_per_sample}
         return {
             "attempt": self._attempt,
             "step": step,
@@ -201,7 +216,8 @@ class Telemetry:
             "time": first["time"],
             "loss": sum(reports[rank]["loss"] for rank in self._loss_ranks),
             "step_time_s": first["step_time_s"],
-            "samples_per_s": first["samples"] / first["step_time_s"],
+            "samples_per_s": samples_per_s,
+            **tokens,
             **known,
             **scaling,
         }

@@ -13,6 +13,7 @@ from pipectl.runs import RunDirectory
 from pipectl.runtime.asynchronous import AsynchronousSteps
 from pipectl.runtime.callbacks import Callbacks
 from pipectl.runtime.checkpoint import Keep, Saver, Stored, plain_name, take_snapshot
+from pipectl.runtime.early_stopping import EarlyStopping
 from pipectl.runtime.failure import warn
 from pipectl.runtime.manifest import Manifest
 from pipectl.runtime.setup import Setup
@@ -53,11 +54,22 @@ class Trainer:
         self._rank = setup.communicator.rank
         steps, loss_ranks = self._spec.training.steps, setup.plan.stages[setup.cut.loss_stage].ranks
         self._telemetry = Telemetry(
-            setup.communicator.Dup(), run, steps, attempt, tuple(setup.stages), messages, loss_ranks
+            setup.communicator.Dup(),
+            run,
+            steps,
+            attempt,
+            tuple(setup.stages),
+            messages,
+            loss_ranks,
+            setup.job.training_graph(setup.plan.micro_batch_size).tokens_per_sample,
         )
         rows = len(lower(setup.plan, self._rank).body)
         self._tracing = Tracing(setup.communicator, run, self._spec.trace, steps, rows)
         self._end = StepEnd(setup, self._telemetry.fault, self._finish_saving)
+        evaluation = self._spec.evaluation
+        self._early_stopping = EarlyStopping(
+            None if evaluation is None else evaluation.early_stopping
+        )
         self._saver = self._make_saver(run, attempt)
         given = setup, self._end, self._telemetry, self._tracing
         self._steps: SynchronousSteps | AsynchronousSteps = (
@@ -100,11 +112,15 @@ class Trainer:
         ends = range(self._steps_done + 1, len(planned) + 1)
         meetings = [end for end in ends if not steps.overlap or self._stops_after(end)]
         for before, end in pairwise([self._steps_done, *meetings]):
+            if self._early_stopping.reason:
+                return
             doing.step = before + 1
             steps.train(before + 1, batches[before:end])
             self._between_steps(end)
-            if self._stopping.stops(at_once=steps.overlap) and end < len(planned):
-                self._stopped = True
+            early = bool(self._early_stopping.reason)
+            stops = not early and self._stopping.stops(at_once=steps.overlap)
+            if (early or stops) and end < len(planned):
+                self._stopped = stops
                 self._end.settle()
                 if not self._saves_after(end):
                     setup.replicas.check_weights(end)
@@ -127,8 +143,9 @@ class Trainer:
             result = setup.evaluator.evaluate(step)
             setup.replicas.take_evaluated(setup.evaluator.writes)
             self._end.stepper.watch(result["loss"])
+            self._early_stopping.watch(result)
             if self._rank == 0:
-                self._telemetry.evaluation(step, result)
+                self._telemetry.evaluation(step, result, self._early_stopping.reason)
             self._begin("training")
         if self._saves_after(step):
             self._save(step)
@@ -171,6 +188,7 @@ class Trainer:
         if stepper.optimizer is not None:
             stored.restore_optimizer(stepper.optimizer, self._end.updated)
         stepper.move_on(manifest.updates, manifest.losses)
+        self._early_stopping.metric_values.extend(manifest.metric_values)
         if scale is not None and manifest.loss_scale is not None:
             scale.restore(manifest.loss_scale)
         stored.close()
@@ -194,6 +212,7 @@ class Trainer:
             self._aliases,
             updates=stepper.updates,
             losses=tuple(stepper.losses),
+            metric_values=tuple(self._early_stopping.metric_values),
             loss_scale=None if end.loss_scale is None else end.loss_scale.state,
         )
         self._saver.start(manifest, snapshot)

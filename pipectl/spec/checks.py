@@ -8,7 +8,17 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from pipectl.directives import QSUB, SBATCH, fault_of_option
-from pipectl.spec.models import JobSpec, Launch, Loss, Pbs, Pipeline, Resources, Slurm, Training
+from pipectl.spec.models import (
+    Evaluation,
+    JobSpec,
+    Launch,
+    Loss,
+    Pbs,
+    Pipeline,
+    Resources,
+    Slurm,
+    Training,
+)
 from pipectl.spec.references import fault_of_name
 
 if TYPE_CHECKING:
@@ -174,6 +184,17 @@ def _check_loss(loss: Loss) -> Iterator[Finding]:
         yield ("loss", "kwargs"), "has no meaning if the model returns its loss"
 
 
+def _check_evaluation(evaluation: Evaluation | None) -> Iterator[Finding]:
+    if evaluation is None or (stopping := evaluation.early_stopping) is None:
+        return
+    key = ("evaluation", "early_stopping")
+    if evaluation.every is None:
+        yield key, "needs evaluation.every; without it there is only one evaluation, at the end"
+    metrics = ["loss", *evaluation.metrics]
+    if stopping.metric not in metrics:
+        yield (*key, "metric"), f"{stopping.metric!r} is not one of {', '.join(metrics)}"
+
+
 def _check_options(slurm: Slurm, pbs: Pbs) -> Iterator[Finding]:
     for section, options, syntax in (("slurm", slurm.options, SBATCH), ("pbs", pbs.options, QSUB)):
         for name, value in options.items():
@@ -183,6 +204,6 @@ def _check_options(slurm: Slurm, pbs: Pbs) -> Iterator[Finding]:
 
 _CHECKS: tuple[Callable[..., Iterator[Finding]], ...] = (
     _check_ranks, _check_batch, _check_warm_up, _check_backward, _check_progress, _check_loss,
-    _check_options,
+    _check_evaluation, _check_options,
 )  # fmt: skip
 """Their parameters have the names of the sections they need."""

@@ -26,6 +26,7 @@ from pipectl.spec.types import (
     LossReference,
     Name,
     Natural,
+    NonNegative,
     Options,
     Positive,
     Reference,
@@ -148,6 +149,22 @@ class Loss(Factory):
     function of its `targets`, such as the number of valid tokens."""
 
 
+class EarlyStopping(Section):
+    """Ends the training when a metric of the evaluations no longer improves.
+
+    The weights after the last evaluation are saved; the job is COMPLETED.
+    """
+
+    metric: Text = "loss"
+    """`loss`, or the name of one of `metrics`."""
+    mode: Literal["min", "max"] = "min"
+    """Whether a smaller (`min`) or a larger (`max`) value is better."""
+    patience: Count = 3
+    """Number of evaluations in a row without an improvement after which the training ends."""
+    min_delta: NonNegative = 0.0
+    """A value counts as an improvement if it is better than the best one by more than this."""
+
+
 class Evaluation(Section):
     """Evaluation on held-out data."""
 
@@ -159,6 +176,7 @@ class Evaluation(Section):
     """Samples evaluated at once; by default those of a training micro-batch."""
     metrics: Factories = Field(default_factory=dict)
     """Names of metrics to their functions, called with `(outputs, targets)`."""
+    early_stopping: EarlyStopping | None = None
 
 
 class LossScale(Section):
@@ -363,6 +381,29 @@ class Trace(Section):
         return due or any(step == min(wanted, steps) for wanted in self.steps)
 
 
+class Tracking(Section):
+    """Experiment trackers that get every line of the metrics, and the job as their config.
+
+    The name of one, such as `wandb`, is short for `{wandb: {}}`. See [metrics](metrics.md).
+    """
+
+    tensorboard: Keywords | None = None
+    """TensorBoard: event files in the run directory; `directory` names another folder of it."""
+    wandb: Keywords | None = None
+    """Weights & Biases: arguments of `wandb.init`, such as `project` and `entity`."""
+    mlflow: Keywords | None = None
+    """MLflow: `experiment` and `tracking_uri`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand(cls, value: Any) -> Any:
+        return {value: {}} if isinstance(value, str) else value
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: Any, handler: Any) -> dict[str, Any]:
+        return {"anyOf": [handler.resolve_ref_schema(handler(core)), {"enum": [*cls.model_fields]}]}
+
+
 class Output(Section):
     """Where results go."""
 
@@ -445,8 +486,8 @@ class JobSpec(Section):
     trace: Trace = Trace()
     callbacks: Factories = Field(default_factory=dict)
     """User code for metrics, by names of your choice. Rank 0 calls it with the run directory and
-    this job as a dict; what it returns is called with every line of `metrics.jsonl`.
-    `pipectl.runtime.tensorboard:writer` is one."""
+    this job as a dict; what it returns is called with every line of `metrics.jsonl`."""
+    tracking: Tracking = Tracking()
     output: Output = Output()
     cluster: Text | None = None
     """Path of `cluster.json`, relative to the file that names it; by default the one that `pipectl

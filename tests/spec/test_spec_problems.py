@@ -13,7 +13,7 @@ from pipectl.spec import load
 
 TOP_LEVEL = (
     "version, name, model, loss, data, optimizer, lr_scheduler, evaluation, training, pipeline, "
-    "resources, launch, environment, checkpoint, trace, callbacks, output, cluster, slurm, pbs, sweep, site_defaults"
+    "resources, launch, environment, checkpoint, trace, callbacks, tracking, output, cluster, slurm, pbs, sweep, site_defaults"
 )
 BOMB = "\n".join(
     ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
@@ -31,6 +31,10 @@ BOMB = "\n".join(
         ("walltime: 3", "7:1: walltime: unknown key; did you mean 'resources.walltime'?"),
         ("checkpoint:\n  often: 3", "8:3: checkpoint.often: unknown key; known are every, keep, keep_every, lead_time, max_requeues"),
         ("evaluation: {data: a:b, metrics: {m: {factor: a:b, factory: c:d}}}", "7:39: evaluation.metrics.m.factor: unknown key; did you mean 'factory'?"),
+        ("tracking: wand", "7:1: tracking.wand: unknown key; did you mean 'wandb'?"),
+        ("evaluation: {data: a:b, early_stopping: {patience: 2}}", "7:41: evaluation.early_stopping: needs evaluation.every; without it there is only one evaluation, at the end"),
+        ("evaluation: {data: a:b, every: 2, early_stopping: {metric: acc}}", "7:60: evaluation.early_stopping.metric: 'acc' is not one of loss"),
+        ("evaluation: {data: a:b, every: 2, early_stopping: {min_delta: -1}}", "7:63: evaluation.early_stopping.min_delta: must be a number of at least 0, not -1"),
         # structure
         ("resources: 5", "7:12: resources: must be a mapping, not 5"),
         ("checkpoint: ''", "7:13: checkpoint: must be a mapping, not ''"),

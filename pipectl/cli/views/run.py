@@ -83,6 +83,7 @@ def run_json(status: RunStatus) -> dict[str, Any]:
         "first_loss": so_far.first_loss,
         "last_loss": so_far.last_loss,
         "samples_per_s": so_far.samples_per_s,
+        "tokens_per_s": so_far.tokens_per_s,
         "step_time_s": so_far.step_time_s,
         "predicted_step_time_s": status.predicted_step_s,
         "measured_over_predicted": status.prediction_ratio,
@@ -91,6 +92,7 @@ def run_json(status: RunStatus) -> dict[str, Any]:
         "not_finite_steps": list(so_far.not_finite),
         "evaluation_step": so_far.evaluation_step,
         "evaluation": dict(so_far.evaluation),
+        "early_stop": so_far.early_stop or None,
         "waits_for": None if status.laggard is None else status.laggard._asdict(),
         "ranks": [dict(rank) for rank in status.ranks],
         "peaks": [peak._asdict() for peak in status.peaks],
@@ -123,7 +125,7 @@ def run_lines(
     name, state = plain(status.run.name, "bold"), _state(status)
     head = Text("  ").join((name, state, plain(job_text)))
     yield Text(" ").join(head.split("\n"))  # nobody's field looks like another line
-    lines = [*_failure(status), *_progress(status)]
+    lines = [*_failure(status), *_progress(status), *_pace(status)]
     lines += [*(_difference(*difference) if difference else ()), *_memory_and_waits(status)]
     lines += _files(status) if files else ()
     indented = ((f"  {label}", text, style) for label, text, style in lines)
@@ -151,7 +153,6 @@ def _failure(status: RunStatus) -> Lines:
 def _progress(status: RunStatus) -> Lines:
     """How far it is, at which pace and loss; percent of a run that only measures."""
     alive, so_far = status.job.state.alive, status.measured
-    step_s, ratio = so_far.step_time_s, status.prediction_ratio
     if status.phase not in ("", "training") and alive:
         yield "phase", status.phase, ""
     if status.steps:
@@ -168,11 +169,21 @@ def _progress(status: RunStatus) -> Lines:
         yield "not finite", f"step {last}: {so_far.fault}{before}", "red"
     if so_far.evaluation:
         values = ", ".join(f"{name} {_figure(value)}" for name, value in so_far.evaluation.items())
-        yield "evaluation", f"after step {so_far.evaluation_step}: {values}", ""
+        end = f"; the training ended: {so_far.early_stop}" if so_far.early_stop else ""
+        yield "evaluation", f"after step {so_far.evaluation_step}: {values}{end}", ""
+
+
+def _pace(status: RunStatus) -> Lines:
+    """Its speed, and the predicted one."""
+    so_far, ratio = status.measured, status.prediction_ratio
+    step_s = so_far.step_time_s
     if step_s is not None:
         text = f"{format_time(step_s)} per step"
         if status.plan is not None:
-            text += f", {status.plan.batch_size / step_s:.1f} samples/s"
+            samples_per_s = status.plan.batch_size / step_s
+            text += f", {samples_per_s:.1f} samples/s"
+            if so_far.tokens_per_sample:
+                text += f", {samples_per_s * so_far.tokens_per_sample:,.0f} tokens/s"
             flops = status.plan.describe_flops(step_s)
             text += f", {flops}" if flops else ""
         text += "" if status.efficiency is None else f", efficiency {status.efficiency:.0%}"
