@@ -5,12 +5,15 @@ set -uo pipefail
 export PIPECTL_RUN_DIRECTORY=/scratch/u/runs/20261120-152233-gpt-small
 cd "$PIPECTL_RUN_DIRECTORY" || exit 1
 
-# The exit code is written whole, whatever ends the script.
+# Files are written whole, for their owner alone: the exit code too, whatever ends the script.
+write_file() {
+    (umask 077 && echo "$2" >"$PIPECTL_RUN_DIRECTORY/$1.tmp") &&
+        mv -f "$PIPECTL_RUN_DIRECTORY/$1.tmp" "$PIPECTL_RUN_DIRECTORY/$1"
+}
 rm -f "$PIPECTL_RUN_DIRECTORY"/{exit_code,stop,stopped,requeue_error}
 finish() {
     local code=$?
-    (umask 077 && echo "$code" >"$PIPECTL_RUN_DIRECTORY/exit_code.tmp") &&
-        mv -f "$PIPECTL_RUN_DIRECTORY/exit_code.tmp" "$PIPECTL_RUN_DIRECTORY/exit_code"
+    write_file exit_code "$code"
 }
 trap finish EXIT
 trap 'exit 143' TERM # without traps, the code of the last command would be written
@@ -21,8 +24,7 @@ attempt=0
 [[ -r "$PIPECTL_RUN_DIRECTORY/attempt" ]] && read -r attempt <"$PIPECTL_RUN_DIRECTORY/attempt"
 [[ $attempt =~ ^[0-9]{1,9}$ ]] || attempt=0
 attempt=$((10#$attempt + 1))
-(umask 077 && echo "$attempt" >"$PIPECTL_RUN_DIRECTORY/attempt.tmp") &&
-    mv -f "$PIPECTL_RUN_DIRECTORY/attempt.tmp" "$PIPECTL_RUN_DIRECTORY/attempt"
+write_file attempt "$attempt"
 export PIPECTL_ATTEMPT=$attempt
 if ((attempt > 1)); then # what earlier starts reported is out of the way, not lost
     before="$PIPECTL_RUN_DIRECTORY/errors/attempt-$((attempt - 1))"

@@ -408,8 +408,10 @@ def test_names_in_the_templates_are_those_that_python_reads(make_request: MakeRe
     for name in (ATTEMPT, RUN_VARIABLE, SCRIPT):
         assert f"export {name}=" in text
     run = RunDirectory(Path("x"))
-    for path in (run.requeue_error, run.resubmitted, run.variables):
+    for path in (run.requeue_error, run.variables):
         assert f'"${RUN_VARIABLE}/{path.name}"' in text
+    for path in (run.exit_code, run.attempt, run.resubmitted):
+        assert f"write_file {path.name} " in text
 
 
 def test_jinja_is_imported_only_to_render() -> None:
