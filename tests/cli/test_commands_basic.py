@@ -86,25 +86,14 @@ def test_check_says_what_is_valid(cli: Command, job: Path) -> None:
     assert (result.code, result.out, result.err) == (0, "job.yaml: valid; 2 ranks, 4 steps\n", "")
 
 
-@pytest.mark.parametrize(
-    ("line", "problem"),
-    [
-        ("training: {steps: many, batch_size: 8}", "6:19: training.steps: must be a whole number"),
-        ("training: {steps: 4, batch_size: 8, sed: 1}", "unknown key; did you mean 'seed'?"),
-        ("training: {steps: 4, steps: 5, batch_size: 8}", "6:22: training.steps: given twice"),
-        ("training: {steps: 4", "not valid YAML"),
-    ],
-)
-def test_a_bad_spec_names_file_line_and_column(
-    cli: Command, job: Path, line: str, problem: str
-) -> None:
-    lines = job.read_text().splitlines()
-    job.write_text("\n".join(line if "training" in old else old for old in lines) + "\n")
+def test_a_bad_spec_names_file_line_and_column(cli: Command, job: Path) -> None:
+    job.write_text(job.read_text().replace("steps: 4", "steps: many"))
     result = cli("check", "job.yaml")
-    assert result.code == 3
-    assert result.out == ""
-    assert result.err.startswith("error: job.yaml:")
-    assert problem in result.err
+    assert (result.code, result.out) == (3, "")
+    problem = (
+        "error: job.yaml:6:19: training.steps: must be a whole number of at least 1, not 'many'"
+    )
+    assert result.err == f"{problem}\n"
 
 
 def test_a_missing_spec_says_how_to_get_one(cli: Command) -> None:

@@ -115,7 +115,8 @@ def test_json_holds_the_same(cli: Command, finished: Path) -> None:
     one = json.loads(cli("status", "last", "--json").out)
     assert one["state"] == "COMPLETED"
     assert (one["step"], one["steps"], one["first_loss"], one["last_loss"]) == (10, 10, 3.0, 0.3)
-    assert (one["step_time_s"], one["restarts"]) == (0.5, 0)
+    assert (one["step_time_s"], one["samples_per_s"], one["restarts"]) == (0.5, 16.0, 0)
+    assert (one["evaluation_step"], one["evaluation"]) == (10, {"loss": 0.25})
     assert json.loads(cli("status", "--json").out) == [one]
 
 

@@ -137,25 +137,10 @@ def test_a_queue_that_hangs_is_waited_for_while_nothing_else_tells_of_a_run(
     assert f"squeue: no answer within {patience_s} s" in found.job.reason
 
 
-def line(step: int, step_time_s: float = 0.5, **more: Any) -> dict[str, Any]:
-    return {"step": step, "steps": 10, "loss": 10.0 - step, "step_time_s": step_time_s, **more}
-
-
-def test_with_few_steps_the_last_one_counts() -> None:
-    assert sum_up([line(1, 9.0)]).step_time_s == 9.0
-    assert sum_up([line(1, 9.0), line(2, 1.0)]).step_time_s == 1.0
-
-
-def test_losses_and_the_last_evaluation() -> None:
-    lines = [
-        line(1),
-        {"step": 1, "evaluation": {"loss": 5.0}},
-        line(2, samples_per_s=16.0),
-        {"step": 2, "evaluation": {"loss": 4.0, "accuracy": 0.5}},
-    ]
-    found = sum_up(lines)
-    assert (found.first_loss, found.last_loss, found.samples_per_s) == (9.0, 8.0, 16.0)
-    assert (found.evaluation_step, found.evaluation) == (2, {"loss": 4.0, "accuracy": 0.5})
+@pytest.mark.parametrize(("times_s", "expected_s"), [([9.0], 9.0), ([9.0, 1.0], 1.0)])
+def test_with_few_steps_the_last_one_counts(times_s: list[float], expected_s: float) -> None:
+    lines = ({"loss": 1.0, "step": n, "step_time_s": time_s} for n, time_s in enumerate(times_s, 1))
+    assert sum_up(lines).step_time_s == expected_s
 
 
 @pytest.mark.parametrize(("batch_size", "expected"), [(8, 1.0), (4, 4 / 7)])
