@@ -8,7 +8,7 @@ import pytest
 
 from pipectl.cluster import ASSUMED_BETWEEN, Cluster, Device, Node
 from pipectl.link import Link
-from pipectl.report.charts import linear_ticks, links_svg, steps_svg, thinned, whole_bytes
+from pipectl.report.charts import links_svg, steps_svg, thinned, whole_bytes
 
 FAST = Link(1e-6, 1e9, timings=tuple((4**p, 1e-6 + 4**p / 1e9) for p in range(11)))
 SLOW = Link(1e-5, 1e8, timings=tuple((4**p, 1e-5 + 4**p / 1e8) for p in range(9)))
@@ -71,13 +71,3 @@ def test_a_long_curve_is_drawn_by_means() -> None:
     assert len(found) == 1000
     assert {y for _, y in found} == {0.5}
     assert len(steps_svg({"loss": points})) < 30_000
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "ticks"),
-    [(0, 10, [*range(11)]), (0.3, 0.7, [0.3, 0.5, 0.7]), (5, 5, [5]), (-1e308, 1e308, [])],
-)
-def test_ticks_are_round_values(low: float, high: float, ticks: list[float]) -> None:
-    found = {round(value, 9) for value in linear_ticks(low, high)}
-    assert set(ticks) <= found
-    assert len(found) <= 11

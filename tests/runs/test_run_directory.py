@@ -213,22 +213,17 @@ def test_the_id_of_a_job_array_is_that_of_its_sweep(base: Path) -> None:
         find_run(base, "41")
 
 
-def test_an_ambiguous_name_lists_the_runs(base: Path) -> None:
-    with pytest.raises(UnknownRunError, match=r"'gpt' matches 2 runs") as caught:
-        find_run(base, "gpt")
-    assert "20261120-152233-gpt" in caught.value.message
-    assert "last" in (caught.value.cure or "")
-
-
-@pytest.mark.parametrize("name", ["bret", "", "notes", "../", "20261122-000000-file"])
-def test_unknown_names(base: Path, name: str) -> None:
-    with pytest.raises(UnknownRunError, match="no run"):
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("gpt", r"'gpt' matches 2 runs: 20261119-100000-gpt, 20261120-152233-gpt"),
+        ("bret", "no run 'bret'; did you mean 'bert'"),
+        *((name, "no run") for name in ("", "notes", "../", "20261122-000000-file")),
+    ],
+)
+def test_names_that_call_no_run_or_several(base: Path, name: str, words: str) -> None:
+    with pytest.raises(UnknownRunError, match=words):
         find_run(base, name)
-
-
-def test_a_misspelt_name_gets_a_suggestion(base: Path) -> None:
-    with pytest.raises(UnknownRunError, match="did you mean 'bert'"):
-        find_run(base, "bret")
 
 
 def test_no_runs_at_all(tmp_path: Path) -> None:
