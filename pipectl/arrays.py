@@ -1,4 +1,4 @@
-"""Names for the types of NumPy arrays."""
+"""Names for the types of NumPy arrays, and tables: arrays of records."""
 
 from __future__ import annotations
 
@@ -10,3 +10,14 @@ Integers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 Words = npt.NDArray[np.uint64]
 """Sets of small numbers, 64 per word."""
+Records = npt.NDArray[np.void]
+"""A table; the fields of its records are attributes."""
+
+
+def record(integers: str = "", floats: str = "") -> np.dtype[np.void]:
+    """The type of the records of a table, by the names of their fields.
+
+    Kernels take few tables rather than many arrays: what one takes to compile grows with these.
+    """
+    fields = [(name, np.int64) for name in integers.split()]
+    return np.dtype((np.record, [*fields, *((name, np.float64) for name in floats.split())]))

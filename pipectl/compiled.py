@@ -22,7 +22,7 @@ from numba.core.event import TimingListener, register
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_FROM_PYTHON = {"no_cfunc_wrapper": True}
+_FROM_PYTHON = {"no_cfunc_wrapper": True, "error_model": "numpy"}
 _IN_PLACE = {"_nrt": False, **_FROM_PYTHON}
 _TIMER = TimingListener()  # type: ignore[no-untyped-call]
 register("numba:compile", _TIMER)  # type: ignore[no-untyped-call]

@@ -21,11 +21,10 @@ from pipectl.planner.costs.devices import (
     placements,
 )
 from pipectl.planner.graph.blocks import bitset
-from pipectl.planner.graph.downsets import Enumeration
+from pipectl.planner.graph.downsets import Enumeration, Partition
 from pipectl.planner.partition.cut_space import CutSpace
 from pipectl.planner.partition.cutter import Bound, Cut, Cutter
 from pipectl.planner.partition.layout import Layout
-from pipectl.planner.partition.programme import Check
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import Order, micro_batch_sizes, open_orders
 
@@ -59,16 +58,16 @@ class Areas:
 
     Args:
         counts: numbers of stages to try, ascending.
-        check: called now and then; raises to end the search.
+        cutter: of the space.
     """
 
     def __init__(
-        self, problem: Problem, space: CutSpace, counts: Sequence[int], check: Check
+        self, problem: Problem, space: CutSpace, counts: Sequence[int], cutter: Cutter
     ) -> None:
         self.counts = counts
         self._problem = problem
         self._space = space
-        self._cutter = Cutter(problem, space, check)
+        self._cutter = cutter
         self._known: dict[tuple[int, int], Area] = {}
         self._cuts: dict[tuple[int, int], list[Cut]] = {}
         self.sizes = cache(self._find_sizes)
@@ -125,8 +124,8 @@ class Areas:
         size = size or self.reference_size
         if (stages, size) not in self._cuts:
             ways = self.mixes(stages)
-            found = [cut for mix in ways for cut in self._cutter.partitions(stages, size, mix)]
-            self._cuts[stages, size] = list(dict.fromkeys(found))
+            cuts = [cut for mix in ways for cut in self._cutter.partitions(stages, size, mix)]
+            self._cuts[stages, size] = list(dict.fromkeys(cuts))
         return self._cuts[stages, size]
 
     def layouts(self, cuts: Iterable[Cut]) -> list[Layout]:
@@ -209,12 +208,16 @@ def first_choices(problem: Problem, counts: Sequence[int]) -> Iterator[tuple[Lay
         for size in dict.fromkeys((near, min(sizes))):
             order = open_orders(request, stages, problem.micro_batches(size))[0]
             again = (bool(request.recompute),) * stages if request.recompute else ()
-            # Consecutive blocks, at least one per stage, cut where sums are nearest to even shares.
-            times = problem.block_times(size)
-            sums, cuts = np.concatenate([[0.0], np.cumsum(times)]), [0]
-            for stage in range(1, stages):
-                nearest = int(np.abs(sums - sums[-1] * stage / stages).argmin())
-                cuts.append(min(max(nearest, cuts[-1] + 1), len(times) - stages + stage))
-            partition = tuple(bitset(range(*ends)) for ends in pairwise([*cuts, len(times)]))
+            partition = even_partition(problem, stages, size)
             ranks = one_each(tuple(sorted(fastest[:stages])))
             yield Layout(partition, ranks, again), size, order
+
+
+def even_partition(problem: Problem, stages: int, size: int) -> Partition:
+    """Consecutive blocks, at least one per stage, cut where sums are nearest to even shares."""
+    times = problem.block_times(size)
+    sums, cuts = np.concatenate([[0.0], np.cumsum(times)]), [0]
+    for stage in range(1, stages):
+        nearest = int(np.abs(sums - sums[-1] * stage / stages).argmin())
+        cuts.append(min(max(nearest, cuts[-1] + 1), len(times) - stages + stage))
+    return tuple(bitset(range(*ends)) for ends in pairwise([*cuts, len(times)]))

@@ -18,13 +18,15 @@ def baseline_bytes(profile: Profile) -> int:
 
 def assumptions_of(profile: Profile, cluster: Cluster) -> tuple[str, ...]:
     """What neither a profile nor a cluster says."""
-    found = list(profile.assumptions)
+    assumptions = list(profile.assumptions)
     if profile.process_baseline_bytes is None:
-        found.append(f"a process without a stage takes {DEFAULT_BASELINE_BYTES >> 20} MiB")
+        assumptions.append(f"a process without a stage takes {DEFAULT_BASELINE_BYTES >> 20} MiB")
     sizes = profile.edge_bytes.items()
     if any(size != profile.by_id[source].output_bytes for (source, _), size in sizes):
-        found.append("a message has the output_bytes of its operator: edge_bytes are not used")
-    return (*found, *cluster.assumptions)
+        assumptions.append(
+            "a message has the output_bytes of its operator: edge_bytes are not used"
+        )
+    return (*assumptions, *cluster.assumptions)
 
 
 def size_assumptions(profile: Profile, size: int) -> tuple[str, ...]:

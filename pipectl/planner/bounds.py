@@ -18,7 +18,7 @@ from math import ceil
 
 from pipectl.cluster import Cluster
 from pipectl.plan import Plan
-from pipectl.planner.costs.operator_times import operator_times
+from pipectl.planner.costs.operator_times import OperatorTimes
 from pipectl.planner.graph.blocks import BlockGraph, bits
 from pipectl.planner.request import PlanRequest, micro_batch_sizes
 from pipectl.profile import Profile
@@ -87,7 +87,6 @@ def work_s(
     speed = sum(cluster.device(rank).speed for rank in range(cluster.ranks))
     sizes = {*tried, *micro_batch_sizes(request, request.batch_size)}
     slices = {ceil(size / count) for size in sizes for count in range(1, cluster.ranks + 1)}
-    samples_s = (
-        sum(map(sum, operator_times(profile, size).cached)) / size for size in sorted(slices)
-    )
+    times = OperatorTimes(profile)
+    samples_s = (sum(map(sum, times.at(size).cached)) / size for size in sorted(slices))
     return min(samples_s) * request.batch_size / speed

@@ -1,6 +1,6 @@
-"""The search with one rank per stage: what can be tried, and the queue in which it waits.
+"""The search for stages, their ranks and replicas, micro-batches and the order of 1F1B or GPipe.
 
-Everything waits by the least that its step can take:
+With one rank per stage, everything waits in a queue by the least that its step can take:
 
 - an *area*: a number of stages and a micro-batch size. It becomes candidates: good partitions
   from the dynamic programme (all there are, if they are few) with every schedule, warm-up and
@@ -11,37 +11,50 @@ Everything waits by the least that its step can take:
 
 The first candidate is made better before it is simulated: its stages are cut anew if its
 micro-batch size is not the one they were cut for, and their borders move while that lowers its
-estimate. When nothing left in the queue can beat the best, the borders of the best move once more,
-while that makes its simulated step shorter.
+estimate.
+
+If stages may have replicas, the programme proposes these for every micro-batch size, and they are
+rated on consecutive ranks, machine by machine and round the machines. From the best estimates, the
+best move is made until none is left; merges and even splits of the best few are improved once more,
+although they are worse at first. The ranks of the best are also chosen by DAPPLE's policies. Their
+replicas share every micro-batch, or take whole ones in turn, which do the same work on smaller
+micro-batches: so each is tried in the ways that are allowed, the second with the samples that one
+replica got of a split micro-batch.
+
+In the end, the borders of the best plan move once more, while that makes its simulated step
+shorter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import islice
-from math import inf
+from math import ceil, inf, log
 
 from pipectl.cluster import Cluster
 from pipectl.errors import OutOfTimeError
-from pipectl.plan import Plan
+from pipectl.plan import Plan, Replication
 from pipectl.planner.areas import Area, Areas, first_choices
+from pipectl.planner.bounds import work_s
+from pipectl.planner.candidates import Candidate, Candidates, Judge, Verdict
 from pipectl.planner.graph.blocks import condense
 from pipectl.planner.infeasible import infeasible, least_demanding
-from pipectl.planner.judge import (
-    Candidate,
-    Candidates,
-    Judge,
-    Verdict,
-    out_of_time,
-    with_findings,
-)
+from pipectl.planner.judge import out_of_time, with_findings
 from pipectl.planner.partition.cut_space import CutSpace
-from pipectl.planner.partition.cutter import Bound, Cutter, plain_fit
-from pipectl.planner.partition.layout import Choice, Layout
-from pipectl.planner.partition.moves import neighbours
+from pipectl.planner.partition.cutter import MANY_RANKS, Bound, Cutter, plain_fit
+from pipectl.planner.partition.estimate import ROUNDING
+from pipectl.planner.partition.layout import (
+    POLICIES,
+    Choice,
+    Layout,
+    consecutive,
+    device_orders,
+    placed,
+)
+from pipectl.planner.partition.moves import kicks, near_partitions, neighbours, replica_moves
 from pipectl.planner.partition.programme import Check
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import (
@@ -58,6 +71,19 @@ MIN_GAIN = 1e-6
 """Share of the step by which a move of borders makes it shorter at least."""
 MAX_FITTINGS = 24
 """Memory-limited searches, the most promising first."""
+MAX_ACTIONS_OF_REPLICAS = 400_000
+"""Simulated forwards and backwards of plans with replicas."""
+MICRO_BATCHES_PER_RANK = 8
+MAX_SIZES = 8
+"""Micro-batch sizes that are tried on very many ranks, the smallest ones."""
+PER_SIZE, DESCENTS, KICKED = 5, 20, 6
+"""Layouts with replicas that are improved, of one micro-batch size and in all, and that are
+disturbed and improved again."""
+PROPOSALS = 8
+"""Layouts with replicas that are tried in every way."""
+NEAR = 12
+"""Of what is one move away from the best of them, so many are simulated, those with the least
+estimates."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +111,9 @@ class Explorer:
     ) -> None:
         self.problem = problem
         self.judge = Judge(problem)
+        self.cutter = Cutter(problem, space, check)
         self._check = check
-        self._areas = Areas(problem, space, counts, check)
-        self._cutter = Cutter(problem, space, check)
+        self._areas = Areas(problem, space, counts, self.cutter)
         self._queue: list[tuple[float, tuple[int, ...], int, _Item]] = []
         self._pushed = 0
         self._fits: set[_Fit] = set()
@@ -116,6 +142,8 @@ class Explorer:
                 self._fit(item)
         if self.judge.best() is None:
             self._fit_with_smaller_micro_batches()
+        if self.problem.request.replicas is None:
+            self._replicate()
         self._improve()
 
     def bound(self, stages: int, size: int, *, finished: bool) -> Bound:
@@ -147,6 +175,26 @@ class Explorer:
                 self.judge.examine(candidate)
                 known = self.judge.families()
         return self.judge.alternatives(best, most)
+
+    def last_resort(self, *, finished: bool) -> Verdict:
+        """What demands least memory, or if time is up, even cuts.
+
+        Raises:
+            InfeasibleError, OutOfTimeError: these do not fit.
+        """
+        problem, counts, demand = self.problem, self._areas.counts, None
+        if finished:
+            candidate, demand = least_demanding(problem, self.cutter, counts)
+            layouts = [candidate]
+        else:
+            layouts = list(first_choices(problem, counts))
+        for layout, size, order in layouts:
+            choice, count = problem.choice(layout, size, order), problem.micro_batches(size)
+            self.judge.examine(Candidate(choice, layout, size, count, 0.0))
+        best = self.judge.best()
+        if best is None:
+            raise infeasible(problem, self.cutter, demand) if demand else out_of_time()
+        return best
 
     def _push(self, bound_s: float, simplicity: tuple[int, ...], item: _Item) -> None:
         self._pushed += 1
@@ -216,15 +264,15 @@ class Explorer:
 
     def _consider_fit(self, fit: _Fit) -> bool:
         """Judge the partitions that fit best, without and with recomputation; are there any?"""
-        area, found = fit.area, False
+        area, any_cuts = fit.area, False
         for mix in self._areas.mixes(area.stages):
             for recompute in self.problem.request.recompute_choices:
                 wanted = plain_fit(self.problem, area.size, fit.warm_up, mix, recompute=recompute)
-                cuts = self._cutter.balanced(wanted)
-                found |= bool(cuts)
+                cuts = self.cutter.balanced(wanted)
+                any_cuts |= bool(cuts)
                 layouts, order = self._areas.layouts(cuts), (fit.schedule, fit.warm_up)
                 self.judge.consider(Candidates(self.problem, layouts, area.size, [order]))
-        return found
+        return any_cuts
 
     def _fit_with_smaller_micro_batches(self) -> None:
         """More micro-batches than speed asks for, down to single samples; most stages help most.
@@ -242,14 +290,21 @@ class Explorer:
                     self._consider_fit(_Fit(area, *depths[0]))
 
     def _improve(self) -> None:
-        """Move borders of the best partition while that makes its simulated step shorter."""
+        """Move borders of the best layout while that makes its simulated step shorter."""
         best = self.judge.best()
-        if best is None or self._area_of(best.candidate) in self._complete:
+        if best is None:
             return
-        if self.problem.has_limits:
-            self.judge.consider(self._recut(self._area_of(best.candidate)))
-        else:
-            self.judge.judge(self._polished(best.candidate))
+        replicated = _is_replicated(best.candidate.choice)
+        if replicated and self.problem.cluster.ranks > MANY_RANKS:
+            return
+        if not replicated:
+            area = self._area_of(best.candidate)
+            if area in self._complete:
+                return
+            if self.problem.has_limits:
+                self.judge.consider(self._recut(area))
+            else:
+                self.judge.judge(self._polished(best.candidate))
         while not self.judge.is_beaten(0.0):
             before = self.judge.best()
             assert before is not None
@@ -257,7 +312,10 @@ class Explorer:
             exact = before.step_s <= candidate.bound_s * (1 + MIN_GAIN)
             if exact and candidate.choice in self._minima:
                 return  # the bounds are what is simulated: no neighbour can be better
-            self.judge.consider(self._near(candidate))
+            if replicated:
+                self._consider_near_replicas(candidate)
+            else:
+                self.judge.consider(self._near(candidate))
             if self.judge.best() is before:
                 return
 
@@ -295,27 +353,142 @@ class Explorer:
         self._check()
         area = self._area_of(candidate)
         times = self.problem.block_times(area.size)
-        found = neighbours(candidate.layout, self.problem.graph, times, every=every)
+        layouts = neighbours(candidate.layout, self.problem.graph, times, every=every)
         look = len(self.problem.profile.operators) + 2 * area.micro_batches * area.stages
-        near = list(islice(found, max(0, self._looks // look)))
+        near = list(islice(layouts, max(0, self._looks // look)))
         self._looks -= max(1, len(near)) * look
         return self._candidates(near, area)
+
+    def _replicate(self) -> None:
+        """Judge layouts with replicas: the best by their estimates, in every way."""
+        problem, few = self.problem, self.problem.cluster.ranks <= MANY_RANKS
+        self.judge.trials.extend(MAX_ACTIONS_OF_REPLICAS)
+        starts = self._replicated()
+        if few:
+            chosen: list[Candidate] = []
+            for start in starts:
+                same = [each.layout for each in chosen if each.size == start.size]
+                if start.layout not in same and len(same) < PER_SIZE and len(chosen) < DESCENTS:
+                    chosen.append(start)
+            seen: set[tuple[int, Layout]] = set()
+            improved = [self._descend(start, seen) for start in chosen]
+            kicked = _best_first(improved)[:KICKED] if problem.request.fixed_stages is None else []
+            for start in kicked:
+                loads = problem.block_times(start.size)
+                layouts = kicks(start.layout, loads, problem.cluster.ranks)
+                improved += [self._descend(each, seen) for each in self._rate(layouts, start.size)]
+            starts = _best_first([*improved, *starts])
+        proposals, nodes = [], problem.cluster.node_of_rank
+        for start in starts[: 2 * PROPOSALS]:
+            replicas = tuple(map(len, start.layout.ranks))
+            policies = POLICIES.values() if few else ()
+            places = [start.layout.ranks, *(placed(nodes, replicas, take) for take in policies)]
+            layouts = (start.layout._replace(ranks=ranks) for ranks in places)
+            proposals.append(next(iter(self._rate(layouts, start.size))))
+        for proposal in _best_first(proposals)[:PROPOSALS]:
+            self._examine(proposal)
+
+    def _replicated(self) -> list[Candidate]:
+        """What the programme proposes for every size, rated on every order of the ranks."""
+        problem, ranks = self.problem, self.problem.cluster.ranks
+        if ranks > MANY_RANKS:
+            sizes = micro_batch_sizes(problem.request, problem.request.batch_size)[-MAX_SIZES:]
+        else:
+            sizes = micro_batch_sizes(problem.request, MICRO_BATCHES_PER_RANK * ranks)
+        sizes.sort(key=lambda size: abs(log(problem.micro_batches(size) / (2 * ranks))))
+        orders = device_orders(problem.cluster.node_of_rank)[: 1 if ranks > MANY_RANKS else 2]
+        starts: list[Candidate] = []
+        for size in sizes:
+            cuts = self.cutter.with_replicas(size)
+            for order in orders:
+                layouts = (Layout(c.partition, consecutive(c.devices, order)) for c in cuts)
+                starts += self._rate(layouts, size)
+        return _best_first(starts)
+
+    def _rate(self, layouts: Iterable[Layout], size: int) -> Iterator[Candidate]:
+        """Layouts with replicas by their estimates, the best first."""
+        return Candidates(self.problem, list(layouts), size, with_replicas=True).best_of_layouts()
+
+    def _descend(self, candidate: Candidate, seen: set[tuple[int, Layout]]) -> Candidate:
+        """Make the best move until there is none, or until one was made from there before."""
+        problem, size = self.problem, candidate.size
+        ranks, fixed = problem.cluster.ranks, problem.request.fixed_stages is not None
+        loads = problem.block_times(size)
+        while (size, candidate.layout) not in seen:
+            self._check()
+            seen.add((size, candidate.layout))
+            near = replica_moves(
+                candidate.layout, problem.graph, loads, ranks, min(size, ranks), keep_stages=fixed
+            )
+            best = Candidates(problem, list(near), size, with_replicas=True)
+            if best.next_s >= candidate.bound_s * (1 - ROUNDING):
+                break
+            candidate = best.take()
+        return candidate
+
+    def _ways(self, proposal: Candidate) -> Iterator[Candidate]:
+        """A layout with replicas in every way that is allowed, none of which has nothing to do."""
+        request, layout = self.problem.request, proposal.layout
+        members = self.problem.members(layout.partition)
+        again = (True,) * len(members) if request.recompute else ()
+        for way in request.replications:
+            sizes = {proposal.size}
+            if way is Replication.WHOLE and request.micro_batches is None:
+                sizes = {ceil(proposal.size / len(held)) for held in layout.ranks}
+            for size in sorted(sizes, reverse=True):
+                count = self.problem.micro_batches(size)
+                most = size if way is Replication.SPLIT else count
+                ranks = tuple(held[:most] for held in layout.ranks)
+                replicas = tuple(map(len, ranks))
+                in_turn = replicas if way is Replication.WHOLE else None
+                if max(replicas) > 1:
+                    for order in open_orders(request, len(members), count, in_turn):
+                        choice = Choice(members, ranks, size, *order, way, again)
+                        yield replace(proposal, choice=choice, micro_batches=count)
+
+    def _consider_near_replicas(self, candidate: Candidate) -> None:
+        """Judge what is one move of a border away, on the same ranks and shared in the same way."""
+        loads = self.problem.block_times(candidate.size)
+        near = near_partitions(candidate.layout.partition, self.problem.graph, loads, ())
+        layouts = (candidate.layout._replace(partition=each) for each in near)
+        for proposal in islice(self._rate(layouts, candidate.size), NEAR):
+            self._examine(proposal, candidate.choice.replication)
+
+    def _examine(self, proposal: Candidate, only: Replication | None = None) -> None:
+        """Judge a layout with replicas in every way, or in one."""
+        for changed in self._ways(proposal):
+            if only in (None, changed.choice.replication) and not self.judge.is_beaten(0.0):
+                self._check()
+                self.judge.examine(changed)
 
     def _area_of(self, candidate: Candidate) -> Area:
         choice = candidate.choice
         return self._areas.of(len(choice.ranks), choice.size)
 
 
-def straight_plans(
+def _is_replicated(choice: Choice) -> bool:
+    return max(map(len, choice.ranks)) > 1
+
+
+def _best_first(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Candidates of layouts with replicas by their estimates, each layout and size once."""
+    best: dict[tuple[int, Layout], Candidate] = {}
+    for each in sorted(candidates, key=lambda each: (each.bound_s, each.size, each.layout)):
+        best.setdefault((each.size, each.layout), each)
+    return list(best.values())
+
+
+def explore(
     profile: Profile,
     cluster: Cluster,
     request: PlanRequest,
     expired: Callable[[], bool],
     alternatives: int,
 ) -> list[Plan]:
-    """The best plan with one rank per stage, and the next best of other shapes, with predictions.
+    """The best plan, and the next best of other shapes, with predictions.
 
     Args:
+        request: with one rank per stage, or as many replicas as the planner likes.
         expired: asked now and then; once it is true, the search ends.
         alternatives: how many plans besides the best.
 
@@ -335,28 +508,21 @@ def straight_plans(
             raise out_of_time()
 
     explorer, finished = Explorer(problem, space, counts, check), True
+    judge = explorer.judge
     try:
         explorer.run()
     except OutOfTimeError:
         finished = False
-    best, demand, cutter = explorer.judge.best(), None, Cutter(problem, space, check)
-    if best is None:  # a last resort
-        if finished:
-            candidate, demand = least_demanding(problem, cutter, counts)
-            layouts = [candidate]
-        else:
-            layouts = list(first_choices(problem, counts))
-        for layout, size, order in layouts:
-            choice = problem.choice(layout, size, order)
-            micro_batches = problem.micro_batches(size)
-            explorer.judge.examine(Candidate(choice, layout, micro_batches, 0.0))
-        best = explorer.judge.best()
-    if best is None:
-        raise infeasible(problem, cutter, demand) if demand else out_of_time()
+    best = judge.best() or explorer.last_resort(finished=finished)
     others = explorer.alternatives(best, alternatives) if alternatives and finished else []
-    least_s, plans = explorer.least_step_s(), []
-    for plan in (verdict.plan for verdict in (best, *others)):
-        bound = explorer.bound(len(plan.stages), plan.micro_batch_size, finished=finished)
-        ended = finished and not explorer.judge.gave_up
+    # Of steps with replicas, nothing is known but the work there is.
+    replicated = request.replicas is None
+    least_s = work_s(profile, cluster, request) if replicated else explorer.least_step_s()
+    plans = []
+    for verdict in (best, *others):
+        plan, bound = verdict.plan, None
+        if not _is_replicated(verdict.candidate.choice):
+            bound = explorer.bound(len(plan.stages), plan.micro_batch_size, finished=finished)
+        ended = finished and not judge.gave_up
         plans.append(with_findings(plan, cluster, least_s, load_bound=bound, finished=ended))
     return plans

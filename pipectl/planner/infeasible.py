@@ -35,7 +35,7 @@ def least_demanding(
     Args:
         counts: numbers of stages that were allowed; more stages rarely need more memory.
     """
-    request, found = problem.request, []
+    request, demands = problem.request, []
     size = micro_batch_sizes(request, request.batch_size)[-1]
     again, states = request.recompute is not False, len(problem.graph) + 1
     for stages in sorted({*counts[:MANY], *counts[-MANY:]}):
@@ -50,8 +50,8 @@ def least_demanding(
                     tried = predicted(plan, problem.cluster, problem.baseline_bytes)
                     assert tried.prediction is not None
                     demand = tried, tried.prediction.peak_memory_bytes
-                    found.append(((layout, size, order), demand))
-    return min(found, key=lambda each: _worst(problem, each[1][1])[0])
+                    demands.append(((layout, size, order), demand))
+    return min(demands, key=lambda each: _worst(problem, each[1][1])[0])
 
 
 def infeasible(problem: Problem, cutter: Cutter, demand: Demand) -> InfeasibleError:

@@ -125,8 +125,8 @@ class Problem:
         return self._by_block(self.times.arrays_at(size)[1][0])
 
     def _by_block(self, figures: Floats) -> list[float]:
-        found: list[float] = np.bincount(self._block_of, figures, len(self.graph)).tolist()
-        return found
+        sums: list[float] = np.bincount(self._block_of, figures, len(self.graph)).tolist()
+        return sums
 
     @cached_property
     def _block_of(self) -> Integers:
@@ -269,7 +269,7 @@ class Problem:
         costs = self.table(choice.members, size).costs
         if max(replicas) == 1 and not self.request.shard_optimizer:
             return costs
-        found = []
+        shared = []
         memory = self.footprint(choice.members).memory
         state = self.profile.optimizer_cost.state_bytes_per_parameter_byte
         for stage, (cost, count) in enumerate(zip(costs, replicas, strict=True)):
@@ -281,5 +281,5 @@ class Problem:
             if self.request.shard_optimizer:
                 updated = ceil(state * memory[stage].updated_bytes(count))
                 cost = replace(cost, optimizer_bytes=updated)
-            found.append(cost)
-        return found
+            shared.append(cost)
+        return shared

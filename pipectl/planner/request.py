@@ -271,24 +271,19 @@ def open_orders(
     request: PlanRequest,
     stages: int,
     micro_batches: int,
-    warm_ups: Sequence[tuple[int, ...]] | None = None,
+    replicas: tuple[int, ...] | None = None,
 ) -> list[Order]:
     """Orders to try, without duplicates, the one with the fewest micro-batches in flight first.
 
     Args:
-        warm_ups: of 1F1B; by default those of its two policies.
+        replicas: of every stage, if they take whole micro-batches in turn.
     """
     if request.warm_up is not None:
         return [(ONE_F_ONE_B.name, tuple(min(depth, micro_batches) for depth in request.warm_up))]
-    shape = Shape(stages, stages, micro_batches)
-    found = [
-        (schedule.name, warm_up)
-        for schedule in OPEN
-        for warm_up in (
-            warm_ups
-            if schedule.chooses_warm_up and warm_ups is not None
-            else schedule.warm_ups(shape)
-        )
-    ]
-    allowed = [pair for pair in found if request.schedule in (None, pair[0])]
-    return list({depth: (name, depth) for name, depth in reversed(allowed)}.values())[::-1]
+    shape = Shape(stages, stages, micro_batches, replicas)
+    names: dict[tuple[int, ...], str] = {}
+    for schedule in OPEN:
+        if request.schedule in (None, schedule.name):
+            for warm_up in schedule.warm_ups(shape):
+                names.setdefault(warm_up, schedule.name)
+    return [(name, warm_up) for warm_up, name in names.items()]

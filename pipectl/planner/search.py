@@ -1,7 +1,8 @@
 """The planner: the best plan with whatever a request allows.
 
-- One rank per stage and whole backwards: :mod:`pipectl.planner.explorer`.
-- With replicas as well, or a named schedule: :mod:`pipectl.planner.replicas`.
+- Stages, their ranks and replicas: :mod:`pipectl.planner.explorer`.
+- Equally many replicas of every stage: :mod:`pipectl.planner.copies`.
+- Named schedules with several stages per rank: :mod:`pipectl.planner.schedules.named`.
 - With offload, blocks, backwards on other ranks, or any schedule: :mod:`pipectl.planner.variants`.
 - Schedules that no step flushes: :mod:`pipectl.planner.schedules.unflushed`.
 """
@@ -16,8 +17,8 @@ from time import perf_counter
 from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
+from pipectl.planner.copies import MAX_ALTERNATIVES, plain_plans
 from pipectl.planner.judge import TIE
-from pipectl.planner.replicas import MAX_ALTERNATIVES, plain_plans
 from pipectl.planner.request import PLACED, PlanRequest
 from pipectl.planner.schedules.named import named_plan
 from pipectl.planner.schedules.unflushed import unflushed_plan
@@ -101,17 +102,17 @@ def _blocks_if_short(
     Raises:
         InfeasibleError, OutOfTimeError: there is none.
     """
-    found: list[Plan] = []
+    plans: list[Plan] = []
     reason: InfeasibleError | None = None
     try:
-        found = plain_plans(profile, cluster, request, expired, alternatives)
+        plans = plain_plans(profile, cluster, request, expired, alternatives)
     except InfeasibleError as error:
         reason = error
-    if not found or any(stage.recompute for stage in found[0].stages):
+    if not plans or any(stage.recompute for stage in plans[0].stages):
         with suppress(InfeasibleError, OutOfTimeError):
             others = varied_plans(profile, cluster, request, expired)
-            limit_s = found[0].predicted_step_s * (1 - TIE) if found else float("inf")
-            found = others if others[0].predicted_step_s < limit_s else found
-    if reason is not None and not found:
+            limit_s = plans[0].predicted_step_s * (1 - TIE) if plans else float("inf")
+            plans = others if others[0].predicted_step_s < limit_s else plans
+    if reason is not None and not plans:
         raise reason
-    return found
+    return plans

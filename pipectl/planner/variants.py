@@ -25,15 +25,15 @@ from dataclasses import replace
 from pipectl.cluster import Cluster, OffloadTarget
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
-from pipectl.planner.activations.modes import ModeSearch
-from pipectl.planner.bounds import least_step_s, work_s
+from pipectl.planner.bounds import work_s
+from pipectl.planner.copies import plain_plans
 from pipectl.planner.costs.devices import mixes, one_each, placements
-from pipectl.planner.judge import TIE, Trials, out_of_time, preference, with_findings
+from pipectl.planner.explain.what_if import with_enough_memory
+from pipectl.planner.judge import TIE, out_of_time, preference, with_findings
 from pipectl.planner.partition.cut_space import CutSpace
 from pipectl.planner.partition.cutter import Cutter, plain_fit
 from pipectl.planner.partition.layout import Layout
 from pipectl.planner.problem import Problem
-from pipectl.planner.replicas import plain_plans
 from pipectl.planner.request import (
     PLACED,
     PlanRequest,
@@ -42,6 +42,7 @@ from pipectl.planner.request import (
     stage_counts,
 )
 from pipectl.planner.schedules.named import PLACED_GAIN, SPLIT_GAIN, every_schedule
+from pipectl.planner.shortlist import Shortlist
 from pipectl.profile import Profile
 
 MAX_RANKS = 64
@@ -67,7 +68,7 @@ def varied_plans(
     """
     search = _VariantSearch(Problem(profile, cluster, request), expired)
     plans, bound_s = search.run(), work_s(profile, cluster, request)
-    finished = not search.trials.are_over
+    finished = not search.shortlist.trials.are_over
     return [
         replace(
             with_findings(plan, cluster, bound_s, finished=finished),
@@ -89,12 +90,12 @@ class _VariantSearch:
         self._request = problem.request
         self._cluster = problem.cluster
         self._expired = expired
-        self.trials = Trials(problem, expired)
-        self._modes = ModeSearch(self.trials, self._request.offload_choices)
+        self.shortlist = Shortlist(
+            problem, expired, self._request.offload_choices, self._is_as_asked
+        )
         self._cutter = Cutter(problem, CutSpace.plain(problem.graph), self._check)
         self._offloaded_areas: set[tuple[int, int]] = set()
         self._seen: set[Key] = set()
-        self._plans: list[Plan] = []
         self._unlimited: list[Plan] = []
         self._is_short = problem.has_limits
 
@@ -104,20 +105,20 @@ class _VariantSearch:
 
     def run(self) -> list[Plan]:
         """The best plan of every shape that fits, the fastest first."""
-        request = self._request
+        request, plans = self._request, self.shortlist.plans
         plain, reason = self._plain()
         if not request.blocks:
-            self._plans = [plan for plan in plain if self._is_as_asked(plan)]
-        if not self._expired() or (plain and not self._plans and request.blocks):
+            plans += [plan for plan in plain if self._is_as_asked(plan)]
+        if not self._expired() or (plain and not plans and request.blocks):
             self._try_all(plain)
-        if not self._plans:
+        if not plans:
             raise out_of_time() if self._expired() else reason or self._nothing()
-        ordered = sorted(self._plans, key=preference)
+        ordered = sorted(plans, key=preference)
         # What the search found comes first if it is not slower.
         kept = [
             plan
             for plan in plain[:1]
-            if plan in ordered and self._fastest_s >= plan.predicted_step_s * (1 - TIE)
+            if plan in ordered and self.shortlist.fastest_s >= plan.predicted_step_s * (1 - TIE)
         ]
         shapes: dict[Key, Plan] = {}
         for plan in [*kept, *ordered]:
@@ -135,7 +136,7 @@ class _VariantSearch:
         requests = [wanted]
         if self._is_short:
             self._unlimited = self._without_limits(wanted)
-            fitting = [plan for plan in self._unlimited if self.trials.fits(plan)]
+            fitting = [plan for plan in self._unlimited if self.shortlist.trials.fits(plan)]
             saves = request.offload or request.blocks
             if fitting and fitting[0] is self._unlimited[0] and not saves:
                 self._is_short = False
@@ -153,14 +154,8 @@ class _VariantSearch:
 
     def _without_limits(self, request: PlanRequest) -> list[Plan]:
         """Plans as if memory were no matter."""
-        nodes = (
-            replace(node, device=replace(node.device, memory_bytes=None))
-            for node in self._cluster.nodes
-        )
-        cluster, free = (
-            replace(self._cluster, nodes=tuple(nodes)),
-            replace(request, memory_limit_bytes=None),
-        )
+        cluster = with_enough_memory(self._cluster)
+        free = replace(request, memory_limit_bytes=None)
         with suppress(InfeasibleError, OutOfTimeError):
             plans = plain_plans(self._problem.profile, cluster, free, self._expired)
             return [replace(plan, memory_limit_bytes=request.memory_limit_bytes) for plan in plans]
@@ -185,33 +180,8 @@ class _VariantSearch:
             self._offload_smaller_micro_batches()
 
     def _consider(self, proposed: Iterable[Plan], gain: float = TIE) -> None:
-        """Keep what fits and could be best.
-
-        Args:
-            gain: share of the fastest step by which others must be faster.
-        """
-        simulated: list[Plan] = []
-        for plan in [plan for plan in proposed if self._is_new(plan)]:
-            if self.trials.are_over and (self._plans or simulated):
-                break
-            if self._plans and least_step_s(plan, self._cluster) >= self._fastest_s * (1 - gain):
-                continue
-            simulated.append(self._modes.simplest(plan))
-        for plan in sorted(simulated, key=preference):
-            if self._plans and (self.trials.are_over or not self._can_win(plan, gain)):
-                return
-            best = self._modes.within_memory(plan)
-            if best is None or not self._is_as_asked(best):
-                continue
-            if gain == TIE or not self._plans or self._can_win(best, gain):
-                self._plans.append(best)
-
-    @property
-    def _fastest_s(self) -> float:
-        return min(plan.predicted_step_s for plan in self._plans)
-
-    def _can_win(self, plan: Plan, gain: float) -> bool:
-        return plan.predicted_step_s < self._fastest_s * (1 - gain)
+        """Shortlist what is new and could be best."""
+        self.shortlist.consider([plan for plan in proposed if self._is_new(plan)], gain)
 
     def _is_new(self, plan: Plan) -> bool:
         stages = tuple((s.nodes, s.ranks, s.backward_ranks) for s in plan.stages)
@@ -288,7 +258,7 @@ class _VariantSearch:
         with suppress(InfeasibleError):
             counts = stage_counts(request, problem.cluster.ranks, len(problem.graph))
             for size in micro_batch_sizes(request, request.batch_size):
-                if self._plans or self._expired():
+                if self.shortlist.plans or self._expired():
                     return
                 self._consider(
                     plan for stages in reversed(counts) for plan in self._offloaded(stages, size)
@@ -331,7 +301,7 @@ def ranks_of(apart: Sequence[bool], cluster: Cluster) -> tuple[tuple[int, ...], 
     free: list[list[int]] = [[] for _ in cluster.nodes]
     for rank, node in enumerate(cluster.node_of_rank):
         free[node].append(rank)
-    found, last = [], 0
+    chosen, last = [], 0
     for needs in (1 + alone for alone in apart):
         nodes = [*range(last, len(free)), *range(last)]
         last = next((node for node in nodes if len(free[node]) >= needs), -1)
@@ -342,8 +312,8 @@ def ranks_of(apart: Sequence[bool], cluster: Cluster) -> tuple[tuple[int, ...], 
         else:
             taken = free[last][:needs]
         free = [[rank for rank in ranks if rank not in taken] for ranks in free]
-        found.append(tuple(taken))
-    return tuple(found)
+        chosen.append(tuple(taken))
+    return tuple(chosen)
 
 
 def _shape(plan: Plan) -> Key:

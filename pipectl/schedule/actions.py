@@ -165,5 +165,5 @@ class Program:
         """:meth:`parts` as one sequence."""
         if bodies == 1 and not len(self.prologue) and not len(self.epilogue):
             return self.body
-        found = (rows.shifted(more) for rows, more in self.parts(bodies, micro_batches))
-        return Actions(np.concatenate([part.rows for part in found]))
+        parts = (rows.shifted(more) for rows, more in self.parts(bodies, micro_batches))
+        return Actions(np.concatenate([part.rows for part in parts]))

@@ -235,8 +235,8 @@ class Assembly:
     def _arrivals(self, stage: int, portion: Portion) -> Integers:
         """Slots beside whose computation the saved values of a forward elsewhere arrive."""
         turns = self._turns(Kind.FORWARD, stage, portion)
-        found: Integers = np.searchsorted(self._computation.turns, turns)
-        return found
+        slots: Integers = np.searchsorted(self._computation.turns, turns)
+        return slots
 
     def _add_receives(
         self, index: int, channel: Channel, portion: Portion, *, offload: bool = False
@@ -286,8 +286,8 @@ class Assembly:
         most = SAVED_ON_THE_WAY if saved else SENDS_ON_THE_WAY
         late = -_behind(-slots, most, -len(self._computation))
         safe = np.searchsorted(self._computation.turns, self._posted(channel, portion), "right")
-        found: Integers = np.maximum(late, safe)
-        return found
+        latest: Integers = np.maximum(late, safe)
+        return latest
 
     def _posted(self, channel: Channel, portion: Portion) -> Integers:
         """Turns by which the other end has started to receive."""
@@ -322,9 +322,9 @@ class Assembly:
 def _behind(values: Integers, count: int, first: int) -> Integers:
     """Of every value the one that is ``count`` places below it, ``first`` for the lowest ones."""
     rising = values.argsort()
-    found = np.empty_like(values)
-    found[rising] = np.concatenate([np.full(count, first), values[rising]])[: len(values)]
-    return found
+    behind = np.empty_like(values)
+    behind[rising] = np.concatenate([np.full(count, first), values[rising]])[: len(values)]
+    return behind
 
 
 def _posted(read: Integers, made: Integers, count: int, first: int) -> Integers:
@@ -338,9 +338,9 @@ def _posted(read: Integers, made: Integers, count: int, first: int) -> Integers:
     """
     rising = made.argsort()
     needed = np.minimum.accumulate(read[rising][::-1])[::-1]
-    found = np.empty_like(read)
-    found[rising] = np.concatenate([np.full(count, first), needed])[: len(read)]
-    return found
+    posted = np.empty_like(read)
+    posted[rising] = np.concatenate([np.full(count, first), needed])[: len(read)]
+    return posted
 
 
 def _early(arrivals: Integers) -> npt.NDArray[np.bool_]:
@@ -351,8 +351,8 @@ def _early(arrivals: Integers) -> npt.NDArray[np.bool_]:
 
 def _away(begun: Integers, back: Integers, early: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
     """Whether something runs while each micro-batch is away; else nothing would be gained."""
-    found: npt.NDArray[np.bool_] = begun + COPIED_BESIDE * ~early + 1 < back - COPIED_BESIDE
-    return found
+    away: npt.NDArray[np.bool_] = begun + COPIED_BESIDE * ~early + 1 < back - COPIED_BESIDE
+    return away
 
 
 def _add_offload(

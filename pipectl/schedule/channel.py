@@ -87,11 +87,11 @@ def _channels(plan: Plan) -> tuple[Channel, ...]:
     for item in plan.transfers:
         key = item.kind, item.source, item.target
         sizes[key] = sizes.get(key, 0) + item.size_bytes
-    found = [
+    between = [
         channel for key, size in sorted(sizes.items()) for channel in _between(plan, *key, size)
     ]
     return (
-        *found,
+        *between,
         *_within(plan, TransferKind.SAVED),
         *_within(plan, TransferKind.WEIGHT),
     )
@@ -123,8 +123,8 @@ def _within(plan: Plan, kind: TransferKind) -> Iterator[Channel]:
 
 
 def _by_rank(plan: Plan) -> list[tuple[tuple[int, Channel], ...]]:
-    found: list[list[tuple[int, Channel]]] = [[] for _ in range(plan.ranks)]
+    by_rank: list[list[tuple[int, Channel]]] = [[] for _ in range(plan.ranks)]
     for index, channel in enumerate(channels(plan)):
         for rank in {channel.source_rank, channel.target_rank}:
-            found[rank].append((index, channel))
-    return [tuple(items) for items in found]
+            by_rank[rank].append((index, channel))
+    return [tuple(items) for items in by_rank]

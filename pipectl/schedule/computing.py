@@ -26,8 +26,8 @@ class Block(NamedTuple):
         """Slots of some of its micro-batches."""
         if len(micro_batches) == len(self.slots):
             return self.slots
-        found: Integers = self.slots[np.searchsorted(self.portion.micro_batches, micro_batches)]
-        return found
+        slots: Integers = self.slots[np.searchsorted(self.portion.micro_batches, micro_batches)]
+        return slots
 
 
 @dataclass(frozen=True)

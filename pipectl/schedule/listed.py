@@ -107,8 +107,8 @@ class Listed:
     @cached_property
     def rank_of_stage(self) -> tuple[int, ...]:
         """The rank of every stage."""
-        found = {entry.stage: rank for rank, held in enumerate(self.ranks) for entry in held}
-        return tuple(found[stage] for stage in range(self.stages))
+        rank_of = {entry.stage: rank for rank, held in enumerate(self.ranks) for entry in held}
+        return tuple(rank_of[stage] for stage in range(self.stages))
 
     @cached_property
     def splits(self) -> bool:
@@ -230,14 +230,14 @@ def _entries(row: Sequence[str], line: int, name: str) -> Iterator[Entry]:
     meant = (cell for cell in cells if cell and not _LEFT_OUT.fullmatch(cell))
     actions = [part for cell in meant for part in _parts(cell)]
     for position, text in enumerate(actions, 1):
-        found = _ACTION.fullmatch(text)
-        if found is None:
+        match = _ACTION.fullmatch(text)
+        if match is None:
             raise ScheduleError(
                 f"{name}:{line}: action {position}: {text[:40]!r} is no action such as 2F0 (stage, "
                 "F, B, I or W, micro-batch)",
                 cure="leave messages out: they follow from the lists",
             )
-        kind, stage, index = KINDS[found[2]], int(found[1]), int(found[3])
+        kind, stage, index = KINDS[match[2]], int(match[1]), int(match[3])
         yield Entry(kind, stage, index, line, position)
 
 
@@ -281,20 +281,20 @@ def order_of(listed: Listed) -> Order:
     Raises:
         ScheduleError: ranks would wait for each other, and for what.
     """
-    found = execute(listed.sequences(), listed.stages, listed.micro_batches)
-    waits = _circle(listed, found)
+    execution = execute(listed.sequences(), listed.stages, listed.micro_batches)
+    waits = _circle(listed, execution)
     if waits:
         raise ScheduleError(
             f"{listed.name}: ranks wait for each other: {'; '.join(waits)}",
             cure="change the order of these actions",
         )
-    return found.order
+    return execution.order
 
 
 def _circle(listed: Listed, execution: Execution) -> list[str]:
     """One sentence per rank, from one that waits to the one it waits for; none if all is done."""
     halved = [list(listed._halved(held)) for held in listed.ranks]
-    at, found, path = execution.position, [], []
+    at, waits, path = execution.position, [], []
     rank = next((rank for rank, held in enumerate(halved) if at[rank] < len(held)), -1)
     while rank >= 0 and rank not in path:
         path.append(rank)
@@ -305,8 +305,8 @@ def _circle(listed: Listed, execution: Execution) -> list[str]:
         rank = listed.rank_of_stage[stage]
         wanted = part, stage, index
         awaited = next(e for e in halved[rank] if (PART[e.kind], *e.key[1:]) == wanted)
-        found.append(f"{entry.place}, {entry} waits for {awaited} ({awaited.place})")
-    return found[path.index(rank) :] if path else []
+        waits.append(f"{entry.place}, {entry} waits for {awaited} ({awaited.place})")
+    return waits[path.index(rank) :] if path else []
 
 
 def _needs(listed: Listed, entry: Entry) -> Iterator[tuple[int, int, int]]:

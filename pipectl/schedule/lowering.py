@@ -81,9 +81,9 @@ def stretch(plan: Plan, rank: int, steps: int) -> Iterator[tuple[Actions, int]]:
 def _unflushed_program(plan: Plan, rank: int) -> Program:
     """A stretch with one body, cut after the UPDATE before it and the one at its end."""
     steps = 1 + unflushed.steps_apart(plan)
-    found = lower_stretch(plan, rank, steps)
-    first, last = 1 + unflushed.updates(found)[unflushed.steady_from(plan) - 1 :][:2]
-    prologue, body, epilogue = np.split(found.rows, [first, last])
+    rows = lower_stretch(plan, rank, steps)
+    first, last = 1 + unflushed.updates(rows)[unflushed.steady_from(plan) - 1 :][:2]
+    prologue, body, epilogue = np.split(rows.rows, [first, last])
     return Program(Actions(body), Actions(prologue), Actions(epilogue))
 
 

@@ -55,13 +55,13 @@ def row_times_of(measured: Sequence[Steps]) -> RowTimes:
             begin.append(min((each[0].start_s for each in _by_rank(timeline)), default=0.0))
             end.append(_end(timeline, time_s, begin[-1]) - steps.update_s)
             agree.append(_least_wait(timeline))
-    for size, found in waits.items():
+    for size, waited in waits.items():
         if len(rows["receive_wait"][size]) < _LEAST:
-            rows["receive_wait"][size] = sorted(found)[: 1 + len(found) // 10]
-    between = {size: median(found) for size, found in after.items() if found}
+            rows["receive_wait"][size] = sorted(waited)[: 1 + len(waited) // 10]
+    between = {size: median(times) for size, times in after.items() if times}
     compute_s = min(between.values(), default=0.0)
     by_size = {
-        name: {size: median(found) for size, found in sorted(table.items()) if found}
+        name: {size: median(times) for size, times in sorted(table.items()) if times}
         for name, table in rows.items()
     }
     for size in by_size["receive_wait"]:

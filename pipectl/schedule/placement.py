@@ -112,11 +112,11 @@ def shares(plan: Plan, rows: Actions) -> Floats:
     1 for rows that belong to no micro-batch.
     """
     micro_batch = rows.column("micro_batch")
-    found = np.ones(1 + micro_batch.max(initial=plan.micro_batches - 1) + 1)
-    found[:-1] = np.resize(plan.micro_batch_shares, len(found) - 1)
+    sizes = np.ones(1 + micro_batch.max(initial=plan.micro_batches - 1) + 1)
+    sizes[:-1] = np.resize(plan.micro_batch_shares, len(sizes) - 1)
     start, stop = rows.column("start"), rows.column("stop")
     part: Floats = (stop - start) / plan.micro_batch_size
-    return np.where(start >= 0, part, found[micro_batch])
+    return np.where(start >= 0, part, sizes[micro_batch])
 
 
 def common(plan: Plan, source: tuple[int, int], target: tuple[int, int], number: int) -> Portion:
@@ -154,13 +154,13 @@ def pairs(plan: Plan, source: int, target: int) -> list[tuple[int, int]]:
 
 def _roles(plan: Plan) -> list[tuple[Role, ...]]:
     """Of every rank."""
-    found: list[list[Role]] = [[] for _ in range(plan.ranks)]
+    by_rank: list[list[Role]] = [[] for _ in range(plan.ranks)]
     for kind in (Kind.FORWARD, Kind.BACKWARD):
         for index, stage in enumerate(plan.stages):
             ranks = stage.ranks if kind is Kind.FORWARD else stage.updating_ranks
             for replica, rank in enumerate(ranks):
-                found[rank].append(Role(kind, index, replica))
-    return [tuple(items) for items in found]
+                by_rank[rank].append(Role(kind, index, replica))
+    return [tuple(items) for items in by_rank]
 
 
 def _sizes(plan: Plan, micro_batches: int) -> Integers:
@@ -173,8 +173,8 @@ def _sizes(plan: Plan, micro_batches: int) -> Integers:
 
 def _edges(sizes: Integers, replicas: int) -> Integers:
     """Where the samples of each replica begin, and the end; shape [replicas + 1, sizes]."""
-    found: Integers = np.arange(replicas + 1)[:, None] * sizes // replicas
-    return found
+    edges: Integers = np.arange(replicas + 1)[:, None] * sizes // replicas
+    return edges
 
 
 def _nonempty(start: Integers, stop: Integers) -> Portion:

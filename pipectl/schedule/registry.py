@@ -97,13 +97,13 @@ def default_ranks(schedule: str, stages: int, ranks: int | None = None) -> tuple
         ranks = stages
     elif placement is Placement.V_SHAPED or ranks is None:
         ranks = ceil(stages / 2)
-    found = placement.ranks(stages, ranks)
-    if found is None:
+    places = placement.ranks(stages, ranks)
+    if places is None:
         raise ScheduleError(
             f"schedule {schedule}: {placement.misfit(stages, ranks)}",
             cure=f"give every rank {_EXAMPLES[placement].split(':')[0]}",
         )
-    return found
+    return places
 
 
 def default_warm_up(

@@ -68,7 +68,7 @@ def execute(sequences: Sequence[Integers], stages: int, micro_batches: int) -> E
     over_at = np.full((WEIGHT + 1, stages, micro_batches), -1, dtype=np.int64)
     first = np.concatenate([[0], ends[:-1]])
     turns, position = over_at.copy(), first.copy()
-    run(rows, duration, position, ends, over_at, turns)
+    run(rows, duration, position, ends, np.zeros_like(ends), over_at, turns)
     weight = _looked_up(turns[WEIGHT]) if splits else None
     order = Order(_looked_up(turns[FORWARD]), _looked_up(turns[BACKWARD]), weight)
     return Execution(order, position - first, over_at >= 0)
@@ -76,8 +76,8 @@ def execute(sequences: Sequence[Integers], stages: int, micro_batches: int) -> E
 
 def _looked_up(table: Table) -> Turns:
     def turns(stage: int, micro_batches: Integers) -> Integers:
-        found: Integers = table[stage, micro_batches]
-        return found
+        looked_up: Integers = table[stage, micro_batches]
+        return looked_up
 
     return turns
 
@@ -103,8 +103,8 @@ class Listing:
     def up_to(self, micro_batches: int) -> Integers:
         """What was listed, without further micro-batches; shape [actions, 3]."""
         rows = np.concatenate(self._parts)
-        found: Integers = rows[rows[:, 2] < micro_batches]
-        return found
+        kept: Integers = rows[rows[:, 2] < micro_batches]
+        return kept
 
 
 def orders_of(listed: Callable[[int, int, int], Integers]) -> Orders:

@@ -5,24 +5,30 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from pipectl.compiled import compiled
+from pipectl.compiled import compiled_in_place, part_of_kernel
 
 FORWARD, BACKWARD, WEIGHT = range(3)
 """As in :mod:`pipectl.schedule.sequences`."""
 Table = npt.NDArray[np.int64]
 
 
-@compiled
+@compiled_in_place
 def run(
-    rows: Table, duration: Table, position: Table, ends: Table, over_at: Table, turns: Table
+    rows: Table,
+    duration: Table,
+    position: Table,
+    ends: Table,
+    clock: Table,
+    over_at: Table,
+    turns: Table,
 ) -> None:
     """Start every action when its rank and what it depends on are ready; fills ``turns``.
 
     Args:
+        clock: zeros, one per rank.
         position: of every rank, its next row; at its end when it is done.
         over_at: below 0 for what is not done.
     """
-    clock = np.zeros(len(ends), np.int64)
     moved = True
     while moved:
         moved = False
@@ -40,7 +46,7 @@ def run(
                 moved = True
 
 
-@compiled
+@part_of_kernel
 def _ready_at(over_at: Table, part: int, stage: int, index: int) -> int:
     """When all that an action depends on is over; below 0 if that is not known."""
     if part == FORWARD:

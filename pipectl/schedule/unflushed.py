@@ -50,27 +50,27 @@ def versions_kept(plan: Plan, stage: int) -> int:
 
 def first_uses(plan: Plan, stage: int, steps: int) -> Integers:
     """The first of some steps to use each version, for all versions that they use."""
-    found: Integers = np.unique(version_of(plan, stage, np.arange(steps)), return_index=True)[1]
-    return found
+    firsts: Integers = np.unique(version_of(plan, stage, np.arange(steps)), return_index=True)[1]
+    return firsts
 
 
 def with_versions(plan: Plan, rows: Actions) -> Actions:
     """Rows of a stretch of one rank, with the age of the weights that each uses."""
-    kind, found = rows.column("kind"), rows.rows.copy()
+    kind, versions = rows.column("kind"), rows.rows.copy()
     users = np.flatnonzero(np.isin(kind, _USES_WEIGHTS))
     if len(users):
         stage = int(rows.column("stage")[users[0]])
         steps = rows.column("micro_batch")[users] // plan.micro_batches
-        found[users, -1] = _newest(plan, rows)[users] - version_of(plan, stage, steps)
-    return Actions(found)
+        versions[users, -1] = _newest(plan, rows)[users] - version_of(plan, stage, steps)
+    return Actions(versions)
 
 
 def _newest(plan: Plan, rows: Actions) -> Integers:
     """The newest version on a rank by every row: made there, or arrived."""
     kind = rows.column("kind")
     arrived = (kind == Kind.RECEIVE_WAIT) & carries_weights(plan, rows)
-    found: Integers = np.cumsum(arrived) - 1 if arrived.any() else np.cumsum(kind == Kind.UPDATE)
-    return found
+    newest: Integers = np.cumsum(arrived) - 1 if arrived.any() else np.cumsum(kind == Kind.UPDATE)
+    return newest
 
 
 def overlap(plan: Plan) -> int:
@@ -94,11 +94,11 @@ def steps_apart(plan: Plan) -> int:
 
 def updates(rows: Actions) -> Integers:
     """The rows that end a step."""
-    found: Integers = np.flatnonzero(rows.column("kind") == Kind.UPDATE)
-    return found
+    ends: Integers = np.flatnonzero(rows.column("kind") == Kind.UPDATE)
+    return ends
 
 
 def _staleness(plan: Plan) -> Staleness:
-    found = schedule_of(plan).staleness
-    assert found is not None
-    return found
+    staleness = schedule_of(plan).staleness
+    assert staleness is not None
+    return staleness

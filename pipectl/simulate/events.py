@@ -1,6 +1,6 @@
 """The event loop: executes the rows of all ranks in the order of time.
 
-Compiled; the arrays are described in :mod:`pipectl.simulate.tables`. The queue holds (time, number,
+Compiled; the tables are described in :mod:`pipectl.simulate.tables`. The queue holds (time, number,
 rank or pool of cores); numbers rise with every event foreseen, so events at one time are taken in
 the order they were foreseen.
 
@@ -12,390 +12,341 @@ others.
 
 On nodes with fewer cores than ranks, n computing ranks each run at min(1, cores / n). Work is
 measured on a virtual clock that runs at this rate, so a change of n moves the clock and not the end
-of every rank's work. ``pool`` is the index of such a node.
+of every rank's work.
 """
 
 from __future__ import annotations
 
 from math import inf
+from typing import Any
 
-import numpy as np
-
-from pipectl.arrays import Floats
+from pipectl.arrays import Records
 from pipectl.compiled import compiled_in_place, part_of_kernel
 from pipectl.simulate.tables import (
     COMPUTE,
     KIND,
     MEETING,
-    MET,
     MICRO_BATCH,
-    NUMBER,
-    QUEUED,
-    RECORDED,
     SIZE,
     STAGE,
     START,
     STREAM,
     UPDATE,
     WAIT,
-    Costs,
-    Heap,
-    Network,
-    Programs,
-    State,
+    Tables,
 )
 
 
 @compiled_in_place
-def advance(programs: Programs, costs: Costs, network: Network, state: State, events: int) -> int:
+def advance(tables: Tables, events: int) -> int:
     """Take the next events, at most so many; returns how many are known to come."""
-    ranks = len(programs.first)
+    clock, queue, pools, count = tables.clock[0], tables.queue, tables.pools, len(tables.ranks)
     for _ in range(events):
-        if state.counter[QUEUED] == 0:
+        if clock.queued == 0:
             break
-        first = state.events
-        now, number, item = first.time[0], first.number[0], first.item[0]
-        drop_first(state.events, 0, state.counter[QUEUED])
-        state.counter[QUEUED] -= 1
-        if item < ranks:
-            state.now[0] = max(state.now[0], now)
-            _go_on(programs, costs, network, state, item, now)
-        elif state.pool_alarm[item - ranks] == number:
-            state.now[0] = max(state.now[0], now)
-            rank = end_work(costs, state, item - ranks, now)
-            _set_alarm(costs, state, item - ranks)
-            _go_on(programs, costs, network, state, rank, now)
-    return int(state.counter[QUEUED])
+        now, number, item = queue[0].time, queue[0].number, queue[0].item
+        drop_first(queue, 0, clock.queued)
+        clock.queued -= 1
+        if item >= count:
+            pool = item - count
+            if pools[pool].alarm != number:
+                continue
+            item = end_work(pools[pool], tables.work, now)
+            _set_alarm(tables.work, queue, clock, pools, pool)
+        clock.now = max(clock.now, now)
+        _go_on(tables, item, now)
+    return int(clock.queued)
 
 
 @part_of_kernel
-def _go_on(
-    programs: Programs, costs: Costs, network: Network, state: State, rank: int, event_s: float
-) -> None:
+def _go_on(tables: Tables, number: int, event_s: float) -> None:
     """Execute rows of a rank until one takes time.
 
     What follows a wait or a computation takes time of the rank alone, by which it runs ahead of the
     queue; what others see, the start of a transfer, happens when the queue is there, too.
     """
-    begun = state.since[rank]
+    rank, rows = tables.ranks[number], tables.rows
+    begun, position = rank.since, rank.position
     now = max(event_s, begun)
-    position = state.position[rank]
-    if begun < 0 and position == programs.first[rank]:
-        now += _own_s(costs, state, rank, costs.begin_s[rank])
-    while position < programs.end[rank]:
-        operation = programs.operation[programs.rows[position, KIND]]
-        pending = begun < 0
-        if operation == WAIT:
-            pending = _is_pending(programs, network, state, rank, position, now)
-        elif operation == START and begun < 0:
-            end = now + _row_s(programs, costs, state, rank, position)
-            pending = end > event_s
-            if pending:
-                _foresee(state, end, rank)
-        elif operation == MEETING and begun < 0:
-            _meet(costs, state, rank, now)
-        elif begun < 0:
-            _compute(programs, costs, state, rank, position, now)
-        if pending:
-            state.position[rank] = position
-            state.since[rank] = now if begun < 0 else begun
+    if begun < 0 and position == rank.first:
+        now += _own_s(rank, rank.begin_s)
+    while position < rank.end:
+        kind = rows[position, KIND]
+        operation, stream, row_s = tables.operation[kind], 0, 0.0
+        if operation >= START:
+            stream = tables.names[rank.streams + rows[position, STREAM]]
+            if tables.message_s.shape[1] > 0:
+                row_s = tables.message_s[kind, stream] * tables.share[rows[position, SIZE]]
+        if _begin_row(tables, number, position, operation, stream, row_s, begun, now, event_s):
+            rank.position = position
+            rank.since = now if begun < 0 else begun
             return
         if operation == START:
-            _start(programs, costs, network, state, rank, position, now)
-        now = _end_row(programs, costs, state, rank, position, begun, now)
-        begun = -1.0
+            _start(tables, position, stream, now)
+        after = now
+        if operation == WAIT:
+            after += _own_s(rank, row_s)
+        if begun >= 0 or after > now:
+            rank.busy_s += now - begun if operation <= UPDATE else 0.0
+            _record(tables.records, tables.clock[0], number, position, begun, now, after)
+        if operation == COMPUTE:
+            after += _own_s(rank, rank.after_s)
+        now, begun = after, -1.0
         position += 1
-    state.position[rank] = position
-    state.since[rank] = -1.0
-    state.now[0] = max(state.now[0], now)
+    rank.position = position
+    rank.since = -1.0
+    tables.clock[0].now = max(tables.clock[0].now, now)
 
 
 @part_of_kernel
-def _end_row(
-    programs: Programs, costs: Costs, state: State, rank: int, position: int, begun: float,
+def _begin_row(
+    tables: Tables,
+    number: int,
+    position: int,
+    operation: int,
+    stream: int,
+    row_s: float,
+    begun: float,
     now: float,
-) -> float:  # fmt: skip
-    """End a row whose wait or computation is over; returns when the next one begins.
+    event_s: float,
+) -> bool:
+    """Whether a row is not over yet; the rank goes on when it is.
 
     Args:
-        begun: when the rank began it, if that took time; else below 0.
+        begun: when the rank began it, if it has; else below 0.
     """
-    operation = programs.operation[programs.rows[position, KIND]]
-    after = now
+    ranks, queue, clock, pools = tables.ranks, tables.queue, tables.clock[0], tables.pools
     if operation == WAIT:
-        after += _row_s(programs, costs, state, rank, position)
-    if begun >= 0 or after > now:
-        if operation <= UPDATE:
-            state.busy_s[rank] += now - begun
-        _record(state, rank, position, begun if begun >= 0 else now, after)
-    if operation == COMPUTE:
-        after += _own_s(costs, state, rank, costs.after_s[rank])
-    return after
-
-
-@part_of_kernel
-def _row_s(programs: Programs, costs: Costs, state: State, rank: int, position: int) -> float:
-    """Time of the rank that a row of a message takes."""
-    row = costs.message_row[programs.rows[position, KIND]]
-    if row < 0 or costs.message_s.shape[1] == 0:
-        return 0.0
-    row_s = costs.message_s[row, _stream(programs, rank, position)]
-    return _own_s(costs, state, rank, row_s * costs.share[programs.rows[position, SIZE]])
-
-
-@part_of_kernel
-def _own_s(costs: Costs, state: State, rank: int, time_s: float) -> float:
-    """Time by which a rank runs ahead; nothing on shared cores, where it is work that it owes."""
-    if costs.pool[rank] < 0:
-        return time_s
-    state.owed_s[rank] += time_s
-    return 0.0
-
-
-@part_of_kernel
-def _record(state: State, rank: int, position: int, begun: float, now: float) -> None:
-    if len(state.recorded):
-        index = state.counter[RECORDED]
-        state.recorded[index, 0] = begun
-        state.recorded[index, 1] = now
-        state.recorded_row[index, 0] = rank
-        state.recorded_row[index, 1] = position
-        state.counter[RECORDED] += 1
-
-
-@part_of_kernel
-def _foresee(state: State, time: float, item: int) -> None:
-    """Put an event into the queue; makes room by removing alarms that are void."""
-    state.counter[NUMBER] += 1
-    if state.counter[QUEUED] == len(state.events.time):
-        _remove_void(state)
-    push(state.events, 0, state.counter[QUEUED], time, state.counter[NUMBER], item)
-    state.counter[QUEUED] += 1
-
-
-@part_of_kernel
-def _remove_void(state: State) -> None:
-    """Every rank has at most one event, and every pool of cores one that is valid."""
-    ranks, events, kept = len(state.since), state.events, 0
-    for index in range(state.counter[QUEUED]):
-        number, item = events.number[index], events.item[index]
-        if item < ranks or state.pool_alarm[item - ranks] == number:
-            push(events, 0, kept, events.time[index], number, item)
-            kept += 1
-    state.counter[QUEUED] = kept
-
-
-@part_of_kernel
-def _stream(programs: Programs, rank: int, position: int) -> int:
-    """The stream of a transfer that a row starts or waits for."""
-    return int(programs.streams[programs.stream_base[rank] + programs.rows[position, STREAM]])
-
-
-@part_of_kernel
-def _transfer(programs: Programs, network: Network, stream: int, position: int) -> int:
-    """Index of the transfer."""
-    return int(network.first_transfer[stream]) + 1 + int(programs.rows[position, MICRO_BATCH])
-
-
-@part_of_kernel
-def _start(
-    programs: Programs,
-    costs: Costs,
-    network: Network,
-    state: State,
-    rank: int,
-    position: int,
-    now: float,
-) -> None:
-    """Start a transfer; it moves once all of its ends have."""
-    stream = _stream(programs, rank, position)
-    transfer = _transfer(programs, network, stream, position)
-    state.started[transfer] += 1
-    if state.started[transfer] < network.starters[stream]:
-        return
-    size_bytes = network.size_bytes[stream] * costs.share[programs.rows[position, SIZE]]
-    end = arrival(network, state.free_at, stream, size_bytes, now)
-    state.over_at[transfer] = end
-    last = state.waiting[transfer]
-    if last >= 0:
-        waiting = state.next_waiting[last]
-        while waiting != last:
-            _foresee(state, end, waiting)
-            waiting = state.next_waiting[waiting]
-        _foresee(state, end, last)
-
-
-@part_of_kernel
-def _is_pending(
-    programs: Programs, network: Network, state: State, rank: int, position: int, now: float
-) -> bool:
-    """Whether a rank must wait for a transfer; it goes on when that is over."""
-    transfer = _transfer(programs, network, _stream(programs, rank, position), position)
-    end = state.over_at[transfer]
-    if end <= now:
-        return False
-    if end < inf:
-        _foresee(state, end, rank)
+        transfer = tables.streams[stream].first + 1 + tables.rows[position, MICRO_BATCH]
+        end = tables.transfers[transfer].over_at
+        if end <= now:
+            return False
+        if end < inf:
+            _foresee(queue, clock, pools, end, number)
+        else:
+            _wait(tables.transfers[transfer], ranks, number)
         return True
-    last = state.waiting[transfer]
-    state.next_waiting[rank] = rank if last < 0 else state.next_waiting[last]
-    if last >= 0:
-        state.next_waiting[last] = rank
-    state.waiting[transfer] = rank
+    if begun >= 0:
+        return False
+    if operation == START:
+        end = now + _own_s(ranks[number], row_s)
+        if end <= event_s:
+            return False
+        _foresee(queue, clock, pools, end, number)
+    elif operation == MEETING:
+        _meet(ranks, queue, clock, pools, number, now)
+    else:
+        _compute(tables, number, position, operation, now)
     return True
 
 
 @part_of_kernel
-def _meet(costs: Costs, state: State, rank: int, now: float) -> None:
-    """All ranks go on when the last one is there, and they have agreed."""
-    state.met[state.counter[MET]] = rank
-    state.counter[MET] += 1
-    state.now[1] = max(state.now[1], now)
-    if state.counter[MET] == len(state.met):
-        for index in range(len(state.met)):
-            _foresee(state, state.now[1] + costs.agree_s, state.met[index])
-        state.counter[MET] = 0
+def _own_s(rank: Any, time_s: float) -> float:
+    """Time by which a rank runs ahead; nothing on shared cores, where it is work that it owes."""
+    if rank.pool < 0:
+        return time_s
+    rank.owed_s += time_s
+    return 0.0
 
 
 @part_of_kernel
-def _compute(
-    programs: Programs, costs: Costs, state: State, rank: int, position: int, now: float
+def _record(
+    records: Records,
+    clock: Any,
+    number: int,
+    position: int,
+    begun: float,
+    now: float,
+    after: float,
 ) -> None:
+    if len(records):
+        record = records[clock.recorded]
+        record.rank, record.row = number, position
+        record.start, record.end = begun if begun >= 0 else now, after
+        clock.recorded += 1
+
+
+@part_of_kernel
+def _foresee(queue: Records, clock: Any, pools: Records, time: float, item: int) -> None:
+    """Put an event into the queue; makes room by removing alarms that are void."""
+    clock.number += 1
+    if clock.queued == len(queue):
+        _remove_void(queue, clock, pools)
+    push(queue, 0, clock.queued, time, clock.number, item)
+    clock.queued += 1
+
+
+@part_of_kernel
+def _remove_void(queue: Records, clock: Any, pools: Records) -> None:
+    """Every rank has at most one event, and every pool of cores one that is valid."""
+    ranks, kept = len(queue) // 2 - len(pools), 0
+    for index in range(clock.queued):
+        time, number, item = queue[index].time, queue[index].number, queue[index].item
+        if item < ranks or pools[item - ranks].alarm == number:
+            push(queue, 0, kept, time, number, item)
+            kept += 1
+    clock.queued = kept
+
+
+@part_of_kernel
+def _wait(transfer: Any, ranks: Records, number: int) -> None:
+    """Put a rank after those that wait for a transfer."""
+    last = transfer.waiting
+    ranks[number].waiting = number if last < 0 else ranks[last].waiting
+    if last >= 0:
+        ranks[last].waiting = number
+    transfer.waiting = number
+
+
+@part_of_kernel
+def _start(tables: Tables, position: int, number: int, now: float) -> None:
+    """Start a transfer; it moves once all of its ends have."""
+    stream, row = tables.streams[number], tables.rows[position]
+    transfer = tables.transfers[stream.first + 1 + row[MICRO_BATCH]]
+    transfer.started += 1
+    if transfer.started < stream.starters:
+        return
+    size_bytes, begun, end = stream.size_bytes * tables.share[row[SIZE]], now, now
+    for place in range(stream.way, stream.end):
+        part = tables.parts[place]
+        begun = max(begun, tables.free_at[part.queue])
+        over = begun + hold_s(tables.links[part.link], tables.timings, size_bytes)
+        tables.free_at[part.queue] = over
+        end = max(end, over)
+    transfer.over_at = end + stream.latency_s
+    last = transfer.waiting
+    if last >= 0:
+        waiting = tables.ranks[last].waiting
+        while waiting != last:
+            _foresee(tables.queue, tables.clock[0], tables.pools, transfer.over_at, waiting)
+            waiting = tables.ranks[waiting].waiting
+        _foresee(tables.queue, tables.clock[0], tables.pools, transfer.over_at, last)
+
+
+@part_of_kernel
+def _meet(
+    ranks: Records, queue: Records, clock: Any, pools: Records, number: int, now: float
+) -> None:
+    """All ranks go on when the last one is there, and they have agreed."""
+    ranks[clock.met].met = number
+    clock.met += 1
+    clock.met_s = max(clock.met_s, now)
+    if clock.met == len(ranks):
+        for place in range(len(ranks)):
+            _foresee(queue, clock, pools, clock.met_s + clock.agree_s, ranks[place].met)
+        clock.met = 0
+
+
+@part_of_kernel
+def _compute(tables: Tables, number: int, position: int, operation: int, now: float) -> None:
     """Begin to compute; the rank goes on at the end of it."""
-    kind = programs.rows[position, KIND]
-    if programs.operation[kind] == UPDATE:
-        work_s = costs.update_s[rank] / costs.speed[rank]
+    rank, row, pools = tables.ranks[number], tables.rows[position], tables.pools
+    if operation == UPDATE:
+        work_s = rank.update_s / rank.speed
     else:
-        stage = programs.stages[programs.stage_base[rank] + programs.rows[position, STAGE]]
-        work_s = costs.work_s[kind, stage] / costs.speed[rank]
-        work_s *= costs.share[programs.rows[position, SIZE]]
-    pool = costs.pool[rank]
-    if pool < 0:
-        _foresee(state, now + work_s, rank)
-    else:
-        work_s += state.owed_s[rank]
-        state.owed_s[rank] = 0.0
-        begin_work(costs, state, pool, rank, work_s, now)
-        _set_alarm(costs, state, pool)
+        stage = tables.names[rank.stages + row[STAGE]]
+        work_s = tables.work_s[row[KIND], stage] / rank.speed
+        work_s *= tables.share[row[SIZE]]
+    if rank.pool < 0:
+        _foresee(tables.queue, tables.clock[0], pools, now + work_s, number)
+        return
+    work_s += rank.owed_s
+    rank.owed_s = 0.0
+    begin_work(pools[rank.pool], tables.work, number, work_s, now)
+    _set_alarm(tables.work, tables.queue, tables.clock[0], pools, rank.pool)
 
 
 @part_of_kernel
-def _set_alarm(costs: Costs, state: State, pool: int) -> None:
+def _set_alarm(work: Records, queue: Records, clock: Any, pools: Records, number: int) -> None:
     """Return to a pool of cores when its next work ends; voids its older alarms."""
-    state.pool_alarm[pool] = state.counter[NUMBER] + 1
-    if state.pool_size[pool]:
-        _foresee(state, next_end(costs, state, pool), len(state.since) + pool)
+    pool = pools[number]
+    pool.alarm = clock.number + 1
+    if pool.size:
+        left_s = max(0.0, work[pool.base].time - pool.clock)
+        end = pool.time + left_s / _rate(pool)
+        _foresee(queue, clock, pools, end, len(queue) // 2 - len(pools) + number)
     else:
-        state.counter[NUMBER] += 1
+        clock.number += 1
 
 
 @part_of_kernel
-def arrival(network: Network, free_at: Floats, stream: int, size_bytes: float, now: float) -> float:
-    """When a transfer that is ready now is over; takes its place in the queues of its way."""
-    begun, end = now, now
-    for part in range(network.way[stream], network.way[stream + 1]):
-        queue = network.queue[part]
-        begun = max(begun, free_at[queue])
-        free_at[queue] = begun + hold_s(network, network.link[part], size_bytes)
-        end = max(end, free_at[queue])
-    return end + float(network.latency_s[stream])
-
-
-@part_of_kernel
-def hold_s(network: Network, link: int, size_bytes: float) -> float:
+def hold_s(link: Any, timings: Records, size_bytes: float) -> float:
     """The same as :meth:`pipectl.link.Link.hold_s`, from tables."""
-    first, end = network.timing[link], network.timing[link + 1]
-    bandwidth = network.link_bandwidth[link]
-    if first == end:
-        return float(size_bytes / bandwidth)
-    sizes, times = network.timing_bytes, network.timing_s
-    above = first + np.searchsorted(sizes[first:end], size_bytes)
-    if above == first:
-        time_s = times[first]
-    elif above == end:
-        time_s = times[end - 1] + (size_bytes - sizes[end - 1]) / bandwidth
-    else:
-        rise = (times[above] - times[above - 1]) * (size_bytes - sizes[above - 1])
-        time_s = times[above - 1] + rise / (sizes[above] - sizes[above - 1])
-    return max(0.0, float(time_s - network.link_latency_s[link]))
+    if link.first == link.end:
+        return float(size_bytes / link.bandwidth)
+    above = link.first
+    while above < link.end and timings[above].size_bytes < size_bytes:
+        above += 1
+    below = timings[max(link.first, above - 1)]
+    time_s = below.time_s
+    if above == link.end:
+        time_s += (size_bytes - below.size_bytes) / link.bandwidth
+    elif above > link.first:
+        rise = (timings[above].time_s - time_s) * (size_bytes - below.size_bytes)
+        time_s += rise / (timings[above].size_bytes - below.size_bytes)
+    return max(0.0, float(time_s - link.latency_s))
 
 
 @part_of_kernel
-def begin_work(costs: Costs, state: State, pool: int, rank: int, work_s: float, now: float) -> None:
+def begin_work(pool: Any, work: Records, number: int, work_s: float, now: float) -> None:
     """A rank begins to compute what would take ``work_s`` on a core of its own."""
-    elapsed = now - state.pool_time[pool]
-    state.pool_clock[pool] += elapsed * _rate(costs, state, pool)
-    state.pool_time[pool] = now
-    end = state.pool_clock[pool] + work_s
-    push(state.work, costs.pool_base[pool], state.pool_size[pool], end, rank, rank)
-    state.pool_size[pool] += 1
+    pool.clock += (now - pool.time) * _rate(pool)
+    pool.time = now
+    push(work, pool.base, pool.size, pool.clock + work_s, number, number)
+    pool.size += 1
 
 
 @part_of_kernel
-def end_work(costs: Costs, state: State, pool: int, now: float) -> int:
+def end_work(pool: Any, work: Records, now: float) -> int:
     """The rank whose work ends now; of several the lowest."""
-    base = costs.pool_base[pool]
-    rank = state.work.item[base]
-    state.pool_clock[pool] = state.work.time[base]
-    state.pool_time[pool] = now
-    drop_first(state.work, base, state.pool_size[pool])
-    state.pool_size[pool] -= 1
-    return int(rank)
+    number = work[pool.base].item
+    pool.clock = work[pool.base].time
+    pool.time = now
+    drop_first(work, pool.base, pool.size)
+    pool.size -= 1
+    return int(number)
 
 
 @part_of_kernel
-def next_end(costs: Costs, state: State, pool: int) -> float:
-    """When the next work ends if none begins before."""
-    left_s = max(0.0, float(state.work.time[costs.pool_base[pool]] - state.pool_clock[pool]))
-    return float(state.pool_time[pool]) + left_s / _rate(costs, state, pool)
+def _rate(pool: Any) -> float:
+    return min(1.0, float(pool.cores / max(1, pool.size)))
 
 
 @part_of_kernel
-def _rate(costs: Costs, state: State, pool: int) -> float:
-    return min(1.0, float(costs.pool_cores[pool] / max(1, state.pool_size[pool])))
+def _put(heap: Records, place: int, time: float, number: int, item: int) -> None:
+    entry = heap[place]
+    entry.time, entry.number, entry.item = time, number, item
 
 
 @part_of_kernel
-def push(heap: Heap, base: int, size: int, time: float, number: int, item: int) -> None:
+def push(heap: Records, base: int, size: int, time: float, number: int, item: int) -> None:
     """Add an entry to the heap of ``size`` entries that starts at index ``base``."""
-    times, numbers, items = heap
     place = size
     while place > 0:
         above = (place - 1) >> 1
-        at = base + above
-        if times[at] < time or (times[at] == time and numbers[at] < number):
+        other = heap[base + above]
+        if other.time < time or (other.time == time and other.number < number):
             break
-        times[base + place] = times[at]
-        numbers[base + place] = numbers[at]
-        items[base + place] = items[at]
+        _put(heap, base + place, other.time, other.number, other.item)
         place = above
-    times[base + place] = time
-    numbers[base + place] = number
-    items[base + place] = item
+    _put(heap, base + place, time, number, item)
 
 
 @part_of_kernel
-def drop_first(heap: Heap, base: int, size: int) -> None:
+def drop_first(heap: Records, base: int, size: int) -> None:
     """Remove the first entry, which is at ``base``, of a heap of ``size`` entries."""
-    times, numbers, items = heap
-    last = base + size - 1
-    time, number, item = times[last], numbers[last], items[last]
+    last = heap[base + size - 1]
     place, below = 0, 1
     while below < size - 1:
-        at = base + below
-        other = at + 1
+        lower, other = heap[base + below], heap[base + below + 1]
         if below + 1 < size - 1 and (
-            times[other] < times[at] or (times[other] == times[at] and numbers[other] < numbers[at])
+            other.time < lower.time or (other.time == lower.time and other.number < lower.number)
         ):
             below += 1
-            at += 1
-        if time < times[at] or (time == times[at] and number < numbers[at]):
+            lower = other
+        if last.time < lower.time or (last.time == lower.time and last.number < lower.number):
             break
-        times[base + place] = times[at]
-        numbers[base + place] = numbers[at]
-        items[base + place] = items[at]
+        _put(heap, base + place, lower.time, lower.number, lower.item)
         place = below
         below = 2 * place + 1
-    times[base + place] = time
-    numbers[base + place] = number
-    items[base + place] = item
+    _put(heap, base + place, last.time, last.number, last.item)

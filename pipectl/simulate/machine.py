@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,16 +18,20 @@ from pipectl.simulate.memory import amounts_of, peak_bytes
 from pipectl.simulate.network import Numbering, streams_of, tables
 from pipectl.simulate.rows import flatten, given_parts, parts_of
 from pipectl.simulate.tables import (
+    CLOCK,
+    EVENT,
     KIND,
     MESSAGE_ROWS,
     MICRO_BATCH,
     OPERATIONS,
-    RECORDED,
+    POOL,
+    RECORD,
     STAGE,
     STREAM,
-    Costs,
+    Network,
+    Programs,
     Rows,
-    new_state,
+    Tables,
     shares,
 )
 
@@ -60,9 +65,11 @@ class Machine:
             if programs is None
             else given_parts(plan, numbering, programs)
         )
-        self.costs = costs_of(plan, cluster, numbering)
-        self.network = tables(streams_of(plan, cluster, numbering))
-        self.state = new_state(self.programs, self.costs, self.network, record=record)
+        costs, network = (
+            costs_of(plan, cluster, numbering),
+            tables(streams_of(plan, cluster, numbering)),
+        )
+        self.tables = _new_tables(plan, cluster, self.programs, costs, network, record=record)
 
     def run(self) -> float:
         """Execute everything; returns the end of the last row.
@@ -70,53 +77,69 @@ class Machine:
         Raises:
             ScheduleError: ranks wait for ever.
         """
-        arrays = self.programs, self.costs, self.network, self.state
-        while events.advance(*arrays, EVENTS_AT_ONCE):
+        while events.advance(self.tables, EVENTS_AT_ONCE):
             pass
-        unfinished = np.flatnonzero(self.state.position < self.programs.end).tolist()
+        ranks = self.tables.ranks
+        unfinished = np.flatnonzero(ranks["position"] < ranks["end"]).tolist()
         if unfinished:
             raise ScheduleError(
                 f"plan {self._plan.name!r}: ranks {unfinished} wait for ever",
                 cure="plan again; a warm_up must not rise from a stage to the next",
             )
-        return float(self.state.now[0])
+        return float(self.tables.clock["now"][0])
 
     def busy_s(self) -> list[float]:
         """Seconds each rank computes."""
-        found: list[float] = self.state.busy_s.tolist()
-        return found
+        busy_s: list[float] = self.tables.ranks["busy_s"].tolist()
+        return busy_s
 
     def peak_memory_bytes(self, process_baseline_bytes: int) -> tuple[int, ...]:
         """The most each rank holds at once, the process included."""
         actions = [program.body for program in self._given or ()]
         amounts = amounts_of(self._plan, self._connections, actions)
-        found = peak_bytes(self.programs, self.costs.share, amounts)
-        return tuple(process_baseline_bytes + round(peak) for peak in found.tolist())
+        peaks = peak_bytes(self.programs, self.tables.share, amounts)
+        return tuple(process_baseline_bytes + round(peak) for peak in peaks.tolist())
 
     def records(self) -> list[Record]:
         """What took time, by rank and start; nothing if it was not recorded."""
-        count = self.state.counter[RECORDED]
-        rank, position = self.state.recorded_row[:count].T
-        start, end = self.state.recorded[:count].T
-        used = [KIND, STAGE, MICRO_BATCH, STREAM]
-        kind, stage, micro_batch, stream = self.programs.rows[position][:, used].T
-        stage = _named(self.programs.stages, self.programs.stage_base[rank], stage)
-        stream = _named(self.programs.streams, self.programs.stream_base[rank], stream)
+        records = self.tables.records[: self.tables.clock["recorded"][0]]
+        rows, ranks = self.programs.rows[records["row"]], self.programs.ranks[records["rank"]]
+        stage = self._named(ranks["stages"], rows[:, STAGE])
+        stream = self._named(ranks["streams"], rows[:, STREAM])
         channel = np.where(stream < len(self._connections), stream, -1)
-        columns = rank, start, end, kind, stage, micro_batch, channel
+        times = records["rank"], records["start"], records["end"]
+        columns = *times, rows[:, KIND], stage, rows[:, MICRO_BATCH], channel
         return sorted(zip(*(column.tolist() for column in columns), strict=True))
 
+    def _named(self, base: Integers, slots: Rows) -> Integers:
+        """What slots of ranks stand for; -1 stays."""
+        known = self.programs.names
+        places = np.minimum(base + slots, len(known) - 1)
+        return np.where(slots < 0, -1, known[places])
 
-def _named(known: Integers, base: Integers, slots: Rows) -> Integers:
-    """What slots of ranks stand for; -1 stays."""
-    if not len(known):
-        return np.full(len(slots), -1)
-    found: Integers = np.where(slots < 0, -1, known[np.minimum(base + slots, len(known) - 1)])
-    return found
+
+@dataclass(frozen=True)
+class Costs:
+    """What computing, and the rows of programs, take on a cluster.
+
+    Args:
+        work_s: seconds of a full micro-batch by kind and stage, on a device of speed 1.
+        update_s: of every rank, on a device of speed 1.
+        speed: of every rank's device.
+        rows: of every rank.
+        message_s: seconds of the rows of messages for a full micro-batch, by kind and stream; no
+            streams if no rows of any rank take time.
+    """
+
+    work_s: Floats
+    update_s: Floats
+    speed: Floats
+    rows: Sequence[RowTimes]
+    message_s: Floats
 
 
 def costs_of(plan: Plan, cluster: Cluster, numbering: Numbering) -> Costs:
-    """What computing, and the rows of programs, take on a cluster."""
+    """The costs of a plan."""
     work_s = np.zeros((len(Kind), len(plan.stages)))
     for index, stage in enumerate(plan.stages):
         for kind, time_s in _works(stage):
@@ -125,44 +148,71 @@ def costs_of(plan: Plan, cluster: Cluster, numbering: Numbering) -> Costs:
     for stage in plan.stages:
         for rank in stage.updating_ranks:
             update_s[rank] += stage.cost.update_s
-    speeds = np.array([node.device.speed for node in cluster.nodes])
-    nodes = np.array(plan.node_of_rank, dtype=np.int64)
-    ranks = np.bincount(nodes, minlength=len(cluster.nodes))
-    cores = np.array([node.cores for node in cluster.nodes], dtype=np.int64)
-    crowded = ranks > cores
-    pools = np.where(crowded, np.cumsum(crowded) - 1, -1)
+    speed = np.array([cluster.nodes[node].device.speed for node in plan.node_of_rank])
     rows = [cluster.nodes[node].device.rows or FREE_ROWS for node in plan.node_of_rank]
-    message_row = np.full(len(OPERATIONS), -1, dtype=np.int64)
-    message_row[list(MESSAGE_ROWS)] = range(len(MESSAGE_ROWS))
-    return Costs(
-        work_s=work_s,
-        update_s=update_s + [each.end for each in rows] * speeds[nodes],
-        speed=speeds[nodes],
-        share=shares(plan),
-        pool=pools[nodes],
-        pool_cores=cores[crowded],
-        pool_base=np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(ranks[crowded])]),
-        message_row=message_row,
-        message_s=_message_rows(rows, numbering),
-        after_s=np.array([each.compute for each in rows]),
-        begin_s=np.array([each.begin for each in rows]),
-        agree_s=max(each.agree for each in rows),
-    )
+    update_s += [each.end for each in rows] * speed
+    return Costs(work_s, update_s, speed, rows, _message_rows(rows, numbering))
 
 
 def _message_rows(rows: Sequence[RowTimes], numbering: Numbering) -> Floats:
     """Seconds of the rows of every message; see :class:`Costs`."""
     if all(each is FREE_ROWS for each in rows):
-        return np.zeros((len(MESSAGE_ROWS), 0))
-    found = np.zeros((len(MESSAGE_ROWS), numbering.streams))
+        return np.zeros((len(Kind), 0))
+    message_s = np.zeros((len(Kind), numbering.streams))
     for index, channel in enumerate(numbering.connections):
         if not channel.is_local:
             ends = rows[channel.source_rank], rows[channel.target_rank]
-            tables = (
+            known = (
                 ends[0].send_start, ends[0].send_wait, ends[1].receive_start, ends[1].receive_wait
             )  # fmt: skip
-            found[:, index] = [seconds_of(table, channel.size_bytes) for table in tables]
-    return found
+            message_s[list(MESSAGE_ROWS), index] = [
+                seconds_of(each, channel.size_bytes) for each in known
+            ]
+    return message_s
+
+
+def _new_tables(
+    plan: Plan,
+    cluster: Cluster,
+    programs: Programs,
+    costs: Costs,
+    network: Network,
+    *,
+    record: bool,
+) -> Tables:
+    """Nothing has happened yet, and all ranks are about to begin, one after the other."""
+    nodes, cores = np.array(plan.node_of_rank), np.array([node.cores for node in cluster.nodes])
+    ranks_of_node = np.bincount(nodes, minlength=len(cluster.nodes))
+    crowded = ranks_of_node > cores
+    pools = np.zeros(int(crowded.sum()), dtype=POOL)
+    pools["cores"], shared = cores[crowded], ranks_of_node[crowded]
+    pools["base"] = np.cumsum(shared) - shared
+    ranks = programs.ranks.copy()
+    ranks["pool"] = np.where(crowded, np.cumsum(crowded) - 1, -1)[nodes]
+    ranks["speed"], ranks["update_s"] = costs.speed, costs.update_s
+    ranks["begin_s"] = [each.begin for each in costs.rows]
+    ranks["after_s"] = [each.compute for each in costs.rows]
+    ranks["position"], ranks["since"] = ranks["first"], -1.0
+    queue = np.zeros(2 * (len(ranks) + len(pools)), dtype=EVENT)
+    queue["item"] = np.arange(len(queue))
+    queue["number"] = queue["item"] + 1
+    clock = np.zeros(1, dtype=CLOCK)
+    clock["queued"] = clock["number"] = len(ranks)
+    clock["agree_s"] = max(each.agree for each in costs.rows)
+    return Tables(
+        *programs._replace(ranks=ranks),
+        operation=OPERATIONS,
+        share=shares(plan),
+        work_s=costs.work_s,
+        message_s=costs.message_s,
+        **network._asdict(),
+        free_at=np.zeros(int(network.parts["queue"].max(initial=-1)) + 1),
+        pools=pools,
+        queue=queue,
+        work=np.zeros(int(shared.sum()), dtype=EVENT),
+        clock=clock,
+        records=np.zeros(int((ranks["end"] - ranks["first"]).sum()) if record else 0, dtype=RECORD),
+    )
 
 
 def _works(stage: Stage) -> Iterator[tuple[Kind, float]]:

@@ -23,11 +23,11 @@ Where these are not known, an action is taken to hold no temporary values.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from pipectl.arrays import Floats, Integers
+from pipectl.arrays import Floats, Integers, Records, record
 from pipectl.compiled import compiled_in_place, part_of_kernel
 from pipectl.graph import TransferKind
 from pipectl.plan import Plan
@@ -37,7 +37,15 @@ from pipectl.schedule.memory import resident_bytes
 from pipectl.schedule.registry import is_unflushed
 from pipectl.simulate.network import Numbering
 from pipectl.simulate.rows import Part, flatten, rows_of, with_sizes
-from pipectl.simulate.tables import KIND, MEET, MICRO_BATCH, SIZE, STAGE, STREAM, Programs
+from pipectl.simulate.tables import (
+    KIND,
+    MEET,
+    MICRO_BATCH,
+    SIZE,
+    STAGE,
+    STREAM,
+    Programs,
+)
 from pipectl.simulate.tables import shares as shares_of_sizes
 
 BY_STAGE, FORWARD, BACKWARD, UPDATE, RECEIVE, RECEIVED, SEND, SENT, OTHER = range(9)
@@ -52,35 +60,35 @@ ROLES[[Kind.SEND_START, Kind.SEND_WAIT]] = SEND, SENT
 _BACKWARDS = [Kind.BACKWARD, Kind.BACKWARD_INPUT]
 
 
+EFFECT = record("", "born dead most most_first")
+"""What a row of a kind and stage does, of a full micro-batch: bytes that it adds and frees, and the
+most it allocates, also if it is the stage's first; below 0 where that is not known."""
+OF_STAGE = record("seen", "gradient update")
+"""Of every stage: the step whose first backward was seen last, what it holds from that to UPDATE,
+and the most that an update allocates."""
+OF_STREAM = record("activation", "received sent weights")
+"""Of every stream: whether it carries activations, bytes of full micro-batches (what is sent and
+kept anyway is 0), and those of messages of weights."""
+MOVING = record("", "arrived leaving")
+"""Of every stage and micro-batch of a rank: activations that are not kept, by what reads and what
+makes them."""
+
+
 class Amounts(NamedTuple):
     """Bytes by which rows change what is held.
 
     Args:
         role: by kind.
-        born, dead: by kind and stage, of full micro-batches.
-        received, sent: by stream, of full micro-batches; what is sent and kept anyway is 0.
-        weights: by stream, of messages of weights.
-        activation: by stream, whether it carries activations.
-        gradient: by stage, from its first backward to UPDATE.
-        most: by kind and stage, the most a row allocates; below 0 where it is not known.
-        most_first: the same of the stage's first.
+        effects: by kind and stage.
         resident: by rank.
-        most_update: the most an update allocates, by stage.
         versions: of parameters, born and dead by row; no rows where steps are flushed.
     """
 
     role: Integers
-    born: Floats
-    dead: Floats
-    received: Floats
-    sent: Floats
-    weights: Floats
-    activation: Integers
-    gradient: Floats
-    most: Floats
-    most_first: Floats
+    effects: Records
+    stages: Records
+    streams: Records
     resident: Floats
-    most_update: Floats
     versions: Floats
 
 
@@ -92,17 +100,13 @@ def peak_bytes(programs: Programs, share: Floats, amounts: Amounts) -> Floats:
 
 def _executed(programs: Programs, share: Floats, amounts: Amounts) -> tuple[Floats, Floats]:
     """The most each rank holds, and what the last one holds in each of its rows."""
-    peaks = amounts.resident.copy()
-    levels = np.zeros(int((programs.end - programs.first).max()))
-    seen = np.full(len(amounts.gradient), -1, dtype=np.int64)
+    peaks, ranks = amounts.resident.copy(), programs.ranks
+    levels = np.zeros(int((ranks["end"] - ranks["first"]).max()))
     most = programs.rows.max(axis=0, initial=0)
-    moving = np.zeros((2, most[STAGE] + 1, most[MICRO_BATCH] + 2))
-    _execute(programs, share, amounts, seen, moving, peaks, levels)
+    moving = np.zeros((most[STAGE] + 1, most[MICRO_BATCH] + 2), dtype=MOVING)
+    amounts.stages["seen"] = -1
+    _execute(programs, share, amounts, moving, peaks, levels)
     return peaks, levels
-
-
-ARRIVED, LEAVING = range(2)
-"""Activations that are not kept, by what reads and what makes them."""
 
 
 @compiled_in_place
@@ -110,96 +114,72 @@ def _execute(
     programs: Programs,
     share: Floats,
     amounts: Amounts,
-    seen: Integers,
-    moving: Floats,
+    moving: Records,
     peaks: Floats,
     levels: Floats,
 ) -> None:
     """Fill in the peaks.
 
     Args:
-        seen: room for the last step of every stage, below 0.
-        moving: zeros; activations by stage and micro-batch.
+        moving: zeros.
         peaks: what ranks hold from step to step.
         levels: room for every row of a rank; filled with what the last one holds in each.
     """
-    arrived, leaving = moving[ARRIVED], moving[LEAVING]
     step = 0
-    for rank in range(len(peaks)):
-        first, end = programs.first[rank], programs.end[rank]
-        _note_leaving(programs, share, amounts, rank, leaving)
-        held, gradients, updating = amounts.resident[rank], 0.0, 0.0
+    for number in range(len(peaks)):
+        rank = programs.ranks[number]
+        _note_leaving(programs, share, amounts, rank, moving)
+        held, gradients, updating = amounts.resident[number], 0.0, 0.0
         step += 1
-        for position in range(first, end):
+        for position in range(rank.first, rank.end):
             row = programs.rows[position]
             kind, part = row[KIND], share[row[SIZE]]
             role = amounts.role[kind]
             born, dead, most = 0.0, 0.0, -1.0
             if role <= BACKWARD:
-                stage = programs.stages[programs.stage_base[rank] + row[STAGE]]
-                born, dead = amounts.born[kind, stage] * part, amounts.dead[kind, stage] * part
-                most = amounts.most[kind, stage]
+                place = programs.names[rank.stages + row[STAGE]]
+                stage, effect = amounts.stages[place], amounts.effects[kind, place]
+                born, dead, most = effect.born * part, effect.dead * part, effect.most
                 if role == FORWARD:
-                    born += leaving[row[STAGE], row[MICRO_BATCH]]
-                    dead += arrived[row[STAGE], row[MICRO_BATCH]]
-                    leaving[row[STAGE], row[MICRO_BATCH]] = 0.0
-                    arrived[row[STAGE], row[MICRO_BATCH]] = 0.0
-                elif role == BACKWARD and seen[stage] != step:
-                    seen[stage] = step
-                    born += amounts.gradient[stage]
-                    gradients += amounts.gradient[stage]
-                    updating += amounts.most_update[stage]
-                    most = amounts.most_first[kind, stage]
+                    crossing = moving[row[STAGE], row[MICRO_BATCH]]
+                    born, dead = born + crossing.leaving, dead + crossing.arrived
+                    crossing.leaving, crossing.arrived = 0.0, 0.0
+                elif role == BACKWARD and stage.seen != step:
+                    stage.seen = step
+                    born += stage.gradient
+                    gradients += stage.gradient
+                    updating += stage.update
+                    most = effect.most_first
             elif role == UPDATE:
                 most, dead = updating, gradients
                 step, gradients, updating = step + 1, 0.0, 0.0
             elif role != OTHER:
-                stream = programs.streams[programs.stream_base[rank] + row[STREAM]]
-                born, dead = _message_bytes(amounts, role, stream, part)
-                if role == RECEIVE:
-                    arrived[row[STAGE], row[MICRO_BATCH]] += born * amounts.activation[stream]
+                stream = amounts.streams[programs.names[rank.streams + row[STREAM]]]
+                born = stream.received * part * (role == RECEIVE)
+                dead = stream.weights * (role == RECEIVED) + stream.sent * part * (role == SENT)
+                if role == RECEIVE and stream.activation:
+                    moving[row[STAGE], row[MICRO_BATCH]].arrived += born
             if len(amounts.versions):
                 born += amounts.versions[position, 0]
                 dead += amounts.versions[position, 1]
-            level = held + _in_row(most, born, role == UPDATE)
-            peaks[rank] = max(peaks[rank], level)
-            levels[position - first] = level
+            # Of a row: what is known that it allocates, and versions of the parameters.
+            at_once = born if most < 0 else most + born * (role == UPDATE)
+            peaks[number] = max(peaks[number], held + at_once)
+            levels[position - rank.first] = held + at_once
             held += born - dead
 
 
 @part_of_kernel
-def _in_row(most: float, born: float, updates: bool) -> float:
-    """What a row allocates at once: what is known of it, and versions of the parameters."""
-    if most < 0:
-        return born
-    return most + born * updates
-
-
-@part_of_kernel
 def _note_leaving(
-    programs: Programs, share: Floats, amounts: Amounts, rank: int, leaving: Floats
+    programs: Programs, share: Floats, amounts: Amounts, rank: Any, moving: Records
 ) -> None:
     """Note the activations that a rank sends and does not keep, by stage and micro-batch."""
-    for position in range(programs.first[rank], programs.end[rank]):
+    for position in range(rank.first, rank.end):
         row = programs.rows[position]
         if amounts.role[row[KIND]] == SEND:
-            stream = programs.streams[programs.stream_base[rank] + row[STREAM]]
-            if amounts.activation[stream]:
-                sent = amounts.sent[stream] * share[row[SIZE]]
-                leaving[row[STAGE], row[MICRO_BATCH]] += sent
-
-
-@part_of_kernel
-def _message_bytes(amounts: Amounts, role: int, stream: int, part: float) -> tuple[float, float]:
-    """What the row of a message adds to what is held, and what it frees."""
-    born, dead = 0.0, 0.0
-    if role == RECEIVE:
-        born = amounts.received[stream] * part
-    elif role == RECEIVED:
-        dead = amounts.weights[stream]
-    elif role == SENT:
-        dead = amounts.sent[stream] * part
-    return born, dead
+            stream = amounts.streams[programs.names[rank.streams + row[STREAM]]]
+            if stream.activation:
+                moving[row[STAGE], row[MICRO_BATCH]].leaving += stream.sent * share[row[SIZE]]
 
 
 def memory_bytes(plan: Plan, rank: int, program: Program) -> Floats:
@@ -229,12 +209,13 @@ def amounts_of(
     Args:
         programs: the rows that are executed, if steps overlap.
     """
-    stages, streams = len(plan.stages), len(connections)
-    born, dead = np.zeros((MEET + 1, stages)), np.zeros((MEET + 1, stages))
-    most, most_first = (np.full((MEET + 1, stages), -1.0) for _ in range(2))
-    most_update = np.zeros(stages)
+    effects = np.zeros((MEET + 1, len(plan.stages)), dtype=EFFECT)
+    effects["most"] = effects["most_first"] = -1.0
+    born, dead, most = effects["born"], effects["dead"], effects["most"]
+    stages = np.zeros(len(plan.stages), dtype=OF_STAGE)
     for index, stage in enumerate(plan.stages):
         kept, cost, peaks = stage.kept_bytes, stage.running, stage.running.peaks
+        stages[index]["gradient"] = stage.cost.accumulated_bytes
         born[[Kind.FORWARD, Kind.FETCH_START], index] = kept
         born[Kind.RECOMPUTE, index] = cost.saved_bytes - kept
         dead[Kind.OFFLOAD_WAIT, index] = kept
@@ -253,17 +234,16 @@ def amounts_of(
         most[_BACKWARDS, index] = peaks.backward_bytes, peaks.backward_bytes + half
         most[Kind.BACKWARD_WEIGHT, index] = min(peaks.backward_bytes, weight)
         first = peaks.first_backward_bytes
-        most_first[_BACKWARDS, index] = first, first + half
-        most_update[index] = peaks.update_bytes
-    received, sent, weights = np.zeros((3, streams))
-    activation = np.zeros(streams, dtype=np.int64)
-    for stream, channel in enumerate(connections):
-        received[stream] = channel.size_bytes
-        activation[stream] = channel.kind is TransferKind.ACTIVATION
+        effects["most_first"][_BACKWARDS, index] = first, first + half
+        stages[index]["update"] = peaks.update_bytes
+    streams = np.zeros(len(connections), dtype=OF_STREAM)
+    for stream, channel in zip(streams, connections, strict=True):
+        stream["received"] = channel.size_bytes
+        stream["activation"] = channel.kind is TransferKind.ACTIVATION
         if channel.kind is TransferKind.WEIGHT:
-            weights[stream] = channel.size_bytes
+            stream["weights"] = channel.size_bytes
         elif not is_kept(plan, channel):
-            sent[stream] = channel.size_bytes
+            stream["sent"] = channel.size_bytes
     gradients = (each for each in connections if each.kind is TransferKind.GRADIENT)
     # Between replicas of two stages, every micro-batch goes once in all.
     for channel in {(each.source_stage, each.target_stage): each for each in gradients}.values():
@@ -271,17 +251,10 @@ def amounts_of(
         dead[_BACKWARDS, channel.target_stage] += channel.size_bytes
     return Amounts(
         role=ROLES,
-        born=born,
-        dead=dead,
-        received=received,
-        sent=sent,
-        weights=weights,
-        activation=activation,
-        gradient=np.array([float(stage.cost.accumulated_bytes) for stage in plan.stages]),
-        most=most,
-        most_first=most_first,
+        effects=effects,
+        stages=stages,
+        streams=streams,
         resident=np.array([float(resident_bytes(plan, rank)) for rank in range(plan.ranks)]),
-        most_update=most_update,
         versions=_versions(plan, programs) if is_unflushed(plan) else np.zeros((0, 2)),
     )
 
@@ -289,8 +262,8 @@ def amounts_of(
 def _versions(plan: Plan, programs: Sequence[Actions]) -> Floats:
     """Versions of parameters beside the newest: from the UPDATE that outdates them to the last
     backward that uses them; shape [rows of all programs, 2]."""
-    found = [np.zeros((len(rows), 2)) for rows in programs]
-    for rows, changes in zip(programs, found, strict=True):
+    versions = [np.zeros((len(rows), 2)) for rows in programs]
+    for rows, changes in zip(programs, versions, strict=True):
         updates = np.flatnonzero(rows.column("kind") == Kind.UPDATE)
         backward = np.flatnonzero(rows.column("kind") == Kind.BACKWARD)
         made = np.searchsorted(updates, backward) - rows.column("weight_version")[backward]
@@ -299,4 +272,4 @@ def _versions(plan: Plan, programs: Sequence[Actions]) -> Floats:
                 size = plan.stages[rows.column("stage")[row]].cost.parameter_bytes
                 changes[updates[version], 0] += size
                 changes[row, 1] += size
-    return np.concatenate(found)
+    return np.concatenate(versions)

@@ -12,10 +12,10 @@ messages and other sums on the same links nor slows them.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
 from math import ceil
 
 import numpy as np
@@ -26,7 +26,15 @@ from pipectl.link import Link
 from pipectl.plan import Plan
 from pipectl.schedule.actions import Actions, Kind
 from pipectl.schedule.channel import channels
-from pipectl.simulate.tables import Network, Rows
+from pipectl.simulate.tables import (
+    LINK,
+    PART,
+    STREAM_OF,
+    TIMING,
+    TRANSFER,
+    Network,
+    Rows,
+)
 
 Part = tuple[Hashable, Link]
 """A part of a way: what shares it with others, and its link."""
@@ -163,9 +171,9 @@ class Numbering:
     def of_rows(self, rank: int, actions: Actions) -> Rows:
         """The stream of every row of a rank's program; -1 for computations."""
         kind, stage = actions.column("kind"), actions.column("stage")
-        found = actions.column("channel").copy()
+        numbers = actions.column("channel").copy()
         reduces = (kind == Kind.REDUCE_START) | (kind == Kind.REDUCE_WAIT)
-        found[reduces] = len(self.connections) + stage[reduces]
+        numbers[reduces] = len(self.connections) + stage[reduces]
         for kinds, back in (
             ((Kind.OFFLOAD_START, Kind.OFFLOAD_WAIT), 0),
             ((Kind.FETCH_START, Kind.FETCH_WAIT), 1),
@@ -173,20 +181,20 @@ class Numbering:
             rows = np.flatnonzero((kind == kinds[0]) | (kind == kinds[1]))
             if len(rows):
                 copies = [self._copy(int(index), rank) + back for index in stage[rows]]
-                found[rows] = copies
-        return found
+                numbers[rows] = copies
+        return numbers
 
     def around(self, connections: Sequence[int], stages: Sequence[int], rank: int) -> list[int]:
         """The streams of a plan of these channels and stages, as numbered in this one.
 
         In that plan, stages of other ranks have their copies, too; they stand for nothing here.
         """
-        found = [*connections, *(len(self.connections) + stage for stage in stages)]
+        numbers = [*connections, *(len(self.connections) + stage for stage in stages)]
         for stage in stages:
             mine = rank in self._plan.stages[stage].updating_ranks
             first = self._copy(stage, rank) if mine else -1
-            found += [first, first + 1]
-        return found
+            numbers += [first, first + 1]
+        return numbers
 
     def _copy(self, stage: int, rank: int) -> int:
         return self._first_copy[stage] + 2 * self._plan.stages[stage].updating_ranks.index(rank)
@@ -194,22 +202,22 @@ class Numbering:
 
 def streams_of(plan: Plan, cluster: Cluster, numbering: Numbering) -> list[Stream]:
     """All streams in the order of their numbers."""
-    found = []
+    streams = []
     for channel in numbering.connections:
         if channel.is_local:
-            found.append(Stream(0, 0.0, (), 2, 0))
+            streams.append(Stream(0, 0.0, (), 2, 0))
         else:
             ends = channel.source_rank, channel.target_rank
             way = way_between(cluster, plan.node_of_rank, *ends)
             count = 1 + plan.micro_batches
-            found.append(Stream(channel.size_bytes, way_latency_s(way), way, 2, count))
+            streams.append(Stream(channel.size_bytes, way_latency_s(way), way, 2, count))
     for stage in plan.stages:  # a sum starts with its last replica and takes as long as alone
         ranks = stage.updating_ranks
         time_s = reduction_s(cluster, plan.node_of_rank, ranks, stage.cost.accumulated_bytes)
-        found.append(Stream(0, time_s, (), len(ranks), int(len(ranks) > 1)))
+        streams.append(Stream(0, time_s, (), len(ranks), int(len(ranks) > 1)))
     for stage in plan.stages:
         if not stage.offload:
-            found += [Stream(0, 0.0, (), 1, 0)] * (2 * stage.replicas)
+            streams += [Stream(0, 0.0, (), 1, 0)] * (2 * stage.replicas)
             continue
         for rank in stage.updating_ranks:
             device = cluster.nodes[plan.node_of_rank[rank]].device
@@ -217,36 +225,44 @@ def streams_of(plan: Plan, cluster: Cluster, numbering: Numbering) -> list[Strea
             for to_host in (True, False):
                 way = ((("host", rank, to_host if link.duplex else True), link),)
                 count = 1 + plan.micro_batches
-                found.append(Stream(stage.kept_bytes, link.latency_s, way, 1, count))
-    return found
+                streams.append(Stream(stage.kept_bytes, link.latency_s, way, 1, count))
+    return streams
 
 
 def tables(streams: Sequence[Stream]) -> Network:
-    """The arrays of the event loop."""
+    """The tables of the event loop; no transfer has begun."""
     queues: dict[Hashable, int] = {}
     links: dict[int, tuple[int, Link]] = {}
-    queue, link_of = [], []
-    for stream in streams:
-        for key, link in stream.way:
-            queue.append(queues.setdefault(key, len(queues)))
-            link_of.append(links.setdefault(id(link), (len(links), link))[0])
+    parts = [
+        (
+            queues.setdefault(key, len(queues)),
+            links.setdefault(id(link), (len(links), link))[0],
+        )
+        for stream in streams
+        for key, link in stream.way
+    ]
     known = [link for _, link in links.values()]
-    timings = [row for link in known for row in link.timings]
+    firsts = list(accumulate((stream.transfers for stream in streams), initial=0))
+    transfers = np.zeros(firsts[-1], dtype=TRANSFER)
+    transfers["waiting"], transfers["over_at"] = -1, np.inf
+    ways = pairwise(accumulate((len(stream.way) for stream in streams), initial=0))
+    timed = pairwise(accumulate((len(link.timings) for link in known), initial=0))
     return Network(
-        first_transfer=_starts(stream.transfers for stream in streams),
-        starters=np.array([stream.starters for stream in streams], dtype=np.int64),
-        size_bytes=np.array([stream.size_bytes for stream in streams], dtype=np.float64),
-        latency_s=np.array([stream.latency_s for stream in streams], dtype=np.float64),
-        way=_starts(len(stream.way) for stream in streams),
-        queue=np.array(queue, dtype=np.int64),
-        link=np.array(link_of, dtype=np.int64),
-        link_bandwidth=np.array([link.bandwidth_bytes_per_s for link in known], dtype=np.float64),
-        link_latency_s=np.array([link.latency_s for link in known], dtype=np.float64),
-        timing=_starts(len(link.timings) for link in known),
-        timing_bytes=np.array([size for size, _ in timings], dtype=np.float64),
-        timing_s=np.array([time_s for _, time_s in timings], dtype=np.float64),
+        streams=np.array(
+            [
+                (first, each.starters, *way, each.size_bytes, each.latency_s)
+                for first, way, each in zip(firsts, ways, streams, strict=False)
+            ],
+            dtype=STREAM_OF,
+        ),
+        parts=np.array(parts, dtype=PART),
+        links=np.array(
+            [
+                (*ends, link.bandwidth_bytes_per_s, link.latency_s)
+                for ends, link in zip(timed, known, strict=True)
+            ],
+            dtype=LINK,
+        ),
+        timings=np.array([row for link in known for row in link.timings], dtype=TIMING),
+        transfers=transfers,
     )
-
-
-def _starts(counts: Iterable[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-    return np.array([0, *accumulate(counts)], dtype=np.int64)

@@ -118,12 +118,12 @@ def _average_s(programs: Sequence[Program], busy_s: Sequence[float]) -> float:
     """The shortest average of a rank's computations; of ranks that have much to do."""
     much_s = _IDLE * max(busy_s)
     counts = [int((program.body.column("kind") < Kind.UPDATE).sum()) for program in programs]
-    found = [
+    averages = [
         rank_s / count
         for rank_s, count in zip(busy_s, counts, strict=True)
         if count and rank_s >= much_s > 0
     ]
-    return min(found, default=SHORTEST_S)
+    return min(averages, default=SHORTEST_S)
 
 
 def _rounded(stretch: float) -> float:

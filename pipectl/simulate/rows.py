@@ -23,7 +23,7 @@ from pipectl.schedule.channel import carries_weights
 from pipectl.schedule.lowering import lower
 from pipectl.schedule.registry import is_unflushed
 from pipectl.simulate.network import Numbering
-from pipectl.simulate.tables import FULL, LAST, MEET, OPERATIONS, SAMPLES, Programs, Rows
+from pipectl.simulate.tables import FULL, LAST, MEET, RANK, SAMPLES, Programs, Rows
 
 _NO_COST = StageCost(0.0, 0.0, 0.0, 0, 0, 0)
 
@@ -52,19 +52,14 @@ def flatten(parts: Sequence[Part]) -> Programs:
         if part.program not in known:
             known[part.program] = total, part.rows
             total += len(part.rows)
-    stages, stage_base = _joined([part.stages for part in parts])
-    streams, stream_base = _joined([part.streams for part in parts])
-    first = np.array([known[part.program][0] for part in parts], dtype=np.int64)
-    return Programs(
-        rows=np.concatenate([rows for _, rows in known.values()]),
-        first=first,
-        end=first + np.array([len(part.rows) for part in parts], dtype=np.int64),
-        stages=stages,
-        stage_base=stage_base,
-        streams=streams,
-        stream_base=stream_base,
-        operation=OPERATIONS,
-    )
+    ranks = np.zeros(len(parts), dtype=RANK)
+    stages, ranks["stages"] = _joined([part.stages for part in parts])
+    streams, streams_at = _joined([part.streams for part in parts])
+    ranks["streams"] = streams_at + len(stages)
+    ranks["first"] = [known[part.program][0] for part in parts]
+    ranks["end"] = ranks["first"] + [len(part.rows) for part in parts]
+    rows = np.concatenate([rows for _, rows in known.values()])
+    return Programs(rows, ranks, np.concatenate([stages, streams]))
 
 
 def given_parts(plan: Plan, numbering: Numbering, programs: Sequence[Program]) -> list[Part]:
@@ -173,13 +168,13 @@ def _rows_of_all(plan: Plan, numbering: Numbering) -> list[Rows]:
     for stage in plan.stages:
         for rank in (*stage.ranks, *stage.backward_ranks):
             modes[rank] += stage.recompute, stage.offload
-    found = []
+    rows = []
     for rank, own in enumerate(modes):
         key = rank, tuple(own)
         if key not in known:
             known[key] = rows_of(plan, numbering, rank, lower(plan, rank).body)
-        found.append(known[key])
-    return found
+        rows.append(known[key])
+    return rows
 
 
 @lru_cache(maxsize=16)
@@ -216,12 +211,12 @@ def with_sizes(plan: Plan, rows: Actions) -> Actions:
     last = plan.batch_size - (plan.micro_batches - 1) * plan.micro_batch_size
     if last == plan.micro_batch_size or not is_unflushed(plan):
         return rows
-    found, index = rows.rows.copy(), rows.column("micro_batch")
+    sized, index = rows.rows.copy(), rows.column("micro_batch")
     last_of_step = (index >= 0) & (index % plan.micro_batches == plan.micro_batches - 1)
     smaller = last_of_step & ~carries_weights(plan, rows)
     for name, value in (("start", 0), ("stop", last)):
-        found[smaller, Action._fields.index(name)] = value
-    return Actions(found)
+        sized[smaller, Action._fields.index(name)] = value
+    return Actions(sized)
 
 
 def _joined(lists: Sequence[Sequence[int]]) -> tuple[Integers, Integers]:

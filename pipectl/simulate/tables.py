@@ -1,7 +1,8 @@
-"""The arrays the event loop works on: what ranks execute, what it costs, how far they are.
+"""The tables the event loop works on: what ranks execute, what it costs, how far they are.
 
-A row of a program is (kind, stage, stream, micro-batch, size). Stage and stream are indices among
-those the rank knows, so ranks that do the same with other stages and streams share their rows.
+A table is an array of records, one for each rank, stream or whatever its name says. A row of a
+program is (kind, stage, stream, micro-batch, size); stage and stream are indices among those the
+rank knows, so ranks that do the same with other stages and streams share their rows.
 
 A *stream* is a sequence of transfers that follow the same way: the messages of a channel, the
 reduction of a stage's gradients, or the copies of a stage's activations between device and host.
@@ -14,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from pipectl.arrays import Floats, Integers
+from pipectl.arrays import Floats, Integers, Records, record
 from pipectl.plan import Plan
 from pipectl.schedule.actions import Kind
 
@@ -29,10 +30,50 @@ FULL, LAST, SAMPLES = range(3)
 
 def shares(plan: Plan) -> Floats:
     """By the size of a row, what it works on over a full micro-batch."""
-    found = np.arange(-SAMPLES, plan.micro_batch_size + 1) / plan.micro_batch_size
-    found[:SAMPLES] = 1.0, plan.micro_batch_shares[-1]
-    return found
+    parts = np.arange(-SAMPLES, plan.micro_batch_size + 1) / plan.micro_batch_size
+    parts[:SAMPLES] = 1.0, plan.micro_batch_shares[-1]
+    return parts
 
+
+RANK = record(
+    "first end stages streams pool position waiting met",
+    "speed update_s begin_s after_s since busy_s owed_s",
+)
+"""Of every rank:
+
+- ``first``, ``end``: where its program is in the rows;
+- ``stages``, ``streams``: its stage s is ``names[stages + s]`` of the plan, streams likewise;
+- ``pool``: the shared cores it computes on, -1 if it has a core of its own;
+- ``speed`` of its device; seconds at speed 1 of its update, and before its first row and after a
+  forward or backward;
+- ``position``: its row; ``since``: when it began that, below 0 if it has not;
+- ``waiting``: the next rank that waits for the same transfer, after the last the first;
+- ``met``: the rank that came to a meeting in its place;
+- ``busy_s``: seconds of computations; ``owed_s``: on shared cores, what its rows take, for the next
+  computation.
+"""
+STREAM_OF = record("first starters way end", "size_bytes latency_s")
+"""Of every stream: its first transfer, the rows that must start a transfer before it moves, where
+the parts of its way are, bytes of a full micro-batch, and what passes from the end of the last part
+to the arrival."""
+PART = record("queue link")
+"""Of every part of a way: parts with equal queues take turns."""
+LINK = record("first end", "bandwidth latency_s")
+"""Of every link, with where its measured times are."""
+TIMING = record("", "size_bytes time_s")
+TRANSFER = record("started waiting", "over_at")
+"""Of every transfer: rows that have started it, the last rank that waits for it (-1 if none does),
+and its end, infinite while it does not move."""
+POOL = record("base cores size alarm", "clock time")
+"""Of every pool of cores: where its ranks are in the heap of work, the cores, the ranks that
+compute, the number of its valid event, its virtual clock, and when that was set."""
+EVENT = record("number item", "time")
+"""An entry of a heap: by time, then by a number that no two entries share."""
+CLOCK = record("queued number met recorded", "now met_s agree_s")
+"""Events in the queue and foreseen so far, ranks that met, records; the end of what is over, when
+the last rank that met came there, and how long all take to agree then."""
+RECORD = record("rank row", "start end")
+"""A row that took time."""
 
 MEET = len(Kind)
 """A row of the simulator's own: all ranks meet before UPDATE."""
@@ -59,174 +100,56 @@ class Programs(NamedTuple):
 
     Args:
         rows: of all different programs; shape [rows, 5].
-        first, end: where each rank's program is in them.
-        stages, stage_base: a rank's stage s is ``stages[stage_base[rank] + s]`` of the plan.
-        streams, stream_base: the same of streams.
-        operation: by kind.
+        ranks: see ``RANK``; what is not of programs is 0.
+        names: what the stages and streams of ranks are in the plan.
     """
 
     rows: Rows
-    first: Integers
-    end: Integers
-    stages: Integers
-    stage_base: Integers
-    streams: Integers
-    stream_base: Integers
-    operation: Integers
-
-
-class Costs(NamedTuple):
-    """What computing takes.
-
-    Args:
-        work_s: seconds of a full micro-batch by kind and stage, on a device of speed 1.
-        update_s: of every rank, on a device of speed 1.
-        speed: of every rank's device.
-        share: by the size of a row, its work and bytes over those of a full micro-batch.
-        pool: of every rank, the shared cores it computes on; -1 if it has a core of its own.
-        pool_cores: cores of every pool.
-        pool_base: where the ranks that compute on a pool are in the arrays of :class:`State`.
-        message_row: by kind, its place in ``MESSAGE_ROWS``; -1 for others.
-        message_s: seconds of these rows for a full micro-batch, by place and stream; no streams if
-            no rows of any rank take time.
-        after_s: of every rank, from a forward or backward to the next row.
-        begin_s: of every rank, before its first row.
-        agree_s: from when the last rank comes to its update until all go on.
-    """
-
-    work_s: Floats
-    update_s: Floats
-    speed: Floats
-    share: Floats
-    pool: Integers
-    pool_cores: Integers
-    pool_base: Integers
-    message_row: Integers
-    message_s: Floats
-    after_s: Floats
-    begin_s: Floats
-    agree_s: float
+    ranks: Records
+    names: Integers
 
 
 class Network(NamedTuple):
-    """What moves and how.
+    """What moves and how."""
+
+    streams: Records
+    parts: Records
+    links: Records
+    timings: Records
+    transfers: Records
+
+
+class Tables(NamedTuple):
+    """Everything of one simulation.
 
     Args:
-        first_transfer: index of the first transfer of every stream.
-        starters: how many rows must have started a transfer before it moves.
-        size_bytes: of a full micro-batch, by stream.
-        latency_s: from the end of the last part of its way to its arrival, by stream.
-        way: where the parts of each stream's way begin; one entry more than streams.
-        queue: what each part is shared with: parts with equal numbers take turns.
-        link: index of each part's link.
-        link_bandwidth, link_latency_s: by link.
-        timing: where each link's measured times begin; one entry more than links.
-        timing_bytes, timing_s: measured times by size.
-    """
-
-    first_transfer: Integers
-    starters: Integers
-    size_bytes: Floats
-    latency_s: Floats
-    way: Integers
-    queue: Integers
-    link: Integers
-    link_bandwidth: Floats
-    link_latency_s: Floats
-    timing: Integers
-    timing_bytes: Floats
-    timing_s: Floats
-
-
-class Heap(NamedTuple):
-    """A binary heap, ordered by time, then by a number that no two entries share."""
-
-    time: Floats
-    number: Integers
-    item: Integers
-
-
-QUEUED, NUMBER, MET, RECORDED, COUNTERS = range(5)
-"""Indices of ``State.counter``: events in the queue, foreseen so far, ranks that met, records."""
-
-
-class State(NamedTuple):
-    """How far everything is.
-
-    Args:
-        now: the end of what is over, and when the last rank that met came there.
-        counter: see ``COUNTERS``.
-        position, since: of every rank, its row, and when it began that; below 0 if it has not.
-        busy_s: of every rank.
-        owed_s: of every rank on shared cores, what its rows take, for the next computation.
-        started: of every transfer, how many rows have started it.
-        over_at: of every transfer; infinite while it does not move.
-        waiting: of every transfer, the last rank that waits for it, -1 if none does.
-        next_waiting: of every waiting rank, the next one, after the last the first.
+        operation: by kind.
+        share: by the size of a row, its work and bytes over those of a full micro-batch.
+        work_s: seconds of a full micro-batch by kind and stage, on a device of speed 1.
+        message_s: seconds of the rows of messages for a full micro-batch, by kind and stream; no
+            streams if no rows of any rank take time.
         free_at: of every queue of the network.
-        met: ranks that met, in order.
-        events: to come, of ranks, and after them of pools.
-        pool_size, pool_clock, pool_time, pool_alarm: of every pool of cores: ranks that compute,
-            its virtual clock, when that was set, and the number of its valid event.
+        queue: a heap of the events to come, of ranks, and after them of pools.
         work: heaps of the ranks that compute on each pool.
-        recorded: start and end of rows that took time; no rows if nothing is recorded.
-        recorded_row: rank and row of each.
+        clock: one record.
+        records: none if nothing is recorded.
     """
 
-    now: Floats
-    counter: Integers
-    position: Integers
-    since: Floats
-    busy_s: Floats
-    owed_s: Floats
-    started: Rows
-    over_at: Floats
-    waiting: Integers
-    next_waiting: Integers
+    rows: Rows
+    ranks: Records
+    names: Integers
+    operation: Integers
+    share: Floats
+    work_s: Floats
+    message_s: Floats
+    streams: Records
+    parts: Records
+    links: Records
+    timings: Records
+    transfers: Records
     free_at: Floats
-    met: Integers
-    events: Heap
-    pool_size: Integers
-    pool_clock: Floats
-    pool_time: Floats
-    pool_alarm: Integers
-    work: Heap
-    recorded: Floats
-    recorded_row: Integers
-
-
-def new_state(programs: Programs, costs: Costs, network: Network, *, record: bool) -> State:
-    """Nothing has happened yet, and all ranks are about to begin, one after the other.
-
-    Args:
-        record: whether to keep when every row began and ended.
-    """
-    ranks, pools = len(programs.first), len(costs.pool_cores)
-    transfers = int(network.first_transfer[-1])
-    events = 2 * (ranks + pools)
-    counter = np.zeros(COUNTERS, dtype=np.int64)
-    counter[[QUEUED, NUMBER]] = ranks
-    shared = int(costs.pool_base[-1])
-    rows = int((programs.end - programs.first).sum()) if record else 0
-    return State(
-        now=np.zeros(2),
-        counter=counter,
-        position=programs.first.copy(),
-        since=np.full(ranks, -1.0),
-        busy_s=np.zeros(ranks),
-        owed_s=np.zeros(ranks),
-        started=np.zeros(transfers, dtype=np.int32),
-        over_at=np.full(transfers, np.inf),
-        waiting=np.full(transfers, -1, dtype=np.int64),
-        next_waiting=np.zeros(ranks, dtype=np.int64),
-        free_at=np.zeros(int(network.queue.max(initial=-1)) + 1),
-        met=np.zeros(ranks, dtype=np.int64),
-        events=Heap(np.zeros(events), np.arange(1, events + 1), np.arange(events)),
-        pool_size=np.zeros(pools, dtype=np.int64),
-        pool_clock=np.zeros(pools),
-        pool_time=np.zeros(pools),
-        pool_alarm=np.zeros(pools, dtype=np.int64),
-        work=Heap(np.zeros(shared), *np.zeros((2, shared), dtype=np.int64)),
-        recorded=np.zeros((rows, 2)),
-        recorded_row=np.zeros((rows, 2), dtype=np.int64),
-    )
+    pools: Records
+    queue: Records
+    work: Records
+    clock: Records
+    records: Records

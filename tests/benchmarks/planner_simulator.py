@@ -107,7 +107,8 @@ def row(ranks: int, micro_batches: int) -> str:
         simulate(plan, cluster)
     times.append(time.perf_counter())
     machine = Machine(plan, cluster)
-    rows = int((machine.programs.end - machine.programs.first).sum())
+    ranks_table = machine.programs.ranks
+    rows = int((ranks_table["end"] - ranks_table["first"]).sum())
     times.append(time.perf_counter())
     machine.run()
     times.append(time.perf_counter())

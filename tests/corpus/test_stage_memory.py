@@ -16,7 +16,7 @@ from replay import peak_of_stage, plan_of, record
 from pipectl.capture import CapturedJob
 from pipectl.cluster import OffloadTarget
 from pipectl.plan import Plan
-from pipectl.planner.activations.blocks import in_blocks
+from pipectl.planner.activations.blocks import BlockPlans
 from pipectl.profiler import profile_job
 from pipectl.runtime.offload import Pages, StageOffload
 
@@ -59,10 +59,9 @@ def test_in_blocks_a_stage_holds_less_than_if_it_recomputes_at_once(tmp_path: Pa
     stage_of = {node.name: 0 for node in job.training_graph(SIZE).operators}
     cut, messages = record(job, SIZE, stage_of)
     at_once = _with(plan_of(profile, stage_of, SIZE, MICRO_BATCHES), recompute=True)
-    peaks = [
-        peak_of_stage(job, cut, plan, 0, messages, tmp_path)
-        for plan in (at_once, in_blocks(at_once, profile))
-    ]
+    (blocks,) = BlockPlans(profile).of(at_once)
+    in_blocks = replace(at_once, stages=(replace(at_once.stages[0], blocks=blocks),))
+    peaks = [peak_of_stage(job, cut, plan, 0, messages, tmp_path) for plan in (at_once, in_blocks)]
     for peak in peaks:
         assert peak.predicted == pytest.approx(peak.measured, rel=0.05, abs=SMALL)
     assert peaks[1].measured < 0.85 * peaks[0].measured

@@ -10,7 +10,7 @@ from pipectl.cluster import Cluster, Device, Node
 from pipectl.errors import InfeasibleError, InvalidInputError
 from pipectl.link import Link
 from pipectl.planner import PlanRequest, make_plan
-from pipectl.planner.activations.blocks import BlockCuts, in_blocks
+from pipectl.planner.activations.blocks import BlockCuts, BlockPlans
 from pipectl.schedule import lower
 from pipectl.simulate import simulate
 
@@ -96,7 +96,7 @@ def test_what_weights_wait_for_is_no_less_in_blocks(deep) -> None:
 
 def test_a_stage_of_one_operator_has_no_blocks(chain) -> None:
     plan = make_plan(chain(2), cluster_of(2), request(recompute=True))
-    assert [stage.blocks for stage in in_blocks(plan, chain(2)).stages] == [None, None]
+    assert BlockPlans(chain(2)).of(plan) == [None, None]
 
 
 def test_borders_are_where_little_crosses_and_no_group_is_cut(make_operator, make_profile) -> None:
@@ -122,8 +122,8 @@ def test_borders_are_where_little_crosses_and_no_group_is_cut(make_operator, mak
 
 def test_the_work_of_blocks_is_that_of_the_stage_twice_forward(deep) -> None:
     plan = make_plan(deep, cluster_of(2), request(recompute=True))
-    for stage in in_blocks(plan, deep).stages:
-        blocks, cost = stage.blocks, stage.cost
+    for stage, blocks in zip(plan.stages, BlockPlans(deep).of(plan), strict=True):
+        cost = stage.cost
         assert blocks is not None
         assert blocks.forward_s == pytest.approx(cost.forward_s)
         twice_s = blocks.recompute_s + blocks.backward_s
@@ -140,6 +140,6 @@ def test_blocks_are_of_stages_that_recompute_with_their_backwards() -> None:
 def test_a_stage_with_its_backward_elsewhere_has_no_blocks(deep) -> None:
     plan = make_plan(deep, cluster_of(2), request(recompute=True))
     first = replace(plan.stages[0], backward_ranks=(1,))
-    found = in_blocks(replace(plan, stages=(first, plan.stages[1])), deep)
-    assert found.stages[0].blocks is None
-    assert found.stages[1].blocks is not None
+    found = BlockPlans(deep).of(replace(plan, stages=(first, plan.stages[1])))
+    assert found[0] is None
+    assert found[1] is not None

@@ -4,10 +4,10 @@ from hypothesis import strategies as st
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link, RowTimes
 from pipectl.planner import PlanRequest
+from pipectl.planner.candidates import Candidates, Judge
 from pipectl.planner.costs.devices import one_each
 from pipectl.planner.costs.stage_costs import least_peaks_bytes
 from pipectl.planner.graph.blocks import condense
-from pipectl.planner.judge import Candidates, Judge
 from pipectl.planner.partition.layout import Layout
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import open_orders
@@ -65,13 +65,15 @@ def test_nothing_is_simulated_below_the_bounds(
         assert problem.baseline_bytes + least[stage] <= found.peak_memory_bytes[stage] + 1
 
 
-def test_judge_returns_what_does_not_fit(chain) -> None:
+def test_what_does_not_fit_is_not_the_best(chain) -> None:
     profile = chain(4)
     request = PlanRequest("job", 8, memory_limit_bytes=10_000)
     problem = Problem(profile, CLUSTERS[0], request, condense(profile))
     judge = Judge(problem)
     small = Candidates(problem, [Layout((0b1, 0b1110), ((0,), (1,)))], 1, [("1f1b", (2, 1))])
     large = Candidates(problem, [Layout((0b1111,), ((0,),))], 8, [("gpipe", (1,))])
-    assert judge.consider(large) == large.taken
-    assert judge.consider(small) == []
+    judge.consider(large)
+    assert large.taken
+    assert judge.best() is None
+    judge.consider(small)
     assert judge.best().candidate == small.taken[0]

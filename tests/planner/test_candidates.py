@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
 from pipectl.planner import PlanRequest
+from pipectl.planner.candidates import Candidates
 from pipectl.planner.graph.blocks import condense
 from pipectl.planner.graph.downsets import Enumeration, all_downsets
-from pipectl.planner.judge import Candidates
 from pipectl.planner.partition.layout import Layout
 from pipectl.planner.partition.moves import neighbours
 from pipectl.planner.problem import Problem

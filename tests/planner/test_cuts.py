@@ -55,9 +55,10 @@ def test_arrays_say_the_same_as_footprints(
         members = [problem.graph.operators_of(blocks) for blocks in partition]
         parts = Footprints(profile).of(members)
         costs = stage_costs(parts, operator_times(profile, size), scale, profile)
-        assert cuts.sums.parameter_bytes[place].tolist() == [c.parameter_bytes for c in costs]
-        assert cuts.sums.gradient_bytes[place].tolist() == [c.accumulated_bytes for c in costs]
-        assert cuts.sums.saved_bytes[place].tolist() == list(parts.saved_bytes)
+        sums = cuts.sums.stages[place]
+        assert sums["parameter_bytes"].tolist() == [c.parameter_bytes for c in costs]
+        assert sums["gradient_bytes"].tolist() == [c.accumulated_bytes for c in costs]
+        assert sums["saved_bytes"].tolist() == list(parts.saved_bytes)
         assert times[0, place].tolist() == pytest.approx([cost.forward_s for cost in costs])
         assert times[1, place].tolist() == pytest.approx([cost.backward_s for cost in costs])
         assert cuts.update_s()[place].tolist() == pytest.approx([c.update_s for c in costs])
@@ -71,8 +72,9 @@ def transfers(sums, place, scale):
     found = {}
     for offset, kind in enumerate((TransferKind.ACTIVATION, TransferKind.GRADIENT)):
         begin, end = sums.first[2 * place + offset : 2 * place + offset + 2]
-        pairs = list(zip(sums.source[begin:end], sums.target[begin:end], strict=True))
+        rows = sums.transfers[begin:end].tolist()
+        pairs = [(source, target) for source, target, _ in rows]
         assert pairs == sorted(set(pairs))
-        for (source, target), size in zip(pairs, sums.size_bytes[begin:end], strict=True):
+        for source, target, size in rows:
             found[kind, source, target] = ceil(size * scale)
     return found

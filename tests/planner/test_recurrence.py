@@ -9,7 +9,8 @@ from pipectl.cluster import Cluster, Device, Node
 from pipectl.graph import TransferKind
 from pipectl.link import Link
 from pipectl.plan import Plan, Stage, StageCost, Transfer
-from pipectl.planner.partition.recurrence import Stages, Transfers, step_s
+from pipectl.planner.partition.estimate import Pipelines, step_times
+from pipectl.planner.partition.recurrence import STAGE, WAY
 from pipectl.schedule.one_f_one_b import policy_a, policy_b
 from pipectl.simulate import simulate
 
@@ -41,53 +42,67 @@ def plan_of(forward, backward, warm_up, micro_batches, transfers, last=8):
     )
 
 
-def stages_of(forward_s, backward_s, warm_up, reduce_s=None, update_s=None):
-    """Stages; without reduction and optimizer where these are not given."""
-    nothing = [0.0] * len(forward_s)
-    reduce_s = nothing if reduce_s is None else reduce_s
-    seconds = (forward_s, backward_s, reduce_s, update_s or nothing)
-    return Stages(*(np.array(each, np.float64) for each in seconds), np.array(warm_up, np.int64))
+def step_time_s(
+    forward_s,
+    backward_s,
+    warm_up,
+    ahead,
+    behind,
+    micro_batches,
+    *,
+    reduce_s=0.0,
+    update_s=0.0,
+    last_share=1.0,
+):
+    """Time of a step by the recurrence.
 
-
-def transfers_of(rows):
-    """Transfers from (source, target, hold_s, late_s)."""
-    columns = zip(*sorted(rows), strict=True) if rows else ((),) * 4
-    types = np.int64, np.int64, np.float64, np.float64
-    return Transfers(*(np.array(c, t) for c, t in zip(columns, types, strict=True)))
-
-
-def step_time_s(stages, activations, gradients, micro_batches, last_share=1.0):
-    """Time of a step, and when every stage is ready to update."""
-    ends = np.zeros(len(stages.forward_s), np.float64)
-    return step_s(stages, activations, gradients, micro_batches, last_share, ends), ends
+    Args:
+        ahead, behind: (source, target, hold_s, late_s) of activations and gradients.
+    """
+    stages = np.zeros((1, len(forward_s)), dtype=STAGE)
+    stages["forward_s"], stages["backward_s"] = [forward_s], [backward_s]
+    stages["reduce_s"], stages["update_s"] = reduce_s, update_s
+    rows = [*sorted(ahead), *sorted(behind)]
+    ways = np.zeros(len(rows), dtype=WAY)
+    ways["source"], ways["target"] = [row[0] for row in rows], [row[1] for row in rows]
+    late_s = [row[3] for row in rows] or [0.0]
+    pipelines = Pipelines(
+        stages,
+        ways,
+        np.array([[row[2] for row in rows]], dtype=np.float64),
+        np.array(late_s[:1]),
+        np.array([0, len(ahead), len(rows)]),
+        np.zeros(1, dtype=np.int64),
+        np.zeros((1, 1), dtype=np.int64),
+    )
+    depths = np.array([warm_up], dtype=np.int64)
+    room, back = np.zeros((2, len(rows)), dtype=WAY), np.zeros((len(forward_s), micro_batches + 2))
+    steps_s = np.zeros((1, 1))
+    step_times(pipelines, depths, micro_batches, last_share, 0, 1, room, back, steps_s)
+    return float(steps_s[0, 0])
 
 
 def recurrence_s(plan, latency_s):
     """The recurrence on what the plan says."""
 
-    def ways(kind):
-        return transfers_of(
-            [
-                (t.source, t.target, t.size_bytes / BYTES_PER_S, latency_s)
-                for t in plan.transfers
-                if t.kind is kind
-            ]
-        )
-
+    ways = [
+        [
+            (t.source, t.target, t.size_bytes / BYTES_PER_S, latency_s)
+            for t in plan.transfers
+            if t.kind is kind
+        ]
+        for kind in (TransferKind.ACTIVATION, TransferKind.GRADIENT)
+    ]
     costs = [stage.cost for stage in plan.stages]
-    stages = stages_of(
+    return step_time_s(
         [c.forward_s for c in costs],
         [c.backward_s for c in costs],
         plan.warm_up,
-        update_s=[c.update_s for c in costs],
-    )
-    return step_time_s(
-        stages,
-        ways(TransferKind.ACTIVATION),
-        ways(TransferKind.GRADIENT),
+        *ways,
         plan.micro_batches,
-        plan.micro_batch_shares[-1],
-    )[0]
+        update_s=[c.update_s for c in costs],
+        last_share=plan.micro_batch_shares[-1],
+    )
 
 
 @st.composite
@@ -184,11 +199,8 @@ def test_it_follows_the_rules_also_where_it_skips_turns(micro_batches, depth):
         warm_up = [min(micro_batches, depth * (count - s - 1) + 1) for s in range(count)]
         ways = [(i, i + 1, t, 0.0) for i, t in enumerate(there)]
         ways_back = [(i + 1, i, t, 0.0) for i, t in enumerate(back)]
-        found_s, _ = step_time_s(
-            stages_of(forward, backward, warm_up, reduce),
-            transfers_of(ways),
-            transfers_of(ways_back),
-            micro_batches,
+        found_s = step_time_s(
+            forward, backward, warm_up, ways, ways_back, micro_batches, reduce_s=reduce
         )
         expected_s = slow_s(forward, backward, there, back, reduce, warm_up, micro_batches)
         assert found_s == pytest.approx(expected_s, rel=1e-10)
@@ -196,7 +208,6 @@ def test_it_follows_the_rules_also_where_it_skips_turns(micro_batches, depth):
 
 def test_a_reduction_hides_behind_earlier_stages():
     """Two stages, one micro-batch: 1 + 1 forward, 1 + 1 backward; the second reduces meanwhile."""
-    nothing = transfers_of([(0, 1, 0.0, 0.0)]), transfers_of([(1, 0, 0.0, 0.0)])
+    ways = [(0, 1, 0.0, 0.0)], [(1, 0, 0.0, 0.0)]
     for reduce, expected in (([0.0, 0.5], 4.0), ([0.0, 2.0], 5.0), ([0.5, 0.0], 4.5)):
-        stages = stages_of([1.0, 1.0], [1.0, 1.0], [1, 1], reduce)
-        assert step_time_s(stages, *nothing, 1)[0] == expected
+        assert step_time_s([1.0, 1.0], [1.0, 1.0], [1, 1], *ways, 1, reduce_s=reduce) == expected

@@ -14,10 +14,9 @@ from pipectl.plan import Replication
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.bounds import work_s
 from pipectl.planner.graph.blocks import condense
+from pipectl.planner.partition.cutter import MANY_RANKS
 from pipectl.planner.partition.layout import Choice
-from pipectl.planner.partition.replicas import MANY_RANKS
 from pipectl.planner.problem import Problem
-from pipectl.planner.replicas import replicated_plans
 from pipectl.planner.request import micro_batch_sizes
 from pipectl.planner.search import search_plans
 from pipectl.profile import OperatorMemory, OptimizerCost
@@ -181,9 +180,9 @@ def test_a_given_number_of_stages_gets_replicas_for_the_ranks_that_are_left(chai
 def test_a_given_number_of_stages_is_looked_for_on_many_ranks(chain) -> None:
     """Though fewer stages would be faster."""
     cluster = cluster_of(MANY_RANKS + 1, Link(1e-6, 1e11))
-    found = replicated_plans(chain(12), cluster, PlanRequest("job", 64, stages=5, replicas=None))
-    assert found
-    assert {len(plan.stages) for plan in found} == {5}
+    found = search_plans(chain(12), cluster, PlanRequest("job", 64, stages=5, replicas=None))
+    assert max(stage.replicas for stage in found.plan.stages) > 1
+    assert {len(plan.stages) for plan in (found.plan, *found.alternatives)} == {5}
 
 
 @pytest.fixture

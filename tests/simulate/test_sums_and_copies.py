@@ -204,8 +204,8 @@ def test_tables_give_the_times_of_links():
     )
     held_s = getattr(hold_s, "py_func", hold_s)
     for size in np.linspace(0, 40, 81):
-        assert held_s(network, 0, size) == link.hold_s(size)
-        assert held_s(network, 1, size) == BETWEEN.hold_s(size)
+        assert held_s(network.links[0], network.timings, size) == link.hold_s(size)
+        assert held_s(network.links[1], network.timings, size) == BETWEEN.hold_s(size)
 
 
 def test_returning_to_python_between_events_changes_nothing(random_case, monkeypatch):

@@ -53,8 +53,8 @@ class BlockCuts:
         places = self._places(inside)
         saved = np.cumsum([0, *self._saved(inside)], dtype=np.float64)
         crossing = self._crossing(inside)
-        found = (_cut(places, saved, crossing, share * saved[-1]) for share in LIMITS)
-        return list(dict.fromkeys(cut for cut in found if cut))
+        cuts = (_cut(places, saved, crossing, share * saved[-1]) for share in LIMITS)
+        return list(dict.fromkeys(cut for cut in cuts if cut))
 
     def _places(self, inside: Sequence[int]) -> list[int]:
         """Where no group of operators is cut, beginning and end included."""
@@ -64,9 +64,9 @@ class BlockCuts:
             if group is not None:
                 spans.setdefault(group, []).append(place)
         within = np.zeros(len(inside) + 2, dtype=np.int64)
-        for found in spans.values():
-            within[found[0] + 1] += 1
-            within[found[-1] + 1] -= 1
+        for span in spans.values():
+            within[span[0] + 1] += 1
+            within[span[-1] + 1] -= 1
         free = np.cumsum(within)[: len(inside) + 1] == 0
         return [int(place) for place in np.flatnonzero(free)]
 
@@ -96,14 +96,14 @@ def _lives(
     place: Mapping[int, int],
 ) -> dict[str, tuple[int, int, int]]:
     """First writer, last reader and bytes of the storages that are made and read in a stage."""
-    found: dict[str, tuple[int, int, int]] = {}
+    lives: dict[str, tuple[int, int, int]] = {}
     for index, made in place.items():
         read = [place[reader] for reader in readers[index] if reader in place]
         if read:
-            first, last, size = found.get(storages[index], (made, made, 0))
+            first, last, size = lives.get(storages[index], (made, made, 0))
             size = max(size, operators[index].output_bytes)
-            found[storages[index]] = first, max(last, *read), size
-    return found
+            lives[storages[index]] = first, max(last, *read), size
+    return lives
 
 
 def _cut(
@@ -119,11 +119,11 @@ def _cut(
         first = min(int(firsts[end]), end - 1)
         start[end] = first + int(np.argmin(least[first:end]))
         least[end] = least[start[end]] + costs[end]
-    found, end = [], int(start[-1])
+    cut, end = [], int(start[-1])
     while end > 0:
-        found.append(places[end])
+        cut.append(places[end])
         end = int(start[end])
-    return tuple(reversed(found))
+    return tuple(reversed(cut))
 
 
 class BlockPlans:
@@ -145,15 +145,15 @@ class BlockPlans:
         key = members, samples, size
         if key not in self._known:
             self._known[key] = self._candidates(*key)
-        found = zip(plan.stages, plan.warm_up, self._known[key], strict=True)
-        return [_least(stage, flying, candidates) for stage, flying, candidates in found]
+        rows = zip(plan.stages, plan.warm_up, self._known[key], strict=True)
+        return [_least(stage, flying, candidates) for stage, flying, candidates in rows]
 
     def _candidates(
         self, members: Members, samples: Sequence[int], size: int
     ) -> list[list[Blocks]]:
         """Blocks of every stage that it may be cut into."""
         cuts = [self._cuts.of(inside) for inside in members]
-        found: list[list[Blocks]] = [[] for _ in members]
+        candidates: list[list[Blocks]] = [[] for _ in members]
         for number in range(max(map(len, cuts), default=0)):
             chosen = [cut[min(number, len(cut) - 1)] if cut else () for cut in cuts]
             cut_up = [
@@ -165,9 +165,9 @@ class BlockPlans:
             for stage, blocks in enumerate(cut_up):
                 if number < len(cuts[stage]):
                     span = range(first, first + len(blocks))
-                    found[stage].append(self._blocks(parts, span, samples[stage], size))
+                    candidates[stage].append(self._blocks(parts, span, samples[stage], size))
                 first += len(blocks)
-        return found
+        return candidates
 
     def _blocks(self, parts: Footprint, span: range, samples: int, size: int) -> Blocks:
         """Some stages of a partition as the blocks of one.
@@ -203,13 +203,6 @@ class BlockPlans:
             peaks=StagePeaks(forward_peak, later_peak, first_peak, 0),
             recompute_peak_bytes=blocks[-1].peaks.forward_bytes,
         )
-
-
-def in_blocks(plan: Plan, profile: Profile) -> Plan:
-    """A plan whose stages recompute, block by block where they hold less then."""
-    blocks = BlockPlans(profile).of(plan)
-    stages = zip(plan.stages, blocks, strict=True)
-    return replace(plan, stages=tuple(replace(stage, blocks=cut) for stage, cut in stages))
 
 
 @dataclass(frozen=True)

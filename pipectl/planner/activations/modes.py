@@ -80,7 +80,7 @@ class ModeSearch:
         If backwards are elsewhere, and stages may recompute, they do if less traffic pays.
         """
         tried = self._trials.run(self._alike(plan, self._allowed[0]))
-        return guess_traffic(tried, self._trials) if self._may_recompute else tried
+        return _guess_traffic(tried, self._trials) if self._may_recompute else tried
 
     def within_memory(self, plan: Plan) -> Plan | None:
         """The fastest of the plans found that differ in the modes of their stages.
@@ -93,7 +93,7 @@ class ModeSearch:
         """
         trials = self._trials
         if trials.fits(plan):
-            return settle_traffic(plan, trials) if self._may_recompute else plan
+            return _settle_traffic(plan, trials) if self._may_recompute else plan
         if len(self._allowed) == 1:
             return None
         stages = range(len(plan.stages))
@@ -192,7 +192,7 @@ def _shares_ranks(plan: Plan, index: int) -> bool:
     )
 
 
-def guess_traffic(plan: Plan, trials: Trials) -> Plan:
+def _guess_traffic(plan: Plan, trials: Trials) -> Plan:
     """The fastest if no stages, those with slow links, or all recompute; of equals the first.
 
     Args:
@@ -211,7 +211,7 @@ def guess_traffic(plan: Plan, trials: Trials) -> Plan:
     return best
 
 
-def settle_traffic(plan: Plan, trials: Trials) -> Plan:
+def _settle_traffic(plan: Plan, trials: Trials) -> Plan:
     """With other choices of single stages, as long as that makes the step shorter.
 
     Args:

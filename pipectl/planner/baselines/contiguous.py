@@ -20,7 +20,7 @@ from pipectl.planner.costs.links import Links
 from pipectl.planner.graph.blocks import condense
 from pipectl.planner.graph.downsets import prefix_downsets
 from pipectl.planner.partition.cut_space import CutSpace
-from pipectl.planner.partition.replicas import consecutive
+from pipectl.planner.partition.layout import consecutive
 from pipectl.profile import Profile
 
 

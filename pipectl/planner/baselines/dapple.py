@@ -25,8 +25,7 @@ import numpy as np
 from pipectl.planner.baselines.pipedream import antichain_states
 from pipectl.planner.baselines.policy import PolicyPlan, Prefixes, Work
 from pipectl.planner.costs.links import Links
-from pipectl.planner.partition.layout import Ranks
-from pipectl.planner.partition.replicas import POLICIES
+from pipectl.planner.partition.layout import POLICIES, Ranks
 from pipectl.profile import Profile
 
 NAME = "dapple"

@@ -29,7 +29,7 @@ from pipectl.planner.costs.links import Links
 from pipectl.planner.graph.blocks import BlockGraph, bits, bitset, condense
 from pipectl.planner.graph.downsets import prefix_downsets
 from pipectl.planner.partition.cut_space import CutSpace
-from pipectl.planner.partition.replicas import consecutive
+from pipectl.planner.partition.layout import consecutive
 from pipectl.profile import Profile
 
 MAX_STATES = 1500
@@ -39,10 +39,10 @@ MAX_STATES = 1500
 def antichain_states(profile: Profile) -> CutSpace:
     """Nothing, then every state of the sequence; the last one is everything."""
     graph = condense(profile)
-    found = [0, *_sequence(graph)] if profile.edge_indices else None
-    if not found or len(found) > MAX_STATES or found[-1] != graph.everything:
-        found = prefix_downsets(graph, 0)
-    return CutSpace(graph, tuple(found), False)
+    downsets = [0, *_sequence(graph)] if profile.edge_indices else None
+    if not downsets or len(downsets) > MAX_STATES or downsets[-1] != graph.everything:
+        downsets = prefix_downsets(graph, 0)
+    return CutSpace(graph, tuple(downsets), False)
 
 
 def _sequence(graph: BlockGraph) -> list[int]:
@@ -89,13 +89,13 @@ def _steps(graph: BlockGraph, antichain: tuple[int, ...]) -> list[tuple[int, ...
     """The antichains that follow: one operator of the augmented antichain steps on."""
     augmented = _augmented(graph, antichain)
     members = bitset(augmented)
-    found = []
+    steps = []
     for block in augmented:
         for after in bits(graph.successors[block]):
             if after not in antichain and not graph.descendants[after] & members:
                 moved = {after if member == block else member for member in augmented}
-                found.append(_maximal(graph, moved))
-    return found
+                steps.append(_maximal(graph, moved))
+    return steps
 
 
 def _maximal(graph: BlockGraph, blocks: set[int]) -> tuple[int, ...]:
@@ -219,9 +219,9 @@ def _join(
     for end in range(len(single)):
         values = np.maximum(head, single[:, end][None, :])
         where = values.argmin(axis=1)
-        found = values[np.arange(len(values)), where]
-        better = found < best[entry, :, end]
-        best[entry, better, end] = found[better]
+        least = values[np.arange(len(values)), where]
+        better = least < best[entry, :, end]
+        best[entry, better, end] = least[better]
         split[entry, better, end] = where[better]
         tail[entry, better, end] = last
 
@@ -232,15 +232,15 @@ def _stages(
     """(start, end, replicas) of the stages between two states on groups of a level."""
     if level < 0:
         return [(*ends, copies)]
-    found: list[tuple[int, int, int]] = []
+    stages: list[tuple[int, int, int]] = []
     start, end = ends
     inside = levels[level - 1].best_s.shape[0] if level else 1
     while levels[level].tail[devices - 1, start, end] > 0:
         at = int(levels[level].split[devices - 1, start, end])
         last = int(levels[level].tail[devices - 1, start, end])
-        found = [*_stages(levels, level - 1, (at, end), inside, copies * last), *found]
+        stages = [*_stages(levels, level - 1, (at, end), inside, copies * last), *stages]
         devices, end = devices - last, at
-    return [*_stages(levels, level - 1, (start, end), inside, copies * devices), *found]
+    return [*_stages(levels, level - 1, (start, end), inside, copies * devices), *stages]
 
 
 def straight_plan(profile: Profile, links: Links, work: Work) -> PolicyPlan:
@@ -248,7 +248,7 @@ def straight_plan(profile: Profile, links: Links, work: Work) -> PolicyPlan:
     devices = len(links.node_of_rank)
     between = bandwidth(links, 0, devices - 1) if devices > 1 else 1.0
     for count in range(devices, 1, -1):
-        found = solved(profile, work, [count], [between], straight=True)
-        if found.value_s < float("inf"):
-            return found
+        plan = solved(profile, work, [count], [between], straight=True)
+        if plan.value_s < float("inf"):
+            return plan
     return solved(profile, work, [], [], straight=True)

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from math import ceil
 
 from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError
 from pipectl.plan import Plan, Replication
 from pipectl.planner.baselines import POLICIES, PolicyPlan, Work, dapple, pipedream
+from pipectl.planner.copies import judged
 from pipectl.planner.costs.links import Links
 from pipectl.planner.explain.what_if import with_ranks
 from pipectl.planner.partition.layout import Choice
 from pipectl.planner.problem import Problem
-from pipectl.planner.replicas import judged, replica_orders
-from pipectl.planner.request import PLACED, PlanRequest, micro_batch_sizes
+from pipectl.planner.request import PLACED, PlanRequest, micro_batch_sizes, open_orders
 from pipectl.profile import Profile
 
 _MICRO_BATCHES_PER_RANK = 4
@@ -53,14 +54,14 @@ def policy_plans(
     # These planners do not look at memory, so nothing recomputes unless all of it shall.
     wanted = replace(request, recompute=bool(request.recompute), blocks=bool(request.blocks))
     problem = Problem(profile, cluster, wanted)
-    found = judged(problem, choices, expired, planner=planner or name)
-    if not found:
+    plans = judged(problem, choices, expired, planner=planner or name)
+    if not plans:
         raise InfeasibleError(
             f"no feasible plan: the stages that {name} chooses need more memory than a rank may "
             f"take, or more replicas than a micro-batch has samples; {name} does not look at it",
             cure=f"raise {request.named('memory_limit')}, or use --planner pipectl",
         )
-    return found
+    return plans
 
 
 def _choices(
@@ -69,12 +70,14 @@ def _choices(
     """Every micro-batch size, schedule and warm-up; none in which a replica gets no sample."""
     way = REPLICATING.get(name, Replication.WHOLE)
     for size in micro_batch_sizes(request, _MICRO_BATCHES_PER_RANK * cluster.ranks):
-        found = _given(name, profile, cluster, request, size)
-        members, replicas = found.members, tuple(map(len, found.ranks))
+        chosen = _given(name, profile, cluster, request, size)
+        members, replicas = chosen.members, tuple(map(len, chosen.ranks))
         if way is Replication.SPLIT and max(replicas) > size:
             continue
-        for schedule, warm_up in replica_orders(replicas, way, size, request):
-            yield Choice(members, found.ranks, size, schedule, warm_up, way)
+        in_turn = replicas if way is Replication.WHOLE else None
+        count = ceil(request.batch_size / size)
+        for schedule, warm_up in open_orders(request, len(replicas), count, in_turn):
+            yield Choice(members, chosen.ranks, size, schedule, warm_up, way)
 
 
 def _given(
@@ -84,8 +87,8 @@ def _given(
     stages = request.fixed_stages
     if stages is not None and name not in REPLICATING:
         cluster = with_ranks(cluster, min(stages, cluster.ranks))
-    found = POLICIES[name](profile, Links(cluster), Work(request.batch_size, size))
-    if stages not in (None, len(found.ranks)):
-        made = f"{name} makes {len(found.ranks)} stages here, not {stages}"
+    chosen = POLICIES[name](profile, Links(cluster), Work(request.batch_size, size))
+    if stages not in (None, len(chosen.ranks)):
+        made = f"{name} makes {len(chosen.ranks)} stages here, not {stages}"
         raise InfeasibleError(f"no feasible plan: {made}", cure=_CURE)
-    return found
+    return chosen

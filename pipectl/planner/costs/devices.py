@@ -119,8 +119,8 @@ def pools(cluster: Cluster) -> tuple[Pool, ...]:
     for rank in range(cluster.ranks):
         device = cluster.device(rank)
         ranks.setdefault((device.speed, device.memory_bytes), []).append(rank)
-    found = [Pool(*kind, tuple(members)) for kind, members in ranks.items()]
-    return tuple(sorted(found, key=lambda pool: (-pool.speed, pool.ranks)))
+    kinds = [Pool(*kind, tuple(members)) for kind, members in ranks.items()]
+    return tuple(sorted(kinds, key=lambda pool: (-pool.speed, pool.ranks)))
 
 
 def mixes(devices: Sequence[Pool], states: int, fewest: int, most: int) -> list[Mix]:
@@ -179,7 +179,7 @@ def _in_turn(kinds: Sequence[int], ranks: Sequence[Sequence[int]]) -> Placement:
 def _spread(cluster: Cluster, pool: Pool, stages: int) -> Placement:
     """Each stage in turn to the node that then has the fewest stages per core."""
     members = groupby(pool.ranks, key=cluster.node_of_rank.__getitem__)
-    ranks = {node: list(found) for node, found in members}
+    ranks = {node: list(group) for node, group in members}
     held = dict.fromkeys(ranks, 0)
     queue = [(1 / cluster.nodes[node].cores, node) for node in ranks]
     heapify(queue)
@@ -213,10 +213,10 @@ def every_placement(cluster: Cluster, stages: int, most: int) -> list[Placement]
             if nodes.count(node) < place.ranks and twins[node].issubset(nodes):
                 yield from extend((*nodes, node))
 
-    found = [] if stages > _MAX_STAGES else list(islice(extend(()), most + 1))
-    if len(found) > most:
+    nodes_of_stages = [] if stages > _MAX_STAGES else list(islice(extend(()), most + 1))
+    if len(nodes_of_stages) > most:
         return []
     ranks: list[list[int]] = [[] for _ in cluster.nodes]
     for rank, home in enumerate(cluster.node_of_rank):
         ranks[home].append(rank)
-    return [_in_turn(nodes, ranks) for nodes in found]
+    return [_in_turn(nodes, ranks) for nodes in nodes_of_stages]

@@ -61,8 +61,8 @@ class Links:
         """The number of the class of a border."""
         key = senders, receivers
         if key not in self._class_of:
-            found = self._describe(*key)
-            self._class_of[key] = self._classes.setdefault(found, len(self._classes))
+            border = self._describe(*key)
+            self._class_of[key] = self._classes.setdefault(border, len(self._classes))
         return self._class_of[key]
 
     def late_s(self) -> Floats:
@@ -76,7 +76,7 @@ class Links:
             last_share: size of the last micro-batch relative to the others, which is taken to need
                 its share of the time; full messages are less where it needs less than that.
         """
-        found = np.zeros((len(self._classes), len(sizes)))
+        busy_s = np.zeros((len(self._classes), len(sizes)))
         for row, each in enumerate(self._classes):
             for number, parts in each.loads:
                 link = self._links[number]
@@ -84,8 +84,8 @@ class Links:
                 if last_share < 1 and link.timings:
                     last = sum(hold_s(link, sizes * part * last_share) for part in parts)
                     held = np.minimum(held, last / last_share)
-                found[row] = np.maximum(found[row], held)
-        return found
+                busy_s[row] = np.maximum(busy_s[row], held)
+        return busy_s
 
     def transfer_s(
         self, size_bytes: float, senders: Sequence[int], receivers: Sequence[int]
@@ -164,14 +164,14 @@ class RankGroups:
     def number(self, layouts: Sequence[Sequence[Ranks]]) -> Integers:
         """The groups of layouts with equally many stages; shape [layouts, stages]."""
         numbers, before = self._numbers, len(self._numbers)
-        found = [[numbers.setdefault(held, len(numbers)) for held in each] for each in layouts]
+        rows = [[numbers.setdefault(held, len(numbers)) for held in each] for each in layouts]
         if len(numbers) > before:
             self._arrays.clear()
         if len(numbers) > len(self._classes):
             larger = np.full((2 * len(numbers),) * 2, -1, dtype=np.int64)
             larger[: len(self._classes), : len(self._classes)] = self._classes
             self._classes = larger
-        return np.array(found, dtype=np.int64)
+        return np.array(rows, dtype=np.int64)
 
     def classes(self, senders: Integers, receivers: Integers) -> Integers:
         """The classes of pairs of groups, those of the given pairs at least; shape [groups] * 2."""
@@ -217,8 +217,8 @@ class RankGroups:
             if number not in self._reductions:
                 self._reductions[number] = self._links.reduction_rate(known[number])
         rates = np.array([self._reductions.get(n, (0.0, 0.0)) for n in range(len(known))])
-        found: Floats = rates[groups, 0] + size_bytes * rates[groups, 1]
-        return np.where(size_bytes > 0, found, 0.0)
+        sum_s: Floats = rates[groups, 0] + size_bytes * rates[groups, 1]
+        return np.where(size_bytes > 0, sum_s, 0.0)
 
     def _by_group(self, figure: str) -> Floats:
         if figure not in self._arrays:

@@ -112,15 +112,15 @@ def _forward(
     level = sum(live.values())
     ends = _ends(operators, memory, borders)
     kept = set(borders.stays)
-    found: list[Level] = [(level, 0)]
+    levels: list[Level] = [(level, 0)]
     for index, (operator, own) in enumerate(zip(operators, memory, strict=True)):
-        found.append((level + own.forward_bytes, 0))
+        levels.append((level + own.forward_bytes, 0))
         live[operator.id] = own.made_bytes
         level += own.made_bytes
         level += sum(size for name, size in operator.saved if _is_own(operator, name))
         kept.update(name for name, _ in operator.saved)
         level -= sum(live.pop(storage, 0) for storage in ends.get(index, set()) - kept)
-    return found
+    return levels
 
 
 def _inputs(
@@ -144,10 +144,10 @@ def _ends(
     for index, (operator, own) in enumerate(zip(operators, memory, strict=True)):
         used = max(index, borders.last_reader.get(operator.id, index))
         last[own.storage] = max(last.get(own.storage, 0), used)
-    found: dict[int, set[str]] = {}
+    ends: dict[int, set[str]] = {}
     for storage, index in last.items():
-        found.setdefault(index, set()).add(storage)
-    return found
+        ends.setdefault(index, set()).add(storage)
+    return ends
 
 
 class _Backward:
@@ -226,8 +226,8 @@ def _is_own(operator: Operator, name: str) -> bool:
 
 def _highest(levels: Sequence[Level]) -> tuple[Level, ...]:
     """Those that are highest at some micro-batch size: none is above them in both parts."""
-    found: list[Level] = []
+    highest: list[Level] = []
     for level in sorted(set(levels), reverse=True):
-        if not found or level[1] > found[-1][1]:
-            found.append(level)
-    return tuple(found)
+        if not highest or level[1] > highest[-1][1]:
+            highest.append(level)
+    return tuple(highest)

@@ -35,8 +35,8 @@ class Times:
 
     def total(self, members: Iterable[int], share: float) -> tuple[float, float]:
         """Forward and backward of several operators together."""
-        found = [self.of(index, share) for index in members]
-        return sum(pair[0] for pair in found), sum(pair[1] for pair in found)
+        pairs = [self.of(index, share) for index in members]
+        return sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)
 
 
 def operator_times(profile: Profile, size: int) -> Times:
@@ -89,10 +89,10 @@ class _Points:
         ]
 
     def at(self, size: int) -> Floats:
-        found = np.zeros((2, self._count))
+        times_s = np.zeros((2, self._count))
         for members, sizes, times in self._groups:
-            found[:, members] = _interpolate(sizes, times, size)
-        return found
+            times_s[:, members] = _interpolate(sizes, times, size)
+        return times_s
 
 
 def _interpolate(sizes: Sequence[int], times: Floats, size: int) -> Floats:
@@ -107,12 +107,12 @@ def _interpolate(sizes: Sequence[int], times: Floats, size: int) -> Floats:
     """
     first: Floats = times[0]
     last: Floats = times[-1]
-    found: Floats = first * size / sizes[0]
+    times_s: Floats = first * size / sizes[0]
     if len(sizes) == 1:
-        return found
+        return times_s
     low = next((at for at in range(len(sizes) - 1) if size <= sizes[at + 1]), len(sizes) - 2)
     slope = (times[low + 1] - times[low]) / (sizes[low + 1] - sizes[low])
-    found = times[low] + slope * (size - sizes[low])
+    times_s = times[low] + slope * (size - sizes[low])
     if size < sizes[0]:
-        return np.minimum(np.maximum(found, first * size / sizes[0]), first)
-    return np.maximum(found, last) if size > sizes[-1] else found
+        return np.minimum(np.maximum(times_s, first * size / sizes[0]), first)
+    return np.maximum(times_s, last) if size > sizes[-1] else times_s

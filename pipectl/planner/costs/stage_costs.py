@@ -40,13 +40,13 @@ def stage_costs(
         scale: micro-batch size over the profile's.
         profile: for what optimizer and stages cost.
     """
-    found, optimizer = [], profile.optimizer_cost
+    costs, optimizer = [], profile.optimizer_cost
     for index, members in enumerate(parts.members):
         parameter_bytes, memory = parts.parameter_bytes[index], parts.memory[index]
         forward_s, backward_s = stage_times(parts, index, times, scale, profile.stage)
         counts = [profile.operators[member].flops for member in members]
         state = optimizer.state_bytes_per_parameter_byte
-        found.append(
+        costs.append(
             StageCost(
                 forward_s=forward_s,
                 backward_s=backward_s,
@@ -61,7 +61,7 @@ def stage_costs(
                 flops=None if None in counts else round(sum(n or 0 for n in counts) * scale),
             )
         )
-    return tuple(found)
+    return tuple(costs)
 
 
 def stage_times(

@@ -9,53 +9,50 @@ where values skip stages.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from pipectl.arrays import Floats, Integers
+from pipectl.arrays import Floats, Integers, Records, record
 from pipectl.planner.costs.liveness import parameter_gradients, trained_parameters
 from pipectl.planner.graph.blocks import bits
 from pipectl.planner.partition.cut_space import CutSpace
 from pipectl.profile import Profile
 
+SUMS = record(
+    floats="parameter_bytes summed_bytes state_bytes saved_bytes activation_bytes gradient_bytes"
+)
+"""Of every downset: parameters, their gradients and the optimizer's state; what is kept for the
+backward of a micro-batch, besides what enters the stage; what crosses a cut at the downset, and
+comes back."""
+
 
 class CostTable(NamedTuple):
-    """Sums by downset for one micro-batch size; bytes as float64.
+    """Sums by downset for one micro-batch size.
 
     Args:
         work_s: forward and backward in stages whose data stays in the cache, and in others; one row
             per number of samples that a replica may get; shape [rows, 2, downsets].
         forward_s: of a recomputation; shape [rows, downsets].
+        sums: shape [downsets].
         stage_s: what a stage takes besides its operators.
         stage_forward_s: the part of it in a forward.
         cache_bytes: 0 if no data stays in a cache.
-        summed_bytes: the parameters' gradients.
-        state_bytes: of the optimizer.
-        saved_bytes: kept for the backward of a micro-batch, besides what enters the stage.
-        activation_bytes, gradient_bytes: what crosses a cut at the downset, and comes back.
     """
 
     work_s: Floats
     forward_s: Floats
+    sums: Records
     stage_s: float
     stage_forward_s: float
     cache_bytes: float
-    parameter_bytes: Floats
-    summed_bytes: Floats
-    state_bytes: Floats
-    saved_bytes: Floats
-    activation_bytes: Floats
-    gradient_bytes: Floats
 
     def reordered(self, order: Integers) -> CostTable:
         """With the downsets in another order."""
-        sums: dict[str, Any] = {
-            name: np.ascontiguousarray(value[..., order])
-            for name, value in self._asdict().items()
-            if isinstance(value, np.ndarray)
-        }
-        return self._replace(**sums)
+        work_s, forward_s = (
+            np.ascontiguousarray(each[..., order]) for each in (self.work_s, self.forward_s)
+        )
+        return self._replace(work_s=work_s, forward_s=forward_s, sums=self.sums[order])
 
 
 def cost_table(
@@ -74,57 +71,51 @@ def cost_table(
     """
     graph, operators = space.graph, profile.operators
     inside = [[operators[index] for index in block.operators] for block in graph.blocks]
-    parameters = space.sums(_first_uses(block.parameters for block in graph.blocks))
-    trained = space.sums(
-        _first_uses(
-            dict(pair for each in block for pair in trained_parameters(each)) for block in inside
-        )
-    )
-    gradients = space.sums(
-        [sum(size for each in block for _, size in parameter_gradients(each)) for block in inside]
+    sums = np.zeros(len(space), dtype=SUMS)
+    sums["parameter_bytes"] = space.sums(_first_uses(block.parameters for block in graph.blocks))
+    trained = (
+        dict(pair for each in block for pair in trained_parameters(each)) for block in inside
     )
     state = profile.optimizer_cost.state_bytes_per_parameter_byte
-    crossing = _crossing(space)
-    sent, returned = (
-        crossing @ np.array(sizes, dtype=np.float64) * scale
-        for sizes in (
-            [value.size_bytes for value in graph.values],
-            [value.gradient_bytes for value in graph.values],
-        )
+    sums["state_bytes"] = state * space.sums(_first_uses(trained))
+    sums["summed_bytes"] = space.sums(
+        [sum(size for each in block for _, size in parameter_gradients(each)) for block in inside]
     )
-    overhead = profile.stage
+    saved = _first_uses(block.saved for block in graph.blocks)
+    sums["saved_bytes"] = space.sums(saved) * scale
+    crossing = _crossing(space)
+    for name, sizes in (
+        ("activation_bytes", [value.size_bytes for value in graph.values]),
+        ("gradient_bytes", [value.gradient_bytes for value in graph.values]),
+    ):
+        sums[name] = crossing @ np.array(sizes, dtype=np.float64) * scale
     # One product per row: other products round otherwise, and ties between chains depend on that.
     work = (work_s[:, :, None] @ space.rows.T)[:, :, 0]
     return CostTable(
         work_s=np.ascontiguousarray(work),
         forward_s=np.stack([space.sums(row) for row in forward_s.tolist()]),
-        stage_s=overhead.forward_s + overhead.backward_s,
-        stage_forward_s=overhead.forward_s,
-        cache_bytes=float(overhead.cache_bytes or 0),
-        parameter_bytes=parameters,
-        summed_bytes=gradients,
-        state_bytes=state * trained,
-        saved_bytes=space.sums(_first_uses(block.saved for block in graph.blocks)) * scale,
-        activation_bytes=sent,
-        gradient_bytes=returned,
+        sums=sums,
+        stage_s=profile.stage.forward_s + profile.stage.backward_s,
+        stage_forward_s=profile.stage.forward_s,
+        cache_bytes=float(profile.stage.cache_bytes or 0),
     )
 
 
 def _first_uses(blocks: Iterable[Mapping[str, int]]) -> list[float]:
     """Bytes of every block that no earlier one names."""
     seen: set[str] = set()
-    found = []
+    sizes = []
     for named in blocks:
-        found.append(float(sum(size for name, size in named.items() if name not in seen)))
+        sizes.append(float(sum(size for name, size in named.items() if name not in seen)))
         seen.update(named)
-    return found
+    return sizes
 
 
 def _crossing(space: CutSpace) -> Floats:
     """1 where a value is made before a cut and read after it; shape [downsets, values]."""
     rows, values = space.rows, space.graph.values
-    found = np.zeros((len(space), len(values)))
+    crossing = np.zeros((len(space), len(values)))
     for place, value in enumerate(values):
         users = list(bits(value.blocks))
-        found[:, place] = rows[:, value.producer] & ~rows[:, users].all(axis=1)
-    return found
+        crossing[:, place] = rows[:, value.producer] & ~rows[:, users].all(axis=1)
+    return crossing

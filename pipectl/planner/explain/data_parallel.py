@@ -64,8 +64,8 @@ class WithoutPipeline:
         A plan that has one stage is no pipeline, and only beaten by what is faster.
         """
         step_s = plan.predicted_step_s
-        found = [each for each in (self.single, self.data_parallel) if each is not None]
-        fast = [each for each in found if each.step_s < CLEARLY * step_s]
+        estimates = [each for each in (self.single, self.data_parallel) if each is not None]
+        fast = [each for each in estimates if each.step_s < CLEARLY * step_s]
         return min(fast, key=lambda each: each.step_s, default=None)
 
     def to_json(self, plan: Plan) -> dict[str, Any]:
@@ -87,8 +87,8 @@ def without_pipeline(
         return WithoutPipeline(alone, None)
     if not _gradient_bytes(profile):
         return WithoutPipeline(alone, None, _NO_SIZE)
-    found = _data_parallel(profile, cluster, request, planner)
-    return WithoutPipeline(alone, found, _NO_ROOM if found is None else "")
+    shared = _data_parallel(profile, cluster, request, planner)
+    return WithoutPipeline(alone, shared, _NO_ROOM if shared is None else "")
 
 
 def _data_parallel(
@@ -97,14 +97,14 @@ def _data_parallel(
     """A whole model on every rank, each with an equal share of the batch."""
     ranks = min(cluster.ranks, request.batch_size)
     distinct = {node.device: node for node in cluster.nodes}.values()
-    found = [
+    estimates = [
         _whole(
             profile, with_ranks(replace(cluster, nodes=(node,)), 1), request, planner, ranks=ranks
         )
         for node in distinct
     ]
-    fitting = [each for each in found if each is not None]
-    if len(fitting) < len(found):
+    fitting = [each for each in estimates if each is not None]
+    if len(fitting) < len(estimates):
         return None
     slowest = max(fitting, key=lambda each: each.step_s)
     crowding = max(1.0, max(node.ranks / node.cores for node in cluster.nodes))

@@ -72,12 +72,12 @@ class Scaling:
     @property
     def pays_until(self) -> Count | None:
         """The last count up to which every further node gave at least half of what it could."""
-        found = self.base
+        last = self.base
         for before, after in pairwise(count for count in self.counts if count.plan is not None):
             if _gain(before, after) < PAYS:
                 break
-            found = after
-        return found
+            last = after
+        return last
 
     def to_json(self) -> dict[str, Any]:
         """The documented object."""

@@ -47,6 +47,14 @@ def with_memory(cluster: Cluster, more_bytes: int) -> Cluster:
     return replace(cluster, nodes=tuple(map(larger, cluster.nodes)))
 
 
+def with_enough_memory(cluster: Cluster) -> Cluster:
+    """No device's memory is limited."""
+    nodes = (
+        replace(node, device=replace(node.device, memory_bytes=None)) for node in cluster.nodes
+    )
+    return replace(cluster, nodes=tuple(nodes))
+
+
 def with_bandwidth(cluster: Cluster, bytes_per_s: float) -> Cluster:
     """Every link with this bandwidth and its own latency; sums follow from the links."""
 

@@ -105,16 +105,16 @@ def prefix_downsets(graph: BlockGraph, cap: int) -> list[int]:
     A sample of the downsets. The graph's own order is always among them, others while they fit
     into ``cap``.
     """
-    found: set[int] = set()
+    prefixes: set[int] = set()
     for order in topological_orders(*_neighbours(graph)):
-        larger, prefix = {*found, 0}, 0
+        larger, prefix = {*prefixes, 0}, 0
         for block in order:
             prefix |= 1 << block
             larger.add(prefix)
-        if found and len(larger) > cap:
+        if prefixes and len(larger) > cap:
             break
-        found = larger
-    return _by_size(found)
+        prefixes = larger
+    return _by_size(prefixes)
 
 
 def _by_size(downsets: Iterable[int]) -> list[int]:
@@ -147,7 +147,7 @@ def topological_orders(before: Neighbours, after: Neighbours) -> list[list[int]]
         [(-latest[block], -block) for block in range(count)],
         [(-block, 0) for block in range(count)],
     ]
-    found = []
+    orders = []
     for rank in ranks:
         missing = [len(held) for held in before]
         ready = [(rank[block], block) for block, number in enumerate(missing) if not number]
@@ -160,8 +160,8 @@ def topological_orders(before: Neighbours, after: Neighbours) -> list[list[int]]
                 missing[following] -= 1
                 if not missing[following]:
                     heapq.heappush(ready, (rank[following], following))
-        found.append(order)
-    return found
+        orders.append(order)
+    return orders
 
 
 class Enumeration:

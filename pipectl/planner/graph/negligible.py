@@ -40,8 +40,8 @@ def merge_negligible(graph: BlockGraph, profile: Profile, share: float) -> Merge
     small = _cheapest(graph, profile, share)
     moved: set[int] = set()
     for neighbour in (_behind, _ahead, _beside):
-        graph, found = _merge(graph, profile, small, neighbour)
-        moved |= found
+        graph, more = _merge(graph, profile, small, neighbour)
+        moved |= more
     return Merged(graph, tuple(sorted(moved)))
 
 
@@ -52,13 +52,13 @@ def _cheapest(graph: BlockGraph, profile: Profile, share: float) -> frozenset[in
         for b in graph.blocks
     ]
     left = share * sum(times)
-    found: list[int] = []
+    cheapest: list[int] = []
     for position in sorted(range(len(times)), key=lambda index: (times[index], index)):
         left -= times[position]
         if left < 0:
             break
-        found += graph.blocks[position].operators
-    return frozenset(found)
+        cheapest += graph.blocks[position].operators
+    return frozenset(cheapest)
 
 
 def _merge(

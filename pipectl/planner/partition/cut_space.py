@@ -83,8 +83,8 @@ class CutSpace:
     @cached_property
     def operators(self) -> Flags:
         """Whether each downset holds each operator; shape [downsets, operators]."""
-        found: Flags = self.rows[:, list(self.graph.block_of)]
-        return found
+        inside: Flags = self.rows[:, list(self.graph.block_of)]
+        return inside
 
     @cached_property
     def follows(self) -> Flags:
@@ -98,8 +98,8 @@ class CutSpace:
 
     def sums(self, figures: Sequence[float]) -> Floats:
         """The sum of figures of the blocks that each downset holds."""
-        found: Floats = self.rows.astype(np.float64) @ np.asarray(figures, dtype=np.float64)
-        return found
+        sums: Floats = self.rows.astype(np.float64) @ np.asarray(figures, dtype=np.float64)
+        return sums
 
     def partition(self, chain: Sequence[int]) -> Partition:
         """The stages between the downsets at some places."""

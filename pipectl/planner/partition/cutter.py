@@ -1,4 +1,4 @@
-"""Good partitions of a graph into a given number of stages with one rank each.
+"""What the dynamic programme is asked for: good stages, with one rank or with replicas.
 
 The smallest bottleneck is a lower bound on what a pipeline can do, but many partitions share it or
 come close, and differ in what they send. So each number of stages gets several: for a few caps of
@@ -7,6 +7,11 @@ bottleneck if messages count as load. Where memory is short, the programme runs 
 every stage: for the smallest bottleneck within the limits, or for the smallest peak of all. Stages
 that recompute keep only what they received, hold the rest in one backward at a time, and compute
 their forward twice.
+
+Stages with replicas count with the slowest device and the smallest memory of the cluster: which
+ranks they take is decided later. That a given load is a question which needs no ranks in its states
+is an idea of Tarnawski, Narayanan and Phanishayee ("Piper: Multidimensional Planner for DNN
+Parallelization", NeurIPS 2021).
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ from pipectl.planner.graph.downsets import Partition
 from pipectl.planner.partition.cut_space import CutSpace
 from pipectl.planner.partition.programme import (
     ADDED,
+    DEVICES,
     ELSEWHERE,
     KEEP,
     LATENCY,
@@ -54,6 +60,18 @@ MANY = 1000
 MAX_FITTING = 1500
 """Downsets of a search within memory limits; with more, prefixes of topological orders are."""
 ROUNDING = 1e-12
+REPLICA_CUTS = 64
+"""Downsets that stages with replicas are cut at: in each part of the work those that send least."""
+REPLICA_CAPS = (1.03, 1.06, 1.1, 1.15, 1.2, 1.3, 1.5, 1.8, 2.5, 5.0, 1e9)
+"""Of the largest load, relative to work that is spread evenly over all ranks."""
+EVERY_COUNT = 24
+"""Up to so many replicas, every number is tried; beyond, about six per doubling."""
+MANY_RANKS = 48
+"""Beyond, a proposal with replicas is the least load for a number of stages."""
+MAX_STAGES = 64
+"""Of such a proposal."""
+PRECISION = 0.005
+"""How far above the least load of a number of stages such a proposal may be."""
 _HELD = ((0.0, 0.0), (0.0, 0.5), (0.5, 0.5), (1.0, 0.5), (1.0, 1.0))
 """Shares that count as memory of what crosses the start of a stage, some of which may only pass by,
 and of buffers and temporary values; from too little to too much."""
@@ -138,12 +156,12 @@ class Cutter:
         goals = [Goal(LATENCY, cap_s * cap) for cap in CAPS]
         most_s = cap_s * (4.0 if len(self._space) <= MANY else 2.0)
         goals += [Goal(LOAD, most_s, messages=each) for each in (ADDED, OVERLAPPED)]
-        found = []
+        cuts = []
         for goal in goals:
             chains = self._run(self._space, self._table(self._space, size), mix, goal)
             if isfinite(chains.value(tallies)):
-                found.append(self._cut(self._space, chains.chain(tallies)))
-        return list(dict.fromkeys(found))
+                cuts.append(self._cut(self._space, chains.chain(tallies)))
+        return list(dict.fromkeys(cuts))
 
     def bound(self, stages: int, size: int, mixes: Sequence[Mix], speeds: Sequence[float]) -> Bound:
         """The proven lower bound on the bottleneck of so many stages.
@@ -178,7 +196,7 @@ class Cutter:
         mix = fit.mix.up_to(stages) if fit.mix.kinds == 1 else fit.mix
         table, tallies = self._table(space, fit.size), mix.tallies(stages)
         options, modes = self._fitting_options(fit, mix, fit.limits_bytes)
-        found: list[Cut] = []
+        cuts: list[Cut] = []
         before: list[tuple[float, Chain]] = []  # with what was counted before, by goal
         for place, (entering, buffers) in enumerate(_HELD if limited else _HELD[-1:]):
             goal = self._fitting_goal(fit, LOAD, entering, buffers, fit.limits_bytes)
@@ -197,10 +215,10 @@ class Cutter:
                 else:
                     chains += self._least(fit, table, options, goal, tallies)
                     if not chains:
-                        return list(dict.fromkeys(found))
-            found += [self._cut(space, chain, modes) for _, chain in chains]
+                        return list(dict.fromkeys(cuts))
+            cuts += [self._cut(space, chain, modes) for _, chain in chains]
             before = chains
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(cuts))
 
     def smallest_peak(self, fit: Fit) -> list[Cut]:
         """Partitions whose most demanding rank, relative to its limit, demands least."""
@@ -209,14 +227,14 @@ class Cutter:
         mix = fit.mix.up_to(stages) if fit.mix.kinds == 1 else fit.mix
         table, tallies = self._table(self._fitting_space, fit.size), mix.tallies(stages)
         options, modes = self._fitting_options(fit, mix, limits)
-        found: list[Cut] = []
+        cuts: list[Cut] = []
         for held in _HELD:
             goal = self._fitting_goal(fit, MEMORY, *held, limits)
             chains = self._least(fit, table, options, goal, tallies)
             if not chains:
                 break
-            found += [self._cut(self._fitting_space, chain, modes) for _, chain in chains]
-        return list(dict.fromkeys(found))
+            cuts += [self._cut(self._fitting_space, chain, modes) for _, chain in chains]
+        return list(dict.fromkeys(cuts))
 
     def _fitting_options(
         self, fit: Fit, mix: Mix, limits: Sequence[float]
@@ -247,7 +265,7 @@ class Cutter:
     ) -> list[tuple[float, Chain]]:
         """The best chain within limits, if there is one, with its value; of short stages first,
         which are nearly always enough; of peaks the best of these, too."""
-        found: list[tuple[float, Chain]] = []
+        chain: list[tuple[float, Chain]] = []
         total_s = float(table.work_s[0, 1, -1]) / min(self._problem.speeds)
         largest_s = float(max(self._problem.block_times(fit.size))) / min(self._problem.speeds)
         short_s = 2 * total_s / len(fit.warm_up) + largest_s + 2 * table.stage_s
@@ -256,11 +274,11 @@ class Cutter:
             chains = best_chains(self._fitting_space, table, options, goal, self._check)
             value = chains.value(tallies)
             if isfinite(value):
-                found = [(value, chains.chain(tallies))]
+                chain = [(value, chains.chain(tallies))]
                 if goal.objective == LOAD:
-                    return found
+                    return chain
                 goal = goal._replace(bound=value)
-        return found
+        return chain
 
     @cached_property
     def _temporary(self) -> int:
@@ -348,6 +366,132 @@ class Cutter:
             tuple(1 if mode == KEEP else 2 for mode in chosen),
         )
 
+    def with_replicas(self, size: int) -> list[Cut]:
+        """Stages with replicas that share every micro-batch.
+
+        Under every cap of the load those that a micro-batch passes fastest; on very many ranks, for
+        every number of stages those of about the least load that the ranks suffice for.
+        """
+        problem, space, ranks = self._problem, self._replica_space, self._problem.cluster.ranks
+        fixed = problem.request.fixed_stages
+        options = self._replica_options(size)
+        samples = [-(-size // int(count)) for count in options.replicas]
+        table = table_of(problem, space, size, samples)  # of the busiest replica, by option
+        goal = Goal(LATENCY)
+        if problem.has_limits and problem.request.recompute is False:
+            # Memory counts; policy A is in flight.
+            depths = np.arange(1, MAX_STAGES + 1, dtype=np.float64)
+            flying = np.minimum(depths, problem.micro_batches(size))
+            baseline = float(problem.baseline_bytes)
+            goal = Goal(LATENCY, flying=flying, temporary_bytes=baseline, entering=0.0)
+        if ranks > MANY_RANKS:
+            cuts = self._least_loads(table, options, goal)
+            return [cut for cut in cuts if fixed in (None, len(cut.partition))]
+        even_s = sum(problem.block_times(size)) / max(problem.speeds) / ranks
+        tallies = np.arange(len(options.following))
+        if fixed is not None:
+            tallies = tallies[tallies // (ranks + 1) == fixed]
+        cuts = []
+        for cap in REPLICA_CAPS:
+            capped = goal._replace(cap_s=even_s * cap)
+            chains = best_chains(space, table, options, capped, self._check)
+            if isfinite(chains.value(tallies)):
+                cuts.append(self._replica_cut(chains, options, tallies))
+        return list(dict.fromkeys(cuts))
+
+    def _least_loads(self, table: CostTable, options: Options, goal: Goal) -> list[Cut]:
+        """For every number of stages, those of about the least load that the ranks suffice for.
+
+        One answer narrows down the least loads of all numbers of stages.
+        """
+        most, ranks = len(options.following) - 1, self._problem.cluster.ranks
+        low, high = np.zeros(most + 1), np.full(most + 1, inf)
+        cuts: dict[int, Cut] = {}
+        cap_s = float(table.work_s[0, 1, -1] + table.stage_s) * 2 / min(self._problem.speeds)
+        goal = goal._replace(objective=DEVICES, messages=OVERLAPPED)
+        while True:
+            capped = goal._replace(cap_s=cap_s)
+            chains = best_chains(self._replica_space, table, options, capped, self._check)
+            for stages in range(1, most + 1):
+                if chains.value(np.array([stages])) > ranks:
+                    low[stages] = max(low[stages], min(cap_s, high[stages]))
+                elif cap_s < high[stages]:
+                    high[stages] = cap_s
+                    cuts[stages] = self._replica_cut(chains, options, np.array([stages]))
+            open_gap = np.where(np.isfinite(high), 1 - low / high, 0.0)
+            widest = int(open_gap.argmax())
+            if open_gap[widest] <= PRECISION:
+                return [cuts[stages] for stages in sorted(cuts)]
+            cap_s = float(low[widest] + high[widest]) / 2
+
+    def _replica_cut(self, chains: Chains, options: Options, tallies: Integers) -> Cut:
+        chain = chains.chain(tallies)
+        replicas = tuple(int(options.replicas[option]) for option in chain.options)
+        partition = self._replica_space.partition(chain.cuts)
+        return Cut(partition, (0,) * len(replicas), devices=replicas)
+
+    @cached_property
+    def _replica_space(self) -> CutSpace:
+        """At most about ``REPLICA_CUTS`` downsets that cover the work evenly, those that send
+        least."""
+        space = self._space
+        if len(space) <= REPLICA_CUTS:
+            return space
+        table = self._table(space, self._problem.profile.micro_batch_size)
+        work = table.work_s[0, 1]
+        moved = table.sums["activation_bytes"] + table.sums["gradient_bytes"]
+        part = np.floor(work / max(work[-1], 1e-30) * (REPLICA_CUTS / 2 - 1)).astype(np.int64)
+        order = np.lexsort((np.arange(len(space)), moved, part))
+        place = np.arange(len(space)) - np.searchsorted(part[order], part[order])
+        kept = sorted({0, len(space) - 1, *order[place < 2].tolist()})
+        return CutSpace(space.graph, tuple(space.downsets[each] for each in kept), False)
+
+    def _replica_options(self, size: int) -> Options:
+        """Every number of replicas, with tallies of the ranks in use, and of the stages beside them
+        if their number is asked for; on very many ranks, of the stages alone."""
+        problem, ranks = self._problem, self._problem.cluster.ranks
+        fixed, links = problem.request.fixed_stages, problem.estimator.links
+        counts = np.array(replica_counts(min(ranks, size)), dtype=np.int64)
+        late_s, rate, summing = np.zeros((3, len(counts)))
+        for place, count in enumerate(counts.tolist()):
+            begins = range(0, max(1, ranks - 2 * count + 1), max(1, ranks // 8))
+            pairs = [
+                (range(at, at + count), range(at + count, min(at + 2 * count, ranks)))
+                for at in begins
+            ]
+            messages = [links.transfer_s(2**20, *pair) for pair in pairs if pair[1]]
+            if messages:
+                late_s[place] = sum(each.late_s for each in messages) / len(messages)
+                rate[place] = sum(each.hold_s for each in messages) / len(messages) / 2**20
+            if count > 1:
+                sums = [links.reduction_rate(tuple(pair[0]))[1] for pair in pairs]
+                summing[place] = sum(sums) / len(sums) / problem.micro_batches(size)
+        if ranks > MANY_RANKS:
+            after = np.arange(1, min(ranks, len(self._replica_space) - 1, MAX_STAGES) + 2)
+            after[-1] = -1
+            following = np.repeat(after[:, None], len(counts), axis=1)
+        else:
+            used = np.arange(ranks + 1)[:, None] + counts
+            following = np.where(used <= ranks, used, -1)
+            if fixed is not None:
+                rows = [
+                    np.where(following >= 0, following + (ranks + 1) * (stage + 1), -1)
+                    for stage in range(fixed)
+                ]
+                following = np.concatenate([*rows, np.full_like(following, -1)])
+        return Options.of(
+            following,
+            row=np.arange(len(counts)),
+            devices=counts,
+            replicas=counts,
+            slowness=1.0 / min(problem.speeds),
+            limit_bytes=min(problem.kind_limits_bytes),
+            state_share=1.0 / counts if problem.request.shard_optimizer else 1.0,
+            latency_s=late_s,
+            s_per_byte=rate,
+            sum_s_per_byte=summing,
+        )
+
     def _cache_matters(self, size: int) -> bool:
         times = (self._problem.block_times(size, cached=each) for each in (True, False))
         return next(times) != next(times)
@@ -359,6 +503,14 @@ class Cutter:
             table = table_of(self._problem, space, size, free=space.moved if least else ())
             self._tables[key] = table._replace(stage_s=0.0) if least else table
         return self._tables[key]
+
+
+def replica_counts(most: int) -> list[int]:
+    """Numbers of replicas to try, rising, up to ``most``."""
+    counts = list(range(1, min(most, EVERY_COUNT) + 1))
+    while counts[-1] < most:
+        counts.append(min(most, max(counts[-1] + 1, round(counts[-1] * 1.125))))
+    return counts
 
 
 def plain_fit(

@@ -16,16 +16,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipectl.arrays import Floats, Integers
+from pipectl.arrays import Floats, Integers, Records
 from pipectl.cluster import Cluster
-from pipectl.compiled import compiled
+from pipectl.compiled import compiled_in_place, part_of_kernel
 from pipectl.planner.assumptions import baseline_bytes
 from pipectl.planner.costs.links import Links, RankGroups
 from pipectl.planner.costs.operator_times import OperatorTimes
 from pipectl.planner.graph.blocks import BlockGraph
 from pipectl.planner.graph.downsets import Partition
 from pipectl.planner.partition.layout import Layout
-from pipectl.planner.partition.recurrence import Stages, Transfers, step_s
+from pipectl.planner.partition.recurrence import STAGE, WAY, step_s
 from pipectl.planner.partition.route_sums import Cuts, PartitionSums
 from pipectl.planner.request import PlanRequest
 from pipectl.profile import Profile
@@ -42,27 +42,21 @@ class Pipelines(NamedTuple):
     """Pipelines of equally many stages, for the kernel.
 
     Args:
-        forward_s, backward_s, reduce_s, update_s: shape [pipelines, stages].
-        source, target: of all transfers of all partitions.
-        hold_s: by class of border; shape [classes, transfers].
+        stages: shape [pipelines, stages].
+        ways: of all partitions; what their messages take depends on the border.
+        hold_s: by class of border; shape [classes, ways].
         late_s: by class of border.
         first: where activations and gradients of partition p begin, at 2 p and 2 p + 1.
         cut: partition of every pipeline.
-        group: of ranks, of every stage; shape [pipelines, stages].
         class_of: borders between two groups; shape [groups, groups].
     """
 
-    forward_s: Floats
-    backward_s: Floats
-    reduce_s: Floats
-    update_s: Floats
-    source: Integers
-    target: Integers
+    stages: Records
+    ways: Records
     hold_s: Floats
     late_s: Floats
     first: Integers
     cut: Integers
-    group: Integers
     class_of: Integers
 
 
@@ -105,19 +99,22 @@ class Estimator:
         last_share = (self._request.batch_size - (count - 1) * size) / size
         pipelines = self._pipelines(cuts, cut, group, size, last_share)
         depths = np.array(warm_ups, dtype=np.int64)
-        found = np.zeros((len(layouts), len(depths)))
-        transfers = len(pipelines.source) // len(cuts.stage_of)
+        steps_s = np.zeros((len(layouts), len(depths)))
+        transfers = len(pipelines.ways) // len(cuts.stage_of)
         actions = count * len(depths) * (depths.shape[1] + transfers)
         chunk = max(1, CHUNK // max(1, actions))
+        most = int(np.diff(pipelines.first).max(initial=0))
+        room = np.zeros((2, most), dtype=WAY)
+        back = np.zeros((depths.shape[1], min(int(depths.max()), count) + 2))
         for begin in range(0, len(layouts), chunk):
             end = min(begin + chunk, len(layouts))
-            step_times(pipelines, depths, count, last_share, begin, end, found)
+            step_times(pipelines, depths, count, last_share, begin, end, room, back, steps_s)
         again = _recomputing(layouts)
         if self._crowded or again.any():
-            full = count - 1 + last_share
-            work = full * (pipelines.forward_s * (1 + again) + pipelines.backward_s)
-            found = np.maximum(found, self._work_s(pipelines, work)[:, None])
-        estimates: Floats = found * (1 - ROUNDING)
+            full, stages = count - 1 + last_share, pipelines.stages
+            work = full * (stages["forward_s"] * (1 + again) + stages["backward_s"])
+            steps_s = np.maximum(steps_s, self._work_s(stages, work)[:, None])
+        estimates: Floats = steps_s * (1 - ROUNDING)
         return estimates
 
     def excess(
@@ -131,18 +128,19 @@ class Estimator:
         if np.isinf(limits).all():
             return np.zeros((len(layouts), len(warm_ups)))
         profile, replicas = self._profile, self._groups.sizes[group]
-        summed = cuts.sums.gradient_bytes[cut]
+        sums = cuts.sums.stages[cut]
+        summed = sums["gradient_bytes"]
         state = profile.optimizer_cost.state_bytes_per_parameter_byte
         state_share = 1.0 / replicas if self._request.shard_optimizer else 1.0
-        resident = baseline_bytes(profile) + cuts.sums.parameter_bytes[cut]
+        resident = baseline_bytes(profile) + sums["parameter_bytes"]
         resident = resident + summed * (1 + state * state_share)
-        saved = cuts.sums.saved_bytes[cut] * (size / profile.micro_batch_size) / replicas
+        saved = sums["saved_bytes"] * (size / profile.micro_batch_size) / replicas
         summing = np.where(replicas > 1, summed * (2 - 1 / replicas), 0.0)
-        found = [
+        shares = [
             (resident + np.maximum(saved * np.array(depths), summing)) / limits - 1
             for depths in warm_ups
         ]
-        excess: Floats = np.maximum(0.0, np.stack([each.max(axis=1) for each in found], axis=1))
+        excess: Floats = np.maximum(0.0, np.stack([each.max(axis=1) for each in shares], axis=1))
         return excess
 
     def _cut(self, layouts: Sequence[Layout]) -> tuple[Integers, Cuts]:
@@ -169,35 +167,32 @@ class Estimator:
             taken = samples == part
             forward_s[taken], backward_s[taken] = forward[taken], backward[taken]
         sums = cuts.sums
-        transfers = int(sums.first[-1])
-        source, target = sums.source[:transfers], sums.target[:transfers]
+        transfers = sums.transfers[: int(sums.first[-1])]
+        source, target = transfers["source"], transfers["target"]
         pairs = np.unique(np.stack([source, target], axis=1), axis=0)
         class_of = groups.classes(group[:, pairs[:, 0]].ravel(), group[:, pairs[:, 1]].ravel())
-        sizes = np.ceil(sums.size_bytes[:transfers] * (size / own))
+        sizes = np.ceil(transfers["size_bytes"] * (size / own))
         # On shared cores it is work that waits for the next computation instead.
         after_s = groups.after_s[group] * (not self._crowded)
-        return Pipelines(
-            forward_s * slowness + after_s,
-            np.where(backward_s > 0, backward_s * slowness + after_s, 0.0),
-            groups.reduce_s(group, sums.gradient_bytes[cut].astype(np.float64)),
-            cuts.update_s()[cut] * slowness,
-            source,
-            target,
-            self.links.hold_s(sizes, last_share),
-            self.links.late_s(),
-            sums.first,
-            cut,
-            group,
-            class_of,
-        )
+        stages = np.zeros(group.shape, dtype=STAGE)
+        stages["group"] = group
+        stages["forward_s"] = forward_s * slowness + after_s
+        stages["backward_s"] = np.where(backward_s > 0, backward_s * slowness + after_s, 0.0)
+        gradient_bytes = sums.stages["gradient_bytes"][cut].astype(np.float64)
+        stages["reduce_s"] = groups.reduce_s(group, gradient_bytes)
+        stages["update_s"] = cuts.update_s()[cut] * slowness
+        ways = np.zeros(len(transfers), dtype=WAY)
+        ways["source"], ways["target"] = source, target
+        hold_s, late_s = self.links.hold_s(sizes, last_share), self.links.late_s()
+        return Pipelines(stages, ways, hold_s, late_s, sums.first, cut, class_of)
 
-    def _work_s(self, pipelines: Pipelines, work: Floats) -> Floats:
+    def _work_s(self, stages: Records, work: Floats) -> Floats:
         """Work of each pipeline's busiest stage, or node over its cores, and the update."""
-        on_nodes = self._groups.on_nodes[pipelines.group]
+        on_nodes = self._groups.on_nodes[stages["group"]]
         total = (work[:, :, None] * on_nodes).sum(axis=1)
         busiest = np.maximum(work.max(axis=1), (total / self._cores).max(axis=1))
-        found: Floats = busiest + pipelines.update_s.max(axis=1)
-        return found
+        work_s: Floats = busiest + stages["update_s"].max(axis=1)
+        return work_s
 
 
 def _recomputing(layouts: Sequence[Layout]) -> Integers:
@@ -208,7 +203,7 @@ def _recomputing(layouts: Sequence[Layout]) -> Integers:
     return np.array([one.recompute or none for one in layouts], dtype=np.int64)
 
 
-@compiled
+@compiled_in_place
 def step_times(
     pipelines: Pipelines,
     warm_ups: Integers,
@@ -216,6 +211,8 @@ def step_times(
     last_share: float,
     begin: int,
     end: int,
+    room: Records,
+    back: Floats,
     steps_s: Floats,
 ) -> None:
     """Fill in the step times of some pipelines.
@@ -223,33 +220,30 @@ def step_times(
     Args:
         warm_ups: by order and stage.
         begin, end: which pipelines.
+        room: for the messages of one pipeline in both directions; shape [2, messages].
+        back: room for the recurrence; see :func:`pipectl.planner.partition.recurrence.step_s`.
         steps_s: shape [pipelines, orders].
     """
-    stages = pipelines.forward_s.shape[1]
     for row in range(begin, end):
-        place = 2 * pipelines.cut[row]
-        ahead = _transfers(pipelines, row, pipelines.first[place], pipelines.first[place + 1])
-        behind = _transfers(pipelines, row, pipelines.first[place + 1], pipelines.first[place + 2])
+        stages, place = pipelines.stages[row], 2 * pipelines.cut[row]
+        first, second = pipelines.first[place], pipelines.first[place + 1]
+        ahead, behind = room[0, : second - first], room[1, : pipelines.first[place + 2] - second]
+        _place(pipelines, stages, first, ahead)
+        _place(pipelines, stages, second, behind)
         for order in range(len(warm_ups)):
-            costs = Stages(
-                pipelines.forward_s[row],
-                pipelines.backward_s[row],
-                pipelines.reduce_s[row],
-                pipelines.update_s[row],
-                warm_ups[order],
+            warm_up = warm_ups[order]
+            steps_s[row, order] = step_s(
+                stages, ahead, behind, warm_up, back, micro_batches, last_share
             )
-            ends = np.zeros(stages, np.float64)
-            steps_s[row, order] = step_s(costs, ahead, behind, micro_batches, last_share, ends)
 
 
-@compiled
-def _transfers(pipelines: Pipelines, row: int, begin: int, end: int) -> Transfers:
-    """The transfers of one pipeline and direction on the links that they take there."""
-    source, target = pipelines.source[begin:end], pipelines.target[begin:end]
-    hold_s, late_s = np.empty(end - begin, np.float64), np.empty(end - begin, np.float64)
-    for way in range(end - begin):
-        groups = pipelines.group[row, source[way]], pipelines.group[row, target[way]]
+@part_of_kernel
+def _place(pipelines: Pipelines, stages: Records, first: int, ways: Records) -> None:
+    """The messages of one pipeline and direction on the links that they take there."""
+    for index in range(len(ways)):
+        way, given = ways[index], pipelines.ways[first + index]
+        way.source, way.target = given.source, given.target
+        groups = stages[given.source].group, stages[given.target].group
         number = pipelines.class_of[groups[0], groups[1]]
-        hold_s[way] = pipelines.hold_s[number, begin + way]
-        late_s[way] = pipelines.late_s[number]
-    return Transfers(source, target, hold_s, late_s)
+        way.hold_s = pipelines.hold_s[number, first + index]
+        way.late_s = pipelines.late_s[number]

@@ -1,20 +1,19 @@
-"""Layouts near a given one, for improving it by simulation.
+"""Layouts one move away from a given one.
 
 Balance alone does not make a step short: with few micro-batches the way of the first one in and of
 the last one out counts as much, and so does what is sent. Moving a border back and forth finds
 what the balanced partitions miss, and so does exchanging the ranks of two stages where ranks
-differ.
+differ. Where stages may have replicas, these move, too, and stages are split and merged.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import combinations
-from typing import NamedTuple
 
 from pipectl.planner.graph.blocks import BlockGraph, bits, bitset
 from pipectl.planner.graph.downsets import Partition
-from pipectl.planner.partition.layout import Layout, Ranks
+from pipectl.planner.partition.layout import Layout, Ranks, consecutive
 
 FRACTIONS = (1 / 2, 1 / 4, 1 / 8, 1 / 16, 0.0)
 """Of a stage's load that moves to its neighbour; 0 is a single block."""
@@ -107,23 +106,16 @@ def _exchanges(ranks: Ranks) -> Iterator[Ranks]:
             yield tuple(changed)
 
 
-class Draft(NamedTuple):
-    """Stages and their numbers of replicas, before they have ranks."""
-
-    partition: Partition
-    replicas: tuple[int, ...]
-
-
 def replica_moves(
-    draft: Draft,
+    layout: Layout,
     graph: BlockGraph,
     loads: Sequence[float],
     ranks: int,
     max_replicas: int,
     *,
     keep_stages: bool,
-) -> Iterator[Draft]:
-    """Drafts one move away.
+) -> Iterator[Layout]:
+    """Layouts one move away, in which stages take the next ranks in the order that they have now.
 
     A border moves, alone or with a replica to or from the neighbour; a replica moves from any stage
     to any other, to a spare rank or from it; two stages exchange their replicas; a stage is split
@@ -131,26 +123,50 @@ def replica_moves(
 
     Args:
         loads: of every block.
+        ranks: of the cluster.
         max_replicas: of a stage.
         keep_stages: whether none is split or merged.
     """
-    partition, replicas = draft
+    partition, replicas = layout.partition, tuple(map(len, layout.ranks))
     stages, spare = len(partition), ranks - sum(replicas)
     fractions = () if len(graph) <= MANY_BLOCKS else FRACTIONS
+    changes: list[tuple[Partition, Sequence[int]]] = []
     for moved in near_partitions(partition, graph, loads, fractions):
         border = next(at for at in range(stages) if moved[at] != partition[at])
         for shift in (0, -1, 1):
             changed = list(replicas)
             changed[border] += shift
             changed[border + 1] -= shift
-            if min(changed) > 0 and max(changed) <= max_replicas:
-                yield Draft(moved, tuple(changed))
-    for changed in _shifts(replicas, spare):
-        if min(changed) > 0 and max(changed) <= max_replicas:
-            yield Draft(partition, tuple(changed))
+            changes.append((moved, changed))
+    changes += [(partition, changed) for changed in _shifts(replicas, spare)]
     if not keep_stages:
-        yield from _splits(draft, loads, spare, max_replicas)
-        yield from _merges(draft, max_replicas)
+        changes += _splits(partition, replicas, loads, spare)
+        changes += _merges(partition, replicas, max_replicas)
+    order = _order(layout, ranks)
+    for cut, counts in changes:
+        if min(counts) > 0 and max(counts) <= max_replicas:
+            yield Layout(cut, consecutive(counts, order))
+
+
+def kicks(layout: Layout, loads: Sequence[float], ranks: int) -> Iterator[Layout]:
+    """Every merge of two stages, and every stage split evenly; to start again from."""
+    partition, replicas = layout.partition, tuple(map(len, layout.ranks))
+    changes = list(_merges(partition, replicas, ranks))
+    for stage, count in enumerate(replicas):
+        blocks = list(bits(partition[stage]))
+        half = _count(blocks, loads, sum(loads[block] for block in blocks) / 2)
+        if count > 1 and half < len(blocks):
+            pair = count // 2, count - count // 2
+            changes.append(_split(partition, replicas, stage, bitset(blocks[:half]), pair))
+    order = _order(layout, ranks)
+    for cut, counts in changes:
+        yield Layout(cut, consecutive(counts, order))
+
+
+def _order(layout: Layout, ranks: int) -> tuple[int, ...]:
+    """The ranks in the order in which the stages have them, then those that none has."""
+    used = [rank for held in layout.ranks for rank in held]
+    return (*used, *sorted(set(range(ranks)).difference(used)))
 
 
 def _shifts(replicas: Sequence[int], spare: int) -> Iterator[list[int]]:
@@ -171,45 +187,39 @@ def _shifts(replicas: Sequence[int], spare: int) -> Iterator[list[int]]:
                 yield changed
 
 
-def kicks(draft: Draft, loads: Sequence[float]) -> Iterator[Draft]:
-    """Every merge of two stages, and every stage split evenly; to start again from."""
-    yield from _merges(draft, sum(draft.replicas))
-    for stage, count in enumerate(draft.replicas):
-        blocks = list(bits(draft.partition[stage]))
-        half = _count(blocks, loads, sum(loads[block] for block in blocks) / 2)
-        if count > 1 and half < len(blocks):
-            yield _split(draft, stage, bitset(blocks[:half]), (count // 2, count - count // 2))
-
-
-def _splits(draft: Draft, loads: Sequence[float], spare: int, max_replicas: int) -> Iterator[Draft]:
+def _splits(
+    partition: Partition, replicas: Sequence[int], loads: Sequence[float], spare: int
+) -> Iterator[tuple[Partition, Sequence[int]]]:
     """Every stage split in graph order, at even steps of its load, with any share of replicas."""
-    for stage, count in enumerate(draft.replicas):
-        blocks, room = list(bits(draft.partition[stage])), count + spare
+    for stage, count in enumerate(replicas):
+        blocks, room = list(bits(partition[stage])), count + spare
         total = sum(loads[block] for block in blocks)
         places = {_count(blocks, loads, total * step / SPLITS) for step in range(1, SPLITS)}
-        step = max(1, room // SPLITS)
         for place in sorted(places - {len(blocks)}):
-            for first in range(1, room, step):
+            for first in range(1, room, max(1, room // SPLITS)):
                 pair = first, room - first
-                if max(pair) <= max_replicas:
-                    yield _split(draft, stage, bitset(blocks[:place]), pair)
+                yield _split(partition, replicas, stage, bitset(blocks[:place]), pair)
 
 
-def _split(draft: Draft, stage: int, first: int, pair: tuple[int, int]) -> Draft:
-    partition, replicas = draft
-    second = partition[stage] & ~first
-    return Draft(
-        (*partition[:stage], first, second, *partition[stage + 1 :]),
+def _split(
+    partition: Partition, replicas: Sequence[int], stage: int, first: int, pair: tuple[int, int]
+) -> tuple[Partition, Sequence[int]]:
+    """With a stage in two, the first of which has some blocks."""
+    halves = first, partition[stage] & ~first
+    return (
+        (*partition[:stage], *halves, *partition[stage + 1 :]),
         (*replicas[:stage], *pair, *replicas[stage + 1 :]),
     )
 
 
-def _merges(draft: Draft, max_replicas: int) -> Iterator[Draft]:
-    partition, replicas = draft
+def _merges(
+    partition: Partition, replicas: Sequence[int], max_replicas: int
+) -> Iterator[tuple[Partition, Sequence[int]]]:
+    """Every two neighbours as one stage."""
     for stage in range(len(partition) - 1):
         both = partition[stage] | partition[stage + 1]
         count = min(max_replicas, replicas[stage] + replicas[stage + 1])
-        yield Draft(
+        yield (
             (*partition[:stage], both, *partition[stage + 2 :]),
             (*replicas[:stage], count, *replicas[stage + 2 :]),
         )

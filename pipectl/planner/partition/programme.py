@@ -20,10 +20,9 @@ from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from pipectl.arrays import Floats, Integers, Words
-from pipectl.compiled import compiled, part_of_kernel
+from pipectl.arrays import Floats, Integers, Records, Words, record
+from pipectl.compiled import compiled_in_place, part_of_kernel
 from pipectl.planner.costs.table import CostTable
 from pipectl.planner.partition.cut_space import CutSpace
 
@@ -40,64 +39,60 @@ Check = Callable[[], None]
 """Called now and then; raises to end the search."""
 
 
+OPTION = record(
+    "kind mode row",
+    "devices replicas slowness limit_bytes state_share latency_s s_per_byte sum_s_per_byte"
+    " copy_s_per_byte",
+)
+"""What a stage may take and do:
+
+- ``kind`` of device, ``mode`` (KEEP or another), and ``row`` of the table's times;
+- ``devices`` that it takes, and ``replicas`` that share the micro-batch;
+- ``slowness`` relative to the profile's device, and memory of a device;
+- ``state_share``: part of the optimizer's state that a device holds;
+- seconds of messages between stages, by bytes of a whole micro-batch; of the sum of gradients over
+  the replicas, spread over the micro-batches; and between the two devices of a stage.
+"""
+_BEST = np.dtype(
+    (
+        np.record,
+        [("value", "f8"), ("end", "i4"), ("rest", "i4"), ("option", "i4"), ("depth", "i4")],
+    )
+)
+"""The best chain from a downset to the end: its value, infinite if there is none; downset and tally
+that its first stage is followed by; the option of that; and how many stages it has."""
+
+
 class Options(NamedTuple):
-    """What a stage may take and do. A *tally* says what is taken, from the end of the pipeline.
+    """What stages may take and do. A *tally* says what is taken, from the end of the pipeline.
 
     Args:
         following: the tally after a stage with each option, -1 if there is none; shape
             [tallies, options].
-        kind: of device.
-        mode: KEEP or another.
-        row: of the table's times.
-        devices: that it takes.
-        replicas: that share the micro-batch.
-        slowness: relative to the profile's device.
-        limit_bytes: memory of a device.
-        state_share: part of the optimizer's state that a device holds.
-        latency_s, s_per_byte: of messages between stages, by bytes of a whole micro-batch.
-        sum_s_per_byte: of the sum of gradients over the replicas, spread over the micro-batches.
-        copy_s_per_byte: between the two devices of a stage.
+        each: of every option.
     """
 
     following: Integers
-    kind: Integers
-    mode: Integers
-    row: Integers
-    devices: Floats
-    replicas: Floats
-    slowness: Floats
-    limit_bytes: Floats
-    state_share: Floats
-    latency_s: Floats
-    s_per_byte: Floats
-    sum_s_per_byte: Floats
-    copy_s_per_byte: float
-
-    def __len__(self) -> int:
-        return len(self.kind)
+    each: Records
 
     @classmethod
-    def of(cls, following: Integers, copy_s_per_byte: float = 0.0, **given: Any) -> Options:
+    def of(cls, following: Integers, **given: Any) -> Options:
         """Options by what sets them apart; otherwise each keeps what it saves, on one device as
         fast as the profile's with enough memory, and messages take no time.
 
         Args:
             given: fields, one number for all options or one for each.
         """
-        count = following.shape[1]
-        whole = ("kind", "mode", "row")
-        one = ("devices", "replicas", "slowness", "state_share")
-        columns = dict.fromkeys(whole, 0) | dict.fromkeys(one, 1.0) | {"limit_bytes": inf}
-        columns |= dict.fromkeys(("latency_s", "s_per_byte", "sum_s_per_byte"), 0.0) | given
-        arrays: dict[str, Any] = {
-            name: np.array(
-                np.broadcast_to(value, count), dtype=np.int64 if name in whole else np.float64
-            )
-            for name, value in columns.items()
-        }
-        return cls(
-            following=np.ascontiguousarray(following), copy_s_per_byte=copy_s_per_byte, **arrays
-        )
+        each = np.zeros(following.shape[1], dtype=OPTION)
+        one = dict.fromkeys(("devices", "replicas", "slowness", "state_share"), 1.0)
+        for name, value in (one | {"limit_bytes": inf} | given).items():
+            each[name] = value
+        return cls(np.ascontiguousarray(following), each)
+
+    @property
+    def replicas(self) -> Floats:
+        """Of every option."""
+        return np.asarray(self.each["replicas"])
 
 
 class Goal(NamedTuple):
@@ -126,25 +121,6 @@ class Goal(NamedTuple):
     limit_bytes: float = inf
 
 
-class Best(NamedTuple):
-    """The best chain from every downset to the end, by tally; shape [downsets, tallies].
-
-    Args:
-        value: infinite where there is none.
-        end, rest: downset and tally that the first stage is followed by.
-        option: of the first stage.
-        depth: stages.
-        reached: range of the tallies that chains from every downset have; shape [downsets, 2].
-    """
-
-    value: Floats
-    end: npt.NDArray[np.int32]
-    rest: npt.NDArray[np.int32]
-    option: npt.NDArray[np.int16]
-    depth: npt.NDArray[np.int32]
-    reached: Integers
-
-
 @dataclass(frozen=True)
 class Chain:
     """Places of downsets from the empty to the full one; options of the stages between."""
@@ -160,23 +136,32 @@ class Chain:
 
 @dataclass(frozen=True)
 class Chains:
-    """What the programme found."""
+    """What the programme found.
 
-    best: Best
+    Args:
+        best: by downset and tally.
+        order: places of the downsets in the space.
+    """
+
+    best: Records
     order: Integers
 
+    def values(self, tallies: Integers) -> Floats:
+        """Of the best chains of all blocks, with some tallies; infinite if there is none."""
+        return np.asarray(self.best["value"][0, tallies])
+
     def value(self, tallies: Integers) -> float:
-        """Of the best chain of all blocks, with some tallies; infinite if there is none."""
-        return float(self.best.value[0, tallies].min(initial=inf))
+        """The least of them."""
+        return float(self.values(tallies).min(initial=inf))
 
     def chain(self, tallies: Integers) -> Chain:
-        """That chain; there must be one."""
-        state = 0, int(tallies[self.best.value[0, tallies].argmin()])
+        """The best chain; there must be one."""
+        state = self.best[0, int(tallies[self.values(tallies).argmin()])]
         cuts, options = [0], []
-        while int(self.best.depth[state]):
-            options.append(int(self.best.option[state]))
-            state = int(self.best.end[state]), int(self.best.rest[state])
-            cuts.append(int(self.order[state[0]]))
+        while state.depth:
+            options.append(int(state.option))
+            cuts.append(int(self.order[state.end]))
+            state = self.best[state.end, state.rest]
         return Chain(tuple(cuts), tuple(options))
 
 
@@ -195,25 +180,24 @@ def best_chains(
     order, words = _by_work(space, costs)
     table = costs.reordered(order)
     states = len(space)
-    shape = states, len(options.following)
-    best = Best(
-        np.full(shape, inf),
-        np.zeros(shape, dtype=np.int32),
-        np.zeros(shape, dtype=np.int32),
-        np.zeros(shape, dtype=np.int16),
-        np.zeros(shape, dtype=np.int32),
-        np.tile(np.array([len(options.following), 0]), (states, 1)),
-    )
-    best.value[-1, 0] = -inf if goal.objective == MEMORY else 0.0
-    best.reached[-1] = 0, 1
+    best = np.zeros((states, len(options.following)), dtype=_BEST)
+    best["value"] = inf
+    best["value"][-1, 0] = -inf if goal.objective == MEMORY else 0.0
+    # The range of the tallies that chains from every downset have.
+    reached = np.tile(np.array([len(options.following), 0]), (states, 1))
+    reached[-1] = 0, 1
+    each = options.each
+    least_slow = float((each["slowness"] / each["devices"]).min())
+    plain = bool(each["kind"].max() == 0 and each["devices"].max() == 1.0)
     chunk = max(1, STEPS // max(1, states * options.following.size))
     for stop in range(states - 1, 0, -chunk):
         check()
-        _extend(words, table, options, goal, best, max(0, stop - chunk), stop)
+        begin = max(0, stop - chunk)
+        _extend(words, table, options, goal, best, reached, begin, stop, least_slow, plain)
     return Chains(best, order)
 
 
-@compiled
+@compiled_in_place
 def fits(costs: CostTable, options: Options, goal: Goal, cuts: Integers, chosen: Integers) -> bool:
     """Whether the stages of a chain stay within memory.
 
@@ -222,9 +206,11 @@ def fits(costs: CostTable, options: Options, goal: Goal, cuts: Integers, chosen:
         chosen: options of the stages between.
     """
     for place in range(len(chosen)):
-        stage = _stage(costs, goal, cuts[place], cuts[place + 1])
+        stage = _stage(
+            costs.sums[cuts[place]], costs.sums[cuts[place + 1]], goal, costs.cache_bytes
+        )
         depth = len(chosen) - 1 - place
-        if _excess_bytes(stage, options, goal, depth, chosen[place]) > 0.0:
+        if _excess_bytes(stage, options.each[chosen[place]], goal, depth) > 0.0:
             return False
     return True
 
@@ -236,21 +222,27 @@ def _by_work(space: CutSpace, costs: CostTable) -> tuple[Integers, Words]:
     return order, np.ascontiguousarray(space.words[order])
 
 
-@compiled
+@compiled_in_place
 def _extend(
     words: Words,
     costs: CostTable,
     options: Options,
     goal: Goal,
-    best: Best,
+    best: Records,
+    reached: Integers,
     begin: int,
     stop: int,
+    least_slow: float,
+    plain: bool,
 ) -> None:
-    """Put a stage that begins at each downset from ``stop`` - 1 down to ``begin`` before chains."""
+    """Put a stage that begins at each downset from ``stop`` - 1 down to ``begin`` before chains.
+
+    Args:
+        least_slow: seconds that some devices take at least for a second of work.
+        plain: whether every stage takes one device of the only kind.
+    """
     states, width = words.shape
     work_s = costs.work_s[0, 0]
-    least_slow = (options.slowness / options.devices).min()
-    plain = options.kind.max() == 0 and options.devices.max() == 1.0
     for start in range(stop - 1, begin - 1, -1):
         most = len(options.following) - 1
         if plain and goal.cap_s > 0.0:  # what is before needs stages, too
@@ -259,7 +251,7 @@ def _extend(
         for end in range(start + 1, states):
             if (work_s[end] - work_s[start]) * least_slow > goal.cap_s:
                 break
-            if best.reached[end, 0] >= min(best.reached[end, 1], most):
+            if reached[end, 0] >= min(reached[end, 1], most):
                 continue
             inside = True
             for word in range(width):
@@ -267,165 +259,151 @@ def _extend(
                     inside = False
                     break
             if inside:
-                _extend_by_stage(costs, options, goal, best, start, end)
+                _extend_by_stage(costs, options, goal, best, reached, start, end)
 
 
 class _Stage(NamedTuple):
-    """What a stage between two downsets holds and sends."""
+    """What a stage between two downsets holds and sends.
+
+    Args:
+        uncached: share of the way from cached to uncached times.
+        fixed_bytes: parameters and their gradients.
+    """
 
     uncached: float
     fixed_bytes: float
     state_bytes: float
     summed_bytes: float
     touched_bytes: float
-    kept_bytes: float
-    buffer_bytes: float
     there_bytes: float
     back_bytes: float
-    crossing_bytes: float
     entering_bytes: float
+    returning_bytes: float
 
 
 @part_of_kernel
-def _stage(costs: CostTable, goal: Goal, start: int, end: int) -> _Stage:
-    touched = costs.saved_bytes[end] - costs.saved_bytes[start]
-    entering, returning = costs.activation_bytes[start], costs.gradient_bytes[start]
-    there, back = costs.activation_bytes[end], costs.gradient_bytes[end]
-    parameters = costs.parameter_bytes[end] - costs.parameter_bytes[start]
-    summed = costs.summed_bytes[end] - costs.summed_bytes[start]
+def _stage(start: Any, end: Any, goal: Goal, cache_bytes: float) -> _Stage:
+    touched = end.saved_bytes - start.saved_bytes
+    parameters = end.parameter_bytes - start.parameter_bytes
+    summed = end.summed_bytes - start.summed_bytes
     share = 1.0
-    if costs.cache_bytes > 0.0:
-        size = 2.0 * parameters + touched + goal.entering * entering
-        share = min(1.0, max(0.0, 2.0 * (size / costs.cache_bytes - 1.0)))
+    if cache_bytes > 0.0:
+        size = 2.0 * parameters + touched + goal.entering * start.activation_bytes
+        share = min(1.0, max(0.0, 2.0 * (size / cache_bytes - 1.0)))
     return _Stage(
         share,
         parameters + summed,
-        costs.state_bytes[end] - costs.state_bytes[start],
+        end.state_bytes - start.state_bytes,
         summed,
         touched,
-        goal.entering * entering,
-        goal.buffers * (entering + there),
-        there,
-        back,
-        entering + returning + there + back,
-        entering,
+        end.activation_bytes,
+        end.gradient_bytes,
+        start.activation_bytes,
+        start.gradient_bytes,
     )
 
 
 @part_of_kernel
-def _load_s(
-    stage: _Stage, costs: CostTable, options: Options, start: int, end: int, option: int
-) -> float:
+def _load_s(stage: _Stage, costs: CostTable, option: Any, start: int, end: int) -> float:
     """What the busiest device of a stage computes, or copies, for one micro-batch."""
-    row, mode, slowness = options.row[option], options.mode[option], options.slowness[option]
+    row, mode, slowness = option.row, option.mode, option.slowness
     fast = costs.work_s[row, 0, end] - costs.work_s[row, 0, start]
     slow = costs.work_s[row, 1, end] - costs.work_s[row, 1, start]
     work_s = fast + (slow - fast) * stage.uncached + costs.stage_s
     again_s = costs.forward_s[row, end] - costs.forward_s[row, start]
     if mode == KEEP:
-        return float(work_s * slowness + stage.summed_bytes * options.sum_s_per_byte[option])
+        return float(work_s * slowness + stage.summed_bytes * option.sum_s_per_byte)
     if mode == RECOMPUTE:
         return float((work_s + again_s) * slowness)
     if mode == ELSEWHERE:
         forward_s = again_s + costs.stage_forward_s
         longer_s = max(forward_s, work_s - forward_s) * slowness
-        return float(max(longer_s, stage.touched_bytes * options.copy_s_per_byte))
-    return float(max(work_s * slowness, stage.entering_bytes * options.copy_s_per_byte))
+        return float(max(longer_s, stage.touched_bytes * option.copy_s_per_byte))
+    return float(max(work_s * slowness, stage.entering_bytes * option.copy_s_per_byte))
 
 
 @part_of_kernel
-def _excess_bytes(stage: _Stage, options: Options, goal: Goal, depth: int, option: int) -> float:
+def _is_allowed(stage: _Stage, option: Any, goal: Goal, load_s: float) -> bool:
+    """Whether a stage does not load or hold too much, whatever comes after it."""
+    if goal.objective == MEMORY:
+        least = stage.fixed_bytes + stage.state_bytes + goal.temporary_bytes - goal.limit_bytes
+        if least >= goal.bound:
+            return False
+    if goal.objective == DEVICES and goal.messages == OVERLAPPED:
+        load_s = max(load_s, max(stage.there_bytes, stage.back_bytes) * option.s_per_byte)
+    return load_s <= goal.cap_s
+
+
+@part_of_kernel
+def _excess_bytes(stage: _Stage, option: Any, goal: Goal, depth: int) -> float:
     """Memory above the limit of a stage with so many stages after it."""
     if len(goal.flying) == 0:
         return -np.inf
     flying = goal.flying[min(depth, len(goal.flying) - 1)]
-    taken = stage.fixed_bytes + stage.state_bytes * options.state_share[option]
-    taken += goal.temporary_bytes - options.limit_bytes[option]
-    if options.mode[option] == RECOMPUTE:
-        return float(taken + flying * stage.kept_bytes + stage.touched_bytes + stage.buffer_bytes)
-    held = stage.touched_bytes + stage.kept_bytes + stage.buffer_bytes
-    replicas = options.replicas[option]
-    if replicas > 1.0:
-        summing = stage.summed_bytes * (2.0 - 1.0 / replicas)
-        return float(taken + max(flying * held / replicas, summing))
+    kept = goal.entering * stage.entering_bytes
+    buffers = goal.buffers * (stage.entering_bytes + stage.there_bytes)
+    taken = stage.fixed_bytes + stage.state_bytes * option.state_share
+    taken += goal.temporary_bytes - option.limit_bytes
+    if option.mode == RECOMPUTE:
+        return float(taken + flying * kept + stage.touched_bytes + buffers)
+    held = stage.touched_bytes + kept + buffers
+    if option.replicas > 1.0:
+        summing = stage.summed_bytes * (2.0 - 1.0 / option.replicas)
+        return float(taken + max(flying * held / option.replicas, summing))
     return float(taken + flying * held)
 
 
 @part_of_kernel
 def _joined(
-    stage: _Stage,
-    options: Options,
-    goal: Goal,
-    option: int,
-    value: float,
-    load_s: float,
-    excess: float,
+    stage: _Stage, option: Any, goal: Goal, value: float, load_s: float, excess: float
 ) -> float:
     """The value of a chain with one stage more before it."""
-    rate = options.s_per_byte[option]
+    rate = option.s_per_byte
     if goal.objective == LATENCY:
         sent_s = (stage.there_bytes + stage.back_bytes) * rate
-        return float(value + load_s + sent_s + 2.0 * options.latency_s[option])
+        return float(value + load_s + sent_s + 2.0 * option.latency_s)
     if goal.objective == MEMORY:
         return max(value, excess)
     if goal.objective == DEVICES:
-        return float(value + options.devices[option])
+        return float(value + option.devices)
+    crossing = stage.entering_bytes + stage.returning_bytes + stage.there_bytes + stage.back_bytes
     if goal.messages == ADDED:
-        load_s += stage.crossing_bytes * rate
+        load_s += crossing * rate
     elif goal.messages == OVERLAPPED:
-        load_s = max(load_s, 0.5 * stage.crossing_bytes * rate)
+        load_s = max(load_s, 0.5 * crossing * rate)
     return max(value, load_s)
 
 
 @part_of_kernel
 def _extend_by_stage(
-    costs: CostTable, options: Options, goal: Goal, best: Best, start: int, end: int
-) -> None:
-    """Put one stage, with every option, before the chains that begin at its end."""
-    stage = _stage(costs, goal, start, end)
-    for option in range(len(options.kind)):
-        feasible = _extend_by_option(stage, costs, options, goal, best, start, end, option)
-        if feasible and goal.objective == DEVICES and len(goal.flying) == 0:
-            break  # options rise by the devices they take
-
-
-@part_of_kernel
-def _extend_by_option(
-    stage: _Stage,
     costs: CostTable,
     options: Options,
     goal: Goal,
-    best: Best,
+    best: Records,
+    reached: Integers,
     start: int,
     end: int,
-    option: int,
-) -> bool:
-    """Put a stage before the chains that begin at its end; False if it loads too much."""
-    least = stage.fixed_bytes + stage.state_bytes + goal.temporary_bytes - goal.limit_bytes
-    if goal.objective == MEMORY and least >= goal.bound:
-        return False
-    load_s = _load_s(stage, costs, options, start, end, option)
-    if load_s > goal.cap_s:
-        return False
-    if goal.objective == DEVICES and goal.messages == OVERLAPPED:
-        crossing_s = max(stage.there_bytes, stage.back_bytes) * options.s_per_byte[option]
-        if crossing_s > goal.cap_s:
-            return False
-    for tally in range(best.reached[end, 0], best.reached[end, 1]):
-        new = options.following[tally, option]
-        if new < 0 or best.value[end, tally] == np.inf:
+) -> None:
+    """Put one stage, with every option, before the chains that begin at its end."""
+    stage = _stage(costs.sums[start], costs.sums[end], goal, costs.cache_bytes)
+    for number in range(len(options.each)):
+        option = options.each[number]
+        load_s = _load_s(stage, costs, option, start, end)
+        if not _is_allowed(stage, option, goal, load_s):
             continue
-        depth = best.depth[end, tally]
-        excess = _excess_bytes(stage, options, goal, depth, option)
-        if goal.objective != MEMORY and excess > 0.0:
-            continue
-        value = _joined(stage, options, goal, option, best.value[end, tally], load_s, excess)
-        if value < goal.bound and value < best.value[start, new]:
-            best.value[start, new] = value
-            best.end[start, new] = end
-            best.rest[start, new] = tally
-            best.option[start, new] = option
-            best.depth[start, new] = depth + 1
-            best.reached[start, 0] = min(best.reached[start, 0], new)
-            best.reached[start, 1] = max(best.reached[start, 1], new + 1)
-    return True
+        for tally in range(reached[end, 0], reached[end, 1]):
+            new, rest = options.following[tally, number], best[end, tally]
+            if new < 0 or rest.value == np.inf:
+                continue
+            excess = _excess_bytes(stage, option, goal, rest.depth)
+            if goal.objective != MEMORY and excess > 0.0:
+                continue
+            value = _joined(stage, option, goal, rest.value, load_s, excess)
+            known = best[start, new]
+            if value < goal.bound and value < known.value:
+                known.value, known.end, known.rest = value, end, tally
+                known.option, known.depth = number, rest.depth + 1
+                reached[start, 0] = min(reached[start, 0], new)
+                reached[start, 1] = max(reached[start, 1], new + 1)
+        if goal.objective == DEVICES and len(goal.flying) == 0:
+            break  # options rise by the devices they take

@@ -22,210 +22,185 @@ are skipped.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any
 
-import numpy as np
-
-from pipectl.arrays import Floats, Integers
-from pipectl.compiled import compiled, part_of_kernel
+from pipectl.arrays import Floats, Integers, Records, record
+from pipectl.compiled import part_of_kernel
 
 SAME = 1e-13
 """Two advances differ by rounding alone if their difference is below this share of the time."""
 
+STAGE = record(
+    "group depth ahead behind", "forward_s backward_s reduce_s update_s end arrived before"
+)
+"""Of every stage, in order:
 
-class Stages(NamedTuple):
-    """The stages in order; seconds of one full micro-batch, replicas folded in.
+- ``group`` of ranks, for :mod:`pipectl.planner.partition.estimate`;
+- seconds of one full micro-batch, replicas folded in; of the sum of gradients, after the last
+  backward; of the update, which begins on all stages at once.
 
-    Args:
-        forward_s, backward_s: of one micro-batch.
-        reduce_s: of the sum of gradients, after the stage's last backward.
-        update_s: of the optimizer, which begins on all stages at once.
-        warm_up: forwards before the first backward; never rises.
-    """
+The rest is filled in: ``depth``, forwards before the first backward; ``ahead`` and ``behind``, its
+first message of either direction; the ``end`` of its last action, also one turn ``before``; when
+the inputs of this turn have ``arrived``.
+"""
+WAY = record("source target", "hold_s late_s free_at before")
+"""Of every message of one direction, by rising source; each has a link of its own:
 
-    forward_s: Floats
-    backward_s: Floats
-    reduce_s: Floats
-    update_s: Floats
-    warm_up: Integers
+- ``hold_s``: time in which the link takes no other message, for a full micro-batch;
+- ``late_s``: latency; what passes between the end of this and the arrival.
 
-
-class Transfers(NamedTuple):
-    """The messages of one direction, by rising source; each has a link of its own.
-
-    Args:
-        hold_s: time in which the link takes no other message, for a full micro-batch.
-        late_s: latency; what passes between the end of this and the arrival.
-    """
-
-    source: Integers
-    target: Integers
-    hold_s: Floats
-    late_s: Floats
+The rest is filled in: when the link is free, also one turn ``before``.
+"""
 
 
-class _Clocks(NamedTuple):
-    """When stages and links are done so far.
-
-    Args:
-        ends: of the last action of every stage.
-        ahead, behind: of the last message of every activation and gradient transfer.
-        arrived: of the inputs of every stage in this turn.
-        back: of the gradients of every stage, by micro-batch modulo the size of the ring.
-    """
-
-    ends: Floats
-    ahead: Floats
-    behind: Floats
-    arrived: Floats
-    back: Floats
-
-
-@compiled
+@part_of_kernel
 def step_s(
-    stages: Stages,
-    activations: Transfers,
-    gradients: Transfers,
+    stages: Records,
+    ahead: Records,
+    behind: Records,
+    warm_up: Integers,
+    back: Floats,
     micro_batches: int,
     last_share: float,
-    ends: Floats,
 ) -> float:
     """Time of a step.
 
     Args:
-        activations: to later stages.
-        gradients: to earlier stages.
+        ahead, behind: activations to later stages, and gradients to earlier ones.
+        warm_up: of every stage; never rises.
+        back: room for when the gradients of every stage are there, by micro-batch modulo the size
+            of the ring: the first depth and one more; shape [stages, at least so many].
         last_share: size of the last micro-batch relative to the others.
-        ends: zeros, one per stage; filled in with when each stage is ready to update.
     """
-    depth = np.empty(len(ends), np.int64)  # no more than there are micro-batches
-    for stage in range(len(ends)):
-        depth[stage] = min(max(stages.warm_up[stage], 1), micro_batches)
-    ring, last = depth[0] + 1, micro_batches - 1
-    clocks = _Clocks(
-        ends,
-        np.zeros(len(activations.source), np.float64),
-        np.zeros(len(gradients.source), np.float64),
-        np.zeros(len(ends), np.float64),
-        np.zeros((len(ends), ring), np.float64),
-    )
-    before = np.zeros(len(ends) + len(clocks.ahead) + len(clocks.behind), np.float64)
-    ahead, behind = _offsets(activations.source, len(ends)), _offsets(gradients.source, len(ends))
+    last, ring = micro_batches - 1, min(max(warm_up[0], 1), micro_batches) + 1
+    _begin(stages, ahead, behind, warm_up, micro_batches)
+    for number in range(len(stages)):
+        for slot in range(ring):
+            back[number, slot] = 0.0
     steady, turn = 0, 0
     while turn < last + ring:
-        _backwards(turn, depth, last, last_share, stages, gradients, behind, clocks)
+        _backwards(turn, ring, last, last_share, stages, behind, back)
         if turn <= last:
-            share = last_share if turn == last else 1.0
-            for stage in range(len(ends)):
-                _forward(stage, share, stages, activations, ahead, clocks)
+            _forwards(last_share if turn == last else 1.0, stages, ahead)
         if ring <= turn < last - 1 - ring:
-            advance_s = _advance(before, clocks)
+            advance_s = _advance(stages, ahead, behind)
             steady = steady + 1 if advance_s >= 0.0 else 0
             if steady > ring:
-                turn += _skip(last - 1 - turn, advance_s, clocks)
+                turn += _skip(last - 1 - turn, ring, advance_s, stages, ahead, behind, back)
         turn += 1
-    return _updated_s(stages, ends)
+    ready_s = update_s = 0.0  # updates begin when the last stage is ready
+    for number in range(len(stages)):
+        ready_s = max(ready_s, stages[number].end + stages[number].reduce_s)
+        update_s = max(update_s, stages[number].update_s)
+    return ready_s + update_s
 
 
 @part_of_kernel
-def _updated_s(stages: Stages, ends: Floats) -> float:
-    """When the slowest update is over, which begins when the last stage is ready."""
-    ready_s = update_s = 0.0
-    for stage in range(len(ends)):
-        ends[stage] += stages.reduce_s[stage]
-        ready_s = max(ready_s, ends[stage])
-        update_s = max(update_s, stages.update_s[stage])
-    return ready_s + update_s
+def _begin(
+    stages: Records, ahead: Records, behind: Records, warm_up: Integers, micro_batches: int
+) -> None:
+    """Nothing has happened yet."""
+    there = returned = 0
+    for number in range(len(stages)):
+        stage = stages[number]
+        stage.depth = min(max(warm_up[number], 1), micro_batches)
+        stage.end = stage.arrived = stage.before = 0.0
+        stage.ahead, stage.behind = there, returned
+        there, returned = _clear(ahead, there, number), _clear(behind, returned, number)
+
+
+@part_of_kernel
+def _clear(ways: Records, place: int, source: int) -> int:
+    """Free the links of a stage's messages, which begin at a place; where the next stage's do."""
+    while place < len(ways) and ways[place].source == source:
+        ways[place].free_at = ways[place].before = 0.0
+        place += 1
+    return place
 
 
 @part_of_kernel
 def _backwards(
     turn: int,
-    depth: Integers,
+    ring: int,
     last: int,
     last_share: float,
-    stages: Stages,
-    gradients: Transfers,
-    first: Integers,
-    clocks: _Clocks,
+    stages: Records,
+    behind: Records,
+    back: Floats,
 ) -> None:
     """The backwards of one turn, the last stage first, and their gradients on their way."""
-    ends, behind, back = clocks.ends, clocks.behind, clocks.back
-    ring = depth[0] + 1
-    for stage in range(len(depth) - 1, -1, -1):
-        index = turn - depth[stage]
+    for number in range(len(stages) - 1, -1, -1):
+        stage = stages[number]
+        index = turn - stage.depth
         if index < 0 or index > last:
             continue
         share, slot = last_share if index == last else 1.0, index % ring
-        ends[stage] = max(ends[stage], back[stage, slot]) + stages.backward_s[stage] * share
-        back[stage, slot] = 0.0
-        for way in range(first[stage], first[stage + 1]):
-            behind[way] = max(behind[way], ends[stage]) + gradients.hold_s[way] * share
-            target = gradients.target[way]
-            back[target, slot] = max(back[target, slot], behind[way] + gradients.late_s[way])
+        stage.end = max(stage.end, back[number, slot]) + stage.backward_s * share
+        back[number, slot] = 0.0
+        place = stage.behind
+        while place < len(behind) and behind[place].source == number:
+            arrived = _pass(behind[place], stage.end, share)
+            target = behind[place].target
+            back[target, slot] = max(back[target, slot], arrived)
+            place += 1
 
 
 @part_of_kernel
-def _forward(
-    stage: int,
-    share: float,
-    stages: Stages,
-    activations: Transfers,
-    first: Integers,
-    clocks: _Clocks,
-) -> None:
-    """One forward of a stage, and its activations on their way."""
-    ends, ahead, arrived = clocks.ends, clocks.ahead, clocks.arrived
-    ends[stage] = max(ends[stage], arrived[stage]) + stages.forward_s[stage] * share
-    arrived[stage] = 0.0
-    for way in range(first[stage], first[stage + 1]):
-        ahead[way] = max(ahead[way], ends[stage]) + activations.hold_s[way] * share
-        target = activations.target[way]
-        arrived[target] = max(arrived[target], ahead[way] + activations.late_s[way])
+def _forwards(share: float, stages: Records, ahead: Records) -> None:
+    """The forwards of one turn, the first stage first, and their activations on their way."""
+    for number in range(len(stages)):
+        stage = stages[number]
+        stage.end = max(stage.end, stage.arrived) + stage.forward_s * share
+        stage.arrived = 0.0
+        place = stage.ahead
+        while place < len(ahead) and ahead[place].source == number:
+            target = stages[ahead[place].target]
+            target.arrived = max(target.arrived, _pass(ahead[place], stage.end, share))
+            place += 1
 
 
 @part_of_kernel
-def _advance(before: Floats, clocks: _Clocks) -> float:
-    """By how much all clocks moved since the last call, -1 if not alike; ``before`` is renewed."""
-    count, more = len(clocks.ends), len(clocks.ends) + len(clocks.ahead)
-    step = clocks.ends[0] - before[0]
-    alike = True
-    for clock in range(len(before)):
-        if clock < count:
-            now = clocks.ends[clock]
-        elif clock < more:
-            now = clocks.ahead[clock - count]
-        else:
-            now = clocks.behind[clock - more]
-        alike = alike and abs(now - before[clock] - step) <= SAME * now
-        before[clock] = now
+def _pass(way: Any, ready: float, share: float) -> float:
+    """When a message arrives that is ready at some time."""
+    way.free_at = max(way.free_at, ready) + way.hold_s * share
+    return float(way.free_at + way.late_s)
+
+
+@part_of_kernel
+def _advance(stages: Records, ahead: Records, behind: Records) -> float:
+    """By how much all clocks moved since the last call, -1 if not alike."""
+    step, alike = stages[0].end - stages[0].before, True
+    for number in range(len(stages)):
+        stage = stages[number]
+        alike = alike and abs(stage.end - stage.before - step) <= SAME * stage.end
+        stage.before = stage.end
+    for ways in (ahead, behind):
+        for place in range(len(ways)):
+            way = ways[place]
+            alike = alike and abs(way.free_at - way.before - step) <= SAME * way.free_at
+            way.before = way.free_at
     return step if alike else -1.0
 
 
 @part_of_kernel
-def _skip(turns: int, advance_s: float, clocks: _Clocks) -> int:
+def _skip(
+    turns: int,
+    ring: int,
+    advance_s: float,
+    stages: Records,
+    ahead: Records,
+    behind: Records,
+    back: Floats,
+) -> int:
     """Let as many whole rings of turns pass as fit; returns the number of turns."""
-    ring: int = clocks.back.shape[1]
     passed = turns // ring * ring
     shift = passed * advance_s
-    for way in range(len(clocks.ahead)):
-        clocks.ahead[way] += shift
-    for way in range(len(clocks.behind)):
-        clocks.behind[way] += shift
-    for stage in range(len(clocks.ends)):
-        clocks.ends[stage] += shift
+    for ways in (ahead, behind):
+        for place in range(len(ways)):
+            ways[place].free_at += shift
+    for number in range(len(stages)):
+        stages[number].end += shift
         for slot in range(ring):
-            if clocks.back[stage, slot] > 0.0:
-                clocks.back[stage, slot] += shift
+            if back[number, slot] > 0.0:
+                back[number, slot] += shift
     return passed
-
-
-@compiled
-def _offsets(source: Integers, count: int) -> Integers:
-    """Where the transfers of every stage begin in a list that rises by source."""
-    first = np.zeros(count + 1, np.int64)
-    for way in range(len(source)):
-        first[source[way] + 1] += 1
-    for stage in range(count):
-        first[stage + 1] += first[stage]
-    return first

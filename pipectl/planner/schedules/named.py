@@ -3,10 +3,9 @@
 :func:`named_plan` makes that of a named schedule or of a user's own, :func:`every_schedule`
 proposes plans of all of them if none is named.
 
-Stages are cut as if every one had a rank of its own, and then lie on the ranks there are: round,
-for interleaved 1F1B and looped breadth-first, in a V for ZB-V and DualPipeV, one per rank for
-ZB-H1. Few micro-batches suffice, as these schedules shorten start and end; several numbers are
-simulated. If devices differ in speed, stages are cut anew for the ranks that they get.
+Stages are cut for balance on the devices of the ranks that they lie on: round, for interleaved 1F1B
+and looped breadth-first, in a V for ZB-V and DualPipeV, one per rank for ZB-H1. Few micro-batches
+suffice, as these schedules shorten start and end; several numbers are simulated.
 """
 
 from __future__ import annotations
@@ -18,32 +17,26 @@ from math import ceil, inf
 
 from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
-from pipectl.plan import Plan
+from pipectl.plan import Plan, Search
 from pipectl.planner.activations.modes import ModeSearch
-from pipectl.planner.assumptions import count_assumptions
+from pipectl.planner.areas import even_partition
 from pipectl.planner.bounds import work_s
-from pipectl.planner.costs.devices import Mix, one_each
+from pipectl.planner.costs.devices import Mix, mixes, one_each, placements
 from pipectl.planner.costs.stage_costs import with_halves
-from pipectl.planner.explorer import straight_plans
-from pipectl.planner.graph.downsets import Partition
-from pipectl.planner.judge import TIE, Trials, largest_stage_load_s, out_of_time
+from pipectl.planner.judge import PLANNER, TIE, Trials, largest_stage_load_s, out_of_time
 from pipectl.planner.partition.cut_space import CutSpace
-from pipectl.planner.partition.cutter import Cutter, Fit
+from pipectl.planner.partition.cutter import Bound, Cutter, Fit
 from pipectl.planner.partition.layout import Choice, Layout, Members
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import PLACED, Order, PlanRequest, micro_batch_sizes
 from pipectl.profile import Profile
 from pipectl.schedule import SCHEDULES
 from pipectl.schedule.listed import Listed
-from pipectl.schedule.one_f_one_b import ONE_F_ONE_B
 from pipectl.schedule.order import Placement, Schedule, Shape
 from pipectl.units import format_bytes
 
 MICRO_BATCHES_PER_RANK = (1, 2, 4, 8)
 """Numbers to try where it is open."""
-LONG = 8
-"""Micro-batches a stage with which start and end of a step hardly count."""
-
 MAX_ACTIONS = 150_000
 """Forwards and backwards of a step; longer ones, which these schedules help least, are not tried if
 the schedule is open."""
@@ -66,42 +59,36 @@ def pipeline_sizes(request: PlanRequest, ranks: int, counts: Sequence[int]) -> l
     return sorted({ceil(request.batch_size / (count * ranks)) for count in counts}, reverse=True)
 
 
-def cuts_for(problem: Problem, cutter: Cutter, ranks: Sequence[int], size: int) -> list[Partition]:
-    """Partitions with the smallest bottleneck, whatever they hold.
+def layouts_for(
+    problem: Problem, cutter: Cutter, ranks: Sequence[int], size: int, *, fixed: bool = True
+) -> list[Layout]:
+    """Stages with the smallest bottleneck, whatever they hold; none if time is up.
 
     Args:
         ranks: of every stage; several may be the same.
         size: samples of a micro-batch.
+        fixed: whether stages lie on these ranks, or on any that suit them.
     """
-    kind_of = {rank: kind for kind, pool in enumerate(problem.devices) for rank in pool.ranks}
-    mix = Mix.ordered([kind_of[rank] for rank in ranks], len(problem.devices))
-    fit = Fit(size, (1,) * len(ranks), mix, (inf,) * len(problem.devices))
+    devices, count = problem.devices, len(ranks)
+    again = (True,) * count if problem.request.recompute else ()
+    if fixed:
+        kind_of = {rank: kind for kind, pool in enumerate(devices) for rank in pool.ranks}
+        ways = [Mix.ordered([kind_of[rank] for rank in ranks], len(devices))]
+    else:
+        ways = mixes(devices, len(problem.graph) + 1, count, count)
+    layouts: dict[Layout, None] = {}
     with suppress(OutOfTimeError):
-        return list(dict.fromkeys(cut.partition for cut in cutter.balanced(fit)))
-    return []
-
-
-def on_ranks(plan: Plan, ranks: Sequence[int], problem: Problem) -> Plan:
-    """The plan with its stages on these ranks; cut anew where devices are not all alike.
-
-    Args:
-        plan: whose stages were cut for whatever rank of the cluster suits them.
-        ranks: of every stage.
-    """
-    stages = zip(plan.stages, ranks, strict=True)
-    moved = tuple(replace(stage, ranks=(rank,)) for stage, rank in stages)
-    found = [replace(plan, stages=moved, node_of_rank=problem.cluster.node_of_rank)]
-    if len(problem.devices) > 1:
-        cutter = Cutter(problem, CutSpace.plain(problem.graph))
-        for partition in cuts_for(problem, cutter, ranks, plan.micro_batch_size):
-            layout, order = Layout(partition, one_each(tuple(ranks))), (plan.schedule, plan.warm_up)
-            cut = problem.plan(problem.choice(layout, plan.micro_batch_size, order))
-            found.append(replace(found[0], stages=cut.stages, transfers=cut.transfers))
-    return min(found, key=lambda each: largest_stage_load_s(each, problem.cluster))
+        for mix in ways:
+            for cut in cutter.balanced(Fit(size, (1,) * count, mix, (inf,) * len(devices))):
+                places = [tuple(ranks)]
+                if not fixed:
+                    places = placements(problem.cluster, devices, cut.kinds)
+                layouts |= {Layout(cut.partition, one_each(p), again): None for p in places}
+    return list(layouts)
 
 
 def every_schedule(
-    problem: Problem, cutter: Cutter, found: Sequence[Plan], *, splits_backward: bool
+    problem: Problem, cutter: Cutter, known: Sequence[Plan], *, splits_backward: bool
 ) -> Iterator[Plan]:
     """Plans without predictions for all schedules of this module, if the request leaves it open.
 
@@ -109,21 +96,21 @@ def every_schedule(
     the micro-batch size of the best plan. With one stage per rank they are those of that plan.
 
     Args:
-        found: plans of other schedules, the best first, or none.
+        known: plans of other schedules, the best first, or none.
         splits_backward: of the schedules to propose.
     """
     ranks, request = problem.cluster.ranks, problem.request
     if ranks == 1 or request.warm_up is not None or request.schedule is not None:
         return
-    cuts: dict[tuple[int, ...], list[Partition]] = {}
+    cuts: dict[tuple[int, ...], list[Layout]] = {}
     straight = [
         (problem.members_of_plan(plan), plan.stages, plan.micro_batch_size)
-        for plan in found[:1]
+        for plan in known[:1]
         if all(stage.replicas == 1 for stage in plan.stages)
     ]
     sizes = pipeline_sizes(request, ranks, MICRO_BATCHES_PER_RANK)
     if request.micro_batches is None:
-        sizes = list(dict.fromkeys([*(plan.micro_batch_size for plan in found[:1]), *sizes]))
+        sizes = list(dict.fromkeys([*(plan.micro_batch_size for plan in known[:1]), *sizes]))
     for name in PLACED:
         schedule = SCHEDULES[name]
         if not schedule.flushes or schedule.splits_backward != splits_backward:
@@ -148,7 +135,7 @@ def _several_stages(
     cutter: Cutter,
     schedule: Schedule,
     sizes: Sequence[int],
-    cuts: dict[tuple[int, ...], list[Partition]],
+    cuts: dict[tuple[int, ...], list[Layout]],
 ) -> Iterator[tuple[Members, Sequence[int], int]]:
     """Several stages on every rank, with their ranks and micro-batch sizes.
 
@@ -163,10 +150,10 @@ def _several_stages(
             places = schedule.placement.ranks(stages, ranks)
             assert places is not None
             if places not in cuts:
-                cuts[places] = cuts_for(problem, cutter, places, sizes[0])
-            for partition in cuts[places]:
+                cuts[places] = layouts_for(problem, cutter, places, sizes[0])
+            for layout in cuts[places]:
                 for size in sizes:
-                    yield problem.members(partition), places, size
+                    yield problem.members(layout.partition), places, size
 
 
 def named_plan(
@@ -189,22 +176,60 @@ def named_plan(
         sizes = pipeline_sizes(request, len(set(places)), MICRO_BATCHES_PER_RANK)
     else:
         places, sizes = list(listed.rank_of_stage), [_size_of_lists(listed, request, cluster)]
-    wide = one_rank_per_stage(cluster, ceil(len(places) / cluster.ranks))
-    long_step = replace(request, listed=None, warm_up=None, backward_apart=False)
-    trials = Trials(problem, expired)
-    found: list[Plan] = []
+
+    def check() -> None:
+        if expired():
+            raise out_of_time()
+
+    schedule = None if listed is not None else SCHEDULES[request.schedule or ""]
+    fixed = schedule is None or schedule.placement is not Placement.STRAIGHT
+    cutter, trials = Cutter(problem, CutSpace.plain(problem.graph), check), Trials(problem, expired)
+    plans: list[Plan] = []
     for size in sizes:
-        if not (expired() and any(map(trials.fits, found))):
-            balanced_step = balanced(long_step, len(places), size)
-            (cut,) = straight_plans(profile, wide, balanced_step, expired, 0)
-            if listed is not None:
-                plans = [_in_lists(on_ranks(cut, places, problem), request)]
-            else:
-                placed = _placed(cut, problem, places)
-                orders = placed_orders(placed, request, placed.micro_batches)
-                plans = [replace(placed, warm_up=warm_up) for _, warm_up in orders]
-            found += [trials.run(with_halves(plan, profile)) for plan in plans]
-    return fastest_that_fits(found, trials)
+        if expired() and any(map(trials.fits, plans)):
+            break
+        layouts = layouts_for(problem, cutter, places, size, fixed=fixed)
+        if not layouts:
+            cut = even_partition(problem, len(places), size)
+            again = (True,) * len(places) if request.recompute else ()
+            layouts = [Layout(cut, one_each(tuple(places)), again)]
+        search = _search(problem, cutter, places, size, finished=not expired())
+        for layout in layouts:
+            for plan in _in_order(problem, layout, size):
+                tried = trials.run(with_halves(plan, profile))
+                plans.append(replace(tried, search=search))
+    return fastest_that_fits(plans, trials)
+
+
+def _in_order(problem: Problem, layout: Layout, size: int) -> Iterator[Plan]:
+    """The stages in every order that is asked for."""
+    request, listed = problem.request, problem.request.listed
+    if listed is not None:
+        plan = problem.plan(problem.choice(layout, size, (listed.name, listed.warm_up)))
+        assumptions = *plan.assumptions, *notices(listed)
+        yield replace(plan, actions=listed.text, assumptions=assumptions)
+        return
+    assert request.schedule is not None
+    ranks = len(set(layout.ranks))
+    for order in placed_orders(
+        request.schedule, len(layout.ranks), ranks, request, problem.micro_batches(size)
+    ):
+        yield problem.plan(problem.choice(layout, size, order))
+
+
+def _search(
+    problem: Problem, cutter: Cutter, places: Sequence[int], size: int, *, finished: bool
+) -> Search:
+    """What is known of the largest stage of such plans."""
+    speeds = sorted((problem.cluster.device(rank).speed for rank in places), reverse=True)
+    least = problem.block_times(size, cached=True)
+    bound = Bound(max(sum(least) / sum(speeds), max(least) / speeds[0]), False)
+    if len(problem.devices) == 1:
+        with suppress(OutOfTimeError):
+            bound = cutter.bound(len(places), size, [Mix.ordered([0] * len(places), 1)], speeds)
+    return Search(
+        PLANNER, bound.load_s, bound.load_s, bound.exact, planning_s=0.0, finished=finished
+    )
 
 
 def _size_of_lists(listed: Listed, request: PlanRequest, cluster: Cluster) -> int:
@@ -228,22 +253,6 @@ def _size_of_lists(listed: Listed, request: PlanRequest, cluster: Cluster) -> in
             cure="use more ranks, or a schedule of fewer",
         )
     return size
-
-
-def _in_lists(placed: Plan, request: PlanRequest) -> Plan:
-    """The stages of a plan in the order of the request's lists."""
-    listed = request.listed
-    assert listed is not None
-    return replace(
-        placed,
-        schedule=listed.name,
-        actions=listed.text,
-        warm_up=listed.warm_up,
-        batch_size=request.batch_size,
-        micro_batches=listed.micro_batches,
-        memory_limit_bytes=request.memory_limit_bytes,
-        assumptions=(*placed.assumptions, *notices(listed)),
-    )
 
 
 def notices(listed: Listed) -> tuple[str, ...]:
@@ -289,68 +298,25 @@ def _places(request: PlanRequest, ranks: int, blocks: int) -> list[int]:
     return list(places)
 
 
-def one_rank_per_stage(cluster: Cluster, chunks: int) -> Cluster:
-    """The cluster with every rank as often as it has chunks, and memory for all."""
-    nodes = tuple(
-        replace(
-            node,
-            ranks=chunks * node.ranks,
-            cores=chunks * node.cores,
-            device=replace(node.device, memory_bytes=None),
-        )
-        for node in cluster.nodes
-    )
-    return replace(cluster, nodes=nodes)
-
-
-def balanced(request: PlanRequest, stages: int, size: int) -> PlanRequest:
-    """A long step, so that nothing but the largest stage matters."""
-    count = LONG * stages
-    return replace(
-        request,
-        stages=stages,
-        schedule=ONE_F_ONE_B.name,
-        warm_up=None,
-        batch_size=count * size,
-        micro_batches=count,
-        memory_limit_bytes=None,
-        replicas=1,
-    )
-
-
-def _placed(cut: Plan, problem: Problem, places: list[int]) -> Plan:
-    """The stages on their ranks, in a step of the batch."""
-    request, size = problem.request, cut.micro_batch_size
-    assert request.schedule is not None
-    if SCHEDULES[request.schedule].placement is Placement.STRAIGHT:
-        # Any rank suits a stage, and each was cut for its own.
-        places = [stage.ranks[0] for stage in cut.stages]
-    count = problem.micro_batches(size)
-    return replace(
-        on_ranks(cut, places, problem),
-        schedule=request.schedule,
-        batch_size=request.batch_size,
-        micro_batches=count,
-        assumptions=(*cut.assumptions, *count_assumptions(request, count, size)),
-    )
-
-
 def placed_orders(
-    plan: Plan, request: PlanRequest, micro_batches: int, replicas: Sequence[int] | None = None
+    schedule: str,
+    stages: int,
+    ranks: int,
+    request: PlanRequest,
+    micro_batches: int,
+    replicas: tuple[int, ...] | None = None,
 ) -> list[Order]:
-    """Orders to try of a plan whose schedule is one of these.
+    """Orders to try with one of these schedules.
 
     Args:
+        ranks: over which the stages lie.
         replicas: of every stage, if they take whole micro-batches in turn.
     """
-    ranks = len({stage.ranks for stage in plan.stages})
-    in_turn = None if replicas is None else tuple(replicas)
-    shape = Shape(len(plan.stages), ranks, micro_batches, in_turn)
-    warm_ups = SCHEDULES[plan.schedule].warm_ups(shape)
+    warm_ups = SCHEDULES[schedule].warm_ups(Shape(stages, ranks, micro_batches, replicas))
     if request.warm_up is not None:
         warm_ups = [request.warm_up]
     depths = (tuple(min(depth, micro_batches) for depth in each) for each in warm_ups)
-    return [(plan.schedule, warm_up) for warm_up in dict.fromkeys(depths)]
+    return [(schedule, warm_up) for warm_up in dict.fromkeys(depths)]
 
 
 def fastest_that_fits(plans: list[Plan], trials: Trials) -> Plan:

@@ -13,26 +13,24 @@ from math import ceil
 from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
-from pipectl.planner.activations.blocks import in_blocks
-from pipectl.planner.activations.modes import guess_traffic, settle_traffic
+from pipectl.planner.activations.modes import ModeSearch
 from pipectl.planner.assumptions import count_assumptions
-from pipectl.planner.explorer import straight_plans
+from pipectl.planner.explain.what_if import with_enough_memory
+from pipectl.planner.explorer import explore
 from pipectl.planner.judge import Trials
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import PlanRequest, stage_counts
-from pipectl.planner.schedules.named import (
-    balanced,
-    fastest_that_fits,
-    one_rank_per_stage,
-    pipeline_sizes,
-)
+from pipectl.planner.schedules.named import fastest_that_fits, pipeline_sizes
 from pipectl.planner.variants import varied_plans
 from pipectl.profile import Profile
 from pipectl.schedule import SCHEDULES, default_warm_up
+from pipectl.schedule.one_f_one_b import ONE_F_ONE_B
 
 MICRO_BATCHES_PER_RANK = (1, 2, 4)
 """Numbers to try where it is open; with fewer than one a rank, the two versions of the weights
 that there are would let the pipeline run dry."""
+LONG = 8
+"""Micro-batches a stage with which start and end of a step hardly count."""
 
 
 def unflushed_plan(
@@ -48,36 +46,34 @@ def unflushed_plan(
     Raises:
         InfeasibleError: nothing fits, or the micro-batches do not suit the schedule.
     """
-    found: list[Plan] = []
+    plans: list[Plan] = []
     reason: Exception | None = None
     problem = Problem(profile, cluster, request)
     trials = Trials(problem, expired)
+    modes = ModeSearch(trials, (bool(request.offload),))
     for wanted in _long_steps(problem):
-        if expired() and any(map(trials.fits, found)):
+        if expired() and any(map(trials.fits, plans)):
             break
         try:  # balanced, and if that does not fit, with stages that a flushed step fits
             for machines, limit in (
-                (one_rank_per_stage(cluster, 1), None),
+                (with_enough_memory(cluster), None),
                 (cluster, request.memory_limit_bytes),
             ):
                 long_step = replace(wanted, memory_limit_bytes=limit)
                 if request.backward_apart:
                     cut = varied_plans(profile, machines, long_step, expired)[0]
                 else:
-                    cut = straight_plans(profile, machines, long_step, expired, 0)[0]
+                    cut = explore(profile, machines, long_step, expired, 0)[0]
                 plan = _unflushed(cut, request)
-                plan = in_blocks(plan, profile) if request.blocks else plan
-                tried = trials.run(plan)
-                if request.recompute is None:  # backwards elsewhere recompute if that pays
-                    tried = settle_traffic(guess_traffic(tried, trials), trials)
-                found.append(tried)
-                if trials.fits(found[-1]):
+                tried = modes.simplest(plan)
+                plans.append(modes.within_memory(tried) or tried)
+                if trials.fits(plans[-1]):
                     break
         except (InfeasibleError, OutOfTimeError) as error:
             reason = error
-    if reason is not None and not found:
+    if reason is not None and not plans:
         raise reason
-    return fastest_that_fits(found, trials)
+    return fastest_that_fits(plans, trials)
 
 
 def _long_steps(problem: Problem) -> Iterator[PlanRequest]:
@@ -91,11 +87,11 @@ def _long_steps(problem: Problem) -> Iterator[PlanRequest]:
     if apart:
         stages = request.stages or max(1, ranks // 2)
         for size in _sizes(request, 2 * stages):
-            yield replace(balanced(plain, stages, size), stages=request.stages)
+            yield replace(_balanced(plain, stages, size), stages=request.stages)
         return
     for stages in reversed(stage_counts(request, ranks, len(problem.graph))):
         for size in _sizes(request, stages):
-            yield balanced(plain, stages, size)
+            yield _balanced(plain, stages, size)
 
 
 def _sizes(request: PlanRequest, ranks: int) -> list[int]:
@@ -121,10 +117,8 @@ def _unflushed(plan: Plan, request: PlanRequest) -> Plan:
     micro_batches = ceil(request.batch_size / plan.micro_batch_size)
     apart = [bool(stage.backward_ranks) for stage in plan.stages]
     warm_up = default_warm_up(schedule, stages, micro_batches, apart=apart)
-    again, away = bool(request.recompute), bool(request.offload)
     return replace(
         plan,
-        stages=tuple(replace(stage, recompute=again, offload=away) for stage in plan.stages),
         schedule=schedule,
         warm_up=warm_up,
         batch_size=request.batch_size,
@@ -142,3 +136,18 @@ def _semantics(schedule: str, warm_up: Sequence[int]) -> str:
     staleness = SCHEDULES[schedule].staleness
     assert staleness is not None
     return f"schedule {schedule} is asynchronous: {staleness.words(warm_up)}"
+
+
+def _balanced(request: PlanRequest, stages: int, size: int) -> PlanRequest:
+    """A long step, so that nothing but the largest stage matters."""
+    count = LONG * stages
+    return replace(
+        request,
+        stages=stages,
+        schedule=ONE_F_ONE_B.name,
+        warm_up=None,
+        batch_size=count * size,
+        micro_batches=count,
+        memory_limit_bytes=None,
+        replicas=1,
+    )

@@ -21,8 +21,7 @@ from pipectl.planner import PlanRequest
 from pipectl.planner.baselines.pipedream import antichain_states
 from pipectl.planner.costs.links import Message
 from pipectl.planner.graph.imported import prepared
-from pipectl.planner.partition.layout import Choice
-from pipectl.planner.partition.replicas import consecutive
+from pipectl.planner.partition.layout import Choice, consecutive
 from pipectl.planner.problem import Problem
 from pipectl.profile import Profile
 from pipectl.schedule.one_f_one_b import policy_a, policy_b

@@ -16,9 +16,9 @@ from gate_corpus import GRAPHS, cluster_of, profile_of
 
 from pipectl.cluster import Cluster
 from pipectl.planner import PlanRequest, make_plan
+from pipectl.planner.candidates import Candidates, Judge
 from pipectl.planner.graph.blocks import condense
 from pipectl.planner.graph.downsets import Enumeration, all_downsets
-from pipectl.planner.judge import Candidates, Judge
 from pipectl.planner.partition.layout import Layout
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import micro_batch_sizes, open_orders

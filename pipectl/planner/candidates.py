@@ -1,0 +1,289 @@
+"""Layouts with their orders by their estimates, and the judge of those worth a simulation.
+
+Candidates of one number of stages and micro-batch size can be many thousands, and few of them are
+ever looked at: their estimates are computed together, and they come by their estimates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+
+import numpy as np
+
+from pipectl.plan import Plan
+from pipectl.planner.activations.modes import ModeSearch
+from pipectl.planner.costs.stage_costs import least_peaks_bytes
+from pipectl.planner.judge import TIE, Trials
+from pipectl.planner.partition.estimate import ROUNDING
+from pipectl.planner.partition.layout import Choice, Layout, Ranks
+from pipectl.planner.problem import Problem
+from pipectl.planner.request import Order, open_orders
+
+DOES_NOT_FIT = 1.5
+"""Times that an estimate counts whose ranks are too full, and more the fuller they are, where
+replicas are looked for."""
+Simplicity = tuple[int, int, int, int]
+"""Stages, recomputed stages, micro-batches in flight, micro-batches: fewer are better where times
+tie."""
+Family = tuple[tuple[int, ...], int, str, tuple[int, ...]]
+"""Replicas of every stage, micro-batch size, schedule and warm-up."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A choice and its estimate, which with one rank per stage is the least its step can take.
+
+    Args:
+        size: samples of a micro-batch that the layout was estimated with; replicas that take whole
+            micro-batches may have smaller ones.
+        micro_batches: of a step.
+    """
+
+    choice: Choice
+    layout: Layout
+    size: int
+    micro_batches: int
+    bound_s: float
+
+    @property
+    def simplicity(self) -> Simplicity:
+        """What is preferred if times tie."""
+        choice = self.choice
+        again = sum(choice.recompute)
+        return len(choice.ranks), again, sum(choice.warm_up), self.micro_batches
+
+    @property
+    def family(self) -> Family:
+        """What tells candidates apart that differ in more than their cuts."""
+        choice = self.choice
+        return tuple(map(len, choice.ranks)), choice.size, choice.schedule, choice.warm_up
+
+
+class Candidates:
+    """Every layout in every order, by estimate and then by simplicity.
+
+    Args:
+        orders: by default all that are open for the stages of each layout.
+        with_replicas: whether stages may have replicas; then the two orders with the fewest
+            micro-batches in flight count, and estimates are longer if ranks are too full.
+
+    Attributes:
+        taken: those that were asked for.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        layouts: Sequence[Layout],
+        size: int,
+        orders: Sequence[Order] | None = None,
+        *,
+        with_replicas: bool = False,
+    ) -> None:
+        self._problem = problem
+        self._layouts = list(dict.fromkeys(layouts))
+        self._size = size
+        self._orders: list[Order] = []
+        self.taken: list[Candidate] = []
+        by_stages: dict[int, list[int]] = {}
+        for place, layout in enumerate(self._layouts):
+            by_stages.setdefault(len(layout.partition), []).append(place)
+        columns = []  # place, order, recomputed stages, micro-batches in flight, estimate
+        for stages, places in by_stages.items():
+            fresh = orders or open_orders(problem.request, stages, problem.micro_batches(size))
+            fresh = fresh[:2] if with_replicas else fresh
+            numbers = np.arange(len(self._orders), len(self._orders) + len(fresh))
+            self._orders += fresh
+            chosen, warm_ups = [self._layouts[place] for place in places], [w for _, w in fresh]
+            steps_s = problem.estimator.steps_s(chosen, size, warm_ups)
+            if with_replicas and problem.has_limits:
+                excess = problem.estimator.excess(chosen, size, warm_ups)
+                steps_s = np.where(excess > 0, steps_s * (DOES_NOT_FIT + excess), steps_s)
+            columns.append(
+                (
+                    np.repeat(places, len(fresh)),
+                    np.tile(numbers, len(places)),
+                    np.repeat([sum(layout.recompute) for layout in chosen], len(fresh)),
+                    np.tile(list(map(sum, warm_ups)), len(places)),
+                    steps_s.ravel(),
+                )
+            )
+        self._ranking: list[tuple[int, int, float]] = []
+        if columns:
+            joined = [np.concatenate(column) for column in zip(*columns, strict=True)]
+            ranked = np.lexsort((joined[3], joined[2], joined[4]))
+            rows = (joined[column][ranked].tolist() for column in (0, 1, 4))
+            self._ranking = list(zip(*rows, strict=True))
+
+    @property
+    def next_s(self) -> float:
+        """The estimate of the next; infinite if all are taken."""
+        place = len(self.taken)
+        return self._ranking[place][2] if place < len(self._ranking) else inf
+
+    @property
+    def simplicity(self) -> Simplicity:
+        """Of the next; there must be one."""
+        return self._candidate(*self._ranking[len(self.taken)]).simplicity
+
+    def take(self) -> Candidate:
+        """The next; there must be one."""
+        self.taken.append(self._candidate(*self._ranking[len(self.taken)]))
+        return self.taken[-1]
+
+    def __iter__(self) -> Iterator[Candidate]:
+        """All of them; takes none."""
+        return (self._candidate(*row) for row in self._ranking)
+
+    def best_of_orders(self) -> Iterator[Candidate]:
+        """The most promising layout in every order; takes none."""
+        best: dict[int, tuple[int, int, float]] = {}
+        for row in self._ranking:
+            best.setdefault(row[1], row)
+        return (self._candidate(*row) for row in best.values())
+
+    def best_of_layouts(self) -> Iterator[Candidate]:
+        """Every layout in its most promising order; takes none."""
+        best: dict[int, tuple[int, int, float]] = {}
+        for row in self._ranking:
+            best.setdefault(row[0], row)
+        return (self._candidate(*row) for row in best.values())
+
+    def _candidate(self, place: int, number: int, bound_s: float) -> Candidate:
+        layout, count = self._layouts[place], self._problem.micro_batches(self._size)
+        choice = self._problem.choice(layout, self._size, self._orders[number])
+        return Candidate(choice, layout, self._size, count, bound_s)
+
+
+MAX_ACTIONS_OF_SEARCH = 200_000
+"""Simulated forwards and backwards in all; keeps planning for many ranks to seconds."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A simulated candidate that fits."""
+
+    candidate: Candidate
+    plan: Plan
+
+    @property
+    def step_s(self) -> float:
+        """As simulated."""
+        return self.plan.predicted_step_s
+
+
+class Judge:
+    """Collects the verdicts on the candidates of one problem.
+
+    Attributes:
+        trials: what simulates them.
+        fastest_s: the shortest step so far.
+        gave_up: whether candidates were left out because enough were simulated.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._verdicts: list[Verdict] = []
+        self._outcomes: dict[Choice, float] = {}
+        self.trials = Trials(problem, max_actions=MAX_ACTIONS_OF_SEARCH)
+        self._modes = ModeSearch(self.trials, (False,))
+        self.fastest_s = inf
+        self.gave_up = False
+
+    def consider(self, candidates: Candidates) -> None:
+        """Judge the candidates that could be best."""
+        while candidates.next_s < inf and not self.is_beaten(candidates.next_s):
+            self.judge(candidates.take())
+
+    def judge(self, candidate: Candidate) -> bool:
+        """False if the candidate does not fit; one that cannot be best is not simulated."""
+        known = self._outcomes.get(candidate.choice)
+        if known is not None:
+            return known < inf
+        if not self.may_fit(candidate):
+            self._outcomes[candidate.choice] = inf
+            return False
+        if self.is_beaten(candidate.bound_s) or self._ties_at_best(candidate):
+            return True
+        return self.examine(candidate)
+
+    def examine(self, candidate: Candidate) -> bool:
+        """Simulate a candidate even if it cannot be best; whether it fits.
+
+        Stages with replicas that do not fit recompute if they may, as long as that could be faster
+        than what is known.
+        """
+        choice = candidate.choice
+        if choice in self._outcomes:
+            return self._outcomes[choice] < inf
+        plan = self.trials.run(self._problem.plan(choice))
+        fits = self.trials.fits(plan)
+        if not fits and max(map(len, choice.ranks)) > 1 and plan.predicted_step_s < self.fastest_s:
+            held = self._modes.within_memory(plan)
+            plan, fits = held or plan, held is not None
+        self._outcomes[choice] = plan.predicted_step_s if fits else inf
+        if fits:
+            self._verdicts.append(Verdict(candidate, plan))
+            self.fastest_s = min(self.fastest_s, plan.predicted_step_s)
+        return fits
+
+    def best(self) -> Verdict | None:
+        """The fastest plan that fits; among equals the simplest. None if there is none."""
+        if not self._verdicts:
+            return None
+        ties = [v for v in self._verdicts if v.step_s <= self.fastest_s * (1 + TIE)]
+        return min(ties, key=_preference)
+
+    def alternatives(self, best: Verdict, most: int) -> list[Verdict]:
+        """The next best that differ from the best, and from each other, in more than their cuts."""
+        shapes = {best.candidate.family: best}
+        for verdict in sorted(self._verdicts, key=lambda v: v.step_s):
+            shapes.setdefault(verdict.candidate.family, verdict)
+        return list(shapes.values())[1 : most + 1]
+
+    def families(self) -> set[Family]:
+        """Of all that was simulated and fits."""
+        return {verdict.candidate.family for verdict in self._verdicts}
+
+    def is_beaten(self, bound_s: float) -> bool:
+        """Whether a plan that takes at least so long cannot even tie, or enough were simulated."""
+        if bound_s > self.fastest_s * (1 + TIE):
+            return True
+        enough = self.trials.are_over and bool(self._verdicts)
+        self.gave_up |= enough
+        return enough
+
+    def least_s(self, candidate: Candidate) -> float:
+        """The step of a candidate, or its bound if it was not simulated; infinite if it
+        does not fit, and could not if its stages recomputed."""
+        outcome_s = self._outcomes.get(candidate.choice, candidate.bound_s)
+        helps = self._problem.request.recompute is None
+        return candidate.bound_s if helps and outcome_s == inf else outcome_s
+
+    def _ties_at_best(self, candidate: Candidate) -> bool:
+        """Whether a candidate can at most tie, and is no simpler than what it would tie with."""
+        best = self.best() if candidate.bound_s >= self.fastest_s * (1 - TIE) else None
+        if best is None or candidate.simplicity < best.candidate.simplicity:
+            return False
+        equal = candidate.simplicity == best.candidate.simplicity
+        return not equal or candidate.bound_s >= best.step_s * (1 - 2 * ROUNDING)
+
+    def may_fit(self, candidate: Candidate) -> bool:
+        """Whether the parts of the memory that no schedule avoids are within the limits."""
+        problem, choice = self._problem, candidate.choice
+        if not problem.has_limits:
+            return True
+        table = problem.table(choice.members, choice.size)
+        shares = problem.shares(choice.size)
+        peaks = least_peaks_bytes(table, choice.warm_up, shares, choice.recompute)
+        return all(
+            problem.baseline_bytes + peak <= problem.limit_bytes(rank)
+            for peak, (rank,) in zip(peaks.tolist(), choice.ranks, strict=True)
+        )
+
+
+def _preference(verdict: Verdict) -> tuple[Simplicity, float, Ranks]:
+    candidate = verdict.candidate
+    return candidate.simplicity, verdict.step_s, candidate.choice.ranks
