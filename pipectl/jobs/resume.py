@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipectl.batch import JobState
 from pipectl.errors import PipectlError, UsageError
@@ -33,6 +33,19 @@ if TYPE_CHECKING:
     from pipectl.spec import JobSpec
 
 
+class Resumption(NamedTuple):
+    """A run that was submitted once more.
+
+    Args:
+        replanned: whether it has another plan than before.
+        changes: keys of the job whose values have changed: the value so far, and the new one.
+    """
+
+    submission: Submission
+    replanned: bool
+    changes: Mapping[str, tuple[Any, Any]]
+
+
 def resume(
     run: RunDirectory,
     overrides: Sequence[str],
@@ -40,7 +53,7 @@ def resume(
     *,
     force: bool = False,
     trust_owner: bool = False,
-) -> tuple[Submission, bool]:
+) -> Resumption:
     """Submit a run once more, in its own directory.
 
     Args:
@@ -48,9 +61,6 @@ def resume(
             micro-batches stay as they were unless these are changed: results depend on them.
         force: resume even if nobody can tell whether it is over.
         trust_owner: run code that another user could have written.
-
-    Returns:
-        The submission, and whether the run has another plan than before.
 
     Raises:
         UsageError: it still waits or runs, is no training, is to change what it cannot, or its code
@@ -78,7 +88,26 @@ def resume(
         job = _plan_again(run, before, job, overrides, plan)
         job = replace(job, prepares=job.plan is None)
         replanned = job.plan != plan
-        return _submit_again(run, job, record, now, replanned=replanned), replanned
+        submission = _submit_again(run, job, record, now, replanned=replanned)
+        return Resumption(submission, replanned, _changes(before, spec))
+
+
+def _changes(before: JobSpec, after: JobSpec) -> dict[str, tuple[Any, Any]]:
+    """The values that differ, by dotted key; not those of environment variables, maybe secrets."""
+
+    def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+        if isinstance(value, dict):
+            for key, item in value.items():
+                yield from leaves(item, f"{path}.{key}" if path else key)
+        else:
+            yield path, value
+
+    private = {"environment": {"variables"}}
+    old, new = (
+        dict(leaves(spec.model_dump(mode="json", exclude=private), "")) for spec in (before, after)
+    )
+    keys = dict.fromkeys((*old, *new))
+    return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
 
 
 def _check_over(run: RunDirectory, record: Record, now: float, *, force: bool) -> JobState:

@@ -56,7 +56,12 @@ def test_the_same_job_goes_on_in_its_directory(cli: Command, ended: RunDirectory
     told = [(event.what, event.detail) for event in record.history]
     assert told == [("submitted", "41"), ("submitting", "resumed"), ("submitted", "42")]
     ended.exit_code.write_text("1\n")
-    assert cli("resume", "last", "--set", "training.steps=9").code == 0
+    result = cli("resume", "last", "--set", "training.steps=9", "--set", "optimizer.kwargs.lr=0.5")
+    assert result.code == 0
+    assert result.out.splitlines()[:2] == [
+        "changed: optimizer.kwargs.lr null -> 0.5",
+        "changed: training.steps 4 -> 9",
+    ]
     assert ended.plan.read_bytes() == before[0], "more steps need no other plan"
     assert Record.load(ended.record).steps == 9
 

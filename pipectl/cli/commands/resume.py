@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Annotated
 
 from pipectl.cli.commands import submit as view
-from pipectl.cli.console import say_json
+from pipectl.cli.console import say, say_json
 from pipectl.cli.follow import follow_or_exit
 from pipectl.cli.options import (
     RUNS,
@@ -35,7 +36,7 @@ def command(
     directory: RunsDirectory = RUNS,
 ) -> None:
     run = find_run(directory, name)
-    submission, replanned = resume(
+    submission, replanned, changes = resume(
         run, overrides or (), time.time(), force=force, trust_owner=trust_owner
     )
     job, record, checkpoint = submission.job, submission.record, last_checkpoint(run)
@@ -44,9 +45,12 @@ def command(
     if not as_json:
         if job.plan is None or replanned:
             view.print_plan([job], "new plan: ")
+        for key, (old, new) in changes.items():
+            say(f"changed: {key} {json.dumps(old)} -> {json.dumps(new)}")
         begin = f"from step {step}" if step else "from the beginning: no checkpoint yet"
         view.print_submission(run, f"resumed: {record.name} ({view.describe_job(record)}), {begin}")
     if wait:
         print_run(follow_or_exit(run, as_json=as_json), as_json=as_json)
     elif as_json:
-        say_json(view.submission_json(run, record, from_step=step, planned_anew=replanned))
+        more = {"from_step": step, "planned_anew": replanned, "changes": changes}
+        say_json(view.submission_json(run, record, **more))
