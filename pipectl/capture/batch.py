@@ -78,7 +78,7 @@ class Reader:
     def __init__(self, graph: CapturedGraph, *, training: bool = True) -> None:
         self._graph = graph
         self._section = "data" if training else "evaluation.data"
-        self._structure: tuple[pytree.TreeSpec, list[type]] | None = None
+        self._structure: tuple[pytree.TreeSpec | None, list[type]] | None = None
         self._index: dict[str, int] = {}
         own = {node.name for node in graph.operators if isinstance(node.target, Opaque)}
         self.checked: dict[str, Any] = {
@@ -87,6 +87,9 @@ class Reader:
             if _kind(value) == "number"
             or (_kind(value) == "tensor" and not own.issuperset(graph.users.get(name, ())))
         }
+        # Asking the tensors of a graph for their sizes takes as long as a small operator.
+        tensors = {name: v for name, v in self.checked.items() if isinstance(v, Tensor)}
+        self._forms = {name: (tuple(t.shape[1:]), t.dtype) for name, t in tensors.items()}
 
     def read(self, batch: Any) -> dict[str, Any]:
         """Tensors and numbers by name.
@@ -94,7 +97,11 @@ class Reader:
         Raises:
             CaptureError: there are others of them than were captured.
         """
-        leaves, spec = pytree.tree_flatten(batch)
+        spec: pytree.TreeSpec | None = None
+        if all(type(part) is Tensor for part in batch):  # most often
+            leaves = batch
+        else:
+            leaves, spec = pytree.tree_flatten(batch)
         structure = spec, list(map(type, leaves))
         if structure != self._structure:
             self._index = self._index_by_name(batch)
@@ -116,9 +123,9 @@ class Reader:
             CaptureError: one is not.
         """
         for name, expected in self.checked.items():
-            if isinstance(expected, Tensor):
+            if name in self._forms:
                 if name in names:
-                    self._check_tensor(name, values[name], expected, samples)
+                    self._check_tensor(name, values[name], samples)
             elif is_whole:
                 number = values[name]
                 if number != expected and not (isnan(number) and isnan(expected)):
@@ -129,13 +136,13 @@ class Reader:
                         "sample, or leave it out",
                     )
 
-    def _check_tensor(self, name: str, tensor: Tensor, expected: Tensor, samples: int) -> None:
-        sizes = tuple(expected.shape[1:])
-        if tensor.shape[1:] != sizes or tensor.dtype is not expected.dtype or not tensor.dim():
+    def _check_tensor(self, name: str, tensor: Tensor, samples: int) -> None:
+        sizes, dtype = self._forms[name]
+        if tensor.shape[1:] != sizes or tensor.dtype is not dtype or not tensor.dim():
             raise CaptureError(
                 f"{self._section}: {name!r} of a batch is {_shape(tensor.shape)} of "
                 f"{tensor.dtype}, but the model was captured with {_shape(('samples', *sizes))} of "
-                f"{expected.dtype}",
+                f"{dtype}",
                 cure="let all batches have one shape and type: pad all samples to one length in "
                 "the data set or its collate_fn; if all have the new one by now, profile and plan "
                 "again",
