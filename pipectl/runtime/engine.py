@@ -216,9 +216,7 @@ class Engine:
         self.on_evaluated: Callable[[int, Tensors, Any], None] | None = None
 
         def move(_: StepRun, row: Row) -> None:
-            offload = stages[row.stage].offload
-            assert offload is not None
-            offload.run(row.kind, row.micro_batch)
+            stages[row.stage].saved[row.micro_batch].move(row.kind)
 
         self._handlers: dict[Kind, Callable[[StepRun, Row], None]] = {
             Kind.FORWARD: self._forward,

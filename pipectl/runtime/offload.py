@@ -22,12 +22,12 @@ import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from weakref import finalize
 
 import torch
@@ -36,9 +36,8 @@ from torch import Tensor
 from pipectl.cluster import OffloadTarget
 from pipectl.errors import WorkerError
 from pipectl.plan import Plan
-from pipectl.runtime.saved_tensors import Block, SavedTensors
 from pipectl.runtime.waiting import gather_all
-from pipectl.schedule import Kind, lower, peak_host_bytes
+from pipectl.schedule import lower, peak_host_bytes
 from pipectl.units import format_bytes
 
 if TYPE_CHECKING:
@@ -335,62 +334,6 @@ def mover_of(plan: Plan, rank: int, device: torch.device, directory: Path) -> Mo
 def _pinned(like: Tensor) -> Tensor:
     pages = torch.empty(paged_bytes(like.numel()), dtype=torch.uint8, pin_memory=True)
     return pages[: like.numel()]
-
-
-class StageOffload:
-    """Pools by micro-batch, and where each is.
-
-    Attributes:
-        min_bytes: smaller storages stay: statistics of norms, and other vectors.
-    """
-
-    min_bytes: ClassVar[int] = 16 << 10
-
-    def __init__(self, mover: Mover, device: torch.device) -> None:
-        self._mover = mover
-        self._device = device
-        self._pools: dict[int, SavedTensors] = {}
-        self._away: dict[int, tuple[list[Block], list[int], Future[Place]]] = {}
-        self._coming: dict[int, tuple[list[Block], Future[list[Tensor]]]] = {}
-
-    def pool(self, micro_batch: int, staying: Iterable[Tensor]) -> SavedTensors:
-        """A new pool for what a forward keeps; see :class:`SavedTensors`."""
-        pool = SavedTensors(staying, self.min_bytes, self._device, self._mover.housed)
-        self._pools[micro_batch] = pool
-        return pool
-
-    def run(self, kind: Kind, micro_batch: int) -> None:
-        """Do what one of the four kinds of rows says.
-
-        Raises:
-            WorkerError: the store is full, or fails.
-        """
-        if kind is Kind.OFFLOAD_START:
-            blocks = self._pools.pop(micro_batch).blocks
-            vectors = [block.memory for block in blocks if block.memory is not None]
-            sizes = [vector.numel() for vector in vectors]
-            self._away[micro_batch] = blocks, sizes, self._mover.leave(vectors)
-        elif kind is Kind.OFFLOAD_WAIT:
-            blocks, _, copied = self._away[micro_batch]
-            copied.result()
-            for block in blocks:
-                block.memory = None
-        elif kind is Kind.FETCH_START:
-            blocks, sizes, copied = self._away.pop(micro_batch)
-            self._coming[micro_batch] = blocks, self._mover.fetch(copied.result(), sizes)
-        else:
-            blocks, arrived = self._coming.pop(micro_batch)
-            for block, memory in zip(blocks, arrived.result(), strict=True):
-                block.memory = memory
-
-    def end(self, micro_batch: int) -> None:
-        """A backward begins: nothing of it leaves any more."""
-        self._pools.pop(micro_batch, None)
-
-    def forget(self) -> None:
-        """Drop what is unfinished."""
-        for each in (self._pools, self._away, self._coming):
-            each.clear()
 
 
 def offload_directory() -> Path:

@@ -40,7 +40,7 @@ from pipectl.graph import TransferKind
 from pipectl.plan import Stage as PlannedStage
 from pipectl.runtime.device import Device
 from pipectl.runtime.layout import Layout, Tensors
-from pipectl.runtime.offload import StageOffload
+from pipectl.runtime.offload import Mover
 from pipectl.runtime.saved_tensors import Block, Handle, bytes_of, unpack
 from pipectl.runtime.stage import Code, Key, Live, MicroBatch, Segment, Stage, Start
 from pipectl.runtime.transport import Wire
@@ -306,8 +306,8 @@ class _Half(Stage):
         others: see :class:`~pipectl.runtime.stage.Stage`.
     """
 
-    def __init__(self, ends: Ends, *args: Any, offload: StageOffload | None = None) -> None:
-        super().__init__(*args, recompute=ends.recomputes, offload=offload)
+    def __init__(self, ends: Ends, *args: Any, mover: Mover | None = None) -> None:
+        super().__init__(*args, recompute=ends.recomputes, mover=mover)
         (self._segment,) = self.segments
         self._ends = ends
         self._agreed: dict[Rows, Agreement] = {}
@@ -345,7 +345,9 @@ class ForwardHalf(_Half):
         index, code = micro_batch.number, self._code(micro_batch.rows)
         if self._ends.recomputes:
             results = super().forward(micro_batch, inputs, arrived)
-            self._leave(micro_batch, _tensors_of(self._segment.starts.pop(index), code))
+            kept = self._segment.kept.pop(index)
+            assert isinstance(kept, Start)
+            self._leave(micro_batch, _tensors_of(kept, code))
             return results
         is_first, start = micro_batch.rows not in self._agreed, None
         if is_first:
@@ -354,7 +356,8 @@ class ForwardHalf(_Half):
         # The graph holds the hooks: with its own values in their list, nothing would free it.
         with saved_tensors_hooks(lambda tensor: saved.append(tensor.detach()), _refuse):
             results = super().forward(micro_batch, inputs, arrived)
-        live = self._segment.live.pop(index)
+        live = self._segment.kept.pop(index)
+        assert isinstance(live, Live)
         nodes = nodes_behind(live.edges) if is_first else ()
         changing = {storage_of(buffer) for _, buffer in written_states(code)}
         tensors = [t.clone() if storage_of(t) in changing else t for t in saved]
@@ -421,8 +424,8 @@ class BackwardHalf(_Half):
     offloaded until its backward.
     """
 
-    def __init__(self, ends: Ends, *args: Any, offload: StageOffload | None = None) -> None:
-        super().__init__(ends, *args, offload=offload)
+    def __init__(self, ends: Ends, *args: Any, mover: Mover | None = None) -> None:
+        super().__init__(ends, *args, mover=mover)
         self._graphs: dict[Rows, Graph] = {}
         self._arrived: dict[int, tuple[MicroBatch, list[Any]]] = {}
 
@@ -457,8 +460,8 @@ class BackwardHalf(_Half):
                 agreed.check(self.index, graph)
                 self._graphs[rows] = graph
         tensors: list[Any] = list(message.values())
-        if self.offload is not None:
-            pool = self.offload.pool(micro_batch.number, ())
+        pool = self._save(micro_batch.number, ())
+        if pool is not None:
             tensors = [None if tensor is None else pool.pack(tensor) for tensor in tensors]
         self._arrived[micro_batch.number] = micro_batch, tensors
 
@@ -467,7 +470,7 @@ class BackwardHalf(_Half):
         began, values = self._unpacked(micro_batch)
         version = None if self.versions is None else self.versions.of_age(micro_batch.age)
         start = _start_of(values, began, self._code(began.rows))
-        self._segment.starts[micro_batch.number] = start._replace(version=version)
+        self._segment.kept[micro_batch.number] = start._replace(version=version)
         super().recompute(micro_batch)
 
     def backward(
@@ -478,7 +481,7 @@ class BackwardHalf(_Half):
             began, values = self._unpacked(micro_batch)
             graph = self._graphs[began.rows]
             graph.values = list[Tensor | None](values)
-            self._segment.live[micro_batch.number] = graph
+            self._segment.kept[micro_batch.number] = graph
             del values
         return super().backward(micro_batch, gradients, weight, scale)
 
@@ -490,8 +493,7 @@ class BackwardHalf(_Half):
     def _unpacked(self, micro_batch: MicroBatch) -> tuple[MicroBatch, list[Tensor]]:
         """What a micro-batch's forward had, and left; weights among that at their age."""
         began, packed = self._arrived.pop(micro_batch.number)
-        if self.offload is not None:
-            self.offload.end(micro_batch.number)
+        self.saved.pop(micro_batch.number, None)
         message = [None if item is None else unpack(item) for item in packed]
         states = lasting_states(self._code(began.rows))
         if self.versions is not None:
@@ -509,13 +511,13 @@ def make_half(
     states: Mapping[str, Tensor],
     device: Device,
     precision: str,
-    offload: StageOffload | None = None,
+    mover: Mover | None = None,
 ) -> Stage:
     """The half of a stage that a rank has.
 
     Args:
         index: of the stage.
-        offload: takes what arrives at the backward's rank; None if it stays.
+        mover: takes away what arrives at the backward's rank; None if it stays.
         wire, others: see :class:`Ends` and :class:`Stage`.
 
     Raises:
@@ -530,7 +532,7 @@ def make_half(
     ends = Ends(ranks[is_forward], places_of(cut, index), stage.recompute, wire)
     if is_forward:
         return ForwardHalf(ends, index, cuts, states, device, precision)
-    return BackwardHalf(ends, index, training, states, device, precision, offload=offload)
+    return BackwardHalf(ends, index, training, states, device, precision, mover=mover)
 
 
 def check_operators(cut: Cut, stage: int) -> None:

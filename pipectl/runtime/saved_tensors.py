@@ -16,9 +16,10 @@ memory of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -27,6 +28,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipectl.capture.tensors import storage_of
+from pipectl.runtime.offload import Mover, Place
+from pipectl.schedule import Kind
 
 
 @contextmanager
@@ -76,27 +79,30 @@ class Handle(NamedTuple):
 
 
 class SavedTensors:
-    """The blocks of one micro-batch. It does not keep them alive; handles do.
+    """The blocks of one micro-batch. It does not keep them alive, unless they are away; handles do.
 
     Args:
         staying: tensors whose memory stays where it is, as that of parameters.
-        min_bytes: smaller storages stay, too: their overhead is larger than their use.
         device: storages on others stay.
-        housed: says where the bytes of a storage are to be until they leave.
+        mover: takes blocks away and brings them back; None if they stay.
+
+    Attributes:
+        min_bytes: smaller storages stay: statistics of norms, and other vectors.
     """
 
+    min_bytes: ClassVar[int] = 16 << 10
+
     def __init__(
-        self,
-        staying: Iterable[Tensor],
-        min_bytes: int,
-        device: torch.device,
-        housed: Callable[[Tensor], Tensor] = lambda memory: memory,
+        self, staying: Iterable[Tensor], device: torch.device, mover: Mover | None = None
     ) -> None:
         self._staying = {_identity(tensor) for tensor in staying}
-        self._min_bytes = min_bytes
         self._device = device
-        self._housed = housed
+        self._mover = mover
         self._blocks: WeakValueDictionary[StorageWeakRef, Block] = WeakValueDictionary()
+        self._away: list[Block] = []
+        self._sizes: list[int] = []
+        self._leaving: Future[Place] | None = None
+        self._coming: Future[list[Tensor]] | None = None
 
     @property
     def blocks(self) -> list[Block]:
@@ -116,9 +122,38 @@ class SavedTensors:
             return tensor
         block = self._blocks.get(key)
         if block is None:
-            block = self._blocks[key] = Block(self._housed(bytes_of(tensor.untyped_storage())))
+            memory = bytes_of(tensor.untyped_storage())
+            block = Block(memory if self._mover is None else self._mover.housed(memory))
+            self._blocks[key] = block
         size, stride = tuple(tensor.size()), tuple(tensor.stride())
         return Handle(block, tensor.dtype, size, stride, int(tensor.storage_offset()))
+
+    def move(self, kind: Kind) -> None:
+        """Do what one of the four kinds of rows of an offload says.
+
+        Raises:
+            WorkerError: the store is full, or fails.
+        """
+        assert self._mover is not None
+        if kind is Kind.OFFLOAD_START:
+            self._away = self.blocks
+            vectors = [block.memory for block in self._away if block.memory is not None]
+            self._sizes = [vector.numel() for vector in vectors]
+            self._leaving = self._mover.leave(vectors)
+        elif kind is Kind.OFFLOAD_WAIT:
+            assert self._leaving is not None
+            self._leaving.result()
+            for block in self._away:
+                block.memory = None
+        elif kind is Kind.FETCH_START:
+            assert self._leaving is not None
+            self._coming = self._mover.fetch(self._leaving.result(), self._sizes)
+            self._leaving = None
+        else:
+            assert self._coming is not None
+            for block, memory in zip(self._away, self._coming.result(), strict=True):
+                block.memory = memory
+            self._away, self._coming = [], None
 
     def _may_leave(self, tensor: Tensor) -> bool:
         plain = type(tensor) is Tensor and tensor.layout is torch.strided
@@ -126,7 +161,7 @@ class SavedTensors:
             return False
         if tensor.is_conj() or tensor.is_neg():  # flags that no storage holds
             return False
-        return tensor.untyped_storage().nbytes() >= self._min_bytes
+        return tensor.untyped_storage().nbytes() >= self.min_bytes
 
 
 def _identity(tensor: Tensor) -> StorageWeakRef:

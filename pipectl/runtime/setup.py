@@ -20,7 +20,7 @@ from pipectl.runtime.division import Division
 from pipectl.runtime.engine import Engine
 from pipectl.runtime.evaluation import Evaluator
 from pipectl.runtime.failure import Doing
-from pipectl.runtime.offload import StageOffload, mover_of, offload_directory
+from pipectl.runtime.offload import mover_of, offload_directory
 from pipectl.runtime.pipefb import add_lanes, make_half
 from pipectl.runtime.replicas import Replicas
 from pipectl.runtime.stage import Stage
@@ -134,19 +134,17 @@ class Setup:
     def _stage(self, index: int, cuts: Mapping[tuple[bool, int], Cut], wire: Wire) -> Stage:
         stage, rank = self.plan.stages[index], self.communicator.rank
         shared = self.job.states, self.device, self.job.spec.training.precision
-        offload = None
-        if self._mover is not None and stage.offload:
-            offload = StageOffload(self._mover, self.device.torch_device)
+        mover = self._mover if stage.offload else None
         if stage.updating_ranks != stage.ranks:
             whole = {(training, Rows.of(size)): cut for (training, size), cut in cuts.items()}
-            return make_half(stage, index, rank, wire, whole, *shared, offload)
+            return make_half(stage, index, rank, wire, whole, *shared, mover)
         own: dict[tuple[bool, Rows], Cut] = {}
         for (training, size), cut in cuts.items():  # by what is computed of a stage at once
             parts = parts_of(plan_of_trial(self.plan, size), rank, index) if training else {}
             if parts or not training or self.plan.replication is Replication.WHOLE:
                 own[training, parts.get(0, Rows.of(size))] = cut
         firsts = () if stage.blocks is None else stage.blocks.firsts
-        return Stage(index, own, *shared, recompute=stage.recompute, firsts=firsts, offload=offload)
+        return Stage(index, own, *shared, recompute=stage.recompute, firsts=firsts, mover=mover)
 
     def _cuts(self) -> dict[tuple[bool, int], Cut]:
         """A cut for every micro-batch size; sizes share the graph if its batch is free."""

@@ -34,7 +34,7 @@ from pipectl.capture.stage import Receive, StageCode
 from pipectl.graph import TransferKind
 from pipectl.runtime.device import Device, move
 from pipectl.runtime.layout import Tensors
-from pipectl.runtime.offload import StageOffload
+from pipectl.runtime.offload import Mover
 from pipectl.runtime.saved_tensors import SavedTensors, kept_apart, unpack
 from pipectl.runtime.stage_code import Deferred, compile_stage, insert_ticks, split_backwards
 from pipectl.runtime.versions import Version, Versions
@@ -193,6 +193,8 @@ class Segment:
 
     Attributes:
         leaves: states that get gradients in training.
+        kept: of every micro-batch what it needs next: what a forward starts from, the graph for
+            its backward, or the second half of that.
     """
 
     def __init__(
@@ -214,10 +216,8 @@ class Segment:
         training = [code for key, code in self.codes.items() if key[0]]
         trained = (t for code in training for t in code.arguments if t.requires_grad)
         self.leaves = list({id(tensor): tensor for tensor in trained}.values())
-        self.live: dict[int, Live] = {}
-        self.starts: dict[int, Start] = {}
+        self.kept: dict[int, Start | Live | Deferred] = {}
         self._deferring = Deferred()
-        self._deferred: dict[int, Deferred] = {}
 
     def _build(self, number: int, key: Key, cut: Cut, states: StageStates) -> Code:
         code, graph = build_stage(cut, number, key[1], self._device), cut.graph
@@ -236,20 +236,22 @@ class Segment:
         """Run a training forward and keep what its backward needs; returns the results."""
         index = start.micro_batch.number
         if not self.recomputes:
-            self.live[index], results = self.run(start, again=False, pool=pool)
+            self.kept[index], results = self.run(start, again=False, pool=pool)
             return results
         code = self.codes[True, start.micro_batch.rows]
         # The forward leaves the memory of buffers behind: see rewriting().
         buffers = {index: code.arguments[index].detach() for index in code.written}
         origin = start._replace(inputs=spared(code.cut.graph, start.inputs), buffers=buffers)
-        self.starts[index] = origin if pool is None else origin.map_tensors(pool.pack)
+        self.kept[index] = origin if pool is None else origin.map_tensors(pool.pack)
         # Its graph ends here. Gradients stay on, since operators may choose their kernels by
         # whether their inputs have one.
         return self.run(start, again=False)[1]
 
     def recompute(self, index: int) -> None:
         """Run a forward once more, just before its backward; buffers stay as they are."""
-        self.live[index], _ = self.run(self.starts.pop(index).map_tensors(unpack), again=True)
+        start = self.kept.pop(index)
+        assert isinstance(start, Start)
+        self.kept[index], _ = self.run(start.map_tensors(unpack), again=True)
 
     def backward(
         self, index: int, gradients: Tensors, weight: float, scale: float
@@ -259,24 +261,24 @@ class Segment:
         Returns:
             Gradients of received values, and the version of the weights.
         """
-        live = self.live.pop(index)
+        live = self.kept.pop(index)
+        assert isinstance(live, Live)
         leaves = self.leaves if live.version is None else live.version.leaves.values()
         returned = live.backward(leaves, gradients, weight, scale)
         if live.deferred.roots:
-            self._deferred[index] = live.deferred
+            self.kept[index] = live.deferred
         return returned, live.version
 
     def finish_backward(self, index: int) -> None:
         """Run the second half of a backward: the gradients of weights that were put off."""
-        deferred = self._deferred.pop(index, None)
+        deferred = self.kept.pop(index, None)
         if deferred is not None:
+            assert isinstance(deferred, Deferred)
             deferred.run()
 
     def forget(self) -> None:
         """Drop unfinished micro-batches."""
-        self.live.clear()
-        self.starts.clear()
-        self._deferred.clear()
+        self.kept.clear()
 
     def run(
         self, start: Start, *, again: bool, pool: SavedTensors | None = None
@@ -345,12 +347,13 @@ class Stage:
         precision: as in the spec.
         recompute: whether a forward keeps only what it starts from, until :meth:`recompute`.
         firsts: the first operator of every segment but the first one; several segments recompute.
-        offload: takes what forwards keep; None if it stays.
+        mover: takes away what forwards keep; None if it stays.
 
     Attributes:
         parameters, buffers, uses: see :class:`StageStates`.
         segments: what training runs, in order.
         versions: of the weights, if steps are not flushed; see :meth:`keep_versions`.
+        saved: what forwards keep, by micro-batch, if it leaves.
     """
 
     def __init__(
@@ -363,10 +366,11 @@ class Stage:
         *,
         recompute: bool = False,
         firsts: Sequence[str] = (),
-        offload: StageOffload | None = None,
+        mover: Mover | None = None,
     ) -> None:
         self.index = index
-        self.offload = offload
+        self._mover = mover
+        self.saved: dict[int, SavedTensors] = {}
         self.device, self.precision = device.torch_device, precision
         self.versions: Versions | None = None
         own = StageStates(states, device)
@@ -411,7 +415,7 @@ class Stage:
         """
         key = True, micro_batch.rows
         version = None if self.versions is None else self.versions.of_age(micro_batch.age)
-        pool = self._pool(micro_batch, version)
+        pool = None if self._mover is None else self._pool(micro_batch, version)
         values, computed = dict(arrived), dict[Slot, Tensor]()
         for segment in self.segments:
             code = segment.codes[key]
@@ -441,8 +445,7 @@ class Stage:
             Gradients of what the stage received, by slot.
         """
         index = micro_batch.number
-        if self.offload is not None:
-            self.offload.end(index)
+        self.saved.pop(index, None)  # nothing of it leaves any more
         returned = dict(gradients)
         for segment in reversed(self.segments):
             if segment is not self.segments[-1]:
@@ -495,10 +498,9 @@ class Stage:
     def updating(self) -> Iterator[None]:
         """Around an update of the parameters, while backwards of older versions are to come."""
         assert self.versions is not None
-        waiting: list[Live | Start] = []
-        for segment in self.segments:
-            waiting += [*segment.live.values(), *segment.starts.values()]
-        self.versions.before_update([each.version for each in waiting if each.version is not None])
+        kept = [each for segment in self.segments for each in segment.kept.values()]
+        waiting = [each.version for each in kept if isinstance(each, Live | Start)]
+        self.versions.before_update([version for version in waiting if version is not None])
         yield
         self.versions.after_update()
 
@@ -506,8 +508,7 @@ class Stage:
         """Drop gradients and unfinished micro-batches."""
         for segment in self.segments:
             segment.forget()
-        if self.offload is not None:
-            self.offload.forget()
+        self.saved.clear()
         for tensor in (*self.parameters.values(), *self.uses.values()):
             tensor.grad = None
         if self.versions is not None:
@@ -523,12 +524,15 @@ class Stage:
 
     def _pool(self, micro_batch: MicroBatch, version: Version | None) -> SavedTensors | None:
         """What takes what a micro-batch keeps, if it leaves; parameters and buffers stay."""
-        if self.offload is None:
-            return None
         key = True, micro_batch.rows
         states = [t for segment in self.segments for t in segment.codes[key].arguments]
-        used = states if version is None else version.among(states)
-        return self.offload.pool(micro_batch.number, used)
+        return self._save(micro_batch.number, states if version is None else version.among(states))
+
+    def _save(self, index: int, staying: Sequence[Tensor]) -> SavedTensors | None:
+        if self._mover is None:
+            return None
+        self.saved[index] = SavedTensors(staying, self.device, self._mover)
+        return self.saved[index]
 
 
 def cut_segments(cut: Cut, stage: int, firsts: Sequence[str]) -> Cut:

@@ -14,7 +14,8 @@ from pipectl.capture import CapturedJob, Cut
 from pipectl.capture.batch import by_name
 from pipectl.capture.slices import Rows
 from pipectl.runtime.device import CpuDevice
-from pipectl.runtime.offload import HostStore, Mover, StageOffload
+from pipectl.runtime.offload import HostStore, Mover
+from pipectl.runtime.saved_tensors import SavedTensors
 from pipectl.runtime.stage import MicroBatch, Stage
 
 KINDS = ("keeping", "recomputing", "in blocks")
@@ -28,15 +29,15 @@ def job(job_of: Any) -> Any:
     return job_of("deeper")
 
 
-def stage_of(job: CapturedJob, kind: str, offload: StageOffload | None = None) -> Stage:
+def stage_of(job: CapturedJob, kind: str, mover: Mover | None = None) -> Stage:
     """All of a model."""
     graph = job.training_graph(4)
     cuts = {(True, ROWS): Cut(graph, {node.name: 0 for node in graph.operators}, training=True)}
     if kind == "in blocks":
         firsts = [graph.operators[-4].name]
-        return Stage(0, cuts, job.states, CpuDevice(), firsts=firsts, offload=offload)
+        return Stage(0, cuts, job.states, CpuDevice(), firsts=firsts, mover=mover)
     recompute = kind == "recomputing"
-    return Stage(0, cuts, job.states, CpuDevice(), recompute=recompute, offload=offload)
+    return Stage(0, cuts, job.states, CpuDevice(), recompute=recompute, mover=mover)
 
 
 def forward(job: CapturedJob, stage: Stage) -> None:
@@ -49,12 +50,11 @@ def forward(job: CapturedJob, stage: Stage) -> None:
 def test_what_a_forward_leaves_behind_may_leave_the_device(
     job: CapturedJob, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(StageOffload, "min_bytes", 0)
+    monkeypatch.setattr(SavedTensors, "min_bytes", 0)
     mover = Mover(HostStore(), CPU)
-    offload = StageOffload(mover, CPU)
-    stage = stage_of(job, kind, offload)
+    stage = stage_of(job, kind, mover)
     forward(job, stage)
-    assert offload._pools[0].blocks
+    assert stage.saved[0].blocks
     mover.close()
 
 

@@ -29,7 +29,7 @@ from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.engine import Engine
 from pipectl.runtime.failure import Doing
 from pipectl.runtime.layout import Layout
-from pipectl.runtime.offload import StageOffload, mover_of
+from pipectl.runtime.offload import mover_of
 from pipectl.runtime.optimizer import (
     SharedGradients,
     clip_gradients,
@@ -177,9 +177,8 @@ def peak_of_stage(
     mover = mover_of(plan, plan.stages[stage].ranks[0], torch.device("cpu"), directory)
     held = plan.stages[stage]
     given = {(True, Rows.of(plan.micro_batch_size)): cut}, _copies(job), CpuDevice()
-    offload = None if mover is None else StageOffload(mover, torch.device("cpu"))
     firsts = () if held.blocks is None else held.blocks.firsts
-    runtime = RankStage(stage, *given, recompute=held.recompute, firsts=firsts, offload=offload)
+    runtime = RankStage(stage, *given, recompute=held.recompute, firsts=firsts, mover=mover)
     engine = Engine(
         {stage: runtime},
         cut,

@@ -18,7 +18,8 @@ from pipectl.cluster import OffloadTarget
 from pipectl.plan import Plan
 from pipectl.planner.activations.blocks import BlockPlans
 from pipectl.profiler import profile_job
-from pipectl.runtime.offload import Pages, StageOffload
+from pipectl.runtime.offload import Pages
+from pipectl.runtime.saved_tensors import SavedTensors
 
 SIZE, MICRO_BATCHES, IN_FLIGHT = 8, 4, 8
 MODELS = ("lstm", "encoder-decoder", "unet", "checkpointed", "experts")
@@ -74,7 +75,7 @@ def test_what_waits_on_a_disk_takes_no_memory(
 
     Its pages are taken from torch here, which knows how much of its memory is in use.
     """
-    monkeypatch.setattr(StageOffload, "min_bytes", 0)
+    monkeypatch.setattr(SavedTensors, "min_bytes", 0)
     monkeypatch.setattr(Pages, "take", lambda _, size: torch.empty(size, dtype=torch.uint8))
     entry = next(e for e in entries() if e.name == "lstm")
     spec = spec_of(entry, tmp_path / "job.yaml", IN_FLIGHT, micro_batch=SIZE, optimizer="AdamW")

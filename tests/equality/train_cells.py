@@ -32,8 +32,8 @@ from pipectl.runtime import replicas as replicas_module
 from pipectl.runtime import stage as stage_module
 from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.failure import Doing
-from pipectl.runtime.offload import StageOffload
 from pipectl.runtime.reduction import StageReduction
+from pipectl.runtime.saved_tensors import SavedTensors
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.stage_code import compile_stage
 from pipectl.runtime.trainer import Trainer
@@ -169,7 +169,7 @@ def shared_text(cell: Any) -> str:
 if __name__ == "__main__":
     os.fsync = lambda _: None  # nothing here need outlive the machine
     torch.set_num_threads(1)
-    StageOffload.min_bytes = 0
+    SavedTensors.min_bytes = 0
     replicas_module.StageReduction = Noted
     # What reaches the compiler is tried here; the compiler itself would take minutes.
     stage_module.compile_stage = partial(compile_stage, backend="aot_eager")

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import torch
 
-from pipectl.runtime.offload import DiskStore, Mover, StageOffload
+from pipectl.runtime.offload import DiskStore, Mover
 from pipectl.runtime.process import settle_process
+from pipectl.runtime.saved_tensors import SavedTensors
 from pipectl.schedule import Kind
 
 CPU, FEW, MANY = torch.device("cpu"), 4, 20
@@ -18,9 +19,9 @@ def resident_bytes() -> int:
     return int(pages) * mmap.PAGESIZE
 
 
-def forward(offload: StageOffload, micro_batch: int, weights: list[torch.Tensor]) -> torch.Tensor:
+def forward(saved: SavedTensors, weights: list[torch.Tensor]) -> torch.Tensor:
     x = torch.ones(512, 256)
-    with offload.pool(micro_batch, weights).hooks():
+    with saved.hooks():
         for weight in weights:
             wide = torch.nn.functional.gelu(x @ weight)
             x = torch.nn.functional.layer_norm(x + wide[:, :256] * wide[:, 256:512], (256,))
@@ -32,14 +33,14 @@ def main() -> None:
     weights = [torch.randn(256, 1024, requires_grad=True) for _ in range(4)]
     with tempfile.TemporaryDirectory() as folder:
         mover = Mover(DiskStore(Path(folder), 0), CPU)
-        offload = StageOffload(mover, CPU)
-        losses = []
+        losses, away = [], []
         for micro_batch in range(FEW + MANY):
-            losses.append(forward(offload, micro_batch, weights))
-            blocks = offload._pools[micro_batch].blocks
+            away.append(SavedTensors(weights, CPU, mover))
+            losses.append(forward(away[-1], weights))
+            blocks = away[-1].blocks
             saved = sum(block.memory.numel() for block in blocks if block.memory is not None)
-            offload.run(Kind.OFFLOAD_START, micro_batch)
-            offload.run(Kind.OFFLOAD_WAIT, micro_batch)
+            away[-1].move(Kind.OFFLOAD_START)
+            away[-1].move(Kind.OFFLOAD_WAIT)
             del blocks
             if micro_batch == FEW:
                 before = resident_bytes()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipectl.runtime.offload import DiskStore, HostStore, Mover, StageOffload
+from pipectl.runtime.offload import DiskStore, HostStore, Mover
 from pipectl.runtime.saved_tensors import SavedTensors, unpack
 from pipectl.schedule import Kind
 
@@ -16,7 +16,9 @@ BACK = (Kind.FETCH_START, Kind.FETCH_WAIT)
 
 
 def pool_of(*staying: torch.Tensor, min_bytes: int = 0) -> SavedTensors:
-    return SavedTensors(staying, min_bytes, CPU)
+    pool = SavedTensors(staying, CPU)
+    pool.min_bytes = min_bytes
+    return pool
 
 
 def test_views_of_one_storage_share_a_block_and_keep_their_form():
@@ -59,52 +61,50 @@ def test_parameters_small_and_strange_tensors_stay():
 
 
 @pytest.fixture(params=["host", "disk"])
-def offload(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(StageOffload, "min_bytes", 0)
+def mover(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(SavedTensors, "min_bytes", 0)
     mover = Mover(HostStore() if request.param == "host" else DiskStore(tmp_path, 0), CPU)
-    yield StageOffload(mover, CPU)
+    yield mover
     mover.close()
 
 
-def forward(offload: StageOffload, micro_batch: int, weight: torch.Tensor) -> torch.Tensor:
+def forward(mover: Mover, micro_batch: int, weight: torch.Tensor):
     torch.manual_seed(micro_batch)
     x = torch.randn(64, 8 + micro_batch)
-    with offload.pool(micro_batch, [weight]).hooks():
+    saved = SavedTensors([weight], CPU, mover)
+    with saved.hooks():
         y = (x @ weight[: x.shape[1]]).relu_()
-        return torch.nn.functional.dropout(y.exp() * y.t().contiguous().t(), 0.5).sum()
+        return saved, torch.nn.functional.dropout(y.exp() * y.t().contiguous().t(), 0.5).sum()
 
 
-def test_gradients_are_the_same_bits_whatever_leaves_in_which_order(offload):
+def test_gradients_are_the_same_bits_whatever_leaves_in_which_order(mover):
     weight = torch.randn(16, 64, requires_grad=True)
-    losses = [forward(offload, index, weight) for index in range(4)]
-    for loss in losses:
+    for _, loss in [forward(mover, index, weight) for index in range(4)]:
         loss.backward()
     expected, weight.grad = weight.grad, None
-    offload.forget()
-    losses = [forward(offload, index, weight) for index in range(4)]
+    micro_batches = [forward(mover, index, weight) for index in range(4)]
     for kind, micro_batch in [
         (OUT[0], 0), (OUT[0], 1), (OUT[1], 0), (OUT[0], 2), (OUT[1], 1), (OUT[1], 2),
         (BACK[0], 0), (BACK[0], 1), (BACK[1], 0), (BACK[1], 1), (BACK[0], 2), (BACK[1], 2),
     ]:  # fmt: skip
-        offload.run(kind, micro_batch)
-    for index, loss in enumerate(losses):
-        offload.end(index)
+        micro_batches[micro_batch][0].move(kind)
+    for _, loss in micro_batches:
         loss.backward()
     assert torch.equal(weight.grad, expected)
 
 
-def test_what_is_away_takes_no_memory_and_what_is_unneeded_is_not_moved(offload):
+def test_what_is_away_takes_no_memory_and_what_is_unneeded_is_not_moved(mover):
     weight = torch.randn(16, 64, requires_grad=True)
-    loss = forward(offload, 0, weight)
-    blocks = offload._pools[0].blocks
+    saved, loss = forward(mover, 0, weight)
+    blocks = saved.blocks
     assert blocks
     for kind in OUT:
-        offload.run(kind, 0)
+        saved.move(kind)
     assert all(block.memory is None for block in blocks)
     for kind in BACK:
-        offload.run(kind, 0)
+        saved.move(kind)
     loss.backward()
     del loss
-    gone = offload.pool(1, [])
+    gone = SavedTensors([], CPU, mover)
     gone.pack(torch.zeros(100))
     assert gone.blocks == []
