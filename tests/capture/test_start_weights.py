@@ -104,6 +104,8 @@ def test_narrow_types_become_the_model_s(start: Start, tmp_path: Path) -> None:
         ({"norm.bias": torch.ones(25)}, r"'norm.bias' has shape \[25\], not \[24\]"),
         ({"norm.bias": torch.ones(24).double()}, "'norm.bias' is F64, which torch.float32"),
         ({"norm.bias": torch.ones(24).int()}, "'norm.bias' is I32, which torch.float32 does not"),
+        ({"norm.bias": torch.ones(24).to(torch.uint16)}, "'norm.bias' is U16, which torch.float32"),
+        ({"norm.bias": torch.ones(24).to(torch.float8_e5m2)}, "'norm.bias' is F8_E5M2, which"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit(
