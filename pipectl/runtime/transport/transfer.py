@@ -39,8 +39,8 @@ from pipectl.units import format_bytes
 LARGEST_BYTES = 2**30
 """Of one MPI message: some libraries count bytes in 32 bits with a sign."""
 
-Start = Callable[[int, int], MPI.Request | None]
-"""Starts the piece of so many bytes at an offset; None if MPI may not use its memory yet."""
+Call = Callable[..., MPI.Request]
+"""``Isend`` or ``Irecv`` of a communicator."""
 Words = Callable[[], str]
 """Names a message, for errors."""
 
@@ -67,7 +67,9 @@ class Transfer:
     All pieces that are received are posted at once, so that none is unexpected.
 
     Args:
-        start: starts a piece, in the order of the pieces.
+        call: sends or receives a piece.
+        buffer: memory of the message, held until all is done.
+        rank, tag: of the other side.
         what: is received; None for what is sent.
         after: starts all its pieces before this starts any.
 
@@ -77,14 +79,17 @@ class Transfer:
 
     def __init__(
         self,
-        start: Start,
-        size_bytes: int,
+        call: Call,
+        buffer: MessageBuffer,
+        rank: int,
+        tag: int,
         pieces: Pieces = WHOLE,
         what: Words | None = None,
         after: Transfer | None = None,
     ) -> None:
-        self._start = start
-        self._size_bytes = size_bytes
+        self._call, self._rank, self._tag = call, rank, tag
+        self._buffer: MessageBuffer | None = buffer
+        self._size_bytes = size_bytes = buffer.vector.nbytes
         self._piece_bytes = pieces.size_bytes
         self._offset = 0
         self._what = what
@@ -109,7 +114,7 @@ class Transfer:
             if self._unstarted:
                 self._start_next()
         if not self._unstarted and not self._under_way:
-            self.done, self._start = True, _start_nothing  # which held the memory
+            self.done, self._buffer = True, None
         return self.done
 
     def _is_complete(self, request: MPI.Request, size_bytes: int) -> bool:
@@ -140,19 +145,16 @@ class Transfer:
     def _start_next(self) -> None:
         if self._after is not None and self._after._unstarted:
             return
-        self._after = None
+        self._after, buffer = None, self._buffer
+        assert buffer is not None
         while self._unstarted and len(self._under_way) < self._room:
-            size_bytes = min(self._piece_bytes, self._size_bytes - self._offset)
-            request = self._start(self._offset, size_bytes)
-            if request is None:
+            if not buffer.is_free(self._offset // self._piece_bytes):
                 return
-            self._under_way.append((request, size_bytes))
+            size_bytes = min(self._piece_bytes, self._size_bytes - self._offset)
+            piece = memory(buffer.vector, self._offset, size_bytes)
+            self._under_way.append((self._call(piece, self._rank, self._tag), size_bytes))
             self._offset += size_bytes
             self._unstarted -= 1
-
-
-def _start_nothing(_offset: int, _size_bytes: int) -> None:
-    """Of a transfer that is over."""
 
 
 def memory(vector: Tensor, offset: int, size_bytes: int) -> tuple[MPI.memory, MPI.Datatype]:
@@ -213,14 +215,16 @@ class Progress:
 
     def begin(
         self,
-        start: Start,
-        size_bytes: int,
+        call: Call,
+        buffer: MessageBuffer,
+        rank: int,
+        tag: int,
         what: Words | None = None,
         after: Transfer | None = None,
     ) -> Transfer:
         """Start a transfer (see its arguments), and see to it from now on."""
         with self._lock:
-            transfer = Transfer(start, size_bytes, self.pieces, what, after)
+            transfer = Transfer(call, buffer, rank, tag, self.pieces, what, after)
             self._transfers.append(transfer)
         if self._thread is not None:
             self._has_work.set()
@@ -343,8 +347,8 @@ class Wire:
             after: the earlier message of this rank and tag, if it may be under way.
         """
         buffer = self._device.to_message(vector, self.progress.pieces.size_bytes)
-        start = self._start(self._communicator.Isend, buffer, rank, tag)
-        return Flight(self.progress.begin(start, vector.nbytes, None, after), buffer.vector)
+        sending = self.progress.begin(self._communicator.Isend, buffer, rank, tag, None, after)
+        return Flight(sending, buffer.vector)
 
     def receive(
         self,
@@ -362,21 +366,8 @@ class Wire:
             after: see :meth:`send`.
         """
         buffer = self._device.message_buffer(count, dtype)
-        vector, start = buffer.vector, self._start(self._communicator.Irecv, buffer, rank, tag)
-        return Flight(self.progress.begin(start, vector.nbytes, what, after), vector)
-
-    def _start(
-        self, call: Callable[..., MPI.Request], buffer: MessageBuffer, rank: int, tag: int
-    ) -> Start:
-        """A function that begins to send or receive a piece of a buffer, once that is free."""
-        piece_bytes = self.progress.pieces.size_bytes
-
-        def start(offset: int, size_bytes: int) -> MPI.Request | None:
-            if not buffer.is_free(offset // piece_bytes):
-                return None
-            return call(memory(buffer.vector, offset, size_bytes), rank, tag)
-
-        return start
+        receiving = self.progress.begin(self._communicator.Irecv, buffer, rank, tag, what, after)
+        return Flight(receiving, buffer.vector)
 
     def wait(self, flights: Iterable[Flight]) -> None:
         """Return when vectors have left or arrived."""

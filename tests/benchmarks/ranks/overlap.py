@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
+from pipectl.runtime.device import MessageBuffer
 from pipectl.runtime.transport import Circumstances, Progress, choose_progress
 from pipectl.runtime.transport.choice import HELPED, STAGED
-from pipectl.runtime.transport.transfer import WHOLE, Pieces, Transfer, memory
+from pipectl.runtime.transport.transfer import WHOLE, Pieces, Transfer
 from pipectl.runtime.waiting import barrier
 
 REPEATS = 5
@@ -70,18 +71,12 @@ class Rank:
     def start(self, progress: Progress, *, both: bool) -> list[Transfer]:
         """The first rank's message; with ``both`` the second's, too."""
         world, other = self.world, 1 - self.world.rank
-
-        def receive(at: int, size: int) -> MPI.Request:
-            return world.Irecv(memory(self.buffers[0], at, size), other, 1)
-
-        def send(at: int, size: int) -> MPI.Request:
-            return world.Isend(memory(self.buffers[1], at, size), other, 1)
-
+        received, sent = (MessageBuffer(vector) for vector in self.buffers)
         transfers = []
         if both or world.rank:
-            transfers.append(progress.begin(receive, self.size, lambda: "a message"))
+            transfers.append(progress.begin(world.Irecv, received, other, 1, lambda: "a message"))
         if both or not world.rank:
-            transfers.append(progress.begin(send, self.size))
+            transfers.append(progress.begin(world.Isend, sent, other, 1))
         return transfers
 
     def figures(

@@ -15,7 +15,7 @@ from pipectl.graph import TransferKind
 from pipectl.runtime.device import CpuDevice, MessageBuffer
 from pipectl.runtime.transport import Transport
 from pipectl.runtime.transport.lanes import largest_tag, tags_of
-from pipectl.runtime.transport.transfer import Pieces, Progress, Transfer, memory
+from pipectl.runtime.transport.transfer import Call, Pieces, Progress, Transfer, memory
 
 OWN = MPI.COMM_SELF.Dup()
 """What stays unreceived here is nobody else's."""
@@ -32,12 +32,17 @@ class Counted:
         self.sent, self.received = sent, received
         self.sizes: list[int] = []
 
-    def send(self, offset: int, size_bytes: int) -> MPI.Request:
-        self.sizes.append(size_bytes)
-        return OWN.Issend(memory(self.sent, offset, size_bytes), 0, 5)
+    @property
+    def to_send(self) -> tuple[Call, MessageBuffer, int, int]:
+        return self.send, MessageBuffer(self.sent), 0, 5
 
-    def receive(self, offset: int, size_bytes: int) -> MPI.Request:
-        return OWN.Irecv(memory(self.received, offset, size_bytes), 0, 5)
+    @property
+    def to_receive(self) -> tuple[Call, MessageBuffer, int, int]:
+        return OWN.Irecv, MessageBuffer(self.received), 0, 5
+
+    def send(self, piece: Any, rank: int, tag: int) -> MPI.Request:
+        self.sizes.append(piece[0].nbytes)
+        return OWN.Issend(piece, rank, tag)
 
 
 def pair(count: int, dtype: torch.dtype) -> Counted:
@@ -53,8 +58,8 @@ def test_what_is_sent_arrives(mode: str, dtype: torch.dtype, pieces: Pieces) -> 
     size_bytes = both.sent.nbytes
     with Progress(mode, pieces) as progress:
         transfers = [
-            progress.begin(both.send, size_bytes),
-            progress.begin(both.receive, size_bytes, a_message),
+            progress.begin(*both.to_send),
+            progress.begin(*both.to_receive, a_message),
         ]
         progress.wait(transfers)
     assert torch.equal(both.sent, both.received)
@@ -64,10 +69,10 @@ def test_what_is_sent_arrives(mode: str, dtype: torch.dtype, pieces: Pieces) -> 
 
 def test_no_more_pieces_are_under_way_than_allowed() -> None:
     both = pair(100, torch.uint8)
-    sending = Transfer(both.send, 100, Pieces(10, 2))
+    sending = Transfer(*both.to_send, Pieces(10, 2))
     assert not sending.advance()
     assert both.sizes == [10, 10]  # synchronous sends: none ends before it is received
-    receiving = Transfer(both.receive, 100, Pieces(10, 2), a_message)
+    receiving = Transfer(*both.to_receive, Pieces(10, 2), a_message)
     while not (sending.advance() & receiving.advance()):
         pass
     assert both.sizes == [10] * 10
@@ -75,9 +80,9 @@ def test_no_more_pieces_are_under_way_than_allowed() -> None:
 
 def test_a_message_without_bytes_is_a_message() -> None:
     both = pair(0, torch.float32)
-    sending = Transfer(both.send, 0)
+    sending = Transfer(*both.to_send)
     assert not sending.advance()
-    receiving = Transfer(both.receive, 0, what=a_message)
+    receiving = Transfer(*both.to_receive, what=a_message)
     while not (sending.advance() & receiving.advance()):
         pass
     assert both.sizes == [0]
@@ -95,8 +100,8 @@ def test_a_helper_moves_a_message_while_nobody_calls() -> None:
     both = pair(1000, torch.uint8)
     pieces = Pieces(10, 1)
     with Progress("thread", pieces) as progress:
-        progress.begin(both.send, 1000)
-        progress.begin(both.receive, 1000, a_message)
+        progress.begin(*both.to_send)
+        progress.begin(*both.to_receive, a_message)
         for _ in range(2000):
             if torch.equal(both.sent, both.received):
                 break
@@ -108,17 +113,17 @@ def test_what_fails_in_the_helper_is_raised_by_the_next_wait() -> None:
     both = pair(20, torch.uint8)
     pieces = Pieces(10, 1)
 
-    def broken(offset: int, size_bytes: int) -> MPI.Request:
-        if offset:
+    def broken(piece: Any, rank: int, tag: int) -> MPI.Request:
+        if both.sizes:
             raise RuntimeError("no second piece")
-        return both.send(offset, size_bytes)
+        return both.send(piece, rank, tag)
 
-    receiving = Transfer(both.receive, 20, pieces, a_message)
+    receiving = Transfer(*both.to_receive, pieces, a_message)
     with Progress("thread", pieces) as progress:
-        transfer = progress.begin(broken, 20)
+        transfer = progress.begin(broken, MessageBuffer(both.sent), 0, 5)
         with pytest.raises(RuntimeError, match="no second piece"):
             progress.wait([transfer])
-    both.send(10, 10)
+    both.send(memory(both.sent, 10, 10), 0, 5)
     while not receiving.advance():
         pass
 
