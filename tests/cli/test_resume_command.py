@@ -59,8 +59,8 @@ def test_the_same_job_goes_on_in_its_directory(cli: Command, ended: RunDirectory
     result = cli("resume", "last", "--set", "training.steps=9", "--set", "optimizer.kwargs.lr=0.5")
     assert result.code == 0
     assert result.out.splitlines()[:2] == [
-        "changed: optimizer.kwargs.lr null -> 0.5",
         "changed: training.steps 4 -> 9",
+        "changed: optimizer.kwargs.lr null -> 0.5",
     ]
     assert ended.plan.read_bytes() == before[0], "more steps need no other plan"
     assert Record.load(ended.record).steps == 9
