@@ -41,7 +41,7 @@ COMMANDS = {
     "cancel": "Cancel runs or sweeps. Finished runs are not changed.",
     "resume": "Resume a run from its last checkpoint.\n\n"
     "--set changes the number of ranks or of steps, for example.",
-    "export": "Export the weights of a run for load_state_dict.",
+    "export": "Export the weights of a run for other programs.",
     "doctor": "Check that this machine can run jobs.\n\n"
     "Checks torch, MPI (two ranks exchange messages), the batch system and the file system.",
 }
