@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import pool
 import pytest
 from hypothesis import settings
 
@@ -26,11 +27,13 @@ from pipectl.schedule import default_warm_up
 settings.register_profile("busy machines", deadline=None)
 settings.load_profile("busy machines")
 
+os.environ["OMP_NUM_THREADS"] = "1"
+"""Several processes share the cores; threads that wait for each other would keep them busy."""
 WARM = "PIPECTL_TESTS_WARM"
 """Where the environment names the folder of the warm servers."""
 STARTED: list[subprocess.Popen[bytes]] = []
 TOGETHER = ("tests/slurm/", "tests/capture/", "tests/equality/")
-"""Folders whose files share what takes long to make, and so go to one process of ``pytest -n``."""
+"""Folders whose files share what takes long to make, so one process runs them."""
 
 ROWS = RowTimes(compute=5e-5, begin=1e-3, end=1e-3)
 """Of profiles that tests make; tests/warm/server.py has the same."""
@@ -132,10 +135,26 @@ def pipeline() -> Callable[..., Plan]:
     return make_plan
 
 
+def count_processes(text: str) -> int:
+    """As ``-n`` gives them; tests of real ranks wait for each other a good deal."""
+    return min(8, 2 * len(os.sched_getaffinity(0))) if text == "auto" else int(text)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``-n``."""
+    parser.getgroup("general")._addoption(
+        "-n",
+        dest="processes",
+        type=count_processes,
+        default=0,
+        help="run the tests in so many processes; auto: two per core, at most eight",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Make the folder of the warm servers that all processes of a run share."""
-    if hasattr(config, "workerinput"):  # this is one of those processes
-        return
+    if config.option.processes:
+        pool.defer_mpi()
     folder = Path(tempfile.mkdtemp(prefix="pipectl-"))  # the names of sockets are short
     os.mkfifo(folder / "alive")
     alive = os.open(folder / "alive", os.O_RDWR)
@@ -171,7 +190,6 @@ def start_server(folder: Path, stdin: Any, *files: Path) -> subprocess.Popen[byt
     server = subprocess.Popen(
         [sys.executable, here / "server.py", address, *files],
         stdin=stdin,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
     )
     while not address.exists():
         assert server.poll() is None
@@ -250,7 +268,6 @@ def launch(
         command = [python, "-m", "mpi4py", *map(str, arguments)]
         return subprocess.run(
             [mpiexec, "-n", str(ranks), *command] if ranks else command,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
             timeout=timeout,
@@ -258,6 +275,74 @@ def launch(
         )
 
     return start
+
+
+@pytest.fixture(scope="session")
+def work(launch: Callable[..., Any]) -> Callable[..., Any]:
+    """``work(ranks, run)``: the worker on a run directory; see ``launch``."""
+    worker = ("-m", "pipectl.runtime.worker", "--run")
+    return lambda ranks, run, **how: launch(ranks, *worker, run.path, **how)
+
+
+@pytest.fixture(scope="session")
+def train(launch: Callable[..., Any]) -> Callable[..., None]:
+    """``train(*runs)``: all of them to their end; one launch for those of as many ranks."""
+    program = Path(__file__).parent / "runtime" / "ranks_in_turn.py"
+
+    def start(*runs: Any) -> None:
+        ranks_of = {run.path: Plan.load(run.plan).ranks for run in runs}
+        for ranks in sorted({*ranks_of.values()}):
+            paths = [path for path, count in ranks_of.items() if count == ranks]
+            done = launch(ranks if ranks > 1 else 0, program, *paths)
+            assert done.returncode == 0, done.stderr
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def profile_of() -> Callable[[Any], Any]:
+    """``profile_of(spec)``: measured once per model, and as if for one rank without neighbours.
+
+    Other data of the same shapes, and other optimizers, would change its times alone.
+    """
+    from pipectl.profiler import profile_job
+    from pipectl.profiler.effort import Effort, measured_sizes
+
+    profiles: dict[str, Any] = {}
+
+    def profile(spec: Any) -> Any:
+        alone = spec.resources.model_copy(update={"tasks_per_node": 1})
+        spec = spec.model_copy(update={"resources": alone})
+        precision, sizes = spec.training.precision, measured_sizes(spec, Effort.FAST)
+        key = f"{spec.model!r} {spec.loss!r} {precision} {sizes} {alone.gpus_per_node}"
+        if key not in profiles:
+            profiles[key] = profile_job(spec, effort=Effort.FAST)
+        return profiles[key]
+
+    return profile
+
+
+@pytest.fixture(scope="session")
+def run_in(profile_of: Callable[[Any], Any]) -> Callable[..., Any]:
+    """``run_in(folder, spec)``: a run directory with job, profile and plan.
+
+    With ``profile=``, the plan is made from that one.
+    """
+    from pipectl.cluster import assumed_cluster
+    from pipectl.jobs.planning import find_plan
+    from pipectl.runs import RunDirectory
+    from pipectl.spec import dump
+
+    def make(folder: Path, spec: Any, profile: Any = None) -> Any:
+        profile = profile or profile_of(spec)
+        ranks = spec.resources.ranks
+        run = RunDirectory.create(folder, spec.name, 0.0)
+        run.job.write_text(dump(spec))
+        profile.save(run.profile)
+        find_plan(spec, profile, assumed_cluster("here", [ranks], ranks, None)).save(run.plan)
+        return run
+
+    return make
 
 
 @pytest.fixture(scope="session")
@@ -286,12 +371,6 @@ def contents() -> Callable[[Path], dict[str, Any]]:
     return read
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """Twice as many as there are cores: tests of real ranks wait for each other a good deal."""
-    return min(8, 2 * len(os.sched_getaffinity(0)))
-
-
 def scope_of(nodeid: str) -> str:
     """The file of a test, or the folder that stays together."""
     shared = (folder for folder in TOGETHER if nodeid.startswith(folder))
@@ -313,17 +392,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """One file after the other goes to a process that is free, some folders whole."""
-    from xdist.scheduler import LoadFileScheduling
-
-    class ByFileOrFolder(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return scope_of(nodeid)
-
-    config.option.loadscopereorder = False  # by the number of tests, which says nothing of ours
-    return ByFileOrFolder(config, log)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """See tests/warm/pool.py."""
+    return pool.run_tests(session, session.config.option.processes, scope_of)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -8,6 +8,7 @@ has made. It ends when its standard input does.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import multiprocessing
@@ -23,22 +24,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import captured
 import message
+import mpi4py
 import numpy as np
 
-LOADED = (
-    "pipectl.capture",
-    "pipectl.profile",
-    "pipectl.rehearsal",
-    "pipectl.runs",
-    "pipectl.schedule",
-    "torch._dynamo",
-    "torch._export.non_strict_utils",
-    "torch.export._trace",
-    "torch.fx.experimental.symbolic_shapes",
-    "torch.utils.data",
-)
-"""Nothing that starts MPI, or a thread, which a fork would not have."""
+LOADED = ("pipectl.rehearsal", "pipectl.runtime.worker")
+"""Besides what captures models; nothing that starts a thread, which a fork would lack."""
+LEVELS = ("single", "funneled", "serialized", "multiple")
 
 
 @dataclass
@@ -86,6 +79,8 @@ class Server:
             self._forget_all()
             return asked
         asked.close()
+        with suppress(OSError):
+            asker.sendall(b"%d\n" % pid)
         child = Child(pid, os.pidfd_open(pid), asker)
         self.children.append(child)
         for source in (child.handle, asker):
@@ -106,7 +101,7 @@ class Server:
         for source in (child.handle, child.asker):
             self.selector.unregister(source)
         with suppress(OSError):
-            child.asker.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+            child.asker.sendall(b"%d\n" % os.waitstatus_to_exitcode(status))
         child.asker.close()
         os.close(child.handle)
         self.children.remove(child)
@@ -129,7 +124,25 @@ def become(asked: message.Request, python: str) -> None:
     random.seed()
     np.random.seed()
     sys.argv = asked.words[1:]
-    runpy.run_module(asked.words[1], run_name="__main__", alter_sys=True)
+    if asked.words[1] == "mpi4py":
+        run_with_mpi()
+    else:
+        runpy.run_module(asked.words[1], run_name="__main__", alter_sys=True)
+
+
+def run_with_mpi() -> None:
+    """MPI is started, and ended or aborted, as by importing it under ``-m mpi4py``."""
+    from mpi4py import MPI
+
+    level = os.environ.get("MPI4PY_RC_THREAD_LEVEL", LEVELS[-1])
+    MPI.Init_thread(LEVELS.index(level))  # MPI.THREAD_SINGLE and so on
+    try:
+        runpy.run_module("mpi4py", run_name="__main__", alter_sys=True)
+    except SystemExit as stop:
+        if not stop.code:
+            atexit.register(MPI.Finalize)
+        raise  # mpi4py aborts
+    atexit.register(MPI.Finalize)
 
 
 def fork_instead_of_spawning() -> None:
@@ -145,9 +158,10 @@ def fork_instead_of_spawning() -> None:
 
 
 def main(address: str, *files: str) -> None:
+    mpi4py.rc.initialize = False  # not before the fork
     for name in LOADED:
-        with suppress(ModuleNotFoundError):  # torch may move its own: it is then only slower
-            importlib.import_module(name)
+        importlib.import_module(name)
+    captured.capture()
     # Profiles have the same times of rows: two ranks would measure them for seconds.
     rows = importlib.import_module("pipectl.jobs.profiles")
     times = rows.RowTimes(compute=5e-5, begin=1e-3, end=1e-3)

@@ -34,9 +34,9 @@ def test_words_directory_environment_and_input_are_the_callers(
     assert warm.stdout.startswith("['-c', 'a', 'b c'] ")
 
 
-def test_it_has_loaded_torch_and_neither_mpi_nor_the_planners_compiler(warm_python: str) -> None:
+def test_it_has_loaded_torch_and_mpi_and_not_the_planners_compiler(warm_python: str) -> None:
     code = "import sys; print(*(name in sys.modules for name in ('torch', 'mpi4py.MPI', 'numba')))"
-    assert run(warm_python, *ASK, code).stdout == "True False False\n"
+    assert run(warm_python, *ASK, code).stdout == "True True False\n"
     assert run(warm_python, "-c", code).stdout == "False False False\n"  # Python itself
 
 
@@ -49,7 +49,8 @@ def test_draws_differ_from_process_to_process(warm_python: str) -> None:
 
 @pytest.mark.parametrize("end", ["sys.exit(7)", "1 / 0", "os.kill(os.getpid(), signal.SIGTERM)"])
 def test_it_ends_as_a_fresh_one(warm_python: str, end: str) -> None:
-    code = f"import os, signal, sys; print('last words', end=''); sys.stdout.flush(); {end}"
+    code = "import os, signal, sys; from mpi4py import MPI; print('last words', end=''); "
+    code += f"sys.stdout.flush(); {end}"
     warm, fresh = (run(python, *ASK, code) for python in (warm_python, sys.executable))
     assert (warm.returncode, warm.stdout) == (fresh.returncode, fresh.stdout)
     assert (warm.stderr == "") == (fresh.stderr == "")
@@ -68,6 +69,16 @@ def test_it_ends_with_whoever_stands_in_for_it(warm_python: str) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     client.stdout.close()
+
+
+def test_signals_reach_it(warm_python: str) -> None:
+    code = "import signal; signal.signal(10, print); print(flush=True); signal.pause()"
+    client = subprocess.Popen([warm_python, *ASK, code], stdout=subprocess.PIPE, text=True)
+    assert client.stdout is not None
+    client.stdout.readline()
+    client.send_signal(signal.SIGUSR1)
+    assert client.communicate(timeout=60)[0].startswith("10 <frame")
+    assert client.returncode == 0
 
 
 SPAWN = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -17,8 +18,11 @@ from pipectl.runtime.transport import Transport
 from pipectl.runtime.transport.lanes import largest_tag, tags_of
 from pipectl.runtime.transport.transfer import Call, Pieces, Progress, Transfer, memory
 
-OWN = MPI.COMM_SELF.Dup()
-"""What stays unreceived here is nobody else's."""
+
+@cache
+def own() -> MPI.Intracomm:
+    """What stays unreceived here is nobody else's."""
+    return MPI.COMM_SELF.Dup()
 
 
 def a_message() -> str:
@@ -38,11 +42,11 @@ class Counted:
 
     @property
     def to_receive(self) -> tuple[Call, MessageBuffer, int, int]:
-        return OWN.Irecv, MessageBuffer(self.received), 0, 5
+        return own().Irecv, MessageBuffer(self.received), 0, 5
 
     def send(self, piece: Any, rank: int, tag: int) -> MPI.Request:
         self.sizes.append(piece[0].nbytes)
-        return OWN.Issend(piece, rank, tag)
+        return own().Issend(piece, rank, tag)
 
 
 def pair(count: int, dtype: torch.dtype) -> Counted:
@@ -163,7 +167,7 @@ def test_a_send_that_the_device_is_not_ready_for_waits_in_the_queue(mode: str, c
     """It starts at once, leaves in the order of the sends, and no check takes it for damaged."""
     lane, slot, device = Lane(TransferKind.ACTIVATION, 0, 1), Slot("note"), LateDevice()
     with Progress(mode, Pieces(16, 2)) as progress:
-        line = Transport(OWN, device, {lane: [slot]}, progress, check=check).line(lane, 0)
+        line = Transport(own(), device, {lane: [slot]}, progress, check=check).line(lane, 0)
         values = [torch.arange(10.0) + 100 * index for index in range(3)]
         sent = [line.start_send(index, 1, {slot: value}) for index, value in enumerate(values)]
         received = [line.start_receive(index, 1) for index in range(3)]
