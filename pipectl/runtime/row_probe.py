@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -36,7 +35,7 @@ from pipectl.timeline import Timeline
 SAMPLES = (1, 16, 64, 256)
 """Of a micro-batch: messages of 4 KiB, 64 KiB, 256 KiB and 1 MiB."""
 MICRO_BATCHES = 8
-WARM_UP, STEPS = 4, 15
+STEPS = 15
 _WIDTH, _HIDDEN, _ROWS, _BLOCKS = 1024, 256, 64, 8
 
 
@@ -95,9 +94,9 @@ def build() -> nn.Module:
     return nn.Sequential(Half(), Half())
 
 
-def _spec(samples: int, threads: int) -> JobSpec:
+def _spec(largest: int, threads: int) -> JobSpec:
     here = "pipectl.runtime.row_probe:"
-    batch = samples * MICRO_BATCHES
+    batch = largest * MICRO_BATCHES
     return JobSpec.model_validate(
         {
             "name": "rows",
@@ -105,7 +104,7 @@ def _spec(samples: int, threads: int) -> JobSpec:
             "loss": {"factory": "torch.nn:MSELoss"},
             "data": {"factory": f"{here}Samples", "kwargs": {"count": batch}},
             "optimizer": {"factory": "torch.optim:SGD", "kwargs": {"lr": 0.0}},
-            "training": {"steps": WARM_UP + STEPS, "batch_size": batch},
+            "training": {"steps": 1, "batch_size": batch},
             "pipeline": {"micro_batches": MICRO_BATCHES},
             "resources": {"tasks_per_node": 2, "cpus_per_task": threads},
             "trace": {"every": 1},
@@ -126,7 +125,7 @@ def _plan(job: CapturedJob, samples: int) -> Plan:
         fingerprint=graph.fingerprint,
         schedule="1f1b",
         warm_up=(2, 1),
-        batch_size=job.spec.training.batch_size,
+        batch_size=samples * MICRO_BATCHES,
         micro_batch_size=samples,
         micro_batches=MICRO_BATCHES,
         stages=tuple(
@@ -140,38 +139,47 @@ def _plan(job: CapturedJob, samples: int) -> Plan:
     )
 
 
-def _train(communicator: MPI.Comm, directory: Path, samples: int, threads: int) -> Steps:
-    run = RunDirectory(directory / f"{samples}")
+def _train(
+    communicator: MPI.Comm, directory: Path, job: CapturedJob, samples: int, steps: int
+) -> Steps:
+    """Train with micro-batches of a size, after a few steps that do not count."""
+    run, warm_up = RunDirectory(directory / f"{samples}"), 1 + steps // 4
     if communicator.rank == 0:
         for place in (run.path, run.path / "trace", run.checkpoints, run.logs):
             make_private_directory(place)
     communicator.Barrier()
-    job = CapturedJob(_spec(samples, threads))
     plan = _plan(job, samples)
+    changes = {"steps": warm_up + steps, "batch_size": plan.batch_size}
+    training = job.spec.training.model_copy(update=changes)
+    job.spec = job.spec.model_copy(update={"training": training})
     setup = Setup(communicator, job, plan, choose_device(0, 0), Doing())
     Trainer(setup, run, 1).train()
     communicator.Barrier()
     if communicator.rank:
         return Steps(channels(plan), (), ())
-    steps = range(WARM_UP + 1, WARM_UP + STEPS + 1)
+    counted = range(warm_up + 1, warm_up + steps + 1)
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     times_s = {line["step"]: line["step_time_s"] for line in lines if "step_time_s" in line}
-    recorded = tuple(Timeline.load(run.measured_of(step)) for step in steps)
-    return Steps(channels(plan), recorded, tuple(times_s[step] for step in steps))
+    recorded = tuple(Timeline.load(run.measured_of(step)) for step in counted)
+    return Steps(channels(plan), recorded, tuple(times_s[step] for step in counted))
 
 
 def measure_rows(
-    communicator: MPI.Comm, directory: Path, threads: int, sizes: Sequence[int] = SAMPLES
+    communicator: MPI.Comm, directory: Path, threads: int, steps: int = STEPS
 ) -> RowTimes:
     """What rows take on this node; collective over two ranks.
 
     Args:
         directory: for files of the trainings, empty.
         threads: of each rank.
+        steps: that count, for each size of messages.
     """
     settle_process(threads)
-    steps = [_train(communicator, directory, samples, threads) for samples in sizes]
-    mine = RowTimes() if communicator.rank else row_times_of(steps)
+    job = CapturedJob(_spec(max(SAMPLES), threads))
+    for samples in SAMPLES:  # before a training frees what the other rank holds
+        job.training_graph(samples)
+    measured = [_train(communicator, directory, job, samples, steps) for samples in SAMPLES]
+    mine = RowTimes() if communicator.rank else row_times_of(measured)
     return broadcast(communicator, mine)
 
 
@@ -181,8 +189,9 @@ def main() -> None:
     parser.add_argument("--run", type=Path, required=True, help="an empty directory")
     parser.add_argument("--output", type=Path, required=True, help="file for the times")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=STEPS, help="for each size of messages")
     arguments = parser.parse_args()
-    times = measure_rows(MPI.COMM_WORLD, arguments.run, arguments.threads)
+    times = measure_rows(MPI.COMM_WORLD, arguments.run, arguments.threads, arguments.steps)
     if MPI.COMM_WORLD.rank == 0:
         write_json(arguments.output, write_value(times))
 

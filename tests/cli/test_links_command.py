@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +23,9 @@ ONE = ("--set", "resources.nodes=1", "--set", "pipeline.stages=1")
 
 
 @pytest.fixture
-def brief(monkeypatch: pytest.MonkeyPatch) -> None:
+def brief(monkeypatch: pytest.MonkeyPatch, warm_python: str) -> None:
+    """Measure for a moment, with ranks that begin sooner."""
+    monkeypatch.setattr(sys, "executable", warm_python)
     monkeypatch.setattr("pipectl.cli.commands.profile.LINKS_BUDGET_S", {"normal": 0.2, "fast": 0.1})
 
 
@@ -41,6 +44,8 @@ def test_links_are_measured_shown_and_used_by_the_plan(
     assert lines[-2:] == [f"cluster: {CLUSTER}", "picture: runs/tiny.cluster.svg"]
     assert Path("runs/tiny.cluster.svg").exists()
     cluster = Cluster.load(CLUSTER)
+    assert cluster.between_nodes.assumed
+    assert not cluster.within_node.assumed
     planned = cli("plan", "job.yaml")
     assert (planned.code, planned.err) == (0, "")
     assert f"cluster: {CLUSTER} ({cluster.source})" in planned.out

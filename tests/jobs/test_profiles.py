@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -251,15 +252,18 @@ def test_a_profile_keeps_its_device_in_its_file(
 @pytest.mark.mpi
 @pytest.mark.usefixtures("measured_rows")
 def test_two_ranks_of_this_machine_measure_rows(
-    write_job: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    write_job: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, warm_python: str
 ) -> None:
     monkeypatch.setattr("pipectl.jobs.profiles._ROW_PATIENCE_S", 500.0)  # the machine may be busy
+    monkeypatch.setattr(sys, "executable", warm_python)
     spec = load(write_job("resources: {tasks_per_node: 2}"), check_files=False)
     rows, assumption = measure_rows(spec, "local")
     assert (rows is not None, assumption) == (True, "")
     assert rows is not None
-    assert 0 < rows.compute < 0.1
-    assert all(seconds > 0 for _, seconds in rows.send_start)
+    for table in (rows.send_start, rows.send_wait, rows.receive_start, rows.receive_wait):
+        assert [size for size, _ in table] == [4096, 65536, 262144, 1048576]
+        assert all(0 < seconds < 1 for _, seconds in table)
+    assert all(0 < seconds < 1 for seconds in (rows.compute, rows.begin, rows.end))
 
 
 def test_jobs_of_one_directory_share_the_times_of_rows(

@@ -95,7 +95,7 @@ def probe(directory: RunDirectory, key: str, budget_s: float) -> Cluster:
         between_nodes = measure_link(communicator, between, share_s)
         between_nodes = measure_sharing(communicator, between_nodes, ranks_of)
     say("measuring rows of programs", 75)
-    rows = _measure_rows(communicator, (within or between)[0], directory, spec)
+    rows = _measure_rows(communicator, (within or between)[0], directory, spec, budget_s)
     from pipectl.runtime.process import settle_process  # and torch, which links do without
 
     settle_process(spec.threads)
@@ -122,7 +122,7 @@ def probe(directory: RunDirectory, key: str, budget_s: float) -> Cluster:
 
 
 def _measure_rows(
-    communicator: MPI.Comm, pair: Pair, directory: RunDirectory, spec: JobSpec
+    communicator: MPI.Comm, pair: Pair, directory: RunDirectory, spec: JobSpec, budget_s: float
 ) -> RowTimes | None:
     """What rows of programs take on two ranks; None on accelerators. Collective over all ranks."""
     if spec.resources.gpus_per_node:
@@ -131,10 +131,10 @@ def _measure_rows(
     color, key = (0, pair.index(communicator.rank)) if communicator.rank in pair else (1, 0)
     two = communicator.Split(color, key)
     if communicator.rank in pair:
-        from pipectl.runtime.row_probe import measure_rows  # and torch, which links do without
+        from pipectl.runtime.row_probe import STEPS, measure_rows  # loads torch
 
-        folder = directory.path / "rows"
-        mine = measure_rows(two, folder, spec.threads)
+        folder, steps = directory.path / "rows", max(2, min(STEPS, round(budget_s)))
+        mine = measure_rows(two, folder, spec.threads, steps)
         if communicator.rank == pair[0]:
             shutil.rmtree(folder, ignore_errors=True)
     two.Free()
