@@ -8,7 +8,7 @@ WITH_RANKS := tests/configs
 TORCH ?= 2.15
 QUICK := tests/test_*.py $(addprefix tests/,batch docs fuzz planner report runs schedule simulate spec)
 NOT_QUICK := planner/test_variants.py planner/test_make_plan.py planner/test_replicated_plans.py \
-    runs/test_hostile_runs.py
+    planner/test_published_plans.py schedule/test_random_plans.py runs/test_hostile_runs.py
 
 .DEFAULT_GOAL := help
 .PHONY: help demo quick test test-equality test-lowest test-newest coverage torture check docs bench bench-planner mutants golden clean

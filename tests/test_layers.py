@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 
 import pytest
-from layers import LAYER_OF, PACKAGE, Import, all_imports, imports_of, stacked
+from layers import LAYER_OF, PACKAGE, Import, all_imports, imports_of, layer_table, stacked
 
 # Library to the parts of the package that may import it, even within a function.
 ONLY_IN = {
@@ -21,6 +22,8 @@ ONLY_IN = {
     "multiprocessing": {"profiler", "runtime"},
 }
 PURE_LAYER = 2
+PAGE = PACKAGE.parent / "docs" / "architecture.md"
+BEGIN, END = "<!-- layers: made by make golden -->\n", "<!-- end of layers -->\n"
 CLOCKS = {"time", "datetime"}
 
 
@@ -60,6 +63,15 @@ def test_what_measures_loads_no_mpi_and_neither_it_nor_a_rank_the_compiler_of_th
     """MPI takes a thread to start, and fails on some login nodes; what a measuring process holds
     counts as memory of a rank."""
     subprocess.run([sys.executable, "-c", MODULES], check=True)
+
+
+def test_the_page_on_the_architecture_has_the_table():
+    head, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
+    drawn, tail = rest.split(END)
+    if os.environ.get("PIPECTL_GOLDEN") == "write":
+        drawn = f"\n{layer_table()}\n\n"
+        PAGE.write_text(f"{head}{BEGIN}{drawn}{END}{tail}", encoding="utf-8")
+    assert drawn.strip() == layer_table(), f"{PAGE} differs; if that is intended: make golden"
 
 
 def test_no_parts_of_a_layer_import_each_other_in_a_circle():

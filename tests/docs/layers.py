@@ -66,16 +66,17 @@ class Import:
 
 def imports_of(source: str, file: str) -> Iterator[Import]:
     """All imports of a file, those within functions included."""
-    tree = ast.parse(source)
-    inner = {
-        id(node)
-        for function in ast.walk(tree)
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.If)
-        for node in ast.walk(function)
-    }
-    for node in ast.walk(tree):
+    waiting: list[tuple[ast.AST, bool]] = [(ast.parse(source), True)]
+    while waiting:
+        node, at_module_level = waiting.pop()
         for name in _names(node):
-            yield Import(file, getattr(node, "lineno", 0), name, id(node) not in inner)
+            yield Import(file, getattr(node, "lineno", 0), name, at_module_level)
+        inner = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.If)
+        waiting += [
+            (child, at_module_level and not inner)
+            for child in ast.iter_child_nodes(node)
+            if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case)
+        ]
 
 
 def _names(node: ast.AST) -> Iterator[str]:

@@ -36,7 +36,9 @@ def python(tmp_path: Path) -> Path:
         (folder / "bin" / path.name).symlink_to(path)
     python = folder / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--quiet", "--python", str(python)]
-    subprocess.run([*pip, "install", "--no-deps", "--no-index", wheel(tmp_path)], check=True)
+    subprocess.run(
+        [*pip, "install", "--no-compile", "--no-deps", "--no-index", wheel(tmp_path)], check=True
+    )
     where = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
     site = Path(subprocess.run(where, capture_output=True, text=True, check=True).stdout.strip())
     (site / "of_the_tests.pth").write_text(sysconfig.get_path("purelib") + "\n")
