@@ -43,14 +43,6 @@ def digits() -> dict:
     return _module("digits")
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def _losses(model: nn.Module, loss, data: Dataset, optimizer, batch_size: int) -> list[float]:
     losses = []
     for inputs, targets in DataLoader(data, batch_size, shuffle=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from pipectl.cluster import assumed_cluster
-from pipectl.planner import PlanRequest, make_plan
-from pipectl.profile import Profile
-from pipectl.profiler import profile_job
-from pipectl.profiler.effort import Effort
 from pipectl.runs import RunDirectory, read_metrics
 from pipectl.runtime import checkpoint
 from pipectl.runtime.checkpoint.export import export_file
-from pipectl.spec import JobSpec, dump, load
+from pipectl.spec import JobSpec, load
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 pytestmark = pytest.mark.mpi
@@ -27,24 +23,21 @@ def read(name: str, *overrides: str) -> JobSpec:
     return load(CONFIGS / f"{name}.yaml", ["site_defaults=false", *overrides])
 
 
-def measure(spec: JobSpec) -> Profile:
-    threads = torch.get_num_threads()
-    profile = profile_job(spec, effort=Effort.FAST)
-    torch.set_num_threads(threads)
-    return profile
+@pytest.fixture
+def trained(tmp_path: Path, run_in: Any, train: Any) -> Callable[..., list[RunDirectory]]:
+    """``trained(spec, 1, 3)``: the job over so many ranks, with a stage on each."""
 
+    def start(spec: JobSpec, *counts: int) -> list[RunDirectory]:
+        runs = []
+        for ranks in counts:
+            resources = spec.resources.model_copy(update={"tasks_per_node": ranks})
+            pipeline = spec.pipeline.model_copy(update={"stages": ranks, "memory_limit": None})
+            changes = {"resources": resources, "pipeline": pipeline}
+            runs.append(run_in(tmp_path / "runs", spec.model_copy(update=changes)))
+        train(*runs)
+        return runs
 
-def train(spec: JobSpec, profile: Profile, ranks: int, base: Path, launch: Any) -> RunDirectory:
-    """Train a job as ``pipectl submit`` does."""
-    run = RunDirectory.create(base, f"{ranks}-ranks", 0.0)
-    run.job.write_text(dump(spec))
-    profile.save(run.profile)
-    batch, parts = spec.training.batch_size, spec.pipeline.micro_batches
-    request = PlanRequest(spec.name, batch, micro_batches=parts, stages=ranks)
-    make_plan(profile, assumed_cluster("here", [ranks], ranks, None), request).save(run.plan)
-    done = launch(ranks, "-m", "pipectl.runtime.worker", "--run", run.path)
-    assert done.returncode == 0, done.stderr
-    return run
+    return start
 
 
 def losses(run: RunDirectory) -> list[float]:
@@ -75,21 +68,20 @@ def weights_of(run: RunDirectory, step: int) -> dict[str, torch.Tensor]:
     ],
 )
 def test_weights_and_evaluations_do_not_depend_on_the_ranks(
-    name: str, needs: str, overrides: list[str], tmp_path: Path, launch: Any
+    name: str, needs: str, overrides: list[str], trained: Any
 ) -> None:
     pytest.importorskip(needs, reason="pip install 'pipectl[examples]'")
     spec = read(name, "training.steps=6", "evaluation.every=3", *overrides)
-    profile = measure(spec)
-    one, four = (train(spec, profile, ranks, tmp_path, launch) for ranks in (1, 4))
+    one, three = trained(spec, 1, 3)
     first, last = evaluations(one)
     assert first != last
-    assert evaluations(four) == [first, last]
-    expected, weights = weights_of(one, 6), weights_of(four, 6)
+    assert evaluations(three) == [first, last]
+    expected, weights = weights_of(one, 6), weights_of(three, 6)
     assert weights.keys() == expected.keys()
     assert [key for key in expected if not torch.equal(expected[key], weights[key])] == []
 
 
-def test_vision_transformer_learns_from_a_folder_of_images(tmp_path: Path, launch: Any) -> None:
+def test_vision_transformer_learns_from_a_folder_of_images(tmp_path: Path, trained: Any) -> None:
     pytest.importorskip("torchvision", reason="pip install 'pipectl[corpus]'")
     image = pytest.importorskip("PIL.Image", reason="pip install 'pipectl[corpus]'")
     for name, colour in [("blue", (0, 0, 255)), ("red", (255, 0, 0))]:
@@ -107,12 +99,12 @@ def test_vision_transformer_learns_from_a_folder_of_images(tmp_path: Path, launc
         f"evaluation.data.kwargs={data}",
         "evaluation.every=12",
     )
-    run = train(spec, measure(spec), 2, tmp_path, launch)
+    (run,) = trained(spec, 2)
     assert losses(run)[-1] < 0.5 * losses(run)[0]
     assert evaluations(run)[-1]["accuracy"] == 1
 
 
-def test_what_lora_learnt_loads_in_plain_transformers(tmp_path: Path, launch: Any) -> None:
+def test_what_lora_learnt_loads_in_plain_transformers(tmp_path: Path, trained: Any) -> None:
     pytest.importorskip("peft", reason="pip install 'pipectl[corpus]'")
     transformers = pytest.importorskip("transformers", reason="pip install 'pipectl[corpus]'")
     base, text = tmp_path / "base", tmp_path / "text"
@@ -131,7 +123,7 @@ def test_what_lora_learnt_loads_in_plain_transformers(tmp_path: Path, launch: An
         f"model.kwargs.base={base}",
         f"data.kwargs={{file: {text}, length: 16}}",
     )
-    run = train(spec, measure(spec), 2, tmp_path, launch)
+    (run,) = trained(spec, 2)
     assert sum(losses(run)[-5:]) < 0.97 * sum(losses(run)[:5])
 
     exported = tmp_path / "lora.safetensors"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -383,3 +385,142 @@ def noting(parameters: Iterable[Tensor], lr: float, folder: str) -> torch.optim.
     sizes = [list(each.shape) for each in given]
     Path(folder, str(MPI.COMM_WORLD.rank)).write_text(json.dumps(sizes))
     return torch.optim.SGD(given, lr)
+
+
+BRANCH_WIDTH, BRANCH_SAMPLES = 6, 2
+TAKEN = (
+    ((1, 0), (0, 0)),
+    ((0, 1), (0, 0)),
+    ((0, 0), (0, 0)),
+    ((1, 1), (0, 1)),
+    ((0, 0), (1, 0)),
+)
+"""By step and micro-batch: which of the two branches are taken. Ranks warm up with the first."""
+
+
+class BranchingSamples(Dataset):
+    def __len__(self) -> int:
+        return len(TAKEN) * 2 * BRANCH_SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[dict[str, Tensor], Tensor]:
+        step, rest = divmod(index, 2 * BRANCH_SAMPLES)
+        draw = torch.Generator().manual_seed(index)
+        taken = torch.tensor(TAKEN[step][rest // BRANCH_SAMPLES])
+        x = torch.randn(BRANCH_WIDTH, generator=draw)
+        return {"x": x, "taken": taken}, torch.randn(BRANCH_WIDTH, generator=draw)
+
+
+class Branch(nn.Module):
+    """Uses its parameters where it is told to: one of its own, one that both branches have."""
+
+    def __init__(self, shared: nn.Parameter) -> None:
+        super().__init__()
+        self.own, self.shared = nn.Parameter(torch.ones(BRANCH_WIDTH)), shared
+
+    def forward(self, x: Tensor, taken: Tensor) -> Tensor:
+        return x * self.own + self.shared if taken.any() else x * 1.0
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        shared = nn.Parameter(torch.ones(BRANCH_WIDTH))
+        self.before, self.first = nn.Linear(BRANCH_WIDTH, BRANCH_WIDTH), Branch(shared)
+        self.second, self.behind = Branch(shared), nn.Linear(BRANCH_WIDTH, BRANCH_WIDTH)
+
+    def forward(self, x: Tensor, taken: Tensor) -> Tensor:
+        x = self.first(self.before(x), taken[:, 0])
+        return self.behind(self.second(x.tanh(), taken[:, 1]))
+
+
+LARGE_WIDTH = 600_000
+
+
+class Large(nn.Module):
+    """Every operator gives, for two samples, more than 4 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList(torch.linspace(0.5, 1.5, LARGE_WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for scale in self.scales:
+            x = torch.tanh(x * scale)
+        return x
+
+
+class LargeSamples(Dataset):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        draw = torch.Generator().manual_seed(index)
+        return torch.randn(LARGE_WIDTH, generator=draw), torch.randn(LARGE_WIDTH, generator=draw)
+
+
+class Pausing(nn.Module):
+    """Takes its time, in one forward; kept as one operator by ``model.opaque``."""
+
+    def __init__(self, width: int, pause_s: float) -> None:
+        super().__init__()
+        self.pause_s = pause_s
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.pause_s)
+        return self.linear(x)
+
+
+class SlowLayers(nn.Module):
+    """Six equal layers, of which one pauses."""
+
+    def __init__(self, width: int = 16, pause_s: float = 0.0) -> None:
+        super().__init__()
+        self.before = nn.Sequential(*[nn.Linear(width, width) for _ in range(2)])
+        self.pausing = Pausing(width, pause_s)
+        self.after = nn.Sequential(*[nn.Linear(width, width) for _ in range(3)])
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.after(self.pausing(self.before(x)))).sum(-1)
+
+
+class Wide(nn.Module):
+    """What its layers keep is large enough to be offloaded."""
+
+    def __init__(self, width: int = 1 << 14) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(width)) for _ in range(6)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for scale in self.scales:
+            x = torch.tanh(x.repeat(1, scale.numel() // x.shape[1]) * scale)
+        return x.mean(-1)
+
+
+class Vectors(Dataset):
+    """Where the environment names a directory, its file system is full from here on."""
+
+    def __init__(self, width: int = 16) -> None:
+        generator = torch.Generator().manual_seed(4)
+        self.vectors = torch.randn(24, width, generator=generator)
+        if FILLED in os.environ:
+            fill(Path(os.environ[FILLED]))
+
+    def __len__(self) -> int:
+        return len(self.vectors)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.vectors[index], self.vectors[index].sum()
+
+
+FILLED = "TEST_FILLED_DIRECTORY"
+
+
+def fill(directory: Path) -> None:
+    """As another job on the node may do."""
+    with (directory / f"filler-{os.getpid()}").open("wb", buffering=0) as stream:
+        for size in (1 << 16, 1):
+            with suppress(OSError):
+                while True:
+                    stream.write(bytes(size))

@@ -14,11 +14,8 @@ from mpi4py import MPI
 from torch import nn
 
 from pipectl.capture import Slot
-from pipectl.cluster import assumed_cluster
 from pipectl.errors import UsageError, WorkerError
-from pipectl.jobs.planning import find_plan
 from pipectl.jobs.state import get_status
-from pipectl.profile import Profile
 from pipectl.runs import RunDirectory, read_errors, read_metrics
 from pipectl.runtime import checkpoint
 from pipectl.runtime.engine import Origin, Origins
@@ -233,7 +230,7 @@ def test_steps_that_overlap_stop_too(
 
 @pytest.mark.mpi
 def test_all_ranks_skip_or_stop_at_the_same_step(
-    make_spec: Any, make_run: Any, work: Any, launch: Any, tmp_path: Path
+    make_spec: Any, make_run: Any, train: Any, launch: Any
 ) -> None:
     """Stages, and replicas, equal one rank; and a gradient stops all, named by the rank it is on.
 
@@ -243,11 +240,10 @@ def test_all_ranks_skip_or_stop_at_the_same_step(
     late = {"factory": f"{PARTS}:Late", "kwargs": {"after": 1}}
     skipping = {"steps": 6, "batch_size": 4, "on_nonfinite": "skip"}
     one = make_run(make_spec(1, SPOILT, model=late, training=skipping))
-    two = replanned(one, make_spec(2, SPOILT, training=skipping), tmp_path / "two")
+    two = make_run(make_spec(2, SPOILT, model=late, training=skipping))
     copies = {"micro_batches": 2, "stages": 1, "replicas": 2, "shard_optimizer": True}
-    spec = make_spec(2, SPOILT, training=skipping, pipeline=copies)
-    replicated = replanned(one, spec, tmp_path / "copies")
-    assert work(0, one).returncode == 0
+    replicated = make_run(make_spec(2, SPOILT, model=late, training=skipping, pipeline=copies))
+    train(one)
     stopping = {"steps": 5, "batch_size": 4}
     stopped = make_run(make_spec(2, MARKED, model=STEEP, training=stopping))
     done = launch(2, HERE / "ranks_in_turn.py", two.path, replicated.path, stopped.path)
@@ -266,17 +262,6 @@ def test_all_ranks_skip_or_stop_at_the_same_step(
     assert float(weights[0]["mean"].abs().min()) > 0
     learnt = [name for name in weights[0] if name != "mean"]  # replicas average that one
     assert all(torch.allclose(weights[0][n], weights[2][n], atol=2e-3) for n in learnt)
-
-
-def replanned(like: RunDirectory, spec: Any, parent: Path) -> RunDirectory:
-    """The same job on other ranks."""
-    run = RunDirectory.create(parent, spec.name, 0.0)
-    run.job.write_text(like.job.read_text())
-    profile = Profile.load(like.profile)
-    profile.save(run.profile)
-    ranks = spec.resources.ranks
-    find_plan(spec, profile, assumed_cluster("here", [ranks], ranks, None)).save(run.plan)
-    return run
 
 
 def faults(run: RunDirectory) -> dict[int, Any]:

@@ -9,10 +9,7 @@ import pytest
 import torch
 from mpi4py import MPI
 
-from pipectl.cluster import assumed_cluster
-from pipectl.jobs.planning import find_plan
-from pipectl.profile import Profile
-from pipectl.runs import RunDirectory, read_errors, read_metrics
+from pipectl.runs import read_errors, read_metrics
 from pipectl.runtime import checkpoint
 from pipectl.runtime.replicas import check_alike, checksum, odd_ones_out
 
@@ -55,29 +52,17 @@ def test_one_that_is_alone_is_like_itself() -> None:
     check_alike(MPI.COMM_SELF, [3], 0, 1, {"model.weight": torch.randn(3)})
 
 
-def replicated(one: RunDirectory, spec: Any, folder: Path) -> RunDirectory:
-    """The run of a job with replicas, by the profile of another."""
-    ranks = spec.resources.ranks
-    run = RunDirectory.create(folder / "replicated", spec.name, 0.0)
-    run.job.write_text((folder / f"job-{ranks}.yaml").read_text())
-    profile = Profile.load(one.profile)
-    profile.save(run.profile)
-    find_plan(spec, profile, assumed_cluster("here", [ranks], ranks, None)).save(run.plan)
-    return run
-
-
 @pytest.mark.mpi
 def test_replicas_agree_on_a_buffer_that_the_first_forward_leaves_as_it_was(
-    make_spec: Any, make_run: Any, work: Any, tmp_path: Path
+    make_spec: Any, make_run: Any, train: Any
 ) -> None:
     """Each takes one of two micro-batches; after a step both have the mean of theirs."""
     late = {"factory": f"{PARTS}:Late"}
     training = {"steps": 6, "batch_size": 4}
     pipeline = {"micro_batches": 2, "stages": 1, "replicas": 2}
     spec = make_spec(2, model=late, training=training, pipeline=pipeline)
-    run = replicated(make_run(make_spec(1, model=late, training=training)), spec, tmp_path)
-    done = work(2, run)
-    assert done.returncode == 0, done.stderr
+    run = make_run(spec)
+    train(run)
     generator = torch.Generator().manual_seed(2)
     samples = torch.randn(24, 6, generator=generator)  # those of job_parts, in order
     mean = torch.zeros(6)
@@ -100,7 +85,6 @@ def test_a_flipped_bit_ends_the_job_where_replicas_are_compared_next(
     make_spec: Any,
     make_run: Any,
     work: Any,
-    tmp_path: Path,
     step: int,
     saving: dict[str, Any],
     stop: bool,
@@ -110,7 +94,7 @@ def test_a_flipped_bit_ends_the_job_where_replicas_are_compared_next(
     training = {"steps": step + 3, "batch_size": 6}
     pipeline = {"micro_batches": 3, "stages": 1, "replicas": 3}
     spec = make_spec(3, optimizer=optimizer, training=training, pipeline=pipeline, **saving)
-    run = replicated(make_run(make_spec(1, optimizer=optimizer, training=training)), spec, tmp_path)
+    run = make_run(spec)
     if stop:  # all ranks do, behind step 2
         run.stop.write_text("")
     done = work(3, run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -160,7 +161,7 @@ def test_a_run_whose_rank_is_killed_goes_on(
     slow = {"data": {"factory": f"{PARTS}:Slow"}}
     run = module_runs(2, {**sections, **slow})
     monkeypatch.setenv("PIPECTL_ATTEMPT", "1")
-    process = start(2, run, fresh=True)
+    process = start(2, run)
     kill_a_rank_behind_step(run, process, 6)
     newest = checkpoints(run.checkpoints)[0]
     assert newest.name == "step-000006"
@@ -211,22 +212,20 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on(
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
-def test_steps_that_overlap_stop_where_the_pipeline_is_empty(module_runs: Any, work: Any) -> None:
+def test_steps_that_overlap_stop_where_the_pipeline_is_empty(module_runs: Any, train: Any) -> None:
     """Which is behind the next checkpoint."""
     sections, request = VARIANTS["asynchronous"]
     run = module_runs(2, sections, **request)
     run.stop.write_text("")
-    done = work(2, run)
-    assert done.returncode == 0, done.stderr
+    train(run)
     assert run.stopped.exists()
     assert [line["step"] for line in read_metrics(run)] == [*range(1, STOPPED + 1)]
     assert names(run) == [f"step-{STOPPED:06d}"]
 
 
-def test_checkpoints_stay_as_the_job_says(module_runs: Any, work: Any) -> None:
+def test_checkpoints_stay_as_the_job_says(module_runs: Any, train: Any) -> None:
     run = module_runs(1, options(checkpoint={"every": 1, "keep": 2, "keep_every": 4}))
-    done = work(0, run)
-    assert done.returncode == 0, done.stderr
+    train(run)
     assert names(run) == ["step-000009", "step-000008", "step-000004"]
 
 
@@ -242,8 +241,8 @@ def kill_a_rank_behind_step(run: RunDirectory, process: subprocess.Popen[str], s
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    ranks = [line for line in Path("/proc").glob("[0-9]*/cmdline") if is_rank(line, run)]
-    pid = int(ranks[0].parent.name)
+    pids = {rank["rank"]: rank["pid"] for rank in read_heartbeat(run)["ranks"]}
+    pid = pids[1]
     os.kill(pid, signal.SIGKILL)
     process.communicate(timeout=280)
     assert process.returncode != 0
@@ -251,20 +250,10 @@ def kill_a_rank_behind_step(run: RunDirectory, process: subprocess.Popen[str], s
     while not (errors := read_errors(run)):
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    beat = read_heartbeat(run)
-    pids = {rank["rank"]: rank["pid"] for rank in beat["ranks"]}
     assert [pids[error["rank"]] for error in errors] == [pid]
     assert errors[0]["step"] > step
     assert errors[0]["message"].startswith("its process was killed")
     assert read_metrics(run)[-1]["step"] < STEPS
-
-
-def is_rank(command: Path, run: RunDirectory) -> bool:
-    try:
-        words = command.read_bytes().decode().split("\0")
-    except OSError:
-        return False
-    return str(run.path) in words and "mpiexec" not in words[0] and "proxy" not in words[0]
 
 
 def damage(directory: Path) -> None:
@@ -285,3 +274,21 @@ def test_other_micro_batches_are_refused(
     done = launch(1, "-m", "pipectl.runtime.worker", "--run", rest.path)
     assert done.returncode == 3
     assert "was written with micro-batches of 2 samples, and the plan has 1" in done.stderr
+
+
+def test_a_checkpoint_becomes_valid_while_the_next_steps_overlap(
+    make_spec: Any, make_run: Any, train: Any
+) -> None:
+    """Not at the next one, before which a job that is killed would have lost both."""
+    spec = make_spec(
+        2,
+        training={"steps": 12, "batch_size": 4},
+        pipeline={"stages": 2, "schedule": "pipedream-2bw", "micro_batches": 2},
+        checkpoint={"every": 6},
+        callbacks={"watching": f"{PARTS}:watching"},
+    )
+    run = make_run(spec)
+    train(run)
+    seen = dict(map(json.loads, (run.path / "seen.jsonl").read_text().splitlines()))
+    assert seen[6] == []
+    assert seen[11] == ["step-000006"]

@@ -16,7 +16,7 @@ from pipectl.plan import Plan
 from pipectl.runs import RunDirectory, read_errors, read_metrics
 
 pytestmark = pytest.mark.mpi
-PARTS = Path(__file__).parents[1] / "bad_parts.py"
+PARTS = Path(__file__).parents[1] / "job_parts.py"
 FILLED = "TEST_FILLED_DIRECTORY"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,11 @@ class Told:
         return self.objects[tag].pop(0)
 
 
-@pytest.fixture
-def capture(tmp_path: Path) -> Callable[..., CapturedJob]:
+@pytest.fixture(scope="session")
+def capture(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., CapturedJob]:
+    """The job of a model; every step has copies of its states."""
+
+    @cache
     def make(model: str, precision: str = "float32") -> CapturedJob:
         document = {
             "version": 1,
@@ -50,7 +54,7 @@ def capture(tmp_path: Path) -> Callable[..., CapturedJob]:
             "data": {"factory": f"{MODELS}:Samples"},
             "training": {"steps": 1, "batch_size": 4, "precision": precision},
         }
-        path = tmp_path / "job.yaml"
+        path = tmp_path_factory.mktemp("pipefb") / "job.yaml"
         path.write_text(yaml.safe_dump(document))
         return CapturedJob(load(path))
 

@@ -111,7 +111,8 @@ def test_rocm_is_called_cuda_by_torch(monkeypatch) -> None:
 
 
 @pytest.mark.mpi
-def test_the_test_message_is_sent_by_a_process_of_its_own(monkeypatch) -> None:
+def test_the_test_message_is_sent_by_a_process_of_its_own(monkeypatch, warm_python) -> None:
+    monkeypatch.setattr("sys.executable", warm_python)
     assert passes_self_test("cpu")
     assert not passes_self_test("a device that torch does not know")
     monkeypatch.setattr(gpu_aware, "_MODULE", "faulthandler_that_is_not_there")

@@ -90,6 +90,13 @@ def test_a_damaged_message_ends_both_ranks(launch: Any, damage: str, words: str)
 
 
 @pytest.mark.mpi
+def test_messages_arrive_in_every_mode_and_order_whole_and_in_pieces(launch: Any) -> None:
+    """With and without help, in place and through copies, and several on their way at once."""
+    done = launch(3, Path(__file__).with_name("exchanges.py"))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.mpi
 def test_a_send_does_not_wait_until_its_note_is_read(launch: Any) -> None:
     done = launch(2, Path(__file__).with_name("damage.py"), "none")
     assert done.returncode == 0, done.stderr
@@ -97,7 +104,7 @@ def test_a_send_does_not_wait_until_its_note_is_read(launch: Any) -> None:
 
 @pytest.mark.mpi
 def test_gradients_do_not_change_while_they_are_sent(
-    make_spec: Any, make_run: Any, work: Any, monkeypatch: pytest.MonkeyPatch
+    make_spec: Any, make_run: Any, train: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With one sample a micro-batch, the gradients of places are views of the one that is sent."""
     spec = make_spec(
@@ -115,13 +122,12 @@ def test_gradients_do_not_change_while_they_are_sent(
     assert plan.stages[1].nodes[0].startswith(("unsqueeze", "add"))
     plan.save(run.plan)
     monkeypatch.setenv("PIPECTL_CHECK_MESSAGES", "1")
-    done = work(2, run)
-    assert done.returncode == 0, done.stderr
+    train(run)
 
 
 @pytest.mark.mpi
 def test_gradients_may_be_read_in_another_order_than_they_are_sent(
-    make_spec: Any, make_run: Any, work: Any, monkeypatch: pytest.MonkeyPatch
+    make_spec: Any, make_run: Any, train: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listed = Listed.read("0F0,0F1,0B1,0B0\n1F0,1F1,1B0,1B1\n", "crossed.csv")
     run = make_run(make_spec(2))
@@ -129,5 +135,4 @@ def test_gradients_may_be_read_in_another_order_than_they_are_sent(
     cluster = assumed_cluster("here", [2], 2, None)
     make_plan(Profile.load(run.profile), cluster, request).save(run.plan)
     monkeypatch.setenv("PIPECTL_CHECK_MESSAGES", "1")
-    done = work(2, run)
-    assert done.returncode == 0, done.stderr
+    train(run)

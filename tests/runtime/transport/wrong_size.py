@@ -1,7 +1,8 @@
 """Two ranks, the first of which sends messages of other sizes than the second expects.
 
-Started as ``mpiexec -n 2 python -m mpi4py wrong_size.py FILE MODE [check]``; the second rank
-writes the error of every case as a line of JSON. (What it prints might be lost when ranks abort.)
+Started as ``mpiexec -n 2 python -m mpi4py wrong_size.py FILE HOW...``, each ``MODE`` or
+``MODE check``; the second rank writes the error of every case as a line of JSON. (What it prints
+might be lost when ranks abort.)
 """
 
 from __future__ import annotations
@@ -48,20 +49,21 @@ CHECKED = {"fewer pieces": Case(256 * KIB, 512 * KIB)}
 """One whole piece of two: only checks tell it from a message whose second piece is late."""
 
 
-def main(file: str, mode: str) -> None:
-    world, check = MPI.COMM_WORLD, "check" in sys.argv
-    pieces = WHOLE if mode == "none" else Pieces(2**20, under_way=4)
-    kept = []
-    for name, case in {**CASES, **(CHECKED if check else {})}.items():
-        with Progress(mode, pieces) as progress:
-            transport = Transport(world.Dup(), CpuDevice(), {LANE: [A]}, progress, check=check)
-            line = transport.line(LANE, 1 - world.rank)
-            kept.append((transport, exchange(world, line, case)))
-            if world.rank == 1:
-                error = received(line)
-                with Path(file).open("a") as lines:
-                    lines.write(json.dumps([name, error]) + "\n")
-            world.Barrier()
+def main(file: str, *hows: str) -> None:
+    world, kept = MPI.COMM_WORLD, []
+    for how in hows:
+        mode, check = how.split()[0], "check" in how
+        pieces = WHOLE if mode == "none" else Pieces(2**20, under_way=4)
+        for name, case in {**CASES, **(CHECKED if check else {})}.items():
+            with Progress(mode, pieces) as progress:
+                transport = Transport(world.Dup(), CpuDevice(), {LANE: [A]}, progress, check=check)
+                line = transport.line(LANE, 1 - world.rank)
+                kept.append((transport, exchange(world, line, case)))
+                if world.rank == 1:
+                    error = received(line)
+                    with Path(file).open("a") as lines:
+                        lines.write(json.dumps([how, name, error]) + "\n")
+                world.Barrier()
     world.Abort(7)  # what was not received is still on its way
 
 
@@ -86,4 +88,4 @@ def received(line: Line) -> str | None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    main(*sys.argv[1:])

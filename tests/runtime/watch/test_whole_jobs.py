@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -66,7 +65,6 @@ def command(folder: Path, *arguments: str) -> str:
         capture_output=True,
         text=True,
         timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode in (0, 6), done.stderr + done.stdout
     return done.stdout

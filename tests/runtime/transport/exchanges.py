@@ -1,12 +1,12 @@
-"""Three ranks in a ring: each sends strided tensors to the next and checks what it receives.
+"""Three ranks that exchange messages in all ways there are; a difference aborts all.
 
-Started as ``mpiexec -n 3 python -m mpi4py ring.py MODE PIECE_BYTES UNDER_WAY [staged] [check]``; a
-difference aborts all.
+In a ring, each sends strided tensors to the next. Then the first has several messages of a lane on
+their way to the second at once; they are sent in the order in which their receives start.
 """
 
 from __future__ import annotations
 
-import sys
+from itertools import product
 
 import pytest
 import torch
@@ -20,6 +20,22 @@ from pipectl.runtime.device import CpuDevice, MessageBuffer, Staging
 from pipectl.runtime.transport import Line, Progress, Transport
 from pipectl.runtime.transport.transfer import Pieces
 
+RINGS = [
+    "none 1073741824 0",
+    "poll 7 3",
+    "thread 64 2 check",
+    "thread 1000 2 staged",
+    "none 4000 0 staged",
+]
+"""Mode, bytes of a piece, pieces that are under way at once."""
+ORDERS = [
+    "+0 +1 -0 +2 -1 -2",  # the first tells what they look like before the third starts
+    "+0 +1 +2 -1 -0 -2",  # read in another order than sent
+    "+0 -0 +1s +2 -1s -2",  # of a size that is not known, before one that is
+]
+"""What the second rank does: ``+0 -0`` starts and ends receiving message 0."""
+MANY = "+0 -0 +1 +2 +3s +4s -1 -2 -3s -4s"
+"""In pieces: none leaves before all of the message before it have."""
 SLOTS = [
     Slot(name)
     for name in ("plain", "turned", "gaps", "rows", "none", "whole", "large", "dot", "empty")
@@ -61,19 +77,70 @@ def tensors(rank: int, micro_batch: int, size: int) -> dict[Slot, Tensor | None]
 
 def main() -> None:
     world = MPI.COMM_WORLD
+    for how in RINGS:
+        mode, piece_bytes, under_way, *rest = how.split()
+        device = StagedCpu() if "staged" in rest else CpuDevice()
+        pieces = Pieces(int(piece_bytes), int(under_way) or None)
+        go_round(world, mode, pieces, device, check="check" in rest)
+    two = world.Split(world.rank // 2)
+    if two.size == 2:
+        for order, check in product(ORDERS, (False, True)):
+            several(two, order, "none", 1000, check=check)
+        several(two, "+0 -0 +1 +2 -2 -1", "none", 1000, check=True)
+        for mode, check in (("none", 0), ("poll", 0), ("thread", 0), ("thread", 1)):
+            several(two, MANY, mode, 16, check=bool(check))
+
+
+def several(two: MPI.Intracomm, order: str, mode: str, piece_bytes: int, *, check: bool) -> None:
+    lanes = {Lane(TransferKind.ACTIVATION, 0, 1): [SLOTS[0]]}
+    with Progress(mode, Pieces(piece_bytes, under_way=2)) as progress:
+        transport = Transport(two.Dup(), CpuDevice(), lanes, progress, check=check)
+        line, steps = transport.line(*lanes, 1 - two.rank), order.split()
+        if two.rank == 0:
+            names = [step[1:] for step in steps if step.startswith("+")]
+            sent = [line.start_send(int(n[0]), size_of(n), {SLOTS[0]: filled(n)}) for n in names]
+            for posted in sent:
+                line.finish_send(posted)
+        else:
+            receive(line, steps)
+        two.Barrier()
+
+
+def size_of(name: str) -> int:
+    """Samples of a message, which are fewer if an s follows its number."""
+    return 1 if name.endswith("s") else 2
+
+
+def filled(name: str) -> Tensor:
+    return torch.full((size_of(name), 30), float(name[0]))
+
+
+def receive(line: Line, steps: list[str]) -> None:
+    started = {}
+    for step in steps:
+        name = step[1:]
+        if step.startswith("+"):
+            started[name] = line.start_receive(int(name[0]), size_of(name))
+        else:
+            arrived = line.finish_receive(started.pop(name))[SLOTS[0]]
+            assert arrived is not None
+            assert torch.equal(arrived, filled(name)), (steps, step, arrived)
+
+
+def go_round(
+    world: MPI.Intracomm, mode: str, pieces: Pieces, device: CpuDevice, *, check: bool
+) -> None:
     before, after = (world.rank - 1) % world.size, (world.rank + 1) % world.size
     lanes = {
         Lane(TransferKind.ACTIVATION, r, (r + 1) % world.size): SLOTS for r in range(world.size)
     }
-    mode, piece_bytes, under_way = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    device = StagedCpu() if "staged" in sys.argv else CpuDevice()
-    with Progress(mode, Pieces(piece_bytes, under_way or None)) as progress:
-        transport = Transport(world.Dup(), device, lanes, progress, check="check" in sys.argv)
-        go_round(world, transport, before, after)
+    with Progress(mode, pieces) as progress:
+        transport = Transport(world.Dup(), device, lanes, progress, check=check)
+        pass_on(world, transport, before, after)
         world.Barrier()
 
 
-def go_round(world: MPI.Comm, transport: Transport, before: int, after: int) -> None:
+def pass_on(world: MPI.Comm, transport: Transport, before: int, after: int) -> None:
     outgoing = transport.line(Lane(TransferKind.ACTIVATION, world.rank, after), after)
     incoming = transport.line(Lane(TransferKind.ACTIVATION, before, world.rank), before)
     for micro_batch, size in enumerate((4, 4, 1, 4, 1)):

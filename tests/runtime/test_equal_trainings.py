@@ -1,0 +1,433 @@
+"""Jobs over real ranks train what one rank trains, or a plain process."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pipectl.capture import CapturedJob
+from pipectl.cluster import assumed_cluster
+from pipectl.jobs.state import get_status
+from pipectl.plan import Plan, Replication
+from pipectl.planner import PlanRequest, make_plan
+from pipectl.profile import Profile
+from pipectl.runs import RunDirectory, read_errors, read_heartbeat, read_metrics
+from pipectl.runtime import checkpoint
+from pipectl.schedule import default_warm_up
+
+pytestmark = pytest.mark.mpi
+HERE = Path(__file__).parent
+PARTS = HERE / "job_parts.py"
+VALID = {"factory": f"{PARTS}:loss", "weight": f"{PARTS}:valid"}
+
+
+def test_weights_of_micro_batches_are_the_same_on_one_and_two_ranks(
+    make_spec: Any, make_run: Any, train: Any
+) -> None:
+    """A micro-batch counts by its valid targets; two ranks load with a process each."""
+    loss = {"factory": f"{PARTS}:loss", "weight": f"{PARTS}:valid"}
+    one = make_run(make_spec(1, loss=loss))
+    told = {"told": f"{PARTS}:told"}
+    two = make_run(make_spec(2, loss=loss, data={"workers": 1}, callbacks=told))
+    train(one, two)
+    figures = [
+        [(line["step"], line["loss"], line["gradient_norm"]) for line in read_metrics(run)]
+        for run in (one, two)
+    ]
+    assert figures[0] == figures[1]
+    assert len(figures[0]) == 5
+    assert (two.path / "told.jsonl").read_text() == two.metrics.read_text()
+    # The second micro-batch of step 2 has no valid target: its loss is 0 / 0, and counts nothing.
+    assert all(loss is not None for _, loss, _ in figures[0])
+    assert figures[0][0][1] == pytest.approx(whole_batch_loss(), rel=1e-6)
+    weights = [checkpoint.load(run.checkpoints / "step-000005") for run in (one, two)]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    beat = read_heartbeat(two)
+    assert (beat["state"], beat["step"], len(beat["ranks"])) == ("done", 5, 2)
+    assert read_errors(two) == []
+
+
+def whole_batch_loss() -> float:
+    """The first loss, computed over the whole batch at once in plain PyTorch."""
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("job_parts_plain", PARTS)
+    assert spec is not None
+    assert spec.loader is not None
+    parts = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(parts)
+    torch.manual_seed(0)
+    model, data = parts.Model(), parts.Samples()
+    return float(parts.loss(model(data.vectors[:4]), data.targets[:4]).detach())
+
+
+def test_two_ranks_train_what_a_plain_process_trains(
+    make_spec: Any, make_run: Any, launch: Any, tmp_path: Path
+) -> None:
+    """What a module counts begins with the first step, and a part that runs twice counts once."""
+    runs = []
+    for name, model in {
+        "Counting": {"opaque": ["counter"]},
+        "Checkpointed": {},
+        "Checkpointed as it is": {"opaque": ["part"]},
+        "Checkpointed reentrant": {"opaque": ["part"], "kwargs": {"reentrant": True}},
+        "Described": {},
+    }.items():
+        factory = {"factory": f"{PARTS}:{name.split()[0]}"}
+        training = {"steps": 3, "batch_size": 4}
+        runs.append(make_run(make_spec(2, model={**model, **factory}, training=training)))
+    done = launch(2, HERE / "ranks_in_turn.py", *(run.path for run in runs))
+    assert done.returncode == 0, done.stderr
+    size = Plan.load(runs[0].plan).micro_batch_size
+    program = "import sys; from pipectl.runtime import plain\n"
+    program += f"for run in sys.argv[1:]: assert not plain.main([f'{{run}}/job.yaml', {size}, run])"
+    done = launch(0, "-c", program, *(run.path for run in runs))
+    assert done.returncode == 0, done.stderr
+    for run in runs:
+        losses = json.loads((run.path / "losses.json").read_text())["losses"]
+        assert [line["loss"] for line in read_metrics(run)] == losses, run.job.read_text()
+        expected = load_file(run.path / "step-000003.safetensors")
+        trained = checkpoint.load(run.checkpoints / "step-000003", weights_only=True)
+        assert set(trained) == set(expected)
+        different = [n for n in expected if not torch.equal(trained[n], expected[n])]
+        assert different == [], run.job.read_text()
+
+
+def test_every_step_draws_masks_of_its_own(make_spec: Any, make_run: Any, train: Any) -> None:
+    """Nothing else tells steps apart: weights stay, and each has the same four samples."""
+    model = {"factory": f"{PARTS}:Model", "kwargs": {"dropout": 0.5}}
+    still = {"factory": "torch.optim:SGD", "kwargs": {"lr": 0.0}}
+    run = make_run(make_spec(1, data={"kwargs": {"count": 4}}, model=model, optimizer=still))
+    train(run)
+    losses = [line["loss"] for line in read_metrics(run)]
+    assert len(set(losses)) == len(losses) == 5
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_optimizer_is_given_a_ranks_parameters_in_the_order_of_the_model(
+    ranks: int, make_spec: Any, make_run: Any, train: Any, tmp_path: Path
+) -> None:
+    """The model uses its layers in another order."""
+    parts = PARTS
+    noted = tmp_path / "noted"
+    noted.mkdir()
+    kwargs = {"lr": 0.1, "folder": str(noted)}
+    optimizer = {"factory": f"{parts}:noting", "kwargs": kwargs}
+    run = make_run(make_spec(ranks, model=f"{parts}:Backwards", optimizer=optimizer))
+    for file in noted.iterdir():  # of the profiler, which tries the optimizer
+        file.unlink()
+    train(run)
+    whole = [[12, 8], [12], [8, 7], [8], [7, 6], [7]]
+    given = [json.loads(file.read_text()) for file in noted.iterdir()]
+    # A rank whose stages have no parameters tries the optimizer on small ones only.
+    given = [sizes for sizes in given if all(size in whole for size in sizes)]
+    assert sorted(item for sizes in given for item in sizes) == sorted(whole)
+    for sizes in given:
+        assert sizes == [item for item in whole if item in sizes]
+
+
+@pytest.mark.parametrize("progress", ["poll", "thread"])
+def test_help_and_checks_are_those_that_the_job_asks_for_and_change_no_bit(
+    make_spec: Any,
+    make_run: Any,
+    work: Any,
+    launch: Any,
+    progress: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The two ranks fail where messages, operators or checkpoints were not told."""
+    one, two = make_run(make_spec(1)), make_run(make_spec(2, launch={"progress": progress}))
+    monkeypatch.setenv("PIPECTL_CHECK_MESSAGES", "1")
+    for done in (work(0, one), launch(2, HERE / "wired_worker.py", "--run", two.path)):
+        assert done.returncode == 0, done.stderr
+    weights = [checkpoint.load(run.checkpoints / "step-000005") for run in (one, two)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    beat = read_heartbeat(two)
+    found = {key: beat["messages"][key] for key in ("route", "progress", "why")}
+    assert found == {"route": "in place", "progress": progress, "why": "set in the job"}
+    assert "training begins: 5 steps of 4 samples on 2 ranks\n" in done.stderr
+
+
+def test_the_loss_of_held_out_data_counts_every_valid_target_once(
+    make_spec: Any, make_run: Any, train: Any
+) -> None:
+    """The first of three micro-batches is padding alone, and its loss NaN."""
+    held_out = {"data": f"{PARTS}:HalfPadded", "batch_size": 2}
+    spec = make_spec(
+        1,
+        optimizer={"factory": "torch.optim:SGD", "kwargs": {"lr": 0.0}},
+        training={"steps": 1, "batch_size": 4},
+        evaluation=held_out,
+    )
+    run = make_run(spec)
+    train(run)
+    (found,) = [line["evaluation"] for line in read_metrics(run) if "evaluation" in line]
+    job = CapturedJob(spec)
+    parts = sys.modules[type(job.model).__module__]
+    data = parts.HalfPadded()
+    with torch.no_grad():
+        expected = parts.loss(job.model(data.vectors), data.targets)
+    assert found["loss"] == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_with_a_slow_rank_training_goes_on_with_the_same_bits_and_names_it(
+    make_spec: Any, make_run: Any, train: Any
+) -> None:
+    pause = "pause_s: 0.8"  # long beside what a rank waits for a core of a busy machine
+    slow = {"factory": f"{PARTS}:SlowLayers", "opaque": ["pausing"], "kwargs": {"pause_s": 0.0}}
+    sections = {
+        "model": slow,
+        "loss": {"factory": "torch.nn:MSELoss"},
+        "data": {"factory": f"{PARTS}:Vectors"},
+        "training": {"steps": 3, "batch_size": 4},
+    }
+    one, three = (make_run(make_spec(ranks, **sections)) for ranks in (1, 3))
+    text = three.job.read_text()
+    three.job.write_text(text.replace("pause_s: 0.0", pause))
+    assert pause in three.job.read_text()
+    train(one, three)
+    weights = [checkpoint.load(run.checkpoints / "step-000003") for run in (one, three)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert [line["loss"] for line in read_metrics(one)] == [
+        line["loss"] for line in read_metrics(three)
+    ]
+    (laggard,) = [
+        stage.ranks[0]
+        for stage in Plan.load(three.plan).stages
+        if any("pausing" in node for node in stage.nodes)
+    ]
+    found = get_status(three, 0.0)
+    shares = {rank["rank"]: rank["waiting"] for rank in found.ranks}
+    assert shares.keys() == {0, 1, 2}
+    assert found.laggard is not None, shares
+    assert found.laggard.rank == laggard
+    assert found.laggard.others > 0.5
+
+
+def test_two_copies_that_share_out_their_optimizer_train_what_one_rank_trains(
+    make_spec: Any,
+    make_run: Any,
+    train: Any,
+) -> None:
+    one = make_run(make_spec(1, loss=VALID))
+    pipeline = {"micro_batches": 2, "stages": 1, "replicas": 2, "shard_optimizer": True}
+    spec = make_spec(2, loss=VALID, pipeline=pipeline)
+    two = make_run(spec)
+    plan = Plan.load(two.plan)
+    assert ([stage.replicas for stage in plan.stages], plan.shard_optimizer) == ([2], True)
+    train(one, two)
+    expected, found = (checkpoint.load(run.checkpoints / "step-000005") for run in (one, two))
+    assert all(torch.allclose(found[name], expected[name], atol=1e-6) for name in expected)
+    losses = [[line["loss"] for line in read_metrics(run)] for run in (one, two)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    heartbeat = read_heartbeat(two)
+    assert [rank["stages"] for rank in heartbeat["ranks"]] == [[0], [0]]
+
+
+def test_a_collate_fn_draws_for_a_split_micro_batch_what_it_draws_on_one_rank(
+    make_spec: Any, make_run: Any, train: Any
+) -> None:
+    data = {"factory": f"{PARTS}:Shifted"}
+    one, two = (make_run(make_spec(ranks, loss=VALID, data=data)) for ranks in (1, 2))
+    request = PlanRequest(
+        "job", 4, micro_batches=2, stages=1, replicas=2, replication=Replication.SPLIT
+    )
+    cluster = assumed_cluster("here", [2], 2, None)
+    make_plan(Profile.load(two.profile), cluster, request).save(two.plan)
+    train(one, two)
+    losses = [[line["loss"] for line in read_metrics(run)] for run in (one, two)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_a_job_goes_on_apart_as_on_one_rank(
+    make_spec: Any,
+    make_run: Any,
+    train: Any,
+) -> None:
+    """Evaluations on the way, weights of the loss by targets, and a start from saved weights."""
+    held_out = {"data": {"factory": f"{PARTS}:Samples", "kwargs": {"count": 7}}, "every": 2}
+    sections = {"loss": VALID, "evaluation": held_out}
+    apart = {"micro_batches": 2, "stages": 2, "backward": "apart"}
+    first = make_run(make_spec(1, **sections))
+    train(first)
+    model = {"factory": f"{PARTS}:Model", "weights": str(first.checkpoints / "step-000005")}
+    one = make_run(make_spec(1, model=model, **sections))
+    four = make_run(make_spec(4, model=model, pipeline=apart, **sections))
+    ranks = [(stage.ranks, stage.backward_ranks) for stage in Plan.load(four.plan).stages]
+    assert sorted(rank for pair in ranks for held in pair for rank in held) == [0, 1, 2, 3]
+    train(one, four)
+    expected, found = (checkpoint.load(run.checkpoints / "step-000005") for run in (one, four))
+    assert expected.keys() == found.keys()
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+    started = checkpoint.load(first.checkpoints / "step-000005")
+    assert not any(torch.equal(started[name], found[name]) for name in found)
+    assert all_figures(four) == all_figures(one)
+    assert sum(kind == "evaluation" for _, kind, *_ in all_figures(four)) == 3
+
+
+def all_figures(run: RunDirectory) -> list[tuple[Any, ...]]:
+    """What the run said of every step, its times left out."""
+    found: list[tuple[Any, ...]] = []
+    for line in read_metrics(run):
+        if "evaluation" in line:
+            found.append((line["step"], "evaluation", line["evaluation"]["loss"]))
+        else:
+            keys = ("loss", "learning_rate", "gradient_norm")
+            found.append((line["step"], "step", *(line[key] for key in keys)))
+    return sorted(found)
+
+
+def test_messages_of_several_pieces_change_no_bit(
+    make_spec: Any, make_run: Any, train: Any
+) -> None:
+    sections = {
+        "model": {"factory": f"{PARTS}:Large"},
+        "loss": {"factory": "torch.nn:MSELoss"},
+        "training": {"steps": 3, "batch_size": 12},
+    }
+    data = {"factory": f"{PARTS}:LargeSamples"}
+    runs = [
+        make_run(
+            make_spec(
+                ranks,
+                data,
+                pipeline={"micro_batches": 6, "schedule": "gpipe", "stages": ranks},
+                launch={"progress": progress},
+                **sections,
+            )
+        )
+        for ranks, progress in ((1, "auto"), (2, "poll"), (2, "thread"))
+    ]
+    train(*runs)
+    one, *others = (checkpoint.load(run.checkpoints / "step-000003") for run in runs)
+    for two in others:
+        assert [name for name in one if not torch.equal(one[name], two[name])] == []
+
+
+def test_a_parameter_that_a_step_leaves_out_is_left_alone(
+    make_spec: Any,
+    make_run: Any,
+    launch: Any,
+    train: Any,
+    tmp_path: Path,
+) -> None:
+    """An optimizer leaves a parameter without gradient alone; zeros would move it by momentum."""
+    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
+    sections = {
+        "model": {"factory": f"{PARTS}:Branching"},
+        "loss": {"factory": "torch.nn:MSELoss"},
+        "data": {"factory": f"{PARTS}:BranchingSamples"},
+        "optimizer": {"factory": "torch.optim:SGD", "kwargs": options},
+    }
+    first = make_run(make_spec(1, **sections))
+    profile = with_costly_branches(Profile.load(first.profile))
+    runs: dict[tuple[int, int, bool], RunDirectory] = {}
+    for way in ((1, 1, False), (2, 1, False), (1, 2, False), (1, 2, True), (2, 2, False)):
+        stages, replicas, shard = way
+        runs[way] = make_run(make_spec(stages, **sections), profile)
+        plan = Plan.load(runs[way].plan)
+        replicated(plan, replicas, shard).save(runs[way].plan)
+    train(*runs.values())
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    done = launch(0, "-m", "pipectl.runtime.plain", first.job, 2, plain)
+    assert done.returncode == 0, done.stderr
+    expected = load_file(plain / "step-000005.safetensors")
+    for way, run in runs.items():
+        trained = checkpoint.load(run.checkpoints / "step-000005")
+        allowed = 1e-6 if way[1] > 1 else 0.0
+        for name, weight in trained.items():
+            assert float((weight - expected[name]).abs().max()) <= allowed, (way, name)
+
+
+def with_costly_branches(profile: Profile) -> Profile:
+    """As if nothing else took time: two stages have a branch each."""
+    operators = tuple(
+        replace(each, forward_s=took_s, backward_s=took_s, timings={}, cached={})
+        for each in profile.operators
+        for took_s in [0.1 if each.id.startswith("model_") else 1e-6]
+    )
+    return replace(profile, operators=operators)
+
+
+def replicated(plan: Plan, replicas: int, shard: bool) -> Plan:
+    """With a branch in every stage, and every stage on several ranks."""
+    for stage in plan.stages:
+        assert any(node.startswith("model_") for node in stage.nodes)
+    count = len(plan.stages)
+    held = tuple(
+        replace(stage, ranks=tuple(range(replicas * index, replicas * (index + 1))))
+        for index, stage in enumerate(plan.stages)
+    )
+    warm_up = default_warm_up("1f1b", count, 2, ranks=count, replicas=[replicas] * count)
+    return replace(
+        plan,
+        stages=held,
+        schedule="1f1b",
+        warm_up=warm_up,
+        node_of_rank=(0,) * (count * replicas),
+        replication=Replication.WHOLE,
+        shard_optimizer=shard,
+    )
+
+
+def test_polling_takes_the_place_of_the_thread(
+    make_spec: Any, make_run: Any, work: Any, train: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    why = "this MPI does not allow calls from several threads"
+    one, two = make_run(make_spec(1)), make_run(make_spec(2, launch={"progress": "thread"}))
+    train(one)
+    monkeypatch.setenv("MPI4PY_RC_THREAD_LEVEL", "single")
+    done = work(2, two)
+    assert done.returncode == 0, done.stderr
+    beat = read_heartbeat(two)
+    assert (beat["messages"]["progress"], beat["messages"]["why"]) == ("poll", why)
+    weights = [checkpoint.load(run.checkpoints / "step-000005") for run in (one, two)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+MIXED = """
+import os, mpi4py
+mpi4py.rc.thread_level = "single" if os.environ[RANK] == "1" else "multiple"
+from mpi4py import MPI
+from pipectl.runtime.transport import Circumstances, choose_progress
+assert (MPI.Query_thread() == MPI.THREAD_MULTIPLE) == (MPI.COMM_WORLD.rank != 1)
+found = choose_progress(MPI.COMM_WORLD, "auto", Circumstances([2, 1], 2**20))
+everyone = MPI.COMM_WORLD.allgather(found)
+assert all(choice == found for choice in everyone), everyone
+assert found.mode == "poll", found
+assert "several threads" in found.why, found
+"""
+
+
+def test_one_rank_without_threads_decides_for_all(launch: Any, tmp_path: Any) -> None:
+    script = tmp_path / "mixed.py"
+    script.write_text("RANK = 'PMI_RANK'\n" + MIXED)
+    done = launch(3, script, fresh=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_weights_to_start_from_reach_every_rank(make_spec: Any, make_run: Any, train: Any) -> None:
+    """A run goes on from the checkpoint of another; with a rate of 0, its weights stay as read."""
+    first = make_run(make_spec(1))
+    train(first)
+    stored = first.checkpoints / "step-000005"
+    model = {"factory": f"{PARTS}:Model", "weights": str(stored)}
+    still = {"factory": "torch.optim:SGD", "kwargs": {"lr": 0.0}}
+    runs = [
+        make_run(make_spec(2, model={**model, "materialize": materialize}, optimizer=still))
+        for materialize in ("eager", "per_rank")
+    ]
+    train(*runs)
+    for run in runs:
+        before, after = checkpoint.load(stored), checkpoint.load(run.checkpoints / "step-000005")
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
