@@ -16,9 +16,10 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "corpus"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "equality"))
 
-import cuts
 from catalogue import Entry, entries, spec_of
+from cuts import random_cut
 from packages import declare_torchvision, installed
 from replay import Peak, peak_of_stage, plan_of, record
 
@@ -35,7 +36,7 @@ def peaks_of(entry: Entry, size: int, seeds: int, folder: Path) -> Iterator[Peak
     spec = spec_of(entry, path, MICRO_BATCHES, micro_batch=size, optimizer="AdamW")
     profile, job = profile_job(spec), CapturedJob(spec)
     for seed in range(seeds):
-        stage_of = cuts.random_cut(job.training_graph(size), 2 + seed, seed)
+        stage_of = random_cut(job.training_graph(size), 2 + seed, seed)
         cut, messages = record(job, size, stage_of)
         plan = plan_of(profile, stage_of, size, MICRO_BATCHES)
         for stage in range(len(plan.stages)):

@@ -25,10 +25,11 @@ import psutil
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "corpus"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "equality"))
 
-import cuts
 import packages
 from catalogue import Entry, entries, spec_of
+from cuts import random_cut
 
 from pipectl.capture import CapturedJob
 from pipectl.planner.costs.footprint import Footprints
@@ -79,8 +80,8 @@ def stages_of(entry: Entry, job: CapturedJob, size: int) -> list[Stage]:
     graph = subject.graph
     seeds = range(FIRST_SEED, FIRST_SEED + CUTS_PER_KIND)
     partitions = [("neighbours", random_stages(graph, seed)) for seed in seeds]
-    partitions += [("any order", cuts.random_cut(graph, 2 + seed % 5, seed)) for seed in seeds]
-    partitions.append(("neighbours", cuts.whole(graph)))
+    partitions += [("any order", random_cut(graph, 2 + seed % 5, seed)) for seed in seeds]
+    partitions.append(("neighbours", random_cut(graph, 1, 0)))
     made = []
     for kind, cut in partitions:
         stages = Bench(subject, cut)

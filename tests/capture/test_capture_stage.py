@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from plans import random_stages
+from cuts import random_cut
 from stages import Stages
 from torch import Tensor
 
@@ -88,7 +88,7 @@ def test_random_convex_cuts_change_no_bit(job_named: Any, name: str) -> None:
     graph = job.training_graph(4)
     expected = trained(job, whole(graph))
     for seed in range(12):
-        stage_of = random_stages(graph, 2 + seed % 2, seed)
+        stage_of = random_cut(graph, 2 + seed % 2, seed)
         assert differences(expected, trained(job, stage_of)) == [], (seed, stage_of)
 
 
@@ -99,7 +99,7 @@ def test_forwards_that_are_computed_again_change_no_bit(job_named: Any, name: st
     graph = job.training_graph(4)
     expected = trained(job, whole(graph))
     for seed in range(4):
-        stage_of = random_stages(graph, 1 + seed % 3, seed)
+        stage_of = random_cut(graph, 1 + seed % 3, seed)
         again = trained(job, stage_of, recompute=True)
         assert differences(expected, again) == [], (seed, stage_of)
 
@@ -107,7 +107,7 @@ def test_forwards_that_are_computed_again_change_no_bit(job_named: Any, name: st
 def test_random_cuts_include_gradients_that_return_use_by_use(real_job: Any) -> None:
     """Else the tests above would say nothing about them."""
     graph = real_job("dense").training_graph(4)
-    cuts = [Cut(graph, random_stages(graph, 2 + s % 2, s), training=True) for s in range(12)]
+    cuts = [Cut(graph, random_cut(graph, 2 + s % 2, s), training=True) for s in range(12)]
     assert sum(bool(cut.split_uses) for cut in cuts) >= 2
 
 

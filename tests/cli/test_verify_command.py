@@ -84,6 +84,7 @@ def warm(monkeypatch: pytest.MonkeyPatch, warm_python: str) -> None:
     """Ranks that begin sooner, and no neighbours while measuring: results depend on neither."""
     monkeypatch.setattr(sys, "executable", warm_python)
     monkeypatch.setattr(neighbours, "neighbour_count", lambda *_: 0)
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")  # else it starts a pool of processes
 
 
 @pytest.mark.mpi

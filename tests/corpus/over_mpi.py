@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import catalogue
-import cuts
 import torch
 from mpi4py import MPI
 
@@ -24,6 +23,7 @@ from pipectl.runtime.trainer import Trainer
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "equality"))
 
 from cells import Cell
+from cuts import random_cut
 from plans import make_plan
 
 SCHEDULES = ("gpipe", "1f1b")
@@ -41,7 +41,7 @@ def train(directory: Path, names: list[str], communicator: MPI.Comm) -> None:
         path = run.path / f"job-{communicator.rank}.yaml"
         job = CapturedJob(catalogue.spec_of(entries[name], path, MICRO_BATCHES))
         graph = job.training_graph(catalogue.MICRO_BATCH)
-        stages = cuts.random_cut(graph, communicator.size, number)
+        stages = random_cut(graph, communicator.size, number)
         cell = Cell(name, SCHEDULES[number % 2], "divisible")
         plan = make_plan(graph, stages, cell, communicator.size)
         Trainer(Setup(communicator, job, plan, CpuDevice(), Doing()), run, 1).train()

@@ -18,9 +18,12 @@ import catalogue
 import packages
 import torch
 from catalogue import Entry
-from trial import Trial
 
 from pipectl.profiler import profile_job
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "equality"))
+
+from trial import Trial
 
 CUTS = 10
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "models.md"

@@ -5,7 +5,6 @@ The default run has the own modules and a few models of each library; ``-m corpu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from pipectl.runtime import checkpoint
 
 HERE = Path(__file__).resolve().parent
 ENTRIES = {entry.name: entry for entry in catalogue.entries()}
-SEEDS = (0, 2, 4)  # cuts into 2, 4 and 6 stages
+SEEDS = (1, 4)  # cuts into 3 and 6 stages
 ROUNDING = 1e-5
 OVER_MPI = ("siamese", "straight-through", "running-norm", "reassigned", "dictionary")
 LIBRARIES_OVER_MPI = ("t5", "gpt2", "resnet18", "swin-t")
@@ -39,14 +38,11 @@ def require(name: str) -> None:
 
 
 @pytest.fixture(scope="module", params=parameters())
-def trial(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Trial]:
+def trial(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Trial:
     """A model trained in one stage; one model at a time is in memory."""
     require(request.param)
     path = tmp_path_factory.mktemp("corpus") / "job.yaml"
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield Trial(catalogue.spec_of(ENTRIES[request.param], path))
-    torch.set_num_threads(threads)
+    return Trial(catalogue.spec_of(ENTRIES[request.param], path))
 
 
 @pytest.mark.timeout(900)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import cuts
 import pytest
 import torch
 from catalogue import entries, spec_of
+from cuts import random_cut
 from replay import peak_of_stage, plan_of, record
 
 from pipectl.capture import CapturedJob
@@ -18,6 +17,7 @@ from pipectl.cluster import OffloadTarget
 from pipectl.plan import Plan
 from pipectl.planner.activations.blocks import BlockPlans
 from pipectl.profiler import profile_job
+from pipectl.profiler.effort import Effort
 from pipectl.runtime.offload import Pages
 from pipectl.runtime.saved_tensors import SavedTensors
 
@@ -29,21 +29,13 @@ SMALL = 64 << 10
 """These models are small: what the loader and the engine hold would hide behind 8 MiB."""
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.parametrize("entry", [e for e in entries() if e.name in MODELS], ids=str)
 def test_peaks_of_live_bytes_are_as_predicted(entry: Any, tmp_path: Path) -> None:
     spec = spec_of(entry, tmp_path / "job.yaml", MICRO_BATCHES, micro_batch=SIZE, optimizer="AdamW")
-    profile, job = profile_job(spec), CapturedJob(spec)
+    profile, job = profile_job(spec, effort=Effort.FAST), CapturedJob(spec)
     graph = job.training_graph(SIZE)
     for seed in (0, 1):
-        stage_of = cuts.random_cut(graph, 2 + seed, seed)
+        stage_of = random_cut(graph, 2 + seed, seed)
         cut, messages = record(job, SIZE, stage_of)
         plan = plan_of(profile, stage_of, SIZE, MICRO_BATCHES)
         again = [] if entry.name in OWN_CHECKPOINTS else [_with(plan, recompute=True)]
@@ -56,7 +48,7 @@ def test_peaks_of_live_bytes_are_as_predicted(entry: Any, tmp_path: Path) -> Non
 def test_in_blocks_a_stage_holds_less_than_if_it_recomputes_at_once(tmp_path: Path) -> None:
     entry = next(e for e in entries() if e.name == "unet")
     spec = spec_of(entry, tmp_path / "job.yaml", MICRO_BATCHES, micro_batch=SIZE, optimizer="AdamW")
-    profile, job = profile_job(spec), CapturedJob(spec)
+    profile, job = profile_job(spec, effort=Effort.FAST), CapturedJob(spec)
     stage_of = {node.name: 0 for node in job.training_graph(SIZE).operators}
     cut, messages = record(job, SIZE, stage_of)
     at_once = _with(plan_of(profile, stage_of, SIZE, MICRO_BATCHES), recompute=True)
@@ -79,8 +71,8 @@ def test_what_waits_on_a_disk_takes_no_memory(
     monkeypatch.setattr(Pages, "take", lambda _, size: torch.empty(size, dtype=torch.uint8))
     entry = next(e for e in entries() if e.name == "lstm")
     spec = spec_of(entry, tmp_path / "job.yaml", IN_FLIGHT, micro_batch=SIZE, optimizer="AdamW")
-    profile, job = profile_job(spec), CapturedJob(spec)
-    stage_of = cuts.random_cut(job.training_graph(SIZE), 2, 0)
+    profile, job = profile_job(spec, effort=Effort.FAST), CapturedJob(spec)
+    stage_of = random_cut(job.training_graph(SIZE), 2, 0)
     cut, messages = record(job, SIZE, stage_of)
     plan = replace(plan_of(profile, stage_of, SIZE, IN_FLIGHT), schedule="gpipe")
     peaks = [

@@ -6,9 +6,9 @@ import copy
 import time
 from collections.abc import Iterator
 
-import cuts
 import torch
 from catalogue import MICRO_BATCH, MICRO_BATCHES, STEPS
+from cuts import random_cut
 from stages import MOMENTUM, RATE, Batch, Stages
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
@@ -41,7 +41,7 @@ class Trial:
         batches = Batches(self.job.loader.samples, MICRO_BATCH * MICRO_BATCHES)
         planned = [batch for _, batch in zip(range(STEPS), batches, strict=False)]
         self._batches = list(self.job.loader.micro_batches(planned, MICRO_BATCH))
-        self.reference = self._train(cuts.whole(self.graph))
+        self.reference = self._train(random_cut(self.graph, 1, 0))
 
     def differences(self, seed: int) -> list[str]:
         """Names of what a random cut into 2 to 6 stages changes."""
@@ -49,7 +49,7 @@ class Trial:
 
     def cut(self, seed: int) -> dict[str, int]:
         """The random cut of a seed."""
-        return cuts.random_cut(self.graph, 2 + seed % (MOST_STAGES - 1), seed)
+        return random_cut(self.graph, 2 + seed % (MOST_STAGES - 1), seed)
 
     @property
     def draws(self) -> bool:

@@ -21,58 +21,6 @@ V_SHAPED = ("zb-v", "dualpipev", "v-half", "v-min", *OWN)
 COST = StageCost(1.0, 2.0, 0.0, 0, 0, 0)
 
 
-def random_stages(graph: CapturedGraph, stages: int, seed: int) -> dict[str, int]:
-    """A random convex cut: any order that keeps to the edges and groups, split anywhere."""
-    draw = random.Random(seed)
-    merged: dict[str, str] = {n.name: graph.groups.get(n.name, n.name) for n in graph.operators}
-    merged = contract_cycles(graph, merged)
-    before: dict[str, set[str]] = {group: set() for group in merged.values()}
-    for source, target in graph.edges:
-        if merged[source] != merged[target]:
-            before[merged[target]].add(merged[source])
-    order: list[str] = []
-    while len(order) < len(before):
-        ready = [g for g, needs in before.items() if g not in order and needs <= set(order)]
-        order.append(draw.choice(ready))
-    cuts = sorted(draw.sample(range(1, len(order)), stages - 1))
-    stage = {group: sum(index >= cut for cut in cuts) for index, group in enumerate(order)}
-    return {node.name: stage[merged[node.name]] for node in graph.operators}
-
-
-def contract_cycles(graph: CapturedGraph, merged: dict[str, str]) -> dict[str, str]:
-    """Join groups until the graph of groups has no cycle."""
-    while True:
-        after: dict[str, set[str]] = {}
-        for source, target in graph.edges:
-            if merged[source] != merged[target]:
-                after.setdefault(merged[source], set()).add(merged[target])
-        cycle = find_cycle(after)
-        if cycle is None:
-            return merged
-        merged = {name: cycle[0] if group in cycle else group for name, group in merged.items()}
-
-
-def find_cycle(after: dict[str, set[str]]) -> list[str] | None:
-    state: dict[str, int] = {}
-
-    def visit(node: str, path: list[str]) -> list[str] | None:
-        state[node] = 1
-        path.append(node)
-        for target in sorted(after.get(node, ())):
-            if state.get(target) == 1:
-                return path[path.index(target) :]
-            if target not in state and (found := visit(target, path)) is not None:
-                return found
-        path.pop()
-        state[node] = 2
-        return None
-
-    for start in sorted(after):
-        if start not in state and (found := visit(start, [])) is not None:
-            return found
-    return None
-
-
 def make_plan(graph: CapturedGraph, stage_of: dict[str, int], cell: Any, ranks: int) -> Plan:
     stages = 1 + max(stage_of.values())
     batch_size, micro_batches = BATCHES[cell.batch]

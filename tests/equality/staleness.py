@@ -58,15 +58,6 @@ VERSIONS = {
 
 def simulate(run: Path, cell: Cell, ranks: int) -> tuple[Weights, list[float]]:
     """Weights by the names of the model, and the losses of all steps."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return _simulate(run, cell, ranks)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _simulate(run: Path, cell: Cell, ranks: int) -> tuple[Weights, list[float]]:
     stage_of = json.loads((run / "stages.json").read_text())
     job = cell_jobs.captured(cell.model, plain=False).of(load(run / "job.yaml"))
     newest = {n: p for n, p in job.step.named_parameters() if p.requires_grad}

@@ -236,16 +236,6 @@ def test_tied_gradients_equal_a_plain_loop_within_rounding(trained: Trained, cel
     assert torch.equal(found["head.weight"], found["tokens.weight"])
 
 
-def plain_loop(model: str, batch: str, steps: int) -> dict[str, Tensor]:
-    """What a user would write: the untouched model, one process, gradient accumulation."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return _plain_loop(model, batch, steps)
-    finally:
-        torch.set_num_threads(threads)
-
-
 def accumulate(model: Any, loss_of: Any, scaler: Any, parts: Any, precision: str, *, masked: bool):
     """The gradients of a step, micro-batch by micro-batch."""
     counts = [int((targets >= 0).sum()) if masked else len(targets) for _, targets in parts]
@@ -256,7 +246,8 @@ def accumulate(model: Any, loss_of: Any, scaler: Any, parts: Any, precision: str
         scaler.scale(loss * (count / sum(counts))).backward()
 
 
-def _plain_loop(name: str, batch: str, steps: int) -> dict[str, Tensor]:
+def plain_loop(name: str, batch: str, steps: int) -> dict[str, Tensor]:
+    """What a user would write: the untouched model, one process, gradient accumulation."""
     tied = name == "tied"
     row = JOBS.MODELS[name]
     batch_size, micro_batches = JOBS.BATCHES[batch]

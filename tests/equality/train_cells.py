@@ -22,8 +22,9 @@ import replica_cells
 import torch
 from cell_jobs import captured, spec_text
 from cells import CHUNKS, PAIRED, Cell
+from cuts import random_cut
 from mpi4py import MPI
-from plans import make_plan, random_stages, stages_of_states
+from plans import make_plan, stages_of_states
 
 from pipectl.capture import CapturedGraph, CapturedJob, Cut
 from pipectl.plan import Plan
@@ -66,7 +67,7 @@ def train_cell(training: Training, cell: Cell, number: int) -> None:
     job = training.job(cell, spec_text(cell, plain=training.plain))
     graph = job.training_graph(2)
     count = -(-ranks // 2) if cell.schedule in PAIRED else ranks * CHUNKS.get(cell.schedule, 1)
-    stages = random_stages(graph, count, number)
+    stages = random_cut(graph, count, number)
     training.run(cell, job, make_plan(graph, stages, cell, ranks), stages)
 
 
@@ -154,7 +155,7 @@ def shared_plan(cell: Any, graph: CapturedGraph) -> tuple[Plan, dict[str, int]]:
         cell,
         graph,
         stages,
-        lambda seed: random_stages(graph, stages, seed),
+        lambda seed: random_cut(graph, stages, seed),
         lambda found: make_plan(graph, found, cell, held),
     )
 

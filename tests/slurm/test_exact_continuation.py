@@ -235,16 +235,11 @@ ENDS_AS = {
 
 @pytest.fixture(scope="module")
 def profile(tmp_path_factory: pytest.TempPathFactory) -> Profile:
-    import torch
-
     from pipectl.profiler import profile_job
 
     path = tmp_path_factory.mktemp("profile") / "job.yaml"
     path.write_text(yaml.safe_dump(JOB))
-    threads = torch.get_num_threads()
-    found = profile_job(load(path))
-    torch.set_num_threads(threads)
-    return found
+    return profile_job(load(path))
 
 
 Begin = Callable[..., Continued]

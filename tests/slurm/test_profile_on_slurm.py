@@ -38,6 +38,7 @@ def test_a_login_node_is_refused_and_an_allocation_is_not(pipectl: Pipectl) -> N
     assert PROFILE.exists()
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_submitted_profile_is_found_on_the_login_node(
     pipectl: Pipectl, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -63,6 +64,7 @@ def test_a_profile_measured_by_a_training_job_is_found_too(pipectl: Pipectl) -> 
     assert "jobs.in_job" not in pipectl(*dry_run)
 
 
+@pytest.mark.usefixtures("warm")
 def test_an_ended_job_goes_on_in_the_next(pipectl: Pipectl) -> None:
     submit = ("profile", JOB, *LARGE, *QUICKLY, "--submit", "--json")
     run = pipectl(*submit)["run"]

@@ -143,6 +143,7 @@ def start_training(pipectl: Pipectl, local_run: Path, *settings: str) -> tuple[P
     return run, str(found["job_id"])
 
 
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize("whom", ["--verbose", TO_SCRIPT])
 def test_a_signal_puts_the_job_back_into_the_queue_and_it_goes_on(
     pipectl: Pipectl, local_run: Path, local_weights: dict[str, torch.Tensor], whom: str
@@ -157,6 +158,7 @@ def test_a_signal_puts_the_job_back_into_the_queue_and_it_goes_on(
     check_weights(run, local_weights)
 
 
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(
     ("launcher", "how"),
     [
