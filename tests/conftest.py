@@ -29,6 +29,9 @@ settings.load_profile("busy machines")
 
 os.environ["OMP_NUM_THREADS"] = "1"
 """Several processes share the cores; threads that wait for each other would keep them busy."""
+# Else each process that a test starts would compile what it imports, and each run all tests.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 WARM = "PIPECTL_TESTS_WARM"
 """Where the environment names the folder of the warm servers."""
 STARTED: list[subprocess.Popen[bytes]] = []
