@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import mpi4py
 import pool
 import pytest
 from hypothesis import settings
@@ -32,6 +33,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # Else each process that a test starts would compile what it imports, and each run all tests.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+mpi4py.rc.initialize = False
+"""Modules of tests import MPI before processes are forked; see tests/warm/pool.py."""
 WARM = "PIPECTL_TESTS_WARM"
 """Where the environment names the folder of the warm servers."""
 STARTED: list[subprocess.Popen[bytes]] = []
@@ -156,8 +159,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Make the folder of the warm servers that all processes of a run share."""
-    if config.option.processes:
-        pool.defer_mpi()
     folder = Path(tempfile.mkdtemp(prefix="pipectl-"))  # the names of sockets are short
     os.mkfifo(folder / "alive")
     alive = os.open(folder / "alive", os.O_RDWR)

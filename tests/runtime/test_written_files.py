@@ -126,7 +126,7 @@ def test_training_goes_on_while_the_disk_fails(
     prepared = make_run(make_spec(1, {"factory": f"{PARTS}:Slow"}, **sections))
     run = RunDirectory(disk / "run")
     shutil.copytree(prepared.path, run.path)
-    worker = [warm_python, "-m", "pipectl.runtime.worker", "--run", str(run.path)]
+    worker = [warm_python, "-m", "mpi4py", "-m", "pipectl.runtime.worker", "--run", str(run.path)]
     process = subprocess.Popen(worker, stderr=subprocess.PIPE, text=True)
     wait_for(process, lambda: len(read_metrics(run)) >= 1)
     mend = break_it(disk)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import signal
 import sys
 import traceback
 import warnings
@@ -23,6 +24,7 @@ from typing import Any
 
 import captured
 import kernels
+import mpi4py
 import pytest
 
 
@@ -38,6 +40,7 @@ class Worker:
         self.connection, theirs = Pipe()
         self.left: deque[int] = deque()
         self.test: int | None = None
+        self.is_silent = False
         self.pid = os.fork()
         if self.pid == 0:
             for other in (self, *others):
@@ -45,6 +48,11 @@ class Worker:
             run_as_worker(session, theirs)
         theirs.close()
         self.handle = os.pidfd_open(self.pid)
+
+    @property
+    def sources(self) -> list[Any]:
+        """What can be waited for: its messages, and its end."""
+        return [self.handle] if self.is_silent else [self.connection, self.handle]
 
     def run(self, group: list[int]) -> None:
         self.left.extend(group)
@@ -118,6 +126,8 @@ def run_as_worker(session: pytest.Session, connection: Connection) -> None:
     except BaseException:
         traceback.print_exc()
         code = 1
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(60)  # for an end that hangs
     connection.close()
     finish_mpi()
     atexit._run_exitfuncs()
@@ -175,17 +185,21 @@ def hand_out(session: pytest.Session, waiting: deque[list[int]], processes: int)
 
 def ready(workers: list[Worker]) -> Iterator[Worker]:
     """Those that have sent something, or ended."""
-    events = wait([source for worker in workers for source in (worker.connection, worker.handle)])
-    return (w for w in list(workers) if w.connection in events or w.handle in events)
+    events = wait([source for worker in workers for source in worker.sources])
+    return (worker for worker in list(workers) if any(s in events for s in worker.sources))
 
 
 def handle(session: pytest.Session, worker: Worker, waiting: deque[list[int]]) -> None:
     """Take in a message of a worker; close its connection at its end."""
     hook = session.config.hook
     try:
-        what, data = worker.connection.recv() if worker.connection.poll() else ("end", None)
+        if worker.is_silent or not worker.connection.poll():
+            what, data = "end", None
+        else:
+            what, data = worker.connection.recv()
     except EOFError:
-        what = "end"
+        worker.is_silent = True  # it is about to end
+        return
     if what == "end":
         status = worker.close()
         if worker.test is not None:
@@ -230,17 +244,8 @@ def crash(item: pytest.Item, code: int) -> pytest.TestReport:
     )
 
 
-def defer_mpi() -> None:
-    """Modules of tests that import MPI shall not start it: that would be before the fork."""
-    import mpi4py
-
-    mpi4py.rc.initialize = False
-
-
 def start_mpi() -> None:
     """Start MPI in this process if a module of a test has imported it, or will."""
-    import mpi4py
-
     mpi4py.rc.initialize = True
     if "mpi4py.MPI" in sys.modules:
         from mpi4py import MPI
