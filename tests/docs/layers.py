@@ -143,12 +143,12 @@ def _level(parts: list[str], part: str) -> str:
 
 
 def _name(part: str) -> str:
-    return f"{part}/" if (PACKAGE / part).is_dir() else part
+    return part if (PACKAGE / f"{part}.py").is_file() else f"{part}/"
 
 
 def _purpose(part: str) -> str:
     """The first paragraph of the part's docstring."""
-    folder = PACKAGE / part
-    path = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+    path = PACKAGE / f"{part}.py"
+    path = path if path.is_file() else PACKAGE / part / "__init__.py"
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     return " ".join(text.split("\n\n")[0].split()).replace("``", "`")
