@@ -17,7 +17,8 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from pipectl.plan import Plan, Stage, StageCost, sums
+from pipectl import graph
+from pipectl.plan import Plan, Stage, StageCost
 from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.reduction import StageReduction
 from pipectl.runtime.replicas import Replicas
@@ -27,7 +28,7 @@ SIZES = {"a": 7, "b": 1, "c": 40, "unused": 3}
 
 
 def owners_of(parameters: dict[str, Tensor], replicas: int) -> dict[str, int]:
-    return sums.owners_of({name: each.nbytes for name, each in parameters.items()}, replicas)
+    return graph.owners_of({name: each.nbytes for name, each in parameters.items()}, replicas)
 
 
 def made(dtype: torch.dtype) -> dict[str, Tensor]:
