@@ -13,7 +13,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -138,7 +137,7 @@ class _Watcher:
         if self._starts <= _MAX_STARTS:
             argv = [sys.executable, "-S", "-m", "pipectl.watch.watcher"]
             environment = {**os.environ, "PYTHONPATH": str(Path(pipectl.__file__).parents[1])}
-            with suppress(OSError), tempfile.TemporaryFile() as words:
+            with suppress(OSError), os.fdopen(os.memfd_create("pipectl-watcher"), "wb+") as words:
                 words.write(self._settings)
                 words.seek(0)
                 self._pid = process.start_detached(
