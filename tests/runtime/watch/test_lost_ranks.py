@@ -280,12 +280,12 @@ def test_a_run_whose_errors_cannot_be_written_ends_all_the_same(begin: Any) -> N
     assert "pipectl: rank 1, stage 1, step 3, FORWARD micro-batch 1: its process was killed" in log
 
 
-def test_a_full_disk_ends_no_run_that_would_be_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_watcher_without_memory_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> Any:
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     warnings: list[str] = []
-    monkeypatch.setattr("tempfile.TemporaryFile", full)
+    monkeypatch.setattr("os.memfd_create", full)
     monkeypatch.setattr(watching, "warn", warnings.append)
     settings = Settings("n", 0, 1, 1, [], False, 0, "", "", 1.0, 0.0)
     watching._Watcher(settings)
