@@ -59,7 +59,7 @@ class LocalScheduler(Scheduler):
     def ping(self) -> None:
         """Nothing to ask: there is no queue."""
 
-    def _prepare(self, request: JobRequest) -> Mapping[str, str]:
+    def _template_values(self, request: JobRequest) -> Mapping[str, str]:
         if request.after:
             raise SchedulerError(
                 "local jobs wait for no others", cure="`pipectl submit --wait` one after the other"

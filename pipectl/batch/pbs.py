@@ -62,7 +62,7 @@ class PbsScheduler(CommandLineScheduler):
     def ping(self) -> None:
         self._ask("qselect", "-u", getpass.getuser())
 
-    def _prepare(self, request: JobRequest) -> Mapping[str, str]:
+    def _template_values(self, request: JobRequest) -> Mapping[str, str]:
         directory = str(request.run_directory)
         if ":" in directory:
             raise InvalidInputError(

@@ -143,8 +143,8 @@ class JobRequest:
         python: absolute path of the interpreter that submits.
         command: of one rank, started under MPI once for each rank.
         environment: its container is an absolute path or an address.
-        checkpoint: None for jobs that cannot go on where they stopped. ``max_requeues`` counts all
-            starts of the run.
+        checkpoint: its ``lead_time``, and its ``max_requeues``, which counts all starts of the run;
+            None for jobs that cannot go on where they stopped.
         alone: whether the command is started once, on the first node, without MPI.
         prepare: a command that runs once, on the first node, before the launch.
         binds: directories of the host that the container sees under the same names.
@@ -268,9 +268,11 @@ class Scheduler(ABC):
         """
         from pipectl.batch.script import render_script
 
-        return render_script(f"{self.name}.sh.j2", request, self.name, **self._prepare(request))
+        return render_script(
+            f"{self.name}.sh.j2", request, self.name, **self._template_values(request)
+        )
 
-    def _prepare(self, request: JobRequest) -> Mapping[str, str]:  # noqa: ARG002
+    def _template_values(self, request: JobRequest) -> Mapping[str, str]:  # noqa: ARG002
         """Further variables of the template; refuses what the system cannot run."""
         return {}
 

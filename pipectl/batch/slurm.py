@@ -33,7 +33,7 @@ _CLOCK_SKEW_S = 60.0
 
 
 class SlurmScheduler(CommandLineScheduler):
-    """Slurm, version 20.02 or later."""
+    """Slurm, version 20.02 or later; jobs are submitted by :class:`CommandLineScheduler`."""
 
     name = "slurm"
     title = "Slurm"

@@ -57,6 +57,8 @@ TIGHT_HEAP = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.mxfast
 """Lets glibc join free memory at once. By default it holds the scraps around aligned blocks back,
 so that a block which was freed between two of them is too small for the next of its size, and the
 heap grows. It reads this before a process can say anything."""
+_WORKER = ("-m", "mpi4py", "-m", "pipectl.runtime.worker", "--run")
+"""Arguments of Python for a rank that trains."""
 _MAX_TEMPLATE_BYTES = 2**16
 _TITLES = {"slurm": "Slurm", "pbs": "PBS"}
 
@@ -79,7 +81,7 @@ class Work:
 
     kind: str = TRAINING
     suffix: str = ""
-    program: tuple[str, ...] = ("-m", "mpi4py", "-m", "pipectl.runtime.worker", "--run")
+    program: tuple[str, ...] = _WORKER
     arguments: tuple[str, ...] = ()
     steps: int | None = None
     alone: bool = False
@@ -332,7 +334,8 @@ def make_request(
         offloads = to_disk and any(stage.offload for stage in plan.stages)
     variables = {**(TIGHT_HEAP if offloads else {}), **spec.environment.variables}
     checkpoint = spec.checkpoint
-    if requeues := checkpoint.max_requeues:  # as often as for a new run
+    if requeues := checkpoint.max_requeues:
+        # The script counts all starts of the run; each submission allows as many more.
         starts = read_starts(RunDirectory(directory))
         checkpoint = checkpoint.model_copy(update={"max_requeues": starts + requeues})
     request = JobRequest(

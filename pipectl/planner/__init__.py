@@ -1,5 +1,9 @@
 """The planner: from a profile and a cluster to the fastest plan that fits.
 
+A search makes of a ``Chain`` of downsets a ``Cut`` (stages and kinds of device), a ``Layout`` (with
+ranks), a ``Choice`` (with micro-batch size, schedule and warm-up), a ``Candidate`` (with an
+estimate), and a ``Verdict`` (simulated, and whether it fits): the plan.
+
 What is named here is loaded when it is asked for: the search brings numba along, and the process
 that measures what a rank's process needs (``profiler``) uses only the planner's cost model.
 """

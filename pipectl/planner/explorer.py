@@ -66,7 +66,7 @@ from pipectl.planner.request import (
 from pipectl.profile import Profile
 
 MAX_LOOKS = 2_000_000
-"""While borders move: partitions times what one costs, in operators, actions and messages."""
+"""Budget of border moves: the sum of operators, actions and messages over the partitions tried."""
 MIN_GAIN = 1e-6
 """Share of the step by which a move of borders makes it shorter at least."""
 MAX_FITTINGS = 24
@@ -207,8 +207,8 @@ class Explorer:
     def _open(self, area: Area) -> None:
         """From an area to its candidates.
 
-        Once cuts were seen not to fit, stages that fit with the fewest micro-batches in flight are
-        judged before other cuts are looked for, and if there are none, no others are.
+        Once memory is known to be short, stages are first cut for the fewest micro-batches in
+        flight; if none fit so, the area is given up.
         """
         if self._memory_is_short:
             fit = _Fit(area, *self._areas.orders(area.stages, area.size)[0])

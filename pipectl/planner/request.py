@@ -22,9 +22,9 @@ Order = tuple[str, tuple[int, ...]]
 """Schedule and warm-up."""
 
 OPEN = (ONE_F_ONE_B, GPIPE)
-"""Schedules that are tried if none is named."""
+"""Schedules that the search itself tries."""
 PLACED = tuple(name for name, schedule in SCHEDULES.items() if schedule not in OPEN)
-"""Those that are planned only if they are named."""
+"""The others: planned if they are named, or if ``every_schedule`` opens them."""
 COMPARED = (*OPEN, INTERLEAVED)
 """Those that plans are compared with; others assume what half a backward takes."""
 

@@ -81,7 +81,7 @@ def _ranked(
         plans = [named_plan(profile, cluster, request, expired)]
     elif request.schedule is not None and not SCHEDULES[request.schedule].flushes:
         plans = [unflushed_plan(profile, cluster, request, expired)]
-    elif request.has_variants:
+    elif request.has_variants:  # a job usually leaves schedule, offload and backwards open
         plans = varied_plans(profile, cluster, request, expired)
     elif request.blocks is None and request.replicas == 1 and request.schedule not in PLACED:
         plans = _blocks_if_short(profile, cluster, request, expired, alternatives)

@@ -70,6 +70,12 @@ class Trainer:
         self._early_stopping = EarlyStopping(
             None if evaluation is None else evaluation.early_stopping
         )
+        self._room_bytes = self._room_for_copies(run)
+        # Of the parameters and buffers of all ranks, those that a state dict holds.
+        self._persistent = set(setup.job.step.state_dict(keep_vars=True))
+        tied = setup.job.tied.items()
+        named = [(plain_name(n), plain_name(first)) for n, first in tied if n in self._persistent]
+        self._aliases = {n: first for n, first in named if n is not None and first is not None}
         self._saver = self._make_saver(run, attempt)
         given = setup, self._end, self._telemetry, self._tracing
         self._steps: SynchronousSteps | AsynchronousSteps = (
@@ -110,8 +116,8 @@ class Trainer:
         batches = [positions for _, positions in planned]
         steps.begin(planned, self._steps_done)
         ends = range(self._steps_done + 1, len(planned) + 1)
-        meetings = [end for end in ends if not steps.overlap or self._stops_after(end)]
-        for before, end in pairwise([self._steps_done, *meetings]):
+        drains = [end for end in ends if not steps.overlap or self._drains_after(end)]
+        for before, end in pairwise([self._steps_done, *drains]):
             if self._early_stopping.reason:
                 return
             doing.step = before + 1
@@ -129,7 +135,7 @@ class Trainer:
 
     def _between_steps(self, step: int) -> None:
         setup, plan = self._setup, self._setup.plan
-        if self._stops_after(step):
+        if self._drains_after(step):
             self._end.settle()
         if self._saves_after(step) or step % _CHECK_REPLICAS_EVERY == 0:
             self._setup.replicas.check_weights(step)
@@ -157,27 +163,29 @@ class Trainer:
         self._setup.doing.action = phase
 
     def _make_saver(self, run: RunDirectory, attempt: int) -> Saver:
-        """Collective. Beside an accelerator, whose memory the plan counts, copies have room."""
-        setup, spec = self._setup, self._spec.checkpoint
-        self._room_bytes = None
-        if setup.device.torch_device.type == "cpu":
-            limit_bytes: float | None = setup.plan.memory_limit_bytes
-            if run.cluster.exists():
-                limit_bytes = Cluster.load(run.cluster).memory_of(self._rank, limit_bytes)
-            self._room_bytes = room_bytes(setup.plan, self._rank, limit_bytes)
-        # Of the parameters and buffers of all ranks, those that a state dict holds.
-        self._persistent = set(setup.job.step.state_dict(keep_vars=True))
-        tied = setup.job.tied.items()
-        named = [(plain_name(n), plain_name(first)) for n, first in tied if n in self._persistent]
-        self._aliases = {n: first for n, first in named if n is not None and first is not None}
+        """Collective."""
+        spec = self._spec.checkpoint
         return Saver(
-            setup.communicator.Dup(),
+            self._setup.communicator.Dup(),
             run.checkpoints,
             Keep(spec.keep, spec.keep_every),
             attempt,
             warn,
             self._telemetry.has_written,
         )
+
+    def _room_for_copies(self, run: RunDirectory) -> int | None:
+        """Bytes that copies of the state may take; None if memory is not limited.
+
+        Beside an accelerator, whose memory the plan counts, copies have room.
+        """
+        setup = self._setup
+        if setup.device.torch_device.type != "cpu":
+            return None
+        limit_bytes: float | None = setup.plan.memory_limit_bytes
+        if run.cluster.exists():
+            limit_bytes = Cluster.load(run.cluster).memory_of(self._rank, limit_bytes)
+        return room_bytes(setup.plan, self._rank, limit_bytes)
 
     def _go_on_from(self, stored: Stored) -> None:
         """Put back what is not in the model.
@@ -227,7 +235,8 @@ class Trainer:
         finally:  # reports of errors tell of the row
             doing.board.return_to(before)
 
-    def _stops_after(self, step: int) -> bool:
+    def _drains_after(self, step: int) -> bool:
+        """Whether no step overlaps another at its end."""
         return self._evaluates_after(step) or self._saves_after(step)
 
     def _evaluates_after(self, step: int) -> bool:

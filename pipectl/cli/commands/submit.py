@@ -105,7 +105,7 @@ def command(
     file = SpecFile.read(job, [*settings, *(overrides or ())])  # --set has precedence
     spec = file.spec()
     points = file.points(spec)
-    batch_system = choose_scheduler(spec, scheduler)
+    batch_system = choose_scheduler(spec, scheduler)  # for the refusals below
     for name, keys in options.items():
         sections = {key.partition(".")[0] for key in keys}
         if not sections & {"resources", batch_system}:

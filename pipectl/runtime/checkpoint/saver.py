@@ -35,8 +35,8 @@ _CURE = "free some space, or set output.directory to a larger disk"
 class Keep:
     """Which checkpoints stay: the newest, and every so many steps for good."""
 
-    newest: int
-    every: int | None = None
+    keep: int
+    keep_every: int | None = None
 
     def drops(self, directory: Path, step: int) -> list[Path]:
         """The checkpoints that may go, now that there is one of a step.
@@ -44,8 +44,8 @@ class Keep:
         Later ones were damaged when the run went on from before them, so they count for none.
         """
         steps_of = [(path, step_of(path) or 0) for path in checkpoints(directory)]
-        old = [(path, at) for path, at in steps_of if at <= step][self.newest :]
-        return [path for path, at in old if not (self.every and at % self.every == 0)]
+        old = [(path, at) for path, at in steps_of if at <= step][self.keep :]
+        return [path for path, at in old if not (self.keep_every and at % self.keep_every == 0)]
 
 
 @dataclass

@@ -219,7 +219,7 @@ def test_space_is_looked_for_first(
 
 def test_some_checkpoints_are_kept_for_good(tmp_path: Path, states: dict[str, Tensor]) -> None:
     for step in range(1, 8):
-        save(tmp_path, step, states, Keep(2, every=3))
+        save(tmp_path, step, states, Keep(2, keep_every=3))
     found = sorted(path.name for path in tmp_path.iterdir())
     assert found == ["step-000003", "step-000006", "step-000007"]
 
