@@ -33,7 +33,7 @@ pytestmark = [
 def trained(make_spec: Any, make_run: Any, train: Any) -> Any:
     """``trained(ranks, gpus, **sections)``: the weights at the end."""
 
-    def train(ranks: int, gpus: int, **sections: Any) -> dict[str, Tensor]:
+    def weights(ranks: int, gpus: int, **sections: Any) -> dict[str, Tensor]:
         resources = {"tasks_per_node": ranks, "gpus_per_node": gpus}
         run = make_run(make_spec(ranks, resources=resources, **sections))
         train(run)
@@ -42,7 +42,7 @@ def trained(make_spec: Any, make_run: Any, train: Any) -> Any:
         assert len(beat["ranks"]) == ranks
         return checkpoint.load(run.checkpoints / "step-000005")
 
-    return train
+    return weights
 
 
 def assert_agree(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
