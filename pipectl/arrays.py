@@ -19,5 +19,8 @@ def record(integers: str = "", floats: str = "") -> np.dtype[np.void]:
 
     Kernels take few tables rather than many arrays: what one takes to compile grows with these.
     """
-    fields = [(name, np.int64) for name in integers.split()]
-    return np.dtype((np.record, [*fields, *((name, np.float64) for name in floats.split())]))
+    fields: list[tuple[str, type]] = [(name, np.int64) for name in integers.split()]
+    fields += [(name, np.float64) for name in floats.split()]
+    # Without numba, NumPy would give its own attribute of such a name.
+    assert not [name for name, _ in fields if hasattr(np.record, name)], fields
+    return np.dtype((np.record, fields))

@@ -44,7 +44,7 @@ def advance(tables: Tables, events: int) -> int:
     for _ in range(events):
         if clock.queued == 0:
             break
-        now, number, item = queue[0].time, queue[0].number, queue[0].item
+        now, number, item = queue[0].time, queue[0].number, queue[0].target
         drop_first(queue, 0, clock.queued)
         clock.queued -= 1
         if item >= count:
@@ -181,7 +181,7 @@ def _remove_void(queue: Records, clock: Any, pools: Records) -> None:
     """Every rank has at most one event, and every pool of cores one that is valid."""
     ranks, kept = len(queue) // 2 - len(pools), 0
     for index in range(clock.queued):
-        time, number, item = queue[index].time, queue[index].number, queue[index].item
+        time, number, item = queue[index].time, queue[index].number, queue[index].target
         if item < ranks or pools[item - ranks].alarm == number:
             push(queue, 0, kept, time, number, item)
             kept += 1
@@ -261,8 +261,8 @@ def _set_alarm(work: Records, queue: Records, clock: Any, pools: Records, number
     """Return to a pool of cores when its next work ends; voids its older alarms."""
     pool = pools[number]
     pool.alarm = clock.number + 1
-    if pool.size:
-        left_s = max(0.0, work[pool.base].time - pool.clock)
+    if pool.busy:
+        left_s = max(0.0, work[pool.start].time - pool.clock)
         end = pool.time + left_s / _rate(pool)
         _foresee(queue, clock, pools, end, len(queue) // 2 - len(pools) + number)
     else:
@@ -292,30 +292,30 @@ def begin_work(pool: Any, work: Records, number: int, work_s: float, now: float)
     """A rank begins to compute what would take ``work_s`` on a core of its own."""
     pool.clock += (now - pool.time) * _rate(pool)
     pool.time = now
-    push(work, pool.base, pool.size, pool.clock + work_s, number, number)
-    pool.size += 1
+    push(work, pool.start, pool.busy, pool.clock + work_s, number, number)
+    pool.busy += 1
 
 
 @part_of_kernel
 def end_work(pool: Any, work: Records, now: float) -> int:
     """The rank whose work ends now; of several the lowest."""
-    number = work[pool.base].item
-    pool.clock = work[pool.base].time
+    number = work[pool.start].target
+    pool.clock = work[pool.start].time
     pool.time = now
-    drop_first(work, pool.base, pool.size)
-    pool.size -= 1
+    drop_first(work, pool.start, pool.busy)
+    pool.busy -= 1
     return int(number)
 
 
 @part_of_kernel
 def _rate(pool: Any) -> float:
-    return min(1.0, float(pool.cores / max(1, pool.size)))
+    return min(1.0, float(pool.cores / max(1, pool.busy)))
 
 
 @part_of_kernel
 def _put(heap: Records, place: int, time: float, number: int, item: int) -> None:
     entry = heap[place]
-    entry.time, entry.number, entry.item = time, number, item
+    entry.time, entry.number, entry.target = time, number, item
 
 
 @part_of_kernel
@@ -327,7 +327,7 @@ def push(heap: Records, base: int, size: int, time: float, number: int, item: in
         other = heap[base + above]
         if other.time < time or (other.time == time and other.number < number):
             break
-        _put(heap, base + place, other.time, other.number, other.item)
+        _put(heap, base + place, other.time, other.number, other.target)
         place = above
     _put(heap, base + place, time, number, item)
 
@@ -346,7 +346,7 @@ def drop_first(heap: Records, base: int, size: int) -> None:
             lower = other
         if last.time < lower.time or (last.time == lower.time and last.number < lower.number):
             break
-        _put(heap, base + place, lower.time, lower.number, lower.item)
+        _put(heap, base + place, lower.time, lower.number, lower.target)
         place = below
         below = 2 * place + 1
-    _put(heap, base + place, last.time, last.number, last.item)
+    _put(heap, base + place, last.time, last.number, last.target)

@@ -186,7 +186,7 @@ def _new_tables(
     crowded = ranks_of_node > cores
     pools = np.zeros(int(crowded.sum()), dtype=POOL)
     pools["cores"], shared = cores[crowded], ranks_of_node[crowded]
-    pools["base"] = np.cumsum(shared) - shared
+    pools["start"] = np.cumsum(shared) - shared
     ranks = programs.ranks.copy()
     ranks["pool"] = np.where(crowded, np.cumsum(crowded) - 1, -1)[nodes]
     ranks["speed"], ranks["update_s"] = costs.speed, costs.update_s
@@ -194,8 +194,8 @@ def _new_tables(
     ranks["after_s"] = [each.compute for each in costs.rows]
     ranks["position"], ranks["since"] = ranks["first"], -1.0
     queue = np.zeros(2 * (len(ranks) + len(pools)), dtype=EVENT)
-    queue["item"] = np.arange(len(queue))
-    queue["number"] = queue["item"] + 1
+    queue["target"] = np.arange(len(queue))
+    queue["number"] = queue["target"] + 1
     clock = np.zeros(1, dtype=CLOCK)
     clock["queued"] = clock["number"] = len(ranks)
     clock["agree_s"] = max(each.agree for each in costs.rows)

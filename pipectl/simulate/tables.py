@@ -64,10 +64,10 @@ TIMING = record("", "size_bytes time_s")
 TRANSFER = record("started waiting", "over_at")
 """Of every transfer: rows that have started it, the last rank that waits for it (-1 if none does),
 and its end, infinite while it does not move."""
-POOL = record("base cores size alarm", "clock time")
+POOL = record("start cores busy alarm", "clock time")
 """Of every pool of cores: where its ranks are in the heap of work, the cores, the ranks that
 compute, the number of its valid event, its virtual clock, and when that was set."""
-EVENT = record("number item", "time")
+EVENT = record("number target", "time")
 """An entry of a heap: by time, then by a number that no two entries share."""
 CLOCK = record("queued number met recorded", "now met_s agree_s")
 """Events in the queue and foreseen so far, ranks that met, records; the end of what is over, when

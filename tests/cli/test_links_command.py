@@ -74,9 +74,8 @@ def test_json_is_the_cluster_and_output_says_where_it_goes(
 def test_a_run_that_fails_is_told_and_leaves_no_cluster(
     cli: Command, job: Path, brief: None
 ) -> None:
-    failing = 'environment.setup=["export PYTHONPATH=/nonexistent SLURMD_NODENAME="]'
-    broken = 'environment.variables={PYTHONHOME: "/nonexistent"}'
-    result = cli("profile", "job.yaml", "--links", "--set", failing, "--set", broken)
+    failing = 'environment.setup=["exit 3"]'
+    result = cli("profile", "job.yaml", "--links", "--set", failing)
     assert result.code == 1
     assert "FAILED" in result.out
     assert not CLUSTER.exists()
