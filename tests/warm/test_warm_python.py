@@ -71,9 +71,19 @@ def test_it_ends_with_whoever_stands_in_for_it(warm_python: str) -> None:
     client.stdout.close()
 
 
+AWAIT = """
+import signal, time
+
+calls = []
+signal.signal(10, lambda *given: calls.append(print(*given)))
+print(flush=True)
+while not calls:
+    time.sleep(0.01)
+"""
+
+
 def test_signals_reach_it(warm_python: str) -> None:
-    code = "import signal; signal.signal(10, print); print(flush=True); signal.pause()"
-    client = subprocess.Popen([warm_python, *ASK, code], stdout=subprocess.PIPE, text=True)
+    client = subprocess.Popen([warm_python, *ASK, AWAIT], stdout=subprocess.PIPE, text=True)
     assert client.stdout is not None
     client.stdout.readline()
     client.send_signal(signal.SIGUSR1)
