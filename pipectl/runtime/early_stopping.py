@@ -16,28 +16,28 @@ class EarlyStopping:
 
     Attributes:
         metric_values: of all evaluations, in order.
+        reason: why the training ends after the last of them; empty if it does not.
     """
 
     def __init__(self, spec: EarlyStoppingSpec | None) -> None:
         self._spec = spec
         self.metric_values: list[float] = []
+        self.reason = ""
 
     def watch(self, result: Mapping[str, float]) -> None:
         """Take in the result of an evaluation."""
         if self._spec is not None:
-            self.metric_values.append(result[self._spec.metric])
+            self.move_on([result[self._spec.metric]])
 
-    @property
-    def reason(self) -> str:
-        """Why the training ends now; empty if it does not."""
-        spec = self._spec
-        if (
-            spec is None
-            or count_without_improvement(self.metric_values, spec.mode, spec.min_delta)
-            < spec.patience
-        ):
-            return ""
-        return f"{spec.metric} has not improved in {plural(spec.patience, 'evaluation')}"
+    def move_on(self, values: Sequence[float]) -> None:
+        """Take in values of the metric, such as those of a checkpoint."""
+        self.metric_values += values
+        if (spec := self._spec) is None:
+            return
+        count = count_without_improvement(self.metric_values, spec.mode, spec.min_delta)
+        waited = plural(spec.patience, "evaluation")
+        is_over = count >= spec.patience
+        self.reason = f"{spec.metric} has not improved in {waited}" if is_over else ""
 
 
 def count_without_improvement(values: Sequence[float], mode: str, min_delta: float) -> int:

@@ -112,14 +112,14 @@ class Trainer:
 
     def _train_steps(self, planned: list[tuple[int, range]]) -> None:
         """Step by step; if steps overlap, from one to the next after which all ranks meet."""
+        if self._early_stopping.reason:  # a run that resumes had ended
+            return
         setup, steps, doing = self._setup, self._steps, self._setup.doing
         batches = [positions for _, positions in planned]
         steps.begin(planned, self._steps_done)
         ends = range(self._steps_done + 1, len(planned) + 1)
         drains = [end for end in ends if not steps.overlap or self._drains_after(end)]
         for before, end in pairwise([self._steps_done, *drains]):
-            if self._early_stopping.reason:
-                return
             doing.step = before + 1
             steps.train(before + 1, batches[before:end])
             self._between_steps(end)
@@ -196,7 +196,7 @@ class Trainer:
         if stepper.optimizer is not None:
             stored.restore_optimizer(stepper.optimizer, self._end.updated)
         stepper.move_on(manifest.updates, manifest.losses)
-        self._early_stopping.metric_values.extend(manifest.metric_values)
+        self._early_stopping.move_on(manifest.metric_values)
         if scale is not None and manifest.loss_scale is not None:
             scale.restore(manifest.loss_scale)
         stored.close()
