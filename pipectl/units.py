@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import inf
 from typing import Any
 
@@ -116,6 +116,12 @@ def plural(number: int, noun: str) -> str:
     """A number with its noun in the plural if it needs one."""
     plural = "es" if noun.endswith("ch") else "s"
     return f"{number} {noun}" if number == 1 else f"{number} {noun}{plural}"
+
+
+def shorten(items: Sequence[str], limit: int) -> list[str]:
+    """The first items, and how many more there are."""
+    more = len(items) - limit
+    return [*items[:limit], *([f"and {more} more"] if more > 0 else [])]
 
 
 def format_ranges(numbers: Iterable[int], separator: str = ", ") -> str:

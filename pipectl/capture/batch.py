@@ -19,6 +19,7 @@ from pipectl.capture.graph import CapturedGraph, Place
 from pipectl.capture.opaque import Opaque
 from pipectl.capture.tensors import tensors_in
 from pipectl.errors import CaptureError
+from pipectl.units import shorten
 
 _MAX_NAMED = 3
 """Differences that a message names."""
@@ -173,11 +174,9 @@ class Reader:
         differences += [
             f"{_describe(*key)} is new" for key in batch_leaves if key not in captured_leaves
         ]
-        more = len(differences) - _MAX_NAMED
-        remainder = [f"and {more} more"] if more > 0 else []
         raise CaptureError(
             f"{self._section}: a batch differs from the training batch that was "
-            f"captured: {', '.join([*differences[:_MAX_NAMED], *remainder])}",
+            f"captured: {', '.join(shorten(differences, _MAX_NAMED))}",
             cure="let all batches hold the same tensors under the same keys; make one tensor of "
             "what every sample has, with the batch as its first dimension",
         )

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from pipectl.capture.step import in_model, own_name
 from pipectl.capture.tensor_file import CODES, TensorReader
 from pipectl.errors import DataFileError
-from pipectl.units import did_you_mean
+from pipectl.units import did_you_mean, shorten
 
-_SHOWN = 4
+MAX_NAMED = 4
+"""Problems that an error lists."""
 _WITHOUT_PROMOTION = {
     *(torch.uint16, torch.uint32, torch.uint64),
     *(torch.float8_e4m3fn, torch.float8_e5m2),
@@ -85,10 +86,8 @@ class Weights:
         strange = [f"{n!r} is not in the model{did_you_mean(n, all_names)}" for n in unknown]
         problems = [*lacking, *strange, *wrong]
         if problems:
-            more = len(problems) - _SHOWN
-            listed = "; ".join(problems[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
             raise DataFileError(
-                f"{self._path}: does not fit the model: {listed}",
+                f"{self._path}: does not fit the model: {'; '.join(shorten(problems, MAX_NAMED))}",
                 cure="use a checkpoint of this model: safetensors.torch.save_model(model, file)",
             )
 

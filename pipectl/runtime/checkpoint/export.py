@@ -13,18 +13,17 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from pipectl.capture.tensor_file import write_tensors
-from pipectl.capture.weights import Weights
+from pipectl.capture.weights import MAX_NAMED, Weights
 from pipectl.errors import DataFileError, UsageError
 from pipectl.files import make_directory, write_text
 from pipectl.runtime.checkpoint.stored import Stored
-from pipectl.units import did_you_mean
+from pipectl.units import did_you_mean, shorten
 
 FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _METADATA = {"format": "pt"}
 _COPIED = frozenset({".jinja", ".json", ".model", ".py", ".tiktoken", ".txt"})
 """Suffixes of the files beside the weights that describe a model and its tokenizer."""
-_SHOWN = 4
 
 
 class Source(Protocol):
@@ -88,9 +87,7 @@ class Renamed(Mapping[str, Tensor]):
             if aliases.get(name, name) not in taken
         ]
         if problems:
-            listed = "; ".join(sorted(problems)[:_SHOWN])
-            if len(problems) > _SHOWN:
-                listed += f"; and {len(problems) - _SHOWN} more"
+            listed = "; ".join(shorten(sorted(problems), MAX_NAMED))
             raise DataFileError(
                 f"{like}: is of another model than the run: {listed}",
                 cure="name the files that the model of the run was made from, or leave out --like",
