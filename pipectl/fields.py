@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import sys
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from functools import cache, partial
@@ -292,6 +292,15 @@ def write_value(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): write_value(item) for key, item in value.items()}
     return [write_value(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def leaves(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of a JSON object and of the objects in it, by dotted key."""
+    for key, value in document.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def _fault(value: Any, words: str) -> FieldError:

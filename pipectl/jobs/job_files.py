@@ -18,8 +18,6 @@ from pipectl.profile import Profile
 from pipectl.spec import JobSpec, links_key, load, plan_key, profile_key
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from pipectl.runs import RunDirectory
 
 UNKNOWN_ROWS = (
@@ -74,9 +72,13 @@ def plan_file_key(spec: JobSpec, profile: Profile, cluster: Cluster) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def load_run(run: RunDirectory, overrides: Sequence[str] = ()) -> JobSpec:
+def load_run(run: RunDirectory) -> JobSpec:
     """The job of a run, whose output directory is the one that the run is in now."""
-    spec = load(run.job, overrides)
+    return move_to(run, load(run.job))
+
+
+def move_to(run: RunDirectory, spec: JobSpec) -> JobSpec:
+    """A job with the directory that a run is in now as its output directory."""
     output = spec.output.model_copy(update={"directory": str(run.path.parent.absolute())})
     return spec.model_copy(update={"output": output})
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipectl.batch import JobState
 from pipectl.errors import PipectlError, UsageError
+from pipectl.fields import leaves
 from pipectl.files import make_directory
-from pipectl.jobs.job_files import fresh_plan, is_fresh, join_rows, load_run
+from pipectl.jobs.job_files import fresh_plan, is_fresh, join_rows, move_to
 from pipectl.jobs.prepare import Job, choose_scheduler, make_job, refuse_code_of_others
 from pipectl.jobs.state import add_next_job, get_status, recover_locked
 from pipectl.jobs.submit import Rollback, Submission, hand_over
@@ -84,7 +85,7 @@ def resume(
             _check_incomplete(run, record, before, spec)
         _check_unchanged(run, record, before, spec)
         plan = Plan.load(run.plan) if run.plan.exists() else None
-        job = replace(make_job(load_run(run, overrides), record.scheduler), spec=spec)
+        job = replace(make_job(move_to(run, spec), record.scheduler), spec=spec)
         job = _plan_again(run, before, job, overrides, plan)
         job = replace(job, prepares=job.plan is None)
         replanned = job.plan != plan
@@ -94,17 +95,9 @@ def resume(
 
 def _changes(before: JobSpec, after: JobSpec) -> dict[str, tuple[Any, Any]]:
     """The values that differ, by dotted key; not those of environment variables, maybe secrets."""
-
-    def leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-        if isinstance(value, dict):
-            for key, item in value.items():
-                yield from leaves(item, f"{path}.{key}" if path else key)
-        else:
-            yield path, value
-
     private = {"environment": {"variables"}}
     old, new = (
-        dict(leaves(spec.model_dump(mode="json", exclude=private), "")) for spec in (before, after)
+        dict(leaves(spec.model_dump(mode="json", exclude=private))) for spec in (before, after)
     )
     keys = dict.fromkeys((*old, *new))
     return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}

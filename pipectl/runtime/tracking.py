@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pipectl.errors import CaptureError
+from pipectl.fields import leaves
 
 TRACKERS = {
     "tensorboard": "pipectl.runtime.tensorboard:writer",
@@ -82,7 +83,7 @@ class MlflowRun:
             mlflow.start_run(run_id=earlier[0].info.run_id)
         else:
             mlflow.start_run(run_name=run.name, tags={_TAG: _id_of(run)})
-            mlflow.log_params(dict(_flatten(config)))
+            mlflow.log_params(_parameters(config))
 
     def __call__(self, line: Mapping[str, Any]) -> None:
         """Log a line of the metrics."""
@@ -101,14 +102,11 @@ def get_figures(line: Mapping[str, Any]) -> dict[str, float]:
     return {name: value for name, value in figures.items() if isinstance(value, int | float)}
 
 
-def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def _parameters(config: Mapping[str, Any]) -> dict[str, str]:
     """The values that are set, by dotted key."""
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            yield from _flatten(value, f"{prefix}{key}.")
-        elif value not in (None, [], ""):
-            text = value if isinstance(value, str) else json.dumps(value)
-            yield f"{prefix}{key}", text[:_MAX_PARAM]
+    values = {key: value for key, value in leaves(config) if value not in (None, [], "")}
+    texts = {key: v if isinstance(v, str) else json.dumps(v) for key, v in values.items()}
+    return {key: text[:_MAX_PARAM] for key, text in texts.items()}
 
 
 def _id_of(run: Path) -> str:
