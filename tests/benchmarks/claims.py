@@ -16,6 +16,7 @@ from math import exp, log
 from pathlib import Path
 
 import planner_dapple
+from in_turns import peak_of
 from planner_scale import Shape, cluster_of, gpt_profile
 
 from pipectl.cluster import Cluster
@@ -105,7 +106,7 @@ def one_f_one_b_and_gpipe() -> Iterator[str]:
         "gpt", SAMPLES, micro_batches=MICRO_BATCHES, stages=RANKS, schedule="gpipe"
     )
     recomputing = make_plan(profile, cluster, replace(request, recompute=True))
-    limit = round(0.88 * peak(recomputing))
+    limit = round(0.88 * peak_of(recomputing))
     plans = {
         "GPipe, recomputing as in its paper": recomputing,
         "GPipe, keeping everything": make_plan(profile, cluster, request),
@@ -126,7 +127,7 @@ def one_f_one_b_and_gpipe() -> Iterator[str]:
                 plan.schedule,
                 f"{plan.predicted_step_s:.3f} s",
                 f"{recomputing.predicted_step_s / plan.predicted_step_s:.2f}x",
-                f"{format_bytes(peak(plan))} ({peak(plan) / peak(recomputing) - 1:+.0%})",
+                f"{format_bytes(peak_of(plan))} ({peak_of(plan) / peak_of(recomputing) - 1:+.0%})",
             )
             for name, plan in plans.items()
         ),
@@ -257,7 +258,7 @@ def nodes() -> Iterator[str]:
         plan = make_plan(profile, free_memory(count, per_node=1), request)
         assert plan.prediction is not None
         work = max(plan.prediction.utilisation) * plan.predicted_step_s
-        return count, format_bytes(peak(plan)), f"{work:.2f} s", f"{plan.predicted_step_s:.2f} s"
+        return count, format_bytes(peak_of(plan)), f"{work:.2f} s", f"{plan.predicted_step_s:.2f} s"
 
     yield from table(
         ("nodes", "largest memory of a node", "longest work of a node per step", "step"),
@@ -281,12 +282,6 @@ def attempt(profile: Profile, cluster: Cluster, request: PlanRequest) -> Plan | 
         return make_plan(profile, cluster, request)
     except InfeasibleError:
         return None
-
-
-def peak(plan: Plan) -> int:
-    """Resident bytes of the fullest rank."""
-    assert plan.prediction is not None
-    return max(plan.prediction.peak_memory_bytes)
 
 
 if __name__ == "__main__":
