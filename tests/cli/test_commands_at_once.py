@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pipectl.cli import main
+from pipectl.jobs.state import recover
 from pipectl.runs import Record, RunDirectory, list_runs
 
 if TYPE_CHECKING:
@@ -162,6 +163,23 @@ def test_two_submissions_at_once_are_two_runs(cli: Command, profile: Path, queue
     records = [Record.load(run.record) for run in runs()]
     assert {record.job_id for record in records} == {"41", "42"} == jobs(queue)
     assert len({record.tag for record in records}) == 2
+
+
+def test_a_submission_that_ends_while_another_looks_is_no_interrupted_one(
+    cli: Command, profile: Path, queue: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cli(*SUBMIT).code == 0
+    (run,) = runs()
+    done = Record.load(run.record)
+    replace(done, state="submitting", job_id=None, history=done.history[:1]).save(run.record)
+
+    def wait_for_the_other(run: RunDirectory, now: float) -> Record:
+        done.save(run.record)
+        return recover(run, now)
+
+    monkeypatch.setattr("pipectl.jobs.state.recover", wait_for_the_other)
+    assert cli(*SUBMIT).code == 0
+    assert jobs(queue) == {"41", "42"}
 
 
 def test_of_two_that_resume_at_once_one_does(cli: Command, profile: Path, queue: Path) -> None:
