@@ -13,6 +13,7 @@ from pipectl.errors import ScheduleError
 from pipectl.graph import TransferKind, routes
 from pipectl.plan import Blocks, Plan, Replication, Stage, StageCost, Transfer
 from pipectl.schedule import (
+    SCHEDULES,
     Action,
     Actions,
     Kind,
@@ -39,7 +40,10 @@ def plans(draw):
     schedule = draw(st.sampled_from(list(placed)))
     micro_batches = draw(st.integers(1, 8))
     size = draw(st.integers(1, 5))
-    stages = draw(placed[schedule]())
+    stages = [
+        draw(_stage(ranks, apart=SCHEDULES[schedule].allows_backward_elsewhere))
+        for ranks in draw(placed[schedule]())
+    ]
     count = len(stages)
     falls = draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
     warm_up = [1 + sum(falls[stage:]) for stage in range(count)]
@@ -63,8 +67,9 @@ def _some_ranks(count):
 
 
 @st.composite
-def _stage(draw, ranks):
-    backward = draw(st.one_of(st.just(()), _some_ranks(len(ranks))))
+def _stage(draw, ranks, *, apart):
+    """A stage on these ranks; without replicas, its backward may be on another if ``apart``."""
+    backward = draw(_some_ranks(1)) if apart and len(ranks) == 1 and draw(st.booleans()) else ()
     recompute = draw(st.booleans())
     in_blocks = recompute and not backward and draw(st.booleans())
     return Stage(
@@ -81,25 +86,25 @@ def _stage(draw, ranks):
 @st.composite
 def _anywhere(draw):
     counts = draw(st.lists(st.integers(1, 3), min_size=1, max_size=5))
-    return [draw(_stage(draw(_some_ranks(count)))) for count in counts]
+    return [draw(_some_ranks(count)) for count in counts]
 
 
 @st.composite
 def _rounds(draw):
-    """Stages that go round over one to three sets of ranks."""
+    """Ranks of stages that go round over one to three sets of ranks."""
     order = draw(_some_ranks(RANKS))
     sizes = draw(st.lists(st.integers(1, 2), min_size=1, max_size=3))
     sets = [order[sum(sizes[:i]) : sum(sizes[: i + 1])] for i in range(len(sizes))]
-    return [draw(_stage(ranks)) for _ in range(draw(st.integers(1, 2))) for ranks in sets]
+    return sets * draw(st.integers(1, 2))
 
 
 @st.composite
 def _v_shaped(draw):
-    """Two stages on each of one to three sets of ranks, the last ones in reverse."""
+    """Ranks of two stages on each of one to three sets of ranks, the last ones in reverse."""
     order = draw(_some_ranks(RANKS))
     sizes = draw(st.lists(st.integers(1, 2), min_size=1, max_size=3))
     sets = [order[sum(sizes[:i]) : sum(sizes[: i + 1])] for i in range(len(sizes))]
-    return [draw(_stage(ranks)) for ranks in [*sets, *sets[::-1]]]
+    return [*sets, *sets[::-1]]
 
 
 @st.composite
