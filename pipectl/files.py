@@ -174,7 +174,7 @@ def read_json(path: Path, *, cure: str, limit: int = MAX_BYTES) -> dict[str, Any
             json.dumps(value, ensure_ascii=False).encode()
         if isinstance(value, dict):
             return value
-        fault = f": holds a {type(value).__name__}, not an object"
+        fault = f": contains a {type(value).__name__}, not an object"
     except FileNotFoundError:
         fault = ": no such file"
     except (OSError, UnicodeDecodeError) as caught:
@@ -183,9 +183,9 @@ def read_json(path: Path, *, cure: str, limit: int = MAX_BYTES) -> dict[str, Any
         fault = f":{caught.lineno}:{caught.colno}: not valid JSON ({caught.msg}); truncated?"
         error = caught
     except UnicodeEncodeError:
-        fault = ": holds a text that is no Unicode"
+        fault = ": contains text that is not Unicode"
     except ValueError:
-        fault = ": holds a number of thousands of digits"
+        fault = ": contains a number of thousands of digits"
     except RecursionError:
         fault = ": nested too deeply to be a data file"
     raise DataFileError(f"{path}{fault}", cure=cure) from error
@@ -243,7 +243,7 @@ def read_limited(path: Path, limit: int) -> bytes:
     """All of a regular file.
 
     Raises:
-        OSError: it cannot be read, is no regular file, or has more than ``limit`` bytes.
+        OSError: it cannot be read, is not a regular file, or has more than ``limit`` bytes.
     """
     with open(open_regular(path), "rb") as stream:
         content = stream.read(limit + 1)
@@ -293,7 +293,7 @@ def _descriptor_of(place: Path) -> int | None:
 
 
 def _refuse_pipe_of_others(status: os.stat_result, path: Path) -> None:
-    """Whoever made a pipe or socket reads what is written to it, or has the writer wait for ever.
+    """Whoever made a pipe or socket reads what is written to it, or has the writer wait forever.
 
     Raises:
         OSError: it is one of another user.
@@ -342,7 +342,7 @@ def _refuse_special(status: os.stat_result, path: Path) -> None:
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, "is no regular file", str(path))
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
 
 
 def _is_of_one(group: int, user: int) -> bool:

@@ -133,7 +133,9 @@ class Operator:
     def complete_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
         """With what a file may leave out."""
         if fields.get("cpu_only"):
-            raise FieldError("stages on CPUs beside the devices are not planned", "cpu_only")
+            raise FieldError(
+                "stages on CPUs in addition to the devices are not supported", "cpu_only"
+            )
         known = {key: value for key, value in fields.items() if value is not None}
         node_id, output_bytes = known.get("id"), known.get("output_bytes")
         if not known.get("parameters"):
@@ -380,7 +382,7 @@ def _sorted(profile: Profile, file: str) -> Profile:
         stuck = sorted(set(every) - set(order))
         named = ", ".join(repr(profile.operators[index].id) for index in stuck[:5])
         raise DataFileError(
-            f"{file}: edges: there is a cycle; it is among, or in front of, {named}",
+            f"{file}: edges: there is a cycle among or before {named}",
             cure="an operator cannot depend on its own result: remove one edge of the cycle",
         )
     return replace(profile, operators=tuple(profile.operators[index] for index in order))

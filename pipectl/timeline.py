@@ -96,7 +96,7 @@ class Timeline(DataFile):
         for index, event in enumerate(events):
             if not _is_sound(event, columns.ranks):
                 what = f"events[{index}]: {list(event)!r}"[:200]
-                raise DataFileError(f"{file}: {what} is no event of a rank", cure=cls.cure)
+                raise DataFileError(f"{file}: {what} is not an event of a rank", cure=cls.cure)
         return cls(events, columns.ranks, columns.step, columns.clock_error_s)
 
 

@@ -140,7 +140,7 @@ def _mpiexec_options(request: JobRequest, *, on_this_machine: bool) -> list[str]
         raise InvalidInputError(
             f"launch.bind: how to bind ranks to {bind} depends on the mpiexec that the job finds, "
             "which is not known here",
-            cure=f"set launch.mpi to what it is: {', '.join(MPIEXECS)}",
+            cure=f"set launch.mpi to its kind: {', '.join(MPIEXECS)}",
         )
     if mpi not in _MPIEXECS:
         raise InvalidInputError(
@@ -177,7 +177,7 @@ def find_mpiexec(request: JobRequest) -> str:
     on_path = shutil.which("mpiexec")
     if on_path is None:
         raise SchedulerError(
-            "mpiexec: not found beside the Python interpreter nor on PATH",
+            "mpiexec: not found next to the Python interpreter or on PATH",
             cure="pip install mpich, or name your cluster's MPI in environment.modules",
         )
     return on_path

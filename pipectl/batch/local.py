@@ -62,7 +62,8 @@ class LocalScheduler(Scheduler):
     def _template_values(self, request: JobRequest) -> Mapping[str, str]:
         if request.after:
             raise SchedulerError(
-                "local jobs wait for no others", cure="`pipectl submit --wait` one after the other"
+                "local jobs cannot wait for other runs",
+                cure="run `pipectl submit --wait` for each in turn",
             )
         return {}
 

@@ -66,14 +66,13 @@ class PbsScheduler(CommandLineScheduler):
         directory = str(request.run_directory)
         if ":" in directory:
             raise InvalidInputError(
-                f"output.directory: {directory!r} holds a colon, after which PBS would look for a "
-                "path",
+                f"output.directory: {directory!r} contains a colon, after which PBS expects a path",
                 cure="choose a directory without one",
             )
         if request.array is not None and len(request.array.runs) == 1:
             raise InvalidInputError(
-                "sweep: PBS takes no array of a single job",
-                cure="give the sweep another point, or its value to the job itself",
+                "sweep: PBS accepts no array of one job",
+                cure="add a point to the sweep, or set its value in the job itself",
             )
         # PBS has no field for comments, and names may have more than 200 characters.
         first = "" if request.name[:1].isalpha() else "j"

@@ -150,7 +150,7 @@ def stop(pid: int, grace_s: float) -> None:
     The process itself goes last: a job script then still writes its exit code.
 
     Raises:
-        SchedulerError: the process belongs to somebody else.
+        SchedulerError: the process belongs to another user.
     """
     leader = process_state(pid)
     if leader is None:
@@ -162,7 +162,7 @@ def stop(pid: int, grace_s: float) -> None:
         return
     except PermissionError:
         raise SchedulerError(
-            f"process {pid} belongs to somebody else", cure="cancel it as its owner"
+            f"process {pid} belongs to another user", cure="cancel it as its owner"
         ) from None
     alive = _with_descendants(_wait(family, grace_s))
     _kill([each for each in alive if each.pid != pid])

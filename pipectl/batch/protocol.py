@@ -239,8 +239,8 @@ class JobRequest:
         for path in self.binds:
             if re.search("[,:]", str(path)):
                 raise InvalidInputError(
-                    f"environment.container: {path} holds a comma or colon, which Apptainer would "
-                    "take for the end of its name",
+                    f"environment.container: {path} contains a comma or colon, which Apptainer "
+                    "takes for the end of the name",
                     cure="choose a directory without one",
                 )
         accelerators = ("--nv",) * (self.resources.gpus_per_node > 0)

@@ -69,7 +69,7 @@ def resolve(
     first = ["its submission was never confirmed"] if submitting else []
     end = "no exit code in the run directory"
     if may_go_on:
-        end = "stopped at a checkpoint, and may go on"
+        end = "stopped at a checkpoint, and may continue"
     return JobStatus(JobState.UNKNOWN, reason="; ".join([*first, reason, end, last]), source="none")
 
 

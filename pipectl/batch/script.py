@@ -104,8 +104,8 @@ def render_variables(request: JobRequest) -> str:
     for name, text in request.environment.variables.items():
         if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
             raise InvalidInputError(
-                f"environment.variables: {name!r} cannot name a variable",
-                cure="use letters, digits and underscores, and no digit first",
+                f"environment.variables: {name!r} is not a variable name",
+                cure="use letters, digits and underscores; the first cannot be a digit",
             )
         _refuse_controls(text.replace("\t", ""))
         lines.append(f"export {name}={shlex.quote(text)}\n")
@@ -121,8 +121,8 @@ def _refuse_controls(text: str) -> str:
     breaks = (character for character in text if character in "\n\t")
     if character := first_harmful(text) or next(breaks, None):
         raise InvalidInputError(
-            f"{text!r} holds the control character {character!r}, which no job script can carry",
-            cure="remove it; a value must be one line of printable text",
+            f"{text!r} contains the control character {character!r}",
+            cure="remove it; a value in a job script must be one line of printable text",
         )
     return text
 
@@ -158,7 +158,7 @@ def check_template(template: Template) -> None:
     """
     for number, line in enumerate(template.text.split("\n"), start=1):
         if character := first_harmful(line.removesuffix("\r")):
-            raise _fault(template, number, f"holds the control character {character!r}")
+            raise _fault(template, number, f"contains the control character {character!r}")
     _compile(_environment(), template)
 
 

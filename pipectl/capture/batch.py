@@ -41,8 +41,8 @@ def split_sample(batch: Any) -> tuple[Any, Any]:
     raise CaptureError(
         "data: a sample must be (inputs, targets) or a mapping, not "
         f"a {type(batch).__name__}{length}",
-        cure="let the data set return pairs: several inputs or targets are a tuple or a dictionary "
-        "in one, as in (inputs, (targets, weights))",
+        cure="let the dataset return pairs, with several inputs or targets in a tuple or "
+        "dictionary: (inputs, (targets, weights))",
     )
 
 
@@ -51,13 +51,13 @@ def check_samples(inputs: Any, targets: Any, size: int) -> None:
     leaves = tensors_in((inputs, targets))
     if not leaves:
         raise CaptureError(
-            "data: a sample holds no tensor", cure="return tensors, arrays or numbers"
+            "data: a sample contains no tensor", cure="return tensors, arrays or numbers"
         )
     for leaf in leaves:
         if leaf.dim() == 0 or leaf.shape[0] != size:
             raise CaptureError(
                 f"data: a batch of {size} samples has a tensor of shape {list(leaf.shape)}",
-                cure="let the first dimension of every tensor be the batch",
+                cure="the first dimension of every tensor must be the batch",
             )
 
 
@@ -133,8 +133,8 @@ class Reader:
                     raise CaptureError(
                         f"{self._section}: {name!r} of a batch is the number {number}, but the "
                         f"model was captured with {expected}, and computes with that",
-                        cure="let the collate_fn make a tensor of it, with an entry for every "
-                        "sample, or leave it out",
+                        cure="make it a tensor with an entry per sample in the collate_fn, or "
+                        "leave it out",
                     )
 
     def _check_tensor(self, name: str, tensor: Tensor, samples: int) -> None:
@@ -144,16 +144,14 @@ class Reader:
                 f"{self._section}: {name!r} of a batch is {_shape(tensor.shape)} of "
                 f"{tensor.dtype}, but the model was captured with {_shape(('samples', *sizes))} of "
                 f"{dtype}",
-                cure="let all batches have one shape and type: pad all samples to one length in "
-                "the data set or its collate_fn; if all have the new one by now, profile and plan "
-                "again",
+                cure="pad all samples to one length in the dataset or its collate_fn; if the new "
+                "shape is right, profile and plan again",
             )
         if tensor.shape[0] != samples:
             raise CaptureError(
                 f"{self._section}: {name!r} of a micro-batch has {tensor.shape[0]} samples, not "
                 f"{samples}",
-                cure="let the collate_fn keep all samples it gets: leave those that are no good "
-                "out of the data set",
+                cure="the collate_fn must keep all samples: remove bad ones from the dataset",
             )
 
     def _index_by_name(self, batch: Any) -> dict[str, int]:
@@ -177,8 +175,8 @@ class Reader:
         raise CaptureError(
             f"{self._section}: a batch differs from the training batch that was "
             f"captured: {', '.join(shorten(differences, _MAX_NAMED))}",
-            cure="let all batches hold the same tensors under the same keys; make one tensor of "
-            "what every sample has, with the batch as its first dimension",
+            cure="all batches must have the same tensors under the same keys, each with the batch "
+            "as its first dimension",
         )
 
 

@@ -49,7 +49,7 @@ class Batches:
     """Sizes of the batches of a run, without end: epoch follows epoch.
 
     Args:
-        samples: of the data set; None for an iterable one, whose batches are always full.
+        samples: of the dataset; None for an iterable one, whose batches are always full.
         drop_last: whether the rest of an epoch that fills no batch is left out.
     """
 
@@ -76,7 +76,7 @@ class Batches:
 
 
 class Loader:
-    """Micro-batches of one data set on a rank that needs them.
+    """Micro-batches of one dataset on a rank that needs them.
 
     Args:
         dataset: map-style (``__len__`` and ``__getitem__``) or iterable; may bring its own
@@ -93,31 +93,31 @@ class Loader:
         self._shuffle = shuffle
         self._iterable = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
         self.collate: Callable[[list[Any]], Any] = getattr(dataset, "collate_fn", default_collate)
-        # The data set's own may look at all samples of a micro-batch, and draw numbers for it.
+        # The dataset's own may look at all samples of a micro-batch, and draw numbers for it.
         self.takes_whole = self.collate is not default_collate
 
     @property
     def samples(self) -> int | None:
-        """Size of the data set; None if it is iterable.
+        """Size of the dataset; None if it is iterable.
 
         Raises:
-            CaptureError: a map-style data set that has no length, or is empty.
+            CaptureError: a map-style dataset that has no length, or is empty.
         """
         if self._iterable:
             return None
         if not isinstance(self._dataset, Sized):
             raise CaptureError(
-                "data: has __getitem__ but no __len__", cure="add __len__ to the data set"
+                "data: has __getitem__ but no __len__", cure="add __len__ to the dataset"
             )
         if not len(self._dataset):
-            raise CaptureError("data: the data set is empty", cure="check the arguments of data:")
+            raise CaptureError("data: the dataset is empty", cure="check the arguments of data:")
         return len(self._dataset)
 
     def example(self, size: int, first: int = 0) -> tuple[Any, Any]:
         """``size`` samples, collated, as (inputs, targets); repeated if too few.
 
         Args:
-            first: index of the first one in a data set that is not iterable.
+            first: index of the first one in a dataset that is not iterable.
         """
         count = self.samples
 
@@ -129,7 +129,7 @@ class Loader:
 
         samples = call(load, "data")
         if not samples:
-            raise CaptureError("data: the data set is empty", cure="check the arguments of data:")
+            raise CaptureError("data: the dataset is empty", cure="check the arguments of data:")
         return split_sample(self._collate([samples[i % len(samples)] for i in range(size)]))
 
     def micro_batches(
@@ -145,7 +145,7 @@ class Loader:
     ) -> Iterator[tuple[Any, Any]]:
         """(inputs, targets) of parts of ``batches``, in order; other samples are not loaded.
 
-        Of an iterable data set, they are read and dropped.
+        Of an iterable dataset, they are read and dropped.
 
         Args:
             pieces_of: positions within a batch of so many samples that are loaded at once, rising.
@@ -208,8 +208,9 @@ class Loader:
                 yield sample
             if empty:
                 raise CaptureError(
-                    f"data: epoch {epoch + 1} of the data set has no samples",
-                    cure="let __iter__ begin anew each time; a generator can be read only once",
+                    f"data: epoch {epoch + 1} of the dataset has no samples",
+                    cure="__iter__ must start from the beginning each time; a generator can be "
+                    "read only once",
                 )
 
     def _collate(self, samples: list[Any]) -> Any:
@@ -217,13 +218,13 @@ class Loader:
             return self.collate(samples)
         except Exception as error:
             raise CaptureError(
-                f"data: samples cannot be joined to a batch: {type(error).__name__}: {error}",
-                cure="make samples of equal shape, or give the data set a collate_fn",
+                f"data: samples cannot be collated into a batch: {type(error).__name__}: {error}",
+                cure="make samples of equal shape, or give the dataset a collate_fn",
             ) from error
 
 
 def _as_it_is(sample: Any) -> Any:
-    """What `DataLoader` otherwise makes tensors of, the data set's own `collate_fn` joins."""
+    """What `DataLoader` otherwise makes tensors of, the dataset's own `collate_fn` joins."""
     return sample
 
 
@@ -243,7 +244,7 @@ def _seed(value: int) -> None:
 
 
 class _Seeded(Dataset[Any]):
-    """A map-style data set whose samples depend on (seed, epoch, index) alone."""
+    """A map-style dataset whose samples depend on (seed, epoch, index) alone."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self._dataset = dataset
@@ -256,7 +257,7 @@ class _Seeded(Dataset[Any]):
 
 
 class _SeededStream(IterableDataset[Any]):
-    """One epoch of an iterable data set, with the generators seeded before each sample.
+    """One epoch of an iterable dataset, with the generators seeded before each sample.
 
     Otherwise its random numbers would follow from what the rank has computed in between.
     """
@@ -281,7 +282,7 @@ class _SeededStream(IterableDataset[Any]):
 
 
 def check_dataset(dataset: Any, key: str, factory: str) -> None:
-    """Refuse what is no data set but is often taken for one.
+    """Refuse what is no dataset but is often taken for one.
 
     Args:
         key: of the section of the spec that names the factory.
@@ -292,9 +293,9 @@ def check_dataset(dataset: Any, key: str, factory: str) -> None:
     tensors = dataset if isinstance(dataset, tuple | list) else [dataset]
     if isinstance(dataset, DataLoader):
         cure = (
-            "return the data set itself: batches are made by training.batch_size and "
+            "return the dataset itself: batches are made by training.batch_size and "
             "pipeline.micro_batches, shuffled by data.shuffle, loaded by data.workers processes; "
-            "a collate_fn is an attribute of the data set"
+            "a collate_fn is an attribute of the dataset"
         )
     elif tensors and all(isinstance(item, Tensor) for item in tensors):
         cure = "return torch.utils.data.TensorDataset(inputs, targets)"
@@ -304,4 +305,4 @@ def check_dataset(dataset: Any, key: str, factory: str) -> None:
         return
     kind = type(dataset).__name__
     what = f"{kind} of tensors" if isinstance(dataset, tuple | list) else kind
-    raise CaptureError(f"{key}.factory: {factory} returned a {what}, not a data set", cure=cure)
+    raise CaptureError(f"{key}.factory: {factory} returned a {what}, not a dataset", cure=cure)

@@ -64,8 +64,8 @@ class Deferred:
             raise CaptureError(
                 f"{error.message}; with materialize: per_rank, tensors have no values until a "
                 "rank needs them",
-                cure="see whether it runs with materialize: eager (and a small model); if it does, "
-                "let the factory use torch operators alone, and no .numpy() of a parameter",
+                cure="try materialize: eager with a small model; if that works, use only torch "
+                "operators in the factory, and no .numpy() of a parameter",
             ) from error
         attributes = {
             f"{path}.{name}" if path else name: (module, name, value)
@@ -95,7 +95,7 @@ class Deferred:
         """
         if tensor.untyped_storage()._cdata not in self._filled:
             raise CaptureError(
-                f"model: {name} is made in the factory but never given values there",
+                f"model: {name} is created in the factory but never initialised there",
                 cure="initialise it in the factory, or name a checkpoint: model.weights",
             )
         try:
@@ -103,7 +103,8 @@ class Deferred:
         except Exception as error:
             raise CaptureError(
                 f"model: {name} cannot be initialised on its own: {type(error).__name__}: {error}",
-                cure="name a checkpoint that holds it (model.weights), or set materialize: eager",
+                cure="name a checkpoint that contains it (model.weights), or set materialize: "
+                "eager",
             ) from error
         is_parameter = isinstance(tensor, nn.Parameter)
         return nn.Parameter(values, tensor.requires_grad) if is_parameter else values

@@ -52,7 +52,7 @@ def find(factory: str, base: Path) -> Callable[..., Any]:
     if not callable(target):
         raise CaptureError(
             f"{factory}: is a {type(target).__name__}, not a function or class",
-            cure="name something that can be called",
+            cure="name a function or a class",
         )
     return target  # type: ignore[no-any-return]
 
@@ -71,7 +71,7 @@ def call(function: Callable[..., Any], factory: str, /, *args: Any, **kwargs: An
         place = user_line(error.__traceback__)
         raise CaptureError(
             f"{factory}: raised {type(error).__name__}: {error}{place}",
-            cure="call it in a Python shell with the kwargs of the spec to see it fail there",
+            cure="call it in a Python shell with the kwargs of the job to see the whole error",
         ) from error
 
 
@@ -139,7 +139,7 @@ def _import_failed(factory: str, error: BaseException) -> CaptureError:
         return CaptureError(
             f"{factory}: cannot be imported: {error}{place}",
             cure="name the file as a module of its package: package.module:name, where the package "
-            "lies beside the job file (or DIRECTORY/package.module:name)",
+            "is next to the job file (or DIRECTORY/package.module:name)",
         )
     return CaptureError(
         f"{factory}: cannot be imported: {type(error).__name__}: {error}{place}",

@@ -117,7 +117,9 @@ class Arguments:
                 self._rest.append(_NUMBER)
             else:
                 if tensors_in(list(getattr(leaf, "__dict__", {}).values())):
-                    raise unsuitable(f"is called with a {type(leaf).__name__} that holds tensors")
+                    raise unsuitable(
+                        f"is called with a {type(leaf).__name__} that contains tensors"
+                    )
                 self._rest.append(leaf)
 
     def filled(self, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> Any:

@@ -225,8 +225,8 @@ class _WatchedCalls(TorchFunctionMode):
         if name == "__set__" and func == _SET_DATA and not _is_torch_calling():
             raise forbidden(
                 "assigns to the .data of a tensor",
-                "compute with the new values instead (torch.nn.functional.linear(x, weight), say), "
-                "or copy them into a buffer: buffer.copy_(values)",
+                "compute with the new values instead (such as torch.nn.functional.linear(x, "
+                "weight)), or copy them into a buffer: buffer.copy_(values)",
             )
         if name == "__get__" and func == _GET_DATA and not _is_torch_calling():
             self._data.append(args[0].detach())

@@ -51,7 +51,7 @@ _KINDS = (
     ),
     (
         r"numpy|data_ptr|data pointer|storage",
-        "it hands tensors to code outside torch (numpy, say), which needs their values",
+        "it hands tensors to code outside torch (such as numpy), which needs their values",
         f"compute it with operators of torch, or {AS_IT_IS}",
     ),
     (
@@ -134,7 +134,7 @@ def data_dependent_size(node: fx.Node, more: str) -> RefusedError:
     """The refusal of an operator whose result has a size that no stage would know beforehand."""
     return RefusedError(
         f"model: {node.name!r} has a size that depends on the data{more}",
-        cure=f"give the tensor a fixed size (padding and a mask, say), or {AS_IT_IS}",
+        cure=f"give the tensor a fixed size (for example padding and a mask), or {AS_IT_IS}",
         part=module_of(node),
     )
 
@@ -180,19 +180,19 @@ def extra_state(path: str, kind: str) -> RefusedError:
 def other_result(path: str, result: str, expected: str) -> CaptureError:
     """The refusal of a call of an opaque submodule that gives something else than when captured."""
     return CaptureError(
-        f"model: {path} {result}, where its capture found {expected}",
-        cure="let it return tensors of fixed sizes (padding and a mask, say), or name a larger "
-        "part of the model under model.opaque",
+        f"model: {path} {result}, but was captured with {expected}",
+        cure="let it return tensors of fixed sizes (for example padding and a mask), or name a "
+        "larger part of the model under model.opaque",
     )
 
 
 def other_gradient(path: str) -> CaptureError:
     """The same of a result that has a gradient, which it had in no observed call."""
     return CaptureError(
-        f"model: {path} gave a tensor with a gradient, where its capture found one without: "
-        "whether it computes with its parameters depends on the values it gets",
-        cure="let it return a tensor that has a gradient in every case (x + 0 * self.f(x), say), "
-        "or name a larger part of the model under model.opaque",
+        f"model: {path} gave a tensor with a gradient, but was captured with one without: "
+        "whether it uses its parameters depends on the values of its inputs",
+        cure="let it return a tensor that has a gradient in every case (such as x + 0 * "
+        "self.f(x)), or name a larger part of the model under model.opaque",
     )
 
 
@@ -311,8 +311,8 @@ def refuse_lazy(model: nn.Module, factory: str) -> None:
             kind = type(model.get_submodule(path)).__name__
             raise CaptureError(
                 f"model.factory: {factory}: {name!r} of a {kind} has no shape yet",
-                cure="give its sizes (nn.Linear instead of nn.LazyLinear, say), or let the factory "
-                "call the model with one batch before it returns it",
+                cure="give its sizes (for example nn.Linear instead of nn.LazyLinear), or let the "
+                "factory call the model with one batch before it returns it",
             )
 
 
@@ -396,7 +396,7 @@ def refuse_overlaps(states: Mapping[str, Tensor]) -> None:
                     tie = "make both the same nn.Parameter (self.b.weight = self.a.weight), or "
                 raise CaptureError(
                     f"model: {own_name(pair[0])} and {own_name(pair[1])} share memory but are not "
-                    "one tensor, so that ranks would train them apart",
+                    "one tensor, so ranks would train them separately",
                     cure=f"{tie}give each memory of its own (.clone())",
                 )
             before.append((array, name))
@@ -469,11 +469,11 @@ def misfit(error: Exception, inputs: Any, targets: Any, spec: JobSpec) -> Captur
         call = f"outputs {_describe(frame_locals['outputs'])} and targets {_describe(targets)}"
         cure = (
             "a loss is called as loss(outputs, targets): give it further arguments under "
-            "loss.kwargs; what differs by sample (weights, say) belongs into the targets, as a "
+            "loss.kwargs; what differs by sample (such as weights) belongs to the targets, as a "
             "tuple or mapping"
         )
         if isinstance(targets, Mapping) and isinstance(inputs, Mapping) and targets == inputs:
-            cure = "let the loss take what it needs from the mapping, or let the data set "
+            cure = "let the loss take what it needs from the mapping, or let the dataset "
             cure += _MAPPING
     else:
         name = f"model.factory: {spec.model.factory}"
@@ -481,7 +481,7 @@ def misfit(error: Exception, inputs: Any, targets: Any, spec: JobSpec) -> Captur
         cure = "let data.factory give the inputs that the model's forward() takes"
         if isinstance(inputs, Mapping):
             call = f"keyword arguments {_describe(inputs)}"
-            cure = f"let the model's forward() take these names, or let the data set {_MAPPING}"
+            cure = f"let the model's forward() take these names, or let the dataset {_MAPPING}"
     return CaptureError(
         f"{name}: raised {type(error).__name__}: {first_line(error)}{place_of(error)}; "
         f"called with {call}",

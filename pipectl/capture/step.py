@@ -80,7 +80,7 @@ class Step(nn.Module):
                 if module._parameters.get(name) is not parameter:
                     raise CaptureError(
                         f"model: its forward replaces the parameter "
-                        f"{own_name(f'{path}.{name}')!r}, and no optimizer would know the new one",
+                        f"{own_name(f'{path}.{name}')!r}, which no optimizer would update",
                         cure="compute with the new values instead: torch.nn.functional.linear(x, "
                         "weight), or torch.func.functional_call(module, weights, x)",
                     )
@@ -164,8 +164,8 @@ def check_loss(loss: Any, outputs: Any = None) -> None:
         keys = ", ".join(map(repr, outputs))
         raise CaptureError(
             f"loss: the model returned a mapping with {keys or 'nothing'}, but no 'loss'",
-            cure="return under 'loss' what is to be minimised: one scalar for one optimizer. What "
-            "is trained by several in turns (a GAN) is not supported",
+            cure="return the scalar to be minimised under 'loss'; models with several optimizers "
+            "(GANs) are not supported",
         )
     if not isinstance(loss, Tensor):
         kind = f"a {type(loss).__name__}"

@@ -126,7 +126,7 @@ def _files(path: Path) -> list[Path]:
     files = _indexed(indexes[0]) if indexes else sorted(path.glob("*.safetensors"))
     if not files:
         raise DataFileError(
-            f"{path}: holds no .safetensors file", cure="name the directory of a checkpoint"
+            f"{path}: contains no .safetensors file", cure="name the directory of a checkpoint"
         )
     return files
 
@@ -137,6 +137,6 @@ def _indexed(index: Path) -> list[Path]:
         return [index.with_name(Path(name).name) for name in dict.fromkeys(listed)]
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataFileError(
-            f"{index}: is no index of safetensors files: {type(error).__name__}: {error}",
+            f"{index}: is not an index of safetensors files: {type(error).__name__}: {error}",
             cure="name an index with a weight_map, or the directory of the files",
         ) from error

@@ -86,7 +86,7 @@ def profiling_progress() -> Iterator[Progress]:
         line = "interrupted before anything was measured"
         if count:
             line = (
-                f"interrupted; {count} measurements are kept: the same command goes on from there"
+                f"interrupted; {count} measurements are kept: the same command continues from there"
             )
         note(line, style="")
         raise typer.Exit(INTERRUPTED) from stop

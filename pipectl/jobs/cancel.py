@@ -35,7 +35,7 @@ def cancel(run: RunDirectory, now: float) -> Cancellation:
         record = recover_locked(run, now)
         if record.job_id is None:
             raise UnknownRunError(
-                f"{run.name}: its submission was never confirmed, and no job carries its tag",
+                f"{run.name}: its submission was never confirmed, and no job has its tag",
                 cure=f"if nothing runs, remove {run.path}",
             )
         status = get_status(run, now)
@@ -61,7 +61,7 @@ def cancel_sweep(sweep: SweepDirectory, now: float) -> int:
     ]
     if not submitted:
         raise UnknownRunError(
-            f"{sweep.name}: its submission was never confirmed, and no job carries its tag",
+            f"{sweep.name}: its submission was never confirmed, and no job has its tag",
             cure=f"if nothing runs, remove {sweep.path} and its runs",
         )
     alive = [status for status in submitted if not status.job.state.final]

@@ -75,8 +75,9 @@ def advise_other_micro_batches(micro_batches: int | None) -> Iterator[None]:
     except InfeasibleError as error:
         if micro_batches is not None:
             error.cure = (
-                f"{error.cure}\nor let the planner choose anew how many micro-batches there are "
-                f"(kept: {micro_batches}): pipectl plan JOB.yaml --new-micro-batches"
+                f"{error.cure}\nor let the planner choose the number of micro-batches again "
+                f"(now {micro_batches}, from the previous plan): pipectl plan JOB.yaml "
+                "--new-micro-batches"
             )
         raise
 
@@ -143,7 +144,7 @@ def _own_schedule(spec: JobSpec) -> Listed | None:
     else:
         if pipeline.micro_batches is None:
             raise InvalidInputError(
-                f"pipeline.schedule: {name} is made for a number of micro-batches",
+                f"pipeline.schedule: {name} needs a fixed number of micro-batches",
                 cure="set pipeline.micro_batches",
             )
         ranks = spec.resources.ranks

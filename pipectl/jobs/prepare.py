@@ -274,7 +274,7 @@ def choose_scheduler(spec: JobSpec, name: str | None = None, *, must_answer: boo
             f"{_TITLES[name]} is installed here, but does not answer: "
             f"{error.message.splitlines()[-1]}",
             cure="to train on this machine: --scheduler local\n"
-            f"to submit all the same: --scheduler {name}",
+            f"to submit anyway: --scheduler {name}",
         ) from error
     return name
 
@@ -412,7 +412,9 @@ def read_template(spec: JobSpec) -> Template | None:
     try:
         content = path.read_bytes()
         if len(content) > _MAX_TEMPLATE_BYTES:
-            raise SpecError([Problem(str(path), 0, 0, "larger than 64 KiB; this is no template")])
+            raise SpecError(
+                [Problem(str(path), 0, 0, "larger than 64 KiB, too large for a template")]
+            )
         template = Template(str(path), content.decode("utf-8"))
     except OSError as error:
         raise SpecError([Problem(str(path), 0, 0, error.strerror or "cannot be read")]) from None

@@ -163,9 +163,9 @@ def _check_unchanged(run: RunDirectory, record: Record, before: JobSpec, spec: J
     changes = old != new or before.model.kwargs != spec.model.kwargs
     if changes and last_checkpoint(run) is not None:
         raise UsageError(
-            f"{run.name}: {key} has changed, but its checkpoints are of the model as it was",
-            cure="leave that out, or submit the other model as a run of its own; it may begin with "
-            f"what `pipectl export {as_typed(run)}` writes (model.weights)",
+            f"{run.name}: {key} has changed, but its checkpoints belong to the earlier model",
+            cure="leave it as it was, or submit a new run, which can start from the weights that "
+            f"`pipectl export {as_typed(run)}` writes (model.weights)",
         )
 
 

@@ -438,8 +438,8 @@ def refuse_duplicate(base: Path, name: str, now: float) -> None:
     if newest is not None:
         run, record = newest
         raise UsageError(
-            f"{run.name}: was interrupted while it was submitted, and is "
-            f"{record.scheduler} job {record.job_id}; nothing was submitted now",
+            f"{run.name}: its submission was interrupted, but it is {record.scheduler} job "
+            f"{record.job_id}; nothing new was submitted",
             cure=f"follow it with `pipectl status {as_typed(run)}`, or end it with "
-            "`pipectl cancel`; for another run beside it, submit again",
+            "`pipectl cancel`; for one more run, submit again",
         )

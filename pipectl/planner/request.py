@@ -106,7 +106,7 @@ class PlanRequest:
             self._check_apart()
         if self.blocks and self.recompute is False:
             raise InvalidInputError(
-                "blocks: of stages that do not recompute", cure="set recompute, or leave blocks out"
+                "blocks: need stages that recompute", cure="set recompute, or leave blocks out"
             )
 
     @property
@@ -116,25 +116,25 @@ class PlanRequest:
     def _check_single(self) -> None:
         if (self.replicas or 1) > 1:
             raise InvalidInputError(
-                f"replicas: schedule {self._named_schedule!r} takes no more than one",
+                f"replicas: schedule {self._named_schedule!r} allows only one",
                 cure="leave replicas out, or use another schedule",
             )
 
     def _check_apart(self) -> None:
         if self.blocks:
             raise InvalidInputError(
-                "blocks: a stage with its backward elsewhere recomputes all at once",
+                "blocks: a stage whose backward has a rank of its own recomputes all at once",
                 cure="ask for blocks or backward_apart, but not both",
             )
         if (self.replicas or 1) > 1:
             raise InvalidInputError(
-                f"replicas: {self.replicas} of a stage keep their backwards on their own ranks",
+                "replicas: a stage with replicas cannot have its backward on another rank",
                 cure="ask for replicas or backward_apart, but not both",
             )
         known = [name for name, each in SCHEDULES.items() if each.allows_backward_elsewhere]
         if self._named_schedule not in (None, *known):
             raise InvalidInputError(
-                f"schedule: {self._named_schedule!r} leaves no backward to other ranks",
+                f"schedule: {self._named_schedule!r} cannot have backwards on other ranks",
                 cure=f"one of {', '.join(known)}, or leave the schedule to the planner",
             )
 
@@ -142,7 +142,7 @@ class PlanRequest:
         choose = [name for name, each in SCHEDULES.items() if each.chooses_warm_up]
         if self.schedule not in (None, *choose):
             raise InvalidInputError(
-                f"warm_up: schedule {self.schedule!r} has no warm-up to choose",
+                f"warm_up: schedule {self.schedule!r} has a fixed warm-up",
                 cure=f"use schedule {' or '.join(map(repr, choose))}, or leave warm_up out",
             )
         if self.stages not in (None, len(warm_up)):
@@ -153,7 +153,8 @@ class PlanRequest:
         falls = all(early >= late for early, late in pairwise(warm_up))
         if not warm_up or min(warm_up) < 1 or not falls:
             raise InvalidInputError(
-                f"warm_up: {list(warm_up)} must not rise from stage to stage, nor be below 1",
+                f"warm_up: {list(warm_up)} must not increase from stage to stage, and be at least "
+                "1",
                 cure="for 4 stages for example [4, 3, 2, 1]",
             )
 

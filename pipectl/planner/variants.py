@@ -201,8 +201,8 @@ class _VariantSearch:
         ranks = self._cluster.ranks
         if self._request.backward_apart and ranks > MAX_RANKS:
             return InfeasibleError(
-                f"no feasible plan: of {ranks} ranks; all backwards on other ranks are looked for "
-                f"on at most {MAX_RANKS}",
+                f"no feasible plan: all backwards on other ranks are planned for at most "
+                f"{MAX_RANKS} ranks, not {ranks}",
                 cure=f"set {self._request.named('backward')} to together, or ask for fewer ranks",
             )
         asked, key = "all backwards on other ranks", "backward"

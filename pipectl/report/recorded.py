@@ -58,22 +58,20 @@ def load_step(run: RunDirectory, step: int | None = None) -> RecordedStep:
     if not steps:
         raise UsageError(
             f"{run.name}: no step is recorded yet",
-            cure="`trace.steps` in the job says which will be; `pipectl report -o page.html` "
-            "shows the rest",
+            cure="`trace.steps` in the job names the steps to record; `pipectl report -o "
+            "page.html` shows the rest",
         )
     chosen = steps[-1] if step is None else step
     if chosen not in steps:
         some = ", ".join(map(str, steps[-5:]))
-        raise UsageError(
-            f"{run.name}: step {chosen} is not recorded", cure=f"steps that are: {some}"
-        )
+        raise UsageError(f"{run.name}: step {chosen} is not recorded", cure=f"choose one of {some}")
     predicted, measured = Timeline.load(run.predicted), Timeline.load(run.measured_of(chosen))
     plan = Plan.load(run.plan)
     if measured.ranks != plan.ranks:
         raise UsageError(
             f"{run.name}: step {chosen} was recorded on {measured.ranks} ranks, and the plan has "
             f"{plan.ranks}",
-            cure="it is of an earlier plan; `--step` chooses another",
+            cure="it belongs to an earlier plan; choose another by `--step`",
         )
     return RecordedStep(run, plan, steps, predicted, measured)
 
@@ -109,7 +107,7 @@ def corrected_profile(run: RunDirectory) -> Profile:
     if not recorded:
         raise UsageError(
             f"{run.name}: no step is recorded under its plan",
-            cure="`trace.steps` in the job says which will be",
+            cure="`trace.steps` in the job names the steps to record",
         )
     predicted, sent = Timeline.load(run.predicted), channels(plan)
     profile = _scale_stages(

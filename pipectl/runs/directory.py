@@ -284,9 +284,9 @@ def locked(directory: Directory, *, wait: bool = True) -> Iterator[bool]:
     """
     if fault := fault_of_owner(directory.path, root=False):
         theirs = fault.startswith("belongs")
-        copy = "copy it to a directory of your own, and go on with the copy"
+        copy = "copy it to a directory of your own, and use the copy"
         raise UsageError(
-            f"{directory.path}: {fault}, so that nothing in it can be relied on",
+            f"{directory.path}: {fault}, so its files cannot be trusted",
             cure=copy if theirs else f"if you know what is in it: chmod go-w {directory.path}",
         )
     try:

@@ -123,7 +123,7 @@ def check_unshared(communicator: MPI.Comm, device: torch.device) -> None:
             f"ranks {first} and {second} share an accelerator, but the job has "
             "one for each rank of a node (resources.gpus_per_node)",
             cure="let the launcher show every rank all accelerators of its node, or each its own "
-            "(srun --gpus-per-task=1, say)",
+            "(for example by srun --gpus-per-task=1)",
         )
 
 
@@ -176,15 +176,15 @@ def check_graph(communicator: MPI.Comm, job: CapturedJob, plan: Plan, profile: P
     others = [rank for rank, (difference, _) in enumerate(differences) if difference is not None]
     if len(others) == len(differences):
         raise MismatchError(
-            f"plan.json was made for another model: {differences[0][0]}",
+            f"plan.json was made for a different model: {differences[0][0]}",
             cure="profile and plan the job again; its model, or the shape of its batches, has "
             "changed since",
         )
     if others:
         difference, node = differences[others[0]]
         raise MismatchError(
-            f"rank {others[0]} on {node}{_more(others)} has another model than plan.json was made "
-            f"for, unlike other ranks: {difference}",
+            f"rank {others[0]} on {node}{_more(others)} has a different model from the other "
+            f"ranks and plan.json: {difference}",
             cure="check that all nodes see the same files and package versions",
         )
 

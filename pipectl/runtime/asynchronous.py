@@ -60,7 +60,7 @@ def refuse(training: Training, schedule: str, shared: Mapping[str, object]) -> N
         raise MismatchError(
             f"training.{key} needs the gradients of all stages at once, and with schedule "
             f"{schedule} no two stages update at the same time",
-            cure="leave it out, or use a schedule that flushes",
+            cure="leave it out, or use a synchronous schedule",
         )
     if shared:
         raise CaptureError(

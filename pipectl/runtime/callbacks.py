@@ -65,7 +65,7 @@ class Callbacks:
             except Exception as error:  # whatever it is, training goes on
                 del self._functions[name]
                 self._warn(
-                    f"{name}: {_raised(error)}; training goes on, and it is not called any more"
+                    f"{name}: {_raised(error)}; training continues, and it is not called again"
                 )
 
     def close(self, failure: BaseException | None = None) -> None:

@@ -67,7 +67,7 @@ class Division:
             if held_out_samples is None:
                 raise CaptureError(
                     "evaluation.data: is iterable, so that its end is not known",
-                    cure="use a data set with __len__ and __getitem__ for evaluation",
+                    cure="use a dataset with __len__ and __getitem__ for evaluation",
                 )
             evaluation_sizes.update(split_batch(held_out_samples, evaluated or size))
         return cls(

@@ -212,7 +212,8 @@ class DiskStore:
             )
         return WorkerError(
             f"rank {self._rank}: no space for offload in {self._directory}: {format_bytes(needed)} "
-            f"more are needed beside {format_bytes(self._end - needed)}, and the disk is full",
+            f"more are needed in addition to {format_bytes(self._end - needed)}, and the disk is "
+            "full",
             cure="set TMPDIR in environment.variables to a directory with more space",
         )
 

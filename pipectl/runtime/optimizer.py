@@ -240,7 +240,7 @@ def refuse_half_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
         raise CaptureError(
             f"training.precision: float16 trains parameters in float32, but "
             f"{own_name(half)!r} is in float16",
-            cure="build the model without .half(); autocast casts where it helps",
+            cure="build the model without .half(); autocast converts values if that helps",
         )
 
 

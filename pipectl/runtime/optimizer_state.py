@@ -88,7 +88,7 @@ def refuse_changes(optimizer: torch.optim.Optimizer, before: list[dict[str, Any]
             raise CaptureError(
                 f"optimizer: {type(optimizer).__name__} keeps {changed[0]!r} in its parameter "
                 "groups and changes it in every step, which a checkpoint cannot hold",
-                cure="use an optimizer that keeps what it counts in the state of each parameter",
+                cure="use an optimizer that keeps its counters in the state of each parameter",
             )
 
 

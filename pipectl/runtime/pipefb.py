@@ -547,7 +547,7 @@ def check_operators(cut: Cut, stage: int) -> None:
             what = repr(target) if isinstance(target, Opaque) else name
             raise MismatchError(
                 f"plan.json: stages[{stage}] has its backward on another rank, but {what} runs "
-                "code of its own, which may do otherwise from one micro-batch to the next",
+                "code of its own, which may differ between micro-batches",
                 cure=_TOGETHER,
             )
 

@@ -175,16 +175,16 @@ def check_alike(
     odd = odd_ones_out(everyone[:, first].tolist())
     if group.rank == odd[0]:
         name, all_ranks = own_name(list(weights)[first]), ", ".join(map(str, ranks))
-        who = f"which of ranks {all_ranks} is right cannot be told"
+        who = f"it is not known which of ranks {all_ranks} is right"
         if len(odd) < len(ranks):
             differ = ", ".join(str(ranks[index]) for index in odd)
             who = f"rank {differ} differs from the others of ranks {all_ranks}"
         raise WorkerError(
             f"step {step}: the replicas of stage {stage} no longer hold the same weights: "
             f"{name!r}; {who}",
-            cure="a model, loss or optimizer that does something else on every rank does this, and "
-            "so does a node that computes wrongly; `pipectl resume RUN` continues from the last "
-            "checkpoint, before which replicas were compared, too",
+            cure="the reason is a model, loss or optimizer that depends on the rank, or a faulty "
+            "node; `pipectl resume RUN` continues from the last checkpoint, for which replicas "
+            "were compared too",
         )
     barrier(group)
 

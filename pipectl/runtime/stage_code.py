@@ -266,7 +266,7 @@ class _Compiled:
                 raise
             raise CaptureError(
                 f"training.compile: torch.compile fails: {str(error).splitlines()[0]}",
-                cure="see to a C++ compiler on the nodes (the variable CXX names it), "
+                cure="install a C++ compiler on the nodes (CXX may name it), "
                 "or set training.compile: false",
             ) from error
 

@@ -231,8 +231,8 @@ class Vote:
             raise WorkerError(
                 f"step {fault.step}: {fault.what} is not finite (infinite or NaN){fault.where}",
                 cure="lower the learning rate, clip gradients (training.clip_grad_norm) or look at "
-                "the data; training.on_nonfinite: skip leaves such steps out; pipectl resume goes "
-                "on from the last checkpoint",
+                "the data; training.on_nonfinite: skip leaves such steps out; pipectl resume "
+                "continues from the last checkpoint",
             )
         barrier(self._communicator)
 

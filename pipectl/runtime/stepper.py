@@ -192,8 +192,8 @@ def _refuse_closure(optimizer: Any) -> None:
     positional = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
     if any(each.kind in positional and each.default is each.empty for each in parameters):
         raise CaptureError(
-            f"optimizer: {type(optimizer).__name__}.step() wants a closure that computes the loss "
-            "again, and no rank of a pipeline can",
+            f"optimizer: {type(optimizer).__name__}.step() needs a closure that computes the loss "
+            "again, which no rank of a pipeline can do",
             cure="use an optimizer whose step() takes no arguments, such as SGD or AdamW",
         )
 
@@ -208,9 +208,9 @@ def _refuse_all_but_matrices(parameters: Mapping[str, nn.Parameter]) -> None:
     if others:
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
         raise CaptureError(
-            f"optimizer: Muon updates matrices only, and {others[0]}{more} is none",
-            cure="name an optimizer of yours that updates these by another rule, and tell it by "
-            "optimizer.groups which they are (match: '*.bias', say)",
+            f"optimizer: Muon updates only matrices, not {others[0]}{more}",
+            cure="use an optimizer of your own that updates these by another rule, and mark them "
+            "by optimizer.groups (match: '*.bias', for example)",
         )
 
 
@@ -241,9 +241,9 @@ def _watches(lr_scheduler: Any, job: CapturedJob) -> bool:
         return False
     if job.spec.evaluation is None or job.spec.evaluation.every is None:
         raise CaptureError(
-            f"lr_scheduler: {type(lr_scheduler).__name__} follows the loss of evaluations, and the "
+            f"lr_scheduler: {type(lr_scheduler).__name__} needs the loss of evaluations, but the "
             "job has none while it trains",
-            cure="add an evaluation section with every: the schedule moves after each evaluation",
+            cure="set evaluation.every: the schedule steps after each evaluation",
         )
     return True
 
@@ -277,8 +277,8 @@ def refuse_coupled_updates(job: CapturedJob, device: torch.device) -> None:
             largest = float(alone[name].abs().max())
             if float((together[name] - alone[name]).abs().max()) > _TOLERANCE * largest:
                 raise CaptureError(
-                    f"optimizer: {job.spec.optimizer.factory} updates a parameter in another way "
-                    "if it has others beside it (by a norm over all of them, or random numbers "
+                    f"optimizer: {job.spec.optimizer.factory} updates a parameter differently "
+                    "if there are others (by a norm over all of them, or random numbers "
                     "drawn in turn), and each rank has only those of its stages",
                     cure="take norms of each parameter by itself, let training.clip_grad_norm clip "
                     "over all ranks, or set pipeline.stages: 1 without shard_optimizer",

@@ -148,7 +148,7 @@ class _Watcher:
                     env=environment,
                 )
         if self._pid is None:
-            warn("no process can be started that would watch the ranks; they work without")
+            warn("the process that watches the ranks cannot be started; they run without it")
 
 
 @contextmanager

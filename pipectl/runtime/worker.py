@@ -98,7 +98,7 @@ def _train(
     messages = {"route": device.route, **choice.to_json()}
     if rank == 0:
         size, ranks = spec.training.batch_size, communicator.size
-        since = f"goes on after step {stored.manifest.step}" if stored else "begins"
+        since = f"continues after step {stored.manifest.step}" if stored else "begins"
         say(f"training {since}: {spec.training.steps} steps of {size} samples on {ranks} ranks")
     doing.action = "building the stages"
     with choice.progress(staged=device.staged, enter_thread=device.enter_thread) as progress:

@@ -221,7 +221,7 @@ def _held(row: Sequence[str], line: int, name: str) -> tuple[Entry, ...]:
     """What a rank computes: something, as blank lines stand for no rank."""
     entries = tuple(_entries(row, line, name))
     if not entries:
-        raise ScheduleError(f"{name}:{line}: no action that is computed", cure="leave the line out")
+        raise ScheduleError(f"{name}:{line}: a line without an action", cure="leave the line out")
     return entries
 
 
@@ -233,8 +233,8 @@ def _entries(row: Sequence[str], line: int, name: str) -> Iterator[Entry]:
         match = _ACTION.fullmatch(text)
         if match is None:
             raise ScheduleError(
-                f"{name}:{line}: action {position}: {text[:40]!r} is no action such as 2F0 (stage, "
-                "F, B, I or W, micro-batch)",
+                f"{name}:{line}: action {position}: {text[:40]!r} is not an action such as 2F0 "
+                "(stage, F, B, I or W, micro-batch)",
                 cure="leave messages out: they follow from the lists",
             )
         kind, stage, index = KINDS[match[2]], int(match[1]), int(match[3])

@@ -75,7 +75,7 @@ class Machine:
         """Execute everything; returns the end of the last row.
 
         Raises:
-            ScheduleError: ranks wait for ever.
+            ScheduleError: ranks wait forever.
         """
         while events.advance(self.tables, EVENTS_AT_ONCE):
             pass
@@ -83,7 +83,7 @@ class Machine:
         unfinished = np.flatnonzero(ranks["position"] < ranks["end"]).tolist()
         if unfinished:
             raise ScheduleError(
-                f"plan {self._plan.name!r}: ranks {unfinished} wait for ever",
+                f"plan {self._plan.name!r}: ranks {unfinished} wait forever",
                 cure="plan again; a warm_up must not rise from a stage to the next",
             )
         return float(self.tables.clock["now"][0])

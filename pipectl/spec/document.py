@@ -54,7 +54,7 @@ _EXPLANATIONS = (
     (r"expected the node content", "a value is missing, or has to be in quotes"),
     (r"found unexpected end of stream", "a quote is not closed"),
     (r"found undefined alias", "an alias (*) without an anchor (&); put the text in quotes"),
-    (r"but found another document", "a second document ('---'); a file holds one"),
+    (r"but found another document", "a second document ('---'); only one is allowed"),
     (r"cannot start any token", "a character that cannot start a value; put the text in quotes"),
     (
         r"while scanning an? (alias|anchor)|expected alphabetic or numeric character",
@@ -188,7 +188,7 @@ def read_file(path: Path) -> tuple[YamlNode, list[Problem]]:
         reason = getattr(error, "strerror", "not a file name")
         raise SpecError([file.problem(f"cannot be read: {reason}")]) from None
     if len(content) > MAX_BYTES:
-        raise SpecError([file.problem("larger than 1 MiB; this is no job spec")])
+        raise SpecError([file.problem("larger than 1 MiB, too large for a job spec")])
     if b"\0" in content:
         raise SpecError([file.problem("a binary file; a job spec is YAML text")])
     try:

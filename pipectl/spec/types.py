@@ -131,9 +131,9 @@ def _reference(*words: str) -> AfterValidator:
 
 def _variable(name: str) -> str:
     if not (name.isascii() and name.isidentifier()):
-        raise ValueError("is no variable name; use letters, digits and '_'")
+        raise ValueError("is not a variable name; use letters, digits and '_'")
     if name.upper().startswith("PIPECTL_") and name != _CHECK_MESSAGES:
-        raise ValueError("is pipectl's own: the job script sets what begins with PIPECTL_")
+        raise ValueError("is reserved: the job script sets the variables that begin with PIPECTL_")
     if name in _READONLY:
         raise ValueError("cannot be set: bash forbids it")
     return name

@@ -132,7 +132,9 @@ class _Rank:
             message = "its process was sent a signal to end (SIGTERM or SIGINT), by itself"
             return dead._replace(was_asked=True, message=message)
         too = "" if _lives(self.launcher) else "; the launcher is gone, too"
-        message = f"its process was killed (SIGKILL, say), or ended without a word{too}"
+        message = (
+            f"its process was killed (by SIGKILL, for example) or exited without a message{too}"
+        )
         return dead._replace(message=message)
 
 

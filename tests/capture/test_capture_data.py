@@ -179,7 +179,7 @@ def test_a_generator_is_read_once_and_then_refused() -> None:
     next(loaded)
     with pytest.raises(CaptureError) as raised:
         next(loaded)
-    assert raised.value.message == "data: epoch 2 of the data set has no samples"
+    assert raised.value.message == "data: epoch 2 of the dataset has no samples"
 
 
 def test_collate_fn_of_the_data_set_is_used() -> None:
@@ -246,8 +246,8 @@ def test_samples_of_different_shape_say_what_to_do() -> None:
 
     with pytest.raises(CaptureError) as raised:
         Loader(Ragged(), seed=1).example(3)
-    assert raised.value.message.startswith("data: samples cannot be joined to a batch: Runtime")
-    assert raised.value.cure == "make samples of equal shape, or give the data set a collate_fn"
+    assert raised.value.message.startswith("data: samples cannot be collated into a batch: Runtime")
+    assert raised.value.cure == "make samples of equal shape, or give the dataset a collate_fn"
 
 
 def test_an_example_is_repeated_where_samples_are_too_few() -> None:
@@ -259,7 +259,7 @@ def test_an_example_is_repeated_where_samples_are_too_few() -> None:
 def test_an_empty_data_set(dataset: Any) -> None:
     with pytest.raises(CaptureError) as raised:
         Loader(dataset, seed=1).example(2)
-    assert raised.value.message == "data: the data set is empty"
+    assert raised.value.message == "data: the dataset is empty"
 
 
 def test_a_data_set_without_a_length() -> None:

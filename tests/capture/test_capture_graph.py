@@ -128,7 +128,9 @@ def test_a_size_from_the_data_is_refused(make_job) -> None:
         f"(at {MODELS}:{line}: kept = x[x[:, 0] > 0])"
     )
     assert raised.value.cure is not None
-    assert raised.value.cure.startswith("give the tensor a fixed size (padding and a mask, say)")
+    assert raised.value.cure.startswith(
+        "give the tensor a fixed size (for example padding and a mask)"
+    )
 
 
 def test_integer_values_have_no_gradient(real_job) -> None:

@@ -1,4 +1,4 @@
-"""A package that lies beside the job file: found from any directory, by commands and by ranks."""
+"""A package that is next to the job file: found from any directory, by commands and by ranks."""
 
 from __future__ import annotations
 

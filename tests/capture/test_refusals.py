@@ -195,9 +195,9 @@ def test_a_block_that_draws_may_compute_where_its_capture_saw_it_pass_the_input(
         ("Model", "three", "Vectors", "loss.factory: .*'weights'.*called with outputs", "kwargs"),
         ("Model", "nll", "Mappings", "model.factory: .*keyword.*'y'.*x: .4, 6. of float", "inputs"),
         ("Model", "three", "triples", "data: a sample must be .* not a list of 3", "weights"),
-        ("Model", "three", "loader", "data.factory: .* a DataLoader, not a data set", "itself"),
+        ("Model", "three", "loader", "data.factory: .* a DataLoader, not a dataset", "itself"),
         ("Model", "three", "tensors", "returned a tuple of tensors", "TensorDataset"),
-        ("Model", "three", "nothing", "returned a NoneType, not a data set", "__getitem__"),
+        ("Model", "three", "nothing", "returned a NoneType, not a dataset", "__getitem__"),
     ],
 )
 def test_data_that_do_not_fit_are_shown_beside_what_is_expected(

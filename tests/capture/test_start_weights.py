@@ -131,7 +131,7 @@ def test_files_that_are_no_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(DataFileError, match=r"w.index.json: is no index"):
         Weights(tmp_path / "w.index.json")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataFileError, match=r"empty: holds no .safetensors file"):
+    with pytest.raises(DataFileError, match=r"empty: contains no .safetensors file"):
         Weights(tmp_path / "empty")
 
 

@@ -141,7 +141,7 @@ def test_submitting_again_after_an_interrupt_makes_no_second_job(
         replace(record, name=f"{record.name}-long", tag=f"other {number}").save(other.record)
     again = cli(*command)
     assert again.code == 2
-    assert f"{run.name}: was interrupted while it was submitted, and is slurm job 41" in again.err
+    assert f"{run.name}: its submission was interrupted, but it is slurm job 41" in again.err
     assert (jobs(queue), len(runs())) == ({"41"}, 13)
     assert cli(*command).code == 0  # who has been told may have another
     assert jobs(queue) == {"41", "42"}

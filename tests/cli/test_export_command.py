@@ -146,7 +146,7 @@ def test_what_cannot_be_written_is_told(cli: Command, saved: Path) -> None:
     assert "has no checkpoint of step 7" in refused(cli, "--step", "7")
     assert "it has those of steps 5, 10" in refused(cli, "--step", "7")
     Path("here").write_text("mine")
-    assert "here: exists already" in refused(cli, "-o", "here")
+    assert "here: already exists" in refused(cli, "-o", "here")
     assert Path("here").read_text() == "mine"
     assert "not a size" in refused(cli, "--shard-size", "many")
 

@@ -324,7 +324,7 @@ def test_init_replaces_nothing_unless_told(cli: Command) -> None:
     Path("model.py").write_text("mine")
     result = cli("init")
     assert result.code == 2
-    assert result.err.startswith("error: model.py: exists already\n")
+    assert result.err.startswith("error: model.py: already exists\n")
     assert not Path("job.yaml").exists()
     assert Path("model.py").read_text() == "mine"
     assert cli("init", "--force").code == 0

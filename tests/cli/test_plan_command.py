@@ -305,7 +305,7 @@ def test_no_pipeline_is_recommended_if_that_is_faster(
     ("line", "message"),
     [
         ("", "nothing to plan"),
-        ("--profile p.json", "nothing says on how many devices to plan"),
+        ("--profile p.json", "the number of devices is missing"),
         ("--profile p.json --devices 0", "--devices"),
         ("--profile p.json --devices 2 --set name=x", "--set name=x: there is no job to change"),
         ("--profile p.json --devices 2 --scheduler slurm", "--scheduler: needs a JOB"),

@@ -205,7 +205,7 @@ def test_an_interrupt_says_what_is_kept_in_one_line(
     result = cli("profile", "job.yaml")
     assert (result.code, result.out) == (130, "")
     assert result.err == (
-        "interrupted; 2 measurements are kept: the same command goes on from there\n"
+        "interrupted; 2 measurements are kept: the same command continues from there\n"
     )
     assert PROFILE.read_text() == "earlier"
     assert signal.getsignal(signal.SIGTERM) is handler

@@ -188,7 +188,7 @@ def test_an_optimizer_that_cannot_step_is_named_before_anything_is_measured(
 ) -> None:
     spec = spec_of(tmp_path, optimizer={"factory": "torch.optim:LBFGS"})
     totals: list[int] = []
-    with pytest.raises(CaptureError, match=r"^optimizer: LBFGS\.step\(\) wants a closure"):
+    with pytest.raises(CaptureError, match=r"^optimizer: LBFGS\.step\(\) needs a closure"):
         profile_job(spec, lambda _, total, *__: totals.append(total))
     assert set(totals) == {0}
 

@@ -112,7 +112,7 @@ def test_one_that_fails_is_left_alone(tmp_path: Path, run: RunDirectory) -> None
     assert (run.path / "lines.jsonl").read_text().count("\n") == 3
     (text,) = warned
     assert text.startswith("callbacks.loud: raised ConnectionError: no server (at ")
-    assert "mine.py:17); training goes on" in text
+    assert "mine.py:17); training continues" in text
 
 
 def test_they_are_closed(tmp_path: Path, run: RunDirectory) -> None:

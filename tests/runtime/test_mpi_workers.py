@@ -104,7 +104,7 @@ def test_a_plan_of_another_model(make_spec: Any, make_run: Any, work: Any) -> No
     done = work(0, run)
     assert done.returncode == 3
     assert (
-        "MismatchError: plan.json was made for another model: "
+        "MismatchError: plan.json was made for a different model: "
         "operator 4, 'linear_2', has other arguments here than there" in done.stderr
     )
     assert "Traceback" not in done.stderr

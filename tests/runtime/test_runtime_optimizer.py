@@ -153,10 +153,10 @@ def test_ranks_that_share_parameters_out_refuse_it_before_the_first_step(
     one, two = (make_run(make_spec(ranks, optimizer=optimizer)) for ranks in (1, 2))
     train(one)
     assert work(2, two).returncode != 0
-    assert "updates a parameter in another way" in read_errors(two)[0]["message"]
+    assert "updates a parameter differently" in read_errors(two)[0]["message"]
 
 
 def test_an_optimizer_that_computes_the_loss_again_is_refused(make_spec: Any) -> None:
     job = CapturedJob(make_spec(1, optimizer={"factory": "torch.optim:LBFGS"}))
-    with pytest.raises(CaptureError, match=r"^optimizer: LBFGS\.step\(\) wants a closure"):
+    with pytest.raises(CaptureError, match=r"^optimizer: LBFGS\.step\(\) needs a closure"):
         make_optimizer(job, dict(job.step.named_parameters()))

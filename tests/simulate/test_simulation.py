@@ -210,7 +210,7 @@ def test_equal_inputs_give_equal_results(pipeline):
 
 def test_programs_that_deadlock_are_an_error(pipeline):
     plan = pipeline(2, 4, warm_up=(1, 2))
-    with pytest.raises(ScheduleError, match=r"ranks \[0, 1\] wait for ever"):
+    with pytest.raises(ScheduleError, match=r"ranks \[0, 1\] wait forever"):
         simulate(plan, cluster((2, 2)))
 
 

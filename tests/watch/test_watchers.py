@@ -141,7 +141,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
 @pytest.mark.parametrize(
     ("words", "given", "message"),
     [
-        (b"", {}, "its process was killed (SIGKILL, say), or ended without a word"),
+        (b"", {}, "its process was killed (by SIGKILL, for example) or exited without a message"),
         (b"", {"memory_kill": True}, "killed by the kernel, for lack of memory on its node"),
         (CRASH, {"memory_kill": True}, "its process crashed: Fatal Python error: Aborted"),
         (TERM, {}, "its process was sent a signal to end (SIGTERM or SIGINT), by itself"),
@@ -210,7 +210,7 @@ def test_a_signal_to_end_explains_no_later_death(job: Job, at_once: bool) -> Non
     rank.ends()
     job.wait()
     assert at_once == (job.reports == {})
-    assert at_once or "was killed (SIGKILL, say)" in job.reports[0]
+    assert at_once or "was killed (by SIGKILL, for example)" in job.reports[0]
 
 
 def test_ranks_that_share_nothing_with_the_watcher_work_without(job: Job) -> None:

@@ -169,9 +169,9 @@ def _check_mpi(launch: Launch | None) -> Iterator[Finding]:
     answer = _answer(command)
     if answer["ranks"] != 2:
         raise SchedulerError(
-            f"{command[0]} starts two ranks that know nothing of each other: it is not of the MPI "
-            f"that mpi4py has loaded ({answer['library']})",
-            cure="load one MPI alone, or name its library in the variable MPI4PY_LIBMPI",
+            f"{command[0]} starts two ranks that do not see each other: it does not belong to the "
+            f"MPI that mpi4py has loaded ({answer['library']})",
+            cure="load only one MPI, or set MPI4PY_LIBMPI to the library of this mpiexec",
         )
     yield _finding("MPI", f"{answer['library']}, started by {command[0]}")
     text = f"mpiexec takes the options of {mpi} (launch.mpi)"
@@ -213,7 +213,7 @@ def _check_pbs() -> Iterator[Finding]:
     yield _finding("PBS", release)
     if not re.search(r"^\s*flatuid\s*=\s*True\s*$", server, re.MULTILINE | re.IGNORECASE):
         text = "flatuid is not set: jobs may not be able to submit themselves again"
-        cure = "ask the site for `set server flatuid = True`; else go on with pipectl resume"
+        cure = "ask the site for `set server flatuid = True`; else continue with pipectl resume"
         yield _finding("PBS requeue", text, cure)
 
 
@@ -259,7 +259,7 @@ def _check_machine() -> Iterator[Finding]:
     with suppress(OSError):
         shared = shutil.disk_usage("/dev/shm").total
         if shared < _MIN_SHARED_BYTES:
-            text = f"/dev/shm holds {format_bytes(shared)} only"
+            text = f"/dev/shm has only {format_bytes(shared)}"
             cure = "containers: start them with --shm-size=1g, or ranks of one node may crash"
             yield _finding("shared memory", text, cure)
     if not any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++")))):

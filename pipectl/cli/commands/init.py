@@ -121,7 +121,9 @@ def command(
     where = scheduler.value if scheduler else installed
     if where == LOCAL:
         sites = {"--partition": partition, "--account": account}
-        refuse(sites, "the job is for this machine", cure="name a --scheduler, slurm or pbs")
+        refuse(
+            sites, "the job runs on this machine", cure="add --scheduler slurm or --scheduler pbs"
+        )
     ask = is_terminal() and not yes and where != LOCAL
     queue = _find_queue(where, partition, ask=ask)
     options = {
@@ -168,7 +170,7 @@ def _check_new(targets: Sequence[Path], *, force: bool) -> None:
     existing = [str(path) for path in targets if path.exists()]
     if existing and not force:
         raise UsageError(
-            f"{', '.join(existing)}: exists already",
+            f"{', '.join(existing)}: already exists",
             cure="choose another directory: pipectl init DIRECTORY; or replace with --force",
         )
 
@@ -323,7 +325,8 @@ def _choose_resources(queue: Queue | None, values: dict[str, Any], *, ask: bool)
         excess = [words for value, limit, words in limits if limit and (value or 0) > limit]
         if excess:
             raise UsageError(
-                f"{queue.name}: {'; '.join(excess)}", cure="ask for less, or elsewhere"
+                f"{queue.name}: {'; '.join(excess)}",
+                cure="ask for less, or choose another partition or queue",
             )
     return resources
 

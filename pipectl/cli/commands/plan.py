@@ -215,7 +215,7 @@ def gather(
         from_run: name of a run of the job, whose recorded steps correct its profile.
 
     Raises:
-        UsageError: nothing says on how many devices to plan, or there are fewer.
+        UsageError: the number of devices is missing, or there are fewer.
         DataFileError: a file is missing or damaged.
         SpecError: the job is wrong.
         InvalidInputError: a cluster description is wrong or is not of this job.
@@ -278,7 +278,7 @@ def _gather_profile(
         count = int((devices if nodes is None else max(nodes)) or shipped or 0)
         if not count:
             raise UsageError(
-                "nothing says on how many devices to plan",
+                "the number of devices is missing",
                 cure="give --devices N, or describe the machines: --cluster FILE",
             )
         each = tuple(Node(f"device{index}", 1, 1, Device("device")) for index in range(count))

@@ -85,10 +85,10 @@ def command(
     if not (links or submit):
         if where not in {LOCAL, allocation()}:
             raise UsageError(
-                f"jobs go to {where} from here, so this seems to be a login node, whose times say "
-                "nothing about the nodes that train",
+                f"jobs go to {where} from here, so this seems to be a login node, where times "
+                "differ from those of compute nodes",
                 cure="measure in an allocation: add --submit (and --wait to follow it);\n"
-                "to measure on this machine all the same: --scheduler local",
+                "to measure on this machine anyway: --scheduler local",
             )
         with profiling_progress() as progress:
             measurement = measure(spec, path, progress, effort.value, again=again)
@@ -151,7 +151,7 @@ def make_measuring_job(
         )
     make_directory_of(output)
     if is_stream(output):
-        raise UsageError(f"{output}: is no file, which a job could write", cure="name another: -o")
+        raise UsageError(f"{output}: is not a file that a job could write", cure="name another: -o")
     output = output.absolute()
     arguments = ["--output", str(output)]
     work = Work(kind=PROFILING, steps=PERCENT, output=output.parent)

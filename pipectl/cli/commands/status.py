@@ -41,7 +41,7 @@ def command(
         raise UsageError("--ranks: needs one run", cure="name it, or write `last`")
     one = find(directory, names[0]) if names and len(names) == 1 else None
     if ranks and isinstance(one, SweepDirectory):
-        raise UsageError("--ranks: needs one run", cure=f"name it: {one_of(one)}, say")
+        raise UsageError("--ranks: needs one run", cure=f"name one, such as {one_of(one)}")
     named = () if one is not None else find_runs(directory, names or ())
     if watching:
         _watch(one, named, directory, limit)

@@ -243,14 +243,14 @@ def _size_of_lists(listed: Listed, request: PlanRequest, cluster: Cluster) -> in
     if ceil(request.batch_size / size) != listed.micro_batches:
         raise InfeasibleError(
             f"no feasible plan: schedule {listed.name} has {listed.micro_batches} micro-batches, "
-            f"into which a batch of {request.batch_size} cannot be cut",
-            cure="change training.batch_size, a multiple is best, or the schedule",
+            f"into which a batch of {request.batch_size} cannot be divided",
+            cure="change the schedule, or training.batch_size: best is a multiple",
         )
     if len(listed.ranks) > cluster.ranks:
         raise InfeasibleError(
             f"no feasible plan: schedule {listed.name} has {len(listed.ranks)} ranks, "
-            f"there are {cluster.ranks}",
-            cure="use more ranks, or a schedule of fewer",
+            f"but there are {cluster.ranks}",
+            cure="use more ranks, or a schedule for fewer",
         )
     return size
 

@@ -103,7 +103,7 @@ def _sizes(request: PlanRequest, ranks: int) -> list[int]:
         if request.micro_batches not in (None, 1):
             raise InfeasibleError(
                 f"no feasible plan: schedule {request.schedule} updates after every micro-batch, "
-                f"so a batch cannot be cut into {request.micro_batches}",
+                f"so a batch cannot be divided into {request.micro_batches}",
                 cure=f"leave {request.named('micro_batches')} out, or use another schedule",
             )
         return [request.batch_size]

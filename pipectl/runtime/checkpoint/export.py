@@ -89,7 +89,7 @@ class Renamed(Mapping[str, Tensor]):
         if problems:
             listed = "; ".join(shorten(sorted(problems), MAX_NAMED))
             raise DataFileError(
-                f"{like}: is of another model than the run: {listed}",
+                f"{like}: does not match the model of the run: {listed}",
                 cure="name the files that the model of the run was made from, or leave out --like",
             )
 

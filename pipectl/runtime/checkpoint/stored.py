@@ -71,7 +71,7 @@ class Stored(Mapping[str, Tensor]):
             raise MismatchError(
                 f"{self.directory}: was written with micro-batches of {size} samples, and the "
                 f"plan has {micro_batch_size}",
-                cure="set pipeline.micro_batches so that they have as many as before",
+                cure="set pipeline.micro_batches so that their size stays the same",
             )
 
     def restore_states(self, states: Mapping[str, Tensor]) -> None:

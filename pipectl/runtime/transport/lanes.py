@@ -217,8 +217,8 @@ class Line:
                 raise WorkerError(
                     f"the {self._lane.kind} {self._way} has {len(layouts)} tensors there and "
                     f"{len(self._slots)} here",
-                    cure="the two ranks run different programs: see that all nodes have the same "
-                    "versions and files",
+                    cure="the two ranks run different programs: make sure that all nodes have the "
+                    "same versions and files",
                 )
             size = self._unposted[0].size
             self.layouts[size] = dict(zip(self._slots, layouts, strict=True))
@@ -265,7 +265,7 @@ class Line:
         if differences:
             raise WorkerError(
                 f"a message {self._way} is not what was sent: {'; '.join(differences)}",
-                cure="ranks with different plans or versions, or an MPI that damages messages: "
+                cure="ranks have different plans or versions, or the MPI damages messages: "
                 "see docs/troubleshooting.md",
             )
 

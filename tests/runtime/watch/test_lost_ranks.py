@@ -24,12 +24,12 @@ from pipectl.watch.watcher import Settings
 
 pytestmark = [pytest.mark.mpi, pytest.mark.timeout(600)]
 IN_FORWARD = {
-    "killed": "its process was killed (SIGKILL, say), or ended without a word",
+    "killed": "its process was killed (by SIGKILL, for example) or exited without a message",
     "frozen": "its process is stopped (SIGSTOP), for 3 s now; rank ",
     "memory": "no message",
     "raises": "list index out of range",
     "crashes": "its process crashed: Fatal Python error: Segmentation fault",
-    "exits": "its process was killed (SIGKILL, say), or ended without a word",
+    "exits": "its process was killed (by SIGKILL, for example) or exited without a message",
     "asked": "its process was sent a signal to end",
 }
 OFTEN = [("killed", 1), ("frozen", 0), ("memory", 2)]
