@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 
 def build(base: str, rank: int = 8, targets: tuple[str, ...] = ("q_proj", "v_proj")) -> PeftModel:
-    """The pretrained model of a directory, frozen, with trainable low-rank updates beside it."""
+    """The pretrained model of a directory, frozen, with trainable low-rank updates."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     model.config.use_cache = False
     config = LoraConfig(
@@ -29,7 +29,7 @@ def build(base: str, rank: int = 8, targets: tuple[str, ...] = ("q_proj", "v_pro
 
 
 class Text(Dataset[dict[str, Tensor]]):
-    """The bytes of a text file in windows; replace it by the tokens of your tokenizer."""
+    """The bytes of a text file in windows; use the tokens of your tokenizer instead."""
 
     def __init__(self, file: str, length: int = 128) -> None:
         codes = torch.frombuffer(bytearray(Path(file).read_bytes()), dtype=torch.uint8)
@@ -44,7 +44,7 @@ class Text(Dataset[dict[str, Tensor]]):
 
 
 def merge(base: str, weights: str, output: str, **options: object) -> PreTrainedModel:
-    """Add what was learnt to the weights of the base model, and save it as transformers does.
+    """Merge the low-rank updates into the weights of the base model, and save it.
 
     Args:
         weights: the exported file with the names of the LoRA model.

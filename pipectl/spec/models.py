@@ -48,12 +48,12 @@ from pipectl.spec.types import (
 class Factory(Section):
     """User code to call: a class, constructed with `kwargs`, or a function.
 
-    A plain text is short for `{factory: text}`.
+    A string is short for `{factory: string}`.
     """
 
     factory: Reference
-    """`./file.py:name`, relative to the spec file, or `package.module:name`, which is looked for
-    next to the spec file first."""
+    """`./file.py:name`, relative to the spec file, or `package.module:name`, which may also be next
+    to the spec file."""
     kwargs: Keywords = Field(default_factory=dict)
     """Keyword arguments; the values keep their YAML types."""
 
@@ -79,8 +79,8 @@ Factories = Annotated[dict[Name, Factory], BeforeValidator(drop_nulls)]
 class Group(Section):
     """Parameters with options of their own.
 
-    Every further key is an option of the optimizer, such as `lr` or `weight_decay`, and replaces
-    that of its `kwargs`.
+    Every other key is an option of the optimizer, such as `lr` or `weight_decay`, and overrides
+    `optimizer.kwargs`.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -100,28 +100,28 @@ class Model(Factory):
     """The model: a function that returns it, or its class."""
 
     materialize: Literal["eager", "per_rank"] = "eager"
-    """When parameters are made: `eager` builds the whole model in every process; `per_rank` builds
-    it without memory, and each rank makes the parameters of its own stages. They are drawn one by
-    one from `training.seed`: the same for every plan, but not the same as with `eager`."""
+    """When parameters are created: `eager` builds the whole model in every process; `per_rank`
+    builds it without memory, and each rank creates only the parameters of its own stages. Their
+    random values follow from `training.seed`: the same for every plan, but not those of `eager`."""
     opaque: tuple[Text, ...] = ()
-    """Submodules to keep as one operator each, which runs their own code: patterns of names as in
-    `model.named_modules()`, such as `blocks.*.router`. Submodules that cannot be captured need not
-    be named."""
+    """Submodules to keep whole, as one operator each that runs their own code: patterns of names as
+    in `model.named_modules()`, such as `blocks.*.router`. Submodules that cannot be captured are
+    kept whole without being named."""
     weights: Text | None = None
     """Weights to start from, relative to the spec file: a safetensors file, its `.index.json`, or a
-    directory of them; by default those that the factory makes."""
+    directory of them; by default those that the factory creates."""
 
 
 class Optimizer(Factory):
     """The optimizer, called with the parameters."""
 
     factory: Reference = "torch.optim:AdamW"
-    """The optimizer class, or a function that makes one. Each rank that updates parameters calls it
-    with those of its own stages (with `shard_optimizer`, with its part of them), in the order of
-    `model.named_parameters()`; with `groups`, with a list of parameter groups."""
+    """The optimizer class, or a function that returns an optimizer. Each rank calls it with the
+    parameters of its own stages (with `shard_optimizer`, its part of them), in the order of
+    `model.named_parameters()`, or with a list of parameter groups if there are `groups`."""
     groups: tuple[Group, ...] = ()
-    """Parameters with options of their own. Schedules that take one value per group get the group
-    of all other parameters first."""
+    """Parameters with options of their own. For learning-rate schedules with one value per group,
+    the group of all other parameters is the first."""
 
 
 class Data(Factory):
@@ -175,7 +175,8 @@ class Evaluation(Section):
     batch_size: Count | None = None
     """Samples evaluated at once; by default those of a training micro-batch."""
     metrics: Factories = Field(default_factory=dict)
-    """Names of metrics to their functions, called with `(outputs, targets)`."""
+    """Functions by name, called with `(outputs, targets)`, or classes with `update(outputs,
+    targets)` and `compute()`."""
     early_stopping: EarlyStopping | None = None
 
 
@@ -208,25 +209,25 @@ class Training(Section):
     compile: Flag = False
     """Run the stages through `torch.compile`. It needs a C++ compiler on the nodes, takes a minute
     or more before the first step, and fuses operators, so results agree only within rounding.
-    Profiles and plans are of the model without it."""
+    Profiles and plans do not include its effect."""
     loss_scale: LossScale = LossScale()
     clip_grad_norm: Positive | None = None
     """Maximum norm of all gradients; by default they are not clipped."""
     on_nonfinite: Literal["stop", "skip", "ignore"] = "stop"
     """What happens if the loss or a gradient is infinite or NaN. `stop` ends the job with an error
     that names it. `skip` skips the step on all ranks: weights, optimizer, learning rate and buffers
-    stay as they were. `ignore` does not check. In `float16` the loss scale handles gradients, and
-    this is about the loss alone."""
+    stay as they were. `ignore` does not check. In `float16` the loss scale handles gradients, so
+    this key applies only to the loss."""
 
 
 class Pipeline(Section):
     """How the model is spread over the ranks. The planner chooses what is `auto`."""
 
     stages: Annotated[Count | None, Auto()] = None
-    """Parts of the model: at most one per rank; with the schedules `interleaved` and `looped-bfs` a
+    """Number of stages: at most one per rank; with the schedules `interleaved` and `looped-bfs` a
     multiple of the ranks, with `zb-v`, `dualpipev`, `v-half` and `v-min` two per rank."""
     micro_batches: Annotated[Count | None, Auto()] = None
-    """Parts of each batch."""
+    """Number of parts into which each batch is divided."""
     schedule: Schedule = None
     """Order of work. `gpipe` runs all forwards before the backwards; `1f1b` alternates them and
     keeps fewer activations. `looped-bfs` and `interleaved` are the same with several stages per
@@ -234,32 +235,32 @@ class Pipeline(Section):
     `dualpipev` compute the gradients of weights while they would wait; `v-half` and `v-min` keep
     about a half and a third of the activations of `1f1b` (all of these but `zb-h1` have two stages
     per rank). `pipedream` and `pipedream-2bw` overlap steps, with gradients of older weights: no
-    waiting, but other results. Or your own: a `.csv` file of actions, relative to the spec file, or
-    the name of a schedule of an installed package."""
+    waiting, but different results. Or your own: a `.csv` file of actions, relative to the spec
+    file, or the name of a schedule of an installed package."""
     warm_up: Annotated[tuple[Count, ...] | None, Auto()] = None
     """Forwards that each stage runs before its first backward, one number per stage; needs
     `stages`."""
     replicas: Replicas = None
     """Copies of each stage, which take micro-batches in turn and add up their gradients: a number,
-    or `any` to let the planner choose stage by stage; `auto` is 1. Sums over copies round in
-    another order than on one rank, and running statistics of BatchNorm are means over the
+    or `any` to let the planner choose stage by stage; `auto` is 1. Sums over copies are rounded
+    in another order than on one rank, and running statistics of BatchNorm are means over the
     copies."""
     shard_optimizer: Flag = False
     """Divide the optimizer state of a stage among its copies (ZeRO stage 1): less memory, the same
     results, messages after each step."""
     recompute: Annotated[Literal["none", "all", "blocks"] | None, Auto()] = None
     """Which stages keep only their inputs, and compute their forward again before the backward:
-    `all` stages; or all in `blocks`, which keeps the inputs of each part of a stage and recomputes
-    one part after the other. `auto`: stages that do not fit into memory otherwise, in blocks if
-    they do not fit at once; and with `backward: apart`, stages whose inputs are faster to send than
-    what they save."""
+    `all` stages, or all stages in `blocks`, which keeps the inputs of each block and recomputes one
+    block after the other. `auto`: the stages that do not fit into memory otherwise, in blocks if
+    necessary; and with `backward: apart`, stages whose inputs are faster to send than what they
+    save."""
     offload: Annotated[Literal["none", "host", "disk"] | None, Auto()] = None
     """Where stages keep what they save for their backward: `host` is the host's memory, for ranks
     on accelerators; `disk` is a file in the `TMPDIR` of each node. `auto`: `host` on accelerators,
-    and on CPUs `disk` if the cluster file gives its bandwidth; for stages for which it pays."""
+    and on CPUs `disk` if the cluster file gives its bandwidth; only for stages that it helps."""
     backward: Annotated[Literal["together", "apart"] | None, Auto()] = "together"
     """Where the backward of a stage runs: `together` with its forward, or `apart`, on a rank of its
-    own that also updates; what it needs is sent there. `auto`: apart if that is faster."""
+    own, which also updates the weights and receives what it needs. `auto`: apart if faster."""
     memory_limit: Bytes | None = None
     """Resident memory per rank, the process itself included; by default its share of
     `resources.memory_per_node`, if that is given."""
@@ -305,7 +306,7 @@ class Launch(Section):
     """The command that starts the ranks; `auto` is `mpiexec`. `srun` needs Slurm."""
     mpi: Text = "auto"
     """The value of `srun --mpi`, such as `pmix`; or the kind of `mpiexec`: `hydra` (MPICH),
-    `openmpi`, `intel` or `cray` (PALS). `auto` is found at submission, if possible."""
+    `openmpi`, `intel` or `cray` (PALS). `auto` detects it at submission, if possible."""
     bind: Literal["none", "cores", "numa"] = "none"
     """Bind each rank to `cpus_per_task` cores of its own (`cores`), or to a memory domain of its
     node (`numa`)."""
@@ -315,10 +316,10 @@ class Launch(Section):
     """What moves messages while ranks compute: `none` if MPI does so by itself, `poll` between
     operators, or a `thread`; `auto` follows from the nodes, the size of the messages and what
     `pipectl profile --links` measured. With `core`, ranks compute with one thread less than they
-    have cores, and leave that core to a thread for large messages; profiles are measured so too."""
+    have cores, and leave that core to a thread for large messages, also in profiles."""
     gpu_aware: Literal["auto", "always", "never"] = "auto"
-    """Whether MPI gets the memory of accelerators: `always`, `never`, or `auto`: if MPI says that
-    it takes it, and a test message arrives."""
+    """Whether MPI reads and writes the memory of accelerators directly: `always`, `never`, or
+    `auto`: if MPI says that it can, and a test message arrives."""
     hang_after: Seconds = 30
     """How long a rank may be frozen, or its node silent, before the job is ended; at least three
     steps."""
@@ -339,11 +340,11 @@ class Environment(Section):
     setup: tuple[Script, ...] = ()
     """Shell code put into the job script verbatim, after the modules."""
     variables: Variables = Field(default_factory=dict)
-    """Environment variables of all ranks. They may be keys and tokens: they are in no script and no
-    report, only in two files of the run that nobody but its owner can read."""
+    """Environment variables of all ranks. They may contain secrets: they are written only to two
+    files of the run directory that nobody but its owner can read, to no script and no report."""
     container: Text | None = None
     """Apptainer image in which the ranks run, relative to the spec file, or an address such as
-    `docker://...`; its `python3` has torch, mpi4py and pipectl."""
+    `docker://...`; its `python3` must have torch, mpi4py and pipectl."""
 
 
 class Checkpoint(Section):
@@ -357,19 +358,19 @@ class Checkpoint(Section):
     """Checkpoints whose step is a multiple of this are kept too."""
     lead_time: Seconds = 180
     """How long before the end of the walltime the ranks save a checkpoint and end, at most a
-    quarter of the walltime; it must suffice for a step and the checkpoint."""
+    quarter of the walltime. It must be enough for a step and the checkpoint."""
     max_requeues: Natural = 3
     """How often the job is requeued after that, or after the failure of a node, to continue from
-    its last checkpoint. (On PBS it submits itself again, if jobs may.)"""
+    its last checkpoint. (On PBS it submits itself again, if the site allows that.)"""
 
 
 class Trace(Section):
     """Which steps are recorded action by action, for `pipectl report`."""
 
     steps: tuple[Count, ...] = (10,)
-    """Steps to record; one beyond the last step is the last. `[]` for none."""
+    """Steps to record, or the last step of a shorter run. `[]` for none."""
     every: Count | None = None
-    """Also every step that is a multiple of this; 1 records all."""
+    """Also record every step that is a multiple of this; 1 records all."""
 
     def includes(self, step: int, steps: int) -> bool:
         """Whether a step is recorded.
@@ -388,7 +389,8 @@ class Tracking(Section):
     """
 
     tensorboard: Keywords | None = None
-    """TensorBoard: event files in the run directory; `directory` names another folder of it."""
+    """TensorBoard: event files in the run directory, in the folder `directory`, by default
+    `tensorboard`."""
     wandb: Keywords | None = None
     """Weights & Biases: arguments of `wandb.init`, such as `project` and `entity`."""
     mlflow: Keywords | None = None
@@ -409,7 +411,7 @@ class Output(Section):
 
     directory: Text = "runs"
     """Directory of the run directories, relative to the working directory; the environment variable
-    `PIPECTL_RUNS` changes the default. Commands on runs look there too, or where `-d` says."""
+    `PIPECTL_RUNS` changes the default. Commands on runs look there too, or in `-d DIRECTORY`."""
 
 
 class Slurm(Section):
@@ -422,7 +424,7 @@ class Slurm(Section):
     options: Options = Field(default_factory=dict)
     """Further options of sbatch, such as `{qos: long, constraint: a100&nvlink, exclusive: true}`:
     long names or single letters, with a text, with `true` for an option without a value, or with a
-    list for one that is given several times. `gpus-per-node` and `mem` (or `mem-per-cpu`,
+    list for an option that is repeated. `gpus-per-node` and `mem` (or `mem-per-cpu`,
     `mem-per-gpu`) replace what follows from `resources`. `cpus-per-task`, `gpus-per-node`, `mem`
     and `time` may be `false`, for sites that refuse them. Options that other keys of the spec set
     are refused."""
@@ -496,7 +498,7 @@ class JobSpec(Section):
     pbs: Pbs = Pbs()
     sweep: Sweep | None = None
     site_defaults: Flag = True
-    """Whether site files give defaults to this job."""
+    """Whether this job takes defaults from site files."""
 
     _base: Path = PrivateAttr(default_factory=Path.cwd)
 

@@ -179,7 +179,7 @@ def test_held_out_data_that_is_not_there_is_a_comment_in_the_job(cli: Command) -
 
 
 def test_a_recipe_is_copied_with_its_code(cli: Command) -> None:
-    names = cli("init", "--recipe", "list").out.split()
+    names = [line.split()[0] for line in cli("init", "--recipe", "list").out.splitlines()]
     assert {"gpt-stdlib", "names-seq2seq", "lora-llm"} <= set(names)
     for name in names:
         cli("init", name, "--recipe", name)

@@ -181,7 +181,9 @@ def _copy_recipe(name: str, directory: Path, *, force: bool) -> None:
     folder = package / "recipes" if (package / "recipes").is_dir() else package.parent / "configs"
     jobs = {path.stem: path for path in sorted(folder.glob("*.yaml"))}
     if name == "list":
-        say("\n".join(jobs))
+        for job, path in jobs.items():
+            comment = " ".join(re.findall(r"^# ([A-Z].*)", path.read_text("utf-8"), re.MULTILINE)[:3])
+            say(f"{job:<16}" + re.split(r"[.:]( |$)| \(|, ", comment)[0])
         return
     if name not in jobs:
         raise UsageError(
