@@ -137,7 +137,7 @@ QSUB = Syntax(
     own={
         "-A": "set pbs.account",
         "-N": "set name",
-        "-S": "remove it; job scripts are of bash",
+        "-S": "remove it; job scripts use bash",
         "-e": _LOG,
         "-j": _LOG,
         "-k": _LOG,

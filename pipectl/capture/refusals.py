@@ -40,7 +40,7 @@ PACKING = (
     "together into a submodule of its own, which then runs as it is, as one operator",
 )
 UNSTEADY = (
-    "it reads a part of a submodule's result that has another structure from call to call",
+    "it reads a part of a submodule's result whose structure differs between calls",
     f"let the submodule return lists of fixed lengths, or {AS_IT_IS}",
 )
 _KINDS = (

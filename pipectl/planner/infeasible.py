@@ -60,7 +60,7 @@ def infeasible(problem: Problem, cutter: Cutter, demand: Demand) -> InfeasibleEr
     excess, rank = _worst(problem, peaks)
     limit = problem.limit_bytes(rank)
     message = (
-        f"no feasible plan: the one with the smallest peak found needs "
+        f"no feasible plan: the one with the smallest peak needs "
         f"{format_bytes(peaks[rank])} on rank {rank} ({_breakdown(problem, plan, rank)}), "
         f"{format_bytes(excess)} more than its limit of {format_bytes(limit)}"
     )
@@ -102,7 +102,7 @@ def _cures(
         room.append(f"{problem.request.named('memory_limit')} {ceil(most / 2**20)}MiB")
     if any(peak > problem.cluster.memory_of(rank, None) for rank, peak in enumerate(peaks)):
         room.append(f"ranks with {ceil(most / 2**20)} MiB of memory")
-    yield " and ".join(room) + " would do"
+    yield " and ".join(room) + " would be enough"
     if limit <= problem.baseline_bytes:
         return
     now = _estimate(problem, cutter, problem.request, len(plan.stages), limit)

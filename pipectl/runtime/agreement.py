@@ -31,8 +31,8 @@ Identity = Mapping[str, str]
 _NODE = "node"
 _FILES = ("job.yaml", "plan.json")
 _ACCELERATOR_CURE = (
-    "the job asks for accelerators on every node (resources.gpus_per_node): see that the batch "
-    "system and the launcher give every rank one, or set it to 0"
+    "the job asks for accelerators on every node (resources.gpus_per_node): make sure that the "
+    "batch system and the launcher give every rank one, or set it to 0"
 )
 
 

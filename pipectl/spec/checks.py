@@ -83,7 +83,7 @@ def _check_ranks(pipeline: Pipeline, resources: Resources) -> Iterator[Finding]:
     """What the stages and their memory need of the ranks."""
     stages, name, ranks = pipeline.stages, pipeline.schedule, resources.ranks
     if pipeline.offload == "host" and not resources.gpus_per_node:
-        fault = "frees nothing on ranks that compute on the CPU, in the host's memory; write disk"
+        fault = "frees nothing on ranks that compute on the CPU; write disk"
         yield ("pipeline", "offload"), fault
     schedule = _built_in(pipeline)
     if stages is None or (schedule is None and (name is not None or stages <= ranks)):
@@ -113,7 +113,7 @@ def _check_warm_up(pipeline: Pipeline) -> Iterator[Finding]:
     if name is not None and (schedule is None or not schedule.chooses_warm_up):
         yield _WARM_UP, f"has no meaning with schedule {name}, which has one of its own"
     if any(early < late for early, late in pairwise(warm_up)):
-        yield _WARM_UP, f"{list(warm_up)} rises from one stage to the next; it may only fall"
+        yield _WARM_UP, f"{list(warm_up)} must not increase from one stage to the next"
     largest, micro_batches = max(warm_up, default=0), pipeline.micro_batches
     if micro_batches is not None and largest > micro_batches:
         yield _WARM_UP, f"{largest} forwards, but there are {micro_batches} micro-batches"
@@ -153,7 +153,7 @@ def _check_batch(pipeline: Pipeline, training: Training) -> Iterator[Finding]:
     their gradients."""
     micro_batches, schedule = pipeline.micro_batches or 1, _built_in(pipeline)
     if micro_batches > training.batch_size:
-        fault = f"a batch of {training.batch_size} cannot be cut into {micro_batches}"
+        fault = f"a batch of {training.batch_size} cannot be divided into {micro_batches}"
         yield _MICRO_BATCHES, f"{fault}; lower it or raise training.batch_size"
     if schedule is None or schedule.staleness is None:
         return
@@ -175,7 +175,7 @@ def _check_batch(pipeline: Pipeline, training: Training) -> Iterator[Finding]:
 
 def _check_progress(launch: Launch, resources: Resources) -> Iterator[Finding]:
     if resources.cpus_per_task <= launch.spare_cores:
-        fault = "core leaves none to compute with: resources.cpus_per_task is 1"
+        fault = "core leaves no core to compute with: resources.cpus_per_task is 1"
         yield ("launch", "progress"), f"{fault}; set it to 2 or more"
 
 

@@ -285,7 +285,7 @@ def test_numbers_of_nodes(cli: Command, alone: Path) -> None:
     result = cli(*ALONE, "--nodes", "1,4", "--set", "pipeline.memory_limit=268MiB")
     assert result.code == 0
     assert re.search(r"^ +1 +1 +- +- +-", result.out, re.MULTILINE)
-    assert "1 node: the one with the smallest peak found needs" in result.out
+    assert "1 node: the one with the smallest peak needs" in result.out
     assert "efficiency is against 4 nodes, the fewest on which the model fits" in result.out
 
 

@@ -285,13 +285,13 @@ def test_infeasible_error_names_rank_stage_figures_and_cures(chain) -> None:
     error = caught.value
     assert error.exit_code == 4
     assert error.message == (
-        "no feasible plan: the one with the smallest peak found needs 46.5 KiB on rank 1 "
+        "no feasible plan: the one with the smallest peak needs 46.5 KiB on rank 1 "
         "(stage 1 of 2: process 4.88 KiB, parameters, gradients and optimizer 1.56 KiB, "
         "4.88 KiB for each micro-batch in flight (at most 8, of 8 samples)), "
         "17.2 KiB more than its limit of 29.3 KiB"
     )
     assert error.cure == (
-        "pipeline.memory_limit 1MiB would do; 4 stages on 4 ranks: about 29.1 KiB (fits); "
+        "pipeline.memory_limit 1MiB would be enough; 4 stages on 4 ranks: about 29.1 KiB (fits); "
         "schedule 1f1b: about 12.7 KiB (fits)"
     )
 
@@ -308,7 +308,7 @@ def test_smaller_micro_batches_are_offered_as_a_cure(chain) -> None:
 def test_a_limit_below_the_process_itself_blames_only_the_limit(chain) -> None:
     with pytest.raises(InfeasibleError) as caught:
         make_plan(chain(8), cluster_of([2], 2), PlanRequest("job", 64, memory_limit_bytes=4_000))
-    assert caught.value.cure == "pipeline.memory_limit 1MiB would do"
+    assert caught.value.cure == "pipeline.memory_limit 1MiB would be enough"
 
 
 def test_more_stages_than_cuts(chain) -> None:
@@ -379,7 +379,7 @@ def test_a_limit_that_devices_do_not_have_would_not_do(chain) -> None:
     request = PlanRequest("job", 64, micro_batches=8, stages=2, memory_limit_bytes=5_500)
     with pytest.raises(InfeasibleError) as caught:
         make_plan(chain(8), cluster, request)
-    said = "pipeline.memory_limit 1MiB and ranks with 1 MiB of memory would do"
+    said = "pipeline.memory_limit 1MiB and ranks with 1 MiB of memory would be enough"
     assert caught.value.cure.startswith(said)
 
 

@@ -210,7 +210,7 @@ def test_text_that_is_no_factory_is_replaced(read, minimal) -> None:
         ("slurm.options={qos: a, qos: b}", "--set slurm.options: qos: given twice"),
         ("slurm.qos=a", "--set slurm.qos: is no longer a key; write slurm.options: {qos: ...}"),
         ('name="\\e"', "--set name: contains the unprintable character U+001B; remove it"),
-        ("pipeline.micro_batches=9", "--set pipeline.micro_batches: a batch of 8 cannot be cut into 9; lower it or raise training.batch_size"),
+        ("pipeline.micro_batches=9", "--set pipeline.micro_batches: a batch of 8 cannot be divided into 9; lower it or raise training.batch_size"),
         ("na\x1bme=3", "--set na\\x1bme: unknown key; did you mean 'name'?"),
     ],
 )  # fmt: skip

@@ -51,8 +51,8 @@ BOMB = "\n".join(
         ("resources: {nodes: 9223372036854775808}", "7:20: resources.nodes: must be at most 9223372036854775807, not 9223372036854775808"),
         ("pipeline: {warm_up: [2, 0, x]}", "7:25: pipeline.warm_up[1]: must be a whole number of at least 1, not 0\njob.yaml:7:28: pipeline.warm_up[2]: must be a whole number of at least 1, not 'x'"),
         ("pipeline: {warm_up: fast}", "7:21: pipeline.warm_up: must be auto or a list, not 'fast'"),
-        ("launch: {progress: core}", "7:20: launch.progress: core leaves none to compute with: resources.cpus_per_task is 1; set it to 2 or more"),
-        ("pipeline: {offload: host}", "7:21: pipeline.offload: frees nothing on ranks that compute on the CPU, in the host's memory; write disk"),
+        ("launch: {progress: core}", "7:20: launch.progress: core leaves no core to compute with: resources.cpus_per_task is 1; set it to 2 or more"),
+        ("pipeline: {offload: host}", "7:21: pipeline.offload: frees nothing on ranks that compute on the CPU; write disk"),
         ("pipeline: {backward: apart}", "7:22: pipeline.backward: apart takes 2 ranks per stage: 2; resources give 1"),
         ("resources: {nodes: 4}\npipeline: {backward: apart, schedule: zb-v}", "8:22: pipeline.backward: cannot be apart with schedule zb-v, but with one of gpipe, 1f1b, pipedream, pipedream-2bw"),
         ("resources: {nodes: 4}\npipeline: {backward: apart, replicas: 2}", "8:22: pipeline.backward: cannot be apart with 2 replicas per stage; leave these out"),
@@ -110,13 +110,13 @@ BOMB = "\n".join(
         ("optimizer: {factory: 'a.b:2f'}", "7:22: optimizer.factory: 'a.b:2f': '2f' is no name of a function or class; write ./file.py:name or package.module:name"),
         # across fields
         ("pipeline: {stages: 2}", "7:20: pipeline.stages: 2 stages need as many ranks; resources give nodes x tasks_per_node = 1 x 1"),
-        ("pipeline: {micro_batches: 9}", "7:27: pipeline.micro_batches: a batch of 8 cannot be cut into 9; lower it or raise training.batch_size"),
+        ("pipeline: {micro_batches: 9}", "7:27: pipeline.micro_batches: a batch of 8 cannot be divided into 9; lower it or raise training.batch_size"),
         ("pipeline: {warm_up: [2, 1]}", "7:21: pipeline.warm_up: needs pipeline.stages: 2 as well"),
         ("pipeline: {stages: 1, warm_up: [2, 1]}", "7:32: pipeline.warm_up: has length 2, but pipeline.stages is 1"),
         ("pipeline: {stages: 1, micro_batches: 2, warm_up: [3]}", "7:50: pipeline.warm_up: 3 forwards, but there are 2 micro-batches"),
         ("pipeline: {stages: 3, schedule: interleaved}\nresources: {tasks_per_node: 2}", "7:20: pipeline.stages: 3 stages cannot go round over 2 ranks; schedule interleaved takes a multiple of them"),
         ("pipeline: {stages: 3, schedule: zb-v}\nresources: {nodes: 4}", "7:20: pipeline.stages: 3 stages cannot lie in a V over 4 ranks; schedule zb-v takes two per rank"),
-        ("pipeline: {stages: 3, warm_up: [2, 1, 2]}\nresources: {nodes: 3}", "7:32: pipeline.warm_up: [2, 1, 2] rises from one stage to the next; it may only fall"),
+        ("pipeline: {stages: 3, warm_up: [2, 1, 2]}\nresources: {nodes: 3}", "7:32: pipeline.warm_up: [2, 1, 2] must not increase from one stage to the next"),
         ("pipeline: {stages: 1, schedule: gpipe, warm_up: [1]}", "7:49: pipeline.warm_up: has no meaning with schedule gpipe, which has one of its own"),
         ("pipeline: {schedule: pipedream, stages: 1, warm_up: [1]}", "7:53: pipeline.warm_up: has no meaning with schedule pipedream, which has one of its own"),
         ("pipeline: {schedule: pipedream, micro_batches: 4}", "7:48: pipeline.micro_batches: 4 have no meaning with schedule pipedream, which updates after each; leave it out, or use another schedule than pipedream"),
@@ -195,7 +195,7 @@ def test_fields_that_do_not_fit_are_told_with_other_problems(added) -> None:
     text = "pipeline: {stages: 3, micro_batches: 9}\nname: a\nsite_defaults: 3\n"
     assert added(text) == [
         "job.yaml:7:20: pipeline.stages: 3 stages need as many ranks; resources give nodes x tasks_per_node = 1 x 1",
-        "job.yaml:7:38: pipeline.micro_batches: a batch of 8 cannot be cut into 9; lower it or raise training.batch_size",
+        "job.yaml:7:38: pipeline.micro_batches: a batch of 8 cannot be divided into 9; lower it or raise training.batch_size",
         "job.yaml:8:1: name: given twice; first on line 2",
         "job.yaml:9:16: site_defaults: must be true or false, not 3",
     ]  # fmt: skip

@@ -145,7 +145,7 @@ def _check_torch() -> Iterator[Finding]:
     """Whether torch can be imported, and how messages leave accelerators."""
     name, kind, count = _answer([sys.executable, "-c", _TORCH])
     untested = untested_torch()
-    cure = f"if something fails that should not, install {tested_torch()}"
+    cure = f"if something fails, install {tested_torch()}"
     yield _finding("torch", untested or name, cure if untested else "")
     if not kind:
         yield _finding("accelerators", "none: ranks compute on cores")
@@ -176,7 +176,7 @@ def _check_mpi(launch: Launch | None) -> Iterator[Finding]:
     yield _finding("MPI", f"{answer['library']}, started by {command[0]}")
     text = f"mpiexec takes the options of {mpi} (launch.mpi)"
     if mpi == AUTO:
-        text = "mpiexec is of no known kind, so it cannot be told to bind ranks"
+        text = "mpiexec is of an unknown kind, so it cannot bind ranks"
     cure = f"if it is like one of {', '.join(MPIEXECS)}, set launch.mpi to that"
     yield _finding("launcher", text, cure if mpi == AUTO else "")
     threads = answer["threads"]
@@ -201,7 +201,7 @@ def _check_slurm(launch: Launch | None) -> Iterator[Finding]:
     if mpi == AUTO or knows_pmi(kinds, mpi):
         yield _finding("PMI", text)
     else:
-        cure = "set launch.mpi to one of them, as your MPI needs it"
+        cure = "set launch.mpi to the one that your MPI needs"
         yield Finding("PMI", Level.FAIL, f"{text}; the job wants {mpi}", cure)
 
 
@@ -236,7 +236,8 @@ def _check_file_system(directory: Path) -> Iterator[Finding]:
         cure = "do not run two commands that change a run at the same time"
         yield _finding("locks", "the file system has no locks", cure)
     text = f"{skew_s:.1f} s from that of the file system"
-    cure = "have the clocks of all nodes set by NTP; `status` may misjudge how old heartbeats are"
+    cure = "synchronise the clocks of all nodes by NTP; `status` may misjudge how old heartbeats "
+    "are"
     yield _finding("clock", text, "" if skew_s < _MAX_SKEW_S else cure)
 
 

@@ -182,7 +182,9 @@ def _copy_recipe(name: str, directory: Path, *, force: bool) -> None:
     jobs = {path.stem: path for path in sorted(folder.glob("*.yaml"))}
     if name == "list":
         for job, path in jobs.items():
-            comment = " ".join(re.findall(r"^# ([A-Z].*)", path.read_text("utf-8"), re.MULTILINE)[:3])
+            comment = " ".join(
+                re.findall(r"^# ([A-Z].*)", path.read_text("utf-8"), re.MULTILINE)[:3]
+            )
             say(f"{job:<16}" + re.split(r"[.:]( |$)| \(|, ", comment)[0])
         return
     if name not in jobs:

@@ -123,7 +123,7 @@ class Verification:
         for step, (ours, theirs) in enumerate(comparison.losses, 1):
             yield f"step {step}: loss {ours:.9g}, reference {theirs:.9g}"
         if self.tolerance:
-            yield f"tolerance: {self.tolerance:g} of the farthest that any weight has moved"
+            yield f"tolerance: {self.tolerance:g} of the largest change of any weight"
         if first is not None:
             yield f"different: by {comparison.largest:.3g} at most"
             yield f"first at step {first.step}, in {first.tensor}: by {first.largest:.3g}"
