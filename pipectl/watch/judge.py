@@ -132,8 +132,7 @@ def _judge_living(nodes: Sequence[NodeReport], limit: float, *, complete: bool) 
     busy = [(node, rank) for node, rank in living if not rank.activity.waiting]
     if busy and step > 1 and still_s >= PATIENCE * limit:
         message = f"has been in {busy[0][1].activity.action} for {still_s:.0f} s"
-        cure = "look at what it does, for example by `py-spy dump`; launch.hang_after allows more "
-        "time"
+        cure = "look at what it does (`py-spy dump`); launch.hang_after allows more time"
         return blame(*busy[0], f"{message}, and no rank has moved on", cure)
     if not busy and len(living) > 1 and still_s >= _CIRCLE * limit:
         message = f"all ranks have waited for each other for {still_s:.0f} s"

@@ -236,8 +236,7 @@ def _check_file_system(directory: Path) -> Iterator[Finding]:
         cure = "do not run two commands that change a run at the same time"
         yield _finding("locks", "the file system has no locks", cure)
     text = f"{skew_s:.1f} s from that of the file system"
-    cure = "synchronise the clocks of all nodes by NTP; `status` may misjudge how old heartbeats "
-    "are"
+    cure = "synchronise the clocks of all nodes (NTP); `status` may misjudge how old heartbeats are"
     yield _finding("clock", text, "" if skew_s < _MAX_SKEW_S else cure)
 
 
