@@ -164,7 +164,7 @@ def _judge_deaths(nodes: Sequence[NodeReport], ended_s: float) -> Lost | None:
 
 def _describe_silence(node: NodeReport) -> str:
     where = f" on {node.node}" if node.node else ""
-    return f"nothing was heard of it{where} for {node.silent_s:.0f} s: the node is gone"
+    return f"no sign of life from it{where} for {node.silent_s:.0f} s: the node is gone"
 
 
 def describe_stall(nodes: Sequence[NodeReport], limit: float) -> tuple[float, str]:
@@ -208,7 +208,7 @@ def describe_waits(ranks: Sequence[RankReport], culprit: int | None = None) -> s
             return text + (", and so in a circle" if activity.peer in path else ", and so on")
         path.append(activity.peer)
         other = activities.get(activity.peer)
-        text += f", which {f'is {_describe(other)}' if other else 'was never heard of'}"
+        text += f", which {f'is {_describe(other)}' if other else 'has not reported yet'}"
     return text
 
 

@@ -129,7 +129,7 @@ class _Rank:
             message = "killed by the kernel, for lack of memory on its node"
             return dead._replace(message=message, cure=_MEMORY)
         if was_asked:
-            message = "its process was sent a signal to end (SIGTERM or SIGINT), by itself"
+            message = "its process alone received SIGTERM or SIGINT"
             return dead._replace(was_asked=True, message=message)
         too = "" if _lives(self.launcher) else "; the launcher is gone, too"
         message = (

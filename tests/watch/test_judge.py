@@ -91,7 +91,7 @@ def test_a_node_that_is_silent_since_a_death_is_gone(silent_s: float) -> None:
         return judged(dead, silent, ended_s=ended_s)
 
     assert after(SETTLE_S) is after(MISSED_S) is None
-    words = f"nothing was heard of it on n2 for {silent_s + MISSED_S + 0.1:.0f} s: the node is gone"
+    words = f"no sign of life from it on n2 for {silent_s + MISSED_S + 0.1:.0f} s: the node is gone"
     assert after(MISSED_S + 0.1) == (2, "n2", words)
     assert judged(dead, node({2: lives()}, 0.4), ended_s=0.5)[0] == 0
     assert judged(dead, node({2: lives(LEFT)}, 9), ended_s=0.5)[0] == 0
@@ -147,7 +147,7 @@ def test_who_waits_for_whom() -> None:
 @pytest.mark.parametrize(
     ("activities", "words"),
     [
-        ({3: awaits(2)}, "from rank 2, which was never heard of"),
+        ({3: awaits(2)}, "from rank 2, which has not reported yet"),
         ({3: awaits(2), 2: awaits(3)}, "from rank 3, and so in a circle"),
         ({3: awaits(2), 2: SAVES}, "which is waiting for the other ranks (saving)"),
         ({3: awaits(2), 2: WAITS_FOR_ALL}, "waiting for the other ranks (stage 0, UPDATE)"),
@@ -259,6 +259,6 @@ def test_a_silent_node_is_gone_unless_other_ranks_move_on() -> None:
     silent = node({1: known(computes(), 28)}, 28, "n2")
     lost = judged(node({0: known(awaits(1), 20)}), silent)
     assert lost[:2] == (1, "n2")
-    words = "nothing was heard of it on n2 for 28 s: the node is gone; rank 0 is waiting"
+    words = "no sign of life from it on n2 for 28 s: the node is gone; rank 0 is waiting"
     assert lost[2].startswith(words)
     assert judged(node({0: known(computes(), 1)}), silent) is None

@@ -144,7 +144,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
         (b"", {}, "its process was killed (by SIGKILL, for example) or exited without a message"),
         (b"", {"memory_kill": True}, "killed by the kernel, for lack of memory on its node"),
         (CRASH, {"memory_kill": True}, "its process crashed: Fatal Python error: Aborted"),
-        (TERM, {}, "its process was sent a signal to end (SIGTERM or SIGINT), by itself"),
+        (TERM, {}, "its process alone received SIGTERM or SIGINT"),
         (TERM, {"memory_kill": True}, "killed by the kernel, for lack of memory on its node"),
         (b"", {"script_gone": True}, "the job script that started it is gone"),
     ],
@@ -276,7 +276,7 @@ def test_the_end_of_a_watcher_ends_no_rank(job: Job) -> None:
     job.watchers[1].wait(LONG_S)
     assert first.process.poll() is None
     assert list(job.reports) == [0]
-    assert "nothing was heard of it on n0" in job.reports[0]
+    assert "no sign of life from it on n0" in job.reports[0]
 
 
 def test_the_first_node_tells_nothing_before_a_rank_of_another_ends(job: Job) -> None:
@@ -314,7 +314,7 @@ def test_without_the_first_node_ranks_that_stand_still_are_ended(job: Job) -> No
     assert second.process.wait(LONG_S) == -signal.SIGKILL
     job.watchers[1].wait(LONG_S)
     (error,) = read_errors(job.run)
-    assert "nothing was heard of it on n0" in error["message"]
+    assert "no sign of life from it on n0" in error["message"]
     assert (error["rank"], error["host"], error["step"]) == (0, "n0", 7)
     assert first.process.poll() is None
 

@@ -206,12 +206,12 @@ def _remarks(
 ) -> Iterator[str]:
     """What the tables do not say."""
     if cut or ranks < len(comparison.ranks):
-        yield "shown are those that differ most; --json has all"
+        yield "only those that differ most are shown; --json has all"
     if len(comparison.ranks) < recorded.plan.ranks:
         yield f"{len(comparison.ranks):,} of {recorded.plan.ranks:,} ranks were recorded"
     if comparison.clock_error_s:
         error = format_time(comparison.clock_error_s)
-        yield f"times of different nodes are right to {error}"
+        yield f"the clocks of the nodes agree to within {error}"
     if comparison.unpaired:
         yield f"{comparison.unpaired} actions have no counterpart: a batch that was not full"
     if len(recorded.steps) > 1:

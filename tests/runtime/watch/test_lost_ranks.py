@@ -30,7 +30,7 @@ IN_FORWARD = {
     "raises": "list index out of range",
     "crashes": "its process crashed: Fatal Python error: Segmentation fault",
     "exits": "its process was killed (by SIGKILL, for example) or exited without a message",
-    "asked": "its process was sent a signal to end",
+    "asked": "its process alone received SIGTERM",
 }
 OFTEN = [("killed", 1), ("frozen", 0), ("memory", 2)]
 RARELY = [(what, rank) for what in IN_FORWARD for rank in range(3) if (what, rank) not in OFTEN]
