@@ -115,7 +115,7 @@ await() {
     return "$code"
 }
 
-# Launchers do not survive all signals that ranks do. A launcher may wait for ever for a node that
+# Launchers do not survive all signals that ranks do. A launcher may wait forever for a node that
 # does not answer: it is killed some time after a rank has failed.
 shielded=
 tick_s=5

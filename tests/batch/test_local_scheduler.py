@@ -126,7 +126,7 @@ def test_there_is_no_queue_to_ask(make_request: MakeRequest) -> None:
     scheduler = LocalScheduler()
     assert scheduler.estimate(Path("job.sh")) is None
     assert (scheduler.find("tag"), scheduler.queues()) == (None, ())
-    with pytest.raises(SchedulerError, match="wait for no others"):
+    with pytest.raises(SchedulerError, match="cannot wait for other runs"):
         scheduler.render(make_request(after=(ME,)))
 
 

@@ -113,7 +113,7 @@ def test_a_resource_that_is_not_ours_may_be_asked_for(
     ("changes", "words"),
     [
         ({"run_directory": Path("/scratch/a:b")}, r"output\.directory"),  # would name a host
-        ({"array": Array((Path("/runs/a"),))}, "single job"),
+        ({"array": Array((Path("/runs/a"),))}, "no array of one job"),
     ],
 )
 def test_what_pbs_cannot_run_is_refused(

@@ -62,7 +62,7 @@ def test_a_listed_end_is_completed_by_the_exit_code(
         ({"exit_code": 0, "query_error": "squeue: down"}, "COMPLETED", "run directory", []),
         ({"exit_code": 75}, "PREEMPTED", "run directory", []),
         # The next start may wait in the queue that does not answer.
-        ({"exit_code": 75, "query_error": "squeue: down"}, "UNKNOWN", "none", ["and may go on"]),
+        ({"exit_code": 75, "query_error": "squeue: down"}, "UNKNOWN", "none", ["and may continue"]),
         ({"heartbeat_at": NOW - 10}, "RUNNING", "heartbeat", []),
         (
             {"heartbeat_at": NOW - 10, "query_error": "squeue: down"},

@@ -363,7 +363,7 @@ def test_a_result_that_may_be_the_input_can_be_written(make_job, further: str) -
 def test_another_size_than_captured_is_an_error(make_job, further: str) -> None:
     job = make_job(f"{further}:one")
     operator = opaque_of(job.training_graph(4))
-    with pytest.raises(CaptureError, match=r"model: 1 gave \[4, 6\] .* found \[3, 6\]"):
+    with pytest.raises(CaptureError, match=r"model: 1 gave \[4, 6\] .* captured with \[3, 6\]"):
         operator(3, *states_of(job), torch.ones(4, 6))
 
 

@@ -131,7 +131,7 @@ def test_a_parameter_without_values() -> None:
 
     notes, model = deferred(Forgotten)
     with pytest.raises(
-        CaptureError, match="weight is made in the factory but never given"
+        CaptureError, match="weight is created in the factory but never init"
     ) as found:
         notes.make(model.weight, "weight")
     assert found.value.cure is not None

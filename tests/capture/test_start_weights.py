@@ -128,7 +128,7 @@ def test_files_that_are_no_checkpoints(tmp_path: Path) -> None:
     with pytest.raises(DataFileError, match=r"w.safetensors: cannot be read as safetensors"):
         Weights(tmp_path / "w.safetensors")
     (tmp_path / "w.index.json").write_text("{}")
-    with pytest.raises(DataFileError, match=r"w.index.json: is no index"):
+    with pytest.raises(DataFileError, match=r"w.index.json: is not an index"):
         Weights(tmp_path / "w.index.json")
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataFileError, match=r"empty: contains no .safetensors file"):

@@ -133,7 +133,7 @@ def test_the_work_of_blocks_is_that_of_the_stage_twice_forward(deep) -> None:
 def test_blocks_are_of_stages_that_recompute_with_their_backwards() -> None:
     with pytest.raises(InvalidInputError, match="blocks: need stages that recompute"):
         request(recompute=False, blocks=True)
-    with pytest.raises(InvalidInputError, match="blocks: a stage with its backward elsewhere"):
+    with pytest.raises(InvalidInputError, match="blocks: a stage whose backward has a rank"):
         request(recompute=True, blocks=True, backward_apart=True)
 
 

@@ -60,8 +60,8 @@ def test_comments_blanks_and_the_other_notation_are_read():
     ("text", "message"),
     [
         ("", "x: no action"),
-        ("0F0,0B0\n0REDUCE_GRAD\n1F0,1B0", "x:2: no action that is computed"),
-        ("0F0,0SEND_F0,0B0", "x:1: action 2: '0SEND_F0' is no action such as 2F0"),
+        ("0F0,0B0\n0REDUCE_GRAD\n1F0,1B0", "x:2: a line without an action"),
+        ("0F0,0SEND_F0,0B0", "x:1: action 2: '0SEND_F0' is not an action such as 2F0"),
         ("0F0,0B0\n1F0,1B0,1F0", "x:2: action 3, 1F0: is there before: line 2, action 1"),
         ("0F0,0B0,1F0\n1B0", "x:2: action 1, 1B0: stage 1 is on line 1 already"),
         ("0F0,0F1,0B0", "x: micro-batch 1 lacks one backward, whole or both halves in stage 0"),

@@ -58,7 +58,7 @@ def test_a_plan_has_the_stages_and_ranks_of_the_lists():
 def test_what_does_not_fit_is_said():
     with pytest.raises(InfeasibleError, match="has 2 micro-batches, into which a batch of 1"):
         plan_for(BACK_TO_FRONT, 1)
-    with pytest.raises(InfeasibleError, match=r"my\.csv has 2 ranks, there are 1"):
+    with pytest.raises(InfeasibleError, match=r"my\.csv has 2 ranks, but there are 1"):
         plan_for(BACK_TO_FRONT, 4, ranks=1)
     with pytest.raises(InfeasibleError, match=r"my\.csv needs .* more than the memory limit"):
         plan_for(BACK_TO_FRONT, 4, memory_limit_bytes=1000)
