@@ -387,7 +387,7 @@ def test_variables_that_bash_cannot_export_are_refused(make_request: MakeRequest
     with pytest.raises(InvalidInputError, match="contains the control character"):
         render_variables(make_request(variables={"A": "x\ny"}))
     for name in ("", "1A", "A-B", "A B", "A=B", "é", "A\n", "A;touch x"):
-        with pytest.raises(InvalidInputError, match=r"environment\.variables: .* is not a variable name"):
+        with pytest.raises(InvalidInputError, match="is not a variable name"):
             render_variables(make_request(variables={"OMP_NUM_THREADS": "1", name: "2"}))
 
 
