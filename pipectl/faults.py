@@ -7,12 +7,15 @@ import sys
 import time
 import traceback
 from contextlib import suppress
+from dataclasses import asdict, dataclass
+from math import inf
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from pipectl.errors import FaultError, PipectlError, lacks_memory
-from pipectl.files import write_text
+from pipectl.files import write_json, write_text
+from pipectl.units import printable
 
 _PACKAGE = f"{Path(__file__).parent}{os.sep}"
 _LIBRARIES = (
@@ -88,23 +91,80 @@ def with_details(error: BaseException, file: Path | None, *, write: bool = False
     return fault
 
 
-def describe_error(error: BaseException, cure: str | None = None) -> dict[str, Any]:
-    """What error files of jobs say of an exception, beside where it happened.
+@dataclass(frozen=True)
+class ErrorReport:
+    """Why a rank, or the preparation of a job, failed: a file in the folder of errors of its run.
 
     Args:
-        cure: of one that has none itself.
+        rank: None for the preparation.
+        stage, step, action: what it did; stage and step are None for what belongs to none.
+        type: class of the exception; None for a rank that was lost.
+        time: seconds since the epoch.
+        exit_code: that commands have.
     """
-    own_error = error if isinstance(error, PipectlError) else None
-    documented = (kind for kind in type(error).__mro__ if kind.__module__ == "pipectl.errors")
-    return {
-        "host": os.uname().nodename,
-        "type": next(documented, type(error)).__name__,
-        "message": own_error.message if own_error else str(error) or "no message",
-        "cure": own_error.cure if own_error else cure,
-        "traceback": "".join(traceback.format_exception(error)),
-        "time": time.time(),
-        "exit_code": own_error.exit_code if own_error else 1,
-    }
+
+    message: str = "no message"
+    rank: int | None = None
+    stage: int | None = None
+    step: int | None = None
+    action: str = ""
+    host: str = ""
+    type: str | None = None
+    cure: str | None = None
+    traceback: str = ""
+    time: float = inf
+    exit_code: int = 1
+
+    @classmethod
+    def of(cls, error: BaseException, cure: str | None = None, **place: Any) -> ErrorReport:
+        """What is to be said of an exception.
+
+        Args:
+            cure: of one that has none itself.
+            place: ``rank``, ``stage``, ``step`` and ``action``.
+        """
+        own_error = error if isinstance(error, PipectlError) else None
+        documented = (kind for kind in type(error).__mro__ if kind.__module__ == "pipectl.errors")
+        return cls(
+            message=own_error.message if own_error else str(error) or "no message",
+            host=os.uname().nodename,
+            type=next(documented, type(error)).__name__,
+            cure=own_error.cure if own_error else cure,
+            traceback="".join(traceback.format_exception(error)),
+            time=time.time(),
+            exit_code=own_error.exit_code if own_error else 1,
+            **place,
+        )
+
+    @property
+    def where(self) -> str:
+        """``rank 3 on n1, stage 2, BACKWARD micro-batch 5, step 17``."""
+        host = f" on {self.host}" if self.host else ""
+        if self.rank is None:
+            return f"preparation{host}"
+        parts = (
+            "" if self.stage is None else f"stage {self.stage}",
+            self.action,
+            "" if self.step is None else f"step {self.step}",
+        )
+        return ", ".join((f"rank {self.rank}{host}", *filter(None, parts)))
+
+    @property
+    def what(self) -> str:
+        """The message, after the class of the exception."""
+        return f"{self.type}: {self.message}" if self.type else self.message
+
+    @property
+    def text(self) -> str:
+        """All of it for people, fit for terminals; it ends with a line end."""
+        cure = f"pipectl: {self.cure}" if self.cure else ""
+        parts = (f"pipectl: {self.where}: {self.what}", self.traceback, cure)
+        return "".join(f"{printable(part.rstrip())}\n" for part in parts if part)
+
+    def save(self, path: Path) -> None:
+        """Write its file, if that is possible: the disk may fail, too."""
+        with suppress(PipectlError, OSError):
+            write_json(path, {"version": 1, **asdict(self)})
 
 
 def _write_details(place: Path | None, fault: FaultError) -> Path | None:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from pipectl.cluster import Cluster
 from pipectl.errors import PipectlError
-from pipectl.faults import describe_error, with_details
+from pipectl.faults import ErrorReport, with_details
 from pipectl.files import write_json
 from pipectl.jobs.job_files import fresh_profile, join_rows, load_run, plan_path, profile_path
 from pipectl.jobs.prepare import PERCENT
@@ -34,7 +34,6 @@ from pipectl.units import printable
 if TYPE_CHECKING:
     from pipectl.profiler.progress import Progress
 _BEAT_S = 1.0
-_PLACE = {"rank": None, "stage": None, "action": "PREPARE", "step": None}
 
 
 def progress_of(run: RunDirectory, steps: int, *, measures_only: bool = False) -> Progress:
@@ -126,10 +125,10 @@ def main(arguments: Sequence[str]) -> int:
             beat(run, "profiled", PERCENT, PERCENT)
     except Exception as raised:
         error = with_details(raised, run.preparation_error)
-        report = {**_PLACE, **describe_error(error)}
-        write_json(run.preparation_error, report)
+        report = ErrorReport.of(error, action="PREPARE")
+        report.save(run.preparation_error)
         sys.stderr.write(printable(f"error: {error or type(error).__name__}\n"))
-        return int(report["exit_code"])
+        return report.exit_code
     return 0
 
 

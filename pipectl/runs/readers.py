@@ -13,12 +13,13 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from math import inf
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from pipectl.errors import DataFileError
+from pipectl.faults import ErrorReport
 from pipectl.fields import FieldError, Rule, read_value
 from pipectl.files import open_regular, read_json, read_limited, write_json
 from pipectl.runs.directory import RunDirectory, checkpoints
@@ -85,11 +86,17 @@ def read_report(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def read_errors(run: RunDirectory) -> list[dict[str, Any]]:
-    """Failure reports of ranks, the first failure first; unreadable ones are left out."""
-    paths = sorted(run.errors.glob("rank-*.json"))
-    reports = [report for path in paths if (report := read_report(path)) is not None]
-    return sorted(reports, key=lambda report: report.get("time", inf))
+def read_errors(run: RunDirectory) -> list[ErrorReport]:
+    """Why the preparation and ranks failed, the first failure first; unreadable ones are left
+    out."""
+    paths = [run.preparation_error, *sorted(run.errors.glob("rank-*.json"))]
+    names, errors = {each.name for each in fields(ErrorReport)}, []
+    for report in filter(None, map(read_report, paths)):
+        known = {key: value for key, value in report.items() if key in names and value is not None}
+        if not 0 < known.get("exit_code", 1) < 128:
+            known["exit_code"] = 1
+        errors.append(ErrorReport(**known))
+    return sorted(errors, key=lambda error: (error.rank is not None, error.time))
 
 
 def read_stall(run: RunDirectory) -> str:
@@ -275,48 +282,6 @@ def read_measured(run: RunDirectory, record: Record | None) -> Measured:
     if record is None or record.kind != PROFILING:
         return sum_up(read_metrics(run, whole=False))
     return Measured(step=read_heartbeat(run).get("step") or 0, steps=record.steps)
-
-
-@dataclass(frozen=True)
-class FirstFailure:
-    """The failure that broke a run.
-
-    Args:
-        where: e.g. ``rank 3 on n1, stage 2, BACKWARD micro-batch 5, step 17``.
-        others: how many further ranks reported an error.
-    """
-
-    where: str
-    message: str
-    cure: str | None
-    exit_code: int
-    others: int
-
-
-def find_first_failure(run: RunDirectory) -> FirstFailure | None:
-    """The failure of a run that came first, on whatever rank; None if nothing reported one."""
-    preparation = read_report(run.preparation_error)
-    reports = [*([] if preparation is None else [preparation]), *read_errors(run)]
-    if not reports:
-        return None
-    first = reports[0]
-    rank, stage, kind, code = (first.get(key) for key in ("rank", "stage", "type", "exit_code"))
-    where = "preparation" if rank is None else f"rank {rank}"
-    if first.get("host"):
-        where += f" on {first['host']}"
-    if stage is not None and stage >= 0:
-        where += f", stage {stage}"
-    if first.get("action") and rank is not None:
-        where += f", {first['action']}"
-    if first.get("step") is not None:
-        where += f", step {first['step']}"
-    return FirstFailure(
-        where=where,
-        message=f"{kind}: {first.get('message')}" if kind else str(first.get("message")),
-        cure=first.get("cure"),
-        exit_code=code if code is not None and 0 < code < 128 else 1,
-        others=len(reports) - 1,
-    )
 
 
 class Line(NamedTuple):

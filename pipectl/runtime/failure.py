@@ -5,18 +5,17 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from mpi4py import MPI
 
 from pipectl.errors import FaultError, PipectlError, lacks_memory
-from pipectl.faults import describe_error, with_details
-from pipectl.files import write_json, write_log
+from pipectl.faults import ErrorReport, with_details
+from pipectl.files import write_log
 from pipectl.runs import RunDirectory
 from pipectl.runtime.output import job_log, own_log, say
 from pipectl.runtime.waiting import tell_of_waits
-from pipectl.watch import report_text
 from pipectl.watch.board import Board
 
 
@@ -102,10 +101,9 @@ def report(
 ) -> None:
     """Write what failed on this rank, and where, for ``pipectl status`` and into the job's log."""
     memory = "set pipeline.memory_limit below what a rank gets, and plan again"
-    described = describe_error(error, cure=memory if lacks_memory(error) else None)
-    place = {"rank": rank, "stage": stage, "step": step, "action": action}
-    document = {"version": 1, **place, **described}
-    with suppress(PipectlError, OSError):  # the disk may fail, too
-        write_json(directory.error_of(rank), document)
-    expected = isinstance(error, PipectlError) and not isinstance(error, FaultError)
-    write_log(job_log(), report_text({**document, **({"traceback": ""} if expected else {})}))
+    cure = memory if lacks_memory(error) else None
+    failure = ErrorReport.of(error, cure, rank=rank, stage=stage, step=step, action=action)
+    failure.save(directory.error_of(rank))
+    if isinstance(error, PipectlError) and not isinstance(error, FaultError):
+        failure = replace(failure, traceback="")
+    write_log(job_log(), failure.text)

@@ -10,11 +10,8 @@ need to know of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from pipectl.units import printable
+from typing import NamedTuple
 
 
 def node_path(folder: Path, node: int) -> Path:
@@ -45,18 +42,3 @@ def process_state(pid: int, started: int | None = None) -> ProcessState | None:
     letter, parent, *rest = text.rpartition(")")[2].split()
     state = ProcessState(pid, letter, int(parent), int(rest[17]))
     return None if letter in "ZX" or started not in (None, state.started) else state
-
-
-def report_text(document: Mapping[str, Any]) -> str:
-    """An error report for people, fit for terminals; it ends with a line end.
-
-    Args:
-        document: of any error file, some fields of which may be missing.
-    """
-    numbers = {name: document.get(name) for name in ("rank", "stage", "step")}
-    where = [f"{name} {value}" for name, value in numbers.items() if value is not None]
-    kind, action, cure = (document.get(name) for name in ("type", "action", "cure"))
-    place = ", ".join([*where, *([str(action)] if action else [])])
-    parts = [f"pipectl: {place}: {f'{kind}: ' if kind else ''}{document.get('message')}"]
-    parts += [str(document.get("traceback") or ""), f"pipectl: {cure}" if cure else ""]
-    return "".join(f"{printable(part.rstrip())}\n" for part in parts if part)

@@ -21,11 +21,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipectl.errors import PipectlError, UsageError
+from pipectl.errors import UsageError
+from pipectl.faults import ErrorReport
 from pipectl.fields import read_value
-from pipectl.files import open_regular, write_json, write_log, write_text
+from pipectl.files import open_regular, write_log, write_text
 from pipectl.units import printable
-from pipectl.watch import node_path, report_text
+from pipectl.watch import node_path
 from pipectl.watch.judge import (
     SETTLE_S,
     NodeReport,
@@ -255,23 +256,19 @@ class Watcher:
     def _report(self, node: NodeReport, rank: RankReport) -> None:
         """Write the error file of a lost rank, and the same text to the log."""
         activity = rank.activity
-        document = {
-            "version": 1,
-            "rank": rank.rank,
-            "stage": None if activity.stage < 0 else activity.stage,
-            "step": activity.step,
-            "action": activity.action,
-            "host": node.node,
-            "type": None,
-            "message": rank.message,
-            "cure": rank.cure,
-            "traceback": rank.stack,
-            "time": rank.ended_at or time.time(),
-            "exit_code": 1,
-        }
-        with suppress(PipectlError, OSError):  # the disk may fail, too
-            write_json(Path(self._settings.errors) / f"rank-{rank.rank:04d}.json", document)
-        write_log(_LOG, report_text(document))
+        error = ErrorReport(
+            message=rank.message,
+            rank=rank.rank,
+            stage=None if activity.stage < 0 else activity.stage,
+            step=activity.step,
+            action=activity.action,
+            host=node.node,
+            cure=rank.cure,
+            traceback=rank.stack,
+            time=rank.ended_at or time.time(),
+        )
+        error.save(Path(self._settings.errors) / f"rank-{rank.rank:04d}.json")
+        write_log(_LOG, error.text)
 
 
 def main() -> None:

@@ -105,7 +105,7 @@ def test_logs_of_ranks(cli: Command, finished: Path) -> None:
     assert cli("logs").out == f"{both}started\n[1] not of rank 1\nwhy\n"
     error = {"rank": 1, "stage": 1, "step": 3, "action": "UPDATE", "type": "E", "message": "\x1bm"}
     (finished / "errors/rank-0001.json").write_text(json.dumps({**error, "traceback": "in x\n"}))
-    told = "pipectl: rank 1, stage 1, step 3, UPDATE: E: m\nin x\n"
+    told = "pipectl: rank 1, stage 1, UPDATE, step 3: E: m\nin x\n"
     assert cli("logs", "--rank", "1").out == one + told
     result = cli("logs", "--rank", "2")
     assert (result.code, "has the ranks 0 to 1" in result.err) == (2, True)

@@ -156,7 +156,7 @@ def test_errors_come_in_the_order_of_failure(run: RunDirectory) -> None:
     for rank, report in reports.items():
         run.error_of(rank).write_text(json.dumps(report))
     run.error_of(4).write_text('{"rank": 4, "ti')
-    assert [report["rank"] for report in read_errors(run)] == [1, 3, 0, 2]
+    assert [report.rank for report in read_errors(run)] == [1, 3, 0, 2]
 
 
 def test_no_errors(run: RunDirectory) -> None:

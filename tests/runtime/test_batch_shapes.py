@@ -54,9 +54,9 @@ def test_a_batch_of_another_shape_ends_the_training(
     done = work(0, run)
     assert done.returncode == 3
     (error,) = read_errors(run)
-    assert error["message"].startswith(f"data: {found}")
-    assert (error["type"], error["step"]) == ("CaptureError", 3)
-    assert ("keep all samples" if "lost" in kwargs else "pad all samples") in error["cure"]
+    assert error.message.startswith(f"data: {found}")
+    assert (error.type, error.step) == ("CaptureError", 3)
+    assert ("keep all samples" if "lost" in kwargs else "pad all samples") in error.cure
     assert [line["step"] for line in read_metrics(run)] == [1, 2]
 
 
@@ -67,7 +67,7 @@ def test_held_out_data_of_another_shape_are_refused_before_the_training(
     run = make_run(make_spec(1, evaluation={"data": held_out, "every": 5}))
     assert work(0, run).returncode == 3
     (error,) = read_errors(run)
-    assert error["message"].startswith("evaluation.data: 'inputs' of a batch is [2, 8]")
+    assert error.message.startswith("evaluation.data: 'inputs' of a batch is [2, 8]")
     assert read_metrics(run) == []
 
 

@@ -28,14 +28,14 @@ def test_a_rank_that_fails_in_step_3_ends_all_and_is_named(
     done = work(2, run)
     assert done.returncode not in (0, 3)
     (error,) = read_errors(run)
-    assert all_end_before(error["time"] + 20, run)
-    assert (error["rank"], error["stage"], error["step"]) == (1, 1, 3)
-    assert error["action"] == "FORWARD micro-batch 0"
-    assert error["type"] == "IndexError"
-    assert "Target 99 is out of bounds" in error["message"]
-    assert "Traceback" in error["traceback"]
-    assert error["exit_code"] == 1
-    assert "pipectl: rank 1, stage 1, step 3, FORWARD micro-batch 0: IndexError" in done.stderr
+    assert all_end_before(error.time + 20, run)
+    assert (error.rank, error.stage, error.step) == (1, 1, 3)
+    assert error.action == "FORWARD micro-batch 0"
+    assert error.type == "IndexError"
+    assert "Target 99 is out of bounds" in error.message
+    assert "Traceback" in error.traceback
+    assert error.exit_code == 1
+    assert f"pipectl: {error.where}: IndexError" in done.stderr
 
 
 def all_end_before(deadline: float, run: RunDirectory) -> bool:
@@ -53,9 +53,9 @@ def test_data_that_fail_in_the_middle_of_training(make_spec: Any, make_run: Any,
     done = work(0, run)
     assert done.returncode != 0
     (error,) = read_errors(run)
-    assert (error["rank"], error["step"]) == (0, 3)
-    assert error["message"] == "sample 9 cannot be read"
-    assert "job_parts.py" in error["traceback"]
+    assert (error.rank, error.step) == (0, 3)
+    assert error.message == "sample 9 cannot be read"
+    assert "job_parts.py" in error.traceback
     assert [line["step"] for line in read_metrics(run)] == [1, 2]
     assert (run.path / "closed").read_text() == "OSError"
 
@@ -71,7 +71,7 @@ def test_data_of_which_ranks_see_different_lengths(
     assert done.returncode == 3
     assert f"{key}: the ranks find different numbers of samples: [23, 24]" in done.stderr
     assert "Traceback" not in done.stderr
-    assert read_errors(run)[0]["type"] == "MismatchError"
+    assert read_errors(run)[0].type == "MismatchError"
 
 
 def test_more_processes_than_ranks(make_spec: Any, make_run: Any, work: Any) -> None:
@@ -91,8 +91,8 @@ def test_processes_that_are_alone(make_spec: Any, make_run: Any, work: Any) -> N
     assert "MPI started 1 process(es), but the plan has 2 ranks" in done.stderr
     assert "every process is alone" in done.stderr
     (error,) = read_errors(run)
-    assert error["exit_code"] == 3
-    assert "launch.mpi" in error["cure"]
+    assert error.exit_code == 3
+    assert "launch.mpi" in error.cure
 
 
 def test_a_plan_of_another_model(make_spec: Any, make_run: Any, work: Any) -> None:
@@ -236,7 +236,7 @@ def test_a_short_last_batch_is_refused_before_the_first_step(
     )
     run = make_run(spec)
     assert work(2, run).returncode == 3
-    assert read_errors(run)[0]["message"] == (
+    assert read_errors(run)[0].message == (
         "data: the last batch of an epoch fills 1 of 2 micro-batches; schedule pipedream-2bw "
         "takes as many in every step"
     )

@@ -157,7 +157,7 @@ def test_one_rank_stops_and_saves_nothing_of_the_step(
     done = work(0, run)
     assert done.returncode != 0
     (error,) = read_errors(run)
-    assert error["message"].startswith("step 2: the gradient of 'gate' in stage 0 is not finite")
+    assert error.message.startswith("step 2: the gradient of 'gate' in stage 0 is not finite")
     assert [path.name for path in run.checkpoints.glob("step-*")] == ["step-000001"]
     (fault,) = [line for line in read_metrics(run) if "not_finite" in line]
     assert (fault["step"], fault["not_finite"]) == (2, {"gradient_of": "gate", "stage": 0})
@@ -176,7 +176,7 @@ def test_what_is_not_finite_is_told_though_no_checkpoint_could_be_written(
     done = work(0, run)
     assert "the checkpoint of step 1 was not written" in done.stderr
     (error,) = read_errors(run)
-    assert error["message"].startswith("step 2: the gradient of 'gate' in stage 0 is not finite")
+    assert error.message.startswith("step 2: the gradient of 'gate' in stage 0 is not finite")
 
 
 def test_a_checkpoint_that_takes_long_before_the_job_stops_is_no_row() -> None:
@@ -221,7 +221,7 @@ def test_steps_that_overlap_stop_too(
     run = make_run(make_spec(ranks, SPOILT, training=training, pipeline=pipeline))
     done = work(ranks, run)
     assert done.returncode != 0
-    assert read_errors(run)[0]["message"] == (
+    assert read_errors(run)[0].message == (
         "step 2: the loss of micro-batch 0 is not finite (infinite or NaN); "
         "stage 0 was the first to hand on something that is not"
     )
@@ -249,10 +249,10 @@ def test_all_ranks_skip_or_stop_at_the_same_step(
     done = launch(2, HERE / "ranks_in_turn.py", two.path, replicated.path, stopped.path)
     assert done.returncode != 0
     (error,) = read_errors(stopped)  # on the terminal MPI's abort may cut it off
-    stage = error["stage"]  # which one has the gate follows from what was measured
-    assert (error["rank"], error["step"], error["exit_code"]) == (stage, 3, 1)
+    stage = error.stage  # which one has the gate follows from what was measured
+    assert (error.rank, error.step, error.exit_code) == (stage, 3, 1)
     place = f"'gate' in stage {stage}"
-    assert error["message"].startswith(f"step 2: the gradient of {place} is not finite")
+    assert error.message.startswith(f"step 2: the gradient of {place} is not finite")
     assert faults(one) == faults(two) == faults(replicated) == {
         2: {"loss_of_micro_batch": 0}, 5: {"loss_of_micro_batch": 0},
     }  # fmt: skip

@@ -42,8 +42,8 @@ def refused(launch: Any, two: Any) -> Any:
         assert "Traceback" not in done.stderr
         reports = [report for run in two for report in read_errors(run)]
         assert reports
-        assert {report["type"] for report in reports} == {"MismatchError"}
-        assert all(words in report["message"] and report["cure"] for report in reports)
+        assert {report.type for report in reports} == {"MismatchError"}
+        assert all(words in report.message and report.cure for report in reports)
         for run in two:
             assert read_metrics(run) == []
             for file in run.errors.iterdir():

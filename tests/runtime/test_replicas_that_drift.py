@@ -100,8 +100,8 @@ def test_a_flipped_bit_ends_the_job_where_replicas_are_compared_next(
     done = work(3, run)
     assert done.returncode != 0
     (error,) = read_errors(run)
-    assert error["rank"] == 1
-    assert error["message"].startswith(
+    assert error.rank == 1
+    assert error.message.startswith(
         f"step {step + 1}: the replicas of stage 0 no longer hold the same weights: "
         "'layers.0.0.bias'; rank 1 differs from the others of ranks 0, 1, 2"
     )

@@ -153,7 +153,7 @@ def test_ranks_that_share_parameters_out_refuse_it_before_the_first_step(
     one, two = (make_run(make_spec(ranks, optimizer=optimizer)) for ranks in (1, 2))
     train(one)
     assert work(2, two).returncode != 0
-    assert "updates a parameter differently" in read_errors(two)[0]["message"]
+    assert "updates a parameter differently" in read_errors(two)[0].message
 
 
 def test_an_optimizer_that_computes_the_loss_again_is_refused(make_spec: Any) -> None:

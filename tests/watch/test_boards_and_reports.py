@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import mmap
 import os
+from typing import Any
 
 import pytest
 
+from pipectl.faults import ErrorReport
 from pipectl.files import write_log
-from pipectl.watch import process_state, report_text
+from pipectl.watch import process_state
 from pipectl.watch.board import SIZE, Activity, Board, read_activity
 
 
@@ -43,16 +45,16 @@ def test_processes_are_told_apart_by_when_they_started() -> None:
 
 
 @pytest.mark.parametrize(
-    ("document", "words"),
+    ("fields", "words"),
     [
-        ({"stage": 2, "step": 5, "action": "UPDATE"}, "rank 3, stage 2, step 5, UPDATE: "),
-        ({"stage": None, "step": 5, "action": ""}, "rank 3, step 5: "),
+        ({"stage": 2, "step": 5, "action": "UPDATE"}, "rank 3, stage 2, UPDATE, step 5: "),
+        ({"step": 5, "host": "n1"}, "rank 3 on n1, step 5: "),
         ({"type": "ValueError"}, "rank 3: ValueError: "),
     ],
 )
-def test_a_report_is_fit_for_terminals(document: dict[str, object], words: str) -> None:
-    report = {"rank": 3, "message": "it is \x1b[31mgone", "cure": "go \x07on", **document}
-    assert report_text(report) == f"pipectl: {words}it is [31mgone\npipectl: go on\n"
+def test_a_report_is_fit_for_terminals(fields: dict[str, Any], words: str) -> None:
+    report = ErrorReport("it is \x1b[31mgone", rank=3, cure="go \x07on", **fields)
+    assert report.text == f"pipectl: {words}it is [31mgone\npipectl: go on\n"
 
 
 def test_a_log_that_nobody_reads_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,7 +100,7 @@ class Job:
     @property
     def reports(self) -> dict[int, str]:
         """What was said of each rank that was found lost."""
-        return {error["rank"]: error["message"] for error in read_errors(self.run)}
+        return {error.rank: error.message for error in read_errors(self.run)}
 
     def _watch(self, node: int, ranks: list[Rank], nodes: int, min_s: float) -> None:
         settings = Settings(
@@ -197,7 +197,7 @@ def test_a_rank_that_is_killed_is_reported_and_all_of_its_node_end(job: Job) -> 
     job.wait()
     assert list(job.reports) == [1]
     assert "killed" in job.reports[1]
-    assert "pipectl: rank 1, step 0, loading data: its process was killed" in job.log.read_text()
+    assert ", loading data, step 0: its process was killed" in job.log.read_text()
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -314,8 +314,8 @@ def test_without_the_first_node_ranks_that_stand_still_are_ended(job: Job) -> No
     assert second.process.wait(LONG_S) == -signal.SIGKILL
     job.watchers[1].wait(LONG_S)
     (error,) = read_errors(job.run)
-    assert "no sign of life from it on n0" in error["message"]
-    assert (error["rank"], error["host"], error["step"]) == (0, "n0", 7)
+    assert "no sign of life from it on n0" in error.message
+    assert (error.rank, error.host, error.step) == (0, "n0", 7)
     assert first.process.poll() is None
 
 

@@ -250,9 +250,9 @@ def kill_a_rank_behind_step(run: RunDirectory, process: subprocess.Popen[str], s
     while not (errors := read_errors(run)):
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    assert [pids[error["rank"]] for error in errors] == [pid]
-    assert errors[0]["step"] > step
-    assert errors[0]["message"].startswith("its process was killed")
+    assert [pids[error.rank] for error in errors] == [pid]
+    assert errors[0].step > step
+    assert errors[0].message.startswith("its process was killed")
     assert read_metrics(run)[-1]["step"] < STEPS
 
 

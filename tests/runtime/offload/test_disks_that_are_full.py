@@ -75,10 +75,10 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_starts(
     reports = read_errors(run)
     assert reports
     for report in reports:
-        assert f"no space for offload in {directory} on " in report["message"]
-        assert report["message"].endswith("for all its ranks there, have 1.00 MiB")
-        assert "need " in report["message"]
-        assert "TMPDIR" in report["cure"]
+        assert f"no space for offload in {directory} on " in report.message
+        assert report.message.endswith("for all its ranks there, have 1.00 MiB")
+        assert "need " in report.message
+        assert "TMPDIR" in report.cure
     assert not run.heartbeat.exists()
 
 
@@ -92,10 +92,10 @@ def test_a_disk_that_fills_meanwhile_ends_all_ranks(
     assert done.returncode != 0
     assert "Traceback" not in done.stderr
     first = read_errors(run)[0]
-    rank = first["rank"]
-    assert first["message"].startswith(f"rank {rank}: no space for offload in {directory}: ")
-    assert first["message"].endswith("and the disk is full")
-    assert first["stage"] == rank
-    assert first["action"].startswith("OFFLOAD_WAIT micro-batch ")
-    assert "TMPDIR" in first["cure"]
+    rank = first.rank
+    assert first.message.startswith(f"rank {rank}: no space for offload in {directory}: ")
+    assert first.message.endswith("and the disk is full")
+    assert first.stage == rank
+    assert first.action.startswith("OFFLOAD_WAIT micro-batch ")
+    assert "TMPDIR" in first.cure
     assert read_metrics(run) == []

@@ -84,8 +84,8 @@ def test_a_job_ends_on_all_ranks_and_names_the_message(
     assert done.returncode != 0
     assert "Traceback" not in done.stderr
     (error,) = read_errors(run)
-    assert (error["rank"], error["stage"], error["type"]) == (1, 1, "WorkerError")
-    assert "from stage 0 (rank 0) to stage 1 (rank 1) has another size" in error["message"]
-    assert re.search(r"expected (\d+) B, received more than \1 B", error["message"])
-    assert "PIPECTL_CHECK_MESSAGES" in error["cure"]
+    assert (error.rank, error.stage, error.type) == (1, 1, "WorkerError")
+    assert "from stage 0 (rank 0) to stage 1 (rank 1) has another size" in error.message
+    assert re.search(r"expected (\d+) B, received more than \1 B", error.message)
+    assert "PIPECTL_CHECK_MESSAGES" in error.cure
     assert read_metrics(run) == []

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
+from pipectl.faults import ErrorReport
 from pipectl.runs import RunDirectory, read_errors
 
 RING = Path(__file__).with_name("ranks_that_wait.py")
@@ -73,11 +73,10 @@ class Ranks:
         assert not alive
         return time.time() - happened
 
-    def error(self) -> dict[str, Any]:
-        """What was written down: of one rank only, with when since it happened, in seconds."""
-        (found,) = read_errors(self.run)
-        happened = float((self.run.path / "happened").read_text())
-        return {**found, "after_s": found["time"] - happened}
+    def error(self) -> ErrorReport:
+        """What was written down: of one rank only."""
+        (error,) = read_errors(self.run)
+        return error
 
 
 @pytest.fixture
