@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import typer
 
@@ -63,19 +63,19 @@ def parse_whole_number(text: str) -> int:
     return int(text)
 
 
-def flag(text: str, *names: str) -> Any:
+def flag(text: str, *names: str, default: Any = False) -> Any:
     """An option without a value, or of an enumeration; ``text`` is its help."""
-    return typer.Option(*names, help=text)
+    return typer.Option(default, *names, help=text)
 
 
-def count(text: str, *names: str, **more: Any) -> Any:
+def count(text: str, *names: str, default: int | None = None, **more: Any) -> Any:
     """An option whose value is a whole number, by default at least 1."""
-    return typer.Option(*names, metavar="N", help=text, **{"min": 1, **more})
+    return typer.Option(default, *names, metavar="N", help=text, **{"min": 1, **more})
 
 
-def option(metavar: str, text: str, *names: str, **more: Any) -> Any:
+def option(metavar: str, text: str, *names: str, default: Any = None, **more: Any) -> Any:
     """An option with a value, which the help calls ``metavar``."""
-    return typer.Option(*names, metavar=metavar, help=text, **more)
+    return typer.Option(default, *names, metavar=metavar, help=text, **more)
 
 
 read_size = reader(parse_bytes)
@@ -112,35 +112,18 @@ class SchedulerName(StrEnum):
     PBS = "pbs"
 
 
-RUNS = Path("runs")
 RUN_HELP = "Run name (or its start or end), path, job id, or 'last'."
 
-JobFile = Annotated[Path, typer.Argument(metavar="JOB.yaml", help="The job spec.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Set one key of the job: training.steps=10."),
-]
-SchedulerOption = Annotated[
-    SchedulerName | None,
-    typer.Option("--scheduler", help="Where the job runs; by default launch.scheduler."),
-]
-RunName = Annotated[str, typer.Argument(metavar="RUN", help=RUN_HELP, autocompletion=names_of_runs)]
-RunNames = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[RUN]...", help=RUN_HELP, autocompletion=names_of_runs),
-]
-RunsDirectory = Annotated[
-    Path,
-    typer.Option(
-        "--directory",
-        "-d",
-        metavar="DIRECTORY",
-        envvar=RUNS_VARIABLE,
-        help="Directory of the runs.",
-    ),
-]
-Wait = Annotated[bool, typer.Option("--wait", help="Follow the run to its end.")]
-TrustOwner = Annotated[
-    bool, typer.Option("--trust-owner", help="Run code that other users can write to.")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+JOB_FILE: Any = typer.Argument(..., metavar="JOB.yaml", help="The job spec.")
+OVERRIDES = option("KEY=VALUE", "Set one key of the job: training.steps=10.", "--set")
+SCHEDULER = flag("Where the job runs; by default launch.scheduler.", "--scheduler", default=None)
+_NAMED: Any = {"metavar": "RUN", "help": RUN_HELP, "autocompletion": names_of_runs}
+RUN, LAST_RUN = typer.Argument(..., **_NAMED), typer.Argument("last", **_NAMED)
+RUN_NAMES = typer.Argument(None, **{**_NAMED, "metavar": "[RUN]..."})
+DIRECTORY = option(
+    "DIRECTORY", "Directory of the runs.", "--directory", "-d",
+    default=Path("runs"), envvar=RUNS_VARIABLE,
+)  # fmt: skip
+WAIT = flag("Follow the run to its end.", "--wait")
+TRUST_OWNER = flag("Run code that other users can write to.", "--trust-owner")
+JSON = flag("Print JSON, for programs.", "--json")

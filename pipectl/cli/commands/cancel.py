@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated
+from pathlib import Path
 
 import typer
 
 from pipectl.cli.console import say
-from pipectl.cli.options import RUN_HELP, RUNS, RunsDirectory, names_of_runs
+from pipectl.cli.options import DIRECTORY, RUN_HELP, names_of_runs
 from pipectl.jobs.cancel import cancel, cancel_sweep
 from pipectl.runs import RunDirectory, find
 
 
 def command(
-    names: Annotated[
-        list[str], typer.Argument(metavar="RUN...", help=RUN_HELP, autocompletion=names_of_runs)
-    ],
-    directory: RunsDirectory = RUNS,
+    names: list[str] = typer.Argument(
+        ..., metavar="RUN...", help=RUN_HELP, autocompletion=names_of_runs
+    ),
+    directory: Path = DIRECTORY,
 ) -> None:
     for one in [find(directory, name) for name in names]:
         if isinstance(one, RunDirectory):

@@ -6,13 +6,13 @@ import json
 from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.table import Table
 
 from pipectl.cli.console import output, plain, say, say_json, short_path
-from pipectl.cli.options import Json, Overrides, flag, option, refuse
+from pipectl.cli.options import JSON, OVERRIDES, flag, option, refuse
 from pipectl.errors import UsageError
 from pipectl.files import make_directory_of, write_json
 from pipectl.jobs.prepare import check_script
@@ -21,20 +21,12 @@ from pipectl.spec.document import Place, parse_scalar, path_text
 
 
 def command(
-    job: Annotated[
-        Path | None, typer.Argument(metavar="JOB.yaml", help="The job spec.", show_default=False)
-    ] = None,
-    overrides: Overrides = None,
-    show_origins: Annotated[
-        bool, flag("Show every key's value and where it comes from.", "--origins")
-    ] = False,
-    schema: Annotated[
-        bool, flag("Print the JSON Schema of job specs, for editors.", "--schema")
-    ] = False,
-    output_file: Annotated[
-        Path | None, option("FILE", "Write the schema to this file.", "-o", "--output")
-    ] = None,
-    as_json: Json = False,
+    job: Path | None = typer.Argument(None, metavar="JOB.yaml", help="The job spec."),
+    overrides: list[str] | None = OVERRIDES,
+    show_origins: bool = flag("Show every key's value and where it comes from.", "--origins"),
+    schema: bool = flag("Print the JSON Schema of job specs, for editors.", "--schema"),
+    output_file: Path | None = option("FILE", "Write the schema to this file.", "-o", "--output"),
+    as_json: bool = JSON,
 ) -> None:
     if schema:
         about_jobs = {"JOB.yaml": job, "--set": overrides, "--origins": show_origins}

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import typer
 
@@ -23,7 +23,7 @@ from pipectl import __version__
 from pipectl.batch import LOCAL, find_scheduler, process
 from pipectl.batch.launchers import AUTO, MPIEXECS, knows_pmi, launch_command, list_pmis
 from pipectl.cli.console import output, plain, say_json
-from pipectl.cli.options import RUNS, Json, Overrides, RunsDirectory, refuse
+from pipectl.cli.options import DIRECTORY, JSON, OVERRIDES, refuse
 from pipectl.errors import PipectlError, SchedulerError
 from pipectl.jobs.job_files import memory_of_this_machine
 from pipectl.jobs.profiles import request_of_two
@@ -70,13 +70,12 @@ class Finding(NamedTuple):
 
 
 def command(
-    job: Annotated[
-        Path | None,
-        typer.Argument(metavar="[JOB.yaml]", help="Job whose launch settings are tested."),
-    ] = None,
-    overrides: Overrides = None,
-    directory: RunsDirectory = RUNS,
-    as_json: Json = False,
+    job: Path | None = typer.Argument(
+        None, metavar="[JOB.yaml]", help="Job whose launch settings are tested."
+    ),
+    overrides: list[str] | None = OVERRIDES,
+    directory: Path = DIRECTORY,
+    as_json: bool = JSON,
 ) -> None:
     launch = None
     if job is None:

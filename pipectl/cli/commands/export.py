@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
 
 from pipectl.cli.console import say, say_json, short_path
 from pipectl.cli.options import (
-    RUNS,
-    Json,
-    RunName,
-    RunsDirectory,
+    DIRECTORY,
+    JSON,
+    LAST_RUN,
     count,
     flag,
     option,
@@ -34,32 +32,25 @@ class Format(StrEnum):
 
 
 def command(
-    name: RunName = "last",
-    output: Annotated[
-        Path | None,
-        option("PATH", "What to write; by default model.safetensors, or model.", "--output", "-o"),
-    ] = None,
-    step: Annotated[
-        int | None, count("Step of the checkpoint; by default the last.", "--step")
-    ] = None,
-    file_format: Annotated[
-        Format | None,
-        flag(
-            "safetensors: one file. hf: a directory for from_pretrained. dcp: a directory for "
-            "torch.distributed.checkpoint.",
-            "--format",
-        ),
-    ] = None,
-    like: Annotated[
-        Path | None,
-        option("DIRECTORY", "Take names, types and other files from this model; hf.", "--like"),
-    ] = None,
-    shard_size: Annotated[
-        int | None,
-        option("SIZE", "Largest file of hf; by default 5GB.", "--shard-size", parser=read_size),
-    ] = None,
-    as_json: Json = False,
-    directory: RunsDirectory = RUNS,
+    name: str = LAST_RUN,
+    output: Path | None = option(
+        "PATH", "What to write; by default model.safetensors, or model.", "--output", "-o"
+    ),
+    step: int | None = count("Step of the checkpoint; by default the last.", "--step"),
+    file_format: Format | None = flag(
+        "safetensors: one file. hf: a directory for from_pretrained. dcp: a directory for "
+        "torch.distributed.checkpoint.",
+        "--format",
+        default=None,
+    ),
+    like: Path | None = option(
+        "DIRECTORY", "Take names, types and other files from this model; hf.", "--like"
+    ),
+    shard_size: int | None = option(
+        "SIZE", "Largest file of hf; by default 5GB.", "--shard-size", parser=read_size
+    ),
+    as_json: bool = JSON,
+    directory: Path = DIRECTORY,
 ) -> None:
     from pipectl.runtime.checkpoint import load
     from pipectl.runtime.checkpoint.export import (

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -66,38 +66,31 @@ _QUESTIONS: dict[str, tuple[str, Callable[[str], Any], Callable[[Any], str]]] = 
 
 
 def command(
-    directory: Annotated[Path, typer.Argument(help="Directory to write it to.")] = Path(),
-    model: Annotated[
-        str | None, option(_REFERENCE, "Your model, instead of a small example.")
-    ] = None,
-    data: Annotated[
-        str | None, option(_REFERENCE, "Your data; by default FILE:training_data.")
-    ] = None,
-    loss: Annotated[
-        str, option(_REFERENCE, "Your loss; `model` if the model itself returns it.")
-    ] = LOSS,
-    recipe: Annotated[str | None, option("NAME", "Recipe to copy; `list` shows all.")] = None,
-    name: Annotated[str, option("NAME", "Name of the job.")] = STARTER,
-    scheduler: Annotated[
-        SchedulerName | None, flag("Batch system; by default the installed one.")
-    ] = None,
-    partition: Annotated[
-        str | None, option("NAME", "Slurm partition or PBS queue.", "--partition", "--queue")
-    ] = None,
-    account: Annotated[str | None, option("NAME", "Account to charge.")] = None,
-    nodes: Annotated[int | None, count("Number of nodes.")] = None,
-    tasks_per_node: Annotated[int | None, count("Ranks on each node.")] = None,
-    cpus_per_task: Annotated[int | None, count("Cores of each rank.")] = None,
-    gpus_per_node: Annotated[int | None, count("Accelerators of each node.", min=0)] = None,
-    memory: Annotated[
-        int | None, option("SIZE", "Memory of each node: 16GiB.", parser=read_size)
-    ] = None,
-    walltime: Annotated[
-        int | None,
-        option("TIME", "Time limit: 1h30m; a number alone is minutes.", parser=read_walltime),
-    ] = None,
-    yes: Annotated[bool, flag("Do not ask; accept all proposals.", "--yes", "-y")] = False,
-    force: Annotated[bool, flag("Replace files that exist.", "--force")] = False,
+    directory: Path = typer.Argument(Path(), help="Directory to write it to."),
+    model: str | None = option(_REFERENCE, "Your model, instead of a small example."),
+    data: str | None = option(_REFERENCE, "Your data; by default FILE:training_data."),
+    loss: str = option(
+        _REFERENCE, "Your loss; `model` if the model itself returns it.", default=LOSS
+    ),
+    recipe: str | None = option("NAME", "Recipe to copy; `list` shows all."),
+    name: str = option("NAME", "Name of the job.", default=STARTER),
+    scheduler: SchedulerName | None = flag(
+        "Batch system; by default the installed one.", default=None
+    ),
+    partition: str | None = option(
+        "NAME", "Slurm partition or PBS queue.", "--partition", "--queue"
+    ),
+    account: str | None = option("NAME", "Account to charge."),
+    nodes: int | None = count("Number of nodes."),
+    tasks_per_node: int | None = count("Ranks on each node."),
+    cpus_per_task: int | None = count("Cores of each rank."),
+    gpus_per_node: int | None = count("Accelerators of each node.", min=0),
+    memory: int | None = option("SIZE", "Memory of each node: 16GiB.", parser=read_size),
+    walltime: int | None = option(
+        "TIME", "Time limit: 1h30m; a number alone is minutes.", parser=read_walltime
+    ),
+    yes: bool = flag("Do not ask; accept all proposals.", "--yes", "-y"),
+    force: bool = flag("Replace files that exist.", "--force"),
 ) -> None:
     if recipe is not None:
         others = {

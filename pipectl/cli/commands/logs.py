@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Annotated
+from pathlib import Path
 
 from pipectl.batch import CHECKPOINTED, JobState
 from pipectl.cli.console import note
-from pipectl.cli.options import RUNS, RunNames, RunsDirectory, count, flag
+from pipectl.cli.options import DIRECTORY, RUN_NAMES, count, flag
 from pipectl.errors import PipectlError, UnknownRunError, UsageError
 from pipectl.files import read_limited
 from pipectl.runs import (
@@ -23,7 +23,6 @@ from pipectl.runs import (
     read_exit_code,
 )
 from pipectl.units import printable
-from pipectl.watch import report_text
 
 _MAX_SCRIPT = 2**22
 _PATIENCE_S = 60.0
@@ -31,16 +30,14 @@ _PATIENCE_S = 60.0
 
 
 def command(
-    names: RunNames = None,
-    script: Annotated[bool, flag("Print the job script instead.", "--script")] = False,
-    follow: Annotated[bool, flag("Print new lines until the run ends.", "-f", "--follow")] = False,
-    rank: Annotated[
-        list[int] | None, count("Print only this rank's lines; may be repeated.", "--rank", min=0)
-    ] = None,
-    tail: Annotated[
-        int | None, count("Print only the last N lines.", "--tail", "-n", min=0)
-    ] = None,
-    directory: RunsDirectory = RUNS,
+    names: list[str] | None = RUN_NAMES,
+    script: bool = flag("Print the job script instead.", "--script"),
+    follow: bool = flag("Print new lines until the run ends.", "-f", "--follow"),
+    rank: list[int] | None = count(
+        "Print only this rank's lines; may be repeated.", "--rank", min=0
+    ),
+    tail: int | None = count("Print only the last N lines.", "--tail", "-n", min=0),
+    directory: Path = DIRECTORY,
 ) -> None:
     runs = find_runs(directory, names or ["last"])
     if follow and len(runs) > 1:
@@ -89,7 +86,7 @@ def _print_logs(
         unknown, tail = _follow(run, logs, show), None
     last_lines = list(logs.read_lines(to_the_end=True))
     for error in read_errors(run) if ranks else ():  # they are in the job's log, not in a rank's
-        last_lines += [Line(error.get("rank"), text) for text in report_text(error).splitlines()]
+        last_lines += [Line(error.rank, text) for text in error.text.splitlines()]
     show(last_lines, tail)
     if not printed and tail != 0:
         who = f"rank {', '.join(map(str, sorted(ranks)))}" if ranks else "the run"

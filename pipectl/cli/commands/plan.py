@@ -16,13 +16,22 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Group
 
 from pipectl.cli.console import note, output, plain, say, say_json, short_path, warn
-from pipectl.cli.options import Json, Overrides, SchedulerOption, count, flag, option, refuse
+from pipectl.cli.options import (
+    JSON,
+    OVERRIDES,
+    SCHEDULER,
+    SchedulerName,
+    count,
+    flag,
+    option,
+    refuse,
+)
 from pipectl.cli.progress import progress_bar
 from pipectl.cli.views import plan as view
 from pipectl.cluster import ASSUMED_BETWEEN, Cluster, Device, Node
@@ -67,53 +76,37 @@ resources: {{nodes: {ranks}, gpus_per_node: 1}}
 """What a profile without a job is planned as; the batch is yet to be chosen."""
 _TOTALS = "total memory of nodes (memory_bytes) counts for --objective max-stage-load only"
 
-JobFile = Annotated[
-    Path | None,
-    typer.Argument(metavar="[JOB.yaml]", help="The job spec; not needed with --profile."),
-]
-ProfileFile = Annotated[
-    Path | None, option("FILE", "Profile to use; by default runs/NAME.profile.json.", "--profile")
-]
-ClusterFile = Annotated[
-    Path | None, option("FILE", "Cluster description to use (cluster.json).", "--cluster")
-]
-Devices = Annotated[int | None, count("Number of devices to use.")]
-NodeCounts = Annotated[
-    list[str] | None, option("N,N,…", "Compare these numbers of nodes.", "--nodes")
-]
-Explain = Annotated[bool, flag("Explain the step and say what would help.", "--explain")]
-SvgFile = Annotated[
-    Path | None, option("FILE", "Write a picture of the predicted step to this file.")
-]
+JOB_FILE = typer.Argument(
+    None, metavar="[JOB.yaml]", help="The job spec; not needed with --profile."
+)
+PROFILE_FILE = option("FILE", "Profile to use; by default runs/NAME.profile.json.", "--profile")
+CLUSTER_FILE = option("FILE", "Cluster description to use (cluster.json).", "--cluster")
+DEVICES = count("Number of devices to use.")
+NODE_COUNTS = option("N,N,…", "Compare these numbers of nodes.", "--nodes")
+EXPLAIN = flag("Explain the step and say what would help.", "--explain")
+SVG_FILE = option("FILE", "Write a picture of the predicted step to this file.")
 
 
 def command(
-    job: JobFile = None,
-    profile_file: ProfileFile = None,
-    cluster: ClusterFile = None,
-    devices: Devices = None,
-    scheduler: SchedulerOption = None,
-    nodes: NodeCounts = None,
-    new_micro_batches: Annotated[
-        bool,
-        flag(
-            "Do not keep the number of micro-batches of the previous plan.", "--new-micro-batches"
-        ),
-    ] = False,
-    from_run: Annotated[
-        str | None,
-        option(
-            "RUN", "Correct the profile by what the recorded steps of a run took.", "--from-run"
-        ),
-    ] = None,
-    explain: Explain = False,
-    output_file: Annotated[
-        Path | None,
-        option("FILE", "File to write; by default runs/NAME.plan.json.", "-o", "--output"),
-    ] = None,
-    svg: SvgFile = None,
-    as_json: Json = False,
-    overrides: Overrides = None,
+    job: Path | None = JOB_FILE,
+    profile_file: Path | None = PROFILE_FILE,
+    cluster: Path | None = CLUSTER_FILE,
+    devices: int | None = DEVICES,
+    scheduler: SchedulerName | None = SCHEDULER,
+    nodes: list[str] | None = NODE_COUNTS,
+    new_micro_batches: bool = flag(
+        "Do not keep the number of micro-batches of the previous plan.", "--new-micro-batches"
+    ),
+    from_run: str | None = option(
+        "RUN", "Correct the profile by what the recorded steps of a run took.", "--from-run"
+    ),
+    explain: bool = EXPLAIN,
+    output_file: Path | None = option(
+        "FILE", "File to write; by default runs/NAME.plan.json.", "-o", "--output"
+    ),
+    svg: Path | None = SVG_FILE,
+    as_json: bool = JSON,
+    overrides: list[str] | None = OVERRIDES,
 ) -> None:
     about_jobs = {
         "--scheduler": scheduler,

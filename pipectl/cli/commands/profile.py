@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from rich.console import Group, RenderableType
 
@@ -15,7 +15,16 @@ from pipectl.batch import LOCAL, allocation
 from pipectl.cli.commands.submit import describe_job, print_submission, submission_json
 from pipectl.cli.console import note, output, plain, say, say_json, short_path, table, warn
 from pipectl.cli.follow import follow_or_exit
-from pipectl.cli.options import JobFile, Json, Overrides, SchedulerOption, flag, option, refuse
+from pipectl.cli.options import (
+    JOB_FILE,
+    JSON,
+    OVERRIDES,
+    SCHEDULER,
+    SchedulerName,
+    flag,
+    option,
+    refuse,
+)
 from pipectl.cli.progress import profiling_progress
 from pipectl.cluster import Cluster
 from pipectl.errors import UsageError
@@ -25,9 +34,8 @@ from pipectl.jobs.prepare import (
     IN_JOB,
     PERCENT,
     Job,
-    Work,
     choose_scheduler,
-    make_job,
+    complete,
     warning_of_code,
 )
 from pipectl.jobs.profiles import Measurement, measure
@@ -54,24 +62,21 @@ class Effort(StrEnum):
 
 
 def command(
-    job: JobFile,
-    output_file: Annotated[
-        Path | None,
-        option(
-            "FILE",
-            "File to write; by default runs/NAME.profile.json (.cluster.json).",
-            "-o",
-            "--output",
-        ),
-    ] = None,
-    effort: Annotated[Effort, flag("How long to measure.")] = Effort.NORMAL,
-    again: Annotated[bool, flag("Measure again, without the cache.", "--again")] = False,
-    submit: Annotated[bool, flag("Measure in a batch job.", "--submit")] = False,
-    wait: Annotated[bool, flag("Follow the job of --submit to its end.", "--wait")] = False,
-    links: Annotated[bool, flag("Measure the links between the ranks instead.", "--links")] = False,
-    scheduler: SchedulerOption = None,
-    as_json: Json = False,
-    overrides: Overrides = None,
+    job: Path = JOB_FILE,
+    output_file: Path | None = option(
+        "FILE",
+        "File to write; by default runs/NAME.profile.json (.cluster.json).",
+        "-o",
+        "--output",
+    ),
+    effort: Effort = flag("How long to measure.", default=Effort.NORMAL),
+    again: bool = flag("Measure again, without the cache.", "--again"),
+    submit: bool = flag("Measure in a batch job.", "--submit"),
+    wait: bool = flag("Follow the job of --submit to its end.", "--wait"),
+    links: bool = flag("Measure the links between the ranks instead.", "--links"),
+    scheduler: SchedulerName | None = SCHEDULER,
+    as_json: bool = JSON,
+    overrides: list[str] | None = OVERRIDES,
 ) -> None:
     if wait and not submit:
         raise UsageError("--wait: needs --submit")
@@ -154,18 +159,18 @@ def make_measuring_job(
         raise UsageError(f"{output}: is not a file that a job could write", cure="name another: -o")
     output = output.absolute()
     arguments = ["--output", str(output)]
-    work = Work(kind=PROFILING, steps=PERCENT, output=output.parent)
+    job = Job(spec, scheduler, kind=PROFILING, steps=PERCENT, output=output.parent)
     if links:
         arguments += ["--key", cluster_file_key(spec, scheduler)]
         arguments += ["--budget", str(LINKS_BUDGET_S[effort])]
         program = ("-m", "mpi4py", "-m", "pipectl.runtime.links.probe", "--run")
         walltime = min(spec.resources.walltime, _LINKS_WALLTIME_S)
-        work = replace(work, suffix="-links", program=program, resources={"walltime": walltime})
+        job = replace(job, suffix="-links", program=program, resources={"walltime": walltime})
     else:
         arguments += ["--effort", effort, *(["--again"] if again else [])]
-        work = replace(work, suffix="-profile", program=("-m", IN_JOB), alone=True)
-        work = replace(work, resources={"nodes": 1})
-    return make_job(spec, scheduler, replace(work, arguments=tuple(arguments)))
+        job = replace(job, suffix="-profile", program=("-m", IN_JOB), alone=True)
+        job = replace(job, resources={"nodes": 1})
+    return complete(replace(job, arguments=tuple(arguments)))
 
 
 def show_measurement(measurement: Measurement, path: Path, now: float, *, as_json: bool) -> None:

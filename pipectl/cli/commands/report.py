@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TypeVar
 
 from rich.table import Table
 
 from pipectl.cli.console import label_lines, note, output, plain, say, say_json, short_path, table
-from pipectl.cli.options import RUNS, Json, RunName, RunsDirectory, count, option
+from pipectl.cli.options import DIRECTORY, JSON, LAST_RUN, count, option
 from pipectl.errors import PipectlError
 from pipectl.files import is_stream, make_directory_of, write_text
 from pipectl.jobs.state import get_status
@@ -40,20 +40,15 @@ _SLOWER, _FASTER = 1.1, 0.9
 
 
 def command(
-    name: RunName = "last",
-    directory: RunsDirectory = RUNS,
-    step: Annotated[int | None, count("Recorded step to show; by default the last.")] = None,
-    output: Annotated[
-        Path | None,
-        option("FILE", "Write an HTML page to this file instead of printing.", "-o", "--output"),
-    ] = None,
-    svg: Annotated[
-        Path | None, option("FILE", "Write a picture of both timelines to this file.")
-    ] = None,
-    perfetto: Annotated[
-        Path | None, option("FILE", "Write a trace for ui.perfetto.dev to this file.")
-    ] = None,
-    as_json: Json = False,
+    name: str = LAST_RUN,
+    directory: Path = DIRECTORY,
+    step: int | None = count("Recorded step to show; by default the last."),
+    output: Path | None = option(
+        "FILE", "Write an HTML page to this file instead of printing.", "-o", "--output"
+    ),
+    svg: Path | None = option("FILE", "Write a picture of both timelines to this file."),
+    perfetto: Path | None = option("FILE", "Write a trace for ui.perfetto.dev to this file."),
+    as_json: bool = JSON,
 ) -> None:
     run = find_run(directory, name)
     for path in filter(None, (output, svg, perfetto)):

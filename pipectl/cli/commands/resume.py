@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 import time
-from typing import Annotated
+from pathlib import Path
 
 from pipectl.cli.commands import submit as view
 from pipectl.cli.console import say, say_json
 from pipectl.cli.follow import follow_or_exit
 from pipectl.cli.options import (
-    RUNS,
-    Json,
-    Overrides,
-    RunName,
-    RunsDirectory,
-    TrustOwner,
-    Wait,
+    DIRECTORY,
+    JSON,
+    OVERRIDES,
+    RUN,
+    TRUST_OWNER,
+    WAIT,
     flag,
 )
 from pipectl.cli.views.run import print_run
@@ -25,15 +24,13 @@ from pipectl.runs import find_run, last_checkpoint, step_of
 
 
 def command(
-    name: RunName,
-    overrides: Overrides = None,
-    wait: Wait = False,
-    force: Annotated[
-        bool, flag("Resume even if it is unknown whether the run has ended.", "--force")
-    ] = False,
-    trust_owner: TrustOwner = False,
-    as_json: Json = False,
-    directory: RunsDirectory = RUNS,
+    name: str = RUN,
+    overrides: list[str] | None = OVERRIDES,
+    wait: bool = WAIT,
+    force: bool = flag("Resume even if it is unknown whether the run has ended.", "--force"),
+    trust_owner: bool = TRUST_OWNER,
+    as_json: bool = JSON,
+    directory: Path = DIRECTORY,
 ) -> None:
     run = find_run(directory, name)
     submission, replanned, changes = resume(

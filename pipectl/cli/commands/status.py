@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.console import Group, RenderableType
 
 from pipectl.batch import JobState
 from pipectl.cli.console import note, output, plain, say, say_json
-from pipectl.cli.options import RUNS, Json, RunNames, RunsDirectory, count, flag
+from pipectl.cli.options import DIRECTORY, JSON, RUN_NAMES, count, flag
 from pipectl.cli.views import run as view
 from pipectl.errors import UnknownRunError, UsageError
 from pipectl.jobs.state import Poller, RunStatus, get_statuses
@@ -26,14 +25,12 @@ _MIN_PAUSE = 4
 
 
 def command(
-    names: RunNames = None,
-    directory: RunsDirectory = RUNS,
-    limit: Annotated[int, count("Maximum number of runs to list.")] = 20,
-    ranks: Annotated[bool, flag("Show a table of the ranks of a run.", "--ranks")] = False,
-    watching: Annotated[
-        bool, flag("Full-screen view until the run ends or Ctrl-C.", "--watch", "-w")
-    ] = False,
-    as_json: Json = False,
+    names: list[str] | None = RUN_NAMES,
+    directory: Path = DIRECTORY,
+    limit: int = count("Maximum number of runs to list.", default=20),
+    ranks: bool = flag("Show a table of the ranks of a run.", "--ranks"),
+    watching: bool = flag("Full-screen view until the run ends or Ctrl-C.", "--watch", "-w"),
+    as_json: bool = JSON,
 ) -> None:
     if watching and as_json:
         raise UsageError("--watch and --json: choose one")

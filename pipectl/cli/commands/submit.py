@@ -8,18 +8,19 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
 from pipectl.batch import LOCAL, get_scheduler
 from pipectl.cli.console import note, say, say_json, short_path, warn
 from pipectl.cli.options import (
-    JobFile,
-    Json,
-    Overrides,
-    SchedulerOption,
-    Wait,
+    JOB_FILE,
+    JSON,
+    OVERRIDES,
+    SCHEDULER,
+    WAIT,
+    SchedulerName,
     count,
     flag,
     names_of_runs,
@@ -41,43 +42,33 @@ from pipectl.spec import JobSpec, Point, SpecFile
 
 
 def command(
-    job: JobFile,
-    dry_run: Annotated[bool, flag("Print the job script; do not submit.", "--dry-run")] = False,
-    test_only: Annotated[
-        bool, flag("Ask the scheduler for the start time; do not submit.", "--test-only")
-    ] = False,
-    wait: Wait = False,
-    after: Annotated[
-        list[str] | None,
-        option("RUN", "Start after RUN has completed.", autocompletion=names_of_runs),
-    ] = None,
-    scheduler: SchedulerOption = None,
-    partition: Annotated[
-        str | None, option("NAME", "Slurm partition (slurm.partition).", "-p", "--partition")
-    ] = None,
-    queue: Annotated[str | None, option("NAME", "PBS queue (pbs.queue).", "-q", "--queue")] = None,
-    account: Annotated[
-        str | None,
-        option("NAME", "Account to charge (slurm.account or pbs.account).", "-A", "--account"),
-    ] = None,
-    nodes: Annotated[
-        int | None, count("Number of nodes (resources.nodes).", "-N", "--nodes")
-    ] = None,
-    walltime: Annotated[
-        int | None,
-        option(
-            "TIME",
-            "Time limit; a number alone is minutes (resources.walltime).",
-            *("-t", "--time"),
-            parser=read_walltime,
-        ),
-    ] = None,
-    gres: Annotated[
-        str | None,
-        option("GRES", "gpu:N sets resources.gpus_per_node; other values set slurm.options.gres."),
-    ] = None,
-    as_json: Json = False,
-    overrides: Overrides = None,
+    job: Path = JOB_FILE,
+    dry_run: bool = flag("Print the job script; do not submit.", "--dry-run"),
+    test_only: bool = flag("Ask the scheduler for the start time; do not submit.", "--test-only"),
+    wait: bool = WAIT,
+    after: list[str] | None = option(
+        "RUN", "Start after RUN has completed.", autocompletion=names_of_runs
+    ),
+    scheduler: SchedulerName | None = SCHEDULER,
+    partition: str | None = option(
+        "NAME", "Slurm partition (slurm.partition).", "-p", "--partition"
+    ),
+    queue: str | None = option("NAME", "PBS queue (pbs.queue).", "-q", "--queue"),
+    account: str | None = option(
+        "NAME", "Account to charge (slurm.account or pbs.account).", "-A", "--account"
+    ),
+    nodes: int | None = count("Number of nodes (resources.nodes).", "-N", "--nodes"),
+    walltime: int | None = option(
+        "TIME",
+        "Time limit; a number alone is minutes (resources.walltime).",
+        *("-t", "--time"),
+        parser=read_walltime,
+    ),
+    gres: str | None = option(
+        "GRES", "gpu:N sets resources.gpus_per_node; other values set slurm.options.gres."
+    ),
+    as_json: bool = JSON,
+    overrides: list[str] | None = OVERRIDES,
 ) -> None:
     if dry_run and test_only:
         raise UsageError("--dry-run and --test-only: choose one")

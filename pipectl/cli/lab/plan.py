@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from rich.console import Group
 
@@ -15,9 +15,10 @@ from pipectl.cli.commands import plan as plan_command
 from pipectl.cli.commands.plan import PlanInputs, PlanSearch
 from pipectl.cli.console import output, say, say_json, table, warn
 from pipectl.cli.options import (
-    Json,
-    Overrides,
-    SchedulerOption,
+    JSON,
+    OVERRIDES,
+    SCHEDULER,
+    SchedulerName,
     flag,
     option,
     parse_number,
@@ -76,41 +77,35 @@ def _bandwidth(text: str) -> float:
 
 
 def command(
-    job: plan_command.JobFile = None,
-    objective: Annotated[Objective, flag("What makes a plan good.")] = Objective.STEP_TIME,
-    planner: Annotated[
-        str, option("NAME", "dapple, pipedream, …: plan as others do, to compare.")
-    ] = OWN,
-    profile_file: plan_command.ProfileFile = None,
-    cluster: plan_command.ClusterFile = None,
-    devices: plan_command.Devices = None,
-    memory_limit: Annotated[
-        int | None, option("SIZE", "Memory of every rank: 8GiB.", parser=read_size)
-    ] = None,
-    bandwidth: Annotated[
-        float | None, option("RATE", "Bandwidth of every link: 1GB/s.", parser=reader(_bandwidth))
-    ] = None,
-    communication_scale: Annotated[
-        float | None, option("X", "Messages take X times as long.", parser=reader(parse_number))
-    ] = None,
-    allow: Annotated[
-        list[str] | None,
-        option(
-            "NAME,…",
-            "Let the planner choose: replicas, split, recompute, offload, pipefb, schedules.",
-        ),
-    ] = None,
-    budget: Annotated[
-        int | None,
-        option("TIME", "Time limit of each search: 10s.", parser=reader(parse_duration, zero=True)),
-    ] = None,
-    scheduler: SchedulerOption = None,
-    nodes: plan_command.NodeCounts = None,
-    explain: plan_command.Explain = False,
-    output_file: Annotated[Path | None, option("FILE", "File to write.", "-o", "--output")] = None,
-    svg: plan_command.SvgFile = None,
-    as_json: Json = False,
-    overrides: Overrides = None,
+    job: Path | None = plan_command.JOB_FILE,
+    objective: Objective = flag("What makes a plan good.", default=Objective.STEP_TIME),
+    planner: str = option(
+        "NAME", "dapple, pipedream, …: plan as others do, to compare.", default=OWN
+    ),
+    profile_file: Path | None = plan_command.PROFILE_FILE,
+    cluster: Path | None = plan_command.CLUSTER_FILE,
+    devices: int | None = plan_command.DEVICES,
+    memory_limit: int | None = option("SIZE", "Memory of every rank: 8GiB.", parser=read_size),
+    bandwidth: float | None = option(
+        "RATE", "Bandwidth of every link: 1GB/s.", parser=reader(_bandwidth)
+    ),
+    communication_scale: float | None = option(
+        "X", "Messages take X times as long.", parser=reader(parse_number)
+    ),
+    allow: list[str] | None = option(
+        "NAME,…",
+        "Let the planner choose: replicas, split, recompute, offload, pipefb, schedules.",
+    ),
+    budget: int | None = option(
+        "TIME", "Time limit of each search: 10s.", parser=reader(parse_duration, zero=True)
+    ),
+    scheduler: SchedulerName | None = SCHEDULER,
+    nodes: list[str] | None = plan_command.NODE_COUNTS,
+    explain: bool = plan_command.EXPLAIN,
+    output_file: Path | None = option("FILE", "File to write.", "-o", "--output"),
+    svg: Path | None = plan_command.SVG_FILE,
+    as_json: bool = JSON,
+    overrides: list[str] | None = OVERRIDES,
 ) -> None:
     if job is None:
         refuse({"--scheduler": scheduler}, "needs a JOB.yaml")

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +14,11 @@ from pipectl.batch import LOCAL
 from pipectl.cli.commands.submit import print_notes, submission_json
 from pipectl.cli.console import note, say, say_json, short_path, warn
 from pipectl.cli.follow import follow_or_exit
-from pipectl.cli.options import JobFile, Json, Overrides, SchedulerOption, Wait
+from pipectl.cli.options import JOB_FILE, JSON, OVERRIDES, SCHEDULER, WAIT, SchedulerName
 from pipectl.cli.progress import profiling_progress
 from pipectl.errors import UsageError
 from pipectl.jobs.job_files import profile_path
-from pipectl.jobs.prepare import Job, Work, choose_scheduler, make_job, prepare, warning_of_code
+from pipectl.jobs.prepare import Job, choose_scheduler, complete, prepare, warning_of_code
 from pipectl.jobs.submit import submit
 from pipectl.plan import Plan
 from pipectl.rehearsal import Rehearsal
@@ -42,11 +43,11 @@ _SHARED = 0.005
 
 
 def command(
-    job: JobFile,
-    scheduler: SchedulerOption = None,
-    wait: Wait = False,
-    as_json: Json = False,
-    overrides: Overrides = None,
+    job: Path = JOB_FILE,
+    scheduler: SchedulerName | None = SCHEDULER,
+    wait: bool = WAIT,
+    as_json: bool = JSON,
+    overrides: list[str] | None = OVERRIDES,
 ) -> None:
     spec = load(job, overrides or ())
     warn(warning_of_code(spec, job))
@@ -157,7 +158,9 @@ def prepare_rehearsal(
         ranks_per_core = plan.ranks / len(os.sched_getaffinity(0))
     rehearsal = rehearsal_of(plan, cluster, ranks_per_core)
     limit_s = int(_START_S + 2 * _seconds_of(rehearsal))
-    work = Work(
+    job = Job(
+        spec,
+        scheduler,
         kind=REHEARSAL,
         suffix="-rehearsal",
         program=("-m", "mpi4py", "-m", WORKER, "--run"),
@@ -165,8 +168,8 @@ def prepare_rehearsal(
         rehearsal=rehearsal,
         resources={"walltime": min(spec.resources.walltime, limit_s), "gpus_per_node": 0},
     )
-    job = make_job(spec, scheduler, work)
-    return replace(job, cluster=cluster, plan=plan, warning=planned.warning), rehearsal
+    job = replace(complete(job), cluster=cluster, plan=plan, warning=planned.warning)
+    return job, rehearsal
 
 
 def result_of(run: RunDirectory) -> RehearsalResult:

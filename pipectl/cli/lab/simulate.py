@@ -6,12 +6,9 @@ from dataclasses import replace
 from itertools import pairwise
 from math import isclose
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
 
 from pipectl.cli.console import output, plain, say, say_json
-from pipectl.cli.options import Json, count, option, parse_number, reader, refuse
+from pipectl.cli.options import JSON, count, option, parse_number, reader, refuse
 from pipectl.cli.views.plan import assumption_lines, gantt_lines
 from pipectl.cluster import Cluster, Device, Node, assumed_cluster
 from pipectl.errors import UsageError
@@ -30,28 +27,23 @@ from pipectl.units import format_time
 _MAX_SHOWN = 16
 """Stages whose micro-batches in flight are printed."""
 _FAST = 1e15
-
-
-def _time_option(help_text: str) -> Any:
-    return typer.Option(parser=reader(parse_number, zero=True), metavar="X", help=help_text)
+_read_time = reader(parse_number, zero=True)
 
 
 def command(
-    schedule: Annotated[
-        str | None, option("NAME|F.csv", "Schedule: built in, a file, or of a package.")
-    ] = None,
-    plan: Annotated[Path | None, option("FILE", "Plan to simulate instead: plan.json.")] = None,
-    cluster: Annotated[Path | None, option("FILE", "Machines of the plan: cluster.json.")] = None,
-    stages: Annotated[int | None, count("Number of stages.")] = None,
-    micro_batches: Annotated[int | None, count("Number of micro-batches.")] = None,
-    ranks: Annotated[int | None, count("Number of ranks, if fewer than stages.")] = None,
-    forward: Annotated[
-        float | None, _time_option("Time of a forward, in any unit; by default 1.")
-    ] = None,
-    backward: Annotated[float | None, _time_option("Time of a backward; by default 2.")] = None,
-    latency: Annotated[float | None, _time_option("Latency of a message; by default 0.")] = None,
-    svg: Annotated[Path | None, option("FILE", "Write a picture of the step to this file.")] = None,
-    as_json: Json = False,
+    schedule: str | None = option("NAME|F.csv", "Schedule: built in, a file, or of a package."),
+    plan: Path | None = option("FILE", "Plan to simulate instead: plan.json."),
+    cluster: Path | None = option("FILE", "Machines of the plan: cluster.json."),
+    stages: int | None = count("Number of stages."),
+    micro_batches: int | None = count("Number of micro-batches."),
+    ranks: int | None = count("Number of ranks, if fewer than stages."),
+    forward: float | None = option(
+        "X", "Time of a forward, in any unit; by default 1.", parser=_read_time
+    ),
+    backward: float | None = option("X", "Time of a backward; by default 2.", parser=_read_time),
+    latency: float | None = option("X", "Latency of a message; by default 0.", parser=_read_time),
+    svg: Path | None = option("FILE", "Write a picture of the step to this file."),
+    as_json: bool = JSON,
 ) -> None:
     if svg is not None:
         make_directory_of(svg)

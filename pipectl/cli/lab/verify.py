@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import typer
@@ -24,7 +24,7 @@ import typer
 from pipectl.batch import LOCAL, JobState, process
 from pipectl.cli.console import say, say_json
 from pipectl.cli.follow import follow
-from pipectl.cli.options import JobFile, Json, Overrides, TrustOwner, count, flag
+from pipectl.cli.options import JOB_FILE, JSON, OVERRIDES, TRUST_OWNER, count, flag
 from pipectl.cli.progress import progress_bar
 from pipectl.errors import InfeasibleError, PipectlError, UsageError, WorkerError
 from pipectl.jobs.cancel import cancel
@@ -49,15 +49,13 @@ _CLEANUP_S = 20.0
 
 
 def command(
-    job: JobFile,
-    ranks: Annotated[int, count("Ranks of the pipeline.")] = 2,
-    steps: Annotated[int, count("Optimizer steps to train.")] = 3,
-    between_plans: Annotated[
-        bool, flag("Compare with another plan, not one process.", "--between-plans")
-    ] = False,
-    trust_owner: TrustOwner = False,
-    as_json: Json = False,
-    overrides: Overrides = None,
+    job: Path = JOB_FILE,
+    ranks: int = count("Ranks of the pipeline.", default=2),
+    steps: int = count("Optimizer steps to train.", default=3),
+    between_plans: bool = flag("Compare with another plan, not one process.", "--between-plans"),
+    trust_owner: bool = TRUST_OWNER,
+    as_json: bool = JSON,
+    overrides: list[str] | None = OVERRIDES,
 ) -> None:
     with progress_bar("profiling") as progress:
         verification = verify(
@@ -306,7 +304,7 @@ def _train(job: Job, changes: Mapping[str, object]) -> RunDirectory:
             return run
         if (failure := status.failure) is None:
             raise WorkerError(f"the pipeline ended without a result: {status.job.reason}")
-        error = WorkerError(f"{failure.where}: {failure.message}", cure=failure.cure)
+        error = WorkerError(f"{failure.where}: {failure.what}", cure=failure.cure)
         error.exit_code = failure.exit_code
         raise error
     except BaseException:

@@ -96,7 +96,7 @@ def run_json(status: RunStatus) -> dict[str, Any]:
         "waits_for": None if status.laggard is None else status.laggard._asdict(),
         "ranks": [dict(rank) for rank in status.ranks],
         "peaks": [peak._asdict() for peak in status.peaks],
-        "error": None if failure is None else {"where": failure.where, "message": failure.message},
+        "error": None if failure is None else {"where": failure.where, "message": failure.what},
     }
 
 
@@ -137,9 +137,10 @@ def _failure(status: RunStatus) -> Lines:
     job, failure = status.job, status.failure
     details = f"details: {short_path(status.run.errors)}, pipectl logs {as_typed(status.run)}"
     if failure is not None and job.state is not JobState.COMPLETED:
-        others = f" (and {plural(failure.others, 'more rank')})" if failure.others else ""
-        yield "error", f"{failure.where}{others}", "red"
-        yield "", "\n".join(filter(None, (failure.message, failure.cure, details))), ""
+        others = len(status.errors) - 1
+        also = f" (and {plural(others, 'more rank')})" if others else ""
+        yield "error", f"{failure.where}{also}", "red"
+        yield "", "\n".join(filter(None, (failure.what, failure.cure, details))), ""
     if job.reason and not (failure is not None and job.reason.startswith("exit code")):
         yield "reason", job.reason, ""
     if failure is None and job.state is JobState.FAILED:
