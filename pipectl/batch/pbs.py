@@ -12,16 +12,13 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 
 from pipectl.batch import process
-from pipectl.batch.protocol import (
+from pipectl.batch.command_line import (
     QUEUES_TIMEOUT_S,
     CommandLineScheduler,
-    JobRequest,
-    JobState,
-    JobStatus,
-    Queue,
     number_of,
     parse_limit,
 )
+from pipectl.batch.protocol import JobRequest, JobState, JobStatus, Queue
 from pipectl.errors import InvalidInputError, SchedulerError
 
 _UNKNOWN_ID, _FINISHED = 153, 35

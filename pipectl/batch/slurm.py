@@ -15,15 +15,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipectl.batch import process
-from pipectl.batch.protocol import (
+from pipectl.batch.command_line import (
     QUEUES_TIMEOUT_S,
     CommandLineScheduler,
-    JobState,
-    JobStatus,
-    Queue,
     number_of,
     parse_limit,
 )
+from pipectl.batch.protocol import JobState, JobStatus, Queue
 from pipectl.errors import SchedulerError
 
 SQUEUE_FORMAT = "%i|%T|%D|%S|%e|%N|%k|%r"

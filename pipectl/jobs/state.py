@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipectl.batch import LOCAL, JobState, JobStatus, get_scheduler, process
-from pipectl.batch.resolve import resolve
 from pipectl.errors import DataFileError, PipectlError, UsageError
+from pipectl.faults import ErrorReport
 from pipectl.files import fault_of_owner, read_limited
+from pipectl.jobs.verdict import decide_state
 from pipectl.plan import Plan
 from pipectl.runs import (
     TRAINING,
@@ -27,17 +28,12 @@ from pipectl.runs import (
     is_job_id,
     list_runs,
     locked,
+    read_errors,
     read_exit_code,
     read_requeue_error,
     read_stall,
 )
-from pipectl.runs.readers import (
-    FirstFailure,
-    Measured,
-    find_first_failure,
-    read_heartbeat,
-    read_measured,
-)
+from pipectl.runs.readers import Measured, read_heartbeat, read_measured
 
 _SHORT_PATIENCE_S = 10.0
 _MIN_WAITING, _MAX_SHARE_OF_IT = 0.3, 0.5
@@ -84,7 +80,7 @@ class RunStatus:
         phase: what the ranks said they do, e.g. ``training``; empty before the first heartbeat, and
             while the next start is yet to come.
         plan: None before the job has made one.
-        failure: the first one that was reported, if any was.
+        errors: the first failure first.
         restarts: how often the job was started again.
         query_error: why the batch system could not be asked; None if it answered.
     """
@@ -96,9 +92,14 @@ class RunStatus:
     measured: Measured
     plan: Plan | None
     ranks: tuple[Mapping[str, Any], ...]
-    failure: FirstFailure | None
+    errors: Sequence[ErrorReport]
     restarts: int = 0
     query_error: str | None = None
+
+    @property
+    def failure(self) -> ErrorReport | None:
+        """What broke it; None if nothing reported a failure."""
+        return self.errors[0] if self.errors else None
 
     @property
     def stalled(self) -> str:
@@ -253,7 +254,7 @@ class Poller:
                     measured=replace(measured, steps=None) if job.state.waits else measured,
                     plan=self._read_plan(run),
                     ranks=tuple(heartbeat.get("ranks") or ()),
-                    failure=find_first_failure(run),
+                    errors=read_errors(run),
                     restarts=max(0, (heartbeat.get("attempt") or 1) - 1),
                     query_error=answer.error,
                 )
@@ -310,7 +311,7 @@ def _job_status(
         words = f"{state}, step {step} of {steps}"
         with suppress(OSError):  # by the clock of the file system, which all nodes share
             written_at = run.heartbeat.stat().st_mtime
-    job = resolve(
+    job = decide_state(
         now=now,
         submitted_at=record.submitted_at,
         listed=answer.listed.get(record.job_id or ""),

@@ -18,7 +18,7 @@ _MIN_FRESH_S, _FRESH_STEPS = 60.0, 3
 _STOPPED = "stopped at a checkpoint; `pipectl resume RUN` continues from it"
 
 
-def resolve(
+def decide_state(
     now: float,
     submitted_at: float,
     listed: JobStatus | None = None,

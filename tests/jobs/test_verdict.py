@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 
 from pipectl.batch import JobState, JobStatus
-from pipectl.batch.resolve import resolve
+from pipectl.jobs.verdict import decide_state
 
 NOW = 1_000_000.0
 LONG_AGO = NOW - 3600
 
 
 def verdict(**facts: Any) -> JobStatus:
-    return resolve(**{"now": NOW, "submitted_at": LONG_AGO, **facts})
+    return decide_state(**{"now": NOW, "submitted_at": LONG_AGO, **facts})
 
 
 def listed(state: str, **details: Any) -> JobStatus:
