@@ -57,42 +57,14 @@ TIGHT_HEAP = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.mxfast
 """Lets glibc join free memory at once. By default it holds the scraps around aligned blocks back,
 so that a block which was freed between two of them is too small for the next of its size, and the
 heap grows. It reads this before a process can say anything."""
-_WORKER = ("-m", "mpi4py", "-m", "pipectl.runtime.worker", "--run")
-"""Arguments of Python for a rank that trains."""
+_NOT_CHOSEN = MpiChoice("")
 _MAX_TEMPLATE_BYTES = 2**16
 _TITLES = {"slurm": "Slurm", "pbs": "PBS"}
 
 
 @dataclass(frozen=True)
-class Work:
-    """What a run does; by default it trains.
-
-    Args:
-        kind: see :class:`pipectl.runs.Record`.
-        suffix: appended to the name of the job for the name of the run.
-        program: arguments of Python before the run directory.
-        arguments: arguments of Python after the run directory.
-        steps: steps of the run; by default those of the training.
-        alone: whether it is one process, without MPI.
-        resources: values that replace those of the job.
-        output: a further directory that it writes to.
-        rehearsal: the sleeps of a rehearsal.
-    """
-
-    kind: str = TRAINING
-    suffix: str = ""
-    program: tuple[str, ...] = _WORKER
-    arguments: tuple[str, ...] = ()
-    steps: int | None = None
-    alone: bool = False
-    resources: Mapping[str, int] = field(default_factory=dict)
-    output: Path | None = None
-    rehearsal: Rehearsal | None = None
-
-
-@dataclass(frozen=True)
 class Job:
-    """A job before it is submitted; see :func:`make_job`.
+    """A job before it is submitted; :func:`complete` finds what it needs. By default it trains.
 
     Args:
         mpi_choice: the kind of MPI that starts the ranks.
@@ -103,11 +75,19 @@ class Job:
         warning: why a measured cluster is not used; empty if it is, or if there is none.
         measurement: how the profile was measured; None if it was read from a file.
         values: that the sweep gives to this job, by dotted key; None if it is of no sweep.
+        kind: see :class:`pipectl.runs.Record`.
+        suffix: appended to the name of the job for the name of the run.
+        program: arguments of Python before the run directory; ``arguments`` come after it.
+        steps: steps of the run; by default those of the training.
+        alone: whether it is one process, without MPI.
+        resources: values that replace those of the spec.
+        output: a further directory that it writes to.
+        rehearsal: the sleeps of a rehearsal.
     """
 
     spec: JobSpec
     scheduler: str
-    mpi_choice: MpiChoice
+    mpi_choice: MpiChoice = _NOT_CHOSEN
     template: Template | None = None
     cluster: Cluster | None = None
     profile: Profile | None = None
@@ -115,13 +95,21 @@ class Job:
     prepares: bool = False
     warning: str = ""
     measurement: Measurement | None = None
-    work: Work = Work()
     values: Mapping[str, Any] | None = None
+    kind: str = TRAINING
+    suffix: str = ""
+    program: tuple[str, ...] = ("-m", "mpi4py", "-m", "pipectl.runtime.worker", "--run")
+    arguments: tuple[str, ...] = ()
+    steps: int | None = None
+    alone: bool = False
+    resources: Mapping[str, int] = field(default_factory=dict)
+    output: Path | None = None
+    rehearsal: Rehearsal | None = None
 
     @property
     def name(self) -> str:
         """Name of its run."""
-        return f"{self.spec.name}{self.work.suffix}"
+        return f"{self.spec.name}{self.suffix}"
 
 
 def prepare(
@@ -162,9 +150,9 @@ def prepare(
         each, values = (spec, None) if point is None else (point.spec, point.values)
         with _name_values_in_errors(values):
             settings = f"{each.launch} {each.environment}"
-            job = make_job(each, name, mpi_choice=choices.get(settings))
-            choices[settings] = job.mpi_choice
-            jobs.append(replace(job, values=values))
+            job = Job(each, name, choices.get(settings, _NOT_CHOSEN), values=values)
+            jobs.append(complete(job))
+            choices[settings] = jobs[-1].mpi_choice
 
     # All profiles come first: what a process holds while it measures counts as memory of a rank,
     # and the planner is large.
@@ -279,27 +267,19 @@ def choose_scheduler(spec: JobSpec, name: str | None = None, *, must_answer: boo
     return name
 
 
-def make_job(
-    spec: JobSpec, scheduler: str, work: Work | None = None, *, mpi_choice: MpiChoice | None = None
-) -> Job:
-    """A job with its cluster, launcher and template, but without profile and plan.
-
-    Args:
-        work: by default training. Other runs have no cluster.
-        mpi_choice: the kind of MPI that starts the ranks; by default :func:`choose_mpi` chooses it.
+def complete(job: Job) -> Job:
+    """A job with its template, and with the cluster and the kind of MPI if it has none yet.
 
     Raises:
         SpecError: the template cannot be read or used, with the line.
         MismatchError, DataFileError: see :func:`pipectl.jobs.job_files.find_cluster`.
         SchedulerError: there is no MPI to start the ranks with.
     """
-    work = work or Work()
-    mpi = mpi_choice or MpiChoice(spec.launch.mpi)
-    job = Job(spec, scheduler, mpi, read_template(spec), work=work)
-    if work.kind == TRAINING:
-        choice = find_cluster(spec, scheduler)
+    job = replace(job, template=read_template(job.spec))
+    if job.kind == TRAINING:
+        choice = find_cluster(job.spec, job.scheduler)
         job = replace(job, cluster=choice.cluster, warning=choice.warning)
-    return job if mpi_choice is not None else replace(job, mpi_choice=choose_mpi(make_request(job)))
+    return job if job.mpi_choice.mpi else replace(job, mpi_choice=choose_mpi(make_request(job)))
 
 
 def make_request(
@@ -322,10 +302,9 @@ def make_request(
         array: the runs whose scripts the array starts; on this machine, the command starts them.
     """
     if array is not None:
-        at_once = (str(array.at_once or 1),)
-        work = Work(program=("-m", "pipectl.jobs.sweep"), arguments=at_once)
-        job = replace(job, work=work, prepares=False)
-    spec, plan, work, python = job.spec, job.plan, job.work, sys.executable
+        program, at_once = ("-m", "pipectl.jobs.sweep"), (str(array.at_once or 1),)
+        job = replace(job, program=program, arguments=at_once, prepares=False)
+    spec, plan, python = job.spec, job.plan, sys.executable
     directory = (directory or Path(spec.output.directory) / "check").absolute()
     if plan is None:
         offloads = spec.pipeline.offload == "disk"
@@ -343,24 +322,24 @@ def make_request(
         tag=tag or f"{directory.name} {uuid.uuid4().hex[:8]}",
         run_directory=directory,
         python=python,
-        command=(python, *work.program, str(directory), *work.arguments),
+        command=(python, *job.program, str(directory), *job.arguments),
         resources=spec.resources,
         launch=spec.launch,
         environment=spec.environment,
         slurm=spec.slurm,
         pbs=spec.pbs,
-        checkpoint=checkpoint if work.kind == TRAINING else None,
-        alone=work.alone,
+        checkpoint=checkpoint if job.kind == TRAINING else None,
+        alone=job.alone,
         prepare=(python, "-m", IN_JOB, str(directory)) if job.prepares else (),
-        binds=() if spec.container is None else _binds(spec, directory.parent, work.output),
+        binds=() if spec.container is None else _binds(spec, directory.parent, job.output),
         mpiexec=mpiexec,
         after=after,
         template=job.template,
         array=array,
     )
     environment = {"variables": variables, "container": spec.container}
-    launch = {"mpi": job.mpi_choice.mpi}
-    return request.update(launch=launch, environment=environment, resources=work.resources)
+    launch = {"mpi": job.mpi_choice.mpi or spec.launch.mpi}
+    return request.update(launch=launch, environment=environment, resources=job.resources)
 
 
 def render(job: Job, now: float = 0.0, count: int = 0, at_once: int | None = None) -> str:

@@ -12,7 +12,7 @@ from pipectl.errors import PipectlError, UsageError
 from pipectl.fields import leaves
 from pipectl.files import make_directory
 from pipectl.jobs.job_files import fresh_plan, is_fresh, join_rows, move_to
-from pipectl.jobs.prepare import Job, choose_scheduler, make_job, refuse_code_of_others
+from pipectl.jobs.prepare import Job, choose_scheduler, complete, refuse_code_of_others
 from pipectl.jobs.state import add_next_job, get_status, recover_locked
 from pipectl.jobs.submit import Rollback, Submission, hand_over
 from pipectl.plan import Plan
@@ -85,7 +85,7 @@ def resume(
             _check_incomplete(run, record, before, spec)
         _check_unchanged(run, record, before, spec)
         plan = Plan.load(run.plan) if run.plan.exists() else None
-        job = replace(make_job(move_to(run, spec), record.scheduler), spec=spec)
+        job = replace(complete(Job(move_to(run, spec), record.scheduler)), spec=spec)
         job = _plan_again(run, before, job, overrides, plan)
         job = replace(job, prepares=job.plan is None)
         replanned = job.plan != plan

@@ -71,7 +71,7 @@ class Submission:
             after: ids of the jobs that must have completed before this one starts.
             fields_of_record: other values of the record than those of a single job.
         """
-        request, steps = make_request(job, run.path, after=after), job.work.steps
+        request = make_request(job, run.path, after=after)
         record = Record(
             name=request.name,
             scheduler=job.scheduler,
@@ -79,8 +79,8 @@ class Submission:
             submitted_at=now,
             ranks=request.ranks,
             nodes=request.resources.nodes,
-            steps=job.spec.training.steps if steps is None else steps,
-            kind=job.work.kind,
+            steps=job.spec.training.steps if job.steps is None else job.steps,
+            kind=job.kind,
         )
         return cls(run, job, request, replace(record, **fields_of_record))
 
@@ -241,8 +241,8 @@ def _write_files(submission: Submission, script: str, first_run: RunDirectory) -
             from pipectl.jobs.planning import write_plan
 
             write_plan(run, job.plan, job.cluster)
-    if job.work.rehearsal is not None:
-        job.work.rehearsal.save(run.rehearsal)
+    if job.rehearsal is not None:
+        job.rehearsal.save(run.rehearsal)
     write_text(run.script, script, mode=0o700)
     if request.environment.variables:
         write_text(run.variables, render_variables(request), mode=_PRIVATE)

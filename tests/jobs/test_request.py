@@ -16,8 +16,9 @@ from pipectl.cluster import OffloadTarget
 from pipectl.errors import SpecError
 from pipectl.jobs.prepare import (
     TIGHT_HEAP,
+    Job,
     check_script,
-    make_job,
+    complete,
     make_request,
     prepare,
     read_template,
@@ -38,7 +39,7 @@ def request_in_a_container(tmp_path: Path, image: str, code: str = CODE) -> JobR
     path = tmp_path / "job.yaml"
     more = f"environment: {{container: '{image}'}}\nresources: {{gpus_per_node: 1}}\n"
     path.write_text(code + SIZES + more)
-    job = make_job(load(path, check_files=False), "local")
+    job = complete(Job(load(path, check_files=False), "local"))
     assert make_request(job).binds[0] == Path("runs").absolute()
     return make_request(job, Path("/runs/x"))
 
@@ -73,7 +74,7 @@ def test_ranks_that_offload_to_a_disk_start_with_a_heap_that_joins_what_is_freed
     write_job: WriteJob, target: str, known: bool
 ) -> None:
     lines = (f"pipeline: {{offload: {target}}}", "resources: {gpus_per_node: 1}")
-    job = make_job(load(write_job(*lines), check_files=False), "local")
+    job = complete(Job(load(write_job(*lines), check_files=False), "local"))
     stage = Stage(("a",), (0,), StageCost(1.0, 1.0, 0.0, 1, 1, 1), offload=True)
     plan = Plan(
         "tiny", None, "1f1b", (1,), 4, 4, 1, (stage,), (), (0,), offload_to=OffloadTarget(target)
@@ -87,7 +88,7 @@ def test_ranks_that_offload_to_a_disk_start_with_a_heap_that_joins_what_is_freed
 def test_a_job_s_own_setting_of_the_heap_wins(write_job: WriteJob) -> None:
     own = {"GLIBC_TUNABLES": "glibc.malloc.check=1"}
     lines = ("pipeline: {offload: disk}", f"environment: {{variables: {json.dumps(own)}}}")
-    job = make_job(load(write_job(*lines), check_files=False), "local")
+    job = complete(Job(load(write_job(*lines), check_files=False), "local"))
     assert make_request(job).environment.variables == own
 
 

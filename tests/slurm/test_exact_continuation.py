@@ -24,7 +24,7 @@ import yaml
 
 from pipectl.batch import JobState
 from pipectl.jobs.planning import find_plan
-from pipectl.jobs.prepare import make_job
+from pipectl.jobs.prepare import Job, complete
 from pipectl.jobs.resume import resume
 from pipectl.jobs.state import RunStatus, get_status
 from pipectl.jobs.submit import submit
@@ -258,7 +258,7 @@ def begin(tmp_path_factory: pytest.TempPathFactory, profile: Profile) -> Iterato
         changed["output.directory"] = str(folder / "runs")
         spec = load(path, [f"{key}={json.dumps(value)}" for key, value in changed.items()])
         fresh = replace(profile, key=profile_key(spec))
-        job = make_job(spec, scheduler)
+        job = complete(Job(spec, scheduler))
         assert job.cluster is not None
         job = replace(job, profile=fresh, plan=find_plan(spec, fresh, job.cluster))
         run = submit([job], time.time())[0].run

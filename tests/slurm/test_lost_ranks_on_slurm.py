@@ -77,9 +77,9 @@ def test_a_killed_rank(submit: Any, wait_for: WaitFor) -> None:
     wait_for(job_id)
     wait_until(lambda: read_errors(run), 20)
     (error,) = read_errors(run)
-    assert (error["rank"], error["step"], error["host"]) == (1, 3, "node2")
-    assert error["message"].startswith("its process was killed")
-    assert error["time"] - float((run.path / "happened").read_text()) < 10
+    assert (error.rank, error.step, error.host) == (1, 3, "node2")
+    assert error.message.startswith("its process was killed")
+    assert error.time - float((run.path / "happened").read_text()) < 10
     wait_until(lambda: not any(processes(run).values()), 20)
 
 
@@ -109,7 +109,7 @@ def test_a_frozen_node(submit: Any, wait_for: WaitFor, lab: Path) -> None:
         wait_until(lambda: SLURM.query([job_id])[job_id].nodes == "node2", 30)
         assert read_exit_code(run) == 137
         (error,) = read_errors(run)
-        assert (error["rank"], error["host"]) == (1, "node2")
+        assert (error.rank, error.host) == (1, "node2")
         assert "the launcher has not ended: it is killed" in run.job_log.read_text()
     finally:
         for process in reversed(frozen):
@@ -137,6 +137,6 @@ def test_a_lost_node(submit: Any, wait_for: WaitFor, lab: Path) -> None:
         psutil.wait_procs(lost, timeout=20)
         subprocess.run([LAB / "up"], capture_output=True, check=True, timeout=60)
     (error,) = read_errors(run)
-    assert (error["rank"], error["host"]) == (1, "node2")
-    assert "the node is gone" in error["message"]
-    assert error["time"] - lost_at < 30
+    assert (error.rank, error.host) == (1, "node2")
+    assert "the node is gone" in error.message
+    assert error.time - lost_at < 30
