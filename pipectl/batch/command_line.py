@@ -22,8 +22,6 @@ QUEUES_TIMEOUT_S = 20.0
 class CommandLineScheduler(Scheduler):
     """A batch system whose commands are run one by one."""
 
-    title: ClassVar[str]
-    """The batch system's name for people."""
     submit_command: ClassVar[tuple[str, ...]]
     """The command that submits a script, without the script."""
     id_pattern: ClassVar[re.Pattern[str]]

@@ -51,7 +51,7 @@ class LocalScheduler(Scheduler):
         grace_s: time between asking a job to end and killing it.
     """
 
-    name = "local"
+    name, title = "local", "this machine"
 
     def __init__(self, grace_s: float = 5.0) -> None:
         self._grace_s = grace_s

@@ -140,7 +140,7 @@ class JobRequest:
         checkpoint: its ``lead_time``, and its ``max_requeues``, which counts all starts of the run;
             None for jobs that cannot go on where they stopped.
         alone: whether the command is started once, on the first node, without MPI.
-        prepare: a command that runs once, on the first node, before the launch.
+        first_command: a command that runs once, on the first node, before the launch.
         binds: directories of the host that the container sees under the same names.
         mpiexec: path of mpiexec; None takes the one beside ``python``, else the first on PATH.
         after: ids of jobs of the same batch system that must have completed before.
@@ -161,7 +161,7 @@ class JobRequest:
     pbs: Pbs
     checkpoint: Checkpoint | None = None
     alone: bool = False
-    prepare: tuple[str, ...] = ()
+    first_command: tuple[str, ...] = ()
     binds: tuple[Path, ...] = ()
     mpiexec: str | None = None
     after: tuple[str, ...] = ()
@@ -247,6 +247,8 @@ class Scheduler(ABC):
     """A batch system. Every method raises SchedulerError when the system fails or refuses."""
 
     name: ClassVar[str]
+    title: ClassVar[str]
+    """Its name for people."""
     resubmits: ClassVar[bool] = False
     """Whether job scripts submit themselves again, instead of being requeued."""
 

@@ -191,7 +191,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     except BrokenPipeError:
         raise
     except (Exception, KeyboardInterrupt) as error:
-        return report(_old_option(error) or error)
+        return print_error(_old_option(error) or error)
     return result if isinstance(result, int) else 0
 
 
@@ -205,7 +205,7 @@ def _old_option(error: BaseException) -> UsageError | None:
     return UsageError(f"{path} {option}: use `{instead}` instead") if instead else None
 
 
-def report(error: BaseException) -> int:
+def print_error(error: BaseException) -> int:
     """Print ``error`` on standard error, with its traceback when debugging.
 
     Returns:

@@ -59,7 +59,6 @@ so that a block which was freed between two of them is too small for the next of
 heap grows. It reads this before a process can say anything."""
 _NOT_CHOSEN = MpiChoice("")
 _MAX_TEMPLATE_BYTES = 2**16
-_TITLES = {"slurm": "Slurm", "pbs": "PBS"}
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class Job:
         template: the user's template of the job script.
         cluster: the cluster that the plan is for; None for runs that do not train.
         profile, plan: None before they are made.
-        prepares: whether the job profiles and plans in its allocation before it trains.
+        plans_in_job: whether the job profiles and plans in its allocation before it trains.
         warning: why a measured cluster is not used; empty if it is, or if there is none.
         measurement: how the profile was measured; None if it was read from a file.
         values: that the sweep gives to this job, by dotted key; None if it is of no sweep.
@@ -92,7 +91,7 @@ class Job:
     cluster: Cluster | None = None
     profile: Profile | None = None
     plan: Plan | None = None
-    prepares: bool = False
+    plans_in_job: bool = False
     warning: str = ""
     measurement: Measurement | None = None
     values: Mapping[str, Any] | None = None
@@ -163,13 +162,15 @@ def prepare(
             key = profile_key(job.spec) if points else ""
             if key not in profiles:
                 is_own = key == own_key
-                profiles[key] = _find_profile(job, progress, is_own, make_missing, must_run)
+                profiles[key] = _find_profile(
+                    job, progress, save=is_own, make=make_missing, must_run=must_run
+                )
         profile, measurement = profiles[key]
-        prepares, cluster = profile is None and name != LOCAL, job.cluster
+        in_job, cluster = profile is None and name != LOCAL, job.cluster
         if profile is not None and cluster is not None:
             profile, cluster = join_rows(profile, cluster)
         jobs[index] = replace(
-            job, profile=profile, measurement=measurement, cluster=cluster, prepares=prepares
+            job, profile=profile, measurement=measurement, cluster=cluster, plans_in_job=in_job
         )
     plans: dict[str, Plan | None] = {}
     own_key = plan_key(spec) if points else ""
@@ -177,13 +178,15 @@ def prepare(
         with _name_values_in_errors(job.values):
             key = plan_key(job.spec) if points else ""
             if key not in plans:
-                plans[key] = _find_plan(job, progress, key == own_key, make_missing, must_run)
+                plans[key] = _find_plan(
+                    job, progress, save=key == own_key, make=make_missing, must_run=must_run
+                )
         jobs[index] = replace(job, plan=plans[key])
     return jobs
 
 
 def _find_profile(
-    job: Job, progress: Progress | None, save: bool, make: bool, must_run: bool
+    job: Job, progress: Progress | None, *, save: bool, make: bool, must_run: bool
 ) -> tuple[Profile | None, Measurement | None]:
     """The saved profile if that is fresh, else one that is measured now and how it was measured.
 
@@ -208,7 +211,7 @@ def _find_profile(
 
 
 def _find_plan(
-    job: Job, progress: Progress | None, save: bool, make: bool, must_run: bool
+    job: Job, progress: Progress | None, *, save: bool, make: bool, must_run: bool
 ) -> Plan | None:
     """The saved plan of a job if it is fresh, else a plan made now."""
     profile, cluster, path = job.profile, job.cluster, plan_path(job.spec)
@@ -256,10 +259,10 @@ def choose_scheduler(spec: JobSpec, name: str | None = None, *, must_answer: boo
     if name != "auto" or (name := find_scheduler()) == LOCAL or not must_answer:
         return name
     try:
-        get_scheduler(name).ping()
+        (system := get_scheduler(name)).ping()
     except SchedulerError as error:
         raise SchedulerError(
-            f"{_TITLES[name]} is installed here, but does not answer: "
+            f"{system.title} is installed here, but does not answer: "
             f"{error.message.splitlines()[-1]}",
             cure="to train on this machine: --scheduler local\n"
             f"to submit anyway: --scheduler {name}",
@@ -303,7 +306,7 @@ def make_request(
     """
     if array is not None:
         program, at_once = ("-m", "pipectl.jobs.sweep"), (str(array.at_once or 1),)
-        job = replace(job, program=program, arguments=at_once, prepares=False)
+        job = replace(job, program=program, arguments=at_once, plans_in_job=False)
     spec, plan, python = job.spec, job.plan, sys.executable
     directory = (directory or Path(spec.output.directory) / "check").absolute()
     if plan is None:
@@ -330,7 +333,7 @@ def make_request(
         pbs=spec.pbs,
         checkpoint=checkpoint if job.kind == TRAINING else None,
         alone=job.alone,
-        prepare=(python, "-m", IN_JOB, str(directory)) if job.prepares else (),
+        first_command=(python, "-m", IN_JOB, str(directory)) if job.plans_in_job else (),
         binds=() if spec.container is None else _binds(spec, directory.parent, job.output),
         mpiexec=mpiexec,
         after=after,

@@ -87,9 +87,9 @@ def resume(
         plan = Plan.load(run.plan) if run.plan.exists() else None
         job = replace(complete(Job(move_to(run, spec), record.scheduler)), spec=spec)
         job = _plan_again(run, before, job, overrides, plan)
-        job = replace(job, prepares=job.plan is None)
+        job = replace(job, plans_in_job=job.plan is None)
         replanned = job.plan != plan
-        submission = _submit_again(run, job, record, now, replanned=replanned)
+        submission = _hand_over_again(run, job, record, now, replanned=replanned)
         return Resumption(submission, replanned, _changes(before, spec))
 
 
@@ -207,7 +207,7 @@ def _plan_again(
     return replace(job, spec=spec, cluster=cluster, profile=profile, plan=plan)
 
 
-def _submit_again(
+def _hand_over_again(
     run: RunDirectory, job: Job, record: Record, now: float, *, replanned: bool
 ) -> Submission:
     """Hand the run over, without what its earlier start left; or leave it as it was."""

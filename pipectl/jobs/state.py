@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -216,7 +217,6 @@ class Poller:
         self._pause_s, self._due_s = _MIN_PAUSE_S, 0.0
         self._asked: frozenset[tuple[str, str | None]] = frozenset()
         self._answers: Mapping[str, Answer] = {}
-        self._plans: dict[RunDirectory, tuple[int, Plan | None]] = {}
 
     def get_statuses(self, runs: Sequence[RunDirectory], now: float) -> list[RunStatus]:
         """As they are now; what a batch system said may be up to a minute old."""
@@ -252,7 +252,7 @@ class Poller:
                     phase="" if job.state.waits else heartbeat.get("state") or "",
                     # Nobody knows the pace of a start that is yet to come.
                     measured=replace(measured, steps=None) if job.state.waits else measured,
-                    plan=self._read_plan(run),
+                    plan=_read_plan(run),
                     ranks=tuple(heartbeat.get("ranks") or ()),
                     errors=read_errors(run),
                     restarts=max(0, (heartbeat.get("attempt") or 1) - 1),
@@ -275,19 +275,6 @@ class Poller:
             self._asked, self._answers = jobs, _ask(list(away.values()))
             self._due_s = self._clock() + self._pause_s
         return {**self._answers, **_ask(here)}
-
-    def _read_plan(self, run: RunDirectory) -> Plan | None:
-        """The plan of a run, read again if its file has changed."""
-        try:
-            changed_at = run.plan.stat().st_mtime_ns
-        except OSError:
-            return None
-        if run not in self._plans or self._plans[run][0] != changed_at:
-            plan = None
-            with suppress(DataFileError):  # a damaged plan does not hide the state
-                plan = Plan.load(run.plan)
-            self._plans[run] = changed_at, plan
-        return self._plans[run][1]
 
     def _has_ended_since(self, run: RunDirectory, record: Record) -> bool:
         """Whether a job that was running by the last answer has left its exit code."""
@@ -326,6 +313,20 @@ def _job_status(
     if job.state is JobState.PREEMPTED and (error := read_requeue_error(run)):
         return replace(job, reason=f"{job.reason}; it could not be started again: {error}")
     return job
+
+
+def _read_plan(run: RunDirectory) -> Plan | None:
+    with suppress(OSError):
+        return _plan_in(run.plan, run.plan.stat().st_mtime_ns)
+    return None
+
+
+@lru_cache(maxsize=1024)
+def _plan_in(path: Path, _changed_at_ns: int) -> Plan | None:
+    """The plan in a file as of some time; a damaged one does not hide the state."""
+    with suppress(DataFileError):
+        return Plan.load(path)
+    return None
 
 
 def find_best(runs: Sequence[RunStatus]) -> RunStatus | None:

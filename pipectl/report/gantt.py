@@ -24,25 +24,31 @@ from pipectl.units import format_time
 
 
 class Look(NamedTuple):
-    """How actions of a kind are drawn: in text, in pictures, and their name in legends."""
+    """How actions of a kind are drawn.
+
+    Args:
+        fill, style: character and colour in a terminal.
+        colour: in pictures.
+        name: in legends.
+    """
 
     fill: str
+    style: str
     colour: str
     name: str
 
 
 LOOKS = {
-    "forward": Look("░", "#7fb3d5", "forward"),
-    "recompute": Look("▒", "#b6d3e6", "forward again"),
-    "backward": Look("█", "#e59866", "backward"),
-    "backward_input": Look("█", "#e59866", "backward (inputs)"),
-    "backward_weight": Look("▓", "#c9a9dc", "backward (weights)"),
-    "reduce_wait": Look("R", "#e3c567", "sum of gradients"),
-    "update": Look("U", "#82b366", "optimizer step"),
-    "evaluate": Look("E", "#aab7b8", "evaluation"),
+    "forward": Look("░", "cyan", "#7fb3d5", "forward"),
+    "recompute": Look("▒", "blue", "#b6d3e6", "forward again"),
+    "backward": Look("█", "magenta", "#e59866", "backward"),
+    "backward_input": Look("█", "magenta", "#e59866", "backward (inputs)"),
+    "backward_weight": Look("▓", "blue", "#c9a9dc", "backward (weights)"),
+    "reduce_wait": Look("R", "yellow", "#e3c567", "sum of gradients"),
+    "update": Look("U", "green", "#82b366", "optimizer step"),
+    "evaluate": Look("E", "cyan", "#aab7b8", "evaluation"),
 }
 """The kinds of actions that are drawn."""
-IDLE = "idle"
 _MAX_TEXT_ROWS = 32
 _MIN_COLUMNS = 2
 """Least mean width of blocks; with less, small blocks would push others away."""
@@ -54,10 +60,10 @@ _LETTER_WIDTH, _LABEL_WIDTH = 7, 60
 
 
 class Segment(NamedTuple):
-    """Neighbouring characters of one kind, so that a terminal can colour them."""
+    """Neighbouring characters of one kind, and their colour in a terminal."""
 
-    kind: str
     text: str
+    style: str = ""
 
 
 class Row(NamedTuple):
@@ -128,12 +134,12 @@ def _textures(events: Sequence[Event], columns: int, end_s: float) -> Iterator[S
             shares[column][event.kind] = shares[column].get(event.kind, 0.0) + share
     owed: dict[str, float] = {}
     for spent in shares:
-        spent[IDLE] = max(0.0, 1.0 - sum(spent.values()))
+        spent[""] = max(0.0, 1.0 - sum(spent.values()))
         for kind, share in spent.items():
             owed[kind] = owed.get(kind, 0.0) + share
         kind = max(spent, key=lambda each: owed[each])
         owed[kind] -= 1.0
-        yield Segment(kind, LOOKS[kind].fill if kind in LOOKS else " ")
+        yield Segment(*LOOKS[kind][:2]) if kind in LOOKS else Segment(" ")
 
 
 def _blocks(events: Sequence[Event], columns: int, end_s: float) -> Iterator[Segment]:
@@ -148,13 +154,13 @@ def _blocks(events: Sequence[Event], columns: int, end_s: float) -> Iterator[Seg
         if start >= stop:
             continue
         if start > column:
-            yield Segment(IDLE, " " * (start - column))
-        label = str(event.micro_batch) if event.micro_batch >= 0 else ""
+            yield Segment(" " * (start - column))
+        look, label = LOOKS[event.kind], str(event.micro_batch) if event.micro_batch >= 0 else ""
         label = label if len(label) < stop - start else ""
-        yield Segment(event.kind, label + LOOKS[event.kind].fill * (stop - start - len(label)))
+        yield Segment(label + look.fill * (stop - start - len(label)), look.style)
         column = stop
     if column < columns:
-        yield Segment(IDLE, " " * (columns - column))
+        yield Segment(" " * (columns - column))
 
 
 def gantt_svg(timelines: Timeline | Mapping[str, Timeline], title: str, *notes: str) -> str:

@@ -83,7 +83,7 @@ def test_variables_of_the_job_are_none_of_the_scripts_own(make_request: MakeRequ
 def test_variables_are_in_a_file_without_which_the_job_does_not_run(
     make_request: MakeRequest,
 ) -> None:
-    request = make_request(variables={"API_KEY": "swordfish"}, prepare=("true",))
+    request = make_request(variables={"API_KEY": "swordfish"}, first_command=("true",))
     script = write_script(request, "echo", "ran")
     assert "swordfish" not in script.read_text()
     assert "API_KEY" in script.read_text(), "in a comment"
@@ -125,7 +125,7 @@ def test_a_module_that_cannot_be_loaded_ends_the_job(make_request: MakeRequest) 
 
 
 def test_a_failed_preparation_ends_the_job(make_request: MakeRequest) -> None:
-    request = make_request(prepare=("bash", "-c", "echo one; exit 4"))
+    request = make_request(first_command=("bash", "-c", "echo one; exit 4"))
     assert run(request, "echo", "launched") == (4, "one\n")
 
 
@@ -238,7 +238,7 @@ def test_a_stop_at_a_checkpoint_is_known_though_the_launchers_code_is_lost(
 
 
 def test_a_signal_reaches_the_preparation(make_request: MakeRequest) -> None:
-    request = make_request(prepare=("bash", "-c", f"trap 'exit 9' TERM; {WAITS}"))
+    request = make_request(first_command=("bash", "-c", f"trap 'exit 9' TERM; {WAITS}"))
     process = start(request, "echo", "launched")
     wait_until((request.run_directory / "ready").exists)
     process.terminate()
@@ -348,7 +348,7 @@ def test_python_of_the_container_runs_with_the_same_words(
         python=sys.executable,
         container="my image.sif",
         binds=(tmp_path, Path("/my dir")),
-        prepare=own,
+        first_command=own,
     )
     once = f"option --bind={tmp_path}\noption --bind=/my dir\nimage my image.sif\n"
     assert run(request, *own) == (0, 2 * f"{once}[\"it's\", 'a b']\n")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pipectl.cli.app import report, signals_interrupt
+from pipectl.cli.app import print_error, signals_interrupt
 from pipectl.errors import Problem, SchedulerError, SpecError, UsageError
 from pipectl.versions import installed_versions
 
@@ -40,7 +40,7 @@ def test_an_error_is_a_message_and_its_cure_and_is_not_wrapped(
     error: BaseException, code: int, text: str, capsys: Captured, monkeypatch: Patch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "20")
-    assert report(error) == code
+    assert print_error(error) == code
     assert capsys.readouterr().err == text
 
 
@@ -48,7 +48,7 @@ def test_a_fault_of_ours_is_called_one_and_its_details_are_kept_for_the_user_alo
     capsys: Captured, monkeypatch: Patch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert report(ZeroDivisionError("division by zero")) == 1
+    assert print_error(ZeroDivisionError("division by zero")) == 1
     first, second, third = capsys.readouterr().err.splitlines()
     kind = "ZeroDivisionError: division by zero"
     assert first == f"error: this is a fault of pipectl, not of your job: {kind}"
@@ -58,14 +58,14 @@ def test_a_fault_of_ours_is_called_one_and_its_details_are_kept_for_the_user_alo
     assert kind in details.read_text()
     assert details.stat().st_mode & 0o777 == 0o600
     monkeypatch.setattr("importlib.metadata.version", lambda _: "2.99.0")
-    report(KeyError("x"))
+    print_error(KeyError("x"))
     assert "(tested with torch 2.13 to 2.15; this is 2.99.0)" in capsys.readouterr().err
 
 
 def test_what_the_users_own_code_raises_is_no_fault_of_ours(capsys: Captured) -> None:
     with pytest.raises(KeyError) as caught:
         {}["x"]  # this file counts as the user's
-    assert report(caught.value) == 1
+    assert print_error(caught.value) == 1
     text = capsys.readouterr().err
     assert text.startswith("error: KeyError: 'x' (at ")
     assert "pipectl, not of your job" not in text
@@ -75,7 +75,7 @@ def test_debugging_adds_the_traceback(capsys: Captured, monkeypatch: Patch) -> N
     monkeypatch.setenv("PIPECTL_DEBUG", "1")
     with pytest.raises(UsageError) as caught:
         raise UsageError("a")
-    assert report(caught.value) == 2
+    assert print_error(caught.value) == 2
     text = capsys.readouterr().err
     assert text.startswith("Traceback (most recent call last):\n")
     assert text.endswith("error: a\n")

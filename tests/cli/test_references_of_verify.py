@@ -68,7 +68,7 @@ def test_two_plans_are_compared_if_memory_is_short(
     )
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=3 << 30))
     monkeypatch.setattr(verify, "_like", lambda *_, **__: None)
-    monkeypatch.setattr(verify, "_prepare", lambda _: ("job", other))
+    monkeypatch.setattr(verify, "_plan_here", lambda _: ("job", other))
     plan: Any = SimpleNamespace(ranks=2)
     why, job, words = verify.choose_reference(spec(), plan, traits(), two_plans=False)
     assert (why and why[:39]) == reason

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from pipectl.cli.console import label_lines, note, output, plain, say, say_json, short_path, table
 from pipectl.cli.options import DIRECTORY, JSON, LAST_RUN, count, option
+from pipectl.cli.views.run import run_facts
 from pipectl.errors import PipectlError
 from pipectl.files import is_stream, make_directory_of, write_text
 from pipectl.jobs.state import get_status
@@ -112,6 +113,7 @@ def make_page(run: RunDirectory, now: float, step: int | None = None) -> str:
     return render_page(
         now=f"{datetime.fromtimestamp(now):%Y-%m-%d %H:%M:%S}",
         status=status,
+        facts=run_facts(status),
         plan=status.plan,
         names=names,
         comparison=comparison,

@@ -106,7 +106,7 @@ def command(
     if dry_run or test_only:
         _show_script(spec, points, scheduler, test_only=test_only)
     else:
-        _submit(spec, points, scheduler, after or (), wait=wait, as_json=as_json)
+        _submit_and_follow(spec, points, scheduler, after or (), wait=wait, as_json=as_json)
 
 
 def _show_script(
@@ -136,7 +136,7 @@ def _show_script(
     sys.stdout.write(script)
 
 
-def _submit(
+def _submit_and_follow(
     spec: JobSpec,
     points: Sequence[Point],
     scheduler: str | None,
@@ -263,7 +263,7 @@ def print_plan(jobs: Sequence[Job], before: str = "", tell: Callable[[str], None
     missing = sum(job.plan is None for job in jobs)
     if missing:
         of = "" if len(jobs) == 1 else f" for {missing} of {len(jobs)} runs"
-        where = ", in the job's allocation" if any(job.prepares for job in jobs) else ""
+        where = ", in the job's allocation" if any(job.plans_in_job for job in jobs) else ""
         note(f"no fresh profile{of}: the model is measured before it is trained{where}")
     elif len(jobs) == 1 and (plan := jobs[0].plan) is not None:
         from pipectl.cli.views.plan import prediction_lines

@@ -52,7 +52,7 @@ def command(
     spec = load(job, overrides or ())
     warn(warning_of_code(spec, job))
     with profiling_progress() as progress:
-        planned, rehearsal = prepare_rehearsal(spec, scheduler, progress)
+        planned, rehearsal = plan_rehearsal(spec, scheduler, progress)
     print_notes([planned])
     (submission,) = submit([planned], time.time())
     run, record = submission.run, submission.record
@@ -134,7 +134,7 @@ class RehearsalResult:
         }
 
 
-def prepare_rehearsal(
+def plan_rehearsal(
     spec: JobSpec, scheduler: str | None, progress: Progress
 ) -> tuple[Job, Rehearsal]:
     """All ranks of the plan that a job would run, on this machine unless a scheduler is named.

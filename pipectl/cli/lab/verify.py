@@ -176,7 +176,7 @@ def verify(
             profile = fresh_profile(own, profile_path(own))
             if profile is not None and profile.fingerprint is not None:
                 replace(profile, key=None).save(profile_path(spec))
-        pipeline, plan = _prepare(spec, progress)
+        pipeline, plan = _plan_here(spec, progress)
         # Not before: what this process holds while it measures counts as memory of a rank.
         from pipectl.capture.job import find_traits
         from pipectl.runtime.compare import Trained, compare
@@ -234,7 +234,7 @@ def choose_reference(
         reason = "materialize: per_rank"
     elif reason is None:
         try:
-            alone, alone_plan = _prepare(_like(spec, plan, ranks=1))
+            alone, alone_plan = _plan_here(_like(spec, plan, ranks=1))
         except InfeasibleError:
             reason = "one process would need more memory than there is"
         else:
@@ -244,13 +244,13 @@ def choose_reference(
                 sizes = f"{format_bytes(needed)}, and {format_bytes(available)} are free"
                 reason = f"one process would need {sizes}"
     if reason is not None:
-        other, other_plan = _prepare_other(spec, plan)
+        other, other_plan = _plan_otherwise(spec, plan)
         words = f"another plan: {other_plan.ranks} ranks, {len(other_plan.stages)} stages"
         return reason, other, words
     return (None, alone, "one rank") if traits.random else (None, None, "one plain PyTorch process")
 
 
-def _prepare(spec: JobSpec, progress: Progress | None = None) -> tuple[Job, Plan]:
+def _plan_here(spec: JobSpec, progress: Progress | None = None) -> tuple[Job, Plan]:
     """The job on this machine, and its plan; the same profile serves all jobs of the directory."""
     (job,) = prepare(spec, LOCAL, progress)
     assert job.profile is not None
@@ -278,7 +278,7 @@ def _like(spec: JobSpec, plan: Plan, ranks: int) -> JobSpec:
     return spec.model_copy(update=changed)
 
 
-def _prepare_other(spec: JobSpec, plan: Plan) -> tuple[Job, Plan]:
+def _plan_otherwise(spec: JobSpec, plan: Plan) -> tuple[Job, Plan]:
     """With a plan of one stage more, or else of one less: all of its cuts move.
 
     Raises:
@@ -287,7 +287,7 @@ def _prepare_other(spec: JobSpec, plan: Plan) -> tuple[Job, Plan]:
     for ranks in (plan.ranks + 1, plan.ranks - 1):
         with suppress(PipectlError):
             if ranks:
-                return _prepare(_like(spec, plan, ranks))
+                return _plan_here(_like(spec, plan, ranks))
     raise InfeasibleError(
         f"no other plan to compare with: only {plan.ranks} stages are possible",
         cure="verify it with more ranks: --ranks",

@@ -26,16 +26,6 @@ if TYPE_CHECKING:  # `status` shows plans, too, and loads no planner
     from pipectl.planner.explain.explain import Explanation
     from pipectl.planner.explain.scaling import Count, Scaling
 
-_STYLES = {
-    "forward": "cyan",
-    "backward": "magenta",
-    "backward_input": "magenta",
-    "backward_weight": "blue",
-    "recompute": "blue",
-    "reduce_wait": "yellow",
-    "update": "green",
-    "evaluate": "cyan",
-}
 _STAGE_COLUMNS = (
     *("stage", "rank", "node", "ops", "parameters", "forward", "backward", "load", ""),
     *("memory", "operators"),
@@ -323,13 +313,7 @@ def remarks(answer: StepAnswer) -> Iterator[tuple[str, str]]:
 
 def gantt_lines(timeline: Timeline, width: int) -> list[Text]:
     """The Gantt's rows with colours."""
-    lines = []
-    for row in gantt(timeline, width):
-        line = Text(row.label)
-        for segment in row.segments:
-            line.append(segment.text, style=_STYLES.get(segment.kind, ""))
-        lines.append(line)
-    return lines
+    return [Text.assemble(row.label, *row.segments) for row in gantt(timeline, width)]
 
 
 def explanation_lines(explanation: Explanation, cluster: Cluster) -> Iterator[str]:

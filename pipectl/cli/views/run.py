@@ -100,7 +100,7 @@ def run_json(status: RunStatus) -> dict[str, Any]:
     }
 
 
-Lines = Iterator[tuple[str, str, str]]
+Fact = tuple[str, str, str]
 """Label, text and style."""
 
 
@@ -125,14 +125,21 @@ def run_lines(
     name, state = plain(status.run.name, "bold"), _state(status)
     head = Text("  ").join((name, state, plain(job_text)))
     yield Text(" ").join(head.split("\n"))  # nobody's field looks like another line
-    lines = [*_failure(status), *_progress(status), *_pace(status)]
-    lines += [*(_difference(*difference) if difference else ()), *_memory_and_waits(status)]
-    lines += _files(status) if files else ()
-    indented = ((f"  {label}", text, style) for label, text, style in lines)
+    facts = run_facts(status, difference)
+    facts += _files(status) if files else ()
+    indented = ((f"  {label}", text, style) for label, text, style in facts)
     yield from label_lines(indented, _INDENT, width)
 
 
-def _failure(status: RunStatus) -> Lines:
+def run_facts(
+    status: RunStatus, difference: tuple[int, Mapping[str, float]] | None = None
+) -> list[Fact]:
+    """What ended or keeps it, how far and fast it is, and what it holds; see :func:`run_lines`."""
+    facts = [*_failure(status), *_progress(status), *_pace(status)]
+    return [*facts, *(_difference(*difference) if difference else ()), *_memory_and_waits(status)]
+
+
+def _failure(status: RunStatus) -> Iterator[Fact]:
     """What ended it, or keeps it from starting or moving on."""
     job, failure = status.job, status.failure
     details = f"details: {short_path(status.run.errors)}, pipectl logs {as_typed(status.run)}"
@@ -151,7 +158,7 @@ def _failure(status: RunStatus) -> Lines:
         yield "stalled", stalled, "red"
 
 
-def _progress(status: RunStatus) -> Lines:
+def _progress(status: RunStatus) -> Iterator[Fact]:
     """How far it is, at which pace and loss; percent of a run that only measures."""
     alive, so_far = status.job.state.alive, status.measured
     if status.phase not in ("", "training") and alive:
@@ -174,7 +181,7 @@ def _progress(status: RunStatus) -> Lines:
         yield "evaluation", f"after step {so_far.evaluation_step}: {values}{end}", ""
 
 
-def _pace(status: RunStatus) -> Lines:
+def _pace(status: RunStatus) -> Iterator[Fact]:
     """Its speed, and the predicted one."""
     so_far, ratio = status.measured, status.prediction_ratio
     step_s = so_far.step_time_s
@@ -198,7 +205,7 @@ def _pace(status: RunStatus) -> Lines:
         yield "predicted", text, style
 
 
-def _difference(step: int, parts: Mapping[str, float]) -> Lines:
+def _difference(step: int, parts: Mapping[str, float]) -> Iterator[Fact]:
     """``step 10 was 9.10 ms longer: 4.20 ms computing, 3.10 ms waiting for messages``."""
     from pipectl.report.comparison import SPENT
 
@@ -215,7 +222,7 @@ def _difference(step: int, parts: Mapping[str, float]) -> Lines:
         yield "difference", f"step {step} was {format_time(abs(total_s))} {how}: {listed}", ""
 
 
-def _memory_and_waits(status: RunStatus) -> Lines:
+def _memory_and_waits(status: RunStatus) -> Iterator[Fact]:
     """The fullest rank, and the one that the others wait for."""
     if status.peaks:
         rank, measured, predicted = max(status.peaks, key=lambda peak: peak.measured_bytes)
@@ -230,7 +237,7 @@ def _memory_and_waits(status: RunStatus) -> Lines:
         yield "waiting", text, "yellow"
 
 
-def _files(status: RunStatus) -> Lines:
+def _files(status: RunStatus) -> Iterator[Fact]:
     """What was submitted, what the run has made, and where it lies."""
     run, record = status.run, status.record
     if status.restarts:
