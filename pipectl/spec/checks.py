@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from inspect import signature
 from itertools import pairwise
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from pipectl.directives import QSUB, SBATCH, fault_of_option
+from pipectl.spec.document import MAX_DEPTH, escape
+from pipectl.spec.former import fault_of_former_key
 from pipectl.spec.models import (
     Evaluation,
     JobSpec,
@@ -17,16 +20,25 @@ from pipectl.spec.models import (
     Pipeline,
     Resources,
     Slurm,
+    Sweep,
     Training,
+    is_within,
 )
 from pipectl.spec.references import fault_of_name
 
 if TYPE_CHECKING:
     from pipectl.schedule.order import Schedule
 
-Finding = tuple[tuple[str, ...], str]
+Finding = tuple[tuple[str | int, ...], str]
 """The path of a key, and what is wrong with it."""
 
+MAX_POINTS = 1000
+"""Slurm allows arrays of 1,001 jobs unless a site says otherwise (``MaxArraySize``)."""
+_SHARED = (
+    "version", "name", "resources", "launch.scheduler", "launch.template", "output", "slurm", "pbs",
+    "checkpoint.lead_time", "checkpoint.max_requeues", "site_defaults", "sweep",
+)  # fmt: skip
+"""Keys that all runs share, because the directives of a job array are those of all its jobs."""
 _STAGES = ("pipeline", "stages")
 _MICRO_BATCHES = ("pipeline", "micro_batches")
 _WARM_UP = ("pipeline", "warm_up")
@@ -202,8 +214,50 @@ def _check_options(slurm: Slurm, pbs: Pbs) -> Iterator[Finding]:
                 yield (section, "options", name), fault
 
 
+def _check_sweep(sweep: Sweep | None) -> Iterator[Finding]:
+    """That every run has values, for keys that may differ, and others than the runs before it."""
+    if sweep is None:
+        return
+    lengths = [len(values) for values in sweep.grid.values()]
+    count = (prod(lengths) if lengths else 0) + len(sweep.points)
+    if count > MAX_POINTS:
+        yield ("sweep",), f"has {count} points; {MAX_POINTS} are allowed"
+        return
+    if not count and not lengths:
+        yield ("sweep",), "has no points; give it a grid, or points"
+    points = [(("sweep", "points", index), point) for index, point in enumerate(sweep.points)]
+    for path, together in ((("sweep", "grid"), sweep.grid), *points):
+        for key in together:
+            if fault := _fault_of_swept_key(key, together):
+                yield (*path, key), fault
+    empty = [("sweep", "grid", key) for key, values in sweep.grid.items() if not values]
+    yield from ((path, "has no values") for path in empty)
+    yield from ((path, "a point without a key") for path, point in points if not point)
+    seen: dict[object, int] = {}
+    for number, run in enumerate(sweep.runs()):
+        values = tuple(sorted((key, repr(value)) for key, (_, value) in run.items()))
+        if run and seen.setdefault(values, number) != number:
+            path, _ = list(run.values())[-1]
+            yield path, f"a point with the same values as number {seen[values]}"
+
+
+def _fault_of_swept_key(key: str, together: Iterable[str]) -> str:
+    """Why no sweep can set a key together with others; empty if it can."""
+    if not all(key.split(".")) or key.count(".") > MAX_DEPTH:
+        return "must be a key such as training.seed"
+    if any(is_within(key, shared) or is_within(shared, key) for shared in _SHARED):
+        return (
+            "cannot differ between the runs of a sweep, which are one job array; instead, "
+            f"submit several times with --set {escape(key)}=..."
+        )
+    if fault := fault_of_former_key(key.split(".")):
+        return fault
+    around = next((other for other in together if other != key and is_within(key, other)), None)
+    return "" if around is None else f"is a part of {escape(around)}, which is set as well"
+
+
 _CHECKS: tuple[Callable[..., Iterator[Finding]], ...] = (
     _check_ranks, _check_batch, _check_warm_up, _check_backward, _check_progress, _check_loss,
-    _check_evaluation, _check_options,
+    _check_evaluation, _check_options, _check_sweep,
 )  # fmt: skip
 """Their parameters have the names of the sections they need."""

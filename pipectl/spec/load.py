@@ -10,8 +10,6 @@ import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +41,8 @@ from pipectl.spec.document import (
     resolve,
     to_yaml,
 )
-from pipectl.spec.models import JobSpec
+from pipectl.spec.former import drop_former_keys, fault_of_former_key
+from pipectl.spec.models import JobSpec, holds_variables
 from pipectl.spec.schema import choices, describe_schema, json_schema, properties, schema_at
 from pipectl.spec.types import check_version
 from pipectl.units import did_you_mean
@@ -55,45 +54,8 @@ SITE_KEYS = (
 _INIT = "write a starter spec with: pipectl init"
 _USAGE = "write --set pipeline.stages=4"
 _NO_MAPPING = "must be a mapping of keys to values"
-_VARIABLES = "environment.variables"
 _HIDDEN = "(not shown)"
 _NUMBERS = ("int_type", "float_type", "bool_type")
-_SBATCH = (
-    "qos", "constraint", "reservation", "gres", "licenses", "nodelist", "exclude", "exclusive",
-    "mail_type", "mail_user",
-)  # fmt: skip
-_FORMER_KEYS = {
-    "training.check_replicas": (
-        "remove it: replicas are compared every 100 steps and before every checkpoint"
-    ),
-    "pipeline.offload_directory": "write environment.variables: {TMPDIR: ...}",
-    "resources.more": "a job has nodes of one kind; ask for what the largest stage needs",
-    "launch.progress_core": "write launch.progress: core",
-    "launch.check_messages": "write environment.variables: {PIPECTL_CHECK_MESSAGES: 1}",
-    "checkpoint.on_signal": "remove it",
-    **{
-        f"slurm.{name}": f"write slurm.options: {{{name.replace('_', '-')}: ...}}"
-        for name in _SBATCH
-    },
-    "slurm.omit": "write slurm.options: {time: false}, say, for one that is not to be written",
-    "slurm.directives": "write slurm.options: {gres: gpu:1}, say, for --gres=gpu:1",
-    "pbs.project": "write pbs.options: {P: ...}",
-    "pbs.place": "write pbs.options: {l: [place=...]}",
-    "pbs.select_extra": "write pbs.select: ...",
-    "pbs.mail": "write pbs.options: {m: ...}",
-    "pbs.mail_user": "write pbs.options: {M: ...}",
-    "pbs.directives": "write pbs.options: {p: 5}, say, for -p 5",
-}
-"""Keys of earlier versions, and what to write instead."""
-_FORMER_DEFAULTS = {"training.check_replicas": (100,), "checkpoint.on_signal": ("USR1", "USR2")}
-"""Their values that mean what happens without the key."""
-MAX_POINTS = 1000
-"""Slurm allows arrays of 1,001 jobs unless a site says otherwise (``MaxArraySize``)."""
-_SHARED = (
-    "version", "name", "resources", "launch.scheduler", "launch.template", "output", "slurm", "pbs",
-    "checkpoint.lead_time", "checkpoint.max_requeues", "site_defaults", "sweep",
-)  # fmt: skip
-"""Keys that all runs share, because the directives of a job array are those of all its jobs."""
 
 
 @dataclass(frozen=True)
@@ -227,23 +189,21 @@ class SpecFile:
         """
         if spec.sweep is None:
             return ()
-        runs, problems = _list_runs(self.tree["sweep"])
-        if problems:
-            raise SpecError(problems)
         base = put(self.tree, ["sweep"], YamlPlain().at(self.tree.place), self.tree.place)
-        points = []
+        points, problems = list[Point](), list[Problem]()
         numbers: dict[str, dict[str, int]] = {}
-        for run in runs:
-            tree, values = base, {}
-            for name, node in run.items():
-                tree = set_key(tree, name.split("."), node, _place_of_key(node))
-                value = resolve(node)
+        for run in spec.sweep.runs():
+            tree, values, nodes = base, dict[str, Any](), dict[str, YamlNode]()
+            for name, (path, value) in run.items():
+                key, _ = locate(self.tree, path if path[1] == "points" else path[:-1])
+                node = nodes[name] = locate(self.tree, path)[0]
+                tree = set_key(tree, name.split("."), node, key.key_place or key.place)
                 if holds_variables(name):
                     number_of = numbers.setdefault(name, {})
                     value = f"(value {number_of.setdefault(repr(value), len(number_of) + 1)})"
                 values[name] = value
             run_spec, faults = _validate(tree, self.path, check_files=True)
-            problems += (_blame_values(fault, run) for fault in faults)
+            problems += (_blame_values(fault, nodes) for fault in faults)
             if run_spec is not None:
                 points.append(Point(values, run_spec))
         if problems:
@@ -336,16 +296,6 @@ def _origins(value: Any, tree: YamlNode, path: KeyPath) -> Iterator[Origin]:
     elif value and holds_variables(".".join(map(str, path)).removeprefix("sweep.grid.")):
         value = _HIDDEN
     yield Origin(path, value, place)
-
-
-def holds_variables(key: str) -> bool:
-    """Whether environment variables, which may be secrets, are in the value of a dotted key."""
-    return is_within(key, _VARIABLES) or is_within(_VARIABLES, key)
-
-
-def is_within(key: str, other: str) -> bool:
-    """Whether a dotted key is another one, or a part of it."""
-    return f"{key}.".startswith(f"{other}.")
 
 
 def _validate(
@@ -445,94 +395,7 @@ def dump(spec: JobSpec) -> str:
     return to_yaml(data)
 
 
-def fault_of_former_key(path: Sequence[str | int]) -> str:
-    """What to say about a key of earlier versions; empty for any other key."""
-    advice = _FORMER_KEYS.get(".".join(map(str, path)))
-    return f"is no longer a key; {advice}" if advice else ""
-
-
-def drop_former_keys(data: Mapping[str, Any]) -> dict[str, Any]:
-    """The sections of a spec without former keys that are empty or have their defaults.
-
-    The job files of old runs hold such keys.
-    """
-    kept = dict(data)
-    for path in _FORMER_KEYS:
-        name, _, key = path.partition(".")
-        section = kept.get(name)
-        if isinstance(section, dict) and key in section:
-            value = resolve(section[key])
-            if not value or value in _FORMER_DEFAULTS.get(path, ()):
-                kept[name] = {other: item for other, item in section.items() if other != key}
-    return kept
-
-
-_Run = Mapping[str, YamlNode]
-"""Values by dotted key; where a key is written is the ``key_place`` of its value."""
-
-
-def _list_runs(sweep: YamlMapping) -> tuple[list[_Run], list[Problem]]:
-    """The values of every run, and the faults of the sweep."""
-    columns: dict[str, list[YamlNode]] = {}
-    problems: list[Problem] = []
-    grid, points_node = sweep.get("grid"), sweep.get("points")
-    for name, values in grid.items() if isinstance(grid, YamlMapping) else ():
-        if isinstance(values, YamlList) and values:
-            columns[name] = [value.at(value.place, values.key_place) for value in values]
-        else:
-            problems.append(_fault(name, values, "has no values"))
-    points = list(points_node) if isinstance(points_node, YamlList) else []
-    empty = "sweep.points: a point without a key"
-    problems += (point.place.problem(empty) for point in points if not point)
-    for together in ({name: values[0] for name, values in columns.items()}, *points):
-        problems += _key_faults(together)
-    place = _place_of_key(sweep)
-    count = (prod(map(len, columns.values())) if columns else 0) + len(points)
-    if count > MAX_POINTS:
-        problems.append(place.problem(f"sweep: has {count} points; {MAX_POINTS} are allowed"))
-        return [], problems
-    if not count and not problems:
-        problems.append(place.problem("sweep: has no points; give it a grid, or points"))
-    combinations = product(*columns.values()) if columns else ()
-    runs = [*(dict(zip(columns, values, strict=True)) for values in combinations), *points]
-    seen: dict[object, int] = {}
-    for number, run in enumerate(runs):
-        key = tuple(sorted((name, repr(resolve(value))) for name, value in run.items()))
-        if run and seen.setdefault(key, number) != number:
-            name, value = list(run.items())[-1]
-            message = f"{escape(name)}: a point with the same values as number {seen[key]}"
-            problems.append(value.place.problem(message))
-    return runs, problems
-
-
-def _place_of_key(value: YamlNode) -> Place:
-    return value.key_place or value.place
-
-
-def _fault(name: str, value: YamlNode, message: str) -> Problem:
-    """A fault at the key of a value."""
-    return _place_of_key(value).problem(f"{escape(name)}: {message}")
-
-
-def _key_faults(together: _Run) -> Iterator[Problem]:
-    """Faults of keys that are set together: those that no sweep can set."""
-    for key, value in together.items():
-        around = next((other for other in together if other != key and is_within(key, other)), None)
-        fault = fault_of_former_key(key.split("."))
-        if not all(key.split(".")) or key.count(".") > MAX_DEPTH:
-            fault = "must be a key such as training.seed"
-        elif any(is_within(key, shared) or is_within(shared, key) for shared in _SHARED):
-            fault = (
-                "cannot differ between the runs of a sweep, which are one job array; instead, "
-                f"submit several times with --set {escape(key)}=..."
-            )
-        elif around is not None and not fault:
-            fault = f"is a part of {escape(around)}, which is set as well"
-        if fault:
-            yield _fault(key, value, fault)
-
-
-def _blame_values(problem: Problem, run: _Run) -> Problem:
+def _blame_values(problem: Problem, run: Mapping[str, YamlNode]) -> Problem:
     """A fault at its value, or moved from another place to the values that cause it."""
     place = Place(problem.file, problem.line, problem.column)
     if any(place in _places(value) for value in run.values()):
@@ -549,4 +412,5 @@ def _places(value: YamlNode) -> list[Place]:
     """The places of a value and its key, and of all that is in it."""
     parts: Iterable[YamlNode] = value.values() if isinstance(value, YamlMapping) else ()
     parts = value if isinstance(value, YamlList) else parts
-    return [value.place, _place_of_key(value), *(x for part in parts for x in _places(part))]
+    own = [value.place, value.key_place or value.place]
+    return [*own, *(place for part in parts for place in _places(part))]

@@ -7,6 +7,7 @@ null, or not given, has its default; in attributes of ``pipeline``, None stands 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -462,6 +463,19 @@ class Sweep(Section):
     """How many may run at the same time; by default what the batch system allows, and one on this
     machine."""
 
+    def runs(self) -> Iterator[dict[str, tuple[tuple[str | int, ...], Any]]]:
+        """The values of every run, each with its path in the spec, by dotted key.
+
+        The runs of the grid come first, the last key changing fastest.
+        """
+        columns = [
+            [(key, (("sweep", "grid", key, index), value)) for index, value in enumerate(values)]
+            for key, values in self.grid.items()
+        ]
+        yield from map(dict, product(*columns) if columns else ())
+        for index, point in enumerate(self.points):
+            yield {key: (("sweep", "points", index, key), point[key]) for key in point}
+
 
 class JobSpec(Section):
     """A training job: what is trained, on what, and how the job runs."""
@@ -568,3 +582,14 @@ class JobSpec(Section):
     def threads(self) -> int:
         """Threads that a rank computes with."""
         return self.resources.cpus_per_task - self.launch.spare_cores
+
+
+def holds_variables(key: str) -> bool:
+    """Whether environment variables, which may be secrets, are in the value of a dotted key."""
+    variables = "environment.variables"
+    return is_within(key, variables) or is_within(variables, key)
+
+
+def is_within(key: str, other: str) -> bool:
+    """Whether a dotted key is another one, or a part of it."""
+    return f"{key}.".startswith(f"{other}.")
