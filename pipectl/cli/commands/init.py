@@ -127,10 +127,9 @@ def command(
     resources = _choose_resources(queue, values, ask=ask)
     # A rank may hold its share of what the job asks for, else of the node; ranks on accelerators
     # compute in other memory.
-    node_bytes = None if queue is None else queue.memory_bytes
-    node_bytes = memory_of_this_machine() if where == LOCAL else node_bytes
+    node_bytes = memory_of_this_machine() if where == LOCAL else queue.memory_bytes
     node_bytes = None if resources.gpus_per_node else resources.memory_per_node or node_bytes
-    site = {_QUEUE_KEYS.get(where): None if queue is None else queue.name, "account": account}
+    site = {_QUEUE_KEYS.get(where): queue.name, "account": account}
     text = _render_job(
         name=name,
         code=code,
@@ -206,9 +205,6 @@ def _read_code(
 
     By default the training data are beside the model, and the data to evaluate on beside those;
     whether there are any is told, too.
-
-    Raises:
-        UsageError: a reference is none, or its file does not exist.
     """
     if model is None:
         refuse({"--data": data, "--loss": loss != LOSS}, "needs --model")
@@ -246,23 +242,19 @@ def _seen_from(directory: Path, text: str) -> str:
     return f"{path if reference.file else f'{path}/{reference.module}'}:{reference.attribute}"
 
 
-def _find_queue(scheduler: str, name: str | None, *, ask: bool) -> Queue | None:
+def _find_queue(scheduler: str, name: str | None, *, ask: bool) -> Queue:
     """The partition or queue to use: that of the name, else the default one if it is open, else
-    the first that is; None if there is nothing to say of it.
-
-    Raises:
-        UsageError: there are some, but none of this name.
-    """
+    the first that is; one without a name if nothing is known of any."""
     try:
         queues = get_scheduler(scheduler).queues()
     except SchedulerError as error:
         note(f"limits of queues are not known: {error.message.splitlines()[0]}")
-        return None if name is None else Queue(name)
+        return Queue(name or "")
     by_name = {queue.name: queue for queue in queues}
     ready = [queue for queue in queues if queue.open]
-    queue = next((queue for queue in ready if queue.default), ready[0] if ready else None)
+    queue = next((queue for queue in ready if queue.default), ready[0] if ready else Queue(""))
     if name is None and ask and len(queues) > 1:
-        default = queue.name if queue else queues[0].name
+        default = queue.name or queues[0].name
         name = typer.prompt(f"Partition or queue ({', '.join(by_name)})", default=default)
     if name is None:
         return queue
@@ -271,60 +263,54 @@ def _find_queue(scheduler: str, name: str | None, *, ask: bool) -> Queue | None:
             f"no partition or queue {name!r}{did_you_mean(name, by_name)}",
             cure=f"choose one of {', '.join(by_name)}",
         )
-    return by_name.get(name)
+    return by_name.get(name, Queue(name))
 
 
-def _choose_resources(queue: Queue | None, values: dict[str, Any], *, ask: bool) -> Resources:
+def _choose_resources(queue: Queue, values: dict[str, Any], *, ask: bool) -> Resources:
     """What options say, and for the rest answers, or what is proposed: two ranks with a core each,
     and an accelerator if nodes have some, within the queue.
 
     Args:
         values: of options, by the keys of the resources.
-
-    Raises:
-        UsageError: more than the queue has.
     """
     tasks = values.get("tasks_per_node")
-    proposal: dict[str, Any] = {"tasks_per_node": tasks or _RANKS, "walltime": _WALLTIME_S}
-    if queue is not None:
-        tasks = tasks or min(_RANKS, queue.cores or _RANKS, queue.gpus or _RANKS)
-        proposal = {
-            "nodes": min(-(-_RANKS // tasks), queue.nodes or 1),
-            "tasks_per_node": tasks,
-            "gpus_per_node": min(tasks, queue.gpus),
-            "walltime": min(_WALLTIME_S, queue.walltime_s or _WALLTIME_S),
-        }
-        if queue.memory_bytes is not None:
-            usable = int(queue.memory_bytes * _OF_NODE)
-            of_cores = usable * tasks // queue.cores if queue.cores else 0
-            proposal["memory_per_node"] = min(max(tasks * _RANK_BYTES, of_cores), usable)
+    tasks = tasks or min(_RANKS, queue.cores or _RANKS, queue.gpus or _RANKS)
+    proposal: dict[str, Any] = {
+        "nodes": min(-(-_RANKS // tasks), queue.nodes or 1),
+        "tasks_per_node": tasks,
+        "gpus_per_node": min(tasks, queue.gpus),
+        "walltime": min(_WALLTIME_S, queue.walltime_s or _WALLTIME_S),
+    }
+    if queue.memory_bytes is not None:
+        usable = int(queue.memory_bytes * _OF_NODE)
+        of_cores = usable * tasks // queue.cores if queue.cores else 0
+        proposal["memory_per_node"] = min(max(tasks * _RANK_BYTES, of_cores), usable)
     resources = Resources().model_copy(update={**proposal, **values})
     if ask:
-        if queue is not None:
+        if queue.name:
             note(_describe_queue(queue))
         answers = {}
         for key, (question, read, show) in _QUESTIONS.items():
-            without_gpus = key == "gpus_per_node" and queue is not None and not queue.gpus
+            without_gpus = key == "gpus_per_node" and queue.name and not queue.gpus
             if key not in values and not without_gpus:
                 default = show(getattr(resources, key))
                 answers[key] = typer.prompt(question, default=default, value_proc=read)
         resources = resources.model_copy(update=answers)
-    if queue is not None:
-        nodes, gpus = resources.nodes, resources.gpus_per_node
-        cores = resources.tasks_per_node * resources.cpus_per_task
-        limits = (
-            (nodes, queue.nodes, f"{nodes} nodes of {queue.nodes}"),
-            (cores, queue.cores, f"{cores} cores per node of {queue.cores}"),
-            (gpus, queue.gpus, f"{gpus} GPUs per node of {queue.gpus}"),
-            (resources.memory_per_node, queue.memory_bytes, "more memory than a node has"),
-            (resources.walltime, queue.walltime_s, "a longer walltime than jobs there may have"),
+    nodes, gpus = resources.nodes, resources.gpus_per_node
+    cores = resources.tasks_per_node * resources.cpus_per_task
+    limits = (  # 0 and None are not known
+        (nodes, queue.nodes, f"{nodes} nodes of {queue.nodes}"),
+        (cores, queue.cores, f"{cores} cores per node of {queue.cores}"),
+        (gpus, queue.gpus, f"{gpus} GPUs per node of {queue.gpus}"),
+        (resources.memory_per_node, queue.memory_bytes, "more memory than a node has"),
+        (resources.walltime, queue.walltime_s, "a longer walltime than jobs there may have"),
+    )
+    excess = [words for value, limit, words in limits if limit and (value or 0) > limit]
+    if excess:
+        raise UsageError(
+            f"{queue.name}: {'; '.join(excess)}",
+            cure="ask for less, or choose another partition or queue",
         )
-        excess = [words for value, limit, words in limits if limit and (value or 0) > limit]
-        if excess:
-            raise UsageError(
-                f"{queue.name}: {'; '.join(excess)}",
-                cure="ask for less, or choose another partition or queue",
-            )
     return resources
 
 
