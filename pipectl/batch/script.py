@@ -113,11 +113,7 @@ def render_variables(request: JobRequest) -> str:
 
 
 def _refuse_controls(text: str) -> str:
-    """The text, unless it has control characters: a newline would end a directive.
-
-    Raises:
-        InvalidInputError: naming it.
-    """
+    """The text, unless it has control characters: a newline would end a directive."""
     breaks = (character for character in text if character in "\n\t")
     if character := first_harmful(text) or next(breaks, None):
         raise InvalidInputError(
@@ -197,11 +193,7 @@ def _environment() -> Environment:
 
 
 def _compile(environment: Environment, template: Template) -> Compiled:
-    """Compile the user's template, and check that all of its text reaches the script.
-
-    Raises:
-        SpecError: it cannot be read, does not extend ours, or has text outside of all blocks.
-    """
+    """Compile the user's template, and check that all of its text reaches the script."""
     from jinja2 import Template as Compiled
     from jinja2 import TemplateSyntaxError, nodes
 

@@ -176,7 +176,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run(arguments)
     except (BrokenPipeError, SystemExit) as end:
-        if not nobody_reads(end):
+        # The reader of a pipe has closed it, as `head` does; typer and rich turn that into an exit.
+        if not any(isinstance(each, BrokenPipeError) for each in (end, end.__context__)):
             raise
         return UNREAD
     finally:
@@ -244,15 +245,6 @@ def _describe(error: BaseException) -> tuple[int, list[str], str | None]:
         return _describe(fault_of(error))
     cure = "pipectl --debug ... shows the traceback"
     return 1, [f"{type(error).__name__}: {error}{user_line(error.__traceback__)}"], cure
-
-
-def nobody_reads(end: BaseException) -> bool:
-    """Whether the reader of a pipe has closed it, as ``head`` does.
-
-    Args:
-        end: error raised while printing; typer and rich turn a broken pipe into an exit.
-    """
-    return isinstance(end, BrokenPipeError) or isinstance(end.__context__, BrokenPipeError)
 
 
 @contextmanager

@@ -24,14 +24,16 @@ _GAP = 2
 """Between the columns of a table."""
 
 
-def output() -> Console:
+def output(*, stderr: bool = False) -> Console:
     """The console of standard output; without a terminal it has no colours and a fixed width."""
-    return _console(stderr=False)
+    stream = sys.stderr if stderr else sys.stdout
+    fixed = None if stream.isatty() or "COLUMNS" in os.environ else _WIDTH_WITHOUT_TERMINAL
+    return Console(stderr=stderr, width=fixed, highlight=False, markup=False, emoji=False)
 
 
 def errors() -> Console:
     """The console of standard error: messages, warnings, progress."""
-    return _console(stderr=True)
+    return output(stderr=True)
 
 
 def plain(text: object, style: str = "") -> Text:
@@ -163,9 +165,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not isfinite(value) else value
-
-
-def _console(*, stderr: bool) -> Console:
-    stream = sys.stderr if stderr else sys.stdout
-    fixed = None if stream.isatty() or "COLUMNS" in os.environ else _WIDTH_WITHOUT_TERMINAL
-    return Console(stderr=stderr, width=fixed, highlight=False, markup=False, emoji=False)

@@ -41,11 +41,7 @@ def reader(parse: Callable[[str], T], *, zero: bool = False) -> Callable[[str], 
 
 
 def parse_number(text: str) -> float:
-    """A number.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """A number; a ValueError says that it is none."""
     try:
         return float(text)
     except ValueError:
@@ -53,11 +49,7 @@ def parse_number(text: str) -> float:
 
 
 def parse_whole_number(text: str) -> int:
-    """A whole number.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """A whole number; a ValueError says that it is none."""
     if not text.strip().isdecimal():
         raise ValueError(f"{text!r} is not a whole number")
     return int(text)

@@ -10,15 +10,6 @@ from typing import TYPE_CHECKING
 
 import typer
 from rich import progress as bars
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    ProgressColumn,
-    TaskProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 from pipectl.cli.app import INTERRUPTED
 from pipectl.cli.console import errors, note, plain
@@ -35,13 +26,11 @@ _MAX_TEXT, _FIGURES = 48, 38
 
 @contextmanager
 def progress_bar(work: str = "") -> Iterator[Progress]:
-    """A function ``report(done, total, what)`` that moves the bar.
-
-    It moves from the start, before anything is reported.
+    """A function ``report(done, total, what)`` that moves the bar, which moves from the start.
 
     Args:
-        work: what goes on, where ``done`` and ``total`` are shares of expected work rather
-            than steps: shown in percent, and told in lines where there is no terminal.
+        work: what goes on, if ``done`` and ``total`` are shares of expected work, not steps: shown
+            in percent, and in lines without a terminal.
     """
     console = errors()
     if not console.is_terminal:
@@ -51,11 +40,11 @@ def progress_bar(work: str = "") -> Iterator[Progress]:
         else:
             yield lambda _done, _total, _what: None
         return
-    figure: ProgressColumn = TaskProgressColumn() if work else MofNCompleteColumn()
+    figure = bars.TaskProgressColumn() if work else bars.MofNCompleteColumn()
     room = max(1, min(_MAX_TEXT, console.width - _FIGURES))
-    bar = (TextColumn("{task.description}", markup=False), BarColumn(12))
-    waiting = (*bar, TimeElapsedColumn())
-    counting = (*bar, figure, TimeRemainingColumn(), TextColumn("left"))
+    bar = (bars.TextColumn("{task.description}", markup=False), bars.BarColumn(12))
+    waiting = (*bar, bars.TimeElapsedColumn())
+    counting = (*bar, figure, bars.TimeRemainingColumn(), bars.TextColumn("left"))
     with bars.Progress(*waiting, console=console, transient=True) as progress:
         task = progress.add_task(work or "starting", total=None)
 
@@ -83,12 +72,8 @@ def profiling_progress() -> Iterator[Progress]:
             yield report
     except KeyboardInterrupt as stop:
         count = getattr(stop, "kept", 0)
-        line = "interrupted before anything was measured"
-        if count:
-            line = (
-                f"interrupted; {count} measurements are kept: the same command continues from there"
-            )
-        note(line, style="")
+        kept = f"; {count} measurements are kept: the same command continues from there"
+        note(f"interrupted{kept if count else ' before anything was measured'}", style="")
         raise typer.Exit(INTERRUPTED) from stop
 
 

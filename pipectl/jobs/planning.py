@@ -130,11 +130,7 @@ def request_of(
 
 
 def _own_schedule(spec: JobSpec) -> Listed | None:
-    """A job's own schedule; None if it uses a built-in one.
-
-    Raises:
-        InvalidInputError: the schedule cannot be used, or the job contradicts it.
-    """
+    """A job's own schedule; None if it uses a built-in one."""
     pipeline = spec.pipeline
     name: str | None = pipeline.schedule
     if name is None or name in NAMES:

@@ -239,9 +239,6 @@ def _make_all(base: Path, folders: Mapping[Path, Sequence[str]]) -> bool:
     """Make directories with their folders for us alone, all or none; False if one exists.
 
     Two callers never share one.
-
-    Raises:
-        UsageError: they cannot be made.
     """
     new: list[Path] = []
     is_complete = False

@@ -360,7 +360,7 @@ def test_python_of_the_container_runs_with_the_same_words(
         {"modules": ("gcc\n",)},
         {"run_directory": Path("/a\nb")},
         {"array": Array((Path("/a\x7fb"),))},
-        {"prepare": ("a\0b",)},
+        {"first_command": ("a\0b",)},
         {"args": ("a\x1b[31m",)},
         {"slurm": {"partition": "a\x85b"}},
         {"slurm": {"options": {"x": ("a", "b\n#SBATCH --uid=0")}}},

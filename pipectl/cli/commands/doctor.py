@@ -266,11 +266,7 @@ def _check_machine() -> Iterator[Finding]:
 
 
 def _output(argv: Sequence[str]) -> str:
-    """What a command prints.
-
-    Raises:
-        SchedulerError: it does not exist, fails, or takes too long.
-    """
+    """What a command prints."""
     result = process.run(argv, cure="", timeout_s=_PATIENCE_S)
     if result.returncode:
         raise SchedulerError(f"{Path(argv[0]).name}: {result.message.splitlines()[-1]}")
@@ -278,11 +274,7 @@ def _output(argv: Sequence[str]) -> str:
 
 
 def _answer(argv: Sequence[str]) -> Any:
-    """The JSON in the last line that a command prints.
-
-    Raises:
-        SchedulerError: see :func:`_output`; or there is none.
-    """
+    """The JSON in the last line that a command prints."""
     try:
         return json.loads(_output(argv).splitlines()[-1])
     except (ValueError, IndexError):

@@ -86,11 +86,7 @@ def command(
 
 
 def _find_checkpoint(run: RunDirectory, step: int | None) -> Path:
-    """The checkpoint of a step; by default the last.
-
-    Raises:
-        UsageError: there is none.
-    """
+    """The checkpoint of a step; by default the last."""
     by_step = {step_of(path): path for path in checkpoints(run.checkpoints)}
     if not by_step:
         raise UsageError(

@@ -66,9 +66,6 @@ def _print_logs(
     Args:
         ranks: whose; empty for all, and what else is logged.
         tail: how many lines of what there is to begin with; None for all.
-
-    Raises:
-        UnknownRunError: it was followed, and nobody knows whether it is over.
     """
     _check_ranks(run, ranks)
     logs, unknown, printed = Logs(run), None, 0

@@ -89,12 +89,7 @@ def _watch(
     directory: Path,
     limit: int,
 ) -> None:
-    """Show runs on the whole screen, until Ctrl-C or the end of all that were named.
-
-    Raises:
-        UsageError: there is no terminal.
-        KeyboardInterrupt: Ctrl-C before there was something to see.
-    """
+    """Show runs on the whole screen, until Ctrl-C or the end of all that were named."""
     from rich.live import Live
 
     console = output()

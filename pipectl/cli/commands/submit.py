@@ -200,11 +200,7 @@ def _submit_and_follow(
 
 
 def _follow_sweep(sweep: SweepDirectory, *, as_json: bool) -> None:
-    """Follow the runs of a sweep one after the other.
-
-    Raises:
-        typer.Exit: with the code of the first run that failed.
-    """
+    """Follow the runs of a sweep one after the other."""
     from pipectl.cli.follow import exit_code, follow
     from pipectl.cli.views.run import print_sweep
     from pipectl.jobs.state import get_statuses

@@ -197,12 +197,7 @@ def _show_balance(
     as_json: bool,
 ) -> None:
     """Search the stages with the smallest largest load, the objective of related work, and print
-    them and the step that they make with 1F1B, one device per stage.
-
-    Raises:
-        InfeasibleError: no partition fits into the memory.
-        PipectlError: time was up before any was found.
-    """
+    them and the step that they make with 1F1B, one device per stage."""
     for warning in inputs.warnings:
         warn(warning)
     profile, cluster = prepared(inputs.profile), inputs.cluster

@@ -279,11 +279,7 @@ def _like(spec: JobSpec, plan: Plan, ranks: int) -> JobSpec:
 
 
 def _plan_otherwise(spec: JobSpec, plan: Plan) -> tuple[Job, Plan]:
-    """With a plan of one stage more, or else of one less: all of its cuts move.
-
-    Raises:
-        InfeasibleError: the model can be cut in one way only.
-    """
+    """With a plan of one stage more, or else of one less: all of its cuts move."""
     for ranks in (plan.ranks + 1, plan.ranks - 1):
         with suppress(PipectlError):
             if ranks:
