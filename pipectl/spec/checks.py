@@ -1,16 +1,15 @@
-"""Checks across fields, each as soon as the sections it needs are valid themselves."""
+"""Checks across fields, each as soon as the sections it needs are valid; and former keys."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from inspect import signature
 from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from pipectl.directives import QSUB, SBATCH, fault_of_option
-from pipectl.spec.document import MAX_DEPTH, escape
-from pipectl.spec.former import fault_of_former_key
+from pipectl.spec.document import MAX_DEPTH, escape, resolve
 from pipectl.spec.models import (
     Evaluation,
     JobSpec,
@@ -32,6 +31,35 @@ if TYPE_CHECKING:
 Finding = tuple[tuple[str | int, ...], str]
 """The path of a key, and what is wrong with it."""
 
+_SBATCH = (
+    "qos", "constraint", "reservation", "gres", "licenses", "nodelist", "exclude", "exclusive",
+    "mail_type", "mail_user",
+)  # fmt: skip
+_FORMER_KEYS = {
+    "training.check_replicas": (
+        "remove it: replicas are compared every 100 steps and before every checkpoint"
+    ),
+    "pipeline.offload_directory": "write environment.variables: {TMPDIR: ...}",
+    "resources.more": "a job has nodes of one kind; ask for what the largest stage needs",
+    "launch.progress_core": "write launch.progress: core",
+    "launch.check_messages": "write environment.variables: {PIPECTL_CHECK_MESSAGES: 1}",
+    "checkpoint.on_signal": "remove it",
+    **{
+        f"slurm.{name}": f"write slurm.options: {{{name.replace('_', '-')}: ...}}"
+        for name in _SBATCH
+    },
+    "slurm.omit": "write slurm.options: {time: false}, say, for one that is not to be written",
+    "slurm.directives": "write slurm.options: {gres: gpu:1}, say, for --gres=gpu:1",
+    "pbs.project": "write pbs.options: {P: ...}",
+    "pbs.place": "write pbs.options: {l: [place=...]}",
+    "pbs.select_extra": "write pbs.select: ...",
+    "pbs.mail": "write pbs.options: {m: ...}",
+    "pbs.mail_user": "write pbs.options: {M: ...}",
+    "pbs.directives": "write pbs.options: {p: 5}, say, for -p 5",
+}
+"""Keys of earlier versions, and what to write instead."""
+_FORMER_DEFAULTS = {"training.check_replicas": (100,), "checkpoint.on_signal": ("USR1", "USR2")}
+"""Their values that mean what happens without the key."""
 MAX_POINTS = 1000
 """Slurm allows arrays of 1,001 jobs unless a site says otherwise (``MaxArraySize``)."""
 _SHARED = (
@@ -44,6 +72,28 @@ _MICRO_BATCHES = ("pipeline", "micro_batches")
 _WARM_UP = ("pipeline", "warm_up")
 _BACKWARD = ("pipeline", "backward")
 _WEIGHTS = ("model", "weights")
+
+
+def fault_of_former_key(path: Sequence[str | int]) -> str:
+    """What to say about a key of earlier versions; empty for any other key."""
+    advice = _FORMER_KEYS.get(".".join(map(str, path)))
+    return f"is no longer a key; {advice}" if advice else ""
+
+
+def drop_former_keys(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The sections of a spec without former keys that are empty or have their defaults.
+
+    The job files of old runs hold such keys.
+    """
+    kept = dict(data)
+    for path in _FORMER_KEYS:
+        name, _, key = path.partition(".")
+        section = kept.get(name)
+        if isinstance(section, dict) and key in section:
+            value = resolve(section[key])
+            if not value or value in _FORMER_DEFAULTS.get(path, ()):
+                kept[name] = {other: item for other, item in section.items() if other != key}
+    return kept
 
 
 def cross_check(sections: Mapping[str, Any]) -> Iterator[Finding]:

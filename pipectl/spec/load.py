@@ -18,7 +18,13 @@ from pydantic_core import ErrorDetails
 
 from pipectl.errors import Problem, SpecError, UsageError
 from pipectl.files import RUNS_VARIABLE
-from pipectl.spec.checks import cross_check, missing_files, missing_names
+from pipectl.spec.checks import (
+    cross_check,
+    drop_former_keys,
+    fault_of_former_key,
+    missing_files,
+    missing_names,
+)
 from pipectl.spec.document import (
     MAX_DEPTH,
     KeyPath,
@@ -41,7 +47,6 @@ from pipectl.spec.document import (
     resolve,
     to_yaml,
 )
-from pipectl.spec.former import drop_former_keys, fault_of_former_key
 from pipectl.spec.models import JobSpec, holds_variables
 from pipectl.spec.schema import choices, describe_schema, json_schema, properties, schema_at
 from pipectl.spec.types import check_version

@@ -157,6 +157,11 @@ def test_errors_come_in_the_order_of_failure(run: RunDirectory) -> None:
         run.error_of(rank).write_text(json.dumps(report))
     run.error_of(4).write_text('{"rank": 4, "ti')
     assert [report.rank for report in read_errors(run)] == [1, 3, 0, 2]
+    run.preparation_error.write_text('{"time": 30.0, "exit_code": 4, "stage": -1, "message": 5}')
+    run.error_of(1).write_text('{"rank": 1, "time": 10.0, "exit_code": 300}')
+    first, second, *_ = read_errors(run)
+    assert (first.rank, first.exit_code, first.stage, first.what) == (None, 4, None, "no message")
+    assert (second.rank, second.exit_code, second.where) == (1, 1, "rank 1")
 
 
 def test_no_errors(run: RunDirectory) -> None:
