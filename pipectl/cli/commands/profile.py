@@ -12,7 +12,6 @@ from typing import Any
 from rich.console import Group, RenderableType
 
 from pipectl.batch import LOCAL, allocation
-from pipectl.cli.commands.submit import describe_job, print_submission, submission_json
 from pipectl.cli.console import note, output, plain, say, say_json, short_path, table, warn
 from pipectl.cli.follow import follow_or_exit
 from pipectl.cli.options import (
@@ -26,6 +25,7 @@ from pipectl.cli.options import (
     refuse,
 )
 from pipectl.cli.progress import profiling_progress
+from pipectl.cli.views.job import describe_job, note_origin, print_submission, submission_json
 from pipectl.cluster import Cluster
 from pipectl.errors import UsageError
 from pipectl.files import is_stream, make_directory_of
@@ -50,7 +50,6 @@ from pipectl.units import format_bytes, format_time
 LINKS_BUDGET_S = {"fast": 8.0, "normal": 30.0, "thorough": 120.0}
 """Time to measure links, about, by effort."""
 _LINKS_WALLTIME_S = 900
-_SPANS = ((86400, "day"), (3600, "h"), (60, "min"))
 
 
 class Effort(StrEnum):
@@ -206,30 +205,6 @@ def show_measurement(measurement: Measurement, path: Path, now: float, *, as_jso
     )
     say(f"profile: {path}")
     note_origin(measurement, now, "use --again to measure again")
-
-
-def note_origin(measurement: Measurement, now: float, again: str) -> None:
-    """Note that a profile, or a part of it, is not from now.
-
-    Args:
-        again: how to measure all of it.
-    """
-    if measurement.cached:
-        device = measurement.profile.device
-        model = device.model if device else "another device"
-        when = ago(now - measurement.measured_at)
-        note(f"cached: measured {when} on {measurement.host} ({model}); {again}")
-    elif measurement.resumed:
-        note(f"{measurement.resumed} measurements are from an interrupted attempt")
-
-
-def ago(age_s: float) -> str:
-    """``3 h ago``; in the largest unit that fits."""
-    for span_s, unit in _SPANS:
-        count = int(age_s // span_s)
-        if count > 0:
-            return f"{count} {unit}{'s' if unit == 'day' and count > 1 else ''} ago"
-    return "just now"
 
 
 def links_view(cluster: Cluster) -> RenderableType:

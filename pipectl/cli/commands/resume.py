@@ -6,7 +6,6 @@ import json
 import time
 from pathlib import Path
 
-from pipectl.cli.commands import submit as view
 from pipectl.cli.console import say, say_json
 from pipectl.cli.follow import follow_or_exit
 from pipectl.cli.options import (
@@ -18,6 +17,7 @@ from pipectl.cli.options import (
     WAIT,
     flag,
 )
+from pipectl.cli.views import job as view
 from pipectl.cli.views.run import print_run
 from pipectl.jobs.resume import resume
 from pipectl.runs import find_run, last_checkpoint, step_of
