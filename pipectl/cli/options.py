@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from enum import StrEnum
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import typer
 
@@ -56,7 +55,7 @@ def parse_whole_number(text: str) -> int:
 
 
 def flag(text: str, *names: str, default: Any = False) -> Any:
-    """An option without a value, or of an enumeration; ``text`` is its help."""
+    """An option without a value, or of some words; ``text`` is its help."""
     return typer.Option(default, *names, help=text)
 
 
@@ -96,14 +95,7 @@ def names_of_runs(context: typer.Context, incomplete: str) -> list[str]:
     return [name for name in names if name.startswith(incomplete)]
 
 
-class SchedulerName(StrEnum):
-    """Batch systems, and this machine."""
-
-    LOCAL = "local"
-    SLURM = "slurm"
-    PBS = "pbs"
-
-
+SchedulerName = Literal["local", "slurm", "pbs"]
 RUN_HELP = "Run name (or its start or end), path, job id, or 'last'."
 
 JOB_FILE: Any = typer.Argument(..., metavar="JOB.yaml", help="The job spec.")

@@ -17,7 +17,7 @@ from pages import CHECKOUT, commands_of
 from typer.main import get_command
 
 from pipectl.cli import app
-from pipectl.cli.commands.doctor import Finding, Level
+from pipectl.cli.commands.doctor import Finding
 from pipectl.cli.lab.verify import Verification
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.jobs.planning import write_plan
@@ -209,6 +209,6 @@ def test_verify(shown: Shown, job: Path, pipeline: Callable[..., Plan], monkeypa
 
 
 def test_doctor(shown: Shown, place: Path, monkeypatch: Patch) -> None:
-    found = [Finding("python", Level.OK, "3"), Finding("MPI", Level.WARN, "none", "install it")]
+    found = [Finding("python", "ok", "3"), Finding("MPI", "warn", "none", "install it")]
     monkeypatch.setattr("pipectl.cli.commands.doctor.examine", lambda *_: found)
     shown("doctor", "doctor")

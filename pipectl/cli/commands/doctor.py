@@ -13,9 +13,8 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from enum import StrEnum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import typer
 
@@ -48,12 +47,8 @@ _TORCH = (
 )
 
 
-class Level(StrEnum):
-    """How bad it is: with WARN, jobs run, but not as well as they could; with FAIL, they cannot."""
-
-    OK = "ok"
-    WARN = "warn"
-    FAIL = "fail"
+Level = Literal["ok", "warn", "fail"]
+"""How bad it is: with a warning, jobs run, but not as well as they could; else they cannot."""
 
 
 class Finding(NamedTuple):
@@ -91,14 +86,14 @@ def command(
         findings.append(finding)
         if as_json:
             continue
-        level = plain(f"{finding.level.value:<5}", _STYLES[finding.level.value])
+        level = plain(f"{finding.level:<5}", _STYLES[finding.level])
         text = plain(f"{finding.what:<14}{finding.text}")
         output().print(level.append_text(text), soft_wrap=True)
         if finding.cure:
             output().print(plain(f"{'':<{_INDENT}}{finding.cure}"), soft_wrap=True)
     if as_json:
         say_json([finding._asdict() for finding in findings])
-    if any(finding.level is Level.FAIL for finding in findings):
+    if any(finding.level == "fail" for finding in findings):
         raise typer.Exit(1)
 
 
@@ -127,12 +122,12 @@ def examine(launch: Launch | None, directory: Path, only: str | None = None) -> 
         except (PipectlError, OSError, ValueError, LookupError) as error:
             text = error.message if isinstance(error, PipectlError) else str(error)
             own_cure = error.cure if isinstance(error, PipectlError) else None
-            yield Finding(what, Level.FAIL, text, own_cure or cure)
+            yield Finding(what, "fail", text, own_cure or cure)
 
 
 def _finding(what: str, text: str, cure: str = "") -> Finding:
     """One that is fine without a cure, and a warning with one."""
-    return Finding(what, Level.WARN if cure else Level.OK, text, cure)
+    return Finding(what, "warn" if cure else "ok", text, cure)
 
 
 def _check_python() -> Iterator[Finding]:
@@ -201,7 +196,7 @@ def _check_slurm(launch: Launch | None) -> Iterator[Finding]:
         yield _finding("PMI", text)
     else:
         cure = "set launch.mpi to the one that your MPI needs"
-        yield Finding("PMI", Level.FAIL, f"{text}; the job wants {mpi}", cure)
+        yield Finding("PMI", "fail", f"{text}; the job wants {mpi}", cure)
 
 
 def _check_pbs() -> Iterator[Finding]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
+from typing import Literal
 
 from pipectl.cli.console import say, say_json, short_path
 from pipectl.cli.options import (
@@ -21,14 +21,8 @@ from pipectl.runs import RunDirectory, checkpoints, find_run, step_of
 from pipectl.units import format_bytes
 
 _SHARD_BYTES = 5 * 10**9
-
-
-class Format(StrEnum):
-    """What is written: one file, a directory as model hubs have it, or torch's own."""
-
-    SAFETENSORS = "safetensors"
-    HF = "hf"
-    DCP = "dcp"
+Format = Literal["safetensors", "hf", "dcp"]
+"""One file, a directory as model hubs have it, or torch's own."""
 
 
 def command(
@@ -61,19 +55,19 @@ def command(
         export_file,
     )
 
-    kind = file_format or (Format.HF if like or shard_size else Format.SAFETENSORS)
-    if kind is not Format.HF:
+    kind = file_format or ("hf" if like or shard_size else "safetensors")
+    if kind != "hf":
         refuse({"--shard-size": shard_size}, f"has no meaning with --format {kind}")
-    path = output or Path(FILE if kind is Format.SAFETENSORS else "model")
+    path = output or Path(FILE if kind == "safetensors" else "model")
     checkpoint = _find_checkpoint(find_run(directory, name), step)
-    is_empty = kind is not Format.SAFETENSORS and path.is_dir() and not any(path.iterdir())
+    is_empty = kind != "safetensors" and path.is_dir() and not any(path.iterdir())
     if path.exists() and not is_empty:
         raise UsageError(f"{path}: already exists", cure="name another, or remove it")
     stored = load(checkpoint, weights_only=True)
     weights = stored if like is None else Renamed(stored, like)
-    if kind is Format.SAFETENSORS:
+    if kind == "safetensors":
         size_bytes = export_file(weights, path)
-    elif kind is Format.DCP:
+    elif kind == "dcp":
         size_bytes = export_dcp(weights, path)
     else:
         size_bytes = export_directory(weights, path, shard_size or _SHARD_BYTES, like)

@@ -111,7 +111,7 @@ def command(
     targets = [job, schema, *([example] if code is None else [])]
     _check_new(targets, force=force)
     installed = find_scheduler()
-    where = scheduler.value if scheduler else installed
+    where = scheduler or installed
     if where == LOCAL:
         sites = {"--partition": partition, "--account": account}
         refuse(

@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Group, RenderableType
 
@@ -52,14 +51,6 @@ LINKS_BUDGET_S = {"fast": 8.0, "normal": 30.0, "thorough": 120.0}
 _LINKS_WALLTIME_S = 900
 
 
-class Effort(StrEnum):
-    """How long to measure."""
-
-    FAST = "fast"
-    NORMAL = "normal"
-    THOROUGH = "thorough"
-
-
 def command(
     job: Path = JOB_FILE,
     output_file: Path | None = option(
@@ -68,7 +59,7 @@ def command(
         "-o",
         "--output",
     ),
-    effort: Effort = flag("How long to measure.", default=Effort.NORMAL),
+    effort: Literal["fast", "normal", "thorough"] = flag("How long to measure.", default="normal"),
     again: bool = flag("Measure again, without the cache.", "--again"),
     submit: bool = flag("Measure in a batch job.", "--submit"),
     wait: bool = flag("Follow the job of --submit to its end.", "--wait"),
@@ -95,12 +86,10 @@ def command(
                 "to measure on this machine anyway: --scheduler local",
             )
         with profiling_progress() as progress:
-            measurement = measure(spec, path, progress, effort.value, again=again)
+            measurement = measure(spec, path, progress, effort, again=again)
         show_measurement(measurement, path, time.time(), as_json=as_json)
         return
-    job_that_measures = make_measuring_job(
-        spec, where, path, effort.value, links=links, again=again
-    )
+    job_that_measures = make_measuring_job(spec, where, path, effort, links=links, again=again)
     (submission,) = submit_job([job_that_measures], time.time())
     run, record = submission.run, submission.record
     result = f"the {'cluster' if links else 'profile'} will be in {short_path(path.absolute())}"

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Group
 
@@ -59,13 +58,6 @@ _BITS = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kMGT]?)bit\s*")
 _PREFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
-class Objective(StrEnum):
-    """What makes a plan good."""
-
-    STEP_TIME = "step-time"
-    MAX_STAGE_LOAD = "max-stage-load"
-
-
 def _bandwidth(text: str) -> float:
     """Bytes per second in ``1GB/s``, ``100MiB/s`` or ``10Gbit/s``."""
     amount = text.strip().removesuffix("/s")
@@ -78,7 +70,9 @@ def _bandwidth(text: str) -> float:
 
 def command(
     job: Path | None = plan_command.JOB_FILE,
-    objective: Objective = flag("What makes a plan good.", default=Objective.STEP_TIME),
+    objective: Literal["step-time", "max-stage-load"] = flag(
+        "What makes a plan good.", default="step-time"
+    ),
     planner: str = option(
         "NAME", "dapple, pipedream, …: plan as others do, to compare.", default=OWN
     ),
@@ -109,7 +103,7 @@ def command(
 ) -> None:
     if job is None:
         refuse({"--scheduler": scheduler}, "needs a JOB.yaml")
-    if objective is Objective.MAX_STAGE_LOAD:
+    if objective == "max-stage-load":
         of_steps = {"--nodes": nodes, "--explain": explain, "-o": output_file, "--svg": svg}
         of_steps |= {"--planner": planner != OWN, "--allow": allow}
         refuse(of_steps, f"is not used with --objective {objective}")
@@ -128,7 +122,7 @@ def command(
     techniques = [name.strip() for text in allow or () for name in text.split(",")]
     inputs = with_links(allow_techniques(inputs, techniques), bandwidth, communication_scale)
     search = PlanSearch(planner, budget)
-    if objective is Objective.MAX_STAGE_LOAD:
+    if objective == "max-stage-load":
         _show_balance(inputs, search, bandwidth, communication_scale, as_json=as_json)
         return
     plan_command.show(
