@@ -64,7 +64,7 @@ def count(text: str, *names: str, default: int | None = None, **more: Any) -> An
     return typer.Option(default, *names, metavar="N", help=text, **{"min": 1, **more})
 
 
-def option(metavar: str, text: str, *names: str, default: Any = None, **more: Any) -> Any:
+def value(metavar: str, text: str, *names: str, default: Any = None, **more: Any) -> Any:
     """An option with a value, which the help calls ``metavar``."""
     return typer.Option(default, *names, metavar=metavar, help=text, **more)
 
@@ -99,12 +99,12 @@ SchedulerName = Literal["local", "slurm", "pbs"]
 RUN_HELP = "Run name (or its start or end), path, job id, or 'last'."
 
 JOB_FILE: Any = typer.Argument(..., metavar="JOB.yaml", help="The job spec.")
-OVERRIDES = option("KEY=VALUE", "Set one key of the job: training.steps=10.", "--set")
+OVERRIDES = value("KEY=VALUE", "Set one key of the job: training.steps=10.", "--set")
 SCHEDULER = flag("Where the job runs; by default launch.scheduler.", "--scheduler", default=None)
 _NAMED: Any = {"metavar": "RUN", "help": RUN_HELP, "autocompletion": names_of_runs}
 RUN, LAST_RUN = typer.Argument(..., **_NAMED), typer.Argument("last", **_NAMED)
 RUN_NAMES = typer.Argument(None, **{**_NAMED, "metavar": "[RUN]..."})
-DIRECTORY = option(
+DIRECTORY = value(
     "DIRECTORY", "Directory of the runs.", "--directory", "-d",
     default=Path("runs"), envvar=RUNS_VARIABLE,
 )  # fmt: skip

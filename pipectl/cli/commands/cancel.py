@@ -7,17 +7,17 @@ from pathlib import Path
 
 import typer
 
+from pipectl.cli import options as opt
 from pipectl.cli.console import say
-from pipectl.cli.options import DIRECTORY, RUN_HELP, names_of_runs
 from pipectl.jobs.cancel import cancel, cancel_sweep
 from pipectl.runs import RunDirectory, find
 
 
 def command(
     names: list[str] = typer.Argument(
-        ..., metavar="RUN...", help=RUN_HELP, autocompletion=names_of_runs
+        ..., metavar="RUN...", help=opt.RUN_HELP, autocompletion=opt.names_of_runs
     ),
-    directory: Path = DIRECTORY,
+    directory: Path = opt.DIRECTORY,
 ) -> None:
     for one in [find(directory, name) for name in names]:
         if isinstance(one, RunDirectory):

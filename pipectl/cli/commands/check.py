@@ -11,8 +11,8 @@ from typing import Any
 import typer
 from rich.table import Table
 
+from pipectl.cli import options as opt
 from pipectl.cli.console import output, plain, say, say_json, short_path
-from pipectl.cli.options import JSON, OVERRIDES, flag, option, refuse
 from pipectl.errors import UsageError
 from pipectl.files import make_directory_of, write_json
 from pipectl.jobs.prepare import check_script
@@ -22,15 +22,17 @@ from pipectl.spec.document import Place, parse_scalar, path_text
 
 def command(
     job: Path | None = typer.Argument(None, metavar="JOB.yaml", help="The job spec."),
-    overrides: list[str] | None = OVERRIDES,
-    show_origins: bool = flag("Show every key's value and where it comes from.", "--origins"),
-    schema: bool = flag("Print the JSON Schema of job specs, for editors.", "--schema"),
-    output_file: Path | None = option("FILE", "Write the schema to this file.", "-o", "--output"),
-    as_json: bool = JSON,
+    overrides: list[str] | None = opt.OVERRIDES,
+    show_origins: bool = opt.flag("Show every key's value and where it comes from.", "--origins"),
+    schema: bool = opt.flag("Print the JSON Schema of job specs, for editors.", "--schema"),
+    output_file: Path | None = opt.value(
+        "FILE", "Write the schema to this file.", "-o", "--output"
+    ),
+    as_json: bool = opt.JSON,
 ) -> None:
     if schema:
         about_jobs = {"JOB.yaml": job, "--set": overrides, "--origins": show_origins}
-        refuse(about_jobs, "cannot be used with --schema, which is that of all jobs")
+        opt.refuse(about_jobs, "cannot be used with --schema, which is that of all jobs")
         if output_file is None:
             say_json(json_schema())
             return
@@ -38,7 +40,7 @@ def command(
         write_json(output_file, json_schema())
         say(f"schema: {output_file}")
         return
-    refuse({"-o": output_file}, "needs --schema")
+    opt.refuse({"-o": output_file}, "needs --schema")
     if job is None:
         raise UsageError("nothing to check", cure="name a job: pipectl check JOB.yaml")
     if as_json and not show_origins:

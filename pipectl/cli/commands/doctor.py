@@ -21,8 +21,8 @@ import typer
 from pipectl import __version__
 from pipectl.batch import LOCAL, find_scheduler, process
 from pipectl.batch.launchers import AUTO, MPIEXECS, knows_pmi, launch_command, list_pmis
+from pipectl.cli import options as opt
 from pipectl.cli.console import output, plain, say_json
-from pipectl.cli.options import DIRECTORY, JSON, OVERRIDES, refuse
 from pipectl.errors import PipectlError, SchedulerError
 from pipectl.jobs.job_files import memory_of_this_machine
 from pipectl.jobs.profiles import request_of_two
@@ -68,17 +68,17 @@ def command(
     job: Path | None = typer.Argument(
         None, metavar="[JOB.yaml]", help="Job whose launch settings are tested."
     ),
-    overrides: list[str] | None = OVERRIDES,
-    directory: Path = DIRECTORY,
-    as_json: bool = JSON,
+    overrides: list[str] | None = opt.OVERRIDES,
+    directory: Path = opt.DIRECTORY,
+    as_json: bool = opt.JSON,
 ) -> None:
     launch = None
     if job is None:
-        refuse({"--set": overrides}, "needs a JOB.yaml")
+        opt.refuse({"--set": overrides}, "needs a JOB.yaml")
     else:
         elsewhere = {"--directory": directory != runs_directory()}
         why = "cannot be used with a job, which has its own"
-        refuse(elsewhere, why, cure="--set output.directory=DIRECTORY")
+        opt.refuse(elsewhere, why, cure="--set output.directory=DIRECTORY")
         spec = load(job, overrides or ())
         launch, directory = spec.launch, Path(spec.output.directory)
     findings = []

@@ -5,17 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+from pipectl.cli import options as opt
 from pipectl.cli.console import say, say_json, short_path
-from pipectl.cli.options import (
-    DIRECTORY,
-    JSON,
-    LAST_RUN,
-    count,
-    flag,
-    option,
-    read_size,
-    refuse,
-)
 from pipectl.errors import UsageError
 from pipectl.runs import RunDirectory, checkpoints, find_run, step_of
 from pipectl.units import format_bytes
@@ -26,25 +17,25 @@ Format = Literal["safetensors", "hf", "dcp"]
 
 
 def command(
-    name: str = LAST_RUN,
-    output: Path | None = option(
+    name: str = opt.LAST_RUN,
+    output: Path | None = opt.value(
         "PATH", "What to write; by default model.safetensors, or model.", "--output", "-o"
     ),
-    step: int | None = count("Step of the checkpoint; by default the last.", "--step"),
-    file_format: Format | None = flag(
+    step: int | None = opt.count("Step of the checkpoint; by default the last.", "--step"),
+    file_format: Format | None = opt.flag(
         "safetensors: one file. hf: a directory for from_pretrained. dcp: a directory for "
         "torch.distributed.checkpoint.",
         "--format",
         default=None,
     ),
-    like: Path | None = option(
+    like: Path | None = opt.value(
         "DIRECTORY", "Take names, types and other files from this model; hf.", "--like"
     ),
-    shard_size: int | None = option(
-        "SIZE", "Largest file of hf; by default 5GB.", "--shard-size", parser=read_size
+    shard_size: int | None = opt.value(
+        "SIZE", "Largest file of hf; by default 5GB.", "--shard-size", parser=opt.read_size
     ),
-    as_json: bool = JSON,
-    directory: Path = DIRECTORY,
+    as_json: bool = opt.JSON,
+    directory: Path = opt.DIRECTORY,
 ) -> None:
     from pipectl.runtime.checkpoint import load
     from pipectl.runtime.checkpoint.export import (
@@ -57,7 +48,7 @@ def command(
 
     kind = file_format or ("hf" if like or shard_size else "safetensors")
     if kind != "hf":
-        refuse({"--shard-size": shard_size}, f"has no meaning with --format {kind}")
+        opt.refuse({"--shard-size": shard_size}, f"has no meaning with --format {kind}")
     path = output or Path(FILE if kind == "safetensors" else "model")
     checkpoint = _find_checkpoint(find_run(directory, name), step)
     is_empty = kind != "safetensors" and path.is_dir() and not any(path.iterdir())

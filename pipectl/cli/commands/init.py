@@ -15,18 +15,8 @@ from typing import Any
 import typer
 
 from pipectl.batch import LOCAL, Queue, find_scheduler, get_scheduler
+from pipectl.cli import options as opt
 from pipectl.cli.console import note, say
-from pipectl.cli.options import (
-    SchedulerName,
-    count,
-    flag,
-    option,
-    parse_whole_number,
-    read_size,
-    read_walltime,
-    reader,
-    refuse,
-)
 from pipectl.errors import SchedulerError, UsageError
 from pipectl.files import make_directory_of, write_json, write_text
 from pipectl.jobs.job_files import memory_of_this_machine
@@ -51,46 +41,46 @@ _HELD_OUT = ("held_out_data", "held_out", "validation_data", "evaluation_data", 
 """Names of functions that return the data to evaluate on, as far as `init` knows them."""
 _QUEUE_KEYS = {"slurm": "partition", "pbs": "queue"}
 _QUESTIONS: dict[str, tuple[str, Callable[[str], Any], Callable[[Any], str]]] = {
-    "nodes": ("Nodes", reader(parse_whole_number), str),
-    "tasks_per_node": ("Ranks on each node", reader(parse_whole_number), str),
-    "cpus_per_task": ("Cores of each rank", reader(parse_whole_number), str),
-    "gpus_per_node": ("GPUs of each node", reader(parse_whole_number, zero=True), str),
+    "nodes": ("Nodes", opt.reader(opt.parse_whole_number), str),
+    "tasks_per_node": ("Ranks on each node", opt.reader(opt.parse_whole_number), str),
+    "cpus_per_task": ("Cores of each rank", opt.reader(opt.parse_whole_number), str),
+    "gpus_per_node": ("GPUs of each node", opt.reader(opt.parse_whole_number, zero=True), str),
     "memory_per_node": (
         "Memory of each node",
-        lambda text: None if text == "default" else read_size(text),
+        lambda text: None if text == "default" else opt.read_size(text),
         lambda size: "default" if size is None else f"{size >> 20}MiB",
     ),
-    "walltime": ("Walltime", read_walltime, format_clock),
+    "walltime": ("Walltime", opt.read_walltime, format_clock),
 }
 """By key of the resources: the question, how to read its answer, and how to show a value."""
 
 
 def command(
     directory: Path = typer.Argument(Path(), help="Directory to write it to."),
-    model: str | None = option(_REFERENCE, "Your model, instead of a small example."),
-    data: str | None = option(_REFERENCE, "Your data; by default FILE:training_data."),
-    loss: str = option(
+    model: str | None = opt.value(_REFERENCE, "Your model, instead of a small example."),
+    data: str | None = opt.value(_REFERENCE, "Your data; by default FILE:training_data."),
+    loss: str = opt.value(
         _REFERENCE, "Your loss; `model` if the model itself returns it.", default=LOSS
     ),
-    recipe: str | None = option("NAME", "Recipe to copy; `list` shows all."),
-    name: str = option("NAME", "Name of the job.", default=STARTER),
-    scheduler: SchedulerName | None = flag(
+    recipe: str | None = opt.value("NAME", "Recipe to copy; `list` shows all."),
+    name: str = opt.value("NAME", "Name of the job.", default=STARTER),
+    scheduler: opt.SchedulerName | None = opt.flag(
         "Batch system; by default the installed one.", default=None
     ),
-    partition: str | None = option(
+    partition: str | None = opt.value(
         "NAME", "Slurm partition or PBS queue.", "--partition", "--queue"
     ),
-    account: str | None = option("NAME", "Account to charge."),
-    nodes: int | None = count("Number of nodes."),
-    tasks_per_node: int | None = count("Ranks on each node."),
-    cpus_per_task: int | None = count("Cores of each rank."),
-    gpus_per_node: int | None = count("Accelerators of each node.", min=0),
-    memory: int | None = option("SIZE", "Memory of each node: 16GiB.", parser=read_size),
-    walltime: int | None = option(
-        "TIME", "Time limit: 1h30m; a number alone is minutes.", parser=read_walltime
+    account: str | None = opt.value("NAME", "Account to charge."),
+    nodes: int | None = opt.count("Number of nodes."),
+    tasks_per_node: int | None = opt.count("Ranks on each node."),
+    cpus_per_task: int | None = opt.count("Cores of each rank."),
+    gpus_per_node: int | None = opt.count("Accelerators of each node.", min=0),
+    memory: int | None = opt.value("SIZE", "Memory of each node: 16GiB.", parser=opt.read_size),
+    walltime: int | None = opt.value(
+        "TIME", "Time limit: 1h30m; a number alone is minutes.", parser=opt.read_walltime
     ),
-    yes: bool = flag("Do not ask; accept all proposals.", "--yes", "-y"),
-    force: bool = flag("Replace files that exist.", "--force"),
+    yes: bool = opt.flag("Do not ask; accept all proposals.", "--yes", "-y"),
+    force: bool = opt.flag("Replace files that exist.", "--force"),
 ) -> None:
     if recipe is not None:
         others = {
@@ -99,7 +89,7 @@ def command(
             "--nodes": nodes, "--tasks-per-node": tasks_per_node, "--cpus-per-task": cpus_per_task,
             "--gpus-per-node": gpus_per_node, "--memory": memory, "--walltime": walltime,
         }  # fmt: skip
-        refuse(others, "has no effect with --recipe", cure="change the job file afterwards")
+        opt.refuse(others, "has no effect with --recipe", cure="change the job file afterwards")
         _copy_recipe(recipe, directory, force=force)
         return
     if not is_name(name):
@@ -114,7 +104,7 @@ def command(
     where = scheduler or installed
     if where == LOCAL:
         sites = {"--partition": partition, "--account": account}
-        refuse(
+        opt.refuse(
             sites, "the job runs on this machine", cure="add --scheduler slurm or --scheduler pbs"
         )
     ask = is_terminal() and not yes and where != LOCAL
@@ -207,7 +197,7 @@ def _read_code(
     whether there are any is told, too.
     """
     if model is None:
-        refuse({"--data": data, "--loss": loss != LOSS}, "needs --model")
+        opt.refuse({"--data": data, "--loss": loss != LOSS}, "needs --model")
         return None
     data = data or f"{model.rpartition(':')[0]}:training_data"
     named = {"model": model, "data": data}

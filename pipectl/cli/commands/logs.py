@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from pipectl.batch import CHECKPOINTED, JobState
+from pipectl.cli import options as opt
 from pipectl.cli.console import note
-from pipectl.cli.options import DIRECTORY, RUN_NAMES, count, flag
 from pipectl.errors import PipectlError, UnknownRunError, UsageError
 from pipectl.files import read_limited
 from pipectl.runs import (
@@ -30,14 +30,14 @@ _PATIENCE_S = 60.0
 
 
 def command(
-    names: list[str] | None = RUN_NAMES,
-    script: bool = flag("Print the job script instead.", "--script"),
-    follow: bool = flag("Print new lines until the run ends.", "-f", "--follow"),
-    rank: list[int] | None = count(
+    names: list[str] | None = opt.RUN_NAMES,
+    script: bool = opt.flag("Print the job script instead.", "--script"),
+    follow: bool = opt.flag("Print new lines until the run ends.", "-f", "--follow"),
+    rank: list[int] | None = opt.count(
         "Print only this rank's lines; may be repeated.", "--rank", min=0
     ),
-    tail: int | None = count("Print only the last N lines.", "--tail", "-n", min=0),
-    directory: Path = DIRECTORY,
+    tail: int | None = opt.count("Print only the last N lines.", "--tail", "-n", min=0),
+    directory: Path = opt.DIRECTORY,
 ) -> None:
     runs = find_runs(directory, names or ["last"])
     if follow and len(runs) > 1:

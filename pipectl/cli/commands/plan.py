@@ -21,17 +21,8 @@ from typing import Any
 import typer
 from rich.console import Group
 
+from pipectl.cli import options as opt
 from pipectl.cli.console import note, output, plain, say, say_json, short_path, warn
-from pipectl.cli.options import (
-    JSON,
-    OVERRIDES,
-    SCHEDULER,
-    SchedulerName,
-    count,
-    flag,
-    option,
-    refuse,
-)
 from pipectl.cli.progress import progress_bar
 from pipectl.cli.views import plan as view
 from pipectl.cluster import ASSUMED_BETWEEN, Cluster, Device, Node
@@ -79,12 +70,12 @@ _TOTALS = "total memory of nodes (memory_bytes) counts for --objective max-stage
 JOB_FILE = typer.Argument(
     None, metavar="[JOB.yaml]", help="The job spec; not needed with --profile."
 )
-PROFILE_FILE = option("FILE", "Profile to use; by default runs/NAME.profile.json.", "--profile")
-CLUSTER_FILE = option("FILE", "Cluster description to use (cluster.json).", "--cluster")
-DEVICES = count("Number of devices to use.")
-NODE_COUNTS = option("N,N,…", "Compare these numbers of nodes.", "--nodes")
-EXPLAIN = flag("Explain the step and say what would help.", "--explain")
-SVG_FILE = option("FILE", "Write a picture of the predicted step to this file.")
+PROFILE_FILE = opt.value("FILE", "Profile to use; by default runs/NAME.profile.json.", "--profile")
+CLUSTER_FILE = opt.value("FILE", "Cluster description to use (cluster.json).", "--cluster")
+DEVICES = opt.count("Number of devices to use.")
+NODE_COUNTS = opt.value("N,N,…", "Compare these numbers of nodes.", "--nodes")
+EXPLAIN = opt.flag("Explain the step and say what would help.", "--explain")
+SVG_FILE = opt.value("FILE", "Write a picture of the predicted step to this file.")
 
 
 def command(
@@ -92,21 +83,21 @@ def command(
     profile_file: Path | None = PROFILE_FILE,
     cluster: Path | None = CLUSTER_FILE,
     devices: int | None = DEVICES,
-    scheduler: SchedulerName | None = SCHEDULER,
+    scheduler: opt.SchedulerName | None = opt.SCHEDULER,
     nodes: list[str] | None = NODE_COUNTS,
-    new_micro_batches: bool = flag(
+    new_micro_batches: bool = opt.flag(
         "Do not keep the number of micro-batches of the previous plan.", "--new-micro-batches"
     ),
-    from_run: str | None = option(
+    from_run: str | None = opt.value(
         "RUN", "Correct the profile by what the recorded steps of a run took.", "--from-run"
     ),
     explain: bool = EXPLAIN,
-    output_file: Path | None = option(
+    output_file: Path | None = opt.value(
         "FILE", "File to write; by default runs/NAME.plan.json.", "-o", "--output"
     ),
     svg: Path | None = SVG_FILE,
-    as_json: bool = JSON,
-    overrides: list[str] | None = OVERRIDES,
+    as_json: bool = opt.JSON,
+    overrides: list[str] | None = opt.OVERRIDES,
 ) -> None:
     about_jobs = {
         "--scheduler": scheduler,
@@ -114,7 +105,7 @@ def command(
         "--from-run": from_run,
     }
     if job is None:
-        refuse(about_jobs, "needs a JOB.yaml")
+        opt.refuse(about_jobs, "needs a JOB.yaml")
     of_one_plan = {"--devices": devices, "-o": output_file, "--svg": svg, "--explain": explain}
     counts = node_counts(nodes, of_one_plan)
     inputs = gather(
@@ -144,7 +135,7 @@ def node_counts(
     """
     if not texts:
         return None
-    refuse(of_one_plan, "cannot be used with --nodes, which makes several plans")
+    opt.refuse(of_one_plan, "cannot be used with --nodes, which makes several plans")
     text = ",".join(texts)
     try:
         counts = tuple(int(part) for part in text.split(","))

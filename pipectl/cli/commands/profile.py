@@ -11,18 +11,9 @@ from typing import Any, Literal
 from rich.console import Group, RenderableType
 
 from pipectl.batch import LOCAL, allocation
+from pipectl.cli import options as opt
 from pipectl.cli.console import note, output, plain, say, say_json, short_path, table, warn
 from pipectl.cli.follow import follow_or_exit
-from pipectl.cli.options import (
-    JOB_FILE,
-    JSON,
-    OVERRIDES,
-    SCHEDULER,
-    SchedulerName,
-    flag,
-    option,
-    refuse,
-)
 from pipectl.cli.progress import profiling_progress
 from pipectl.cli.views.job import describe_job, note_origin, print_submission, submission_json
 from pipectl.cluster import Cluster
@@ -52,27 +43,29 @@ _LINKS_WALLTIME_S = 900
 
 
 def command(
-    job: Path = JOB_FILE,
-    output_file: Path | None = option(
+    job: Path = opt.JOB_FILE,
+    output_file: Path | None = opt.value(
         "FILE",
         "File to write; by default runs/NAME.profile.json (.cluster.json).",
         "-o",
         "--output",
     ),
-    effort: Literal["fast", "normal", "thorough"] = flag("How long to measure.", default="normal"),
-    again: bool = flag("Measure again, without the cache.", "--again"),
-    submit: bool = flag("Measure in a batch job.", "--submit"),
-    wait: bool = flag("Follow the job of --submit to its end.", "--wait"),
-    links: bool = flag("Measure the links between the ranks instead.", "--links"),
-    scheduler: SchedulerName | None = SCHEDULER,
-    as_json: bool = JSON,
-    overrides: list[str] | None = OVERRIDES,
+    effort: Literal["fast", "normal", "thorough"] = opt.flag(
+        "How long to measure.", default="normal"
+    ),
+    again: bool = opt.flag("Measure again, without the cache.", "--again"),
+    submit: bool = opt.flag("Measure in a batch job.", "--submit"),
+    wait: bool = opt.flag("Follow the job of --submit to its end.", "--wait"),
+    links: bool = opt.flag("Measure the links between the ranks instead.", "--links"),
+    scheduler: opt.SchedulerName | None = opt.SCHEDULER,
+    as_json: bool = opt.JSON,
+    overrides: list[str] | None = opt.OVERRIDES,
 ) -> None:
     if wait and not submit:
         raise UsageError("--wait: needs --submit")
     if links:
         cure = "leave --again out: links are always measured again"
-        refuse({"--again": again}, "is not used with --links", cure=cure)
+        opt.refuse({"--again": again}, "is not used with --links", cure=cure)
     spec = load(job, overrides or ())
     warn(warning_of_code(spec, job))
     where = choose_scheduler(spec, scheduler)

@@ -11,8 +11,8 @@ from typing import TypeVar
 
 from rich.table import Table
 
+from pipectl.cli import options as opt
 from pipectl.cli.console import label_lines, note, output, plain, say, say_json, short_path, table
-from pipectl.cli.options import DIRECTORY, JSON, LAST_RUN, count, option
 from pipectl.cli.views.run import run_facts
 from pipectl.errors import PipectlError
 from pipectl.files import is_stream, make_directory_of, write_text
@@ -41,15 +41,15 @@ _SLOWER, _FASTER = 1.1, 0.9
 
 
 def command(
-    name: str = LAST_RUN,
-    directory: Path = DIRECTORY,
-    step: int | None = count("Recorded step to show; by default the last."),
-    output: Path | None = option(
+    name: str = opt.LAST_RUN,
+    directory: Path = opt.DIRECTORY,
+    step: int | None = opt.count("Recorded step to show; by default the last."),
+    output: Path | None = opt.value(
         "FILE", "Write an HTML page to this file instead of printing.", "-o", "--output"
     ),
-    svg: Path | None = option("FILE", "Write a picture of both timelines to this file."),
-    perfetto: Path | None = option("FILE", "Write a trace for ui.perfetto.dev to this file."),
-    as_json: bool = JSON,
+    svg: Path | None = opt.value("FILE", "Write a picture of both timelines to this file."),
+    perfetto: Path | None = opt.value("FILE", "Write a trace for ui.perfetto.dev to this file."),
+    as_json: bool = opt.JSON,
 ) -> None:
     run = find_run(directory, name)
     for path in filter(None, (output, svg, perfetto)):

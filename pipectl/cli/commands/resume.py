@@ -6,17 +6,9 @@ import json
 import time
 from pathlib import Path
 
+from pipectl.cli import options as opt
 from pipectl.cli.console import say, say_json
 from pipectl.cli.follow import follow_or_exit
-from pipectl.cli.options import (
-    DIRECTORY,
-    JSON,
-    OVERRIDES,
-    RUN,
-    TRUST_OWNER,
-    WAIT,
-    flag,
-)
 from pipectl.cli.views import job as view
 from pipectl.cli.views.run import print_run
 from pipectl.jobs.resume import resume
@@ -24,13 +16,13 @@ from pipectl.runs import find_run, last_checkpoint, step_of
 
 
 def command(
-    name: str = RUN,
-    overrides: list[str] | None = OVERRIDES,
-    wait: bool = WAIT,
-    force: bool = flag("Resume even if it is unknown whether the run has ended.", "--force"),
-    trust_owner: bool = TRUST_OWNER,
-    as_json: bool = JSON,
-    directory: Path = DIRECTORY,
+    name: str = opt.RUN,
+    overrides: list[str] | None = opt.OVERRIDES,
+    wait: bool = opt.WAIT,
+    force: bool = opt.flag("Resume even if it is unknown whether the run has ended.", "--force"),
+    trust_owner: bool = opt.TRUST_OWNER,
+    as_json: bool = opt.JSON,
+    directory: Path = opt.DIRECTORY,
 ) -> None:
     run = find_run(directory, name)
     submission, replanned, changes = resume(

@@ -10,8 +10,8 @@ import typer
 from rich.console import Group, RenderableType
 
 from pipectl.batch import JobState
+from pipectl.cli import options as opt
 from pipectl.cli.console import note, output, plain, say, say_json
-from pipectl.cli.options import DIRECTORY, JSON, RUN_NAMES, count, flag
 from pipectl.cli.views import run as view
 from pipectl.errors import UnknownRunError, UsageError
 from pipectl.jobs.state import Poller, RunStatus, get_statuses
@@ -25,12 +25,12 @@ _MIN_PAUSE = 4
 
 
 def command(
-    names: list[str] | None = RUN_NAMES,
-    directory: Path = DIRECTORY,
-    limit: int = count("Maximum number of runs to list.", default=20),
-    ranks: bool = flag("Show a table of the ranks of a run.", "--ranks"),
-    watching: bool = flag("Full-screen view until the run ends or Ctrl-C.", "--watch", "-w"),
-    as_json: bool = JSON,
+    names: list[str] | None = opt.RUN_NAMES,
+    directory: Path = opt.DIRECTORY,
+    limit: int = opt.count("Maximum number of runs to list.", default=20),
+    ranks: bool = opt.flag("Show a table of the ranks of a run.", "--ranks"),
+    watching: bool = opt.flag("Full-screen view until the run ends or Ctrl-C.", "--watch", "-w"),
+    as_json: bool = opt.JSON,
 ) -> None:
     if watching and as_json:
         raise UsageError("--watch and --json: choose one")

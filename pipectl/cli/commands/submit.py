@@ -12,21 +12,8 @@ from pathlib import Path
 import typer
 
 from pipectl.batch import LOCAL, get_scheduler
+from pipectl.cli import options as opt
 from pipectl.cli.console import note, say, say_json, short_path, warn
-from pipectl.cli.options import (
-    JOB_FILE,
-    JSON,
-    OVERRIDES,
-    SCHEDULER,
-    WAIT,
-    SchedulerName,
-    count,
-    flag,
-    names_of_runs,
-    option,
-    read_walltime,
-    refuse,
-)
 from pipectl.cli.views.job import (
     describe_job,
     note_origin,
@@ -48,40 +35,42 @@ from pipectl.spec import JobSpec, Point, SpecFile
 
 
 def command(
-    job: Path = JOB_FILE,
-    dry_run: bool = flag("Print the job script; do not submit.", "--dry-run"),
-    test_only: bool = flag("Ask the scheduler for the start time; do not submit.", "--test-only"),
-    wait: bool = WAIT,
-    after: list[str] | None = option(
-        "RUN", "Start after RUN has completed.", autocompletion=names_of_runs
+    job: Path = opt.JOB_FILE,
+    dry_run: bool = opt.flag("Print the job script; do not submit.", "--dry-run"),
+    test_only: bool = opt.flag(
+        "Ask the scheduler for the start time; do not submit.", "--test-only"
     ),
-    scheduler: SchedulerName | None = SCHEDULER,
-    partition: str | None = option(
+    wait: bool = opt.WAIT,
+    after: list[str] | None = opt.value(
+        "RUN", "Start after RUN has completed.", autocompletion=opt.names_of_runs
+    ),
+    scheduler: opt.SchedulerName | None = opt.SCHEDULER,
+    partition: str | None = opt.value(
         "NAME", "Slurm partition (slurm.partition).", "-p", "--partition"
     ),
-    queue: str | None = option("NAME", "PBS queue (pbs.queue).", "-q", "--queue"),
-    account: str | None = option(
+    queue: str | None = opt.value("NAME", "PBS queue (pbs.queue).", "-q", "--queue"),
+    account: str | None = opt.value(
         "NAME", "Account to charge (slurm.account or pbs.account).", "-A", "--account"
     ),
-    nodes: int | None = count("Number of nodes (resources.nodes).", "-N", "--nodes"),
-    walltime: int | None = option(
+    nodes: int | None = opt.count("Number of nodes (resources.nodes).", "-N", "--nodes"),
+    walltime: int | None = opt.value(
         "TIME",
         "Time limit; a number alone is minutes (resources.walltime).",
         *("-t", "--time"),
-        parser=read_walltime,
+        parser=opt.read_walltime,
     ),
-    gres: str | None = option(
+    gres: str | None = opt.value(
         "GRES", "gpu:N sets resources.gpus_per_node; other values set slurm.options.gres."
     ),
-    as_json: bool = JSON,
-    overrides: list[str] | None = OVERRIDES,
+    as_json: bool = opt.JSON,
+    overrides: list[str] | None = opt.OVERRIDES,
 ) -> None:
     if dry_run and test_only:
         raise UsageError("--dry-run and --test-only: choose one")
     if dry_run or test_only:
         only, cure = "--dry-run and --test-only", "leave it out"
-        refuse({"--json": as_json}, f"{only} print text", cure=cure)
-        refuse({"--wait": wait, "--after": after}, f"{only} submit nothing", cure=cure)
+        opt.refuse({"--json": as_json}, f"{only} print text", cure=cure)
+        opt.refuse({"--wait": wait, "--after": after}, f"{only} submit nothing", cure=cure)
     gpus = re.fullmatch(r"gpu(?::([0-9]+))?", gres or "")
     options: dict[str, dict[str, str | int | None]] = {  # with the keys that each sets
         "--nodes": {"resources.nodes": nodes},
@@ -107,7 +96,7 @@ def command(
         sections = {key.partition(".")[0] for key in keys}
         if not sections & {"resources", batch_system}:
             why = f"is not used with {batch_system}"
-            refuse({name: next(iter(keys.values()))}, why, cure="leave it out")
+            opt.refuse({name: next(iter(keys.values()))}, why, cure="leave it out")
     warn(warning_of_code(spec, job))
     if dry_run or test_only:
         _show_script(spec, points, scheduler, test_only=test_only)

@@ -10,21 +10,10 @@ from typing import Any, Literal
 
 from rich.console import Group
 
+from pipectl.cli import options as opt
 from pipectl.cli.commands import plan as plan_command
 from pipectl.cli.commands.plan import PlanInputs, PlanSearch
 from pipectl.cli.console import output, say, say_json, table, warn
-from pipectl.cli.options import (
-    JSON,
-    OVERRIDES,
-    SCHEDULER,
-    SchedulerName,
-    flag,
-    option,
-    parse_number,
-    read_size,
-    reader,
-    refuse,
-)
 from pipectl.cli.views.plan import assumption_lines
 from pipectl.errors import InfeasibleError, PipectlError, UsageError
 from pipectl.plan import Replication
@@ -70,45 +59,47 @@ def _bandwidth(text: str) -> float:
 
 def command(
     job: Path | None = plan_command.JOB_FILE,
-    objective: Literal["step-time", "max-stage-load"] = flag(
+    objective: Literal["step-time", "max-stage-load"] = opt.flag(
         "What makes a plan good.", default="step-time"
     ),
-    planner: str = option(
+    planner: str = opt.value(
         "NAME", "dapple, pipedream, …: plan as others do, to compare.", default=OWN
     ),
     profile_file: Path | None = plan_command.PROFILE_FILE,
     cluster: Path | None = plan_command.CLUSTER_FILE,
     devices: int | None = plan_command.DEVICES,
-    memory_limit: int | None = option("SIZE", "Memory of every rank: 8GiB.", parser=read_size),
-    bandwidth: float | None = option(
-        "RATE", "Bandwidth of every link: 1GB/s.", parser=reader(_bandwidth)
+    memory_limit: int | None = opt.value(
+        "SIZE", "Memory of every rank: 8GiB.", parser=opt.read_size
     ),
-    communication_scale: float | None = option(
-        "X", "Messages take X times as long.", parser=reader(parse_number)
+    bandwidth: float | None = opt.value(
+        "RATE", "Bandwidth of every link: 1GB/s.", parser=opt.reader(_bandwidth)
     ),
-    allow: list[str] | None = option(
+    communication_scale: float | None = opt.value(
+        "X", "Messages take X times as long.", parser=opt.reader(opt.parse_number)
+    ),
+    allow: list[str] | None = opt.value(
         "NAME,…",
         "Let the planner choose: replicas, split, recompute, offload, pipefb, schedules.",
     ),
-    budget: int | None = option(
-        "TIME", "Time limit of each search: 10s.", parser=reader(parse_duration, zero=True)
+    budget: int | None = opt.value(
+        "TIME", "Time limit of each search: 10s.", parser=opt.reader(parse_duration, zero=True)
     ),
-    scheduler: SchedulerName | None = SCHEDULER,
+    scheduler: opt.SchedulerName | None = opt.SCHEDULER,
     nodes: list[str] | None = plan_command.NODE_COUNTS,
     explain: bool = plan_command.EXPLAIN,
-    output_file: Path | None = option("FILE", "File to write.", "-o", "--output"),
+    output_file: Path | None = opt.value("FILE", "File to write.", "-o", "--output"),
     svg: Path | None = plan_command.SVG_FILE,
-    as_json: bool = JSON,
-    overrides: list[str] | None = OVERRIDES,
+    as_json: bool = opt.JSON,
+    overrides: list[str] | None = opt.OVERRIDES,
 ) -> None:
     if job is None:
-        refuse({"--scheduler": scheduler}, "needs a JOB.yaml")
+        opt.refuse({"--scheduler": scheduler}, "needs a JOB.yaml")
     if objective == "max-stage-load":
         of_steps = {"--nodes": nodes, "--explain": explain, "-o": output_file, "--svg": svg}
         of_steps |= {"--planner": planner != OWN, "--allow": allow}
-        refuse(of_steps, f"is not used with --objective {objective}")
+        opt.refuse(of_steps, f"is not used with --objective {objective}")
     if planner != OWN:
-        refuse({"--allow": allow}, f"{planner} chooses by its own rules")
+        opt.refuse({"--allow": allow}, f"{planner} chooses by its own rules")
     changes = list(overrides or ())
     if memory_limit is not None:
         changes.append(f"pipeline.memory_limit={memory_limit}")

@@ -11,9 +11,9 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from pipectl.batch import LOCAL
+from pipectl.cli import options as opt
 from pipectl.cli.console import note, say, say_json, short_path, warn
 from pipectl.cli.follow import follow_or_exit
-from pipectl.cli.options import JOB_FILE, JSON, OVERRIDES, SCHEDULER, WAIT, SchedulerName
 from pipectl.cli.progress import profiling_progress
 from pipectl.cli.views.job import print_notes, submission_json
 from pipectl.errors import UsageError
@@ -43,11 +43,11 @@ _SHARED = 0.005
 
 
 def command(
-    job: Path = JOB_FILE,
-    scheduler: SchedulerName | None = SCHEDULER,
-    wait: bool = WAIT,
-    as_json: bool = JSON,
-    overrides: list[str] | None = OVERRIDES,
+    job: Path = opt.JOB_FILE,
+    scheduler: opt.SchedulerName | None = opt.SCHEDULER,
+    wait: bool = opt.WAIT,
+    as_json: bool = opt.JSON,
+    overrides: list[str] | None = opt.OVERRIDES,
 ) -> None:
     spec = load(job, overrides or ())
     warn(warning_of_code(spec, job))

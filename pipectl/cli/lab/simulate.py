@@ -7,8 +7,8 @@ from itertools import pairwise
 from math import isclose
 from pathlib import Path
 
+from pipectl.cli import options as opt
 from pipectl.cli.console import output, plain, say, say_json
-from pipectl.cli.options import JSON, count, option, parse_number, reader, refuse
 from pipectl.cli.views.plan import assumption_lines, gantt_lines
 from pipectl.cluster import Cluster, Device, Node, assumed_cluster
 from pipectl.errors import UsageError
@@ -27,23 +27,25 @@ from pipectl.units import format_time
 _MAX_SHOWN = 16
 """Stages whose micro-batches in flight are printed."""
 _FAST = 1e15
-_read_time = reader(parse_number, zero=True)
+_read_time = opt.reader(opt.parse_number, zero=True)
 
 
 def command(
-    schedule: str | None = option("NAME|F.csv", "Schedule: built in, a file, or of a package."),
-    plan: Path | None = option("FILE", "Plan to simulate instead: plan.json."),
-    cluster: Path | None = option("FILE", "Machines of the plan: cluster.json."),
-    stages: int | None = count("Number of stages."),
-    micro_batches: int | None = count("Number of micro-batches."),
-    ranks: int | None = count("Number of ranks, if fewer than stages."),
-    forward: float | None = option(
+    schedule: str | None = opt.value("NAME|F.csv", "Schedule: built in, a file, or of a package."),
+    plan: Path | None = opt.value("FILE", "Plan to simulate instead: plan.json."),
+    cluster: Path | None = opt.value("FILE", "Machines of the plan: cluster.json."),
+    stages: int | None = opt.count("Number of stages."),
+    micro_batches: int | None = opt.count("Number of micro-batches."),
+    ranks: int | None = opt.count("Number of ranks, if fewer than stages."),
+    forward: float | None = opt.value(
         "X", "Time of a forward, in any unit; by default 1.", parser=_read_time
     ),
-    backward: float | None = option("X", "Time of a backward; by default 2.", parser=_read_time),
-    latency: float | None = option("X", "Latency of a message; by default 0.", parser=_read_time),
-    svg: Path | None = option("FILE", "Write a picture of the step to this file."),
-    as_json: bool = JSON,
+    backward: float | None = opt.value("X", "Time of a backward; by default 2.", parser=_read_time),
+    latency: float | None = opt.value(
+        "X", "Latency of a message; by default 0.", parser=_read_time
+    ),
+    svg: Path | None = opt.value("FILE", "Write a picture of the step to this file."),
+    as_json: bool = opt.JSON,
 ) -> None:
     if svg is not None:
         make_directory_of(svg)
@@ -54,7 +56,7 @@ def command(
     shape = {name: value for name, value in shape.items() if value is not None}
     if plan is not None:
         options = {f"--{name.removesuffix('_s').replace('_', '-')}": shape[name] for name in shape}
-        refuse(options, "a plan has its own", cure="leave it out, or name a --schedule alone")
+        opt.refuse(options, "a plan has its own", cure="leave it out, or name a --schedule alone")
         machines = None if cluster is None else Cluster.load(cluster)
         subject, machines = of_plan(Plan.load(plan), machines, schedule)
     elif schedule is None:
@@ -62,7 +64,7 @@ def command(
             "nothing to simulate", cure="give --schedule NAME, --schedule FILE.csv or --plan FILE"
         )
     else:
-        refuse({"--cluster": cluster}, "needs --plan")
+        opt.refuse({"--cluster": cluster}, "needs --plan")
         subject, machines = plan_equal_stages(schedule, **shape)  # type: ignore[arg-type]
     programs = [lower(subject, rank) for rank in range(subject.ranks)]
     step = simulate(subject, machines, programs)

@@ -22,9 +22,9 @@ import psutil
 import typer
 
 from pipectl.batch import LOCAL, JobState, process
+from pipectl.cli import options as opt
 from pipectl.cli.console import say, say_json
 from pipectl.cli.follow import follow
-from pipectl.cli.options import JOB_FILE, JSON, OVERRIDES, TRUST_OWNER, count, flag
 from pipectl.cli.progress import progress_bar
 from pipectl.errors import InfeasibleError, PipectlError, UsageError, WorkerError
 from pipectl.jobs.cancel import cancel
@@ -49,13 +49,15 @@ _CLEANUP_S = 20.0
 
 
 def command(
-    job: Path = JOB_FILE,
-    ranks: int = count("Ranks of the pipeline.", default=2),
-    steps: int = count("Optimizer steps to train.", default=3),
-    between_plans: bool = flag("Compare with another plan, not one process.", "--between-plans"),
-    trust_owner: bool = TRUST_OWNER,
-    as_json: bool = JSON,
-    overrides: list[str] | None = OVERRIDES,
+    job: Path = opt.JOB_FILE,
+    ranks: int = opt.count("Ranks of the pipeline.", default=2),
+    steps: int = opt.count("Optimizer steps to train.", default=3),
+    between_plans: bool = opt.flag(
+        "Compare with another plan, not one process.", "--between-plans"
+    ),
+    trust_owner: bool = opt.TRUST_OWNER,
+    as_json: bool = opt.JSON,
+    overrides: list[str] | None = opt.OVERRIDES,
 ) -> None:
     with progress_bar("profiling") as progress:
         verification = verify(
