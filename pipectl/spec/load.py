@@ -18,34 +18,13 @@ from pydantic_core import ErrorDetails
 
 from pipectl.errors import Problem, SpecError, UsageError
 from pipectl.files import RUNS_VARIABLE
+from pipectl.spec import document as doc
 from pipectl.spec.checks import (
     cross_check,
     drop_former_keys,
     fault_of_former_key,
     missing_files,
     missing_names,
-)
-from pipectl.spec.document import (
-    MAX_DEPTH,
-    KeyPath,
-    Place,
-    YamlList,
-    YamlMapping,
-    YamlNode,
-    YamlPlain,
-    YamlText,
-    describe,
-    escape,
-    is_null,
-    lay_over,
-    locate,
-    parse_scalar,
-    path_text,
-    put,
-    read_file,
-    read_text,
-    resolve,
-    to_yaml,
 )
 from pipectl.spec.models import JobSpec, holds_variables
 from pipectl.spec.schema import choices, describe_schema, json_schema, properties, schema_at
@@ -73,9 +52,9 @@ class Origin:
         place: where that is written; ``line`` is 0 for ``--set``, and None stands for a default.
     """
 
-    path: KeyPath
+    path: doc.KeyPath
     value: Any
-    place: Place | None
+    place: doc.Place | None
 
 
 def load(
@@ -124,7 +103,7 @@ class SpecFile:
     """
 
     path: Path
-    tree: YamlMapping
+    tree: doc.YamlMapping
     problems: tuple[Problem, ...]
 
     @classmethod
@@ -140,21 +119,21 @@ class SpecFile:
         Args:
             text: of the file, if it is not to be read.
         """
-        tree, problems = read_file(path) if text is None else read_text(text, str(path))
-        if not isinstance(tree, YamlMapping):
-            fault = "the file is empty" if is_null(tree) else _NO_MAPPING
+        tree, problems = doc.read_file(path) if text is None else doc.read_text(text, str(path))
+        if not isinstance(tree, doc.YamlMapping):
+            fault = "the file is empty" if doc.is_null(tree) else _NO_MAPPING
             raise SpecError([*problems, Problem(str(path), 0, 0, fault)], cure=_INIT)
         for override in overrides:
             tree, faults = _override(tree, override)
             problems += faults
         if runs := os.environ.get(RUNS_VARIABLE):
-            place = Place(RUNS_VARIABLE)
-            empty, directory = YamlMapping().at(place), YamlText(runs).at(place)
-            tree = lay_over(tree, put(empty, ("output", "directory"), directory, place))
-        if resolve(locate(tree, ("site_defaults",))[0]) is not False:
+            place = doc.Place(RUNS_VARIABLE)
+            empty, directory = doc.YamlMapping().at(place), doc.YamlText(runs).at(place)
+            tree = doc.lay_over(tree, doc.put(empty, ("output", "directory"), directory, place))
+        if doc.resolve(doc.locate(tree, ("site_defaults",))[0]) is not False:
             for file in reversed(site_files() if sites is None else sites):
                 site, faults = _read_site(file)
-                tree = lay_over(tree, site)
+                tree = doc.lay_over(tree, site)
                 problems += faults
         return cls(path, tree, tuple(problems))
 
@@ -194,14 +173,14 @@ class SpecFile:
         """
         if spec.sweep is None:
             return ()
-        base = put(self.tree, ["sweep"], YamlPlain().at(self.tree.place), self.tree.place)
+        base = doc.put(self.tree, ["sweep"], doc.YamlPlain().at(self.tree.place), self.tree.place)
         points, problems = list[Point](), list[Problem]()
         numbers: dict[str, dict[str, int]] = {}
         for run in spec.sweep.runs():
-            tree, values, nodes = base, dict[str, Any](), dict[str, YamlNode]()
+            tree, values, nodes = base, dict[str, Any](), dict[str, doc.YamlNode]()
             for name, (path, value) in run.items():
-                key, _ = locate(self.tree, path if path[1] == "points" else path[:-1])
-                node = nodes[name] = locate(self.tree, path)[0]
+                key, _ = doc.locate(self.tree, path if path[1] == "points" else path[:-1])
+                node = nodes[name] = doc.locate(self.tree, path)[0]
                 tree = set_key(tree, name.split("."), node, key.key_place or key.place)
                 if holds_variables(name):
                     number_of = numbers.setdefault(name, {})
@@ -223,52 +202,54 @@ def site_files(environment: Mapping[str, str] = os.environ) -> tuple[Path, ...]:
     return Path("/etc/pipectl/site.yaml"), home / "pipectl" / "site.yaml"
 
 
-def set_key(tree: YamlMapping, keys: Sequence[str], value: YamlNode, place: Place) -> YamlMapping:
+def set_key(
+    tree: doc.YamlMapping, keys: Sequence[str], value: doc.YamlNode, place: doc.Place
+) -> doc.YamlMapping:
     """``tree`` with ``value`` at ``keys``; a factory in short form gets the key ``factory``."""
     for depth in range(1, len(keys)):
-        node, tail = locate(tree, tuple(keys[:depth]))
-        if tail or not isinstance(node, YamlText):
+        node, tail = doc.locate(tree, tuple(keys[:depth]))
+        if tail or not isinstance(node, doc.YamlText):
             continue
         if "factory" in properties(schema_at(keys[:depth])):
             short = type(node)(node).at(node.place, node.place)
-            factory = YamlMapping(factory=short).at(node.place)
-            tree = put(tree, keys[:depth], factory, node.place)
-    return put(tree, keys, value, place)
+            factory = doc.YamlMapping(factory=short).at(node.place)
+            tree = doc.put(tree, keys[:depth], factory, node.place)
+    return doc.put(tree, keys, value, place)
 
 
-def _override(tree: YamlMapping, override: str) -> tuple[YamlMapping, list[Problem]]:
+def _override(tree: doc.YamlMapping, override: str) -> tuple[doc.YamlMapping, list[Problem]]:
     """``tree`` with one ``a.b=value`` of the command line, and the faults in the value."""
     name, equals, text = override.partition("=")
     keys = name.strip().split(".")
     if not equals:
-        raise UsageError(f"--set {escape(override)}: there is no '='", cure=_USAGE)
+        raise UsageError(f"--set {doc.escape(override)}: there is no '='", cure=_USAGE)
     if not all(keys):
-        raise UsageError(f"--set {escape(override)}: a key is missing before '='", cure=_USAGE)
-    if len(keys) > MAX_DEPTH:
-        raise UsageError(f"--set {escape(name)}: there is no such key", cure=_USAGE)
-    place = Place(f"--set {escape(name.strip())}")
+        raise UsageError(f"--set {doc.escape(override)}: a key is missing before '='", cure=_USAGE)
+    if len(keys) > doc.MAX_DEPTH:
+        raise UsageError(f"--set {doc.escape(name)}: there is no such key", cure=_USAGE)
+    place = doc.Place(f"--set {doc.escape(name.strip())}")
     try:
-        value, problems = read_text(text, place.file, lines=False)
+        value, problems = doc.read_text(text, place.file, lines=False)
     except SpecError as error:
         raise UsageError(error.message, cure="quote the value as YAML does") from None
     return set_key(tree, keys, value, place), problems
 
 
-def _read_site(path: Path) -> tuple[YamlMapping, list[Problem]]:
+def _read_site(path: Path) -> tuple[doc.YamlMapping, list[Problem]]:
     """What a site file sets, and its faults; files that it names are relative to it."""
-    site = YamlMapping().at(Place(str(path)))
+    site = doc.YamlMapping().at(doc.Place(str(path)))
     if not path.exists():
         return site, []
     try:
-        tree, problems = read_file(path)
+        tree, problems = doc.read_file(path)
     except SpecError as error:
         return site, list(error.problems)
-    if not (isinstance(tree, YamlMapping) or is_null(tree)):
+    if not (isinstance(tree, doc.YamlMapping) or doc.is_null(tree)):
         problems.append(Problem(str(path), 0, 0, _NO_MAPPING))
-    for name, node in tree.items() if isinstance(tree, YamlMapping) else ():
+    for name, node in tree.items() if isinstance(tree, doc.YamlMapping) else ():
         if name not in SITE_KEYS:
             names = ", ".join(SITE_KEYS)
-            message = f"{escape(name)}: a site file cannot set this; known are {names}"
+            message = f"{doc.escape(name)}: a site file cannot set this; known are {names}"
             problems.append(node.key_place.problem(message))
         elif name == "version":
             try:
@@ -276,25 +257,25 @@ def _read_site(path: Path) -> tuple[YamlMapping, list[Problem]]:
             except ValueError as error:
                 problems.append(node.place.problem(f"version: {error}"))
         else:
-            site = put(site, [name], node, node.key_place)
+            site = doc.put(site, [name], node, node.key_place)
     for keys in (("cluster",), ("launch", "template")):
-        file, tail = locate(site, keys)
-        if not tail and isinstance(file, YamlText) and not is_null(file):
-            absolute = YamlText(path.absolute().parent / file).at(file.place)
-            site = put(site, keys, absolute, file.key_place or file.place)
+        file, tail = doc.locate(site, keys)
+        if not tail and isinstance(file, doc.YamlText) and not doc.is_null(file):
+            absolute = doc.YamlText(path.absolute().parent / file).at(file.place)
+            site = doc.put(site, keys, absolute, file.key_place or file.place)
     return site, problems
 
 
-def _origins(value: Any, tree: YamlNode, path: KeyPath) -> Iterator[Origin]:
+def _origins(value: Any, tree: doc.YamlNode, path: doc.KeyPath) -> Iterator[Origin]:
     """Every key within ``value``, which is at ``path`` of the spec."""
     if isinstance(value, dict) and value:
         for key, item in value.items():
             yield from _origins(item, tree, (*path, str(key)))
         return
-    node, tail = locate(tree, path)
+    node, tail = doc.locate(tree, path)
     # Only a keyword argument can be null; any other null key has its default.
-    has_default = is_null(node) and "kwargs" not in path
-    is_written = not tail or (tail == ("factory",) and isinstance(node, YamlText))
+    has_default = doc.is_null(node) and "kwargs" not in path
+    is_written = not tail or (tail == ("factory",) and isinstance(node, doc.YamlText))
     place = node.place if is_written and not has_default else None
     if path == ("sweep", "points"):
         value = [{k: _HIDDEN if holds_variables(k) else v for k, v in x.items()} for x in value]
@@ -304,11 +285,11 @@ def _origins(value: Any, tree: YamlNode, path: KeyPath) -> Iterator[Origin]:
 
 
 def _validate(
-    tree: YamlMapping, source: Path, *, check_files: bool, check_names: bool = False
+    tree: doc.YamlMapping, source: Path, *, check_files: bool, check_names: bool = False
 ) -> tuple[JobSpec | None, list[Problem]]:
     """The spec of a document, and its faults; the spec is None if it has any."""
     data = drop_former_keys(tree)
-    if is_null(data.get("name")):
+    if doc.is_null(data.get("name")):
         stem = re.sub(r"[^A-Za-z0-9._-]", "-", source.stem).strip("._-")
         data["name"] = stem[:64] or "job"
     spec, problems = None, list[Problem]()
@@ -334,13 +315,13 @@ def _read_without(data: dict[str, Any], wrong: Collection[str | int]) -> dict[st
     right = {name: info for name, info in JobSpec.model_fields.items() if name not in wrong}
     return {
         name: TypeAdapter(info.rebuild_annotation()).validate_python(data[name])
-        if not is_null(data.get(name))
+        if not doc.is_null(data.get(name))
         else info.get_default()
         for name, info in right.items()
     }
 
 
-def _explain_fault(tree: YamlNode, detail: ErrorDetails) -> Problem:
+def _explain_fault(tree: doc.YamlNode, detail: ErrorDetails) -> Problem:
     """The problem for an error of pydantic: where it is, what was expected, and what was found."""
     path, kind, context = detail["loc"], detail["type"], detail.get("ctx", {})
     if path[-1] == "[key]" and kind == "value_error":
@@ -351,28 +332,30 @@ def _explain_fault(tree: YamlNode, detail: ErrorDetails) -> Problem:
         return _problem(tree, path, "missing", at_key=True)
     if kind == "value_error" and (message := str(context["error"])):
         return _problem(tree, path, message)
-    node, tail = locate(tree, path)
+    node, tail = doc.locate(tree, path)
     path = path[: len(path) - len(tail)]  # pydantic names alternatives of a type after it
     schema = schema_at(path) or {"title": "something else"}
     allowed = f"at most {context['le']}" if kind == "less_than_equal" else describe_schema(schema)
-    value = describe(node)
-    in_quotes = isinstance(node, YamlText) and not isinstance(node, YamlPlain)
-    if kind in _NUMBERS and in_quotes and not isinstance(parse_scalar(str(node)), str | None):
+    value = doc.describe(node)
+    in_quotes = isinstance(node, doc.YamlText) and not isinstance(node, doc.YamlPlain)
+    if kind in _NUMBERS and in_quotes and not isinstance(doc.parse_scalar(str(node)), str | None):
         value = f"the text {value}; remove the quotes"
-    word = str(node)[:100] if isinstance(node, YamlText) else ""
+    word = str(node)[:100] if isinstance(node, doc.YamlText) else ""
     hint = did_you_mean(word, choices(schema), similarity=0.8)
     return _problem(tree, path, f"must be {allowed}, not {value}{hint}")
 
 
-def _problem(tree: YamlNode, path: KeyPath, message: str, *, at_key: bool = False) -> Problem:
-    node, _ = locate(tree, path)
+def _problem(
+    tree: doc.YamlNode, path: doc.KeyPath, message: str, *, at_key: bool = False
+) -> Problem:
+    node, _ = doc.locate(tree, path)
     place = (at_key and node.key_place) or node.place
-    where = path_text(path)
+    where = doc.path_text(path)
     prefix = "" if place.file == f"--set {where}" else f"{where}: "
     return place.problem(f"{prefix}{message}")
 
 
-def _unknown_key(path: KeyPath) -> str:
+def _unknown_key(path: doc.KeyPath) -> str:
     """What to say about an unknown key: the nearest one here, or where it belongs."""
     key = str(path[-1])
     if fault := fault_of_former_key(path):
@@ -397,25 +380,25 @@ def dump(spec: JobSpec) -> str:
         section[path[-1]] = str(named)
     data["environment"]["container"] = spec.container
     data["site_defaults"] = False
-    return to_yaml(data)
+    return doc.to_yaml(data)
 
 
-def _blame_values(problem: Problem, run: Mapping[str, YamlNode]) -> Problem:
+def _blame_values(problem: Problem, run: Mapping[str, doc.YamlNode]) -> Problem:
     """A fault at its value, or moved from another place to the values that cause it."""
-    place = Place(problem.file, problem.line, problem.column)
+    place = doc.Place(problem.file, problem.line, problem.column)
     if any(place in _places(value) for value in run.values()):
         return problem
     values = (
-        f"{escape(name)}: {'(not shown)' if holds_variables(name) else describe(value)}"
+        f"{doc.escape(name)}: {'(not shown)' if holds_variables(name) else doc.describe(value)}"
         for name, value in run.items()
     )
     first = next(iter(run.values()))
     return first.place.problem(f"with {', '.join(values)}: {problem.message}")
 
 
-def _places(value: YamlNode) -> list[Place]:
+def _places(value: doc.YamlNode) -> list[doc.Place]:
     """The places of a value and its key, and of all that is in it."""
-    parts: Iterable[YamlNode] = value.values() if isinstance(value, YamlMapping) else ()
-    parts = value if isinstance(value, YamlList) else parts
+    parts: Iterable[doc.YamlNode] = value.values() if isinstance(value, doc.YamlMapping) else ()
+    parts = value if isinstance(value, doc.YamlList) else parts
     own = [value.place, value.key_place or value.place]
     return [*own, *(place for part in parts for place in _places(part))]
