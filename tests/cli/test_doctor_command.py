@@ -59,9 +59,9 @@ def test_ranks_that_reach_each_other(mpiexec: Program) -> None:
     ("text", "what", "level", "message", "cure"),
     [
         (answer(ranks=1, library="Open MPI v5"), "MPI", "fail",
-         "not of the MPI that mpi4py has loaded (Open MPI v5)", "MPI4PY_LIBMPI"),
+         "does not belong to the MPI that mpi4py has loaded (Open MPI v5)", "MPI4PY_LIBMPI"),
         (answer(**SOUND).replace("Intel(R)", "Our"), "launcher", "warn",
-         "no known kind", "launch.mpi"),
+         "unknown kind", "launch.mpi"),
         (answer(**SOUND | {"threads": "serialized"}), "threads", "warn",
          "MPI_THREAD_SERIALIZED", "nothing needs to be done"),
         ("echo 'no such plugin' >&2; exit 3", "MPI", "fail", "mpiexec: no such plugin", "MPI"),

@@ -144,7 +144,7 @@ def test_the_last_recorded_step_is_compared(cli: Command, run: RunDirectory) -> 
     rows = [line.split() for line in table]
     assert ["1", "1", "backward", "4", "2.00", "s", "4.00", "s", "2.00"] in rows
     assert ["0", "0", "forward", "3", "1.00", "s", "1.00", "s", "1.00"] in rows
-    assert "right to 20.0 us" in result.err
+    assert "agree to within 20.0 us" in result.err
     assert "2 actions have no counterpart" in result.err
     assert "2 steps are recorded" in result.err
 
@@ -204,7 +204,7 @@ def test_what_is_not_there_is_said(cli: Command, run: RunDirectory) -> None:
     result = cli("report", "last", "--step", "7")
     assert result.code == 2
     assert "step 7 is not recorded" in result.err
-    assert "steps that are: 5, 10" in result.err
+    assert "choose one of 5, 10" in result.err
     damaged = {"version": 1, "ranks": 2, "columns": ["rank"], "events": [[0]]}
     run.measured_of(10).write_text(json.dumps(damaged))
     result = cli("report")

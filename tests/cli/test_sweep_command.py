@@ -174,7 +174,7 @@ def test_an_interrupted_submission_is_found_again(
     assert {told(run).tag for run in runs()} == {tag}
     program("squeue", f"echo x >>asked\n{listed(ROW.format('35_[0-3%2]', 'PENDING', tag))}")
     refused = cli("submit", "job.yaml", *SLURM)
-    assert "nothing was submitted now" in refused.err
+    assert "nothing new was submitted" in refused.err
     assert Path("asked").read_text().count("x") == 1, "one question for all runs"
     assert [told(run).job_id for run in runs()] == [f"35_{index}" for index in range(4)]
     assert cli("status", "tiny").out.count("QUEUED") == 4 + 1

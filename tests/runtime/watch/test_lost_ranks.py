@@ -286,4 +286,4 @@ def test_a_watcher_without_memory_ends_no_run(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(watching, "warn", warnings.append)
     settings = Settings("n", 0, 1, 1, [], False, 0, "", "", 1.0, 0.0)
     watching._Watcher(settings)
-    assert [text for text in warnings if "they work without" in text] == warnings != []
+    assert [text for text in warnings if "they run without" in text] == warnings != []
