@@ -23,7 +23,10 @@ HELD_OUT_EVERY = 10
 
 
 class Names(Dataset[tuple[dict[str, Tensor], Tensor]]):
-    """({source, target}, targets): the target of each character of a name is the one after it."""
+    """({source, target}, targets): the target of each character of a name is the one after it.
+
+    Sources are as long as they are, up to ``length``; `data.pad` pads them.
+    """
 
     def __init__(self, functions: list[tuple[str, str]], length: int, name_length: int) -> None:
         self.functions = functions
@@ -36,7 +39,7 @@ class Names(Dataset[tuple[dict[str, Tensor], Tensor]]):
     def __getitem__(self, index: int) -> tuple[dict[str, Tensor], Tensor]:
         body, name = self.functions[index]
         target = padded([START, *encode(name)[: self.name_length - 1], END], self.name_length + 1)
-        source = padded(encode(body), self.length)
+        source = torch.tensor(encode(body)[: self.length])
         return {"source": source, "target": target[:-1]}, target[1:]
 
 

@@ -1,9 +1,10 @@
 """A batch: its inputs and targets, and what a graph knows of them.
 
 Tensors of a batch enter the graph; numbers stand in its operators, as they were when it was
-captured. It knows nothing of all else (names of files, say). Only the number of samples is free:
-other sizes stand in the operators as numbers, so a batch of another shape (padded to its longest
-sample, say) would fail deep inside of torch, or train on something else.
+captured. It knows nothing of all else (names of files, say). Only the number of samples is free,
+and the length of sequences if there are buckets: other sizes stand in the operators as numbers, so
+a batch of another shape (padded to its longest sample, say) would fail deep inside of torch, or
+train on something else.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class Reader:
 
     Args:
         training: whether it reads batches of ``data``, or of ``evaluation.data``.
+        length: that sequences are padded to; 0 without buckets.
 
     Attributes:
         checked: the tensors and numbers that are checked, as they were captured, by name. Tensors
@@ -76,7 +78,7 @@ class Reader:
             shape of what it gives is looked at.
     """
 
-    def __init__(self, graph: CapturedGraph, *, training: bool = True) -> None:
+    def __init__(self, graph: CapturedGraph, *, training: bool = True, length: int = 0) -> None:
         self._graph = graph
         self._section = "data" if training else "evaluation.data"
         self._structure: tuple[pytree.TreeSpec | None, list[type]] | None = None
@@ -90,7 +92,8 @@ class Reader:
         }
         # Asking the tensors of a graph for their sizes takes as long as a small operator.
         tensors = {name: v for name, v in self.checked.items() if isinstance(v, Tensor)}
-        self._forms = {name: (tuple(t.shape[1:]), t.dtype) for name, t in tensors.items()}
+        shapes = {name: graph.shape_of(name, 0, length) for name in tensors}
+        self._forms = {name: (shapes[name][1:], t.dtype) for name, t in tensors.items()}
 
     def read(self, batch: Any) -> dict[str, Any]:
         """Tensors and numbers by name.
@@ -144,8 +147,13 @@ class Reader:
                 f"{self._section}: {name!r} of a batch is {_shape(tensor.shape)} of "
                 f"{tensor.dtype}, but the model was captured with {_shape(('samples', *sizes))} of "
                 f"{dtype}",
-                cure="pad all samples to one length in the dataset or its collate_fn; if the new "
-                "shape is right, profile and plan again",
+                cure=(
+                    "name every field whose length differs under data.pad"
+                    if self._graph.length
+                    else "name lengths to pad to under data.buckets, or pad all samples to one "
+                    "length in the dataset or its collate_fn"
+                )
+                + "; if the new shape is right, profile and plan again",
             )
         if tensor.shape[0] != samples:
             raise CaptureError(

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from copy import copy
+from functools import cached_property
 from itertools import count, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,14 +22,13 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
 from pipectl.capture.batch import split_sample
+from pipectl.capture.buckets import Buckets, length_of_sample
 from pipectl.capture.factories import call
 from pipectl.capture.randomness import seed_of
 from pipectl.errors import CaptureError
 
 Sample = tuple[int, int]
 """(epoch, index) of a sample."""
-Pieces = Callable[[int], Sequence[range]]
-"""From the samples of a batch to the positions in it that are loaded, piece by piece."""
 
 
 def split_batch(samples: int, micro_batch_size: int) -> list[int]:
@@ -44,53 +44,66 @@ def micro_batches_of(samples: int, micro_batch_size: int) -> list[range]:
     ]
 
 
-@dataclass(frozen=True)
-class Batches:
-    """Sizes of the batches of a run, without end: epoch follows epoch.
+class Samples(NamedTuple):
+    """The samples of one batch.
 
     Args:
-        samples: of the dataset; None for an iterable one, whose batches are always full.
-        drop_last: whether the rest of an epoch that fills no batch is left out.
+        epoch: that they are of.
+        positions: in the order of the epoch.
+        length: that their sequences are padded to; 0 without buckets.
+        tokens: the sum of the lengths of their sequences; 0 without buckets.
     """
 
-    samples: int | None
-    batch_size: int
-    drop_last: bool = False
+    epoch: int
+    positions: range
+    length: int = 0
+    tokens: int = 0
 
-    def __iter__(self) -> Iterator[tuple[int, range]]:
-        """(epoch, positions within the epoch) of every batch."""
-        epoch = 0
-        while True:
-            for positions in self.of_epoch():
-                yield epoch, positions
-            epoch += 1
+    @property
+    def size(self) -> int:
+        """How many."""
+        return len(self.positions)
 
-    def of_epoch(self) -> Iterator[range]:
-        """Positions of the batches of one epoch."""
-        if self.samples is None:
-            yield range(self.batch_size)
-            return
-        stop = self.samples - self.samples % self.batch_size if self.drop_last else self.samples
-        for start in range(0, stop, self.batch_size):
-            yield range(start, min(start + self.batch_size, stop))
+
+Pieces = Callable[[Samples], Sequence[range]]
+"""From a batch to the positions in it that are loaded, piece by piece."""
 
 
 class Loader:
-    """Micro-batches of one dataset on a rank that needs them.
+    """Draws the batches of one dataset, and loads their micro-batches on a rank that needs them.
 
     Args:
         dataset: map-style (``__len__`` and ``__getitem__``) or iterable; may bring its own
-            ``collate_fn``.
+            ``collate_fn``, and the ``lengths`` of its samples.
         seed: of the run.
+        batch_size: samples of a batch; None for all of the dataset, or of a bucket.
+        drop_last: whether the rest of an epoch that fills no batch is left out.
         workers: loader processes; 0 loads in this one.
         shuffle: whether each epoch takes the samples in an order of its own.
+        buckets: lengths that sequences are padded to, rising; empty if they are not.
+        pad: the values that fields are padded with, by their names.
+        section: of the spec that names the dataset.
     """
 
-    def __init__(self, dataset: Any, *, seed: int, workers: int = 0, shuffle: bool = True) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        seed: int,
+        batch_size: int | None = None,
+        drop_last: bool = False,
+        workers: int = 0,
+        shuffle: bool = True,
+        buckets: Sequence[int] = (),
+        pad: Mapping[str, float] | None = None,
+        section: str = "data",
+    ) -> None:
         self._dataset = dataset
         self._seed = seed
+        self._batch_size, self._drop_last = batch_size, drop_last
         self._workers = workers
         self._shuffle = shuffle
+        self._lengths, self._pad, self._section = buckets, dict(pad or {}), section
         self._iterable = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
         self.collate: Callable[[list[Any]], Any] = getattr(dataset, "collate_fn", default_collate)
         # The dataset's own may look at all samples of a micro-batch, and draw numbers for it.
@@ -113,88 +126,171 @@ class Loader:
             raise CaptureError("data: the dataset is empty", cure="check the arguments of data:")
         return len(self._dataset)
 
-    def example(self, size: int, first: int = 0) -> tuple[Any, Any]:
+    @cached_property
+    def buckets(self) -> Buckets | None:
+        """The samples by length; None without buckets.
+
+        Raises:
+            CaptureError: a sample is longer than all of them, or the lengths are not known.
+        """
+        if not self._lengths:
+            return None
+        samples, dataset = self.samples, self._dataset
+        if samples is None:
+            raise CaptureError(
+                f"{self._section}: is iterable, so that data.buckets cannot sort its samples by "
+                "length",
+                cure="use a dataset with __len__ and __getitem__, or leave data.buckets out",
+            )
+        lengths = getattr(dataset, "lengths", None)
+        if lengths is None:
+            seeded, names = _Seeded(dataset, self._seed), (self._pad, self._section)
+            lengths = [
+                length_of_sample(call(seeded.__getitem__, "data", (0, index)), *names)
+                for index in range(samples)
+            ]
+        elif len(lengths) != samples:
+            raise CaptureError(
+                f"{self._section}: has {samples} samples, but its attribute lengths has "
+                f"{len(lengths)} entries",
+                cure="let it have the length of every sample",
+            )
+        return Buckets(self._lengths, self._pad, lengths, self._section)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The lengths that its sequences are padded to, rising; (0,) without buckets."""
+        return (0,) if self.buckets is None else self.buckets.used_lengths
+
+    def batches(self) -> Iterator[Samples]:
+        """The batches of a run, without end: epoch follows epoch."""
+        return (batch for epoch in count() for batch in self.epoch(epoch))
+
+    def epoch(self, epoch: int) -> list[Samples]:
+        """The batches of one epoch; as many of each size and length as in every other.
+
+        Those of iterable data are always full.
+        """
+        samples, buckets = self.samples, self.buckets
+        if samples is None:
+            return [Samples(epoch, range(self._batch_size or 1))]
+        size = self._batch_size or samples
+        if buckets is None:
+            stop = samples - samples % size if self._drop_last else samples
+            starts = range(0, stop, size)
+            return [Samples(epoch, range(first, min(first + size, stop))) for first in starts]
+        batches, start = list[Samples](), 0
+        for indices in buckets.arrange(self._drawn(epoch), size):
+            positions = range(start, start + len(indices))
+            start = positions.stop
+            if len(indices) == size or not self._drop_last:
+                length, tokens = buckets.length_of(indices), buckets.tokens_of(indices)
+                batches.append(Samples(epoch, positions, length, tokens))
+        return batches
+
+    def order(self, epoch: int) -> list[int]:
+        """Index of the sample at every position of an epoch."""
+        order = self._drawn(epoch)
+        if self.buckets is None:
+            return order
+        arranged = self.buckets.arrange(order, self._batch_size or len(order))
+        return [index for batch in arranged for index in batch.tolist()]
+
+    def resized(self, batch_size: int, *, drop_last: bool) -> Loader:
+        """A loader of the same samples in batches of another size."""
+        other = copy(self)
+        other._batch_size, other._drop_last = batch_size, drop_last
+        return other
+
+    def example(self, size: int, first: int = 0, length: int = 0) -> tuple[Any, Any]:
         """``size`` samples, collated, as (inputs, targets); repeated if too few.
 
         Args:
-            first: index of the first one in a dataset that is not iterable.
+            first: number of the first one in a dataset that is not iterable, or in its bucket.
+            length: that sequences are padded to; 0 stands for the largest.
         """
-        count = self.samples
+        length, samples = length or self.lengths[-1], self.samples
+        indices: Sequence[int] = range(samples or 0)
+        if self.buckets is not None:
+            indices = self.buckets.fitting(length)
 
         def load() -> list[Any]:
-            if count is None:
+            if samples is None:
                 return list(islice(_SeededStream(self._dataset, self._seed, 0), size))
-            seeded = _Seeded(self._dataset, self._seed)
-            return [seeded[0, (first + index) % count] for index in range(min(size, count))]
+            seeded, count = self._seeded(), len(indices)
+            return [seeded[0, indices[(first + i) % count]] for i in range(min(size, count))]
 
-        samples = call(load, "data")
-        if not samples:
+        loaded = call(load, "data")
+        if not loaded:
             raise CaptureError("data: the dataset is empty", cure="check the arguments of data:")
-        return split_sample(self._collate([samples[i % len(samples)] for i in range(size)]))
+        batch = self._collate([loaded[i % len(loaded)] for i in range(size)], length)
+        if self.buckets is not None:
+            self.buckets.check_fields(batch)
+        return split_sample(batch)
 
     def micro_batches(
-        self, batches: Iterable[tuple[int, range]], micro_batch_size: int, skipped: int = 0
+        self, batches: Iterable[Samples], micro_batch_size: int, skipped: int = 0
     ) -> Iterator[tuple[Any, Any]]:
         """(inputs, targets) of every micro-batch of ``batches``, in order; see :meth:`pieces`."""
         return self.pieces(
-            batches, lambda samples: micro_batches_of(samples, micro_batch_size), skipped
+            batches, lambda batch: micro_batches_of(batch.size, micro_batch_size), skipped
         )
 
     def pieces(
-        self, batches: Iterable[tuple[int, range]], pieces_of: Pieces, skipped: int = 0
+        self, batches: Iterable[Samples], pieces_of: Pieces, skipped: int = 0
     ) -> Iterator[tuple[Any, Any]]:
         """(inputs, targets) of parts of ``batches``, in order; other samples are not loaded.
 
         Of an iterable dataset, they are read and dropped.
 
         Args:
-            pieces_of: positions within a batch of so many samples that are loaded at once, rising.
+            pieces_of: positions within a batch that are loaded at once, rising.
             skipped: how many batches at the beginning were used before.
         """
         if self._iterable:
             collated: Iterable[Any] = self._stream(batches, pieces_of, skipped)
         else:
             collated = DataLoader(
-                _Seeded(self._dataset, self._seed),
+                self._seeded(),
                 batch_sampler=self._samples(islice(batches, skipped, None), pieces_of),
                 collate_fn=self._collate,
                 num_workers=self._workers,
             )
         return (split_sample(batch) for batch in collated)
 
-    def order(self, epoch: int) -> list[int]:
-        """Index of the sample at every position of an epoch."""
+    def _drawn(self, epoch: int) -> list[int]:
+        """All samples, in the order in which an epoch draws them."""
         samples = self.samples or 0
         if not self._shuffle:
             return list(range(samples))
         generator = torch.Generator().manual_seed(seed_of(self._seed, "epoch", epoch) >> 1)
         return torch.randperm(samples, generator=generator).tolist()
 
-    def _samples(
-        self, batches: Iterable[tuple[int, range]], pieces_of: Pieces
-    ) -> Iterator[list[Sample]]:
+    def _seeded(self) -> _Seeded:
+        return _Seeded(self._dataset, self._seed, numbered=self.buckets is not None)
+
+    def _samples(self, batches: Iterable[Samples], pieces_of: Pieces) -> Iterator[list[Sample]]:
         """The samples of every piece."""
         current_epoch, order = -1, list[int]()
-        for epoch, positions in batches:
+        for batch in batches:
+            epoch, start = batch.epoch, batch.positions.start
             if epoch != current_epoch:
                 current_epoch, order = epoch, self.order(epoch)
-            for piece in pieces_of(len(positions)):
-                yield [(epoch, order[positions.start + position]) for position in piece]
+            for piece in pieces_of(batch):
+                yield [(epoch, order[start + position]) for position in piece]
 
-    def _stream(
-        self, batches: Iterable[tuple[int, range]], pieces_of: Pieces, skipped: int
-    ) -> Iterator[Any]:
+    def _stream(self, batches: Iterable[Samples], pieces_of: Pieces, skipped: int) -> Iterator[Any]:
         samples = self._endless()
-        for number, (_, positions) in enumerate(batches):
+        for number, batch in enumerate(batches):
             position = 0
-            for piece in pieces_of(len(positions)) if number >= skipped else ():
+            for piece in pieces_of(batch) if number >= skipped else ():
                 _skip(samples, piece.start - position)
                 piece_samples = list(islice(samples, len(piece)))
                 # Where samples come from processes, the generators are as computations left them.
                 _seed(seed_of(self._seed, "piece", number, piece.start))
                 yield self._collate(piece_samples)
                 position = piece.stop
-            _skip(samples, len(positions) - position)
+            _skip(samples, batch.size - position)
 
     def _endless(self) -> Iterator[Any]:
         for epoch in count():
@@ -213,13 +309,18 @@ class Loader:
                     "read only once",
                 )
 
-    def _collate(self, samples: list[Any]) -> Any:
+    def _collate(self, samples: list[Any], length: int = 0) -> Any:
         try:
-            return self.collate(samples)
+            if self.buckets is None:
+                return self.collate(samples)
+            return self.buckets.join(samples, self.collate, length)
+        except CaptureError:
+            raise
         except Exception as error:
             raise CaptureError(
                 f"data: samples cannot be collated into a batch: {type(error).__name__}: {error}",
-                cure="make samples of equal shape, or give the dataset a collate_fn",
+                cure="make samples of equal shape, name lengths to pad them to under data.buckets, "
+                "or give the dataset a collate_fn",
             ) from error
 
 
@@ -244,16 +345,22 @@ def _seed(value: int) -> None:
 
 
 class _Seeded(Dataset[Any]):
-    """A map-style dataset whose samples depend on (seed, epoch, index) alone."""
+    """A map-style dataset whose samples depend on (seed, epoch, index) alone.
 
-    def __init__(self, dataset: Any, seed: int) -> None:
+    Args:
+        numbered: whether each comes with its index.
+    """
+
+    def __init__(self, dataset: Any, seed: int, *, numbered: bool = False) -> None:
         self._dataset = dataset
         self._seed = seed
+        self._numbered = numbered
 
     def __getitem__(self, sample: Sample) -> Any:
         epoch, index = sample
         seed_sample(self._seed, epoch, index)
-        return self._dataset[index]
+        value = self._dataset[index]
+        return (index, value) if self._numbered else value
 
 
 class _SeededStream(IterableDataset[Any]):

@@ -1,9 +1,12 @@
-"""From a model to a graph: ``torch.export`` of the wrapper, with a free batch dimension."""
+"""From a model to a graph: ``torch.export`` of the wrapper, with a free batch dimension.
+
+The length of sequences is free, too, if they are padded to several.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -12,6 +15,7 @@ from torch import Tensor, fx
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
+from pipectl.capture.buckets import field_of
 from pipectl.capture.checks import drop_conditions
 from pipectl.capture.fallback import Kept, call_modules, traced
 from pipectl.capture.patches import (
@@ -28,16 +32,21 @@ _MANY_STEPS = 2520
 """After which a count is a multiple of all up to ten, but no loop over it is too long to trace."""
 
 
-def export_step(step: Step, inputs: Any, targets: Any, kept: Kept) -> ExportedProgram:
+def export_step(
+    step: Step, inputs: Any, targets: Any, kept: Kept, padded: Collection[str] = ()
+) -> ExportedProgram:
     """The graph of one micro-batch, in the step's current mode (training or evaluation).
 
-    The batch dimension (0) of every tensor is left free if the model allows it; if it
-    specialises the size, the graph holds for this size alone.
+    The batch dimension (0) of every tensor is left free if the model allows it, and that of the
+    sequence (1) of fields that are padded; if it specialises a size, the graph holds for this size
+    alone.
 
     Args:
         inputs, targets: a collated micro-batch of at least 2 samples: torch gives sizes 0 and 1
             a meaning of their own.
-        kept: submodules that become one operator each.
+        kept: submodules that become one operator each, of which is only known what they give for
+            this length.
+        padded: names of fields whose length is free.
 
     Raises:
         CaptureError: the model cannot be exported; names the user's line.
@@ -45,15 +54,18 @@ def export_step(step: Step, inputs: Any, targets: Any, kept: Kept) -> ExportedPr
     refuse_backward_hooks(step, kept.modules.values())
     batch = (inputs, targets)
     failure: Exception | None = None
-    # Some models fix the batch size (a reshape to a constant, say): exported for this one.
-    for free in (not kept.fixed, False):
+    # Some models fix a size (by a reshape to a constant, say): exported for this one.
+    choices = [_free(batch, ()), None]
+    if padded and not kept.modules:
+        choices.insert(0, _free(batch, padded))
+    for free in choices[kept.fixed :]:
         try:
-            program, assigned = _program(step, batch, kept, free=free)
+            program, assigned = _program(step, batch, kept, free)
             if assigned.tensors:  # only watching them shows whether the model reads what it kept
                 with refused_reads(assigned.tensors):
-                    program, _ = _program(step, batch, kept, free=free)
+                    program, _ = _program(step, batch, kept, free)
             if assigned.numbers:
-                _refuse_counts(step, batch, kept, program, assigned.numbers, free=free)
+                _refuse_counts(step, batch, kept, program, assigned.numbers, free)
         except CaptureError:
             raise
         except Exception as error:
@@ -70,8 +82,7 @@ def _refuse_counts(
     kept: Kept,
     program: ExportedProgram,
     numbers: Mapping[str, tuple[Any, Any]],
-    *,
-    free: bool,
+    free: Any,
 ) -> None:
     """Refuse numbers that every step changes, if a later step has another graph for them.
 
@@ -84,7 +95,7 @@ def _refuse_counts(
         """Whether the step has another graph with other numbers, and which it then changes."""
         try:
             with later(step, values):
-                again, assignments = _program(step, batch, kept, free=free)
+                again, assignments = _program(step, batch, kept, free)
         except Exception as error:  # what else such a step needs is not known
             return isinstance(error, RefusedError) and bool(error.loop), {}
         return _text(again) != text, assignments.numbers
@@ -101,8 +112,20 @@ def _refuse_counts(
     number = numbers_in(step)[name]
     if number.module is not None:
         with refused_reads([Attribute(number.module, number.path, number.key)]):
-            _program(step, batch, kept, free=free)
+            _program(step, batch, kept, free)
     raise carried(name)
+
+
+def _free(batch: Any, padded: Collection[str]) -> Any:
+    """The dimensions of every tensor of a batch that an export leaves free."""
+
+    def of_leaf(place: pytree.KeyPath, leaf: Any) -> dict[int, Any] | None:
+        if not isinstance(leaf, Tensor) or not leaf.dim():
+            return None
+        is_padded = padded and leaf.dim() > 1 and field_of(place) in padded
+        return dict.fromkeys((0, 1) if is_padded else (0,), Dim.AUTO)
+
+    return pytree.tree_map_with_path(of_leaf, batch)
 
 
 def _text(program: ExportedProgram) -> str:
@@ -119,19 +142,18 @@ def _text(program: ExportedProgram) -> str:
 
 
 def _program(
-    step: Step, batch: tuple[Any, Any], kept: Kept, *, free: bool
+    step: Step, batch: tuple[Any, Any], kept: Kept, free: Any
 ) -> tuple[ExportedProgram, Assignments]:
-    """The program, and what every step assigns anew."""
+    """The program, and what every step assigns anew.
 
-    def free_batch(leaf: Any) -> dict[int, Any] | None:
-        return {0: Dim.AUTO} if isinstance(leaf, Tensor) and leaf.dim() > 0 else None
-
-    shapes = pytree.tree_map(free_batch, batch) if free else None
+    Args:
+        free: sizes, as torch.export takes them.
+    """
     with ExitStack() as stack:
         functions = stack.enter_context(patched_export(step, unrolls=kept.unrolls))
         calls = stack.enter_context(traced(step, kept))
         assignments = stack.enter_context(Assignments(step))
-        program = torch.export.export(step, batch, dynamic_shapes=shapes, strict=False)
+        program = torch.export.export(step, batch, dynamic_shapes=free, strict=False)
     call_functions(program, functions)
     call_modules(program, calls)
     drop_conditions(program.graph)

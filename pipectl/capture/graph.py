@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -26,6 +26,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
+from pipectl.capture.buckets import field_of
 from pipectl.capture.factories import is_torch_code
 from pipectl.capture.operators import written_tensors
 from pipectl.capture.refusals import data_dependent_size, forms_gradients, module_of, place_in
@@ -67,6 +68,8 @@ class CapturedGraph:
         tied: further names of tied states to the name in ``states``.
         example: the ``(inputs, targets)`` it was exported with.
         batch: samples in them.
+        length: that their sequences are padded to; 0 without buckets.
+        padded: names of the fields that are.
 
     Attributes:
         states: parameters, buffers and constants by placeholder name.
@@ -87,6 +90,7 @@ class CapturedGraph:
         written: placeholders of all states and inputs that are written, each with the operator of
             its last write.
         batch_size: the size it was exported with, and, if ``fixed``, the only one it holds for.
+        length: likewise of sequences; it holds for others if it has symbols of their length.
         symbols: that stand for the number of samples in sizes; none if ``fixed``.
     """
 
@@ -97,10 +101,12 @@ class CapturedGraph:
         tied: Mapping[str, str],
         example: tuple[Any, Any],
         batch: int,
+        length: int = 0,
+        padded: Collection[str] = (),
     ) -> None:
         self.root = program.graph_module
         self.graph = program.graph
-        self.batch_size = batch
+        self.batch_size, self.length = batch, length
         self.states, self.inputs = _placeholders(program, tied)
         leaves, _ = pytree.tree_flatten_with_path(example)
         self.places: dict[str, Place] = {
@@ -109,7 +115,15 @@ class CapturedGraph:
         self._merge_tied()
         self.operators = tuple(n for n in self.graph.nodes if _computes(n))
         self.constants: dict[str, Any] = dict(program.constants)
-        self.symbols, self._conditions = _batch_symbols(self.inputs)
+        tensors = {n: v for n, v in self.inputs.items() if isinstance(v, Tensor) and v.dim()}
+        sequences = [
+            tensor.shape[1]
+            for name, tensor in tensors.items()
+            if length and tensor.dim() > 1 and field_of(self.places[name]) in padded
+        ]
+        samples = [tensor.shape[0] for tensor in tensors.values()]
+        self.symbols, self._lengths = _symbols(samples), _symbols(sequences)
+        self._conditions = _conditions([*samples, *sequences], self.symbols | self._lengths)
         self.fixed = not self.symbols
         self.requires_grad: dict[str, bool] = {}
         self.last_writer: dict[str, str] = {}
@@ -142,17 +156,23 @@ class CapturedGraph:
                 is_integer = not (value.is_floating_point() or value.is_complex())
                 if is_integer and value.dtype != torch.bool:
                     length = value.shape[1]
-                    return length if isinstance(length, int) else 0
+                    return length if isinstance(length, int) else self.length
         return 0
 
-    def holds_for(self, batch: int) -> bool:
-        """Whether the model computes the same for micro-batches of ``batch`` samples.
+    def holds_for(self, batch: int, length: int = 0) -> bool:
+        """Whether the model computes the same for micro-batches of another size.
 
-        What it asks of their number itself (``if len(x) > 8``) was decided when it was captured.
+        What it asks of the size itself (``if len(x) > 8``) was decided when it was captured.
+
+        Args:
+            batch: samples of the micro-batch.
+            length: of its sequences.
         """
-        if self.fixed:
-            return batch == self.batch_size
-        sizes = dict.fromkeys(self.symbols, batch)
+        if (self.fixed and batch != self.batch_size) or (
+            not self._lengths and length != self.length
+        ):
+            return False
+        sizes = self._sizes(batch, length)
         return all(condition.xreplace(sizes) != False for condition in self._conditions)  # noqa: E712
 
     @cached_property
@@ -224,16 +244,24 @@ class CapturedGraph:
             return True
         return node.op == "call_function" and not _computes(node)
 
-    def size_at(self, node: fx.Node, batch: int) -> Any:
-        """The number a size node gives for a batch size.
+    def shape_of(self, name: str, batch: int, length: int = 0) -> tuple[int, ...]:
+        """The shape of an input tensor in a micro-batch of ``batch`` samples."""
+        shape = self.inputs[name].shape
+        return tuple(
+            size if isinstance(size, int) else (batch, length)[dim]
+            for dim, size in enumerate(shape)
+        )
+
+    def size_at(self, node: fx.Node, batch: int, length: int = 0) -> Any:
+        """The number a size node gives for a micro-batch of ``batch`` samples.
 
         Raises:
-            CaptureError: it depends on more than the batch size.
+            CaptureError: it depends on more than the size of the batch.
         """
         value = node.meta.get("val")
         if not isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
             return value
-        expression = value.node.expr.xreplace(dict.fromkeys(self.symbols, batch))
+        expression = value.node.expr.xreplace(self._sizes(batch, length))
         if getattr(expression, "free_symbols", None):
             raise data_dependent_size(node, ", not on the batch size")
         if isinstance(value, torch.SymFloat):
@@ -254,6 +282,9 @@ class CapturedGraph:
         if len(self.signatures) != len(signatures):
             return f"{len(self.signatures)} operators here and {len(signatures)} there"
         return "the operators agree, but parameters, inputs or the loss do not"
+
+    def _sizes(self, batch: int, length: int) -> dict[Any, int]:
+        return {**dict.fromkeys(self.symbols, batch), **dict.fromkeys(self._lengths, length)}
 
     def _describe(self, node: fx.Node) -> str:
         if node.op == "placeholder":
@@ -343,19 +374,23 @@ def _placeholders(
     return states, inputs
 
 
-def _batch_symbols(inputs: Mapping[str, Any]) -> tuple[frozenset[Any], tuple[Any, ...]]:
-    """Symbols of the number of samples (none if it is a number), and what they must fulfil.
+def _symbols(sizes: Sequence[Any]) -> frozenset[Any]:
+    """The symbols of a size that is free in all tensors; none if it is a number in one.
 
-    A tensor that nobody reads has a symbol of its own, even if all others have numbers. What code
-    outside torch asked of the number of samples must be answered as it was; what torch asks it asks
-    again for every size.
+    A tensor that nobody reads has a symbol of its own, even if all others have numbers.
     """
-    tensors = [value for value in inputs.values() if isinstance(value, Tensor) and value.dim()]
-    sizes: list[Any] = [tensor.shape[0] for tensor in tensors]
     if not all(isinstance(size, torch.SymInt) and size.node.expr.is_Symbol for size in sizes):
-        return frozenset(), ()
-    symbols = frozenset(size.node.expr for size in sizes)
-    environments = {id(size.node.shape_env): size.node.shape_env for size in sizes}
+        return frozenset()
+    return frozenset(size.node.expr for size in sizes)
+
+
+def _conditions(sizes: Sequence[Any], symbols: frozenset[Any]) -> tuple[Any, ...]:
+    """What code outside torch asked of free sizes, which must be answered as it was.
+
+    What torch asks it asks again for every size.
+    """
+    free = [size for size in sizes if isinstance(size, torch.SymInt)]
+    environments = {id(size.node.shape_env): size.node.shape_env for size in free}
     asked = []
     for environment in environments.values():
         for guard in environment.guards:
@@ -363,7 +398,7 @@ def _batch_symbols(inputs: Mapping[str, Any]) -> tuple[frozenset[Any], tuple[Any
             if not is_torch_code(str(getattr(place, "filename", place))):
                 # Symbols that turned out to be equal have one name.
                 asked.append(environment.replace(guard.expr))
-    return symbols, tuple(each for each in asked if each.free_symbols <= symbols)
+    return tuple(each for each in asked if each.free_symbols <= symbols)
 
 
 def _describe_argument(argument: Any, root: fx.GraphModule) -> str:
@@ -413,7 +448,7 @@ class _FakeRun:
                 elif node.op == "get_attr":
                     self.values[node] = graph.root.get_submodule(str(node.target))
                 elif graph.is_size(node):
-                    self.values[node] = graph.size_at(node, graph.batch_size)
+                    self.values[node] = graph.size_at(node, graph.batch_size, graph.length)
                 elif node in self.index:
                     self.values[node] = self._run(node)
 
@@ -429,8 +464,8 @@ class _FakeRun:
         value = node.meta.get("val")
         if not isinstance(value, Tensor):
             return value
-        batch = self._graph.batch_size
-        shape = [size if isinstance(size, int) else batch for size in value.shape]
+        graph = self._graph
+        shape = graph.shape_of(node.name, graph.batch_size, graph.length)
         return torch.empty(shape, dtype=value.dtype)
 
     def _run(self, node: fx.Node) -> Any:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import chain
+from functools import cached_property, partial
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
@@ -82,7 +83,7 @@ class CapturedJob:
         self.step = Step(model, loss, with_outputs=False)
         refuse_parameter_hooks(self.step.named_parameters())
         refuse_sparse_gradients(self.step)
-        self.loader = self._loader(spec.data, spec.data.workers, shuffle=spec.data.shuffle)
+        self.loader = self._loader(spec.data, "data")
         self.states: dict[str, Tensor] = {
             **dict(self.step.named_parameters()),
             **dict(self.step.named_buffers()),
@@ -103,7 +104,7 @@ class CapturedJob:
                     with torch.no_grad():
                         tensor.copy_(loaded)
         self._fallback = Fallback(self.step, spec.model.opaque, self._values, tell)
-        self._graphs: dict[tuple[bool, int], CapturedGraph] = {}
+        self._graphs: dict[tuple[bool, int, int], CapturedGraph] = {}
 
     @property
     def model(self) -> nn.Module:
@@ -135,13 +136,16 @@ class CapturedJob:
         """Why submodules became single operators, by their paths in the user's model."""
         return self._fallback.reasons
 
-    def training_graph(self, batch: int) -> CapturedGraph:
+    def training_graph(self, batch: int, length: int = 0) -> CapturedGraph:
         """The training graph for micro-batches of ``batch`` samples.
+
+        Args:
+            length: of their sequences; 0 stands for the largest of the training data.
 
         Raises:
             CaptureError: the model cannot be captured, or no gradient reaches any parameter.
         """
-        graph = self._graph(batch, training=True)
+        graph = self._graph(self.loader, batch, length, training=True)
         if not graph.requires_grad[graph.loss]:
             raise CaptureError(
                 "loss: depends on no parameter that requires a gradient",
@@ -149,14 +153,19 @@ class CapturedJob:
             )
         return graph
 
-    def evaluation_graph(self, batch: int) -> CapturedGraph:
-        """The evaluation graph (``model.eval()``), with outputs if a metric wants them."""
-        return self._graph(batch, training=False)
+    def evaluation_graph(self, batch: int, length: int = 0) -> CapturedGraph:
+        """The evaluation graph (``model.eval()``), with outputs if a metric wants them.
 
+        It is of a training batch; with buckets of a held-out one, whose lengths may be others.
+        """
+        held_out = self.evaluation_loader if self.spec.data.buckets else None
+        return self._graph(held_out or self.loader, batch, length, training=False)
+
+    @cached_property
     def evaluation_loader(self) -> Loader | None:
         """The held-out data, or None."""
         evaluation = self.spec.evaluation
-        return None if evaluation is None else self._loader(evaluation.data, 0, shuffle=False)
+        return None if evaluation is None else self._loader(evaluation.data, "evaluation.data")
 
     def check_shapes(self, batch: int) -> None:
         """Look whether batches from elsewhere in the data have other shapes than the first one.
@@ -165,15 +174,18 @@ class CapturedJob:
         only when it comes.
 
         Raises:
-            CaptureError: naming the tensor and both shapes.
+            CaptureError: naming the tensor and both shapes; or the model computes something else
+                for sequences of another length.
         """
-        if not self.loader.takes_whole:  # else samples of several shapes make no batch at all
-            return
-        reader, samples = Reader(self.training_graph(batch)), self.loader.samples or 0
-        for first in (samples // 3, 2 * samples // 3):
-            if first >= batch:
-                values = reader.read(self.loader.example(batch, first))
-                reader.check(values, batch, values, is_whole=True)
+        if not self.loader.takes_whole and not self.spec.data.buckets:
+            return  # samples of several shapes make no batch at all
+        samples = self.loader.samples or 0
+        for length in self.loader.lengths:
+            reader = Reader(self.training_graph(batch, length), length=length)
+            for first in (samples // 3, 2 * samples // 3):
+                if first >= batch:
+                    values = reader.read(self.loader.example(batch, first, length))
+                    reader.check(values, batch, values, is_whole=True)
 
     def misfit(self, batch: int) -> CaptureError | None:
         """Why model and loss fail on the first ``batch`` samples; None if they do not."""
@@ -216,39 +228,62 @@ class CapturedJob:
     def _bound(self, item: Factory) -> Any:
         return factories.bind(self.find(item), item.factory, item.kwargs)
 
-    def _loader(self, item: Factory, workers: int, *, shuffle: bool) -> Loader:
-        seed = self.spec.training.seed
+    def _loader(self, item: Factory, section: str) -> Loader:
+        data, seed = self.spec.data, self.spec.training.seed
         # By the factory's name, so that one for both kinds of data splits them alike; without the
         # directory of its file, which differs between checkouts.
         seed_everything(seed_of(seed, item.resolve(self.spec.base).portable) >> 32)
         dataset = factories.call(self.find(item), item.factory, **item.kwargs)
-        key = "data" if item is self.spec.data else "evaluation.data"
-        check_dataset(dataset, key, item.factory)
-        return Loader(dataset, seed=seed, workers=workers, shuffle=shuffle)
+        check_dataset(dataset, section, item.factory)
+        every = partial(
+            Loader, dataset, seed=seed, buckets=data.buckets, pad=data.pad, section=section
+        )
+        if item is not data:
+            return every(shuffle=False)
+        return every(
+            batch_size=self.spec.training.batch_size,
+            drop_last=data.drop_last,
+            workers=data.workers,
+            shuffle=data.shuffle,
+        )
 
-    def _graph(self, batch: int, *, training: bool) -> CapturedGraph:
-        key = (training, batch)
+    def _graph(self, loader: Loader, batch: int, length: int, *, training: bool) -> CapturedGraph:
+        key = training, batch, length or loader.lengths[-1]
         if key not in self._graphs:
-            captured = [graph for (kind, _), graph in self._graphs.items() if kind is training]
-            same = next((graph for graph in captured if graph.holds_for(batch)), None)
-            self._graphs[key] = same or self._capture(*key, next(iter(captured), None))
+            captured = [graph for (kind, *_), graph in self._graphs.items() if kind is training]
+            shortest = loader.lengths[0]
+            if not captured and key[2] != shortest:
+                # A slice of a table that has the largest length would be left out for that one.
+                captured = [self._graph(loader, batch, shortest, training=training)]
+            same = next((graph for graph in captured if graph.holds_for(*key[1:])), None)
+            self._graphs[key] = same or self._capture(loader, *key, next(iter(captured), None))
         return self._graphs[key]
 
-    def _capture(self, training: bool, batch: int, known: CapturedGraph | None) -> CapturedGraph:
-        size = batch if known else max(batch, _SMALLEST_EXPORT)
-        inputs, targets = self.loader.example(size)
+    def _capture(
+        self,
+        loader: Loader,
+        training: bool,
+        batch: int,
+        length: int,
+        known: CapturedGraph | None,
+    ) -> CapturedGraph:
+        again = known is not None and known.length == length
+        size = batch if again else max(batch, _SMALLEST_EXPORT)
+        example = partial(loader.example, length=length)
+        inputs, targets = example(size)
         check_samples(inputs, targets, size)
         self.step.with_outputs = not training and bool(self.metrics())
         self.step.train(training)
-        precision = self.spec.training.precision
+        precision, padded = self.spec.training.precision, self.spec.data.pad
 
         def capture(kept: Kept) -> CapturedGraph:
-            program = export_step(self.step, inputs, targets, kept)
-            return CapturedGraph(program, self.states, self.tied, (inputs, targets), size)
+            program = export_step(self.step, inputs, targets, kept, padded)
+            states = self.states, self.tied
+            return CapturedGraph(program, *states, (inputs, targets), size, length, padded)
 
         with torch.random.fork_rng(devices=[]), arithmetic(precision, torch.device("cpu")):
             try:
-                graph = self._fallback.capture(size, self.loader.example, capture)
+                graph = self._fallback.capture(size, example, capture)
             except RefusedError as error:
                 if error.is_explained:
                     raise
@@ -260,8 +295,17 @@ class CapturedJob:
                 raise (refusal or error) from error.__cause__
         refuse_writes(graph)
         if graph.fixed and size != batch:
-            return self._capture(training, batch, graph)
+            return self._capture(loader, training, batch, length, graph)
         if known is not None and list(known.signatures) != list(graph.signatures):
+            if known.length != length:
+                pairs = zip_longest(known.signatures, graph.signatures, fillvalue="nothing")
+                one, other = next(pair for pair in pairs if pair[0] != pair[1])
+                raise CaptureError(
+                    f"model: its graph for sequences of {length} (data.buckets) differs from that "
+                    f"for {known.length}: {other!r} in the place of {one!r}",
+                    cure="let the model compute the same for every length: with sizes from the "
+                    "shapes of its inputs, and without an if on them",
+                )
             raise CaptureError(
                 f"model: its graph for {batch} samples differs from that for {known.batch_size}",
                 cure="choose micro_batches so that they divide the batch, and drop_last: true",

@@ -22,16 +22,26 @@ _CURE = "let replicas take whole micro-batches"
 
 
 class Rows(NamedTuple):
-    """Samples ``start`` to ``stop`` of a micro-batch of ``whole``."""
+    """Samples ``start`` to ``stop`` of a micro-batch of ``whole``.
+
+    Args:
+        length: of its sequences; 0 without buckets.
+    """
 
     start: int
     stop: int
     whole: int
+    length: int = 0
 
     @classmethod
-    def of(cls, samples: int) -> Rows:
+    def of(cls, samples: int, length: int = 0) -> Rows:
         """All samples of a micro-batch."""
-        return cls(0, samples, samples)
+        return cls(0, samples, samples, length)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """What the shapes of values follow from: the samples of the micro-batch, and its length."""
+        return self.whole, self.length
 
     @property
     def size(self) -> int:

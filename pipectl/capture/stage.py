@@ -54,7 +54,7 @@ def build_stage(cut: Cut, stage: int, rows: Rows | int, device: torch.device = _
         CaptureError: the graph was captured for another, fixed, batch size.
     """
     graph, rows = cut.graph, Rows.of(rows) if isinstance(rows, int) else rows
-    if graph.fixed and rows != Rows.of(graph.batch_size):
+    if graph.fixed and not (rows.is_whole and rows.whole == graph.batch_size):
         raise CaptureError(
             f"model: captured for {graph.batch_size} samples, not for {rows.size}",
             cure="let replicas take whole micro-batches",
@@ -156,7 +156,7 @@ class _Builder:
             if source.op == "get_attr":
                 return self._graph.get_attr(str(source.target))
             if self._captured.is_size(source):
-                return self._captured.size_at(source, batch)
+                return self._captured.size_at(source, batch, self._rows.length)
             if source.name in self._captured.states:
                 return self._local[self._state_slot(source.name, node.name)]
             own_use = self._local.get(Slot(source.name, node.name))

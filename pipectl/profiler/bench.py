@@ -53,6 +53,7 @@ class Subject:
         batch: the tensors of the micro-batch by name, on the device.
         size: samples in it.
         precision: as in the spec.
+        length: of its sequences; 0 without buckets.
     """
 
     graph: CapturedGraph
@@ -61,15 +62,17 @@ class Subject:
     size: int
     device: Device
     precision: str
+    length: int = 0
 
     @classmethod
     def of(cls, job: CapturedJob, size: int, device: Device) -> Subject:
-        """The training graph of a job and the first samples of its data."""
+        """The training graph of a job and the first samples of its data, the longest ones."""
         graph = job.training_graph(size)
         named = by_name(graph, job.loader.example(size))
         target = device.torch_device
         batch = {name: leaf.to(target) for name, leaf in named.items() if isinstance(leaf, Tensor)}
-        return cls(graph, job.states, batch, size, device, job.spec.training.precision)
+        precision, length = job.spec.training.precision, job.loader.lengths[-1]
+        return cls(graph, job.states, batch, size, device, precision, length)
 
 
 class Bench:
@@ -82,7 +85,7 @@ class Bench:
     def __init__(self, subject: Subject, stage_of: Mapping[str, int]) -> None:
         self.cut = Cut(subject.graph, stage_of, training=True)
         self._clock = clock_of(subject.device)
-        rows = Rows.of(subject.size)
+        rows = Rows.of(subject.size, subject.length)
         self._micro_batch, self._key = MicroBatch(0, rows, _SEED), (True, rows)
         states, device, precision = subject.states, subject.device, subject.precision
         self._stages = [

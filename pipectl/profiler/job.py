@@ -13,7 +13,6 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedJob
-from pipectl.capture.data import Batches
 from pipectl.capture.slices import coupled_operators
 from pipectl.capture.step import own_path
 from pipectl.capture.tensors import is_deferred
@@ -162,6 +161,9 @@ class _Profiling:
         optimizer = optimizer_cost(self._job, self._device)
         profile = self._measure_in_pieces() if self._in_pieces else self._measure_in_place()
         kept = [f"{path} stays one operator: {why}" for path, why in self._job.kept.items()]
+        lengths = self._job.loader.lengths
+        if len(lengths) > 1:
+            kept.append(f"all sequences have length {lengths[-1]}, the largest of data.buckets")
         assumptions = (*profile.assumptions, *kept, *self._assumptions)
         return replace(profile, optimizer=optimizer, assumptions=assumptions)
 
@@ -239,9 +241,8 @@ class _Profiling:
         loader = self._job.loader
         loaded: Iterator[Any] = iter(())
         if not self._job.spec.data.workers:  # a rank loads it itself, between its computations
-            samples = loader.samples
-            drop_last = samples is not None and samples >= size
-            loaded = loader.micro_batches(Batches(samples, size, drop_last=drop_last), size)
+            loader = loader.resized(size, drop_last=(loader.samples or 0) >= size)
+            loaded = loader.micro_batches(loader.batches(), size)
         timed = time_operators(
             Subject.of(self._job, size, self._device),
             working_set,

@@ -460,7 +460,7 @@ class Walk:
             if source.op == "get_attr":
                 return self._graph.root.get_submodule(str(source.target))
             if self._graph.is_size(source):
-                return self._graph.size_at(source, self._subject.size)
+                return self._graph.size_at(source, self._subject.size, self._subject.length)
             return self._values[source]
 
         args, kwargs = fx.node.map_arg(on_device((node.args, node.kwargs), self._device), value)

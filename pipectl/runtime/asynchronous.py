@@ -16,7 +16,8 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from pipectl.capture.data import split_batch
+from pipectl.capture.data import Samples, split_batch
+from pipectl.capture.slices import Rows
 from pipectl.capture.step import own_name, sample_shares, target_shares, weighted
 from pipectl.errors import CaptureError, MismatchError
 from pipectl.plan import Plan
@@ -108,11 +109,11 @@ class AsynchronousSteps:
         shares = LossShares(setup.communicator, setup.job, plan, setup.cut.loss_stage)
         learn_layouts(setup, plan, shares)
 
-    def begin(self, planned: Sequence[tuple[int, range]], done: int) -> None:
+    def begin(self, planned: Sequence[Samples], done: int) -> None:
         """Open the data, and keep versions of the weights from now on.
 
         Args:
-            planned: epoch and positions of the samples of every step.
+            planned: the samples of every step.
             done: so many of the steps.
 
         Raises:
@@ -127,12 +128,12 @@ class AsynchronousSteps:
         for stage in setup.updated_stages:
             stage.keep_versions(versions_kept(self._plan, stage.index))
 
-    def train(self, first: int, batches: Sequence[range]) -> None:
+    def train(self, first: int, batches: Sequence[Samples]) -> None:
         """Train some steps.
 
         Args:
             first: number of the first.
-            batches: positions of the samples of every step.
+            batches: the samples of every step.
         """
         barrier(self._setup.communicator)
         for stage in self._setup.updated_stages:
@@ -148,14 +149,18 @@ class AsynchronousSteps:
         self._started = self._since = time.perf_counter()
         rank, size = self._setup.communicator.rank, self._plan.micro_batch_size
         parts = stretch(self._plan, rank, len(batches))
-        sizes = [count for each in batches for count in split_batch(len(each), size)]
+        sizes = [
+            Rows.of(samples, each.length)
+            for each in batches
+            for samples in split_batch(each.size, size)
+        ]
         step = Step.plain(EMPTY, channels(self._plan), rank, sizes)
         self._setup.training.run(step, self._input, self._update, parts)
         self._end_trace()
 
     def _make_input(self, loaded: Iterator[Batch]) -> StepInput:
         size, count = self._plan.micro_batch_size, self._plan.micro_batches
-        steps = [split_batch(len(positions), size) for positions in self._batches]
+        steps = [split_batch(batch.size, size) for batch in self._batches]
         micro_batches: Iterator[Batch] = islice(loaded, len(steps) * count)
         weights: Sequence[float] = [share for sizes in steps for share in sample_shares(sizes)]
         if self._weigh is not None:
@@ -199,7 +204,8 @@ class AsynchronousSteps:
                 gradient_norm=math.nan,
                 busy_s=run.busy_s,
                 step_time_s=now - self._since,
-                samples=len(self._batches[index]),
+                samples=self._batches[index].size,
+                tokens=self._setup.tokens_of(self._batches[index]),
                 peak_bytes=self._setup.device.peak_bytes(),
             )
         )
@@ -248,14 +254,14 @@ class _Weights(Sequence[float]):
         return bool(step)
 
 
-def _check_counts(planned: Iterable[tuple[int, range]], plan: Plan) -> None:
+def _check_counts(planned: Iterable[Samples], plan: Plan) -> None:
     """Refuse a step with another number of micro-batches than the plan, before any is trained.
 
     Raises:
         CaptureError: naming it.
     """
-    lengths = {len(positions) for _, positions in planned}
-    counts = {len(split_batch(length, plan.micro_batch_size)) for length in lengths}
+    sizes = {batch.size for batch in planned}
+    counts = {len(split_batch(size, plan.micro_batch_size)) for size in sizes}
     other = next(iter(sorted(counts - {plan.micro_batches})), None)
     if other is not None:
         raise CaptureError(

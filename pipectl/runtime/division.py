@@ -10,7 +10,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from pipectl.capture import CapturedJob
-from pipectl.capture.data import Batches, Loader, split_batch
+from pipectl.capture.data import Loader, Samples, split_batch
 from pipectl.capture.slices import Rows
 from pipectl.capture.step import target_weight, weighted
 from pipectl.errors import CaptureError, MismatchError
@@ -25,18 +25,21 @@ class Division:
     """Of training and held-out data.
 
     Attributes:
-        batches: of the training data.
-        sizes: every micro-batch size that training will meet, largest first.
-        evaluation_samples: size of the held-out data, if there are any.
-        evaluation_size: samples of an evaluated micro-batch, but for the last.
-        evaluation_sizes: every size that evaluation will meet, largest first.
+        planned: the micro-batch of the plan: full, and of the largest length.
+        sizes: micro-batches of every shape that training will meet, largest first.
+        evaluated: the micro-batches of an evaluation, in order.
+        evaluation_size: samples of each, but for the last of a length.
     """
 
-    batches: Batches
-    sizes: tuple[int, ...]
-    evaluation_samples: int | None
+    planned: Rows
+    sizes: tuple[Rows, ...]
+    evaluated: tuple[Rows, ...]
     evaluation_size: int
-    evaluation_sizes: tuple[int, ...]
+
+    @property
+    def evaluation_sizes(self) -> list[Rows]:
+        """Micro-batches of every shape that evaluation will meet, largest first."""
+        return sorted(set(self.evaluated), reverse=True)
 
     @classmethod
     def of(
@@ -45,49 +48,54 @@ class Division:
         """Divide them; collective.
 
         Raises:
-            MismatchError: ranks find different numbers of samples.
+            MismatchError: ranks find different numbers of samples, or lengths.
             CaptureError: the data fill no batch, or evaluation would not end.
         """
         spec, size = job.spec, plan.micro_batch_size
-        samples = _agreed("data", job.loader.samples, communicator)
-        batches = Batches(samples, spec.training.batch_size, spec.data.drop_last)
-        lengths = {len(positions) for positions in batches.of_epoch()}
-        if not lengths:
+        batches = _agreed("data", job.loader, communicator)
+        if not batches:
             raise CaptureError(
-                f"data: {samples} samples fill no batch of {spec.training.batch_size}",
+                f"data: {job.loader.samples} samples fill no batch of {spec.training.batch_size}",
                 cure="make the batch smaller, or set data.drop_last: false",
             )
-        sizes = {size, *(part for length in lengths for part in split_batch(length, size))}
-        held_out_samples, evaluated = None, None
-        if spec.evaluation is not None:
-            evaluated = spec.evaluation.batch_size
-        evaluation_sizes: set[int] = set()
+        planned, evaluated = Rows.of(size, job.loader.lengths[-1]), list[Rows]()
+        evaluation_size = (spec.evaluation and spec.evaluation.batch_size) or size
         if held_out is not None:
-            held_out_samples = _agreed("evaluation.data", held_out.samples, communicator)
-            if held_out_samples is None:
+            if held_out.samples is None:
                 raise CaptureError(
                     "evaluation.data: is iterable, so that its end is not known",
                     cure="use a dataset with __len__ and __getitem__ for evaluation",
                 )
-            evaluation_sizes.update(split_batch(held_out_samples, evaluated or size))
-        return cls(
-            batches,
-            tuple(sorted(sizes, reverse=True)),
-            held_out_samples,
-            evaluated or size,
-            tuple(sorted(evaluation_sizes, reverse=True)),
-        )
+            held_out_batches = _agreed("evaluation.data", held_out, communicator)
+            evaluated = _micro_batches(held_out_batches, evaluation_size)
+        sizes = {planned, *_micro_batches(batches, size)}
+        return cls(planned, tuple(sorted(sizes, reverse=True)), tuple(evaluated), evaluation_size)
 
 
-def _agreed(key: str, samples: int | None, communicator: MPI.Comm) -> int | None:
-    """The number of samples, which must be the same on all ranks."""
-    counts = gather_all(communicator, samples)
-    if any(count != counts[0] for count in counts):
+def _micro_batches(batches: Sequence[Samples], size: int) -> list[Rows]:
+    return [
+        Rows.of(samples, batch.length)
+        for batch in batches
+        for samples in split_batch(batch.size, size)
+    ]
+
+
+def _agreed(section: str, loader: Loader, communicator: MPI.Comm) -> list[Samples]:
+    """The batches of the first epoch, of which all ranks have the same.
+
+    Raises:
+        MismatchError: they find different data.
+    """
+    batches = loader.epoch(0)
+    found = gather_all(communicator, (loader.samples, hash(tuple(batches))))
+    counts = sorted({samples for samples, _ in found}, key=str)
+    if len(set(found)) > 1:
+        what = f"numbers of samples: {counts}" if len(counts) > 1 else "lengths of samples"
         raise MismatchError(
-            f"{key}: the ranks find different numbers of samples: {sorted(set(counts), key=str)}",
+            f"{section}: the ranks find different {what}",
             cure="check that all nodes see the same files",
         )
-    return samples
+    return batches
 
 
 class LossShares:
@@ -124,9 +132,8 @@ class LossShares:
         """
         if self.reads_targets:
             return self._by_targets(step, batches)
-        parts, total = self._parts(step), sum(step.sizes)
-        sizes = [parts[i].size if i in parts else size for i, size in enumerate(step.sizes)]
-        return [size / total for size in sizes]
+        parts, total = self._parts(step), sum(rows.size for rows in step.sizes)
+        return [parts.get(i, rows).size / total for i, rows in enumerate(step.sizes)]
 
     def step_input(
         self, step: Step, batches: Iterator[Batch], seed: tuple[int | str, ...], scale: float = 1.0
@@ -153,7 +160,7 @@ class LossShares:
 
     def _parts(self, step: Step) -> dict[int, Rows]:
         assert step.plan is not None
-        return parts_of(step.plan, self._rank, self._stage)
+        return parts_of(step.plan, self._rank, self._stage, step.sizes[0].length)
 
     def _by_targets(self, step: Step, batches: Sequence[Batch]) -> list[float]:
         assert self._weigh is not None

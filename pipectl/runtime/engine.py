@@ -184,11 +184,11 @@ class Engine:
         stages: the rank's stages by index.
         cut: of the training or evaluation graph; any batch size serves.
         reductions: of the stages that have replicas.
-        graphs: by samples of a micro-batch, if they are several.
+        graphs: by the shape of a micro-batch, if they are several.
 
     Attributes:
         origins: is shown what the stages make, if anybody looks for what is not finite.
-        on_evaluated: called with (samples, results, targets) where the loss of an evaluation is
+        on_evaluated: called with (rows, results, targets) where the loss of an evaluation is
             computed.
     """
 
@@ -200,7 +200,7 @@ class Engine:
         device: Device,
         doing: Doing,
         reductions: Mapping[int, StageReduction] | None = None,
-        graphs: Mapping[int, CapturedGraph] | None = None,
+        graphs: Mapping[tuple[int, int], CapturedGraph] | None = None,
     ) -> None:
         self.cut = cut
         self._stages = stages
@@ -211,9 +211,9 @@ class Engine:
         self._board = doing.board
         self._loss = Slot(cut.graph.loss)
         self._graphs = graphs or {}
-        self._readers: dict[int, Reader] = {}
+        self._readers: dict[tuple[int, int], Reader] = {}
         self.origins: Origins | None = None
-        self.on_evaluated: Callable[[int, Tensors, Any], None] | None = None
+        self.on_evaluated: Callable[[Rows, Tensors, Any], None] | None = None
 
         def move(_: StepRun, row: Row) -> None:
             stages[row.stage].saved[row.micro_batch].move(row.kind)
@@ -321,7 +321,7 @@ class Engine:
         results = stage.evaluate(_micro_batch(row, run), inputs, arrived)
         if row.stage == self.cut.loss_stage and self.on_evaluated is not None:
             targets = run.loaded.part(row.micro_batch, row.rows)[1]
-            self.on_evaluated(row.rows.size, {**arrived, **results}, targets)
+            self.on_evaluated(row.rows, {**arrived, **results}, targets)
         run.loaded.done(row.micro_batch)
         self._deliver(run, TransferKind.ACTIVATION, row, results)
 
@@ -353,7 +353,7 @@ class Engine:
     def _send_start(self, run: StepRun, row: Row) -> None:
         assert row.line is not None
         run.sends[row.channel, row.micro_batch] = row.line.start_send(
-            row.micro_batch, row.rows.whole, self._message(run, row)
+            row.micro_batch, row.rows.shape, self._message(run, row)
         )
 
     def _send_wait(self, run: StepRun, row: Row) -> None:
@@ -364,7 +364,7 @@ class Engine:
     def _receive_start(self, run: StepRun, row: Row) -> None:
         assert row.line is not None
         run.receives[row.channel, row.micro_batch] = row.line.start_receive(
-            row.micro_batch, row.rows.whole
+            row.micro_batch, row.rows.shape
         )
 
     def _receive_wait(self, run: StepRun, row: Row) -> None:
@@ -384,10 +384,11 @@ class Engine:
         if not names:
             return {}
         rows = row.rows
-        reader = self._readers.get(rows.whole)
+        reader = self._readers.get(rows.shape)
         if reader is None:
-            graph = self._graphs.get(rows.whole, self.cut.graph)
-            reader = self._readers[rows.whole] = Reader(graph, training=training)
+            graph = self._graphs.get(rows.shape, self.cut.graph)
+            reader = Reader(graph, training=training, length=rows.length)
+            self._readers[rows.shape] = reader
         known = reader.read(run.loaded.part(row.micro_batch, rows))
         reader.check(known, rows.size, names, is_whole=rows.is_whole)
         return {name: known[name].to(self._device) for name in names}

@@ -14,8 +14,9 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedGraph, CapturedJob, Slot
-from pipectl.capture.data import Loader, split_batch
+from pipectl.capture.data import Loader
 from pipectl.capture.factories import call
+from pipectl.capture.slices import Rows
 from pipectl.capture.step import target_weight
 from pipectl.errors import CaptureError
 from pipectl.runtime.division import Division
@@ -35,7 +36,7 @@ class Metrics:
 
     Args:
         metrics: by name, as the spec gives them.
-        graph_of: the evaluation graph for a number of samples, whose outputs the metrics see.
+        graph_of: the evaluation graph for micro-batches of a shape, whose outputs the metrics see.
         weigh: gives the weight of a micro-batch in the loss, from its targets; None weighs by
             samples.
     """
@@ -43,7 +44,7 @@ class Metrics:
     def __init__(
         self,
         metrics: Mapping[str, Any],
-        graph_of: Callable[[int], CapturedGraph],
+        graph_of: Callable[[int, int], CapturedGraph],
         weigh: Callable[[Any], float] | None = None,
     ) -> None:
         self._graph_of = graph_of
@@ -57,9 +58,9 @@ class Metrics:
         self._weight: float = 0
         self._samples = 0
 
-    def add(self, size: int, results: Tensors, targets: Any) -> None:
-        """One micro-batch of ``size`` samples: the loss and outputs among ``results`` count."""
-        graph = self._graph_of(size)
+    def add(self, rows: Rows, results: Tensors, targets: Any) -> None:
+        """One micro-batch: the loss and outputs among ``results`` count."""
+        graph, size = self._graph_of(*rows.shape), rows.size
         loss = results[Slot(graph.loss)]
         assert isinstance(loss, Tensor)
         self._samples += size
@@ -69,7 +70,7 @@ class Metrics:
             self._weight += weight
         if not self._stateful and not self._functions:
             return
-        outputs = _outputs(graph, size, results)
+        outputs = _outputs(graph, rows, results)
         for name, metric in self._stateful.items():
             call(metric.update, f"evaluation.metrics.{name}", outputs, targets)
         for name, function in self._functions.items():
@@ -109,11 +110,11 @@ def _number(name: str, value: Any) -> float:
     )
 
 
-def _outputs(graph: CapturedGraph, size: int, results: Tensors) -> Any:
+def _outputs(graph: CapturedGraph, rows: Rows, results: Tensors) -> Any:
 
     def value(item: Any) -> Any:
         if isinstance(item, fx.Node):
-            return graph.size_at(item, size)
+            return graph.size_at(item, *rows.shape)
         if not isinstance(item, str):
             return item
         tensor = results.get(Slot(item))
@@ -157,10 +158,11 @@ class Evaluator:
             self._weigh = partial(target_weight, weigh, job.spec.loss.weight)
 
     def learn(self) -> None:
-        """Send a micro-batch of every size, so that all ends of the channels know all layouts."""
-        for size in self._division.evaluation_sizes:
-            batches = iter([self._loader.example(size)] if self._stages else ())
-            self._run([size], batches, "layouts")
+        """Send a micro-batch of every shape, so that all ends of the channels know all layouts."""
+        for rows in self._division.evaluation_sizes:
+            example = partial(self._loader.example, rows.whole, length=rows.length)
+            batches = iter([example()] if self._stages else ())
+            self._run([rows], batches, "layouts")
 
     def evaluate(self, step: int) -> dict[str, float]:
         """The loss and every metric by name, on every rank.
@@ -168,21 +170,20 @@ class Evaluator:
         Args:
             step: after which this is.
         """
-        samples, size = self._division.evaluation_samples, self._division.evaluation_size
-        assert samples is not None
         metrics = Metrics(self._metrics, self._job.evaluation_graph, self._weigh)
         self._engine.on_evaluated = metrics.add
         batches: Iterator[Batch] = iter(())
         if self._stages:
-            batches = self._loader.micro_batches([(0, range(samples))], size)
-        self._run(split_batch(samples, size), batches, "evaluation", step)
+            size = self._division.evaluation_size
+            batches = self._loader.micro_batches(self._loader.epoch(0), size)
+        self._run(self._division.evaluated, batches, "evaluation", step)
         barrier(self._communicator)
         root = self._loss_rank
         mine = metrics.result() if self._communicator.rank == root else None
         result: dict[str, float] = self._communicator.bcast(mine, root)
         return result
 
-    def _run(self, sizes: Sequence[int], batches: Iterator[Batch], *seed: int | str) -> None:
+    def _run(self, sizes: Sequence[Rows], batches: Iterator[Batch], *seed: int | str) -> None:
         rank = self._communicator.rank
         actions = lower_evaluation(self._channels, self._stages, rank, len(sizes)).body
         step_input = StepInput((), batches, (self._job.spec.training.seed, *seed))

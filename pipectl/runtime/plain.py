@@ -21,7 +21,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedJob
-from pipectl.capture.data import Batches, split_batch
+from pipectl.capture.data import split_batch
 from pipectl.capture.opaque import write_buffers_once
 from pipectl.capture.regions import arithmetic
 from pipectl.capture.step import (
@@ -116,16 +116,14 @@ def _update(
 
 
 def _evaluate(job: CapturedJob, micro_batch_size: int, device: torch.device) -> float:
-    loader, spec, weigh = job.evaluation_loader(), job.spec.evaluation, job.weight()
+    loader, spec, weigh = job.evaluation_loader, job.spec.evaluation, job.weight()
     assert loader is not None
     assert spec is not None
-    samples, total, weights = loader.samples or 0, 0.0, 0.0
-    size = spec.batch_size or micro_batch_size
-    batches = zip(
-        split_batch(samples, size), loader.micro_batches([(0, range(samples))], size), strict=True
-    )
+    total, weights = 0.0, 0.0
+    size, planned = spec.batch_size or micro_batch_size, loader.epoch(0)
+    counts = [count for each in planned for count in split_batch(each.size, size)]
     job.step.eval()
-    for count, batch in batches:
+    for count, batch in zip(counts, loader.micro_batches(planned, size), strict=True):
         inputs, targets = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
         with torch.no_grad(), arithmetic(job.spec.training.precision, device):
             loss = job.step(inputs, targets)
@@ -183,12 +181,10 @@ def _weights(job: CapturedJob) -> dict[str, Tensor]:
 
 
 def _batches(job: CapturedJob, micro_batch_size: int) -> Iterator[tuple[list[int], list[Batch]]]:
-    training = job.spec.training
-    batches = Batches(job.loader.samples, training.batch_size, job.spec.data.drop_last)
-    planned = list(islice(iter(batches), training.steps))
+    planned = list(islice(job.loader.batches(), job.spec.training.steps))
     loaded = job.loader.micro_batches(planned, micro_batch_size)
-    for _, positions in planned:
-        sizes = split_batch(len(positions), micro_batch_size)
+    for batch in planned:
+        sizes = split_batch(batch.size, micro_batch_size)
         yield sizes, list(islice(loaded, len(sizes)))
 
 

@@ -9,7 +9,7 @@ from mpi4py import MPI
 from torch import nn
 
 from pipectl.capture import CapturedJob, Cut, Lane, evaluation_stages
-from pipectl.capture.data import Loader
+from pipectl.capture.data import Loader, Samples
 from pipectl.capture.slices import Rows
 from pipectl.capture.tensors import is_deferred
 from pipectl.errors import MismatchError
@@ -23,7 +23,7 @@ from pipectl.runtime.failure import Doing
 from pipectl.runtime.offload import mover_of, offload_directory
 from pipectl.runtime.pipefb import add_lanes, make_half
 from pipectl.runtime.replicas import Replicas
-from pipectl.runtime.stage import Stage
+from pipectl.runtime.stage import Key, Stage
 from pipectl.runtime.step import parts_of
 from pipectl.runtime.transport import CHECK_VARIABLE, Progress, Transport, Wire
 from pipectl.runtime.waiting import barrier, broadcast
@@ -62,7 +62,7 @@ class Setup:
         self.progress = progress or Progress()
         self.job, self.plan, self.communicator, self.device = job, plan, communicator, device
         self.doing = doing
-        held_out = job.evaluation_loader()
+        held_out = job.evaluation_loader
         self.division = Division.of(job, plan, held_out, communicator)
         cuts = self._cuts()
         self.owners, names = self._places(cuts)
@@ -85,7 +85,7 @@ class Setup:
                 stage.let_advance(self.progress.tick)
         doing.action = "connecting to the other ranks"
         barrier(communicator)  # ranks that made more weights come later; MPI would spin until then
-        self.cut = cuts[True, plan.micro_batch_size]
+        self.cut = cuts[True, self.division.planned]
         written = _written_buffers(cuts, training=False) | _written_buffers(cuts, training=True)
         buffers = {n: t for stage in self.stages.values() for n, t in stage.buffers.items()}
         self.written = {name: tensor for name, tensor in buffers.items() if name in written}
@@ -124,6 +124,11 @@ class Setup:
         parameters = {n: p for stage in self.updated_stages for n, p in stage.parameters.items()}
         return {name: parameters[name] for name in self.job.states if name in parameters}
 
+    def tokens_of(self, batch: Samples) -> int:
+        """Tokens in a batch, without padding by buckets; 0 if the model reads none."""
+        tokens = self.cut.graph.tokens_per_sample
+        return tokens and (batch.tokens or batch.size * tokens)
+
     @property
     def updated_stages(self) -> list[Stage]:
         """The stages whose backwards run on this rank."""
@@ -131,45 +136,47 @@ class Setup:
         plan = self.plan.stages
         return [stage for i, stage in self.stages.items() if me in plan[i].updating_ranks]
 
-    def _stage(self, index: int, cuts: Mapping[tuple[bool, int], Cut], wire: Wire) -> Stage:
+    def _stage(self, index: int, cuts: Mapping[Key, Cut], wire: Wire) -> Stage:
         stage, rank = self.plan.stages[index], self.communicator.rank
         shared = self.job.states, self.device, self.job.spec.training.precision
         mover = self._mover if stage.offload else None
         if stage.updating_ranks != stage.ranks:
-            whole = {(training, Rows.of(size)): cut for (training, size), cut in cuts.items()}
-            return make_half(stage, index, rank, wire, whole, *shared, mover)
-        own: dict[tuple[bool, Rows], Cut] = {}
-        for (training, size), cut in cuts.items():  # by what is computed of a stage at once
-            parts = parts_of(plan_of_trial(self.plan, size), rank, index) if training else {}
+            return make_half(stage, index, rank, wire, cuts, *shared, mover)
+        own: dict[Key, Cut] = {}
+        for (training, rows), cut in cuts.items():  # by what is computed of a stage at once
+            parts: dict[int, Rows] = {}
+            if training:
+                parts = parts_of(plan_of_trial(self.plan, rows.whole), rank, index, rows.length)
             if parts or not training or self.plan.replication is Replication.WHOLE:
-                own[training, parts.get(0, Rows.of(size))] = cut
+                own[training, parts.get(0, rows)] = cut
         firsts = () if stage.blocks is None else stage.blocks.firsts
         return Stage(index, own, *shared, recompute=stage.recompute, firsts=firsts, mover=mover)
 
-    def _cuts(self) -> dict[tuple[bool, int], Cut]:
-        """A cut for every micro-batch size; sizes share the graph if its batch is free."""
+    def _cuts(self) -> dict[Key, Cut]:
+        """A cut for micro-batches of every shape; they share the graph if its sizes are free."""
         plan_stages = dict(self.plan.stage_of)
-        cuts: dict[tuple[bool, int], Cut] = {}
-        for size in self.division.sizes:
-            cuts[True, size] = Cut(self.job.training_graph(size), plan_stages, training=True)
-        training = cuts[True, self.plan.micro_batch_size].graph
-        for size in self.division.evaluation_sizes:
-            graph = self.job.evaluation_graph(size)
+        cuts: dict[Key, Cut] = {}
+        for rows in self.division.sizes:
+            graph = self.job.training_graph(*rows.shape)
+            cuts[True, rows] = Cut(graph, plan_stages, training=True)
+        training = cuts[True, self.division.planned].graph
+        for rows in self.division.evaluation_sizes:
+            graph = self.job.evaluation_graph(*rows.shape)
             stages = evaluation_stages(graph, training, plan_stages)
-            cuts[False, size] = Cut(graph, stages, training=False)
+            cuts[False, rows] = Cut(graph, stages, training=False)
         return cuts
 
-    def _engine(self, cut: Cut, cuts: Mapping[tuple[bool, int], Cut]) -> Engine:
+    def _engine(self, cut: Cut, cuts: Mapping[Key, Cut]) -> Engine:
         """An engine with messages of its own, for one cut or the cuts of all sizes like it."""
         check = broadcast(self.communicator, CHECK_VARIABLE in os.environ)
         group = self.communicator.Dup()
         transport = Transport(group, self.device, cut.lanes, self.progress, check=check)
-        alike = {size: each for (kind, size), each in cuts.items() if kind is cut.training}
-        graphs = {size: each.graph for size, each in alike.items()}
+        alike = {rows: each for (kind, rows), each in cuts.items() if kind is cut.training}
+        graphs = {rows.shape: each.graph for rows, each in alike.items()}
         reductions = self.replicas.reductions
         return Engine(self.stages, cut, transport, self.device, self.doing, reductions, graphs)
 
-    def _places(self, cuts: Mapping[tuple[bool, int], Cut]) -> tuple[dict[str, int], list[str]]:
+    def _places(self, cuts: Mapping[Key, Cut]) -> tuple[dict[str, int], list[str]]:
         """The rank that saves each state, and the states that this rank holds.
 
         Parameters are saved where they are updated, buffers where forwards write them: by the
@@ -203,6 +210,6 @@ class Setup:
                 tensor.data = tensor.data.new_empty(0)
 
 
-def _written_buffers(cuts: Mapping[tuple[bool, int], Cut], *, training: bool) -> set[str]:
+def _written_buffers(cuts: Mapping[Key, Cut], *, training: bool) -> set[str]:
     graphs = {cut.graph for (kind, _), cut in cuts.items() if kind is training}
     return set().union(*(graph.written_buffers for graph in graphs))

@@ -74,7 +74,7 @@ class Step:
     Args:
         actions: of one step; empty if steps overlap and come in parts.
         channels: what the channel column refers to.
-        sizes: samples of every micro-batch.
+        sizes: every micro-batch as a whole.
         plan: of this step; None if it is not a step of training.
         pieces: what is loaded at once: some rows of each micro-batch that is needed, by rising
             micro-batch; None for every micro-batch as a whole.
@@ -86,7 +86,7 @@ class Step:
 
     actions: Actions
     channels: Sequence[Channel]
-    sizes: Sequence[int]
+    sizes: Sequence[Rows]
     plan: Plan | None = None
     pieces: Mapping[int, Rows] | None = None
     local: Mapping[tuple[TransferKind, int], Sequence[LocalLane]] = field(default_factory=dict)
@@ -95,18 +95,27 @@ class Step:
     _table: list[Row] = field(default_factory=list)
 
     @classmethod
-    def of(cls, plan: Plan, rank: int, reading: Sequence[int], *, load_whole: bool = False) -> Step:
+    def of(
+        cls,
+        plan: Plan,
+        rank: int,
+        reading: Sequence[int],
+        *,
+        length: int = 0,
+        load_whole: bool = False,
+    ) -> Step:
         """A step of training.
 
         Args:
             plan: of this step.
             reading: the rank's stages that read the batch.
+            length: of its sequences; 0 without buckets.
             load_whole: whether micro-batches are loaded whole, even if they are split.
 
         Raises:
             ScheduleError: see :func:`pipectl.schedule.lower`.
         """
-        sizes = _sizes(plan)
+        sizes = _sizes(plan, length)
         whole = cls.plain(lower(plan, rank).body, channels(plan), rank, sizes)
 
         def with_rows(item: LocalLane) -> LocalLane:
@@ -114,18 +123,18 @@ class Step:
             return item._replace(carried=_rows_of(portion_of_each, sizes))
 
         local = {key: [with_rows(item) for item in items] for key, items in whole.local.items()}
-        pieces = _pieces(plan, rank, reading)
+        pieces = _pieces(plan, rank, reading, length)
         if load_whole:
-            pieces = {index: Rows.of(rows.whole) for index, rows in pieces.items()}
+            pieces = {index: sizes[index] for index in pieces}
         rows = whole.actions.rows.tolist()
         summed = {row[1] for row in rows if row[0] == Kind.REDUCE_START}
         closing = {row[1]: row[2] for row in rows if row[0] == Kind.BACKWARD and row[1] in summed}
-        heads = _heads(plan, whole.channels, rank)
+        heads = _heads(plan, whole.channels, rank, sizes)
         return replace(whole, plan=plan, pieces=pieces, local=local, heads=heads, closing=closing)
 
     @classmethod
     def plain(
-        cls, actions: Actions, channels: Sequence[Channel], rank: int, sizes: Sequence[int]
+        cls, actions: Actions, channels: Sequence[Channel], rank: int, sizes: Sequence[Rows]
     ) -> Step:
         """Other rows, over channels that all carry every micro-batch as a whole."""
         local: dict[tuple[TransferKind, int], list[LocalLane]] = {}
@@ -156,8 +165,9 @@ class Step:
             kind = Kind(number)
             text = kind.name if micro_batch < 0 else f"{kind.name} micro-batch {micro_batch}"
             weights = channel >= 0 and lanes[channel].kind is TransferKind.WEIGHT
-            whole = 0 if micro_batch < 0 or weights else self.sizes[micro_batch]
-            rows = Rows(0, whole, whole) if start < 0 else Rows(start, stop, whole)
+            rows = Rows.of(0) if micro_batch < 0 or weights else self.sizes[micro_batch]
+            if start >= 0:
+                rows = rows._replace(start=start, stop=stop)
             row = Row(kind, stage, micro_batch, channel, rows, age, text.encode())
             if channel < 0:
                 yield row
@@ -252,44 +262,51 @@ def narrowed(batch: Any, rows: Rows, piece: Rows) -> Any:
     return pytree.tree_map_only(Tensor, lambda tensor: tensor[part], batch)
 
 
-def parts_of(plan: Plan, rank: int, stage: int) -> dict[int, Rows]:
-    """What a rank computes of a stage, by micro-batch; nothing of others' stages."""
+def parts_of(plan: Plan, rank: int, stage: int, length: int = 0) -> dict[int, Rows]:
+    """What a rank computes of a stage, by micro-batch; nothing of others' stages.
+
+    Args:
+        length: of sequences; 0 without buckets.
+    """
     for role in roles(plan, rank):
         if role.stage == stage and role.kind is Kind.FORWARD:
             mine = portion(plan, stage, role.replica, plan.micro_batches)
-            return _rows_of(mine, _sizes(plan))
+            return _rows_of(mine, _sizes(plan, length))
     return {}
 
 
-def _sizes(plan: Plan) -> list[int]:
-    return [len(each) for each in micro_batches_of(plan.batch_size, plan.micro_batch_size)]
+def _sizes(plan: Plan, length: int) -> list[Rows]:
+    parts = micro_batches_of(plan.batch_size, plan.micro_batch_size)
+    return [Rows.of(len(part), length) for part in parts]
 
 
 def _lane(channel: Channel) -> Lane:
     return Lane(channel.kind, channel.source_stage, channel.target_stage)
 
 
-def _rows_of(part: Portion, sizes: Sequence[int]) -> dict[int, Rows]:
+def _rows_of(part: Portion, sizes: Sequence[Rows]) -> dict[int, Rows]:
     index = part.micro_batches
     start, stop = (np.broadcast_to(np.asarray(edge), index.shape) for edge in part[1:])
     return {
-        i: Rows.of(sizes[i]) if first < 0 else Rows(first, last, sizes[i])
+        i: sizes[i] if first < 0 else sizes[i]._replace(start=first, stop=last)
         for i, first, last in zip(index.tolist(), start.tolist(), stop.tolist(), strict=True)
     }
 
 
-def _pieces(plan: Plan, rank: int, reading: Sequence[int]) -> dict[int, Rows]:
+def _pieces(plan: Plan, rank: int, reading: Sequence[int], length: int) -> dict[int, Rows]:
     """The smallest range of each micro-batch that serves all of the rank's reading stages."""
     pieces: dict[int, Rows] = {}
     for stage in reading:
-        for index, part in parts_of(plan, rank, stage).items():
+        for index, part in parts_of(plan, rank, stage, length).items():
             known = pieces.get(index, part)
             start, stop = min(known.start, part.start), max(known.stop, part.stop)
-            pieces[index] = Rows(start, stop, part.whole)
+            pieces[index] = part._replace(start=start, stop=stop)
     return dict(sorted(pieces.items()))
 
 
-def _heads(plan: Plan, ends: Sequence[Channel], rank: int) -> dict[tuple[int, int], int]:
+def _heads(
+    plan: Plan, ends: Sequence[Channel], rank: int, sizes: Sequence[Rows]
+) -> dict[tuple[int, int], int]:
     """Of the end of every channel of a rank that reads values and makes gradients."""
     if plan.replication is Replication.WHOLE:
         return {}
@@ -299,6 +316,6 @@ def _heads(plan: Plan, ends: Sequence[Channel], rank: int) -> dict[tuple[int, in
             continue
         source = channel.source_stage, channel.source_replica
         target = channel.target_stage, channel.target_replica
-        mine = _rows_of(portion(plan, *max(source, target), plan.micro_batches), _sizes(plan))
+        mine = _rows_of(portion(plan, *max(source, target), plan.micro_batches), sizes)
         heads.update({(index, i): rows.start for i, rows in mine.items()})
     return heads

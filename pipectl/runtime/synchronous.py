@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from typing import Any
 
+from pipectl.capture.data import Samples
 from pipectl.capture.python_state import undisturbed
-from pipectl.capture.slices import Rows
 from pipectl.plan import Plan
 from pipectl.runtime.division import LossShares
 from pipectl.runtime.engine import StepRun
@@ -38,37 +38,41 @@ class SynchronousSteps:
         self._loss_shares = LossShares(
             setup.communicator, setup.job, setup.plan, setup.cut.loss_stage
         )
-        self._step_of = cache(lambda samples: _rank_step(setup, plan_of_step(setup.plan, samples)))
+
+        def step_of(samples: int, length: int) -> Step:
+            return _rank_step(setup, plan_of_step(setup.plan, samples), length)
+
+        self._step_of = cache(step_of)
         self._loaded: Iterator[Batch] = iter(())
 
     def learn_layouts(self) -> None:
         """See :func:`learn_layouts`."""
         learn_layouts(self._setup, self._setup.plan, self._loss_shares)
 
-    def begin(self, planned: Sequence[tuple[int, range]], done: int) -> None:
+    def begin(self, planned: Sequence[Samples], done: int) -> None:
         """Open the data.
 
         Args:
-            planned: epoch and positions of the samples of every step.
+            planned: the samples of every step.
             done: so many of the steps.
         """
         if self._setup.loader is not None:
             self._loaded = self._setup.loader.pieces(
-                planned, lambda samples: self._step_of(samples).positions, done
+                planned, lambda batch: self._step_of(batch.size, batch.length).positions, done
             )
 
-    def train(self, step: int, batches: Sequence[range]) -> None:
+    def train(self, step: int, batches: Sequence[Samples]) -> None:
         """Train one step.
 
         Args:
-            batches: positions of its samples.
+            batches: its samples alone.
         """
-        setup, end, samples = self._setup, self._end, len(batches[0])
+        setup, end, (batch,) = self._setup, self._end, batches
         traced = self._tracing.wants(step)
         recording = self._tracing.begin(step) if traced else None
         start = time.perf_counter()
         scale = 1.0 if end.loss_scale is None else end.loss_scale.value
-        rank_step = self._step_of(samples)
+        rank_step = self._step_of(batch.size, batch.length)
         assert rank_step.plan is not None
         assert rank_step.pieces is not None
         loaded = islice(self._loaded, len(rank_step.pieces))
@@ -92,7 +96,8 @@ class SynchronousSteps:
                 skipped=end.skipped,
                 busy_s=run.busy_s,
                 step_time_s=time.perf_counter() - start,
-                samples=samples,
+                samples=batch.size,
+                tokens=setup.tokens_of(batch),
                 peak_bytes=setup.device.peak_bytes(),
             )
         )
@@ -108,7 +113,7 @@ class SynchronousSteps:
 
 
 def learn_layouts(setup: Setup, plan: Plan, loss_shares: LossShares) -> None:
-    """Send micro-batches of every size over every channel, so that all ends know all layouts.
+    """Send micro-batches of every shape over every channel, so that all ends know all layouts.
 
     It leaves no trace: buffers and what modules keep in Python objects are put back, gradients
     are dropped.
@@ -118,11 +123,12 @@ def learn_layouts(setup: Setup, plan: Plan, loss_shares: LossShares) -> None:
     """
     seed = setup.job.spec.training.seed, "layouts"
     with undisturbed(setup.job.step, setup.written.values()):
-        for size in setup.division.sizes:
-            trial = _rank_step(setup, plan_of_trial(plan, size))
+        for rows in setup.division.sizes:
+            trial = _rank_step(setup, plan_of_trial(plan, rows.whole), rows.length)
             assert trial.pieces is not None
-            whole: Any = setup.job.loader.example(size) if setup.reading else None
-            batches = (narrowed(whole, rows, Rows.of(size)) for rows in trial.pieces.values())
+            example = partial(setup.job.loader.example, rows.whole, length=rows.length)
+            whole: Any = example() if setup.reading else None
+            batches = (narrowed(whole, piece, rows) for piece in trial.pieces.values())
             setup.training.run(trial, loss_shares.step_input(trial, batches, seed))
             for stage in setup.stages.values():
                 stage.forget()
@@ -130,6 +136,7 @@ def learn_layouts(setup: Setup, plan: Plan, loss_shares: LossShares) -> None:
             setup.evaluator.learn()
 
 
-def _rank_step(setup: Setup, plan: Plan) -> Step:
+def _rank_step(setup: Setup, plan: Plan, length: int) -> Step:
     whole = setup.job.loader.takes_whole
-    return Step.of(plan, setup.communicator.rank, setup.reading, load_whole=whole)
+    rank = setup.communicator.rank
+    return Step.of(plan, rank, setup.reading, length=length, load_whole=whole)

@@ -35,6 +35,7 @@ class StepReport:
 
     Args:
         loss: what this rank adds to it.
+        tokens: of its samples; 0 if they are not of tokens.
         loss_scale: of this step, in float16.
         skipped: whether gradients overflowed.
     """
@@ -49,6 +50,7 @@ class StepReport:
     peak_bytes: int
     loss_scale: float = math.nan
     skipped: bool = False
+    tokens: int = 0
 
 
 _FIELDS = (*(field.name for field in fields(StepReport)), "rss_bytes", "waiting", "time")
@@ -64,7 +66,6 @@ class Telemetry:
         stages: of this rank.
         messages: how they travel.
         loss_ranks: that compute the loss, or parts of it.
-        tokens_per_sample: 0 if the samples are not of tokens.
 
     Attributes:
         tell: called with every line of the metrics; on rank 0.
@@ -79,9 +80,7 @@ class Telemetry:
         stages: tuple[int, ...],
         messages: Mapping[str, Any] | None = None,
         loss_ranks: Sequence[int] = (0,),
-        tokens_per_sample: int = 0,
     ) -> None:
-        self._tokens_per_sample = tokens_per_sample
         self._messages = messages
         self.tell: Callable[[dict[str, Any]], object] | None = None
         self._loss_ranks = loss_ranks
@@ -207,8 +206,8 @@ class Telemetry:
         if not math.isnan(first["loss_scale"]):
             scaling = {"loss_scale": first["loss_scale"], "skipped": bool(first["skipped"])}
         samples_per_s, tokens = first["samples"] / first["step_time_s"], {}
-        if self._tokens_per_sample:
-            tokens = {"tokens_per_s": samples_per_s * self._tokens_per_sample}
+        if first["tokens"]:
+            tokens = {"tokens_per_s": first["tokens"] / first["step_time_s"]}
         return {
             "attempt": self._attempt,
             "step": step,

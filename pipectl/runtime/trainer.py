@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from itertools import islice, pairwise
 from typing import Any
 
+from pipectl.capture.data import Samples
 from pipectl.cluster import Cluster
 from pipectl.files import write_text
 from pipectl.runs import RunDirectory
@@ -61,7 +62,6 @@ class Trainer:
             tuple(setup.stages),
             messages,
             loss_ranks,
-            setup.job.training_graph(setup.plan.micro_batch_size).tokens_per_sample,
         )
         rows = len(lower(setup.plan, self._rank).body)
         self._tracing = Tracing(setup.communicator, run, self._spec.trace, steps, rows)
@@ -102,26 +102,24 @@ class Trainer:
         self._begin("warming up")
         self._steps.learn_layouts()
         self._begin("training")
-        steps, training = self._spec.training.steps, self._setup.division.batches
-        self._train_steps(list(islice(iter(training), steps)))
+        self._train_steps(list(islice(self._setup.job.loader.batches(), self._spec.training.steps)))
         self._setup.doing.action = "finishing"
         self._stopping.finish()
         self._tracing.finish()  # even if the last checkpoint cannot be written
         self._saver.finish()
         self._telemetry.finish("stopped" if self._stopped else "done")
 
-    def _train_steps(self, planned: list[tuple[int, range]]) -> None:
+    def _train_steps(self, planned: list[Samples]) -> None:
         """Step by step; if steps overlap, from one to the next after which all ranks meet."""
         if self._early_stopping.reason:  # a run that resumes had ended
             return
         setup, steps, doing = self._setup, self._steps, self._setup.doing
-        batches = [positions for _, positions in planned]
         steps.begin(planned, self._steps_done)
         ends = range(self._steps_done + 1, len(planned) + 1)
         drains = [end for end in ends if not steps.overlap or self._drains_after(end)]
         for before, end in pairwise([self._steps_done, *drains]):
             doing.step = before + 1
-            steps.train(before + 1, batches[before:end])
+            steps.train(before + 1, planned[before:end])
             self._between_steps(end)
             early = bool(self._early_stopping.reason)
             stops = not early and self._stopping.stops(at_once=steps.overlap)

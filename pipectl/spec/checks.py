@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pipectl.directives import QSUB, SBATCH, fault_of_option
 from pipectl.spec.document import MAX_DEPTH, escape, resolve
 from pipectl.spec.models import (
+    Data,
     Evaluation,
     JobSpec,
     Launch,
@@ -235,6 +236,17 @@ def _check_batch(pipeline: Pipeline, training: Training) -> Iterator[Finding]:
         yield _MICRO_BATCHES, f"{fault}after each; leave it out{other}"
 
 
+def _check_buckets(data: Data) -> Iterator[Finding]:
+    buckets = data.buckets
+    if any(short >= long for short, long in pairwise(buckets)):
+        yield ("data", "buckets"), f"{list(buckets)} must rise from one length to the next"
+    if buckets and not data.pad:
+        fault = "needs data.pad: the fields to pad, with their values, such as "
+        yield ("data", "buckets"), fault + "{input_ids: 0, labels: -100}"
+    if data.pad and not buckets:
+        yield ("data", "pad"), "needs data.buckets: the lengths to pad to, such as [128, 512]"
+
+
 def _check_progress(launch: Launch, resources: Resources) -> Iterator[Finding]:
     if resources.cpus_per_task <= launch.spare_cores:
         fault = "core leaves no core to compute with: resources.cpus_per_task is 1"
@@ -307,7 +319,7 @@ def _fault_of_swept_key(key: str, together: Iterable[str]) -> str:
 
 
 _CHECKS: tuple[Callable[..., Iterator[Finding]], ...] = (
-    _check_ranks, _check_batch, _check_warm_up, _check_backward, _check_progress, _check_loss,
-    _check_evaluation, _check_options, _check_sweep,
+    _check_ranks, _check_batch, _check_buckets, _check_warm_up, _check_backward, _check_progress,
+    _check_loss, _check_evaluation, _check_options, _check_sweep,
 )  # fmt: skip
 """Their parameters have the names of the sections they need."""

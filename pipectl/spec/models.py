@@ -29,6 +29,7 @@ from pipectl.spec.types import (
     Natural,
     NonNegative,
     Options,
+    Padding,
     Positive,
     Reference,
     Replicas,
@@ -138,6 +139,14 @@ class Data(Factory):
     full: they continue into the next epoch."""
     shuffle: Flag = True
     """Draw a new order of samples every epoch. Iterable data keep their own order."""
+    buckets: tuple[Count, ...] = ()
+    """Lengths that sequences are padded to, rising: each step takes samples of one bucket, the
+    shortest that holds them. By default all samples have one shape. Held-out data are padded
+    likewise."""
+    pad: Padding = Field(default_factory=dict)
+    """Fields that are padded to the length of a bucket, with the value for each, such as
+    `{input_ids: 0, labels: -100}`. The fields of a mapping have the names of its keys, the two of a
+    pair `inputs` and `targets`; the first dimension of each is the sequence."""
 
 
 class Loss(Factory):

@@ -141,9 +141,8 @@ def describe_schema(schema: Schema) -> str:
         elif item.get("type") == "integer":
             parts.append(f"a whole number of at least {item['minimum']}")
         elif item.get("type") == "number":
-            parts.append(
-                "a number above 0" if "exclusiveMinimum" in item else "a number of at least 0"
-            )
+            least = "a number of at least 0" if "minimum" in item else "a number"
+            parts.append("a number above 0" if "exclusiveMinimum" in item else least)
         else:
             parts.append(_TYPES.get(str(item["type"]), "text"))
     return " or ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))

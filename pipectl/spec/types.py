@@ -17,6 +17,8 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainSerializer,
+    StrictFloat,
+    StrictInt,
     WithJsonSchema,
     model_validator,
 )
@@ -181,6 +183,8 @@ Natural = Annotated[int, Field(strict=True, ge=0, le=_MAX), BeforeValidator(_who
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False), _YAML]
 NonNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False), _YAML]
 Flag = Annotated[bool, Field(strict=True), _YAML]
+_Number = Annotated[StrictInt | StrictFloat, _YAML, WithJsonSchema({"type": "number"})]
+Padding = Annotated[dict[str, _Number], BeforeValidator(drop_nulls)]
 Bytes = Annotated[int, Field(ge=1, le=_MAX), _quantity(parse_bytes), _json("a size such as 4GiB")]
 _Clock = Annotated[int, Field(ge=1, le=_MAX), PlainSerializer(format_clock)]
 Seconds = Annotated[_Clock, _quantity(parse_duration), _json("a duration such as 01:30:00 or 90m")]

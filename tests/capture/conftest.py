@@ -36,7 +36,7 @@ def make_spec(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., JobSpec
     """
 
     def make(
-        model: str, *, loss: str = "torch.nn:CrossEntropyLoss", data: str = "Vectors", **more: Any
+        model: str, *, loss: str = "torch.nn:CrossEntropyLoss", data: Any = "Vectors", **more: Any
     ) -> JobSpec:
         keys = more.keys() & {"materialize", "opaque", "weights"}
         options = {key: more.pop(key) for key in keys}
@@ -57,7 +57,9 @@ def make_spec(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., JobSpec
     return make
 
 
-def _factory(name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _factory(name: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    if isinstance(name, dict):
+        return name
     place = name if ":" in name or name == "model" else f"{MODELS}:{name}"
     return {"factory": place, "kwargs": kwargs} if kwargs else {"factory": place}
 

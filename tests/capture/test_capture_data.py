@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
-from pipectl.capture.data import Batches, Loader, split_batch
+from pipectl.capture.data import Loader, Samples, split_batch
 from pipectl.errors import CaptureError
 
 
@@ -52,8 +52,8 @@ class Plain:
         return iter(NoisyStream())
 
 
-def taken(loader: Loader, batches: Batches, steps: int, micro_batch_size: int) -> list[Tensor]:
-    planned = list(islice(batches, steps))
+def taken(loader: Loader, steps: int, micro_batch_size: int) -> list[Tensor]:
+    planned = list(islice(loader.batches(), steps))
     return [inputs for inputs, _ in loader.micro_batches(planned, micro_batch_size)]
 
 
@@ -71,22 +71,26 @@ def test_micro_batches_make_up_the_batch(samples: int, size: int) -> None:
 
 @given(samples=st.integers(1, 50), batch=st.integers(1, 20), drop_last=st.booleans())
 def test_an_epoch_takes_every_sample_once(samples: int, batch: int, drop_last: bool) -> None:
-    found = [index for part in Batches(samples, batch, drop_last).of_epoch() for index in part]
+    loader = Loader(Noisy(samples), seed=1, batch_size=batch, drop_last=drop_last)
+    found = [index for part in loader.epoch(0) for index in part.positions]
     assert found == list(range(samples - samples % batch if drop_last else samples))
 
 
 def test_epoch_follows_epoch_with_a_smaller_last_batch() -> None:
-    found = [(epoch, len(part)) for epoch, part in islice(Batches(10, 4), 5)]
+    batches = Loader(Noisy(), seed=1, batch_size=4).batches()
+    found = [(batch.epoch, batch.size) for batch in islice(batches, 5)]
     assert found == [(0, 4), (0, 4), (0, 2), (1, 4), (1, 4)]
 
 
 def test_drop_last_leaves_the_rest_out() -> None:
-    found = [(epoch, len(part)) for epoch, part in islice(Batches(10, 4, drop_last=True), 3)]
+    batches = Loader(Noisy(), seed=1, batch_size=4, drop_last=True).batches()
+    found = [(batch.epoch, batch.size) for batch in islice(batches, 3)]
     assert found == [(0, 4), (0, 4), (1, 4)]
 
 
 def test_batches_of_an_iterable_are_always_full() -> None:
-    assert [len(part) for _, part in islice(Batches(None, 4), 3)] == [4, 4, 4]
+    batches = Loader(NoisyStream(), seed=1, batch_size=4).batches()
+    assert [batch.size for batch in islice(batches, 3)] == [4, 4, 4]
 
 
 def test_the_order_is_a_permutation_of_its_own_each_epoch() -> None:
@@ -107,33 +111,33 @@ def test_the_order_does_not_depend_on_generators_and_leaves_them_alone() -> None
 
 
 def test_without_shuffle_samples_come_as_they_are() -> None:
-    loader = Loader(Noisy(), seed=1, shuffle=False)
-    assert indices(taken(loader, Batches(10, 5), 2, 2)) == list(range(10))
+    loader = Loader(Noisy(), seed=1, shuffle=False, batch_size=5)
+    assert indices(taken(loader, 2, 2)) == list(range(10))
 
 
 def test_micro_batches_take_the_samples_of_the_order() -> None:
-    loader = Loader(Noisy(), seed=1)
-    found = taken(loader, Batches(10, 4), 4, 3)
+    loader = Loader(Noisy(), seed=1, batch_size=4)
+    found = taken(loader, 4, 3)
     assert [len(batch) for batch in found] == [3, 1, 3, 1, 2, 3, 1]
     assert indices(found) == [*loader.order(0), *loader.order(1)[:4]]
 
 
 def test_the_size_of_micro_batches_does_not_change_a_sample() -> None:
-    parts = [torch.cat(taken(Loader(Noisy(), seed=1), Batches(10, 10), 2, n)) for n in (1, 3, 10)]
+    parts = [torch.cat(taken(Loader(Noisy(), seed=1), 2, size)) for size in (1, 3, 10)]
     assert torch.equal(parts[0], parts[1])
     assert torch.equal(parts[0], parts[2])
 
 
 def test_loader_processes_see_the_same_samples() -> None:
     here, there = (
-        torch.cat(taken(Loader(Noisy(), seed=1, workers=n), Batches(10, 4), 3, 2)) for n in (0, 2)
+        torch.cat(taken(Loader(Noisy(), seed=1, workers=n, batch_size=4), 3, 2)) for n in (0, 2)
     )
     assert torch.equal(here, there)
     assert here[:, 1:].unique().numel() == 30
 
 
 def test_a_sample_is_augmented_anew_each_epoch() -> None:
-    found = torch.cat(taken(Loader(Noisy(), seed=1), Batches(10, 10), 2, 10))
+    found = torch.cat(taken(Loader(Noisy(), seed=1), 2, 10))
     rows = {}
     for row in found:
         rows.setdefault(int(row[0]), []).append(row[1:])
@@ -142,7 +146,7 @@ def test_a_sample_is_augmented_anew_each_epoch() -> None:
 
 @pytest.mark.parametrize("dataset", [NoisyStream(), Plain()], ids=["torch", "plain"])
 def test_an_iterable_goes_round_and_round_in_full_batches(dataset: Any) -> None:
-    found = taken(Loader(dataset, seed=1), Batches(None, 4), 4, 3)
+    found = taken(Loader(dataset, seed=1, batch_size=4), 4, 3)
     assert [len(batch) for batch in found] == [3, 1] * 4
     assert sorted(indices(found)[:5]) == list(range(5)) == sorted(indices(found)[5:10])
     assert indices(found)[:5] != indices(found)[5:10]
@@ -152,7 +156,8 @@ def test_samples_of_an_iterable_do_not_depend_on_what_runs_between() -> None:
     """Ranks run different operators between two samples, and these reseed torch's generator."""
 
     def read(disturb: bool) -> Tensor:
-        loaded = Loader(NoisyStream(), seed=1).micro_batches(islice(Batches(None, 2), 5), 1)
+        loader = Loader(NoisyStream(), seed=1, batch_size=2)
+        loaded = loader.micro_batches(islice(loader.batches(), 5), 1)
         found = []
         for inputs, _ in loaded:
             found.append(inputs)
@@ -167,7 +172,7 @@ def test_samples_of_an_iterable_do_not_depend_on_what_runs_between() -> None:
 
 def test_an_iterable_can_be_loaded_by_a_process() -> None:
     here, there = (
-        torch.cat(taken(Loader(NoisyStream(), seed=1, workers=n), Batches(None, 3), 2, 3))
+        torch.cat(taken(Loader(NoisyStream(), seed=1, workers=n, batch_size=3), 2, 3))
         for n in (0, 1)
     )
     assert torch.equal(here, there)
@@ -175,7 +180,8 @@ def test_an_iterable_can_be_loaded_by_a_process() -> None:
 
 def test_a_generator_is_read_once_and_then_refused() -> None:
     samples = (sample for sample in NoisyStream())
-    loaded = Loader(samples, seed=1).micro_batches(islice(Batches(None, 4), 3), 4)
+    loader = Loader(samples, seed=1, batch_size=4)
+    loaded = loader.micro_batches(islice(loader.batches(), 3), 4)
     next(loaded)
     with pytest.raises(CaptureError) as raised:
         next(loaded)
@@ -188,7 +194,7 @@ def test_collate_fn_of_the_data_set_is_used() -> None:
         def collate_fn(samples: list[Any]) -> tuple[Tensor, Tensor]:
             return torch.zeros(len(samples), 7), torch.ones(len(samples))
 
-    inputs, targets = next(Loader(Padded(), seed=1).micro_batches([(0, range(3))], 3))
+    inputs, targets = next(Loader(Padded(), seed=1).micro_batches([Samples(0, range(3))], 3))
     assert inputs.shape == (3, 7)
     assert targets.tolist() == [1, 1, 1]
 
@@ -210,7 +216,7 @@ class Unconverted(IterableDataset):
 def test_collate_fn_of_an_iterable_is_given_what_the_data_set_gives(workers: int) -> None:
     """In the training, as where the model is captured."""
     loader = Loader(Unconverted(), seed=1, workers=workers)
-    first, _ = loader.micro_batches([(0, range(4))], 2)
+    first, _ = loader.micro_batches([Samples(0, range(4))], 2)
     assert all(map(torch.equal, first, loader.example(2)))
 
 
@@ -224,8 +230,8 @@ class Shifted(NoisyStream):
 def test_what_collate_fn_draws_for_an_iterable_does_not_depend_on_what_runs_between() -> None:
     def read(workers: int, seed: int) -> list[Tensor]:
         found = []
-        loader = Loader(Shifted(), seed=1, workers=workers)
-        for inputs, _ in loader.micro_batches(islice(Batches(None, 4), 2), 2):
+        loader = Loader(Shifted(), seed=1, workers=workers, batch_size=4)
+        for inputs, _ in loader.micro_batches(islice(loader.batches(), 2), 2):
             found.append(inputs)
             torch.manual_seed(seed)
             random.seed(seed)
@@ -247,7 +253,7 @@ def test_samples_of_different_shape_say_what_to_do() -> None:
     with pytest.raises(CaptureError) as raised:
         Loader(Ragged(), seed=1).example(3)
     assert raised.value.message.startswith("data: samples cannot be collated into a batch: Runtime")
-    assert raised.value.cure == "make samples of equal shape, or give the dataset a collate_fn"
+    assert "name lengths to pad them to under data.buckets" in raised.value.cure
 
 
 def test_an_example_is_repeated_where_samples_are_too_few() -> None:
@@ -281,5 +287,5 @@ def test_a_sample_that_cannot_be_read_names_the_users_line(make_job) -> None:
 
 def test_a_list_of_pairs_is_a_data_set() -> None:
     pairs = [(torch.tensor([float(i)]), i) for i in range(4)]
-    found = list(Loader(pairs, seed=0, shuffle=False).micro_batches([(0, range(4))], 4))
+    found = list(Loader(pairs, seed=0, shuffle=False).micro_batches([Samples(0, range(4))], 4))
     assert found[0][1].tolist() == [0, 1, 2, 3]

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from pipectl.capture import CapturedGraph, CapturedJob, Cut, Slot, build_stage
 from pipectl.capture.batch import by_name
-from pipectl.capture.data import Loader
+from pipectl.capture.data import Loader, Samples
+from pipectl.capture.slices import Rows
 from pipectl.errors import CaptureError
 from pipectl.runtime.evaluation import Metrics
 
@@ -35,7 +36,7 @@ def trained(
     job: CapturedJob, stage_of: Mapping[str, int], *, step: int = 0, recompute: bool = False
 ) -> dict[str, Tensor]:
     """All that a step of two micro-batches leaves behind: losses, gradients, weights, buffers."""
-    batches = Loader(job.loader._dataset, seed=7).micro_batches([(0, range(8))], 4)
+    batches = Loader(job.loader._dataset, seed=7).micro_batches([Samples(0, range(8))], 4)
     stages = Stages(job, 4, stage_of, recompute=recompute, evaluates=False)
     return {**stages.step(step, list(batches)), **stages.states()}
 
@@ -189,8 +190,8 @@ def test_a_number_of_samples_among_what_a_model_returns(make_job: Any, size: int
     inputs, targets = job.loader.example(size)
     batch = by_name(graph, (inputs, targets))
     results = code.module(0, *states, *(batch[name] for name in code.inputs))
-    metrics = Metrics(job.metrics(), lambda _: graph)
-    metrics.add(size, dict(zip(code.results, results, strict=True)), targets)
+    metrics = Metrics(job.metrics(), lambda *_: graph)
+    metrics.add(Rows.of(size), dict(zip(code.results, results, strict=True)), targets)
     assert metrics.result()["right"] == 1.0
 
 

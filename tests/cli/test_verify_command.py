@@ -50,6 +50,15 @@ class Deceiving(nn.Module):
 
 def data():
     return TensorDataset(torch.randn(20, 4), torch.randn(20, 2))
+
+def tagger():
+    return nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 9))
+
+def sequences():
+    return [(torch.arange(n) % 9, torch.arange(n) % 7) for n in range(1, 9)] * 3
+
+def tags(outputs, targets):
+    return nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(), ignore_index=-100)
 """
 
 
@@ -102,6 +111,18 @@ def test_a_pipeline_equals_a_plain_loop_to_the_bit(verify: Command) -> None:
     assert (answer["micro_batches"], answer["micro_batch_size"]) == (4, 2)
     losses = [pair[0] for pair in answer["losses"]]
     assert len(set(losses)) == 4
+
+
+@pytest.mark.mpi
+@pytest.mark.usefixtures("warm")
+def test_batches_of_several_lengths_equal_a_plain_loop_to_the_bit(verify: Command) -> None:
+    buckets = "buckets: [4, 8], pad: {inputs: 0, targets: -100}"
+    data = f"data={{factory: './model.py:sequences', {buckets}}}"
+    changes = ("model=./model.py:tagger", "loss=./model.py:tags", data, "pipeline.stages=2")
+    options = [word for change in changes for word in ("--set", change)]
+    answer = answer_of(verify, "--ranks", "2", "--steps", "5", *options)
+    assert answer["max_abs_difference"] == 0.0
+    assert len(answer["losses"]) == 5
 
 
 @pytest.mark.mpi

@@ -62,6 +62,7 @@ def weights_of(run: RunDirectory, step: int) -> dict[str, torch.Tensor]:
             [
                 "model.kwargs={length: 32, layers: 1, width: 32, heads: 2}",
                 "data.kwargs={length: 32, limit: 200}",
+                "data.buckets=[8, 16, 32]",
                 "evaluation.data.kwargs={length: 32, limit: 200}",
             ],
         ),

@@ -188,7 +188,7 @@ def peak_of_stage(
     )
     program = lower(plan, stage)
     step = _Step(job, plan, stage, runtime, cut)
-    sizes = [plan.micro_batch_size] * plan.micro_batches
+    sizes = [Rows.of(plan.micro_batch_size)] * plan.micro_batches
     given_rows = Step.plain(program.body, channels(plan), stage, sizes)
     engine.run(given_rows, step.given(), step.update)
     gc.collect()  # what earlier steps and stages left must not be freed meanwhile

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterator
+from itertools import islice
 
 import torch
 from catalogue import MICRO_BATCH, MICRO_BATCHES, STEPS
@@ -14,7 +15,6 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedJob
-from pipectl.capture.data import Batches
 from pipectl.capture.operators import Applied, is_random
 from pipectl.capture.stage import uses_of_parameter
 from pipectl.spec import JobSpec
@@ -38,9 +38,8 @@ class Trial:
         self.graph = self.job.training_graph(MICRO_BATCH)
         self.job.evaluation_graph(MICRO_BATCH)
         self.capture_s = time.perf_counter() - start
-        batches = Batches(self.job.loader.samples, MICRO_BATCH * MICRO_BATCHES)
-        planned = [batch for _, batch in zip(range(STEPS), batches, strict=False)]
-        self._batches = list(self.job.loader.micro_batches(planned, MICRO_BATCH))
+        loader = self.job.loader.resized(MICRO_BATCH * MICRO_BATCHES, drop_last=False)
+        self._batches = list(loader.micro_batches(islice(loader.batches(), STEPS), MICRO_BATCH))
         self.reference = self._train(random_cut(self.graph, 1, 0))
 
     def differences(self, seed: int) -> list[str]:

@@ -28,6 +28,7 @@ class Model:
     groups: str = "[]"
     loss_scale: str = "{}"
     on_nonfinite: str = "stop"
+    buckets: str = ""
 
 
 def tokens(factory: str, **more: str) -> Model:
@@ -59,6 +60,12 @@ MODELS = {
     "gpt_float16": tokens("gpt", precision="float16", loss_scale=OVERFLOWING),
     "cnn_float16": images("cnn", precision="float16", loss_scale=OVERFLOWING),
     "own_precision": tokens("own_precision"),
+    "gpt_buckets": tokens(
+        "gpt",
+        data="Sentences",
+        weight="valid_tokens",
+        buckets="buckets: [5, 8, 12], pad: {inputs: 0, targets: -100},",
+    ),
 }
 BATCHES = {"divisible": (8, 4), "smaller_last": (7, 4), "few": (6, 1), "one_left_over": (5, 2)}
 """Name to (samples a batch, micro-batches)."""
@@ -79,6 +86,8 @@ class Captured:
     def of(self, spec: JobSpec) -> CapturedJob:
         """The same model with its first weights, in another training."""
         self.job.spec = spec
+        size, drop_last = spec.training.batch_size, spec.data.drop_last
+        self.job.loader = self.job.loader.resized(size, drop_last=drop_last)
         for name, tensor in self.job.states.items():
             tensor.data = self.first[name].clone()
         return self.job
@@ -95,8 +104,9 @@ def _captured(model: str, plain: bool) -> Captured:
         text = spec_text(Cell(model, "gpipe", "divisible"), plain=plain)
         (Path(folder) / "job.yaml").write_text(text)
         job = CapturedJob(load(Path(folder) / "job.yaml"))
-    job.training_graph(2)
-    job.evaluation_graph(4)
+    for length in job.loader.lengths:
+        job.training_graph(2, length)
+        job.evaluation_graph(4, length)
     return Captured(job, {name: tensor.detach().clone() for name, tensor in job.states.items()})
 
 
@@ -117,7 +127,7 @@ name: {cell}
 site_defaults: false
 model: {{factory: '{HERE}:{model.factory}', kwargs: {dropout}}}
 loss: {{factory: '{placed(model.loss)}', weight: '{placed(model.weight)}'}}
-data: {{factory: '{HERE}:{model.data}', drop_last: {drop_last}}}
+data: {{factory: '{HERE}:{model.data}', {model.buckets} drop_last: {drop_last}}}
 optimizer: {{factory: 'torch.optim:{optimizer}, groups: {model.groups}}}
 lr_scheduler: {{factory: 'torch.optim.lr_scheduler:CosineAnnealingLR', kwargs: {{T_max: 12}}}}
 evaluation:

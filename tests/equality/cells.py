@@ -49,6 +49,8 @@ MODELS = ("gpt", "cnn", "dense")
 """With dropout; with batch norm and skips across a cut; with both, and skips across many cuts."""
 VARIANTS = ("tied", "frozen", "gpt_bf16", "cnn_bf16", "gpt_float16", "cnn_float16", "own_precision")
 """Models that are like others but for one thing."""
+BUCKETS = "gpt_buckets"
+"""The model whose batches have several lengths."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def every_cell(ranks: int) -> dict[str, Cell]:
     """All that is trained over so many ranks, by name."""
     found = [*_with_memory(ranks)]
     if ranks <= 4:
-        found += [*_variants(ranks), *_unflushed(ranks)]
+        found += [*_variants(ranks), *_unflushed(ranks), *_buckets(ranks)]
     return {str(cell): cell for cell in found}
 
 
@@ -123,6 +125,17 @@ def _unflushed(ranks: int) -> Iterator[Cell]:
     yield Cell("gpt", "pipedream-2bw-apart", BATCH)
 
 
+def _buckets(ranks: int) -> Iterator[Cell]:
+    for schedule in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", *APART):
+        if schedule not in APART or ranks > 1:
+            yield Cell(BUCKETS, schedule, BATCH)
+            yield Cell(BUCKETS, schedule, "few")
+    for memory in ("recompute", "blocks_disk"):
+        yield Cell(BUCKETS, "1f1b", BATCH, memory)
+    for schedule, batch in UNFLUSHED.items():
+        yield Cell(BUCKETS, schedule, batch)
+
+
 SAMPLE = {
     1: """
         gpt-1f1b-smaller_last gpt-interleaved-smaller_last gpt-dualpipev-smaller_last
@@ -138,6 +151,7 @@ SAMPLE = {
         dense-v-half-smaller_last-disk
         dense-1f1b-b-smaller_last-host gpt-looped-bfs-smaller_last-recompute
         tied-1f1b-smaller_last frozen-zb-h1-smaller_last own_precision-1f1b-smaller_last
+        gpt_buckets-1f1b-smaller_last gpt_buckets-1f1b-apart-smaller_last
         cnn-pipedream-few gpt-pipedream-few-disk frozen-pipedream-2bw-divisible
         gpt-pipedream-2bw-apart-smaller_last gpt-1f1b-apart-smaller_last-disk
         """,
@@ -163,6 +177,10 @@ SAMPLE = {
         cnn_float16-1f1b-smaller_last
         own_precision-1f1b-smaller_last own_precision-1f1b-apart-smaller_last
         own_precision-gpipe-inputs-few
+        gpt_buckets-1f1b-smaller_last gpt_buckets-interleaved-smaller_last gpt_buckets-zb-h1-few
+        gpt_buckets-zb-v-smaller_last gpt_buckets-gpipe-inputs-few
+        gpt_buckets-1f1b-smaller_last-recompute gpt_buckets-1f1b-smaller_last-blocks_disk
+        gpt_buckets-pipedream-few gpt_buckets-pipedream-2bw-divisible
         gpt-1f1b-smaller_last-recompute gpt-1f1b-smaller_last-disk gpt-1f1b-smaller_last-host
         gpt-1f1b-smaller_last-recompute_disk gpt-1f1b-smaller_last-blocks_disk
         gpt-gpipe-smaller_last-blocks gpt-interleaved-smaller_last-disk
@@ -186,7 +204,7 @@ SAMPLE = {
 in the schedules that treat it differently, and every kind of batch."""
 PLAIN = {
     "gpt": ("one_left_over", "few"),
-    **dict.fromkeys(("cnn", "dense", "tied", *VARIANTS), (BATCH,)),
+    **dict.fromkeys(("cnn", "dense", "tied", *VARIANTS, BUCKETS), (BATCH,)),
 }
 """Models, and their batches, that every run also trains on one rank and without dropout."""
 

@@ -70,6 +70,9 @@ SHARED = (
     Shared("cnn", (1, 2, 1)),
     Shared("gpt_float16", (2, 2)),
     Shared("cnn", (2, 2), schedule="dualpipev"),
+    Shared("gpt_buckets", (2,)),
+    Shared("gpt_buckets", (1, 2), "split"),
+    Shared("gpt_buckets", (2, 2), shard=True),
 )
 """Trained by every run of the tests."""
 FURTHER = (

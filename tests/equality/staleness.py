@@ -20,8 +20,9 @@ from cells import Cell
 from torch import Tensor, nn
 
 from pipectl.capture import CapturedJob, Cut, build_stage
-from pipectl.capture.data import Batches, split_batch
+from pipectl.capture.data import split_batch
 from pipectl.capture.randomness import seed_everything, seed_of
+from pipectl.capture.slices import Rows
 from pipectl.runtime.stepper import make_stepper
 from pipectl.spec import load
 
@@ -98,11 +99,10 @@ def copied(weights: dict[str, nn.Parameter]) -> Weights:
 def batches(job: CapturedJob) -> Iterator[list[tuple[Any, Any]]]:
     spec = job.spec
     size = -(-spec.training.batch_size // spec.pipeline.micro_batches)
-    planned = Batches(job.loader.samples, spec.training.batch_size, spec.data.drop_last)
-    steps = list(islice(iter(planned), spec.training.steps))
+    steps = list(islice(job.loader.batches(), spec.training.steps))
     loaded = job.loader.micro_batches(steps, size)
-    for _, positions in steps:
-        yield list(islice(loaded, len(split_batch(len(positions), size))))
+    for batch in steps:
+        yield list(islice(loaded, len(split_batch(batch.size, size))))
 
 
 def plain() -> tuple[nn.Module, LossOf]:
@@ -122,10 +122,10 @@ def captured(job: CapturedJob) -> tuple[nn.Module, LossOf]:
     """The whole captured graph as one function, whose random operators take a seed."""
 
     def loss_of(weights: Weights, seed: int, inputs: Any, targets: Any) -> Tensor:
-        size = len(inputs)
-        graph = job.training_graph(size)
+        rows = Rows.of(len(inputs), inputs.shape[1] if job.loader.buckets else 0)
+        graph = job.training_graph(*rows.shape)
         cut = Cut(graph, dict.fromkeys((node.name for node in graph.operators), 0), training=True)
-        code = build_stage(cut, 0, size)
+        code = build_stage(cut, 0, rows)
         states = [_state(job, graph.states[slot.value], weights) for slot in code.states]
         known = dict(zip(graph.inputs, torch.utils._pytree.tree_leaves((inputs, targets)),
                          strict=True))  # fmt: skip

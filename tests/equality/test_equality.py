@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import yaml
 from cells import Cell
 from torch import Tensor
 
-from pipectl.capture.data import Batches, Loader, split_batch
+from pipectl.capture.data import Loader, split_batch
 from pipectl.capture.randomness import seed_everything
 from pipectl.runs import RunDirectory, read_metrics
 from pipectl.runtime import checkpoint
@@ -255,7 +256,8 @@ def plain_loop(name: str, batch: str, steps: int) -> dict[str, Tensor]:
     seed_everything(3)
     model = getattr(MODELS, row.factory)(dropout=0.0)
     loss_of = getattr(MODELS, row.loss, torch.nn.CrossEntropyLoss())
-    loader = Loader(getattr(MODELS, row.data)(), seed=3)
+    buckets = yaml.safe_load(f"{{{row.buckets}}}")
+    loader = Loader(getattr(MODELS, row.data)(), seed=3, batch_size=batch_size, **buckets)
     optimizer = plain_optimizer(name, model)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=12)
     enabled = row.precision == "float16"
@@ -264,13 +266,12 @@ def plain_loop(name: str, batch: str, steps: int) -> dict[str, Tensor]:
         "cpu", scale.get("initial", 1.0), growth_interval=scale.get("growth_interval", 1),
         enabled=enabled,
     )  # fmt: skip
-    batches = Batches(45, batch_size)
-    planned = [found for _, found in zip(range(steps), batches, strict=False)]
+    planned = list(islice(loader.batches(), steps))
     loaded = loader.micro_batches(planned, size)
-    for _, positions in planned:
-        parts = [next(loaded) for _ in split_batch(len(positions), size)]
+    for drawn in planned:
+        parts = [next(loaded) for _ in split_batch(drawn.size, size)]
         before = {key: tensor.clone() for key, tensor in model.named_buffers()}
-        accumulate(model, loss_of, scaler, parts, row.precision, masked=name == "frozen")
+        accumulate(model, loss_of, scaler, parts, row.precision, masked=row.weight != "samples")
         if row.on_nonfinite == "skip" and has_nan(model):
             optimizer.zero_grad()
             model.load_state_dict(before, strict=False)

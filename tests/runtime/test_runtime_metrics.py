@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipectl.capture import Slot
+from pipectl.capture.slices import Rows
 from pipectl.errors import CaptureError
 from pipectl.runtime.evaluation import Metrics
 
@@ -41,9 +42,9 @@ def results(loss: float, logits: Tensor) -> dict[Slot, Tensor | None]:
 
 
 def fed(metrics: dict[str, Any]) -> Metrics:
-    found = Metrics(metrics, lambda _: Graph())  # type: ignore[arg-type, return-value]
-    found.add(4, results(1.0, torch.ones(4)), torch.zeros(4))
-    found.add(2, results(4.0, torch.full((2,), 3.0)), torch.zeros(2))
+    found = Metrics(metrics, lambda *_: Graph())  # type: ignore[arg-type, return-value]
+    found.add(Rows.of(4), results(1.0, torch.ones(4)), torch.zeros(4))
+    found.add(Rows.of(2), results(4.0, torch.full((2,), 3.0)), torch.zeros(2))
     return found
 
 
@@ -54,10 +55,10 @@ def test_the_loss_is_weighed_by_samples() -> None:
 def test_the_loss_is_weighed_as_in_training_and_what_has_no_weight_is_left_out() -> None:
     """Of padding alone a loss is NaN; metrics count samples all the same."""
     found = Metrics(
-        {"one": lambda outputs, targets: outputs["logits"].mean()}, lambda _: Graph(), float
+        {"one": lambda outputs, targets: outputs["logits"].mean()}, lambda *_: Graph(), float
     )  # type: ignore[arg-type, return-value]
     for size, loss, valid in ((4, 1.0, 1.0), (2, math.nan, 0.0), (2, 4.0, 5.0)):
-        found.add(size, results(loss, torch.full((size,), loss)), valid)
+        found.add(Rows.of(size), results(loss, torch.full((size,), loss)), valid)
     result = found.result()
     assert result["loss"] == (1.0 * 1 + 4.0 * 5) / 6
     assert math.isnan(result["one"])
@@ -65,8 +66,8 @@ def test_the_loss_is_weighed_as_in_training_and_what_has_no_weight_is_left_out()
 
 
 def test_without_any_weight_there_is_no_loss() -> None:
-    found = Metrics({}, lambda _: Graph(), lambda targets: 0.0)  # type: ignore[arg-type, return-value]
-    found.add(4, results(math.nan, torch.ones(4)), torch.zeros(4))
+    found = Metrics({}, lambda *_: Graph(), lambda targets: 0.0)  # type: ignore[arg-type, return-value]
+    found.add(Rows.of(4), results(math.nan, torch.ones(4)), torch.zeros(4))
     assert math.isnan(found.result()["loss"])
 
 

@@ -150,6 +150,10 @@ def test_a_wrong_key_or_value(added, text: str, message: str) -> None:
         ("loss: {factory: torch.nn:MSELoss}", "loss: {factory: model, kwargs: {a: 1}}", "4:32: loss.kwargs: has no meaning if the model returns its loss"),
         ("loss: {factory: torch.nn:MSELoss}", "loss: {factory: model, weight: tokens}", "4:32: loss.weight: 'tokens' names no function or class; write ./file.py:name or package.module:name"),
         ("loss: {factory: torch.nn:MSELoss}", "loss:", "4:1: loss: missing"),
+        ("TensorDataset}", "TensorDataset, buckets: [8, 4], pad: {x: 0}}", "5:58: data.buckets: [8, 4] must rise from one length to the next"),
+        ("TensorDataset}", "TensorDataset, buckets: [4, 8]}", "5:58: data.buckets: needs data.pad: the fields to pad, with their values, such as {input_ids: 0, labels: -100}"),
+        ("TensorDataset}", "TensorDataset, pad: {x: 0}}", "5:54: data.pad: needs data.buckets: the lengths to pad to, such as [128, 512]"),
+        ("TensorDataset}", "TensorDataset, buckets: [4], pad: {x: y}}", "5:72: data.pad.x: must be a number, not 'y'"),
     ],
 )  # fmt: skip
 def test_a_wrong_required_key(complaints, minimal, old: str, new: str, message: str) -> None:

@@ -32,6 +32,8 @@ from pipectl.runtime.transport.transfer import Flight, Progress, Transfer, Wire
 CHECK_VARIABLE = "PIPECTL_CHECK_MESSAGES"
 """In the environment of rank 0: every message is compared, which is slow."""
 Layouts = dict[Slot, Layout | None]
+Shape = tuple[int, int]
+"""The samples of a micro-batch, and the length of its sequences."""
 _HEADER, _NOTE, _EXTRA = 0, 1, 2
 """Tags of a lane after those of its slots."""
 
@@ -115,12 +117,12 @@ class Posted:
     """A message under way. Holds the memory MPI reads or writes until it is complete.
 
     Args:
-        size: samples of the micro-batch.
+        shape: of the micro-batch.
         layouts: None while they are unknown, so that the receive is not posted.
     """
 
     micro_batch: int
-    size: int
+    shape: Shape
     layouts: Layouts | None = None
     flights: dict[Slot, Flight] = field(default_factory=dict)
     note: Note | None = None
@@ -139,7 +141,7 @@ class Line:
         check: whether every message is compared with what its sender says of it.
 
     Attributes:
-        layouts: of its messages, by the size of the micro-batch.
+        layouts: of its messages, by the shape of the micro-batch.
     """
 
     def __init__(
@@ -147,7 +149,7 @@ class Line:
     ) -> None:
         self._wire, self._lane, self._slots = wire, lane, slots
         self._rank, self._tags, self._check = rank, tags, check
-        self.layouts: dict[int, Layouts] = {}
+        self.layouts: dict[Shape, Layouts] = {}
         # The last transfer by tag; of one that is over, no memory is held.
         self._sent: dict[int, Transfer] = {}
         self._received: dict[int, Transfer] = {}
@@ -155,7 +157,7 @@ class Line:
         self._unposted: deque[Posted] = deque()
         self._without_note: deque[Posted] = deque()
 
-    def start_send(self, micro_batch: int, size: int, tensors: Tensors) -> Posted:
+    def start_send(self, micro_batch: int, shape: Shape, tensors: Tensors) -> Posted:
         """Begin to send, without waiting for the device or the other rank.
 
         ``tensors`` must not change until the message has left.
@@ -163,13 +165,13 @@ class Line:
         Raises:
             WorkerError: a tensor has another type or shape than in earlier messages.
         """
-        layouts = self.layouts.get(size)
+        layouts = self.layouts.get(shape)
         if layouts is None:
             known = ((slot, tensors.get(slot)) for slot in self._slots)
             layouts = {slot: None if t is None else Layout.of(t) for slot, t in known}
             self._wire.send_object([*layouts.values()], self._rank, self._tags[~_HEADER])
-            self.layouts[size] = layouts
-        posted, sent = Posted(micro_batch, size, layouts), self._sent
+            self.layouts[shape] = layouts
+        posted, sent = Posted(micro_batch, shape, layouts), self._sent
         vectors: dict[Slot, Tensor] = {}
         for (slot, layout), tag in zip(layouts.items(), self._tags, strict=False):
             vector = self._flat(slot, layout, tensors.get(slot))
@@ -193,12 +195,12 @@ class Line:
         if posted.note is not None:
             posted.note.check_unchanged(posted.buffers)
 
-    def start_receive(self, micro_batch: int, size: int) -> Posted:
+    def start_receive(self, micro_batch: int, shape: Shape) -> Posted:
         """Post the buffers of a message, which come in the order in which they are sent.
 
         Those of whose layouts nothing is known yet are posted when they are learnt.
         """
-        posted = Posted(micro_batch, size)
+        posted = Posted(micro_batch, shape)
         self._unposted.append(posted)
         if self._check:
             self._without_note.append(posted)
@@ -220,8 +222,8 @@ class Line:
                     cure="the two ranks run different programs: make sure that all nodes have the "
                     "same versions and files",
                 )
-            size = self._unposted[0].size
-            self.layouts[size] = dict(zip(self._slots, layouts, strict=True))
+            shape = self._unposted[0].shape
+            self.layouts[shape] = dict(zip(self._slots, layouts, strict=True))
             self._post_known()
         if self._check:  # a message that is too short for its buffers might never end
             self._compare(posted, posted.layouts, {})
@@ -242,7 +244,7 @@ class Line:
 
     def _post_known(self) -> None:
         """Post receives up to the first of whose layouts nothing is known."""
-        while self._unposted and (layouts := self.layouts.get(self._unposted[0].size)) is not None:
+        while self._unposted and (layouts := self.layouts.get(self._unposted[0].shape)) is not None:
             posted = self._unposted.popleft()
             posted.layouts = layouts
             for (slot, layout), tag in zip(layouts.items(), self._tags, strict=False):

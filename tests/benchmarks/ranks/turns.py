@@ -64,7 +64,7 @@ def trained(
     trainer._steps.learn_layouts()
     doing = RankStep.of(plan, world.rank, setup.reading)
     assert doing.pieces is not None
-    weights = [size / plan.batch_size for size in doing.sizes]
+    weights = [rows.size / plan.batch_size for rows in doing.sizes]
     cut = (tensor[: plan.batch_size].split(plan.micro_batch_size) for tensor in batch)
     parts = list(zip(*cut, strict=True))
     mine = [parts[index] for index in doing.pieces]

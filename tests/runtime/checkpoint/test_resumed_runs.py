@@ -58,6 +58,17 @@ def in_float16(scale: float) -> dict[str, Any]:
     return options(training={**training, "loss_scale": {"initial": scale, "growth_interval": 2}})
 
 
+EQUALITY = HERE.parents[1] / "equality" / "models.py"
+BUCKETS = {
+    "model": {"factory": f"{EQUALITY}:gpt"},
+    "loss": {"factory": f"{EQUALITY}:token_loss", "weight": f"{EQUALITY}:valid_tokens"},
+    "data": {
+        "factory": f"{EQUALITY}:Sentences",
+        "buckets": [5, 8, 12],
+        "pad": {"inputs": 0, "targets": -100},
+    },
+}
+"""Twelve batches an epoch: the second run begins in the middle of it."""
 VARIANTS = {
     "plain": (options(), {}),
     "float16": (in_float16(2.0**40), {}),
@@ -69,6 +80,7 @@ VARIANTS = {
         ),
         {},
     ),
+    "buckets": (options(**BUCKETS), {}),
     "endless": (options(data={"factory": f"{PARTS}:Endless"}), {}),
     "asynchronous": (
         options(training={"steps": STEPS, "batch_size": 4}),
