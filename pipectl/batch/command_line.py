@@ -62,7 +62,8 @@ class CommandLineScheduler(Scheduler):
         done = self._run(*argv, **variables)
         if done.returncode not in harmless:
             command = " ".join(argv) if len(argv) == 2 else argv[0]  # the job, if it is one
-            raise SchedulerError(f"{command}: {done.message}", cure="try again in a minute")
+            message = done.message.removeprefix(f"{argv[0]}: ")
+            raise SchedulerError(f"{command}: {message}", cure="try again in a minute")
         return done
 
     def submit(self, script: Path, request: JobRequest) -> str:

@@ -64,7 +64,9 @@ def load_step(run: RunDirectory, step: int | None = None) -> RecordedStep:
     chosen = steps[-1] if step is None else step
     if chosen not in steps:
         some = ", ".join(map(str, steps[-5:]))
-        raise UsageError(f"{run.name}: step {chosen} is not recorded", cure=f"choose one of {some}")
+        raise UsageError(
+            f"{run.name}: step {chosen} is not recorded", cure=f"recorded steps: {some}"
+        )
     predicted, measured = Timeline.load(run.predicted), Timeline.load(run.measured_of(chosen))
     plan = Plan.load(run.plan)
     if measured.ranks != plan.ranks:

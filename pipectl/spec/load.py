@@ -36,7 +36,7 @@ SITE_KEYS = (
     "slurm", "pbs",
 )  # fmt: skip
 _INIT = "write a starter spec with: pipectl init"
-_USAGE = "write --set pipeline.stages=4"
+_USAGE = "write --set KEY=VALUE, such as --set pipeline.stages=4"
 _NO_MAPPING = "must be a mapping of keys to values"
 _HIDDEN = "(not shown)"
 _NUMBERS = ("int_type", "float_type", "bool_type")

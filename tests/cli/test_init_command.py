@@ -129,7 +129,7 @@ def test_a_controller_that_does_not_answer_is_no_obstacle(cli: Command, slurm: P
     slurm("sinfo: error: no controller", rc=1)
     result = cli("init", "--partition", "any")
     assert result.code == 0
-    assert "limits of queues are not known" in result.err
+    assert "limits of queues are unknown" in result.err
     assert written().slurm.partition == "any"
 
 

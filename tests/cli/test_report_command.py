@@ -204,7 +204,7 @@ def test_what_is_not_there_is_said(cli: Command, run: RunDirectory) -> None:
     result = cli("report", "last", "--step", "7")
     assert result.code == 2
     assert "step 7 is not recorded" in result.err
-    assert "choose one of 5, 10" in result.err
+    assert "recorded steps: 5, 10" in result.err
     damaged = {"version": 1, "ranks": 2, "columns": ["rank"], "events": [[0]]}
     run.measured_of(10).write_text(json.dumps(damaged))
     result = cli("report")

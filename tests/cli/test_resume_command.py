@@ -117,10 +117,8 @@ def test_a_model_that_has_changed_is_measured_anew_by_the_job(
     program("sbatch", "echo 42")
     result = cli("resume", "last")
     assert result.code == 0
-    assert (
-        result.err
-        == "no fresh profile: the model is measured before it is trained, in the job's allocation\n"
-    )
+    said = "no up-to-date profile: the model is measured before it is trained"
+    assert result.err == f"{said}, in the job's allocation\n"
     assert "from the beginning" in result.out
     assert "pipectl.jobs.in_job" in ended.script.read_text()
     assert not ended.plan.exists()

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from conftest import Command, OnlyRun, Program
 
 SLURM = ("--scheduler", "slurm")
-UNMEASURED = "no fresh profile: the model is measured before it is trained, in the job's allocation"
+UNMEASURED = (
+    "no up-to-date profile: the model is measured before it is trained, in the job's allocation"
+)
 
 
 def test_dry_run_prints_only_the_script_and_leaves_nothing(cli: Command, job: Path) -> None:
@@ -49,7 +51,7 @@ def test_dry_run_uses_nothing_stale_and_says_what_would_be_made(
     cli: Command, profile: Path, program: Program
 ) -> None:
     line = ("submit", "job.yaml", "--dry-run")
-    said = "no fresh plan: submit makes one, of runs/tiny.profile.json\n"
+    said = "no up-to-date plan: submit makes one from runs/tiny.profile.json\n"
     assert cli(*line, *SLURM).err == said
     cli("plan", "job.yaml", *SLURM)
     assert cli(*line, *SLURM).err.startswith("plan: ")
@@ -61,7 +63,7 @@ def test_dry_run_uses_nothing_stale_and_says_what_would_be_made(
     assert result.err == f"{UNMEASURED}\n"
     assert "pipectl.jobs.in_job" in result.out
     result = cli(*line, "--scheduler", "local")
-    assert result.err == "no fresh profile: the model is measured before it is trained\n"
+    assert result.err == "no up-to-date profile: the model is measured before it is trained\n"
     assert "pipectl.jobs.in_job" not in result.out
 
 
@@ -79,7 +81,7 @@ def test_dry_run_needs_no_mpi(
 ) -> None:
     monkeypatch.setattr(sys, "executable", str(place / "bin/python"))
     result = cli("submit", "job.yaml", "--scheduler", scheduler, "--dry-run")
-    assert (result.code, result.err.startswith("no fresh profile: ")) == (0, True)
+    assert (result.code, result.err.startswith("no up-to-date profile: ")) == (0, True)
     launch = next(line for line in result.out.splitlines() if line.startswith("run_ranks mpiexec"))
     assert shlex.split(launch)[:4] == ["run_ranks", "mpiexec", "-n", "2"]
 

@@ -102,7 +102,7 @@ def test_points_of_another_model_leave_the_profile_to_their_jobs(
     program("sbatch", "echo 35")
     grid = "sweep.grid={model.kwargs: [{}, {width: 3}]}"
     result = cli("submit", "job.yaml", *SLURM, "--set", grid)
-    assert "no fresh profile for 1 of 2 runs" in result.err
+    assert "no up-to-date profile for 1 of 2 runs" in result.err
     assert [(run / "profile.json").exists() for run in runs()] == [True, False]
     assert "pipectl.jobs.in_job" in (runs()[1] / "job.sh").read_text()
 

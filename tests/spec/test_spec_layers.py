@@ -221,13 +221,13 @@ def test_a_wrong_override_is_named(complaints, minimal, override: str, message: 
 @pytest.mark.parametrize(
     ("override", "message", "cure"),
     [
-        ("pipeline.stages", "--set pipeline.stages: there is no '='", "write --set pipeline.stages=4"),
-        ("=3", "--set =3: a key is missing before '='", "write --set pipeline.stages=4"),
-        ("a..b=2", "--set a..b=2: a key is missing before '='", "write --set pipeline.stages=4"),
+        ("pipeline.stages", "--set pipeline.stages: there is no '='", "write --set KEY=VALUE, such as --set pipeline.stages=4"),
+        ("=3", "--set =3: a key is missing before '='", "write --set KEY=VALUE, such as --set pipeline.stages=4"),
+        ("a..b=2", "--set a..b=2: a key is missing before '='", "write --set KEY=VALUE, such as --set pipeline.stages=4"),
         ("launch.args=[", "--set launch.args: not valid YAML: it ends inside a bracket that is not closed", "quote the value as YAML does"),
         ("name=\x1b", "--set name: contains the unprintable character U+001B; remove it", "quote the value as YAML does"),
-        ("\x1b", "--set \\x1b: there is no '='", "write --set pipeline.stages=4"),
-        ("a" + ".a" * 5000 + "=1", f"--set a{'.a' * 48}...: there is no such key", "write --set pipeline.stages=4"),
+        ("\x1b", "--set \\x1b: there is no '='", "write --set KEY=VALUE, such as --set pipeline.stages=4"),
+        ("a" + ".a" * 5000 + "=1", f"--set a{'.a' * 48}...: there is no such key", "write --set KEY=VALUE, such as --set pipeline.stages=4"),
     ],
 )  # fmt: skip
 def test_what_is_no_override(read, minimal, override: str, message: str, cure: str) -> None:

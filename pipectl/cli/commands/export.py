@@ -53,7 +53,7 @@ def command(
     checkpoint = _find_checkpoint(find_run(directory, name), step)
     is_empty = kind != "safetensors" and path.is_dir() and not any(path.iterdir())
     if path.exists() and not is_empty:
-        raise UsageError(f"{path}: already exists", cure="name another, or remove it")
+        raise UsageError(f"{path}: already exists", cure="name another with -o, or remove it")
     stored = load(checkpoint, weights_only=True)
     weights = stored if like is None else Renamed(stored, like)
     if kind == "safetensors":

@@ -238,7 +238,10 @@ def _find_queue(scheduler: str, name: str | None, *, ask: bool) -> Queue:
     try:
         queues = get_scheduler(scheduler).queues()
     except SchedulerError as error:
-        note(f"limits of queues are not known: {error.message.splitlines()[0]}")
+        note(
+            f"the limits of queues are unknown: {error.message.splitlines()[0]}\n"
+            "for a job on this machine, add --scheduler local"
+        )
         return Queue(name or "")
     by_name = {queue.name: queue for queue in queues}
     ready = [queue for queue in queues if queue.open]

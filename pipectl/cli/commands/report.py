@@ -148,12 +148,12 @@ def print_comparison(recorded: RecordedStep, comparison: Comparison) -> None:
 
 
 def step_line(recorded: RecordedStep, comparison: Comparison) -> str:
-    """``20261120-152233-gpt, step 10: 412 ms, predicted 371 ms, 1.11 times that``."""
+    """``20261120-152233-gpt, step 10: 412 ms, 1.11 times the predicted 371 ms``."""
     time, ratio = comparison.time, comparison.time.ratio
     return (
         f"{recorded.run.name}, step {comparison.step}: {format_time(time.measured_s)}, "
-        f"predicted {format_time(time.predicted_s)}"
-        + ("" if ratio is None else f", {ratio:.2f} times that")
+        + ("" if ratio is None else f"{ratio:.2f} times the ")
+        + f"predicted {format_time(time.predicted_s)}"
     )
 
 

@@ -89,7 +89,7 @@ def command(
         if value is not None
     ]
     file = SpecFile.read(job, [*settings, *(overrides or ())])  # --set has precedence
-    spec = file.spec()
+    spec = file.spec(check_names=True)
     points = file.points(spec)
     batch_system = choose_scheduler(spec, scheduler)  # for the refusals below
     for name, keys in options.items():
@@ -125,7 +125,7 @@ def _show_script(
         note("\nEach task of the array runs the script of its run. The first one is:\n")
     print_notes([job])
     if job.plan is None and job.profile is not None:
-        note(f"no fresh plan: submit makes one, of {profile_path(job.spec)}")
+        note(f"no up-to-date plan: submit makes one from {profile_path(job.spec)}")
     else:
         print_plan([job], before=f"plan: {plan_path(job.spec)}: ", tell=note)
     sys.stdout.write(script)

@@ -147,7 +147,7 @@ def plan_rehearsal(
     plan, cluster = planned.plan, planned.cluster
     if plan is None or cluster is None:
         raise UsageError(
-            f"{profile_path(spec)}: no fresh profile, so there is no plan to rehearse",
+            f"{profile_path(spec)}: no up-to-date profile, so there is no plan to rehearse",
             cure="measure the model first: pipectl profile --submit JOB.yaml",
         )
     from pipectl.simulate.rehearsing import rehearsal_of

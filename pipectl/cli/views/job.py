@@ -59,7 +59,7 @@ def print_plan(jobs: Sequence[Job], before: str = "", tell: Callable[[str], None
     if missing:
         of = "" if len(jobs) == 1 else f" for {missing} of {len(jobs)} runs"
         where = ", in the job's allocation" if any(job.plans_in_job for job in jobs) else ""
-        note(f"no fresh profile{of}: the model is measured before it is trained{where}")
+        note(f"no up-to-date profile{of}: the model is measured before it is trained{where}")
     elif len(jobs) == 1 and (plan := jobs[0].plan) is not None:
         from pipectl.cli.views.plan import prediction_lines
 
