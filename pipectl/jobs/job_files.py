@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 from pipectl.batch import LOCAL
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.errors import MismatchError
-from pipectl.plan import Plan
-from pipectl.profile import Profile
 from pipectl.spec import JobSpec, links_key, load, plan_key, profile_key
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # loaded only if there are such files
+    from pipectl.plan import Plan
+    from pipectl.profile import Profile
     from pipectl.runs import RunDirectory
 
 UNKNOWN_ROWS = (
@@ -47,8 +47,12 @@ def fresh_profile(spec: JobSpec, path: Path) -> Profile | None:
     Raises:
         DataFileError: there is one, but it cannot be read; it is for the user to remove it.
     """
-    profile = Profile.load(path) if path.exists() else None
-    return profile if profile is not None and is_fresh(spec, profile) else None
+    if not path.exists():
+        return None
+    from pipectl.profile import Profile
+
+    profile = Profile.load(path)
+    return profile if is_fresh(spec, profile) else None
 
 
 def is_fresh(spec: JobSpec, profile: Profile) -> bool:
@@ -62,8 +66,12 @@ def fresh_plan(spec: JobSpec, profile: Profile, cluster: Cluster, path: Path) ->
     Raises:
         DataFileError: there is one, but it cannot be read.
     """
-    plan = Plan.load(path) if path.exists() else None
-    return plan if plan is not None and plan.key == plan_file_key(spec, profile, cluster) else None
+    if not path.exists():
+        return None
+    from pipectl.plan import Plan
+
+    plan = Plan.load(path)
+    return plan if plan.key == plan_file_key(spec, profile, cluster) else None
 
 
 def plan_file_key(spec: JobSpec, profile: Profile, cluster: Cluster) -> str:

@@ -37,14 +37,14 @@ from pipectl.jobs.job_files import (
     plan_path,
     profile_path,
 )
-from pipectl.plan import Plan
-from pipectl.profile import Profile
 from pipectl.runs import TRAINING, RunDirectory, SweepDirectory, read_starts, stem_of
 from pipectl.spec import Point, plan_key, profile_key
 
 if TYPE_CHECKING:
     from pipectl.cluster import Cluster
     from pipectl.jobs.profiles import Measurement
+    from pipectl.plan import Plan
+    from pipectl.profile import Profile
     from pipectl.profiler.progress import Progress
     from pipectl.rehearsal import Rehearsal
     from pipectl.spec import JobSpec

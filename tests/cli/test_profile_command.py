@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pipectl.cli.views.job import ago
+from pipectl.cli.submission import ago
 from pipectl.profiler.journal import Journal
 from pipectl.profiler.neighbours import _compute
 from pipectl.spec import load, profile_key

@@ -15,7 +15,7 @@ from pipectl.cli import options as opt
 from pipectl.cli.console import note, output, plain, say, say_json, short_path, table, warn
 from pipectl.cli.follow import follow_or_exit
 from pipectl.cli.progress import profiling_progress
-from pipectl.cli.views.job import describe_job, note_origin, print_submission, submission_json
+from pipectl.cli.submission import describe_job, note_origin, print_submission, submission_json
 from pipectl.cluster import Cluster
 from pipectl.errors import UsageError
 from pipectl.files import is_stream, make_directory_of

@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 from pipectl.cli import options as opt
+from pipectl.cli import submission as view
 from pipectl.cli.console import say, say_json
 from pipectl.cli.follow import follow_or_exit
-from pipectl.cli.views import job as view
 from pipectl.cli.views.run import print_run
 from pipectl.jobs.resume import resume
 from pipectl.runs import find_run, last_checkpoint, step_of

@@ -14,7 +14,7 @@ import typer
 from pipectl.batch import LOCAL, get_scheduler
 from pipectl.cli import options as opt
 from pipectl.cli.console import note, say, say_json, short_path, warn
-from pipectl.cli.views.job import (
+from pipectl.cli.submission import (
     describe_job,
     note_origin,
     print_notes,

@@ -15,7 +15,7 @@ from pipectl.cli import options as opt
 from pipectl.cli.console import note, say, say_json, short_path, warn
 from pipectl.cli.follow import follow_or_exit
 from pipectl.cli.progress import profiling_progress
-from pipectl.cli.views.job import print_notes, submission_json
+from pipectl.cli.submission import print_notes, submission_json
 from pipectl.errors import UsageError
 from pipectl.jobs.job_files import profile_path
 from pipectl.jobs.prepare import Job, choose_scheduler, complete, prepare, warning_of_code
