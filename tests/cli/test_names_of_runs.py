@@ -51,7 +51,7 @@ def test_what_submit_tells_of_a_sweep(cli: Command, profile: Path, slurm: None) 
     called = pasted(told, "status")
     assert "2 runs" in cli(*called).out
     result = cli("status", called[1], "--ranks")
-    assert (result.code, f"it: 'out side/{Path(called[1]).name}-0', say" in result.err) == (2, True)
+    assert (result.code, f"such as 'out side/{Path(called[1]).name}-0'" in result.err) == (2, True)
     assert cli("submit", "job.yaml", *SLURM, "--after", called[1]).code == 0
 
 

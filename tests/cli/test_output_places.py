@@ -95,7 +95,7 @@ def test_standard_output_gets_it_between_what_is_printed(
 @pytest.mark.parametrize("way", ["--submit", "--links"])
 @pytest.mark.parametrize(
     ("where", "error"),
-    [("/dev/stdout", "/dev/stdout: is no file"), ("runs", "runs: is a directory")],
+    [("/dev/stdout", "/dev/stdout: is not a file"), ("runs", "runs: is a directory")],
 )
 def test_what_a_job_measures_goes_to_a_file(
     cli: Command, everything: None, way: str, where: str, error: str

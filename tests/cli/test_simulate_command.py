@@ -133,7 +133,7 @@ def test_times_are_numbers_and_a_plan_has_its_own(
         ),
         (("--schedule", "none.csv"), 2, "none.csv: cannot be read"),
         (("--schedule", "zb-v", "--stages", "3", "--micro-batches", "4"), 3, "3 stages"),
-        (("--schedule", "bad.csv"), 3, "bad.csv:1: action 2: '0X0' is no action"),
+        (("--schedule", "bad.csv"), 3, "bad.csv:1: action 2: '0X0' is not an action"),
     ],
 )
 def test_what_cannot_be_simulated_is_said(
