@@ -84,7 +84,7 @@ def profile_job(
         job.check_shapes(sizes[0])
         journal = Journal() if journal is None else journal  # an empty one counts as false
         profiling = _Profiling(job, effort, sizes, progress, journal, device)
-        tell("waiting for the processes that compute beside")
+        tell("waiting for the processes on the other cores")
         neighbours.wait()
         tell("measuring")
         try:

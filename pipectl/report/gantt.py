@@ -56,7 +56,7 @@ _MAX_ROWS, _MAX_BARS = 64, 20_000
 """A picture that a browser still shows at once."""
 _LEFT, _WIDTH, _RIGHT = 64, 872, 24
 _LINE_HEIGHT, _ROW_HEIGHT, _NAME_HEIGHT, _AXIS_HEIGHT = 18, 30, 22, 24
-_LETTER_WIDTH, _LABEL_WIDTH = 7, 60
+_LETTER_WIDTH, _LABEL_WIDTH = 7, 55
 
 
 class Segment(NamedTuple):
@@ -200,7 +200,7 @@ def gantt_svg(timelines: Timeline | Mapping[str, Timeline], title: str, *notes: 
         if kind in kinds:
             legend.append((kind, x, look.name))
             x += 17 + _LETTER_WIDTH * len(look.name) + 14
-    last_s = end_s * (1 - _LABEL_WIDTH / _WIDTH)
+    last_s = end_s * (1 - 2 * _LABEL_WIDTH / _WIDTH)
     ticks = [time_s for time_s in linear_ticks(0.0, end_s) if time_s < last_s]
     top = (28 if title else 10) + _LINE_HEIGHT * len(notes)
     return render(
