@@ -407,11 +407,13 @@ def _find_all(base: Path, name: str) -> Sequence[RunDirectory | SweepDirectory]:
     every: list[RunDirectory | SweepDirectory] = [*runs, *sweeps]
     if exact := [each for each in every if each.name == name]:
         return exact
+    by_job = _find_job(runs, name)
+    if by_job and len(name) < len("20261231"):
+        return by_job  # a part of a date is not what is meant
     parts = [each for each in sweeps if _matches(each.name, name)]
     stems = tuple(f"{sweep.name}-" for sweep in parts)
     others = [run for run in runs if _matches(run.name, name) and not run.name.startswith(stems)]
-    by_job = [each for each in _find_job(runs, name) if each not in others]
-    matches = [*parts, *others, *by_job]
+    matches = [*parts, *others, *(each for each in by_job if each not in others)]
     if not matches:
         names = [part for run in runs for part in (run.name, run.name.split("-", 2)[-1])]
         raise UnknownRunError(

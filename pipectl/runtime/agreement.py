@@ -32,7 +32,7 @@ _NODE = "node"
 _FILES = ("job.yaml", "plan.json")
 _ACCELERATOR_CURE = (
     "the job asks for accelerators on every node (resources.gpus_per_node): make sure that the "
-    "batch system and the launcher give every rank one, or set it to 0"
+    "batch system and the launcher give every rank one and that torch supports it, or set it to 0"
 )
 
 

@@ -203,6 +203,11 @@ def test_what_is_the_id_of_one_job_and_a_part_of_another_name_is_ambiguous(base:
     assert find(base, "20261121").name == "20261121-080000-bert"
 
 
+def test_an_id_with_which_dates_begin_names_its_job(base: Path) -> None:
+    record(base / "20261119-100000-gpt", "2")
+    assert find(base, "2").name == "20261119-100000-gpt"
+
+
 def test_the_id_of_a_job_array_is_that_of_its_sweep(base: Path) -> None:
     sweep, runs = SweepDirectory.create(base, "rates", 2, NOW)
     for index, run in enumerate(runs):

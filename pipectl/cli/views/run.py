@@ -37,7 +37,7 @@ _NOTHING_S = 1e-4
 _EIGHTHS, _LEVELS = " ▏▎▍▌▋▊▉█", "▁▂▃▄▅▆▇█"
 _WORDS = ("run", "values", "state", "on", "waits for")
 _OPTIONAL = (  # the least important first
-    "predicted", "memory", "efficiency", "on", "restarts", "waits for", "remaining", "per step",
+    "predicted", "memory", "efficiency", "on", "restarts", "remaining", "per step", "waits for",
     "values",
 )  # fmt: skip
 
