@@ -90,7 +90,7 @@ class CapturedGraph:
         written: placeholders of all states and inputs that are written, each with the operator of
             its last write.
         batch_size: the size it was exported with, and, if ``fixed``, the only one it holds for.
-        length: likewise of sequences; it holds for others if it has symbols of their length.
+        length: of sequences when it was exported; it holds for others if their length is free.
         symbols: that stand for the number of samples in sizes; none if ``fixed``.
     """
 
@@ -168,9 +168,9 @@ class CapturedGraph:
             batch: samples of the micro-batch.
             length: of its sequences.
         """
-        if (self.fixed and batch != self.batch_size) or (
-            not self._lengths and length != self.length
-        ):
+        if self.fixed and batch != self.batch_size:
+            return False
+        if not self._lengths and length != self.length:
             return False
         sizes = self._sizes(batch, length)
         return all(condition.xreplace(sizes) != False for condition in self._conditions)  # noqa: E712

@@ -178,7 +178,8 @@ def check_graph(communicator: MPI.Comm, job: CapturedJob, plan: Plan, profile: P
         raise MismatchError(
             f"plan.json was made for a different model: {differences[0][0]}",
             cure="profile and plan the job again; its model, or the shape of its batches, has "
-            "changed since",
+            "changed since. If each batch is padded to its longest sample, name lengths to pad to "
+            "under data.buckets",
         )
     if others:
         difference, node = differences[others[0]]
