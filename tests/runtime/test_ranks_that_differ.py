@@ -58,7 +58,7 @@ def test_what_differs_is_named_with_both_sides(two: Any, refused: Any) -> None:
     refused(f" has {told}, as rank 0 on ", "pipectl", "torch")
     refused("rank 1 runs another pipectl than rank 0", "stranger")
     refused(
-        "has another model than plan.json was made for, unlike other ranks: "
+        "has a different model from the other ranks and plan.json: "
         "operator 4, 'linear_2', has other arguments here than there",
         "deeper",
     )
