@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
-from itertools import islice
+from itertools import count, islice
 from math import ceil, inf, log
 
 from pipectl.cluster import Cluster
@@ -54,7 +54,14 @@ from pipectl.planner.partition.layout import (
     device_orders,
     placed,
 )
-from pipectl.planner.partition.moves import kicks, near_partitions, neighbours, replica_moves
+from pipectl.planner.partition.moves import (
+    FAR,
+    FEW,
+    kicks,
+    near_partitions,
+    neighbours,
+    replica_moves,
+)
 from pipectl.planner.partition.programme import Check
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import (
@@ -65,8 +72,12 @@ from pipectl.planner.request import (
 )
 from pipectl.profile import Profile
 
-MAX_LOOKS = 2_000_000
+MAX_LOOKS = 4_000_000
 """Budget of border moves: the sum of operators, actions and messages over the partitions tried."""
+PATIENCE, NEAREST = 150, 12
+"""Turns of moves that find nothing better before the search ends; layouts of each that count."""
+MAX_ERROR = 0.01
+"""Of an estimate, by which the search goes on then."""
 MIN_GAIN = 1e-6
 """Share of the step by which a move of borders makes it shorter at least."""
 MAX_FITTINGS = 24
@@ -231,7 +242,7 @@ class Explorer:
         """Judge the most promising candidate; what does not fit waits to be cut anew."""
         candidate = candidates.take()
         if self.judge.best() is None and not self.problem.has_limits:
-            self.judge.judge(self._polished(candidate))
+            self._polish(candidate)
         if not self.judge.judge(candidate) and self.problem.has_limits:
             choice, area = candidate.choice, self._area_of(candidate)
             fit = _Fit(area, choice.schedule, choice.warm_up)
@@ -304,7 +315,7 @@ class Explorer:
             if self.problem.has_limits:
                 self.judge.consider(self._recut(area))
             else:
-                self.judge.judge(self._polished(best.candidate))
+                self._polish(best.candidate)
         while not self.judge.is_beaten(0.0):
             before = self.judge.best()
             assert before is not None
@@ -319,28 +330,42 @@ class Explorer:
             if self.judge.best() is before:
                 return
 
-    def _polished(self, candidate: Candidate) -> Candidate:
-        """The best by its bound that is found by cutting anew and by moving borders.
+    def _polish(self, candidate: Candidate) -> None:
+        """Judge the best by their estimates that are found by cutting anew and by moves.
 
-        Stages that are balanced at one micro-batch size need not be at another.
+        Stages that are balanced at one micro-batch size need not be at another. The search is best
+        first: what has the least estimate makes its moves next, first those of some fractions of
+        the load, then all. If no move is better, it goes on for some turns, because several moves
+        together may be, unless the estimate turns out to be far from what is simulated.
         """
         area = self._area_of(candidate)
         if area in self._complete or candidate.choice in self._minima:
-            return candidate
+            return
         recut = self._recut(area)
         if recut.next_s < candidate.bound_s:
             candidate = recut.take()
-        every = False
-        while self._looks > 0:
-            near = self._near(candidate, every=every)
-            if near.next_s < candidate.bound_s * (1 - MIN_GAIN):
-                candidate, every = near.take(), False
-            elif every:
+        numbers, turns, seen = count(), 0, {candidate.layout}
+        queue = [(candidate.bound_s, FEW, next(numbers), candidate)]
+        reserve = self._looks // 2
+        while queue and turns < PATIENCE and self._looks > reserve:
+            bound_s, reach, _, start = heappop(queue)
+            turns += 1
+            if reach < FAR:
+                heappush(queue, (bound_s, reach + 1, next(numbers), start))
+            for near in islice(self._near(start, reach).best_of_layouts(), NEAREST):
+                better = near.bound_s < candidate.bound_s * (1 - MIN_GAIN)
+                if near.layout not in seen:
+                    seen.add(near.layout)
+                    turn_s = near.bound_s if better else near.bound_s * (1 + 2 * MIN_GAIN)
+                    heappush(queue, (turn_s, FEW, next(numbers), near))
+                if better:
+                    candidate, turns = near, 0
+            if turns == FAR:  # no move over a border is better
                 self._minima.add(candidate.choice)
-                break
-            else:
-                every = True
-        return candidate
+                self.judge.judge(candidate)
+                if self.judge.least_s(candidate) > candidate.bound_s * (1 + MAX_ERROR):
+                    break
+        self.judge.consider(self._candidates([candidate.layout], area))  # simpler orders may tie
 
     def _recut(self, area: Area) -> Candidates:
         """Good cuts for the size of an area, if that is another than all are cut for first."""
@@ -348,12 +373,12 @@ class Explorer:
         cuts = self._areas.cuts(area.stages, area.size) if is_other else []
         return self._candidates(self._areas.layouts(cuts), area)
 
-    def _near(self, candidate: Candidate, *, every: bool = False) -> Candidates:
+    def _near(self, candidate: Candidate, reach: int = FEW) -> Candidates:
         """The neighbours of a candidate, in every order; none once enough were looked at."""
         self._check()
         area = self._area_of(candidate)
         times = self.problem.block_times(area.size)
-        layouts = neighbours(candidate.layout, self.problem.graph, times, every=every)
+        layouts = neighbours(candidate.layout, self.problem.graph, times, reach)
         look = len(self.problem.profile.operators) + 2 * area.micro_batches * area.stages
         near = list(islice(layouts, max(0, self._looks // look)))
         self._looks -= max(1, len(near)) * look

@@ -179,9 +179,9 @@ def test_equal_times_take_the_fewest_in_flight(chain) -> None:
 def test_a_step_that_is_hardly_shorter_is_worth_no_deeper_warm_up(
     chain, latency_s, warm_up
 ) -> None:
-    """0.015 % and 0.15 %, of more blocks than there are proofs for."""
+    """By less than 0.1 %, and by more."""
     cluster = cluster_of([4], 4, link=Link(latency_s, 1e11))
-    request = PlanRequest("job", 32, micro_batches=8, stages=4)
+    request = PlanRequest("job", 64, micro_batches=16, stages=4)
     assert make_plan(chain(16), cluster, request).warm_up == warm_up
 
 

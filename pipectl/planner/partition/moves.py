@@ -21,24 +21,31 @@ MANY_BLOCKS = 60
 """With more, replicas are moved with some fractions of the load."""
 SPLITS = 8
 """Parts of a stage's load at whose borders it is split."""
+FEW, EVERY, FAR = range(3)
+"""What moves are made; see :func:`neighbours`."""
 _MAX_EXCHANGES = 16
 """Stages up to which any two exchange their ranks; of more, only neighbours do."""
 
 
 def neighbours(
-    layout: Layout, graph: BlockGraph, loads: Sequence[float], *, every: bool = False
+    layout: Layout, graph: BlockGraph, loads: Sequence[float], reach: int = FEW
 ) -> Iterator[Layout]:
-    """Every layout in which one stage gives some load to a neighbour, or two exchange ranks.
-
-    Borders of the stages with the most load come first.
+    """Every layout that is one move away, borders of the stages with the most load first.
 
     Args:
         loads: of every block.
-        every: whether any number of blocks moves, and not only some fractions of the load.
+        reach: FEW: one stage gives some fractions of its load to a neighbour, or two exchange
+            ranks; EVERY: any number of blocks moves; FAR: two neighbours exchange their places, or
+            a single block moves further.
     """
-    fractions = () if every else FRACTIONS
-    for partition in near_partitions(layout.partition, graph, loads, fractions):
+    fractions = FRACTIONS if reach == FEW else ()
+    partitions = near_partitions(layout.partition, graph, loads, fractions)
+    if reach == FAR:
+        partitions = _far_partitions(layout.partition, graph)
+    for partition in partitions:
         yield layout._replace(partition=partition)
+    if reach == FAR:
+        return
     for ranks in _exchanges(layout.ranks):
         yield layout._replace(ranks=ranks)
 
@@ -64,6 +71,27 @@ def near_partitions(
         head = _ends(list(bits(after)), loads, fractions)
         for moved in dict.fromkeys((*head, *_free(after, graph.predecessors))):
             yield _with_border(partition, border, before | moved, after & ~moved)
+
+
+def _far_partitions(partition: Partition, graph: BlockGraph) -> Iterator[Partition]:
+    """Every partition in which two neighbours exchange their places, or a single block moves
+    further than to the next stage."""
+    for border in range(1, len(partition)):
+        before, after = partition[border - 1 : border + 1]
+        if not any(graph.successors[block] & after for block in bits(before)):
+            yield _with_border(partition, border, after, before)
+    stage_of = {block: place for place, stage in enumerate(partition) for block in bits(stage)}
+    for block, home in stage_of.items():
+        if partition[home] == 1 << block:
+            continue
+        first = max((stage_of[each] for each in bits(graph.predecessors[block])), default=0)
+        uses = [stage_of[each] for each in bits(graph.successors[block])]
+        for target in range(first, min(uses, default=len(partition) - 1) + 1):
+            if abs(target - home) > 1:
+                changed = list(partition)
+                changed[home] &= ~(1 << block)
+                changed[target] |= 1 << block
+                yield tuple(changed)
 
 
 def _free(stage: int, onward: Sequence[int]) -> Iterator[int]:
