@@ -33,14 +33,14 @@ def test_backwards_are_where_the_lists_say(chain) -> None:
         ((0,), ()),
         ((1,), ()),
     ]
-    with pytest.raises(InvalidInputError, match=r"'my\.csv' leaves no backward to other ranks"):
+    with pytest.raises(InvalidInputError, match=r"'my\.csv' cannot have backwards on other ranks"):
         request(ONE_EACH, backward_apart=True)
 
 
 def test_stages_have_one_replica(chain) -> None:
     plan = make_plan(chain(8), cluster_of(4), request(ONE_EACH, replicas=None))
     assert [stage.replicas for stage in plan.stages] == [1, 1]
-    with pytest.raises(InvalidInputError, match=r"replicas: schedule 'my\.csv' takes no more"):
+    with pytest.raises(InvalidInputError, match=r"replicas: schedule 'my\.csv' allows only one"):
         request(ONE_EACH, replicas=2)
 
 

@@ -113,7 +113,7 @@ def test_what_a_policy_cannot_do_is_infeasible(chain):
 @pytest.mark.parametrize(("limit", "memory"), [(6000, None), (None, 6000)])
 def test_memory_that_a_policy_does_not_look_at(chain, limit, memory):
     request = replace(REQUEST, memory_limit_bytes=limit)
-    with pytest.raises(InfeasibleError, match="uniform does not look at it") as caught:
+    with pytest.raises(InfeasibleError, match="uniform ignores both") as caught:
         best("uniform", chain(8), cluster(4, memory=memory), request)
     assert "pipeline.memory_limit" in caught.value.cure
 

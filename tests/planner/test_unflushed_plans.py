@@ -95,7 +95,7 @@ def test_what_does_not_fit_is_refused(chain) -> None:
 
 
 def test_what_they_cannot_have_is_refused() -> None:
-    with pytest.raises(InvalidInputError, match="replicas: schedule 'pipedream' takes"):
+    with pytest.raises(InvalidInputError, match="replicas: schedule 'pipedream' allows"):
         PlanRequest("job", 32, schedule="pipedream", replicas=2)
 
 

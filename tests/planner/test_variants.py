@@ -169,8 +169,8 @@ def test_time_that_is_up(deep) -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"replicas": 2}, "replicas: 2 of a stage keep their backwards"),
-        ({"schedule": "zb-h1"}, "'zb-h1' leaves no backward to other ranks"),
+        ({"replicas": 2}, "replicas: a stage with replicas cannot have"),
+        ({"schedule": "zb-h1"}, "'zb-h1' cannot have backwards on other ranks"),
     ],
 )
 def test_what_goes_with_no_backward_elsewhere_is_refused(asked, message) -> None:
