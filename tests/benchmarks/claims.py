@@ -1,6 +1,6 @@
 """The claims of the papers that pipectl builds on, and what it shows for each. Prints a page.
 
-    PIPECTL_WORKLOADS=DIRECTORY python tests/benchmarks/claims.py > docs/claims.md
+    PIPECTL_WORKLOADS=DIRECTORY python tests/benchmarks/claims.py [SECTION ...] > docs/claims.md
 
 Everything here is planned and simulated. What is trained or rehearsed over real ranks is measured
 by ``rehearsal.py`` and ``offload.py``; the page says where.
@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import exp, log
 from pathlib import Path
+from time import perf_counter
 
 import planner_dapple
 from in_turns import peak_of
@@ -32,6 +34,8 @@ SHAPE = Shape(width=2048, heads=16, length=1024)
 MEMORY_BYTES = 16 * 2**30
 """Of each accelerator."""
 RANKS, SAMPLES, MICRO_BATCHES = 8, 64, 32
+BLOCKS_PER_RANK = 11
+"""To begin the search with."""
 PRECISION = 1.05
 """Of the number of blocks that fit."""
 
@@ -46,12 +50,17 @@ is on [the page of benchmarks](benchmarks.md).
 
 
 def main() -> None:
-    """Print the page, section by section."""
+    """Print the page, or the sections that are named; how long each takes goes to stderr."""
     print(OPENING)
-    for section in (dapple_plans, one_f_one_b_and_gpipe, largest_models, bubbles, nodes):
+    sections = (dapple_plans, one_f_one_b_and_gpipe, largest_models, bubbles, nodes)
+    for section in sections:
+        if sys.argv[1:] and section.__name__ not in sys.argv[1:]:
+            continue
+        started_s = perf_counter()
         for line in section():
             print(line, flush=True)
         print()
+        print(f"{section.__name__}: {perf_counter() - started_s:.0f} s", file=sys.stderr)
 
 
 def table(columns: Sequence[str], rows: Iterator[Sequence[object]]) -> Iterator[str]:
@@ -160,29 +169,57 @@ def largest_models() -> Iterator[str]:
     counts = (2, 4, 8)
 
     def row(name: str, choices: dict[str, object]) -> Sequence[object]:
-        return (name, *(parameters(largest(choices, ranks)) for ranks in counts))
+        sizes, guess = [], counts[0] * BLOCKS_PER_RANK
+        for ranks in counts:
+            sizes.append(largest(choices, ranks, guess))
+            guess = round(1.75 * sizes[-1])  # for twice as many ranks
+        return (name, *map(parameters, sizes))
 
     yield from table(
         ("technique", *(f"{count} ranks" for count in counts)),
         (row(name, choices) for name, choices in TECHNIQUES.items()),
     )
-
-
-def largest(choices: dict[str, object], ranks: int) -> int:
-    """About the most blocks that fit."""
-
-    def fits(blocks: int) -> bool:
+    yield ""
+    yield "V-Half keeps at most p/2 + 3/2 micro-batches on each of p ranks: 5.5 on 8, where the"
+    yield "first rank of 1F1B keeps 8 and the last one 1. If memory is short, the planner gives"
+    yield "1F1B's later stages more layers, until every rank holds about (p + 1)/2 = 4.5"
+    yield "micro-batches' worth, so 1F1B fits the larger models. These stages take unequal times."
+    yield "With 72 blocks on 8 ranks, which fit with both:\n"
+    profile, cluster = gpt_profile(72, SHAPE), free_memory(8)
+    for name in ("1F1B", "V-Half"):
         request = PlanRequest(
             "gpt", SAMPLES, micro_batches=MICRO_BATCHES, memory_limit_bytes=MEMORY_BYTES
         )
-        profile = gpt_profile(blocks, SHAPE)
-        return attempt(profile, free_memory(ranks), replace(request, **choices)) is not None
+        plan = attempt(profile, cluster, replace(request, **TECHNIQUES[name]))
+        if plan is not None:
+            yield f"- {name}: {plan.predicted_step_s:.3f} s, peak {format_bytes(peak_of(plan))}"
 
-    low, high = 1, 2
-    if not fits(low):
-        return 0
-    while fits(high):
-        low, high = high, 2 * high
+
+def largest(choices: dict[str, object], ranks: int, guess: int) -> int:
+    """About the most blocks that fit.
+
+    Args:
+        guess: where to begin; steps away from it double until they have passed the answer.
+    """
+    request = PlanRequest(
+        "gpt", SAMPLES, micro_batches=MICRO_BATCHES, memory_limit_bytes=MEMORY_BYTES
+    )
+    request = replace(request, **choices)
+    if request.schedule in ("gpipe", "1f1b"):  # one stage per rank needs least memory
+        request = replace(request, stages=ranks)
+
+    def fits(blocks: int) -> bool:
+        profile, cluster = gpt_profile(blocks, SHAPE), free_memory(ranks)
+        return not blocks or attempt(profile, cluster, request) is not None
+
+    low = high = max(guess, 1)
+    step = max(1, guess // 16)
+    if fits(guess):
+        while fits(high := low + step):
+            low, step = high, 2 * step
+    else:
+        while not fits(low := max(high - step, 0)):
+            high, step = low, 2 * step
     while high > PRECISION * low and high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

@@ -169,6 +169,32 @@ def test_stages_recompute_where_nothing_else_fits(hungry, schedule, limit) -> No
     assert plan.predicted_step_s <= make_plan(hungry, cluster_of(2), wanted(True)).predicted_step_s
 
 
+@pytest.mark.parametrize("schedule", ["v-half", "zb-v", "interleaved"])
+def test_stages_are_cut_for_memory_if_even_ones_do_not_fit(
+    make_operator, make_profile, schedule
+) -> None:
+    """The first rank of a V holds both ends of a model, which have most of its parameters."""
+    large = {"parameter_bytes": 4000, "parameters": (("large", 4000),)}
+    ends = {0: large, 23: {**large, "parameters": (("larger", 4000),)}}
+    operators = [make_operator(index, **ends.get(index, {})) for index in range(24)]
+    profile = make_profile(operators, [(index, index + 1) for index in range(23)])
+
+    def wanted(limit=None):
+        return request(
+            schedule, stages=6, micro_batches=8, recompute=False, memory_limit_bytes=limit
+        )
+
+    even = make_plan(profile, cluster_of(3), wanted())
+    limit = max(even.prediction.peak_memory_bytes) - 4000
+    plan = make_plan(profile, cluster_of(3), wanted(limit))
+    assert max(plan.prediction.peak_memory_bytes) <= limit
+    assert [stage.ranks for stage in plan.stages] == [stage.ranks for stage in even.stages]
+    assert even.predicted_step_s < plan.predicted_step_s < 1.5 * even.predicted_step_s
+    validate(plan, [lower(plan, rank) for rank in range(3)])
+    with pytest.raises(InfeasibleError, match="more than the memory limit"):
+        make_plan(profile, cluster_of(3), wanted(min(even.prediction.peak_memory_bytes) - 4000))
+
+
 @pytest.mark.parametrize(
     ("schedule", "ranks_of_stages"),
     [

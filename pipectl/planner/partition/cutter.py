@@ -116,6 +116,8 @@ class Fit:
         mix: the devices that stages may use.
         limits_bytes: memory of each kind of device.
         recompute: whether stages may.
+        reserved_bytes: memory that every stage leaves to other stages of its device; empty if none
+            does.
     """
 
     size: int
@@ -123,6 +125,7 @@ class Fit:
     mix: Mix
     limits_bytes: tuple[float, ...]
     recompute: bool = False
+    reserved_bytes: tuple[float, ...] = ()
 
 
 class Cutter:
@@ -250,14 +253,16 @@ class Cutter:
         Args:
             entering, buffers: how much of them counts; see ``_HELD``.
         """
+        reserved = fit.reserved_bytes[::-1] or (0.0,)
         return Goal(
             objective,
             flying=np.array(fit.warm_up[::-1], dtype=np.float64),
+            reserved_bytes=np.array(reserved, dtype=np.float64),
             temporary_bytes=self._problem.baseline_bytes
             + buffers * self._problem.scale(fit.size) * self._temporary,
             buffers=buffers,
             entering=entering,
-            limit_bytes=float(max(limits)),  # one type, one kernel
+            limit_bytes=float(max(limits)) - min(reserved),  # one type, one kernel
         )
 
     def _least(

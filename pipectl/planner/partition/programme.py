@@ -103,6 +103,7 @@ class Goal(NamedTuple):
         cap_s: no stage has a larger load.
         messages: FREE, ADDED or OVERLAPPED.
         flying: micro-batches in flight by number of stages after; empty if memory does not matter.
+        reserved_bytes: what a stage leaves to others of its device, by number of stages after.
         temporary_bytes: what one operator allocates at once.
         buffers: how often messages count as memory besides.
         entering: how much of what crosses its start a stage is taken to hold.
@@ -114,6 +115,7 @@ class Goal(NamedTuple):
     cap_s: float = inf
     messages: int = FREE
     flying: Floats = np.zeros(0)
+    reserved_bytes: Floats = np.zeros(1)
     temporary_bytes: float = 0.0
     buffers: float = 0.0
     entering: float = 1.0
@@ -344,6 +346,7 @@ def _excess_bytes(stage: _Stage, option: Any, goal: Goal, depth: int) -> float:
     buffers = goal.buffers * (stage.entering_bytes + stage.there_bytes)
     taken = stage.fixed_bytes + stage.state_bytes * option.state_share
     taken += goal.temporary_bytes - option.limit_bytes
+    taken += goal.reserved_bytes[min(depth, len(goal.reserved_bytes) - 1)]
     if option.mode == RECOMPUTE:
         return float(taken + flying * kept + stage.touched_bytes + buffers)
     held = stage.touched_bytes + kept + buffers

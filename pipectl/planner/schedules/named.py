@@ -5,7 +5,9 @@ proposes plans of all of them if none is named.
 
 Stages are cut for balance on the devices of the ranks that they lie on: round, for interleaved 1F1B
 and looped breadth-first, in a V for ZB-V and DualPipeV, one per rank for ZB-H1. Few micro-batches
-suffice, as these schedules shorten start and end; several numbers are simulated.
+suffice, as these schedules shorten start and end; several numbers are simulated. If none of these
+plans fits, stages are cut once more: for balance within the memory that the other stages of their
+rank leave them.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from pipectl.planner.costs.devices import Mix, mixes, one_each, placements
 from pipectl.planner.costs.stage_costs import with_halves
 from pipectl.planner.judge import PLANNER, TIE, Trials, largest_stage_load_s, out_of_time
 from pipectl.planner.partition.cut_space import CutSpace
-from pipectl.planner.partition.cutter import Bound, Cutter, Fit
+from pipectl.planner.partition.cutter import Bound, Cutter, Fit, plain_fit
 from pipectl.planner.partition.layout import Choice, Layout, Members
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import PLACED, Order, PlanRequest, micro_batch_sizes
@@ -40,6 +42,8 @@ MICRO_BATCHES_PER_RANK = (1, 2, 4, 8)
 MAX_ACTIONS = 150_000
 """Forwards and backwards of a step; longer ones, which these schedules help least, are not tried if
 the schedule is open."""
+MAX_CUTS_FOR_MEMORY = 4
+"""Times that the stages of a plan are cut again, each time by what the last plan held."""
 PLACED_GAIN = 0.01
 """By which share a step with several stages per rank must be faster if the schedule is open. It has
 more messages, and smaller gains are less than what predictions are off by."""
@@ -183,7 +187,8 @@ def named_plan(
 
     schedule = None if listed is not None else SCHEDULES[request.schedule or ""]
     fixed = schedule is None or schedule.placement is not Placement.STRAIGHT
-    cutter, trials = Cutter(problem, CutSpace.plain(problem.graph), check), Trials(problem, expired)
+    cutter = Cutter(problem, CutSpace.plain(problem.graph), check)
+    trials = Trials(problem, expired)
     plans: list[Plan] = []
     for size in sizes:
         if expired() and any(map(trials.fits, plans)):
@@ -198,7 +203,71 @@ def named_plan(
             for plan in _in_order(problem, layout, size):
                 tried = trials.run(with_halves(plan, profile))
                 plans.append(replace(tried, search=search))
-    return fastest_that_fits(plans, trials)
+    others: list[Plan] = []
+    if not any(map(trials.fits, plans)):
+        others = _cut_for_memory(plans, cutter, trials)
+    return fastest_that_fits(plans, trials, others)
+
+
+def _cut_for_memory(plans: Sequence[Plan], cutter: Cutter, trials: Trials) -> list[Plan]:
+    """The plan that exceeds its limits least, with other stages on the same ranks.
+
+    Stages are cut for balance within limits of their own. These share out the limit of a rank among
+    its stages as the last plan did, and allow for what only a simulation shows.
+
+    Args:
+        plans: with predictions; none fits.
+
+    Returns:
+        Plans with predictions, the last of which may fit.
+    """
+    problem, request = trials.problem, trials.problem.request
+    kind_of = {rank: kind for kind, pool in enumerate(problem.devices) for rank in pool.ranks}
+    last = min(plans, key=lambda plan: excess_bytes(plan, problem))
+    count, size, order = len(last.stages), last.micro_batch_size, (last.schedule, last.warm_up)
+    ranks = tuple(stage.ranks for stage in last.stages)
+    mix = Mix.ordered([kind_of[rank] for (rank,) in ranks], len(problem.devices))
+    may_recompute, again = request.recompute is not False, (True,) * count
+    others: list[Plan] = []
+    with suppress(OutOfTimeError):
+        for _ in range(MAX_CUTS_FOR_MEMORY):
+            fit = replace(
+                plain_fit(problem, size, last.warm_up, mix, recompute=may_recompute),
+                reserved_bytes=_reserved_bytes(last, problem),
+            )
+            tried = []
+            for cut in cutter.balanced(fit) or cutter.smallest_peak(fit):
+                if trials.are_over:
+                    break
+                recompute = again if request.recompute else cut.recompute
+                layout = Layout(cut.partition, ranks, recompute)
+                plan = problem.plan(problem.choice(layout, size, order))
+                plan = replace(plan, actions=last.actions, assumptions=last.assumptions)
+                plan = trials.run(with_halves(plan, problem.profile))
+                tried.append(replace(plan, search=last.search))
+            if not tried:
+                break
+            others += tried
+            last = min(tried, key=lambda plan: excess_bytes(plan, problem))
+            if trials.fits(last):
+                break
+    return others
+
+
+def _reserved_bytes(plan: Plan, problem: Problem) -> tuple[float, ...]:
+    """What every stage leaves to the others of its rank, and to what no stage is known to hold, if
+    all that the ranks hold grows or shrinks to their limits."""
+    assert plan.prediction is not None
+    peaks, baseline = plan.prediction.peak_memory_bytes, problem.baseline_bytes
+    reserved = []
+    for stage, flying in zip(plan.stages, plan.warm_up, strict=True):
+        (rank,), cost = stage.ranks, stage.cost
+        limit = problem.limit_bytes(rank)
+        held = cost.resident_bytes + cost.accumulated_bytes + flying * stage.kept_bytes
+        held += stage.recompute * cost.saved_bytes
+        share = held / max(1, peaks[rank] - baseline)
+        reserved.append((limit - baseline) * (1 - share) if limit < inf else 0.0)
+    return tuple(reserved)
 
 
 def _in_order(problem: Problem, layout: Layout, size: int) -> Iterator[Plan]:
@@ -319,11 +388,14 @@ def placed_orders(
     return [(schedule, warm_up) for warm_up in dict.fromkeys(depths)]
 
 
-def fastest_that_fits(plans: list[Plan], trials: Trials) -> Plan:
+def fastest_that_fits(
+    plans: Sequence[Plan], trials: Trials, cut_for_memory: Sequence[Plan] = ()
+) -> Plan:
     """The fastest that fits, with bounds of its own step: its stages were cut for a longer one.
 
     Args:
         plans: with predictions; if none fits, stages do without what they save where they may.
+        cut_for_memory: more of them, for the case that none of ``plans`` fits.
 
     Raises:
         InfeasibleError: none does.
@@ -332,7 +404,9 @@ def fastest_that_fits(plans: list[Plan], trials: Trials) -> Plan:
     problem, request = trials.problem, trials.problem.request
     modes = ModeSearch(trials, (bool(request.offload),))
     fitting = [plan for plan in plans if trials.fits(plan)]
-    fitting = fitting or [held for plan in plans if (held := modes.within_memory(plan))]
+    if not fitting:
+        plans = [*plans, *cut_for_memory]
+        fitting = [held for plan in plans if (held := modes.within_memory(plan))]
     if not fitting and trials.time_is_up:
         raise out_of_time()
     if not fitting:
