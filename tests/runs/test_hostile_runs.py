@@ -434,13 +434,18 @@ site_defaults: false
 """
 
 
+def code_that_marks(directory: Path) -> str:
+    """A module with the names of the job, which makes a directory when it runs."""
+    return f"import os\nos.mkdir({str(directory / 'ran')!r})\nbuild = data = None\n"
+
+
 @pytest.fixture
 def code(place: Place) -> Path:
     """A module of the other user's that says when it runs."""
     path = place.theirs / "model.py"
 
     def write() -> None:
-        path.write_text(f"import os\nos.mkdir({str(place.mine / 'ran')!r})\n")
+        path.write_text(code_that_marks(place.mine))
         path.chmod(0o644)
 
     as_user(MALLORY, write)
@@ -491,7 +496,7 @@ def test_modules_and_their_packages_are_looked_at_like_files(place: Place, spoil
     def write() -> None:
         (root / "pk").mkdir(parents=True, mode=0o755)
         for name in ("__init__.py", "net.py"):
-            (root / "pk" / name).write_text(f"import os\nos.mkdir({str(place.mine / 'ran')!r})\n")
+            (root / "pk" / name).write_text(code_that_marks(place.mine))
             (root / "pk" / name).chmod(0o644)
         (place.mine / "job.yaml").write_text(JOB.replace("MODEL", f"{root}/pk.net"))
 
