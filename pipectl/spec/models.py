@@ -13,50 +13,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
-from pipectl.spec import references
-from pipectl.spec.types import (
-    SCHEDULE_SUFFIX,
-    VERSION,
-    Auto,
-    Bytes,
-    Count,
-    Flag,
-    Grid,
-    JobName,
-    Keywords,
-    LossReference,
-    Name,
-    Natural,
-    NonNegative,
-    Options,
-    Padding,
-    Positive,
-    Reference,
-    Replicas,
-    Schedule,
-    Script,
-    Seconds,
-    Section,
-    Select,
-    Text,
-    Variables,
-    Version,
-    Walltime,
-    WeightReference,
-    drop_nulls,
-)
+from pipectl.spec import references, types
 
 
-class Factory(Section):
+class Factory(types.Section):
     """User code to call: a class, constructed with `kwargs`, or a function.
 
     A string is short for `{factory: string}`.
     """
 
-    factory: Reference
+    factory: types.Reference
     """`./file.py:name`, relative to the spec file, or `package.module:name`, which may also be next
     to the spec file."""
-    kwargs: Keywords = Field(default_factory=dict)
+    kwargs: types.Keywords = Field(default_factory=dict)
     """Keyword arguments; the values keep their YAML types."""
 
     @model_validator(mode="before")
@@ -74,11 +43,11 @@ class Factory(Section):
 
 
 _SHORT = {"title": "./file.py:name or package.module:name", "type": "string", "pattern": ":"}
-Factories = Annotated[dict[Name, Factory], BeforeValidator(drop_nulls)]
+Factories = Annotated[dict[types.Name, Factory], BeforeValidator(types.drop_nulls)]
 """User code by name."""
 
 
-class Group(Section):
+class Group(types.Section):
     """Parameters with options of their own.
 
     Every other key is an option of the optimizer, such as `lr` or `weight_decay`, and overrides
@@ -86,9 +55,9 @@ class Group(Section):
     """
 
     model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: Keywords = Field(init=False)
+    __pydantic_extra__: types.Keywords = Field(init=False)
 
-    match: Text
+    match: types.Text
     """A pattern of full names as in `model.named_parameters()`, such as `*.bias`; `*` also matches
     dots. A parameter belongs to the first group that matches it."""
 
@@ -105,11 +74,11 @@ class Model(Factory):
     """When parameters are created: `eager` builds the whole model in every process; `per_rank`
     builds it without memory, and each rank creates only the parameters of its own stages. Their
     random values follow from `training.seed`: the same for every plan, but not those of `eager`."""
-    opaque: tuple[Text, ...] = ()
+    opaque: tuple[types.Text, ...] = ()
     """Submodules to keep whole, as one operator each that runs their own code: patterns of names as
     in `model.named_modules()`, such as `blocks.*.router`. Submodules that cannot be captured are
     kept whole without being named."""
-    weights: Text | None = None
+    weights: types.Text | None = None
     """Weights to start from, relative to the spec file: a safetensors file, its `.index.json`, or a
     directory of them; by default those that the factory creates."""
 
@@ -117,7 +86,7 @@ class Model(Factory):
 class Optimizer(Factory):
     """The optimizer, called with the parameters."""
 
-    factory: Reference = "torch.optim:AdamW"
+    factory: types.Reference = "torch.optim:AdamW"
     """The optimizer class, or a function that returns an optimizer. Each rank calls it with the
     parameters of its own stages (with `shard_optimizer`, its part of them), in the order of
     `model.named_parameters()`, or with a list of parameter groups if there are `groups`."""
@@ -132,18 +101,18 @@ class Data(Factory):
     A sample is `(inputs, targets)` or a mapping; inputs go to the model (a mapping as keywords).
     """
 
-    workers: Natural = 0
+    workers: types.Natural = 0
     """Processes that load samples, per rank."""
-    drop_last: Flag = False
+    drop_last: types.Flag = False
     """Leave out the last batch of an epoch if it is not full. Batches of iterable data are always
     full: they continue into the next epoch."""
-    shuffle: Flag = True
+    shuffle: types.Flag = True
     """Draw a new order of samples every epoch. Iterable data keep their own order."""
-    buckets: tuple[Count, ...] = ()
+    buckets: tuple[types.Count, ...] = ()
     """Lengths that sequences are padded to, rising: each step takes samples of one bucket, the
     shortest that holds them. By default all samples have one shape. Held-out data are padded
     likewise."""
-    pad: Padding = Field(default_factory=dict)
+    pad: types.Padding = Field(default_factory=dict)
     """Fields that are padded to the length of a bucket, with the value for each, such as
     `{input_ids: 0, labels: -100}`. The fields of a mapping have the names of its keys, the two of a
     pair `inputs` and `targets`; the first dimension of each is the sequence."""
@@ -152,37 +121,37 @@ class Data(Factory):
 class Loss(Factory):
     """The loss, called with `(outputs, targets)`."""
 
-    factory: LossReference
+    factory: types.LossReference
     """The loss function or class, or `model`: the model returns its loss."""
-    weight: WeightReference = "samples"
+    weight: types.WeightReference = "samples"
     """Weight of a micro-batch in the loss of a step or evaluation: its number of `samples`, or a
     function of its `targets`, such as the number of valid tokens."""
 
 
-class EarlyStopping(Section):
+class EarlyStopping(types.Section):
     """Ends the training when a metric of the evaluations no longer improves.
 
     The weights after the last evaluation are saved; the job is COMPLETED.
     """
 
-    metric: Text = "loss"
+    metric: types.Text = "loss"
     """`loss`, or the name of one of `metrics`."""
     mode: Literal["min", "max"] = "min"
     """Whether a smaller (`min`) or a larger (`max`) value is better."""
-    patience: Count = 3
+    patience: types.Count = 3
     """Number of evaluations in a row without an improvement after which the training ends."""
-    min_delta: NonNegative = 0.0
+    min_delta: types.NonNegative = 0.0
     """A value counts as an improvement if it is better than the best one by more than this."""
 
 
-class Evaluation(Section):
+class Evaluation(types.Section):
     """Evaluation on held-out data."""
 
     data: Factory
     """The held-out dataset."""
-    every: Count | None = None
+    every: types.Count | None = None
     """Steps between evaluations; by default only after the last step."""
-    batch_size: Count | None = None
+    batch_size: types.Count | None = None
     """Samples evaluated at once; by default those of a training micro-batch."""
     metrics: Factories = Field(default_factory=dict)
     """Functions by name, called with `(outputs, targets)`, or classes with `update(outputs,
@@ -190,7 +159,7 @@ class Evaluation(Section):
     early_stopping: EarlyStopping | None = None
 
 
-class LossScale(Section):
+class LossScale(types.Section):
     """How `float16` keeps small gradients from becoming zero: as `torch.amp.GradScaler` does.
 
     The loss is multiplied by a scale, and the gradients are divided by it. If a gradient overflows
@@ -198,30 +167,30 @@ class LossScale(Section):
     doubled after `growth_interval` steps without an overflow.
     """
 
-    initial: Positive = 65536.0
+    initial: types.Positive = 65536.0
     """The scale of the first step."""
-    growth_interval: Count = 2000
+    growth_interval: types.Count = 2000
     """Steps without an overflow before the scale doubles."""
 
 
-class Training(Section):
+class Training(types.Section):
     """How long and on what batches to train."""
 
-    steps: Count
+    steps: types.Count
     """Optimizer steps."""
-    batch_size: Count
+    batch_size: types.Count
     """Samples per step, over all ranks."""
-    seed: Natural = 0
+    seed: types.Natural = 0
     """Seed of the parameters, the order of samples and all random operators."""
     precision: Literal["float32", "bf16", "float16"] = "float32"
     """Precision of the arithmetic. `bf16` and `float16` run model and loss under `torch.autocast`;
     parameters, gradients and optimizer stay float32. `float16` also scales the loss."""
-    compile: Flag = False
+    compile: types.Flag = False
     """Run the stages through `torch.compile`. It needs a C++ compiler on the nodes, takes a minute
     or more before the first step, and fuses operators, so results agree only within rounding.
     Profiles and plans do not include its effect."""
     loss_scale: LossScale = LossScale()
-    clip_grad_norm: Positive | None = None
+    clip_grad_norm: types.Positive | None = None
     """Maximum norm of all gradients; by default they are not clipped."""
     on_nonfinite: Literal["stop", "skip", "ignore"] = "stop"
     """What happens if the loss or a gradient is infinite or NaN. `stop` ends the job with an error
@@ -230,15 +199,15 @@ class Training(Section):
     this key applies only to the loss."""
 
 
-class Pipeline(Section):
+class Pipeline(types.Section):
     """How the model is spread over the ranks. The planner chooses what is `auto`."""
 
-    stages: Annotated[Count | None, Auto()] = None
+    stages: Annotated[types.Count | None, types.Auto()] = None
     """Number of stages: at most one per rank; with the schedules `interleaved` and `looped-bfs` a
     multiple of the ranks, with `zb-v`, `dualpipev`, `v-half` and `v-min` two per rank."""
-    micro_batches: Annotated[Count | None, Auto()] = None
+    micro_batches: Annotated[types.Count | None, types.Auto()] = None
     """Number of parts into which each batch is divided."""
-    schedule: Schedule = None
+    schedule: types.Schedule = None
     """Order of work. `gpipe` runs all forwards before the backwards; `1f1b` alternates them and
     keeps fewer activations. `looped-bfs` and `interleaved` are the same with several stages per
     rank (two, unless `stages` says otherwise): less waiting, more messages. `zb-h1`, `zb-v` and
@@ -247,50 +216,50 @@ class Pipeline(Section):
     per rank). `pipedream` and `pipedream-2bw` overlap steps, with gradients of older weights: no
     waiting, but different results. Or your own: a `.csv` file of actions, relative to the spec
     file, or the name of a schedule of an installed package."""
-    warm_up: Annotated[tuple[Count, ...] | None, Auto()] = None
+    warm_up: Annotated[tuple[types.Count, ...] | None, types.Auto()] = None
     """Forwards that each stage runs before its first backward, one number per stage; needs
     `stages`."""
-    replicas: Replicas = None
+    replicas: types.Replicas = None
     """Copies of each stage, which take micro-batches in turn and add up their gradients: a number,
     or `any` to let the planner choose stage by stage; `auto` is 1. Sums over copies are rounded
     in another order than on one rank, and running statistics of BatchNorm are means over the
     copies."""
-    shard_optimizer: Flag = False
+    shard_optimizer: types.Flag = False
     """Divide the optimizer state of a stage among its copies (ZeRO stage 1): less memory, the same
     results, messages after each step."""
-    recompute: Annotated[Literal["none", "all", "blocks"] | None, Auto()] = None
+    recompute: Annotated[Literal["none", "all", "blocks"] | None, types.Auto()] = None
     """Which stages keep only their inputs, and compute their forward again before the backward:
     `all` stages, or all stages in `blocks`, which keeps the inputs of each block and recomputes one
     block after the other. `auto`: the stages that do not fit into memory otherwise, in blocks if
     necessary; and with `backward: apart`, stages whose inputs are faster to send than what they
     save."""
-    offload: Annotated[Literal["none", "host", "disk"] | None, Auto()] = None
+    offload: Annotated[Literal["none", "host", "disk"] | None, types.Auto()] = None
     """Where stages keep what they save for their backward: `host` is the host's memory, for ranks
     on accelerators; `disk` is a file in the `TMPDIR` of each node. `auto`: `host` on accelerators,
     and on CPUs `disk` if the cluster file gives its bandwidth; only for stages that it helps."""
-    backward: Annotated[Literal["together", "apart"] | None, Auto()] = "together"
+    backward: Annotated[Literal["together", "apart"] | None, types.Auto()] = "together"
     """Where the backward of a stage runs: `together` with its forward, or `apart`, on a rank of its
     own, which also updates the weights and receives what it needs. `auto`: apart if faster."""
-    memory_limit: Bytes | None = None
+    memory_limit: types.Bytes | None = None
     """Resident memory per rank, the process itself included; by default its share of
     `resources.memory_per_node`, if that is given."""
 
 
-class Resources(Section):
+class Resources(types.Section):
     """What the job asks for, under every scheduler."""
 
-    nodes: Count = 1
+    nodes: types.Count = 1
     """Nodes."""
-    tasks_per_node: Count = 1
+    tasks_per_node: types.Count = 1
     """MPI ranks per node."""
-    cpus_per_task: Count = 1
+    cpus_per_task: types.Count = 1
     """Cores per rank, which computes with as many threads (see `launch.progress: core`)."""
-    gpus_per_node: Natural = 0
+    gpus_per_node: types.Natural = 0
     """Accelerators per node. If above 0, ranks compute on them, and the job fails if
     torch finds none (`pipectl doctor` says what it finds)."""
-    memory_per_node: Bytes | None = None
+    memory_per_node: types.Bytes | None = None
     """Memory per node; by default what the scheduler gives."""
-    walltime: Walltime = 3600
+    walltime: types.Walltime = 3600
     """Time after which the batch system ends the job; `local` jobs have no limit. A number without
     a unit is minutes, as for `sbatch --time`."""
 
@@ -306,7 +275,7 @@ class Resources(Section):
         return None if whole is None else whole // self.tasks_per_node
 
 
-class Launch(Section):
+class Launch(types.Section):
     """How the ranks are started."""
 
     scheduler: Literal["auto", "local", "slurm", "pbs"] = "auto"
@@ -314,13 +283,13 @@ class Launch(Section):
     found, else `pbs` if `qsub` is, else `local`."""
     launcher: Literal["auto", "srun", "mpiexec"] = "auto"
     """The command that starts the ranks; `auto` is `mpiexec`. `srun` needs Slurm."""
-    mpi: Text = "auto"
+    mpi: types.Text = "auto"
     """The value of `srun --mpi`, such as `pmix`; or the kind of `mpiexec`: `hydra` (MPICH),
     `openmpi`, `intel` or `cray` (PALS). `auto` detects it at submission, if possible."""
     bind: Literal["none", "cores", "numa"] = "none"
     """Bind each rank to `cpus_per_task` cores of its own (`cores`), or to a memory domain of its
     node (`numa`)."""
-    args: tuple[Text, ...] = ()
+    args: tuple[types.Text, ...] = ()
     """Further arguments of the launcher, verbatim."""
     progress: Literal["auto", "none", "poll", "thread", "core"] = "auto"
     """What moves messages while ranks compute: `none` if MPI does so by itself, `poll` between
@@ -330,10 +299,10 @@ class Launch(Section):
     gpu_aware: Literal["auto", "always", "never"] = "auto"
     """Whether MPI reads and writes the memory of accelerators directly: `always`, `never`, or
     `auto`: if MPI says that it can, and a test message arrives."""
-    hang_after: Seconds = 30
+    hang_after: types.Seconds = 30
     """How long a rank may be frozen, or its node silent, before the job is ended; at least three
     steps."""
-    template: Text | None = None
+    template: types.Text | None = None
     """A Jinja template that extends the job script, relative to the file that names it."""
 
     @property
@@ -342,44 +311,44 @@ class Launch(Section):
         return int(self.progress == "core")
 
 
-class Environment(Section):
+class Environment(types.Section):
     """What the job script does before the ranks start."""
 
-    modules: tuple[Text, ...] = ()
+    modules: tuple[types.Text, ...] = ()
     """Names for `module load`, in this order."""
-    setup: tuple[Script, ...] = ()
+    setup: tuple[types.Script, ...] = ()
     """Shell code put into the job script verbatim, after the modules."""
-    variables: Variables = Field(default_factory=dict)
+    variables: types.Variables = Field(default_factory=dict)
     """Environment variables of all ranks. They may contain secrets: they are written only to two
     files of the run directory that nobody but its owner can read, to no script and no report."""
-    container: Text | None = None
+    container: types.Text | None = None
     """Apptainer image in which the ranks run, relative to the spec file, or an address such as
     `docker://...`; its `python3` must have torch, mpi4py and pipectl."""
 
 
-class Checkpoint(Section):
+class Checkpoint(types.Section):
     """When the training state is saved."""
 
-    every: Count | None = None
+    every: types.Count | None = None
     """Steps between checkpoints; by default only after the last step."""
-    keep: Count = 3
+    keep: types.Count = 3
     """Number of checkpoints to keep; older ones are removed."""
-    keep_every: Count | None = None
+    keep_every: types.Count | None = None
     """Checkpoints whose step is a multiple of this are kept too."""
-    lead_time: Seconds = 180
+    lead_time: types.Seconds = 180
     """How long before the end of the walltime the ranks save a checkpoint and end, at most a
     quarter of the walltime. It must be enough for a step and the checkpoint."""
-    max_requeues: Natural = 3
+    max_requeues: types.Natural = 3
     """How often the job is requeued after that, or after the failure of a node, to continue from
     its last checkpoint. (On PBS it submits itself again, if the site allows that.)"""
 
 
-class Trace(Section):
+class Trace(types.Section):
     """Which steps are recorded action by action, for `pipectl report`."""
 
-    steps: tuple[Count, ...] = (10,)
+    steps: tuple[types.Count, ...] = (10,)
     """Steps to record, or the last step of a shorter run. `[]` for none."""
-    every: Count | None = None
+    every: types.Count | None = None
     """Also record every step that is a multiple of this; 1 records all."""
 
     def includes(self, step: int, steps: int) -> bool:
@@ -392,18 +361,18 @@ class Trace(Section):
         return due or any(step == min(wanted, steps) for wanted in self.steps)
 
 
-class Tracking(Section):
+class Tracking(types.Section):
     """Experiment trackers that get every line of the metrics, and the job as their config.
 
     The name of one, such as `wandb`, is short for `{wandb: {}}`. See [metrics](metrics.md).
     """
 
-    tensorboard: Keywords | None = None
+    tensorboard: types.Keywords | None = None
     """TensorBoard: event files in the run directory, in the folder `directory`, by default
     `tensorboard`."""
-    wandb: Keywords | None = None
+    wandb: types.Keywords | None = None
     """Weights & Biases: arguments of `wandb.init`, such as `project` and `entity`."""
-    mlflow: Keywords | None = None
+    mlflow: types.Keywords | None = None
     """MLflow: `experiment` and `tracking_uri`."""
 
     @model_validator(mode="before")
@@ -416,22 +385,22 @@ class Tracking(Section):
         return {"anyOf": [handler.resolve_ref_schema(handler(core)), {"enum": [*cls.model_fields]}]}
 
 
-class Output(Section):
+class Output(types.Section):
     """Where results go."""
 
-    directory: Text = "runs"
+    directory: types.Text = "runs"
     """Directory of the run directories, relative to the working directory; the environment variable
     `PIPECTL_RUNS` changes the default. Commands on runs look there too, or in `-d DIRECTORY`."""
 
 
-class Slurm(Section):
+class Slurm(types.Section):
     """Options for Slurm alone; ignored elsewhere."""
 
-    partition: Text | None = None
+    partition: types.Text | None = None
     """Partition."""
-    account: Text | None = None
+    account: types.Text | None = None
     """Account the job is charged to."""
-    options: Options = Field(default_factory=dict)
+    options: types.Options = Field(default_factory=dict)
     """Further options of sbatch, such as `{qos: long, constraint: a100&nvlink, exclusive: true}`:
     long names or single letters, with a text, with `true` for an option without a value, or with a
     list for an option that is repeated. `gpus-per-node` and `mem` (or `mem-per-cpu`,
@@ -440,21 +409,21 @@ class Slurm(Section):
     are refused."""
 
 
-class Pbs(Section):
+class Pbs(types.Section):
     """Options for PBS alone; ignored elsewhere."""
 
-    queue: Text | None = None
+    queue: types.Text | None = None
     """Queue."""
-    account: Text | None = None
+    account: types.Text | None = None
     """Account the job is charged to."""
-    select: Select | None = None
+    select: types.Select | None = None
     """Appended to the resources of each node in `-l select`, such as `model=icelake`."""
-    options: Options = Field(default_factory=dict)
+    options: types.Options = Field(default_factory=dict)
     """Further options of qsub by letter, such as `{P: project, m: ae, l: [place=scatter:excl]}`,
     with values as for `slurm`. Several nodes are placed by `scatter` unless `l` says otherwise."""
 
 
-class Sweep(Section):
+class Sweep(types.Section):
     """Several runs of this job that differ in some values: a job array on Slurm and PBS.
 
     Keys are dotted as for `--set`. `version`, `name`, `resources`, `slurm`, `pbs`,
@@ -463,12 +432,12 @@ class Sweep(Section):
     other than `check` and `submit` ignore the sweep. See [sweeps](sweeps.md).
     """
 
-    grid: Grid = Field(default_factory=dict)
+    grid: types.Grid = Field(default_factory=dict)
     """Keys with lists of values, such as `optimizer.kwargs.lr: [1e-3, 3e-4]`; every combination is
     a run."""
-    points: tuple[Keywords, ...] = ()
+    points: tuple[types.Keywords, ...] = ()
     """Further runs, each a mapping of keys to values."""
-    at_once: Count | None = None
+    at_once: types.Count | None = None
     """How many may run at the same time; by default what the batch system allows, and one on this
     machine."""
 
@@ -486,12 +455,12 @@ class Sweep(Section):
             yield {key: (("sweep", "points", index, key), point[key]) for key in point}
 
 
-class JobSpec(Section):
+class JobSpec(types.Section):
     """A training job: what is trained, on what, and how the job runs."""
 
-    version: Version = VERSION
+    version: types.Version = types.VERSION
     """Version of this format."""
-    name: JobName = ""
+    name: types.JobName = ""
     """Name of the job and of its runs; by default the name of the file, without its ending."""
     model: Model
     loss: Loss
@@ -514,13 +483,13 @@ class JobSpec(Section):
     this job as a dict; what it returns is called with every line of `metrics.jsonl`."""
     tracking: Tracking = Tracking()
     output: Output = Output()
-    cluster: Text | None = None
+    cluster: types.Text | None = None
     """Path of `cluster.json`, relative to the file that names it; by default the one that `pipectl
     profile --links` measured for this job, else a cluster assumed from `resources`."""
     slurm: Slurm = Slurm()
     pbs: Pbs = Pbs()
     sweep: Sweep | None = None
-    site_defaults: Flag = True
+    site_defaults: types.Flag = True
     """Whether this job takes defaults from site files."""
 
     _base: Path = PrivateAttr(default_factory=Path.cwd)
@@ -539,7 +508,7 @@ class JobSpec(Section):
     def schedule_file(self) -> Path | None:
         """Absolute path of the user's own schedule, if a file is named."""
         name = self.pipeline.schedule or ""
-        return self.base / name if name.endswith(SCHEDULE_SUFFIX) else None
+        return self.base / name if name.endswith(types.SCHEDULE_SUFFIX) else None
 
     @property
     def template_file(self) -> Path | None:
