@@ -15,7 +15,7 @@ import numpy as np
 from pipectl.plan import Plan
 from pipectl.planner.activations.modes import ModeSearch
 from pipectl.planner.costs.stage_costs import least_peaks_bytes
-from pipectl.planner.judge import TIE, Trials
+from pipectl.planner.evaluate import TIE, Evaluator
 from pipectl.planner.partition.estimate import ROUNDING
 from pipectl.planner.partition.layout import Choice, Layout, Ranks
 from pipectl.planner.problem import Problem
@@ -33,7 +33,7 @@ Family = tuple[tuple[int, ...], int, str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Candidate:
-    """A choice and its estimate, which with one rank per stage is the least its step can take.
+    """A choice and the estimate of its step, a lower bound with one rank per stage.
 
     Args:
         size: samples of a micro-batch that the layout was estimated with; replicas that take whole
@@ -45,7 +45,7 @@ class Candidate:
     layout: Layout
     size: int
     micro_batches: int
-    bound_s: float
+    estimate_s: float
 
     @property
     def simplicity(self) -> Simplicity:
@@ -151,10 +151,10 @@ class Candidates:
             best.setdefault(row[0], row)
         return (self._candidate(*row) for row in best.values())
 
-    def _candidate(self, place: int, number: int, bound_s: float) -> Candidate:
+    def _candidate(self, place: int, number: int, estimate_s: float) -> Candidate:
         layout, count = self._layouts[place], self._problem.micro_batches(self._size)
         choice = self._problem.choice(layout, self._size, self._orders[number])
-        return Candidate(choice, layout, self._size, count, bound_s)
+        return Candidate(choice, layout, self._size, count, estimate_s)
 
 
 MAX_ACTIONS_OF_SEARCH = 200_000
@@ -178,7 +178,7 @@ class Judge:
     """Collects the verdicts on the candidates of one problem.
 
     Attributes:
-        trials: what simulates them.
+        evaluator: what simulates them.
         fastest_s: the shortest step so far.
         gave_up: whether candidates were left out because enough were simulated.
     """
@@ -187,8 +187,8 @@ class Judge:
         self._problem = problem
         self._verdicts: list[Verdict] = []
         self._outcomes: dict[Choice, float] = {}
-        self.trials = Trials(problem, max_actions=MAX_ACTIONS_OF_SEARCH)
-        self._modes = ModeSearch(self.trials, (False,))
+        self.evaluator = Evaluator(problem, max_actions=MAX_ACTIONS_OF_SEARCH)
+        self._modes = ModeSearch(self.evaluator, (False,))
         self.fastest_s = inf
         self.gave_up = False
 
@@ -205,7 +205,7 @@ class Judge:
         if not self.may_fit(candidate):
             self._outcomes[candidate.choice] = inf
             return False
-        if self.is_beaten(candidate.bound_s) or self._ties_at_best(candidate):
+        if self.is_beaten(candidate.estimate_s) or self._ties_at_best(candidate):
             return True
         return self.examine(candidate)
 
@@ -218,8 +218,8 @@ class Judge:
         choice = candidate.choice
         if choice in self._outcomes:
             return self._outcomes[choice] < inf
-        plan = self.trials.run(self._problem.plan(choice))
-        fits = self.trials.fits(plan)
+        plan = self.evaluator.run(self._problem.plan(choice))
+        fits = self.evaluator.fits(plan)
         if not fits and max(map(len, choice.ranks)) > 1 and plan.predicted_step_s < self.fastest_s:
             held = self._modes.within_memory(plan)
             plan, fits = held or plan, held is not None
@@ -247,28 +247,28 @@ class Judge:
         """Of all that was simulated and fits."""
         return {verdict.candidate.family for verdict in self._verdicts}
 
-    def is_beaten(self, bound_s: float) -> bool:
-        """Whether a plan that takes at least so long cannot even tie, or enough were simulated."""
-        if bound_s > self.fastest_s * (1 + TIE):
+    def is_beaten(self, estimate_s: float) -> bool:
+        """Whether a plan with such an estimate cannot even tie, or enough were simulated."""
+        if estimate_s > self.fastest_s * (1 + TIE):
             return True
-        enough = self.trials.are_over and bool(self._verdicts)
+        enough = self.evaluator.is_exhausted and bool(self._verdicts)
         self.gave_up |= enough
         return enough
 
     def least_s(self, candidate: Candidate) -> float:
-        """The step of a candidate, or its bound if it was not simulated; infinite if it
+        """The step of a candidate, or its estimate if it was not simulated; infinite if it
         does not fit, and could not if its stages recomputed."""
-        outcome_s = self._outcomes.get(candidate.choice, candidate.bound_s)
+        outcome_s = self._outcomes.get(candidate.choice, candidate.estimate_s)
         helps = self._problem.request.recompute is None
-        return candidate.bound_s if helps and outcome_s == inf else outcome_s
+        return candidate.estimate_s if helps and outcome_s == inf else outcome_s
 
     def _ties_at_best(self, candidate: Candidate) -> bool:
         """Whether a candidate can at most tie, and is no simpler than what it would tie with."""
-        best = self.best() if candidate.bound_s >= self.fastest_s * (1 - TIE) else None
+        best = self.best() if candidate.estimate_s >= self.fastest_s * (1 - TIE) else None
         if best is None or candidate.simplicity < best.candidate.simplicity:
             return False
         equal = candidate.simplicity == best.candidate.simplicity
-        return not equal or candidate.bound_s >= best.step_s * (1 - 2 * ROUNDING)
+        return not equal or candidate.estimate_s >= best.step_s * (1 - 2 * ROUNDING)
 
     def may_fit(self, candidate: Candidate) -> bool:
         """Whether the parts of the memory that no schedule avoids are within the limits."""

@@ -15,9 +15,9 @@ from pipectl.errors import InfeasibleError
 from pipectl.plan import Plan, Replication
 from pipectl.planner.bounds import work_s
 from pipectl.planner.costs.stage_costs import with_halves
+from pipectl.planner.evaluate import PLANNER, preference, with_findings
 from pipectl.planner.explain.what_if import with_ranks
 from pipectl.planner.explorer import MAX_ACTIONS_OF_REPLICAS, explore
-from pipectl.planner.judge import PLANNER, preference, with_findings
 from pipectl.planner.partition.layout import Choice
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import PLACED, PlanRequest, open_orders

@@ -40,11 +40,11 @@ from pipectl.plan import Plan, Replication
 from pipectl.planner.areas import Area, Areas, first_choices
 from pipectl.planner.bounds import work_s
 from pipectl.planner.candidates import Candidate, Candidates, Judge, Verdict
+from pipectl.planner.evaluate import out_of_time, with_findings
 from pipectl.planner.graph.blocks import condense
 from pipectl.planner.infeasible import infeasible, least_demanding
-from pipectl.planner.judge import out_of_time, with_findings
 from pipectl.planner.partition.cut_space import CutSpace
-from pipectl.planner.partition.cutter import MANY_RANKS, Bound, Cutter, plain_fit
+from pipectl.planner.partition.cutter import MANY_RANKS, Bound, Cutter, cut_request
 from pipectl.planner.partition.estimate import ROUNDING
 from pipectl.planner.partition.layout import (
     POLICIES,
@@ -98,7 +98,7 @@ estimates."""
 
 
 @dataclass(frozen=True)
-class _Fit:
+class _CutForMemory:
     """Stages to be cut for the memory limit."""
 
     area: Area
@@ -106,7 +106,7 @@ class _Fit:
     warm_up: tuple[int, ...]
 
 
-_Item = Area | Candidates | _Fit
+_Item = Area | Candidates | _CutForMemory
 
 
 class Explorer:
@@ -127,9 +127,9 @@ class Explorer:
         self._areas = Areas(problem, space, counts, self.cutter)
         self._queue: list[tuple[float, tuple[int, ...], int, _Item]] = []
         self._pushed = 0
-        self._fits: set[_Fit] = set()
+        self._fits: set[_CutForMemory] = set()
         self._fitted = 0
-        self._hopeless: list[_Fit] = []
+        self._hopeless: list[_CutForMemory] = []
         self._memory_is_short = False
         self._complete: dict[Area, Candidates] = {}
         self._opened: list[Candidates] = []
@@ -141,9 +141,9 @@ class Explorer:
         for area in self._areas.all:
             self._push(area.least_s, (area.stages, 0, 0, area.micro_batches), area)
         while self._queue:
-            bound_s, _, _, item = heappop(self._queue)
+            estimate_s, _, _, item = heappop(self._queue)
             self._check()
-            if self.judge.is_beaten(bound_s):
+            if self.judge.is_beaten(estimate_s):
                 break
             if isinstance(item, Area):
                 self._open(item)
@@ -179,7 +179,7 @@ class Explorer:
         """The next best plans of other shapes; most were not simulated because they are beaten."""
         options = [each for opened in self._opened for each in opened.best_of_orders()]
         known = self.judge.families()
-        for candidate in sorted(options, key=lambda each: (each.bound_s, each.simplicity)):
+        for candidate in sorted(options, key=lambda each: (each.estimate_s, each.simplicity)):
             if len(known) > most:
                 break
             if candidate.family not in known and self.judge.may_fit(candidate):
@@ -207,9 +207,9 @@ class Explorer:
             raise infeasible(problem, self.cutter, demand) if demand else out_of_time()
         return best
 
-    def _push(self, bound_s: float, simplicity: tuple[int, ...], item: _Item) -> None:
+    def _push(self, estimate_s: float, simplicity: tuple[int, ...], item: _Item) -> None:
         self._pushed += 1
-        heappush(self._queue, (bound_s, simplicity, self._pushed, item))
+        heappush(self._queue, (estimate_s, simplicity, self._pushed, item))
 
     def _push_candidates(self, candidates: Candidates) -> None:
         if candidates.next_s < inf:
@@ -222,7 +222,7 @@ class Explorer:
         flight; if none fit so, the area is given up.
         """
         if self._memory_is_short:
-            fit = _Fit(area, *self._areas.orders(area.stages, area.size)[0])
+            fit = _CutForMemory(area, *self._areas.orders(area.stages, area.size)[0])
             if fit not in self._fits:
                 self._fits.add(fit)
                 self._fit(fit)
@@ -245,7 +245,7 @@ class Explorer:
             self._polish(candidate)
         if not self.judge.judge(candidate) and self.problem.has_limits:
             choice, area = candidate.choice, self._area_of(candidate)
-            fit = _Fit(area, choice.schedule, choice.warm_up)
+            fit = _CutForMemory(area, choice.schedule, choice.warm_up)
             if fit not in self._fits:
                 self._fits.add(fit)
                 self._push(area.least_s, candidate.simplicity, fit)
@@ -256,7 +256,7 @@ class Explorer:
         orders = self._areas.orders(area.stages, area.size)
         return Candidates(self.problem, layouts, area.size, orders)
 
-    def _fit(self, fit: _Fit) -> None:
+    def _fit(self, fit: _CutForMemory) -> None:
         """Cut anew, within the memory limit."""
         if self._fitted < MAX_FITTINGS and not self._is_hopeless(fit):
             if self._consider_fit(fit):
@@ -264,7 +264,7 @@ class Explorer:
             else:
                 self._hopeless.append(fit)
 
-    def _is_hopeless(self, fit: _Fit) -> bool:
+    def _is_hopeless(self, fit: _CutForMemory) -> bool:
         """Whether less of everything found no stages that fit."""
         return any(
             other.area.stages == fit.area.stages
@@ -273,12 +273,12 @@ class Explorer:
             for other in self._hopeless
         )
 
-    def _consider_fit(self, fit: _Fit) -> bool:
+    def _consider_fit(self, fit: _CutForMemory) -> bool:
         """Judge the partitions that fit best, without and with recomputation; are there any?"""
         area, any_cuts = fit.area, False
         for mix in self._areas.mixes(area.stages):
             for recompute in self.problem.request.recompute_choices:
-                wanted = plain_fit(self.problem, area.size, fit.warm_up, mix, recompute=recompute)
+                wanted = cut_request(self.problem, area.size, fit.warm_up, mix, recompute=recompute)
                 cuts = self.cutter.balanced(wanted)
                 any_cuts |= bool(cuts)
                 layouts, order = self._areas.layouts(cuts), (fit.schedule, fit.warm_up)
@@ -298,7 +298,7 @@ class Explorer:
                 fresh = size < min(self._areas.sizes(stages))
                 if fresh and not self.judge.is_beaten(area.least_s):
                     depths = open_orders(request, stages, area.micro_batches)
-                    self._consider_fit(_Fit(area, *depths[0]))
+                    self._consider_fit(_CutForMemory(area, *depths[0]))
 
     def _improve(self) -> None:
         """Move borders of the best layout while that makes its simulated step shorter."""
@@ -320,9 +320,9 @@ class Explorer:
             before = self.judge.best()
             assert before is not None
             candidate = before.candidate
-            exact = before.step_s <= candidate.bound_s * (1 + MIN_GAIN)
+            exact = before.step_s <= candidate.estimate_s * (1 + MIN_GAIN)
             if exact and candidate.choice in self._minima:
-                return  # the bounds are what is simulated: no neighbour can be better
+                return  # the estimates are what is simulated: no neighbour can be better
             if replicated:
                 self._consider_near_replicas(candidate)
             else:
@@ -342,28 +342,28 @@ class Explorer:
         if area in self._complete or candidate.choice in self._minima:
             return
         recut = self._recut(area)
-        if recut.next_s < candidate.bound_s:
+        if recut.next_s < candidate.estimate_s:
             candidate = recut.take()
         numbers, turns, seen = count(), 0, {candidate.layout}
-        queue = [(candidate.bound_s, FEW, next(numbers), candidate)]
+        queue = [(candidate.estimate_s, FEW, next(numbers), candidate)]
         reserve = self._looks // 2
         while queue and turns < PATIENCE and self._looks > reserve:
-            bound_s, reach, _, start = heappop(queue)
+            estimate_s, reach, _, start = heappop(queue)
             turns += 1
             if reach < FAR:
-                heappush(queue, (bound_s, reach + 1, next(numbers), start))
+                heappush(queue, (estimate_s, reach + 1, next(numbers), start))
             for near in islice(self._near(start, reach).best_of_layouts(), NEAREST):
-                better = near.bound_s < candidate.bound_s * (1 - MIN_GAIN)
+                better = near.estimate_s < candidate.estimate_s * (1 - MIN_GAIN)
                 if near.layout not in seen:
                     seen.add(near.layout)
-                    turn_s = near.bound_s if better else near.bound_s * (1 + 2 * MIN_GAIN)
+                    turn_s = near.estimate_s if better else near.estimate_s * (1 + 2 * MIN_GAIN)
                     heappush(queue, (turn_s, FEW, next(numbers), near))
                 if better:
                     candidate, turns = near, 0
             if turns == FAR:  # no move over a border is better
                 self._minima.add(candidate.choice)
                 self.judge.judge(candidate)
-                if self.judge.least_s(candidate) > candidate.bound_s * (1 + MAX_ERROR):
+                if self.judge.least_s(candidate) > candidate.estimate_s * (1 + MAX_ERROR):
                     break
         self.judge.consider(self._candidates([candidate.layout], area))  # simpler orders may tie
 
@@ -387,7 +387,7 @@ class Explorer:
     def _replicate(self) -> None:
         """Judge layouts with replicas: the best by their estimates, in every way."""
         problem, few = self.problem, self.problem.cluster.ranks <= MANY_RANKS
-        self.judge.trials.extend(MAX_ACTIONS_OF_REPLICAS)
+        self.judge.evaluator.extend(MAX_ACTIONS_OF_REPLICAS)
         starts = self._replicated()
         if few:
             chosen: list[Candidate] = []
@@ -421,11 +421,11 @@ class Explorer:
         else:
             sizes = micro_batch_sizes(problem.request, MICRO_BATCHES_PER_RANK * ranks)
         sizes.sort(key=lambda size: abs(log(problem.micro_batches(size) / (2 * ranks))))
-        orders = device_orders(problem.cluster.node_of_rank)[: 1 if ranks > MANY_RANKS else 2]
+        rank_orders = device_orders(problem.cluster.node_of_rank)[: 1 if ranks > MANY_RANKS else 2]
         starts: list[Candidate] = []
         for size in sizes:
             cuts = self.cutter.with_replicas(size)
-            for order in orders:
+            for order in rank_orders:
                 layouts = (Layout(c.partition, consecutive(c.devices, order)) for c in cuts)
                 starts += self._rate(layouts, size)
         return _best_first(starts)
@@ -446,7 +446,7 @@ class Explorer:
                 candidate.layout, problem.graph, loads, ranks, min(size, ranks), keep_stages=fixed
             )
             best = Candidates(problem, list(near), size, with_replicas=True)
-            if best.next_s >= candidate.bound_s * (1 - ROUNDING):
+            if best.next_s >= candidate.estimate_s * (1 - ROUNDING):
                 break
             candidate = best.take()
         return candidate
@@ -498,7 +498,7 @@ def _is_replicated(choice: Choice) -> bool:
 def _best_first(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Candidates of layouts with replicas by their estimates, each layout and size once."""
     best: dict[tuple[int, Layout], Candidate] = {}
-    for each in sorted(candidates, key=lambda each: (each.bound_s, each.size, each.layout)):
+    for each in sorted(candidates, key=lambda each: (each.estimate_s, each.size, each.layout)):
         best.setdefault((each.size, each.layout), each)
     return list(best.values())
 

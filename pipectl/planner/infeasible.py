@@ -10,8 +10,8 @@ from pipectl.errors import InfeasibleError
 from pipectl.plan import Plan
 from pipectl.planner.costs.devices import Mix, mixes, one_each, placements
 from pipectl.planner.costs.stage_costs import largest_peak_bytes
-from pipectl.planner.judge import predicted
-from pipectl.planner.partition.cutter import Cutter, Fit, plain_fit
+from pipectl.planner.evaluate import predicted
+from pipectl.planner.partition.cutter import CutRequest, Cutter, cut_request
 from pipectl.planner.partition.layout import Layout
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import Order, PlanRequest, micro_batch_sizes, open_orders
@@ -41,7 +41,7 @@ def least_demanding(
     for stages in sorted({*counts[:MANY], *counts[-MANY:]}):
         order = open_orders(request, stages, problem.micro_batches(size))[0]
         for mix in mixes(problem.devices, states, stages, stages):
-            fit = plain_fit(problem, size, order[1], mix, recompute=again)
+            fit = cut_request(problem, size, order[1], mix, recompute=again)
             for cut in cutter.smallest_peak(fit):
                 for placement in placements(problem.cluster, problem.devices, cut.kinds):
                     recompute = (True,) * stages if request.recompute else cut.recompute
@@ -139,7 +139,7 @@ def _estimate(
     """The smallest peak found under a changed request, without buffers of messages."""
     size = micro_batch_sizes(request, request.batch_size)[-1]
     _, warm_up = open_orders(request, stages, problem.micro_batches(size))[0]
-    fit = Fit(size, warm_up, Mix.ordered([0] * stages, 1), (limit,))
+    fit = CutRequest(size, warm_up, Mix.ordered([0] * stages, 1), (limit,))
     count, baseline = problem.micro_batches(size), problem.baseline_bytes
     return min(
         largest_peak_bytes(

@@ -18,7 +18,7 @@ from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
 from pipectl.planner.copies import MAX_ALTERNATIVES, plain_plans
-from pipectl.planner.judge import TIE
+from pipectl.planner.evaluate import TIE
 from pipectl.planner.request import PLACED, PlanRequest
 from pipectl.planner.schedules.named import named_plan
 from pipectl.planner.schedules.unflushed import unflushed_plan

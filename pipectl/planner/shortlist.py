@@ -8,7 +8,7 @@ from math import inf
 from pipectl.plan import Plan
 from pipectl.planner.activations.modes import ModeSearch
 from pipectl.planner.bounds import least_step_s
-from pipectl.planner.judge import TIE, Trials, preference
+from pipectl.planner.evaluate import TIE, Evaluator, preference
 from pipectl.planner.problem import Problem
 
 
@@ -34,10 +34,10 @@ class Shortlist:
         accepts: Callable[[Plan], bool] = lambda _: True,
         **limits: int,
     ) -> None:
-        self.trials = Trials(problem, expired, **limits)
+        self.evaluator = Evaluator(problem, expired, **limits)
         self.plans: list[Plan] = []
         self.finished = True
-        self._modes = ModeSearch(self.trials, offload)
+        self._modes = ModeSearch(self.evaluator, offload)
         self._cluster = problem.cluster
         self._accepts = accepts
 
@@ -56,15 +56,15 @@ class Shortlist:
         """
         simulated: list[Plan] = []
         for plan in proposed:
-            if self.trials.are_over and (self.plans or simulated):
+            if self.evaluator.is_exhausted and (self.plans or simulated):
                 self.finished = False
                 break
             if least_step_s(plan, self._cluster) < self.fastest_s * (1 - gain):
                 simulated.append(self._modes.simplest(plan))
         for plan in sorted(simulated, key=preference):
             limit_s = self.fastest_s * (1 - gain)
-            held: Plan | None = plan if self.trials.fits(plan) else None
-            if plan.predicted_step_s < limit_s and not (self.plans and self.trials.are_over):
+            held: Plan | None = plan if self.evaluator.fits(plan) else None
+            if plan.predicted_step_s < limit_s and not (self.plans and self.evaluator.is_exhausted):
                 held = self._modes.within_memory(plan)
             if held is None or not self._accepts(held):
                 continue

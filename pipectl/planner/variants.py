@@ -28,10 +28,10 @@ from pipectl.plan import Plan
 from pipectl.planner.bounds import work_s
 from pipectl.planner.copies import plain_plans
 from pipectl.planner.costs.devices import mixes, one_each, placements
+from pipectl.planner.evaluate import TIE, out_of_time, preference, with_findings
 from pipectl.planner.explain.what_if import with_enough_memory
-from pipectl.planner.judge import TIE, out_of_time, preference, with_findings
 from pipectl.planner.partition.cut_space import CutSpace
-from pipectl.planner.partition.cutter import Cutter, plain_fit
+from pipectl.planner.partition.cutter import Cutter, cut_request
 from pipectl.planner.partition.layout import Layout
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import (
@@ -68,7 +68,7 @@ def varied_plans(
     """
     search = _VariantSearch(Problem(profile, cluster, request), expired)
     plans, bound_s = search.run(), work_s(profile, cluster, request)
-    finished = not search.shortlist.trials.are_over
+    finished = not search.shortlist.evaluator.is_exhausted
     return [
         replace(
             with_findings(plan, cluster, bound_s, finished=finished),
@@ -136,7 +136,7 @@ class _VariantSearch:
         requests = [wanted]
         if self._is_short:
             self._unlimited = self._without_limits(wanted)
-            fitting = [plan for plan in self._unlimited if self.shortlist.trials.fits(plan)]
+            fitting = [plan for plan in self._unlimited if self.shortlist.evaluator.fits(plan)]
             saves = request.offload or request.blocks
             if fitting and fitting[0] is self._unlimited[0] and not saves:
                 self._is_short = False
@@ -276,7 +276,7 @@ class _VariantSearch:
         for mix in mixes(problem.devices, len(problem.graph) + 1, stages, stages):
             with suppress(OutOfTimeError):
                 for cut in self._cutter.balanced(
-                    plain_fit(problem, size, held, mix, recompute=again)
+                    cut_request(problem, size, held, mix, recompute=again)
                 ):
                     for place in placements(problem.cluster, problem.devices, cut.kinds):
                         layout = Layout(cut.partition, one_each(place))

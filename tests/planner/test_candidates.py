@@ -40,7 +40,7 @@ def test_candidates_come_by_their_bounds_and_the_simplest_of_equals_first(
     candidates = Candidates(problem, layouts, 8, orders)
     everything = list(candidates)
     assert len({each.choice for each in everything}) == len(layouts) * len(orders)
-    keys = [(each.bound_s, each.simplicity) for each in everything]
+    keys = [(each.estimate_s, each.simplicity) for each in everything]
     assert keys == sorted(keys)
     best = [
         next(each for each in everything if (each.choice.schedule, each.choice.warm_up) == order)
@@ -50,7 +50,7 @@ def test_candidates_come_by_their_bounds_and_the_simplest_of_equals_first(
         best, key=everything.index
     )
     for number, each in enumerate(everything):
-        assert candidates.next_s == each.bound_s
+        assert candidates.next_s == each.estimate_s
         assert candidates.take() == each
         assert candidates.taken == everything[: number + 1]
     assert candidates.next_s == float("inf")

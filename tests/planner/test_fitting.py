@@ -14,7 +14,7 @@ from pipectl.planner.costs.devices import Mix
 from pipectl.planner.costs.stage_costs import largest_peak_bytes
 from pipectl.planner.graph.blocks import condense
 from pipectl.planner.partition.cut_space import CutSpace
-from pipectl.planner.partition.cutter import Cutter, Fit
+from pipectl.planner.partition.cutter import CutRequest, Cutter
 from pipectl.planner.problem import Problem
 
 
@@ -31,11 +31,11 @@ def cutter_of(problem):
 def fit_of(limits, warm_up):
     """Stages of 8 samples, in the order of kinds of one device each."""
     kinds = len(limits)
-    return Fit(8, tuple(warm_up), Mix.ordered(range(kinds), kinds), tuple(limits))
+    return CutRequest(8, tuple(warm_up), Mix.ordered(range(kinds), kinds), tuple(limits))
 
 
 def one_kind(limit, warm_up):
-    return Fit(8, tuple(warm_up), Mix.ordered([0] * len(warm_up), 1), (limit,))
+    return CutRequest(8, tuple(warm_up), Mix.ordered([0] * len(warm_up), 1), (limit,))
 
 
 def peak(problem, partition, warm_up):

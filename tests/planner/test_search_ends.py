@@ -12,7 +12,7 @@ from pipectl.planner import Found, PlanRequest, make_plan, search_plans
 from pipectl.planner.costs.devices import Mix
 from pipectl.planner.graph.blocks import condense
 from pipectl.planner.partition.cut_space import CutSpace
-from pipectl.planner.partition.cutter import Cutter, plain_fit
+from pipectl.planner.partition.cutter import Cutter, cut_request
 from pipectl.planner.problem import Problem
 
 LINK = Link(1e-4, 1e7)
@@ -115,8 +115,8 @@ def test_stages_recompute_where_nothing_else_fits(hungry) -> None:
         make_plan(hungry, CLUSTER, request)
     problem = Problem(hungry, CLUSTER, request, condense(hungry))
     cutter, mix = Cutter(problem, CutSpace.plain(problem.graph)), Mix.free([4], 4)
-    assert cutter.balanced(plain_fit(problem, 8, (4, 3, 2, 1), mix)) == []
-    cuts = cutter.balanced(plain_fit(problem, 8, (4, 3, 2, 1), mix, recompute=True))
+    assert cutter.balanced(cut_request(problem, 8, (4, 3, 2, 1), mix)) == []
+    cuts = cutter.balanced(cut_request(problem, 8, (4, 3, 2, 1), mix, recompute=True))
     again = cuts[0].recompute
     assert any(again)
     assert not all(again), "the last stage has one micro-batch in flight and need not"

@@ -29,7 +29,7 @@ from typing import NamedTuple
 from pipectl.cluster import OffloadTarget
 from pipectl.plan import Plan, Stage
 from pipectl.planner.activations.blocks import BlockPlans
-from pipectl.planner.judge import TIE, Trials
+from pipectl.planner.evaluate import TIE, Evaluator
 
 
 class Mode(NamedTuple):
@@ -57,21 +57,21 @@ class ModeSearch:
     """Chooses the modes of the stages of plans.
 
     Args:
-        trials: of a problem, whose request says which modes are allowed.
+        evaluator: of a problem, whose request says which modes are allowed.
         offload: whether stages may offload, all that is allowed.
     """
 
-    def __init__(self, trials: Trials, offload: Sequence[bool]) -> None:
-        request = trials.problem.request
+    def __init__(self, evaluator: Evaluator, offload: Sequence[bool]) -> None:
+        request = evaluator.problem.request
         combinations = product(
             sorted(request.recompute_choices), sorted(request.block_choices), sorted(offload)
         )
         self._allowed = [
             Mode(again, away, cut) for again, cut, away in combinations if again or not cut
         ]
-        self._trials = trials
-        self._cluster = trials.problem.cluster
-        self._block_plans = BlockPlans(trials.problem.profile)
+        self._evaluator = evaluator
+        self._cluster = evaluator.problem.cluster
+        self._block_plans = BlockPlans(evaluator.problem.profile)
         self._may_recompute = len(request.recompute_choices) > 1  # and need not
 
     def simplest(self, plan: Plan) -> Plan:
@@ -79,8 +79,8 @@ class ModeSearch:
 
         If backwards are elsewhere, and stages may recompute, they do if less traffic pays.
         """
-        tried = self._trials.run(self._alike(plan, self._allowed[0]))
-        return _guess_traffic(tried, self._trials) if self._may_recompute else tried
+        tried = self._evaluator.run(self._alike(plan, self._allowed[0]))
+        return _guess_traffic(tried, self._evaluator) if self._may_recompute else tried
 
     def within_memory(self, plan: Plan) -> Plan | None:
         """The fastest of the plans found that differ in the modes of their stages.
@@ -91,21 +91,21 @@ class ModeSearch:
         Returns:
             None if none fits.
         """
-        trials = self._trials
-        if trials.fits(plan):
-            return _settle_traffic(plan, trials) if self._may_recompute else plan
+        evaluator = self._evaluator
+        if evaluator.fits(plan):
+            return _settle_traffic(plan, evaluator) if self._may_recompute else plan
         if len(self._allowed) == 1:
             return None
         stages = range(len(plan.stages))
         fitting: dict[Mode, list[bool]] = {}
         for mode in self._allowed:
-            alike = trials.run(self._alike(plan, mode))
-            fitting[mode] = [trials.stage_fits(alike, index) for index in stages]
+            alike = evaluator.run(self._alike(plan, mode))
+            fitting[mode] = [evaluator.stage_fits(alike, index) for index in stages]
         best: Plan | None = None
         for price in (self._cost_of(plan.offload_to), _offload_first, _recompute_first):
             chosen = _cheapest(plan, fitting, price)
-            tried = None if chosen is None else trials.run(self._with_modes(plan, chosen))
-            if tried is not None and trials.fits(tried) and _is_faster(tried, best):
+            tried = None if chosen is None else evaluator.run(self._with_modes(plan, chosen))
+            if tried is not None and evaluator.fits(tried) and _is_faster(tried, best):
                 best = tried
         return None if best is None else self._improved(best, fitting)
 
@@ -128,19 +128,19 @@ class ModeSearch:
 
     def _improved(self, best: Plan, fitting: Mapping[Mode, Sequence[bool]]) -> Plan:
         """With cheaper modes for single stages, as long as that makes the step shorter."""
-        trials, before, cost_s = self._trials, None, self._cost_of(best.offload_to)
-        while best is not before and not trials.are_over:
+        evaluator, before, cost_s = self._evaluator, None, self._cost_of(best.offload_to)
+        while best is not before and not evaluator.is_exhausted:
             before = best
             for index in range(len(best.stages)):
                 for mode, fits in fitting.items():
                     stage, chosen = best.stages[index], list(map(Mode.of, best.stages))
                     cheaper = cost_s(mode, stage) < cost_s(chosen[index], stage)
                     may_fit = fits[index] or _shares_ranks(best, index)
-                    if not (cheaper and may_fit) or chosen[index] == mode or trials.are_over:
+                    if not (cheaper and may_fit) or chosen[index] == mode or evaluator.is_exhausted:
                         continue
                     chosen[index] = mode
-                    tried = trials.run(self._with_modes(best, chosen))
-                    if trials.fits(tried) and _is_faster(tried, best):
+                    tried = evaluator.run(self._with_modes(best, chosen))
+                    if evaluator.fits(tried) and _is_faster(tried, best):
                         best = tried
         return best
 
@@ -192,14 +192,14 @@ def _shares_ranks(plan: Plan, index: int) -> bool:
     )
 
 
-def _guess_traffic(plan: Plan, trials: Trials) -> Plan:
+def _guess_traffic(plan: Plan, evaluator: Evaluator) -> Plan:
     """The fastest if no stages, those with slow links, or all recompute; of equals the first.
 
     Args:
         plan: with a prediction, and nothing recomputed.
     """
     apart = [index for index, stage in enumerate(plan.stages) if stage.backward_ranks]
-    slow = [index for index in apart if _has_slow_link(plan.stages[index], trials)]
+    slow = [index for index in apart if _has_slow_link(plan.stages[index], evaluator)]
     best = plan
     for chosen in (slow, apart) if slow != apart else (apart,):
         if chosen:
@@ -207,30 +207,30 @@ def _guess_traffic(plan: Plan, trials: Trials) -> Plan:
                 replace(stage, recompute=index in chosen) if stage.backward_ranks else stage
                 for index, stage in enumerate(plan.stages)
             )
-            best = _better(best, tuple(again), trials)
+            best = _better(best, tuple(again), evaluator)
     return best
 
 
-def _settle_traffic(plan: Plan, trials: Trials) -> Plan:
+def _settle_traffic(plan: Plan, evaluator: Evaluator) -> Plan:
     """With other choices of single stages, as long as that makes the step shorter.
 
     Args:
         plan: with a prediction.
     """
     best, before = plan, None
-    while best is not before and not trials.are_over:
+    while best is not before and not evaluator.is_exhausted:
         before = best
         for index, stage in enumerate(plan.stages):
-            if stage.backward_ranks and not trials.are_over:
+            if stage.backward_ranks and not evaluator.is_exhausted:
                 changed = list(best.stages)
                 changed[index] = replace(changed[index], recompute=not changed[index].recompute)
-                best = _better(best, tuple(changed), trials)
+                best = _better(best, tuple(changed), evaluator)
     return best
 
 
-def _has_slow_link(stage: Stage, trials: Trials) -> bool:
+def _has_slow_link(stage: Stage, evaluator: Evaluator) -> bool:
     """Whether sending its inputs and computing once more seems to take less than what it saves."""
-    cluster = trials.problem.cluster
+    cluster = evaluator.problem.cluster
     ends = stage.ranks[0], stage.backward_ranks[0]
     link, speeds = cluster.link(*ends), [cluster.device(rank).speed for rank in ends]
     forward_s, again_s = (stage.cost.forward_s / speed for speed in speeds)
@@ -240,11 +240,11 @@ def _has_slow_link(stage: Stage, trials: Trials) -> bool:
     return inputs_s < saved_s
 
 
-def _better(best: Plan, stages: tuple[Stage, ...], trials: Trials) -> Plan:
+def _better(best: Plan, stages: tuple[Stage, ...], evaluator: Evaluator) -> Plan:
     """The plan, or that with other stages: what fits, and of what both do, what is faster by more
     than a tie."""
-    tried = trials.run(replace(best, stages=stages, prediction=None))
-    fit = trials.fits(best), trials.fits(tried)
+    tried = evaluator.run(replace(best, stages=stages, prediction=None))
+    fit = evaluator.fits(best), evaluator.fits(tried)
     if fit[0] != fit[1]:
         return tried if fit[1] else best
     return tried if _is_faster(tried, best) else best

@@ -107,8 +107,8 @@ class Bound:
 
 
 @dataclass(frozen=True)
-class Fit:
-    """What shall fit.
+class CutRequest:
+    """What stages to cut, within which memory.
 
     Args:
         size: samples of a micro-batch.
@@ -188,7 +188,7 @@ class Cutter:
         attained = is_simple and isfinite(best_s) and best_s <= proven_s * (1 + 1e-12)
         return Bound(proven_s, attained)
 
-    def balanced(self, fit: Fit) -> list[Cut]:
+    def balanced(self, fit: CutRequest) -> list[Cut]:
         """Partitions with small bottlenecks that fit, or nearly; the caller checks exact peaks.
 
         Balanced ones come with those that have the shortest way and are nearly as balanced. What
@@ -223,7 +223,7 @@ class Cutter:
             before = chains
         return list(dict.fromkeys(cuts))
 
-    def smallest_peak(self, fit: Fit) -> list[Cut]:
+    def smallest_peak(self, fit: CutRequest) -> list[Cut]:
         """Partitions whose most demanding rank, relative to its limit, demands least."""
         limits = tuple(limit if isfinite(limit) else 0.0 for limit in fit.limits_bytes)
         stages = len(fit.warm_up)
@@ -240,13 +240,18 @@ class Cutter:
         return list(dict.fromkeys(cuts))
 
     def _fitting_options(
-        self, fit: Fit, mix: Mix, limits: Sequence[float]
+        self, fit: CutRequest, mix: Mix, limits: Sequence[float]
     ) -> tuple[Options, tuple[int, ...]]:
         modes = (KEEP, RECOMPUTE) if fit.recompute else (KEEP,)
         return self._options(mix, limits, modes), modes
 
     def _fitting_goal(
-        self, fit: Fit, objective: int, entering: float, buffers: float, limits: Sequence[float]
+        self,
+        fit: CutRequest,
+        objective: int,
+        entering: float,
+        buffers: float,
+        limits: Sequence[float],
     ) -> Goal:
         """A goal with memory.
 
@@ -266,7 +271,7 @@ class Cutter:
         )
 
     def _least(
-        self, fit: Fit, table: CostTable, options: Options, goal: Goal, tallies: Integers
+        self, fit: CutRequest, table: CostTable, options: Options, goal: Goal, tallies: Integers
     ) -> list[tuple[float, Chain]]:
         """The best chain within limits, if there is one, with its value; of short stages first,
         which are nearly always enough; of peaks the best of these, too."""
@@ -518,11 +523,11 @@ def replica_counts(most: int) -> list[int]:
     return counts
 
 
-def plain_fit(
+def cut_request(
     problem: Problem, size: int, warm_up: Sequence[int], mix: Mix, *, recompute: bool = False
-) -> Fit:
+) -> CutRequest:
     """A fit within the limits of a problem's devices."""
-    return Fit(size, tuple(warm_up), mix, problem.kind_limits_bytes, recompute)
+    return CutRequest(size, tuple(warm_up), mix, problem.kind_limits_bytes, recompute)
 
 
 def table_of(

@@ -25,9 +25,9 @@ from pipectl.planner.areas import even_partition
 from pipectl.planner.bounds import work_s
 from pipectl.planner.costs.devices import Mix, mixes, one_each, placements
 from pipectl.planner.costs.stage_costs import with_halves
-from pipectl.planner.judge import PLANNER, TIE, Trials, largest_stage_load_s, out_of_time
+from pipectl.planner.evaluate import PLANNER, TIE, Evaluator, largest_stage_load_s, out_of_time
 from pipectl.planner.partition.cut_space import CutSpace
-from pipectl.planner.partition.cutter import Bound, Cutter, Fit, plain_fit
+from pipectl.planner.partition.cutter import Bound, CutRequest, Cutter, cut_request
 from pipectl.planner.partition.layout import Choice, Layout, Members
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import PLACED, Order, PlanRequest, micro_batch_sizes
@@ -83,7 +83,7 @@ def layouts_for(
     layouts: dict[Layout, None] = {}
     with suppress(OutOfTimeError):
         for mix in ways:
-            for cut in cutter.balanced(Fit(size, (1,) * count, mix, (inf,) * len(devices))):
+            for cut in cutter.balanced(CutRequest(size, (1,) * count, mix, (inf,) * len(devices))):
                 places = [tuple(ranks)]
                 if not fixed:
                     places = placements(problem.cluster, devices, cut.kinds)
@@ -188,10 +188,10 @@ def named_plan(
     schedule = None if listed is not None else SCHEDULES[request.schedule or ""]
     fixed = schedule is None or schedule.placement is not Placement.STRAIGHT
     cutter = Cutter(problem, CutSpace.plain(problem.graph), check)
-    trials = Trials(problem, expired)
+    evaluator = Evaluator(problem, expired)
     plans: list[Plan] = []
     for size in sizes:
-        if expired() and any(map(trials.fits, plans)):
+        if expired() and any(map(evaluator.fits, plans)):
             break
         layouts = layouts_for(problem, cutter, places, size, fixed=fixed)
         if not layouts:
@@ -201,15 +201,15 @@ def named_plan(
         search = _search(problem, cutter, places, size, finished=not expired())
         for layout in layouts:
             for plan in _in_order(problem, layout, size):
-                tried = trials.run(with_halves(plan, profile))
+                tried = evaluator.run(with_halves(plan, profile))
                 plans.append(replace(tried, search=search))
     others: list[Plan] = []
-    if not any(map(trials.fits, plans)):
-        others = _cut_for_memory(plans, cutter, trials)
-    return fastest_that_fits(plans, trials, others)
+    if not any(map(evaluator.fits, plans)):
+        others = _cut_for_memory(plans, cutter, evaluator)
+    return fastest_that_fits(plans, evaluator, others)
 
 
-def _cut_for_memory(plans: Sequence[Plan], cutter: Cutter, trials: Trials) -> list[Plan]:
+def _cut_for_memory(plans: Sequence[Plan], cutter: Cutter, evaluator: Evaluator) -> list[Plan]:
     """The plan that exceeds its limits least, with other stages on the same ranks.
 
     Stages are cut for balance within limits of their own. These share out the limit of a rank among
@@ -221,7 +221,7 @@ def _cut_for_memory(plans: Sequence[Plan], cutter: Cutter, trials: Trials) -> li
     Returns:
         Plans with predictions, the last of which may fit.
     """
-    problem, request = trials.problem, trials.problem.request
+    problem, request = evaluator.problem, evaluator.problem.request
     kind_of = {rank: kind for kind, pool in enumerate(problem.devices) for rank in pool.ranks}
     last = min(plans, key=lambda plan: excess_bytes(plan, problem))
     count, size, order = len(last.stages), last.micro_batch_size, (last.schedule, last.warm_up)
@@ -232,24 +232,24 @@ def _cut_for_memory(plans: Sequence[Plan], cutter: Cutter, trials: Trials) -> li
     with suppress(OutOfTimeError):
         for _ in range(MAX_CUTS_FOR_MEMORY):
             fit = replace(
-                plain_fit(problem, size, last.warm_up, mix, recompute=may_recompute),
+                cut_request(problem, size, last.warm_up, mix, recompute=may_recompute),
                 reserved_bytes=_reserved_bytes(last, problem),
             )
             tried = []
             for cut in cutter.balanced(fit) or cutter.smallest_peak(fit):
-                if trials.are_over:
+                if evaluator.is_exhausted:
                     break
                 recompute = again if request.recompute else cut.recompute
                 layout = Layout(cut.partition, ranks, recompute)
                 plan = problem.plan(problem.choice(layout, size, order))
                 plan = replace(plan, actions=last.actions, assumptions=last.assumptions)
-                plan = trials.run(with_halves(plan, problem.profile))
+                plan = evaluator.run(with_halves(plan, problem.profile))
                 tried.append(replace(plan, search=last.search))
             if not tried:
                 break
             others += tried
             last = min(tried, key=lambda plan: excess_bytes(plan, problem))
-            if trials.fits(last):
+            if evaluator.fits(last):
                 break
     return others
 
@@ -389,7 +389,7 @@ def placed_orders(
 
 
 def fastest_that_fits(
-    plans: Sequence[Plan], trials: Trials, cut_for_memory: Sequence[Plan] = ()
+    plans: Sequence[Plan], evaluator: Evaluator, cut_for_memory: Sequence[Plan] = ()
 ) -> Plan:
     """The fastest that fits, with bounds of its own step: its stages were cut for a longer one.
 
@@ -401,13 +401,13 @@ def fastest_that_fits(
         InfeasibleError: none does.
         OutOfTimeError: none of those does that were found in time.
     """
-    problem, request = trials.problem, trials.problem.request
-    modes = ModeSearch(trials, (bool(request.offload),))
-    fitting = [plan for plan in plans if trials.fits(plan)]
+    problem, request = evaluator.problem, evaluator.problem.request
+    modes = ModeSearch(evaluator, (bool(request.offload),))
+    fitting = [plan for plan in plans if evaluator.fits(plan)]
     if not fitting:
         plans = [*plans, *cut_for_memory]
         fitting = [held for plan in plans if (held := modes.within_memory(plan))]
-    if not fitting and trials.time_is_up:
+    if not fitting and evaluator.time_is_up:
         raise out_of_time()
     if not fitting:
         least = min(excess_bytes(plan, problem) for plan in plans)

@@ -15,9 +15,9 @@ from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
 from pipectl.planner.activations.modes import ModeSearch
 from pipectl.planner.assumptions import count_assumptions
+from pipectl.planner.evaluate import Evaluator
 from pipectl.planner.explain.what_if import with_enough_memory
 from pipectl.planner.explorer import explore
-from pipectl.planner.judge import Trials
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import PlanRequest, stage_counts
 from pipectl.planner.schedules.named import fastest_that_fits, pipeline_sizes
@@ -49,10 +49,10 @@ def unflushed_plan(
     plans: list[Plan] = []
     reason: Exception | None = None
     problem = Problem(profile, cluster, request)
-    trials = Trials(problem, expired)
-    modes = ModeSearch(trials, (bool(request.offload),))
+    evaluator = Evaluator(problem, expired)
+    modes = ModeSearch(evaluator, (bool(request.offload),))
     for wanted in _long_steps(problem):
-        if expired() and any(map(trials.fits, plans)):
+        if expired() and any(map(evaluator.fits, plans)):
             break
         try:  # balanced, and if that does not fit, with stages that a flushed step fits
             for machines, limit in (
@@ -67,13 +67,13 @@ def unflushed_plan(
                 plan = _unflushed(cut, request)
                 tried = modes.simplest(plan)
                 plans.append(modes.within_memory(tried) or tried)
-                if trials.fits(plans[-1]):
+                if evaluator.fits(plans[-1]):
                     break
         except (InfeasibleError, OutOfTimeError) as error:
             reason = error
     if reason is not None and not plans:
         raise reason
-    return fastest_that_fits(plans, trials)
+    return fastest_that_fits(plans, evaluator)
 
 
 def _long_steps(problem: Problem) -> Iterator[PlanRequest]:

@@ -1,4 +1,4 @@
-"""Plans on trial: simulated, held against the memory of every rank, and compared.
+"""The evaluation of plans: simulated, held against the memory of every rank, and compared.
 
 Every plan that the planner returns was simulated here. Of plans that fit, the fastest is best;
 those whose steps differ by less than ``TIE`` are equal, and the simplest of them wins.
@@ -54,7 +54,7 @@ def out_of_time() -> OutOfTimeError:
     return OutOfTimeError("planning was ended before any plan was found", cure="allow more time")
 
 
-class Trials:
+class Evaluator:
     """Simulates plans of a problem, within its limits of memory.
 
     Args:
@@ -75,7 +75,7 @@ class Trials:
         self._actions = 0
 
     @property
-    def are_over(self) -> bool:
+    def is_exhausted(self) -> bool:
         """Whether no more should be tried, once there is something."""
         return self._actions > self._max_actions or self.time_is_up
 
