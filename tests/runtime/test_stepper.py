@@ -186,9 +186,9 @@ def test_a_schedule_that_takes_a_loss_is_refused_without_evaluations(
     job: Maker, given: tuple[str, ...]
 ) -> None:
     schedule = "lr_scheduler: {factory: './model.py:plateau', kwargs: {patience: 1}}"
-    with pytest.raises(CaptureError, match=r"^lr_scheduler: ReduceLROnPlateau follows") as caught:
+    with pytest.raises(CaptureError, match=r"^lr_scheduler: ReduceLROnPlateau needs") as caught:
         stepper_of(job("kwargs: {lr: 1.0}", schedule, *given))
-    assert "evaluation section with every" in (caught.value.cure or "")
+    assert "set evaluation.every" in (caught.value.cure or "")
 
 
 def test_muon_names_what_it_cannot_update(job: Maker) -> None:

@@ -51,7 +51,7 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(WorkerError) as caught:
         store.write([vector(8 * KIB)])
     assert caught.value.message == (
-        f"rank 3: no space for offload in {tmp_path}: 8.00 KiB more are needed beside "
+        f"rank 3: no space for offload in {tmp_path}: 8.00 KiB more are needed in addition to "
         "4.00 KiB, and the disk is full"
     )
     store.close()
