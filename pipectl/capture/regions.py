@@ -181,6 +181,9 @@ _DTYPES = {"bf16": torch.bfloat16, "float16": torch.float16}
 _MISSING = re.compile("not implemented for|could not create a primitive|not supported|Half")
 
 
+_NOTHING = nullcontext()
+
+
 def arithmetic(precision: str, device: torch.device) -> AbstractContextManager[object]:
     """The context for forwards; backwards follow what their forward did, and need none.
 
@@ -189,7 +192,7 @@ def arithmetic(precision: str, device: torch.device) -> AbstractContextManager[o
         device: where the operators run.
     """
     dtype = _DTYPES.get(precision)
-    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+    return _NOTHING if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
 @contextmanager

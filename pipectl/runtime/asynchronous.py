@@ -22,10 +22,10 @@ from pipectl.capture.step import own_name, sample_shares, target_shares, weighte
 from pipectl.errors import CaptureError, MismatchError
 from pipectl.plan import Plan
 from pipectl.runtime.division import LossShares
-from pipectl.runtime.engine import StepRun
+from pipectl.runtime.engine import Row, StepRun
 from pipectl.runtime.optimizer import shared_uses
 from pipectl.runtime.setup import Setup
-from pipectl.runtime.step import Batch, Row, Step, StepInput
+from pipectl.runtime.step import Batch, Step, StepInput
 from pipectl.runtime.step_end import StepEnd
 from pipectl.runtime.synchronous import learn_layouts
 from pipectl.runtime.telemetry import StepReport, Telemetry
@@ -177,7 +177,7 @@ class AsynchronousSteps:
 
     def _update(self, row: Row, run: StepRun) -> None:
         """The end of a step on this rank: an update, or after the last of its forwards."""
-        count, index = self._plan.micro_batches, row.micro_batch // self._plan.micro_batches
+        count, index = self._plan.micro_batches, row.micro_batch.number // self._plan.micro_batches
         rate, before = self._stepper.learning_rate, index * count
         weights = self._input.weights[before : before + count]
         losses = run.losses[:count]

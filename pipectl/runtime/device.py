@@ -9,6 +9,9 @@ import psutil
 import torch
 from torch import Tensor, nn
 
+Sizes = int | tuple[int, ...]
+"""Of a contiguous tensor's dimensions, or the elements of a vector."""
+
 
 class MessageBuffer:
     """A vector that MPI may read or write, now or when the device has got so far.
@@ -20,6 +23,11 @@ class MessageBuffer:
     def __init__(self, vector: Tensor, free: Sequence[torch.Event] = ()) -> None:
         self.vector = vector
         self._free = free
+
+    @property
+    def is_free_now(self) -> bool:
+        """Whether MPI may use all of it without asking."""
+        return not self._free
 
     def is_free(self, piece: int) -> bool:
         """Whether MPI may use a piece now."""
@@ -44,9 +52,9 @@ class Device:
     def synchronize(self) -> None:
         """Return when everything queued on the device is done."""
 
-    def message_buffer(self, count: int, dtype: torch.dtype) -> MessageBuffer:
-        """Memory that MPI can write ``count`` elements into."""
-        return MessageBuffer(torch.empty(count, dtype=dtype))
+    def message_buffer(self, sizes: Sizes, dtype: torch.dtype) -> MessageBuffer:
+        """Memory that MPI can write so many elements into."""
+        return MessageBuffer(torch.empty(sizes, dtype=dtype))
 
     def to_message(self, vector: Tensor, piece_bytes: int) -> MessageBuffer:  # noqa: ARG002
         """A contiguous tensor for MPI, which reads it in pieces of so many bytes."""
@@ -85,9 +93,9 @@ class Staging:
         self._device = device
         self._pinned = device.type != "cpu"
 
-    def buffer(self, count: int, dtype: torch.dtype) -> Tensor:
+    def buffer(self, sizes: Sizes, dtype: torch.dtype) -> Tensor:
         """Host memory, pinned if there is an accelerator; torch keeps freed blocks."""
-        return torch.empty(count, dtype=dtype, pin_memory=self._pinned)
+        return torch.empty(sizes, dtype=dtype, pin_memory=self._pinned)
 
     def outgoing(self, vector: Tensor, piece_bytes: int) -> MessageBuffer:
         """Queue the copies of all pieces; the first can leave while the second is copied."""
@@ -134,11 +142,11 @@ class AcceleratorDevice(Device):
         """Wait for the current stream, which holds all of the rank's work."""
         torch.accelerator.current_stream().synchronize()
 
-    def message_buffer(self, count: int, dtype: torch.dtype) -> MessageBuffer:
+    def message_buffer(self, sizes: Sizes, dtype: torch.dtype) -> MessageBuffer:
         """Memory of the accelerator, once kernels no longer use it, or pinned host memory."""
         if self.staged:
-            return MessageBuffer(self._staging.buffer(count, dtype))
-        vector = torch.empty(count, dtype=dtype, device=self.torch_device)
+            return MessageBuffer(self._staging.buffer(sizes, dtype))
+        vector = torch.empty(sizes, dtype=dtype, device=self.torch_device)
         return MessageBuffer(vector, [_mark(self.torch_device)])
 
     def to_message(self, vector: Tensor, piece_bytes: int) -> MessageBuffer:

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from functools import cache
 from time import perf_counter
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from pipectl.capture import CapturedGraph, Cut, Slot
+from pipectl.capture import CapturedGraph, Cut, Lane, Slot
 from pipectl.capture.batch import Reader
 from pipectl.capture.slices import Rows, batch_dimension
 from pipectl.graph import TransferKind
@@ -25,12 +26,15 @@ from pipectl.runtime.failure import Doing
 from pipectl.runtime.layout import Tensors
 from pipectl.runtime.reduction import StageReduction
 from pipectl.runtime.stage import MicroBatch, Stage
-from pipectl.runtime.step import Loaded, Row, Step, StepInput
-from pipectl.runtime.transport import Posted, Transport
+from pipectl.runtime.step import Loaded, Step, StepInput, lane_of
+from pipectl.runtime.transport import Line, Posted, Transport
 from pipectl.schedule import Actions, Kind
+from pipectl.watch.board import action_record, wait_record
 
 _HALVES = (TransferKind.SAVED, TransferKind.WEIGHT)
 """Messages between the two ranks of a stage, which know what they hold."""
+_KINDS = tuple(Kind)
+_SUMMED_AS = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 class Piece(NamedTuple):
@@ -62,6 +66,8 @@ class Slicing:
 
     def joined(self, pieces: Sequence[Piece]) -> Tensors:
         """What arrived from all replicas, as one."""
+        if len(pieces) == 1 and pieces[0].rows.is_whole:
+            return pieces[0].tensors
         if all(piece.rows.is_whole for piece in pieces):
             return {slot: tensor for piece in pieces for slot, tensor in piece.tensors.items()}
         parts: dict[Slot, list[Tensor]] = {}
@@ -126,8 +132,8 @@ class Origins:
         """Sum what a stage has made of a micro-batch."""
         for slot, tensor in results.items():
             if tensor is not None and slot.value in self._values:
-                wide = torch.promote_types(tensor.dtype, torch.float32)
-                self._sums.append((Origin(micro_batch, stage), tensor.sum(dtype=wide)))
+                total = tensor.sum(dtype=_SUMMED_AS.get(tensor.dtype))
+                self._sums.append((Origin(micro_batch, stage), total))
 
     def first(self, micro_batches: Container[int] | None = None) -> Origin | None:
         """The first micro-batch and stage, among some or all, that is not finite.
@@ -149,24 +155,80 @@ class Origins:
         self._sums.clear()
 
 
+Key = tuple[bool, int, int]
+"""Of what arrives for a computation: whether it is gradients, stage, micro-batch."""
+
+
+class Message(NamedTuple):
+    """What of a stage's results goes along a channel.
+
+    Args:
+        rows: of the micro-batch.
+        leads: whether values that all samples share go along.
+        key: of the computation that it is for.
+    """
+
+    slots: Sequence[Slot]
+    rows: Rows
+    leads: bool
+    key: Key
+
+
+class Row(NamedTuple):
+    """One action, with all that it refers to.
+
+    Args:
+        execute: does it.
+        computes: whether it occupies the device.
+        micro_batch: that is computed or moved, without its seed.
+        activity: what the rank does, for whoever watches it.
+        key: of what a computation reads, or a message holds.
+        draws: whether a computation may draw random numbers, so that it needs a seed.
+        inputs: names of what it reads of the batch.
+        is_last_reader: whether no later row reads the micro-batch.
+        is_closing: whether this backward is the last before the gradients of its stage are summed.
+        copies: of the results, for computations on this rank.
+        handle: of a message under way: channel and micro-batch.
+        line: of a message.
+        message: what is sent.
+        wait: what a wait is for, for whoever watches the rank.
+    """
+
+    execute: Callable[[StepRun, Row], None]
+    computes: bool
+    kind: Kind
+    stage: int
+    micro_batch: MicroBatch
+    activity: bytes
+    key: Key
+    draws: bool = False
+    inputs: tuple[str, ...] = ()
+    is_last_reader: bool = False
+    is_closing: bool = False
+    copies: Sequence[Message] = ()
+    handle: tuple[int, int] = (-1, -1)
+    line: Line | None = None
+    message: Message | None = None
+    wait: bytes = b""
+
+
 @dataclass
 class StepRun:
     """The state of one execution of a step.
 
     Attributes:
-        inbox: what arrived for a computation, by kind, stage and micro-batch.
-        outbox: what the last computation made, by kind and stage, with its first sample; it is sent
-            by the rows that follow.
+        inbox: what arrived for computations.
+        outbox: the first sample and the results of the last computation; they are sent by the rows
+            that follow.
         sends, receives: under way, by channel and micro-batch.
         losses: of every micro-batch, or part of one, that this rank computes, in order.
         busy_s: time in forwards and backwards.
     """
 
-    step: Step
     step_input: StepInput
     loaded: Loaded
-    inbox: dict[tuple[TransferKind, int, int], list[Piece]] = field(default_factory=dict)
-    outbox: dict[tuple[TransferKind, int], tuple[int, Tensors]] = field(default_factory=dict)
+    inbox: dict[Key, list[Piece]] = field(default_factory=dict)
+    outbox: tuple[int, Tensors] | None = None
     sends: dict[tuple[int, int], Posted] = field(default_factory=dict)
     receives: dict[tuple[int, int], Posted] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)
@@ -212,18 +274,22 @@ class Engine:
         self._loss = Slot(cut.graph.loss)
         self._graphs = graphs or {}
         self._readers: dict[tuple[int, int], Reader] = {}
+        self._tables: WeakKeyDictionary[Step, list[Row]] = WeakKeyDictionary()
         self.origins: Origins | None = None
         self.on_evaluated: Callable[[Rows, Tensors, Any], None] | None = None
 
         def move(_: StepRun, row: Row) -> None:
-            stages[row.stage].saved[row.micro_batch].move(row.kind)
+            stages[row.stage].saved[row.micro_batch.number].move(row.kind)
+
+        def finish_backward(_: StepRun, row: Row) -> None:
+            stages[row.stage].finish_backward(row.micro_batch.number)
 
         self._handlers: dict[Kind, Callable[[StepRun, Row], None]] = {
             Kind.FORWARD: self._forward,
-            Kind.RECOMPUTE: lambda _, row: stages[row.stage].recompute(_micro_batch(row)),
+            Kind.RECOMPUTE: lambda _, row: stages[row.stage].recompute(row.micro_batch),
             Kind.BACKWARD: self._backward,
             Kind.BACKWARD_INPUT: self._backward,
-            Kind.BACKWARD_WEIGHT: lambda _, row: stages[row.stage].finish_backward(row.micro_batch),
+            Kind.BACKWARD_WEIGHT: finish_backward,
             Kind.EVALUATE: self._evaluate,
             Kind.SEND_START: self._send_start,
             Kind.SEND_WAIT: self._send_wait,
@@ -235,6 +301,11 @@ class Engine:
             Kind.FETCH_WAIT: move,
             Kind.REDUCE_START: lambda _, row: self.reductions[row.stage].start(),
             Kind.REDUCE_WAIT: lambda _, row: self.reductions[row.stage].finish(),
+        }
+        self._half_handlers = {
+            **self._handlers,
+            Kind.SEND_START: self._send_half,
+            Kind.RECEIVE_WAIT: self._receive_half,
         }
 
     def run(
@@ -251,149 +322,238 @@ class Engine:
             parts: rows that follow one another, with what is to be added to their micro-batches;
                 by default the step's.
         """
-        run = StepRun(step, step_input, Loaded(step_input.batches, step.pieces))
+        run = StepRun(step_input, Loaded(step_input.batches, step.pieces))
         if parts is None:
-            self._run_rows(run, step.table(self._transport.line), step.actions, update)
+            if step not in self._tables:
+                self._tables[step] = self._table(step, step.actions)
+            self._run_rows(run, self._tables[step], step.actions, update)
             return run
         for actions, more in parts:
             shifted = actions.shifted(more)
-            rows = list(step.rows_of(shifted, self._transport.line))
-            self._run_rows(run, rows, shifted, update)
+            self._run_rows(run, self._table(step, shifted), shifted, update)
         return run
+
+    def _table(self, step: Step, actions: Actions) -> list[Row]:
+        """The rows of some actions of a step."""
+        lanes = [lane_of(channel) for channel in step.channels]
+        table: list[Row] = []
+        read: set[int] = set()  # by rows after the one under way
+        for row in reversed(actions.rows.tolist()):
+            kind, (_, stage, number, channel, start, stop, age) = _KINDS[row[0]], row
+            weights = channel >= 0 and lanes[channel].kind is TransferKind.WEIGHT
+            rows = Rows.of(0) if number < 0 or weights else step.sizes[number]
+            if start >= 0:
+                rows = rows._replace(start=start, stop=stop)
+            micro_batch = MicroBatch(number, rows, age=age)
+            text = kind.name if number < 0 else f"{kind.name} micro-batch {number}"
+            common = kind.is_compute, kind, stage, micro_batch, action_record(text, stage)
+            if channel >= 0:
+                table.append(self._message_row(common, step, channel, lanes[channel]))
+                continue
+            is_gradient = kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+            draws, is_last_reader, inputs = False, False, tuple[str, ...]()
+            if kind in (Kind.FORWARD, Kind.EVALUATE):
+                draws = self._stages[stage].draws(kind is Kind.FORWARD, rows)
+                inputs = self._stages[stage].inputs(kind is Kind.FORWARD, rows)
+                is_last_reader = number not in read
+                read.add(number)
+            table.append(
+                Row(
+                    self._handlers.get(kind, _nothing),
+                    *common,
+                    (is_gradient, stage, number),
+                    draws=draws,
+                    inputs=inputs,
+                    is_last_reader=is_last_reader,
+                    is_closing=kind is Kind.BACKWARD and step.closing.get(stage) == number,
+                    copies=self._copies(step, is_gradient, stage, micro_batch),
+                )
+            )
+        return table[::-1]
+
+    def _message_row(
+        self,
+        common: tuple[bool, Kind, int, MicroBatch, bytes],
+        step: Step,
+        channel: int,
+        lane: Lane,
+    ) -> Row:
+        _, kind, stage, micro_batch, _ = common
+        number, rows, end = micro_batch.number, micro_batch.rows, step.channels[channel]
+        words = f"{lane.kind}s" if number < 0 else f"{lane.kind} {number}"
+        if kind in (Kind.SEND_START, Kind.SEND_WAIT):
+            peer = end.target_rank
+            wait = f"rank {peer} to take {words} of stage {stage}"
+        else:
+            peer = end.source_rank
+            wait = f"{words} of stage {lane.source} from rank {peer}"
+        handlers = self._half_handlers if lane.kind in _HALVES else self._handlers
+        key = lane.kind is TransferKind.GRADIENT, lane.target, number
+        leads = step.heads.get((channel, number)) == rows.start
+        return Row(
+            handlers[kind],
+            *common,
+            key,
+            draws=lane.kind is TransferKind.SAVED,  # the forward may run again there
+            handle=(channel, number),
+            line=self._transport.line(lane, peer),
+            message=Message(self.cut.lanes[lane], rows, leads, key),
+            wait=wait_record(wait, peer),
+        )
+
+    def _copies(
+        self, step: Step, is_gradient: bool, stage: int, micro_batch: MicroBatch
+    ) -> list[Message]:
+        """What the results of a computation are for on this rank."""
+        copies, number = [], micro_batch.number
+        kind = TransferKind.GRADIENT if is_gradient else TransferKind.ACTIVATION
+        for channel, lane, carried in step.local.get((kind, stage), ()):
+            if carried is None or number in carried:
+                rows = micro_batch.rows if carried is None else carried[number]
+                leads = step.heads.get((channel, number)) == rows.start
+                key = is_gradient, lane.target, number
+                copies.append(Message(self.cut.lanes[lane], rows, leads, key))
+        return copies
 
     def _run_rows(
         self, run: StepRun, rows: Sequence[Row], actions: Actions, update: Update
     ) -> None:
         if run.step_input.recording is not None:
             run.step_input.recording.expect(actions.rows)
-        run.loaded.expect(rows)
         for row in rows:
             self._execute(run, row, update)
 
     def _execute(self, run: StepRun, row: Row, update: Update) -> None:
         start = perf_counter()
-        kind, recording = row.kind, run.step_input.recording
-        self._board.program_row(row.text, row.stage)
-        if kind > Kind.EVALUATE:
-            self._handlers[kind](run, row)
-            if recording is not None:
-                recording.add(start, perf_counter())
+        self._board.begin(row.activity)
+        if not row.computes:
+            row.execute(run, row)
+            if run.step_input.recording is not None:
+                run.step_input.recording.add(start, perf_counter())
             return
-        run.outbox.clear()  # what was made before is sent, or waits with its send
-        if kind is Kind.UPDATE:
+        run.outbox = None  # what was made before is sent, or waits with its send
+        recording = run.step_input.recording
+        if row.kind is Kind.UPDATE:
             update(row, run)
+            end = perf_counter()
         else:
-            self._handlers[kind](run, row)
-        end = perf_counter()
+            row.execute(run, row)
+            end = perf_counter()
+            run.busy_s += end - start
         if recording is not None:
             recording.add(start, end)
-        if kind is not Kind.UPDATE:
-            run.busy_s += end - start
-        self._transport.progress()
+        self._transport.advance()
         for reduction in self.reductions.values():
             reduction.advance()
 
     def _forward(self, run: StepRun, row: Row) -> None:
-        stage, micro_batch = self._stages[row.stage], _micro_batch(row, run)
-        arrived = self._take(run, TransferKind.ACTIVATION, row)
-        inputs = self._read(run, row, stage.inputs(True, row.rows), training=True)
-        run.loaded.done(row.micro_batch)
-        results = stage.forward(micro_batch, inputs, arrived)
+        micro_batch = _seeded(run, row)
+        arrived = self._slicing.joined(run.inbox.pop(row.key, ()))
+        inputs = self._read(run, row, training=True)
+        results = self._stages[row.stage].forward(micro_batch, inputs, arrived)
         loss = results.get(self._loss)
         if loss is not None:
             run.losses.append(loss)
         if self.origins is not None:
-            self.origins.note(row.micro_batch, row.stage, results)
-        self._deliver(run, TransferKind.ACTIVATION, row, results)
+            self.origins.note(micro_batch.number, row.stage, results)
+        self._deliver(run, row, results)
 
     def _backward(self, run: StepRun, row: Row) -> None:
-        gradients = self._take(run, TransferKind.GRADIENT, row)
-        if row.kind is Kind.BACKWARD and run.step.closing.get(row.stage) == row.micro_batch:
+        gradients = self._slicing.joined(run.inbox.pop(row.key, ()))
+        if row.is_closing:
             self.reductions[row.stage].arm()
-        weight, scale = run.step_input.weights[row.micro_batch], run.step_input.scale
-        results = self._stages[row.stage].backward(_micro_batch(row), gradients, weight, scale)
-        self._deliver(run, TransferKind.GRADIENT, row, results)
+        weight, scale = run.step_input.weights[row.micro_batch.number], run.step_input.scale
+        results = self._stages[row.stage].backward(row.micro_batch, gradients, weight, scale)
+        self._deliver(run, row, results)
 
     def _evaluate(self, run: StepRun, row: Row) -> None:
-        stage = self._stages[row.stage]
-        arrived = self._take(run, TransferKind.ACTIVATION, row)
-        inputs = self._read(run, row, stage.inputs(False, row.rows), training=False)
-        results = stage.evaluate(_micro_batch(row, run), inputs, arrived)
+        micro_batch = _seeded(run, row)
+        arrived = self._slicing.joined(run.inbox.pop(row.key, ()))
+        targets = None
         if row.stage == self.cut.loss_stage and self.on_evaluated is not None:
-            targets = run.loaded.part(row.micro_batch, row.rows)[1]
-            self.on_evaluated(row.rows, {**arrived, **results}, targets)
-        run.loaded.done(row.micro_batch)
-        self._deliver(run, TransferKind.ACTIVATION, row, results)
+            targets = run.loaded.part(micro_batch.number, micro_batch.rows)[1]
+        inputs = self._read(run, row, training=False)
+        results = self._stages[row.stage].evaluate(micro_batch, inputs, arrived)
+        if row.stage == self.cut.loss_stage and self.on_evaluated is not None:
+            self.on_evaluated(micro_batch.rows, {**arrived, **results}, targets)
+        self._deliver(run, row, results)
 
-    def _deliver(self, run: StepRun, kind: TransferKind, row: Row, results: Tensors) -> None:
+    def _deliver(self, run: StepRun, row: Row, results: Tensors) -> None:
         """Keep results for the sends that follow; hand them to stages on this rank at once."""
-        run.outbox[kind, row.stage] = row.rows.start, results
-        for channel, lane, carried in run.step.local.get((kind, row.stage), ()):
-            if carried is None or row.micro_batch in carried:
-                rows = row.rows if carried is None else carried[row.micro_batch]
-                sent = row._replace(channel=channel, lane=lane, rows=rows)
-                piece = Piece(rows, self._message(run, sent))
-                run.inbox.setdefault((kind, lane.target, row.micro_batch), []).append(piece)
+        run.outbox = row.micro_batch.rows.start, results
+        for message in row.copies:
+            piece = Piece(message.rows, self._content(run, message))
+            run.inbox.setdefault(message.key, []).append(piece)
 
-    def _message(self, run: StepRun, row: Row) -> Tensors:
-        lane = row.lane
-        assert lane is not None
-        if lane.kind in _HALVES:
-            return self._stages[row.stage].leaving(row.micro_batch)
-        origin, results = run.outbox[lane.kind, row.stage]
-        message = {slot: results.get(slot) for slot in self.cut.lanes[lane]}
-        if row.rows.is_whole:
-            return message
-        leads = run.step.heads[row.channel, row.micro_batch] == row.rows.start
-        return self._slicing.part(message, origin, row.rows, leads=leads)
-
-    def _take(self, run: StepRun, kind: TransferKind, row: Row) -> Tensors:
-        return self._slicing.joined(run.inbox.pop((kind, row.stage, row.micro_batch), ()))
+    def _content(self, run: StepRun, message: Message) -> Tensors:
+        """What a message takes from the results of the last computation."""
+        assert run.outbox is not None
+        origin, results = run.outbox
+        tensors = {slot: results.get(slot) for slot in message.slots}
+        if message.rows.is_whole:
+            return tensors
+        return self._slicing.part(tensors, origin, message.rows, leads=message.leads)
 
     def _send_start(self, run: StepRun, row: Row) -> None:
         assert row.line is not None
-        run.sends[row.channel, row.micro_batch] = row.line.start_send(
-            row.micro_batch, row.rows.shape, self._message(run, row)
-        )
+        assert row.message is not None
+        number, shape = row.micro_batch.number, row.message.rows.shape
+        content = self._content(run, row.message)
+        run.sends[row.handle] = row.line.start_send(number, shape, content)
+
+    def _send_half(self, run: StepRun, row: Row) -> None:
+        """Send what the other half of a stage needs."""
+        assert row.line is not None
+        number, shape = row.micro_batch.number, row.micro_batch.rows.shape
+        content = self._stages[row.stage].leaving(number)
+        run.sends[row.handle] = row.line.start_send(number, shape, content)
 
     def _send_wait(self, run: StepRun, row: Row) -> None:
         assert row.line is not None
-        self._board.awaits(row.peer, row.awaited)
-        row.line.finish_send(run.sends.pop((row.channel, row.micro_batch)))
+        self._board.awaits(row.wait)
+        row.line.finish_send(run.sends.pop(row.handle))
 
     def _receive_start(self, run: StepRun, row: Row) -> None:
         assert row.line is not None
-        run.receives[row.channel, row.micro_batch] = row.line.start_receive(
-            row.micro_batch, row.rows.shape
-        )
+        number, rows = row.micro_batch.number, row.micro_batch.rows
+        run.receives[row.handle] = row.line.start_receive(number, rows.shape)
 
     def _receive_wait(self, run: StepRun, row: Row) -> None:
-        assert row.lane is not None
         assert row.line is not None
-        self._board.awaits(row.peer, row.awaited)
-        tensors = row.line.finish_receive(run.receives.pop((row.channel, row.micro_batch)))
-        if row.lane.kind in _HALVES:
-            self._stages[row.stage].arriving(_micro_batch(row, run), tensors)
-            return
-        place = row.lane.kind, row.stage, row.micro_batch
-        run.inbox.setdefault(place, []).append(Piece(row.rows, tensors))
+        self._board.awaits(row.wait)
+        tensors = row.line.finish_receive(run.receives.pop(row.handle))
+        run.inbox.setdefault(row.key, []).append(Piece(row.micro_batch.rows, tensors))
 
-    def _read(
-        self, run: StepRun, row: Row, names: Sequence[str], *, training: bool
-    ) -> dict[str, Tensor]:
-        if not names:
+    def _receive_half(self, run: StepRun, row: Row) -> None:
+        """Receive what the other half of a stage has sent."""
+        assert row.line is not None
+        self._board.awaits(row.wait)
+        tensors = row.line.finish_receive(run.receives.pop(row.handle))
+        self._stages[row.stage].arriving(_seeded(run, row), tensors)
+
+    def _read(self, run: StepRun, row: Row, *, training: bool) -> dict[str, Tensor]:
+        number, rows = row.micro_batch.number, row.micro_batch.rows
+        if not row.inputs:
+            if row.is_last_reader:
+                run.loaded.drop(number)
             return {}
-        rows = row.rows
         reader = self._readers.get(rows.shape)
         if reader is None:
             graph = self._graphs.get(rows.shape, self.cut.graph)
             reader = Reader(graph, training=training, length=rows.length)
             self._readers[rows.shape] = reader
-        known = reader.read(run.loaded.part(row.micro_batch, rows))
-        reader.check(known, rows.size, names, is_whole=rows.is_whole)
-        return {name: known[name].to(self._device) for name in names}
+        known = reader.read(run.loaded.part(number, rows))
+        if row.is_last_reader:
+            run.loaded.drop(number)
+        reader.check(known, rows.size, row.inputs, is_whole=rows.is_whole)
+        return {name: known[name].to(self._device) for name in row.inputs}
 
 
-def _micro_batch(row: Row, run: StepRun | None = None) -> MicroBatch:
-    seed = 0 if run is None else run.step_input.seed_of(row.micro_batch)
-    return MicroBatch(row.micro_batch, row.rows, seed, row.age)
+def _seeded(run: StepRun, row: Row) -> MicroBatch:
+    if not row.draws:
+        return row.micro_batch
+    return row.micro_batch._replace(seed=run.step_input.seed_of(row.micro_batch.number))
+
+
+def _nothing(_: StepRun, __: Row) -> None:
+    """An UPDATE, which is no matter of the engine's."""

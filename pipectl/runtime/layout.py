@@ -49,6 +49,11 @@ class Layout:
         """Bytes in the message."""
         return self.count * self.dtype.itemsize
 
+    @cached_property
+    def is_contiguous(self) -> bool:
+        """Whether the strides are those of a new tensor of these sizes."""
+        return self.strides == torch.empty(self.sizes, device="meta").stride()
+
     @property
     def is_dense(self) -> bool:
         """Whether the stored elements fill their memory without gaps or overlap."""

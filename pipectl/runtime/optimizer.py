@@ -22,7 +22,7 @@ from pipectl.capture.stage import uses_of_parameter
 from pipectl.capture.step import own_name
 from pipectl.errors import CaptureError
 from pipectl.runtime.manifest import LossScaleState
-from pipectl.runtime.transport import Flight, Wire
+from pipectl.runtime.transport import Transfer, Wire
 from pipectl.spec.models import LossScale as LossScaleSpec
 
 Uses = list[tuple[Slot, int]]
@@ -89,8 +89,8 @@ class SharedGradients:
         """The gradients of the uses, in graph order; others' from their first rank."""
         wire, count = self._wire, parameter.numel() + 1
         holders = {rank for _, ranks in uses for rank in ranks}
-        incoming: dict[int, Flight] = {}
-        sent: list[Flight] = []
+        incoming: dict[int, Transfer] = {}
+        sent: list[Transfer] = []
         for tag, (slot, ranks) in enumerate(uses):
             if wire.rank not in ranks:
                 what = partial("the gradient of a use of {}".format, slot.value)

@@ -39,7 +39,7 @@ from pipectl.files import write_json
 from pipectl.runtime.device import choose_device
 from pipectl.runtime.optimizer import gradient_norms, not_finite, refuse_half_parameters
 from pipectl.runtime.process import settle_process
-from pipectl.runtime.saved_tensors import kept_apart
+from pipectl.runtime.saved_tensors import run_backward
 from pipectl.runtime.stepper import Stepper, make_stepper
 from pipectl.spec import JobSpec, load
 from pipectl.units import printable
@@ -201,8 +201,8 @@ def _accumulate(
         inputs, targets = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
         with arithmetic(job.spec.training.precision, device):
             loss = job.step(inputs, targets)
-        with kept_apart(parameters):
-            scaler.scale(loss * share).backward()
+        scaled = scaler.scale(loss * share)
+        run_backward([scaled], [torch.ones_like(scaled)], parameters)
         losses.append(loss.detach())
     return losses
 

@@ -28,7 +28,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from pipectl.graph import BUCKET_BYTES, ROUNDS, parts_of_bucket
-from pipectl.runtime.transport import Flight, Wire
+from pipectl.runtime.transport import Transfer, Wire
 
 
 def group_of(communicator: MPI.Comm, ranks: Sequence[int], tag: int) -> MPI.Comm:
@@ -61,9 +61,9 @@ class Bucket:
         self._edges = list(pairwise(ends))
         self._parts = parts_of_bucket(ends[-1] + len(self.leaves), wire.size, owner)
         self._flat: Tensor | None = None
-        self._incoming: dict[int, Flight] = {}
-        self._sums: dict[int, Flight] = {}
-        self._sent: list[Flight] = []
+        self._incoming: dict[int, Transfer] = {}
+        self._sums: dict[int, Transfer] = {}
+        self._sent: list[Transfer] = []
         self._summed = False
 
     @property
@@ -91,7 +91,7 @@ class Bucket:
 
     def advance(self) -> bool:
         """Add up one's own part once all have sent it, and send it on; whether that is done."""
-        if not self._summed and all(f.transfer.done for f in self._incoming.values()):
+        if not self._summed and all(transfer.done for transfer in self._incoming.values()):
             self._sum()
         return self._summed
 
@@ -106,9 +106,9 @@ class Bucket:
         self.settle()
         self._wire.wait([*self._sent, *self._sums.values()])
         assert self._flat is not None
-        for replica, flight in self._sums.items():
+        for replica, transfer in self._sums.items():
             part = self._parts[replica]
-            self._flat[part.start : part.stop] = self._wire.arrived(flight)
+            self._flat[part.start : part.stop] = self._wire.arrived(transfer)
         is_here = self._owner in (None, self._wire.rank)
         flags = self._flat[-len(self.leaves) :].tolist() if is_here else [0] * len(self.leaves)
         for leaf, (start, stop), flag in zip(self.leaves, self._edges, flags, strict=True):
@@ -121,7 +121,7 @@ class Bucket:
         self._flat, self._summed = None, False
         self._sums, self._sent = {}, []
 
-    def start_sharing(self) -> list[Flight]:
+    def start_sharing(self) -> list[Transfer]:
         """Send the leaves themselves from their owner to the others; what is under way."""
         wire, first, count = self._wire, self.leaves[0], self._edges[-1][1]
         if self._owner is None:
@@ -132,11 +132,11 @@ class Bucket:
         vector = torch.cat([leaf.detach().reshape(-1) for leaf in self.leaves])
         return [wire.send(vector, other, self._tag) for other in wire.others]
 
-    def take_shared(self, flights: Sequence[Flight]) -> None:
+    def take_shared(self, transfers: Sequence[Transfer]) -> None:
         """Take the leaves that arrived from their owner."""
         if self._owner in (None, self._wire.rank):
             return
-        parts = torch.split(self._wire.arrived(flights[0]), self._counts)
+        parts = torch.split(self._wire.arrived(transfers[0]), self._counts)
         with torch.no_grad():
             for leaf, part in zip(self.leaves, parts, strict=True):
                 leaf.copy_(part.view(leaf.shape))
@@ -147,7 +147,9 @@ class Bucket:
         wire, mine = self._wire, self._parts[self._wire.rank]
         if len(mine):
             own = self._flat[mine.start : mine.stop]
-            parts = {replica: wire.arrived(flight) for replica, flight in self._incoming.items()}
+            parts = {
+                replica: wire.arrived(transfer) for replica, transfer in self._incoming.items()
+            }
             parts[wire.rank] = own
             own.copy_(_added([parts[replica] for replica in sorted(parts)]))
         self._incoming, self._summed = {}, True
@@ -160,11 +162,11 @@ class Bucket:
             if len(mine):
                 self._sent.append(self._send(mine, replica, self._tag + 1))
 
-    def _send(self, part: range, replica: int, tag: int) -> Flight:
+    def _send(self, part: range, replica: int, tag: int) -> Transfer:
         assert self._flat is not None
         return self._wire.send(self._flat[part.start : part.stop], replica, tag)
 
-    def _receive(self, count: int, replica: int, tag: int) -> Flight:
+    def _receive(self, count: int, replica: int, tag: int) -> Transfer:
         def what() -> str:
             return f"a sum of gradients, from replica {replica} of the stage to {self._wire.rank},"
 
@@ -249,9 +251,9 @@ class StageReduction:
 
     def share(self) -> None:
         """Give every replica the parameters that their owners have updated."""
-        flights = [bucket.start_sharing() for bucket in self._buckets]
-        self._wire.wait([flight for each in flights for flight in each])
-        for bucket, each in zip(self._buckets, flights, strict=True):
+        transfers = [bucket.start_sharing() for bucket in self._buckets]
+        self._wire.wait([transfer for each in transfers for transfer in each])
+        for bucket, each in zip(self._buckets, transfers, strict=True):
             bucket.take_shared(each)
 
     def _count(self, index: int, _: Tensor) -> None:

@@ -16,15 +16,14 @@ memory of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from typing import ClassVar, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipectl.capture.tensors import storage_of
@@ -32,20 +31,45 @@ from pipectl.runtime.offload import Mover, Place
 from pipectl.schedule import Kind
 
 
-@contextmanager
-def kept_apart(leaves: Iterable[Tensor], others: Iterable[Tensor | None] = ()) -> Iterator[None]:
-    """For one backward: give leaves their first gradients in memory of nothing else.
+def run_backward(
+    roots: Sequence[Tensor | GradientEdge],
+    gradients: Sequence[Tensor],
+    leaves: Iterable[Tensor],
+    others: Iterable[Tensor | None] = (),
+    *,
+    inputs: Sequence[Tensor] = (),
+    retain_graph: bool = False,
+) -> None:
+    """Run a backward; leaves that had no gradient get theirs in memory of nothing else.
+
+    It enters autograd's engine without ``torch.autograd.backward``, whose checks of roots and
+    gradients take longer than the backward of a few small operators; the engine has its own.
 
     Args:
+        gradients: of the roots.
         leaves: that it can give gradients.
         others: gradients that are read after it; looked at when it is done.
+        inputs: the only leaves that get gradients, if there are some.
+        retain_graph: whether the graph is there for further backwards.
     """
     fresh = [leaf for leaf in leaves if leaf.grad is None]
-    yield
-    if not fresh:
-        return
+    torch.autograd.Variable._execution_engine.run_backward(
+        tuple(roots),
+        tuple(gradients),
+        retain_graph,
+        False,
+        tuple(inputs),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+    if fresh:
+        keep_apart(fresh, others)
+
+
+def keep_apart(leaves: Iterable[Tensor], others: Iterable[Tensor | None]) -> None:
+    """Copy gradients of leaves that lie in the memory of each other's or of other tensors."""
     memories = {storage_of(other) for other in others if other is not None}
-    for leaf in fresh:
+    for leaf in leaves:
         gradient = leaf.grad
         if gradient is None or gradient.layout is not torch.strided:
             continue

@@ -17,8 +17,9 @@ the last one's forward can run before the gradients of the stage's results are t
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 from typing import Any, ClassVar, NamedTuple
 
@@ -28,6 +29,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipectl.capture import Cut, Slot, build_stage
 from pipectl.capture.batch import spared
+from pipectl.capture.randomness import SEEDERS
 from pipectl.capture.regions import arithmetic
 from pipectl.capture.slices import Rows
 from pipectl.capture.stage import Receive, StageCode
@@ -35,10 +37,11 @@ from pipectl.graph import TransferKind
 from pipectl.runtime.device import Device, move
 from pipectl.runtime.layout import Tensors
 from pipectl.runtime.offload import Mover
-from pipectl.runtime.saved_tensors import SavedTensors, kept_apart, unpack
+from pipectl.runtime.saved_tensors import SavedTensors, run_backward, unpack
 from pipectl.runtime.stage_code import Deferred, compile_stage, insert_ticks, split_backwards
 from pipectl.runtime.versions import Version, Versions
 
+_NOTHING = nullcontext()
 Key = tuple[bool, Rows]
 """Whether a code is for training, and what it computes at once."""
 
@@ -93,7 +96,7 @@ class Live:
     roots: dict[Slot, GradientEdge]
     loss: Tensor | None
     caught: dict[Slot, Tensor | None]
-    deferred: Deferred
+    deferred: Deferred | None
     version: Version | None
     is_lasting: ClassVar[bool] = False
 
@@ -107,21 +110,30 @@ class Live:
         self, leaves: Iterable[Tensor], gradients: Tensors, weight: float, scale: float
     ) -> Tensors:
         """Run the backward of the graph; returns the gradients of received values."""
-        roots: list[Any] = []
+        roots: list[Tensor | GradientEdge] = []
         seeds: list[Tensor] = []
         if self.loss is not None:
             roots.append(self.loss)
-            seeds.append(torch.full_like(self.loss, scale) * weight)
+            form = tuple(self.loss.shape), self.loss.dtype, self.loss.device
+            seeds.append(_seed(*form, scale, weight))
         for slot, gradient in gradients.items():
             root = self.roots.get(slot)
             if root is not None and gradient is not None:
                 roots.append(root)
                 seeds.append(gradient)
-        others = chain(gradients.values(), self.caught.values(), self.deferred.gradients)
         if roots:
-            with kept_apart(leaves, others):
-                torch.autograd.backward(roots, seeds, retain_graph=self.is_lasting)
+            deferred = () if self.deferred is None else self.deferred.gradients
+            others = chain(seeds, gradients.values(), self.caught.values(), deferred)
+            run_backward(roots, seeds, leaves, others, retain_graph=self.is_lasting)
         return self.caught
+
+
+@lru_cache(16)
+def _seed(
+    sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device, scale: float, weight: float
+) -> Tensor:
+    """The gradient of a loss; micro-batches with the same weight share it."""
+    return torch.full(sizes, scale, dtype=dtype, device=device) * weight
 
 
 class StageStates:
@@ -172,6 +184,7 @@ class Code:
         returning: slots of the gradients that its backward begins with, in the order in which
             autograd adds them.
         written: indices of the buffers that must not be written where they are.
+        draws: whether it has random operators, so that it needs a seed.
     """
 
     stage: StageCode
@@ -181,6 +194,7 @@ class Code:
     returning: list[Slot]
     written: list[int]
     loss: Slot
+    draws: bool
 
 
 class Segment:
@@ -217,11 +231,13 @@ class Segment:
         trained = (t for code in training for t in code.arguments if t.requires_grad)
         self.leaves = list({id(tensor): tensor for tensor in trained}.values())
         self.kept: dict[int, Start | Live | Deferred] = {}
+        self._splits = False
         self._deferring = Deferred()
 
     def _build(self, number: int, key: Key, cut: Cut, states: StageStates) -> Code:
         code, graph = build_stage(cut, number, key[1], self._device), cut.graph
         names = graph.written if self.recomputes and key[0] else graph.rewritten
+        assert isinstance(code.module, fx.GraphModule)
         return Code(
             code,
             cut,
@@ -230,18 +246,26 @@ class Segment:
             _returning(cut, number),
             [index for index, slot in enumerate(code.states) if slot.value in names],
             Slot(graph.loss),
+            any(node.target in SEEDERS for node in code.module.graph.nodes),
         )
 
     def forward(self, start: Start, pool: SavedTensors | None) -> dict[Slot, Tensor]:
-        """Run a training forward and keep what its backward needs; returns the results."""
+        """Run a training forward and keep what its backward needs; returns the results.
+
+        Args:
+            start: of the stage: a segment takes from it what it reads.
+        """
         index = start.micro_batch.number
         if not self.recomputes:
             self.kept[index], results = self.run(start, again=False, pool=pool)
             return results
         code = self.codes[True, start.micro_batch.rows]
-        # The forward leaves the memory of buffers behind: see rewriting().
+        # The forward leaves the memory of buffers behind: see keep_written().
         buffers = {index: code.arguments[index].detach() for index in code.written}
-        origin = start._replace(inputs=spared(code.cut.graph, start.inputs), buffers=buffers)
+        inputs = {name: start.inputs[name] for name in code.stage.inputs}
+        arrived = {source: start.arrived[source] for _, source, _ in code.received}
+        start = start._replace(inputs=inputs, arrived=arrived, buffers=buffers)
+        origin = start._replace(inputs=spared(code.cut.graph, inputs))
         self.kept[index] = origin if pool is None else origin.map_tensors(pool.pack)
         # Its graph ends here. Gradients stay on, since operators may choose their kernels by
         # whether their inputs have one.
@@ -265,7 +289,7 @@ class Segment:
         assert isinstance(live, Live)
         leaves = self.leaves if live.version is None else live.version.leaves.values()
         returned = live.backward(leaves, gradients, weight, scale)
-        if live.deferred.roots:
+        if live.deferred is not None and live.deferred.roots:
             self.kept[index] = live.deferred
         return returned, live.version
 
@@ -295,24 +319,26 @@ class Segment:
                 if has_gradient
                 else tensor
             )
-        self._deferring = deferring = Deferred()
-        states_of: AbstractContextManager[Sequence[Tensor]] = nullcontext(code.arguments)
+        deferred = None
+        if self._splits:
+            deferred = self._deferring = Deferred()
+        states: Sequence[Tensor] = code.arguments
         if again:  # what it writes is dropped
-            first = [start.buffers.get(i, state) for i, state in enumerate(code.arguments)]
-            states_of = nullcontext(first)
+            states = [start.buffers.get(i, state) for i, state in enumerate(states)]
         elif code.written:
-            states_of = rewriting(code.arguments, code.written)
-        with states_of as states, nullcontext() if pool is None else pool.hooks():
-            used = states if version is None else version.among(states)
+            states = copy_written(states, code.written)
+        used = states if version is None else version.among(states)
+        with _NOTHING if pool is None else pool.hooks():
             results = self.call(code, micro_batch.seed, used, start.inputs, values.values())
+        if code.written and not again:
+            keep_written(code, states)
         values.update(results)
-        entered = ((slot, values.get(slot)) for slot in code.returning)
-        roots = {
-            slot: get_gradient_edge(value)
-            for slot, value in entered
-            if value is not None and value.requires_grad
-        }
-        return Live(roots, results.get(code.loss), caught, deferring, version), results
+        roots = {}
+        for slot in code.returning:
+            value = values.get(slot)
+            if value is not None and value.requires_grad:
+                roots[slot] = get_gradient_edge(value)
+        return Live(roots, results.get(code.loss), caught, deferred, version), results
 
     def call(
         self,
@@ -320,7 +346,7 @@ class Segment:
         seed: int,
         states: Sequence[Tensor],
         inputs: Mapping[str, Tensor],
-        received: Any,
+        received: Iterable[Any],
     ) -> dict[Slot, Tensor]:
         """Call a code; returns its results by slot."""
         batch, module = [inputs[name] for name in code.stage.inputs], code.stage.module
@@ -331,6 +357,7 @@ class Segment:
 
     def split_backwards(self) -> None:
         """Have every backward leave work for :meth:`finish_backward`."""
+        self._splits = True
         for (training, _), code in self.codes.items():
             if training:
                 split_backwards(code.stage, code.cut.graph.states, lambda: self._deferring)
@@ -390,7 +417,17 @@ class Stage:
             segments = self.segments if key[0] else [self._evaluation]
             names = (name for segment in segments for name in segment.codes[key].stage.inputs)
             self._inputs[key] = tuple(dict.fromkeys(names))
-        self._results = {key: _sent(cut, index) for key, cut in training.items()}
+        self._results: dict[Key, list[Slot]] = {}
+        for key, cut in training.items():
+            results = {
+                slot for segment in self.segments for slot in segment.codes[key].stage.results
+            }
+            self._results[key] = [slot for slot in _sent(cut, index) if slot in results]
+
+    def draws(self, training: bool, rows: Rows) -> bool:
+        """Whether it draws random numbers, so that its micro-batches need a seed."""
+        segments = self.segments if training else [self._evaluation]
+        return any(segment.codes[training, rows].draws for segment in segments)
 
     def inputs(self, training: bool, rows: Rows) -> tuple[str, ...]:
         """Names of the batch tensors this stage reads."""
@@ -416,16 +453,12 @@ class Stage:
         key = True, micro_batch.rows
         version = None if self.versions is None else self.versions.of_age(micro_batch.age)
         pool = None if self._mover is None else self._pool(micro_batch, version)
-        values, computed = dict(arrived), dict[Slot, Tensor]()
+        values = dict(arrived)
         for segment in self.segments:
-            code = segment.codes[key]
-            batch = {name: inputs[name] for name in code.stage.inputs}
-            entering = {source: values[source] for _, source, _ in code.received}
-            results = segment.forward(Start(micro_batch, batch, entering, {}, version), pool)
-            detached = {slot: tensor.detach() for slot, tensor in results.items()}
-            values |= detached
-            computed |= detached
-        return {slot: computed[slot] for slot in self._results[key] if slot in computed}
+            results = segment.forward(Start(micro_batch, inputs, values, {}, version), pool)
+            for slot, tensor in results.items():
+                values[slot] = tensor.detach()
+        return {slot: values[slot] for slot in self._results[key]}
 
     def recompute(self, micro_batch: MicroBatch) -> None:
         """Run a forward once more, of several segments the last one's."""
@@ -469,8 +502,11 @@ class Stage:
         """Run the evaluation forward of a micro-batch; returns the results by slot."""
         code = self._evaluation.codes[False, micro_batch.rows]
         received = [arrived[slot] for slot in code.stage.received]
-        with torch.no_grad(), rewriting(code.arguments, code.written) as states:
-            return dict(self._evaluation.call(code, micro_batch.seed, states, inputs, received))
+        states = copy_written(code.arguments, code.written)
+        with torch.no_grad():
+            results = self._evaluation.call(code, micro_batch.seed, states, inputs, received)
+        keep_written(code, states)
+        return dict(results)
 
     def split_backwards(self) -> None:
         """Have every backward leave work for :meth:`finish_backward`."""
@@ -571,9 +607,8 @@ def _returning(cut: Cut, stage: int) -> list[Slot]:
     return sorted(returned, key=lambda slot: cut.graph.last_use(slot.value), reverse=True)
 
 
-@contextmanager
-def rewriting(arguments: Sequence[Tensor], written: Collection[int]) -> Iterator[list[Tensor]]:
-    """The state arguments, where buffers that the call writes are copies, kept afterwards.
+def copy_written(arguments: Sequence[Tensor], written: Collection[int]) -> list[Tensor]:
+    """State arguments of a call that writes to copies of buffers; see :func:`keep_written`.
 
     Autograd may keep a buffer for a backward that comes after the next forward wrote it, and
     a forward that is run again starts from what stood in it.
@@ -584,6 +619,10 @@ def rewriting(arguments: Sequence[Tensor], written: Collection[int]) -> Iterator
     states = list(arguments)
     for index in written:
         states[index] = states[index].clone()
-    yield states
-    for index in written:
-        arguments[index].data = states[index].detach()
+    return states
+
+
+def keep_written(code: Code, states: Sequence[Tensor]) -> None:
+    """Give buffers the values that a call wrote to the copies among its states."""
+    for index in code.written:
+        code.arguments[index].data = states[index].detach()

@@ -26,7 +26,7 @@ from pipectl.capture.graph import State
 from pipectl.capture.randomness import SEEDERS
 from pipectl.capture.stage import StageCode
 from pipectl.errors import CaptureError
-from pipectl.runtime.saved_tensors import kept_apart
+from pipectl.runtime.saved_tensors import run_backward
 
 _ATEN = torch.ops.aten
 SPLIT = frozenset(
@@ -72,8 +72,8 @@ class Deferred:
     def run(self) -> None:
         """Add to the gradients of the weights."""
         if self.roots:
-            with kept_apart(self.weights, self.gradients):
-                torch.autograd.backward(self.roots, self.gradients, inputs=self.weights)
+            weights = self.weights
+            run_backward(self.roots, self.gradients, weights, self.gradients, inputs=weights)
 
 
 def split_backwards(

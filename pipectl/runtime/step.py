@@ -5,8 +5,7 @@ All of it follows from the plan and the number of samples, and is made once for 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, NamedTuple
@@ -22,37 +21,10 @@ from pipectl.capture.slices import Rows
 from pipectl.graph import TransferKind
 from pipectl.plan import Plan, Replication
 from pipectl.runtime.tracing import Recording
-from pipectl.runtime.transport import Line
 from pipectl.schedule import Actions, Channel, Kind, Portion, channels, lower, portion, roles
 from pipectl.schedule import messages as messages_of
 
 Batch = tuple[Any, Any]
-LineOf = Callable[[Lane, int], Line]
-"""Gives the line of a lane to or from a rank."""
-
-
-class Row(NamedTuple):
-    """One action, with all that it refers to.
-
-    Args:
-        rows: of the micro-batch that are computed or moved; none for weights.
-        age: of the weights that a computation uses, in updates.
-        text: what the rank does, for whoever watches it.
-        lane, line, peer: of a message, with the rank at its other end.
-        awaited: what a wait is for, likewise in words.
-    """
-
-    kind: Kind
-    stage: int
-    micro_batch: int
-    channel: int
-    rows: Rows
-    age: int
-    text: bytes
-    lane: Lane | None = None
-    line: Line | None = None
-    peer: int = -1
-    awaited: bytes = b""
 
 
 class LocalLane(NamedTuple):
@@ -92,7 +64,6 @@ class Step:
     local: Mapping[tuple[TransferKind, int], Sequence[LocalLane]] = field(default_factory=dict)
     heads: Mapping[tuple[int, int], int] = field(default_factory=dict)
     closing: Mapping[int, int] = field(default_factory=dict)
-    _table: list[Row] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -141,7 +112,7 @@ class Step:
         for index, channel in enumerate(channels):
             if channel.is_local and channel.source_rank == rank:
                 key = channel.kind, channel.source_stage
-                local.setdefault(key, []).append(LocalLane(index, _lane(channel)))
+                local.setdefault(key, []).append(LocalLane(index, lane_of(channel)))
         return cls(actions, channels, sizes, local=local)
 
     @property
@@ -151,37 +122,6 @@ class Step:
         assert self.pieces is not None
         whole = micro_batches_of(self.plan.batch_size, self.plan.micro_batch_size)
         return [whole[i][piece.start : piece.stop] for i, piece in self.pieces.items()]
-
-    def table(self, line_of: LineOf) -> list[Row]:
-        """The rows of its actions, made once."""
-        if not self._table:
-            self._table.extend(self.rows_of(self.actions, line_of))
-        return self._table
-
-    def rows_of(self, actions: Actions, line_of: LineOf) -> Iterator[Row]:
-        """Actions with all that they refer to."""
-        lanes = [_lane(channel) for channel in self.channels]
-        for number, stage, micro_batch, channel, start, stop, age in actions.rows.tolist():
-            kind = Kind(number)
-            text = kind.name if micro_batch < 0 else f"{kind.name} micro-batch {micro_batch}"
-            weights = channel >= 0 and lanes[channel].kind is TransferKind.WEIGHT
-            rows = Rows.of(0) if micro_batch < 0 or weights else self.sizes[micro_batch]
-            if start >= 0:
-                rows = rows._replace(start=start, stop=stop)
-            row = Row(kind, stage, micro_batch, channel, rows, age, text.encode())
-            if channel < 0:
-                yield row
-                continue
-            end, lane = self.channels[channel], lanes[channel]
-            message = f"{lane.kind}s" if micro_batch < 0 else f"{lane.kind} {micro_batch}"
-            if kind in (Kind.SEND_START, Kind.SEND_WAIT):
-                peer = end.target_rank
-                awaited = f"rank {peer} to take {message} of stage {stage}"
-            else:
-                peer = end.source_rank
-                awaited = f"{message} of stage {lane.source} from rank {peer}"
-            line = line_of(lane, peer)
-            yield row._replace(lane=lane, line=line, peer=peer, awaited=awaited.encode())
 
 
 @dataclass
@@ -227,13 +167,7 @@ class Loaded:
         self._batches = batches
         self._pieces = pieces
         self._waiting = count() if pieces is None else iter(pieces)
-        self._reads: Counter[int] = Counter()
         self._pending: dict[int, Batch] = {}
-
-    def expect(self, rows: Sequence[Row]) -> None:
-        """Count the readers of each micro-batch, after the last of which it is dropped."""
-        reading = (Kind.FORWARD, Kind.EVALUATE)
-        self._reads.update(row.micro_batch for row in rows if row.kind in reading)
 
     def part(self, micro_batch: int, rows: Rows) -> Batch:
         """Some samples of a micro-batch."""
@@ -246,12 +180,9 @@ class Loaded:
         inputs, targets = narrowed(batch, rows, self._pieces[micro_batch])
         return inputs, targets
 
-    def done(self, micro_batch: int) -> None:
-        """One action that may have read a micro-batch is over."""
-        self._reads[micro_batch] -= 1
-        if not self._reads[micro_batch]:
-            del self._reads[micro_batch]
-            self._pending.pop(micro_batch, None)
+    def drop(self, micro_batch: int) -> None:
+        """The last action that reads a micro-batch is over."""
+        self._pending.pop(micro_batch, None)
 
 
 def narrowed(batch: Any, rows: Rows, piece: Rows) -> Any:
@@ -280,7 +211,8 @@ def _sizes(plan: Plan, length: int) -> list[Rows]:
     return [Rows.of(len(part), length) for part in parts]
 
 
-def _lane(channel: Channel) -> Lane:
+def lane_of(channel: Channel) -> Lane:
+    """The lane of a channel."""
     return Lane(channel.kind, channel.source_stage, channel.target_stage)
 
 

@@ -13,9 +13,9 @@ from pipectl.capture.data import Samples
 from pipectl.capture.python_state import undisturbed
 from pipectl.plan import Plan
 from pipectl.runtime.division import LossShares
-from pipectl.runtime.engine import StepRun
+from pipectl.runtime.engine import Row, StepRun
 from pipectl.runtime.setup import Setup
-from pipectl.runtime.step import Batch, Row, Step, StepInput, narrowed
+from pipectl.runtime.step import Batch, Step, StepInput, narrowed
 from pipectl.runtime.step_end import StepEnd
 from pipectl.runtime.telemetry import StepReport, Telemetry
 from pipectl.runtime.tracing import Tracing

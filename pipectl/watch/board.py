@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import struct
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 _TEXT = 96
@@ -47,16 +48,34 @@ _KINDS: dict[type, Any] = {
 }
 
 
+_ACTION_FIELDS, _WAIT_FIELDS = ("stage", "in_program", "action"), ("awaited", "peer")
+"""Written at once, each with the peer: they are side by side in memory."""
+
+
 class _Memory(ctypes.Structure):
     """An activity as bytes in memory."""
 
     _fields_: ClassVar = [
-        (name, _KINDS[type(default)]) for name, default in Activity._field_defaults.items()
+        (name, _KINDS[type(Activity._field_defaults[name])])
+        for name in ("moves", "step", "waiting", "pace_s", *_WAIT_FIELDS, *_ACTION_FIELDS)
     ]
 
 
 SIZE = ctypes.sizeof(_Memory)
 """Bytes of a board."""
+_ACTION, _WAIT = struct.Struct(f"=qq?{_TEXT}s"), struct.Struct(f"={_TEXT}sq")
+_ACTION_PLACE = slice(_Memory.peer.offset, _Memory.peer.offset + _ACTION.size)
+_WAIT_PLACE = slice(_Memory.awaited.offset, _Memory.awaited.offset + _WAIT.size)
+
+
+def action_record(action: str, stage: int, *, in_program: bool = True) -> bytes:
+    """What :meth:`Board.begin` writes for an action."""
+    return _ACTION.pack(-1, stage, in_program, action.encode(errors="replace"))
+
+
+def wait_record(awaited: str, peer: int) -> bytes:
+    """What :meth:`Board.awaits` writes for a wait."""
+    return _WAIT.pack(awaited.encode(errors="replace"), peer)
 
 
 class Board:
@@ -74,19 +93,19 @@ class Board:
             self.handle = -1
         self._shared = mmap.mmap(self.handle, SIZE)
         self._memory = _Memory.from_buffer(self._shared)
+        self._moves = 0
         self.phase("")
+
+    def begin(self, action: bytes) -> None:
+        """An action begins; see :func:`action_record`."""
+        self._shared[_ACTION_PLACE] = action
+        self._moves += 1
+        self._memory.moves = self._moves
 
     def row(self, kind: str, stage: int, micro_batch: int) -> None:
         """An action of the program begins; -1 stands for all micro-batches."""
         text = kind if micro_batch < 0 else f"{kind} micro-batch {micro_batch}"
-        self.program_row(text.encode(), stage)
-
-    def program_row(self, text: bytes, stage: int) -> None:
-        """As :meth:`row`, with a text that was encoded before."""
-        memory = self._memory
-        memory.peer, memory.stage, memory.in_program = -1, stage, True
-        memory.action = text[:_TEXT]
-        memory.moves += 1
+        self.begin(action_record(text, stage))
 
     def phase(self, text: str) -> None:
         """A phase begins, which is not in the program."""
@@ -94,14 +113,12 @@ class Board:
 
     def return_to(self, activity: Activity) -> None:
         """The activity that a phase has interrupted goes on."""
-        memory = self._memory
-        memory.peer, memory.stage, memory.in_program = -1, activity.stage, activity.in_program
-        memory.action = activity.action.encode(errors="replace")[:_TEXT]
-        memory.moves += 1
+        stage, in_program = activity.stage, activity.in_program
+        self.begin(action_record(activity.action, stage, in_program=in_program))
 
-    def awaits(self, peer: int, awaited: bytes) -> None:
-        """The current action waits for a rank; ``awaited`` says for what, encoded."""
-        self._memory.peer, self._memory.awaited = peer, awaited[:_TEXT]
+    def awaits(self, wait: bytes) -> None:
+        """The current action waits for a rank; see :func:`wait_record`."""
+        self._shared[_WAIT_PLACE] = wait
 
     def step(self, number: int) -> None:
         """A step begins."""

@@ -4,9 +4,10 @@
 round profiles again. *Computations* compares the measured step with the same schedule of its own
 measured computations, without messages and without time between actions; it does not depend on how
 the speed of the machine changes between profile and step. *Actions* is the time of the engine per
-row of a program whose stages compute next to nothing. *Speed-up* is over one rank with one thread,
-against p m / (m + p - 1) for even stages; *beside a neighbour* is the same rank while the other
-core is busy.
+row of a program whose stages compute next to nothing: all of a row, from its begin to that of the
+next, beside what the operators of a forward and a backward take as PyTorch runs them. *Speed-up* is
+over one rank with one thread, against p m / (m + p - 1) for even stages; *beside a neighbour* is
+the same rank while the other core is busy.
 
     python tests/benchmarks/ideal.py [--short] [steps] [computations] [actions] [speed-up]
 """
@@ -47,7 +48,7 @@ RANKS, MICRO_BATCHES = 2, 8
 ROUNDS, STEPS = 5, 3
 MANY = 500
 """Micro-batches of stages that compute nothing."""
-GOAL_STEP, GOAL_ACTION_US, GOAL_SPEED_UP = 1.03, 50, 0.95
+GOAL_STEP, GOAL_ACTION_US, GOAL_SPEED_UP = 1.03, 18, 0.95
 JOBS = {
     "gpt": gpt(),
     "gpt, narrow": gpt(layers=12, width=192),
@@ -187,15 +188,19 @@ def actions(rounds: int) -> None:
         found = train_in_turns(folder, case, RANKS)
     print(f"\n### What an action of an empty stage takes ({MANY} micro-batches, {rounds} steps, "
           f"goal {GOAL_ACTION_US} us)\n")  # fmt: skip
-    print("| rank | rows per step | step, us per row | median row, us | medians by kind, us |")
-    print("|---|---|---|---|---|")
+    print("| rank | rows per step | step, us per row | median row, us | medians by kind, us "
+          "| operators alone, us |")  # fmt: skip
+    print("|---|---|---|---|---|---|")
     for rank, mine in enumerate(found):
         rows = mine["rows"]["1F1B"]
         each = [1e6 * seconds / rows for seconds in mine["seconds"]["1F1B"]]
         kinds = {kind: 1e6 * median_s for kind, median_s in mine["kinds"]["1F1B"].items()}
         every = kinds.pop("all")
-        shown = ", ".join(f"{kind.lower()} {us:.0f}" for kind, us in sorted(kinds.items()))
-        print(f"| {rank} | {rows} | {spread(each, '.1f')} | {every:.1f} | {shown} |", flush=True)
+        shown = ", ".join(f"{kind} {us:.0f}" for kind, us in sorted(kinds.items()))
+        alone = mine["operators"]["1F1B"].items()
+        operators = ", ".join(f"{kind} {1e6 * seconds:.0f}" for kind, seconds in alone)
+        print(f"| {rank} | {rows} | {spread(each, '.1f')} | {every:.1f} | {shown} | {operators} |",
+              flush=True)  # fmt: skip
 
 
 def speed_up(rounds: int) -> None:

@@ -104,7 +104,7 @@ class Replay:
     def line(self, lane: Lane, _rank: int) -> _ReplayedLine:
         return _ReplayedLine(self._messages[lane])
 
-    def progress(self) -> None:
+    def advance(self) -> None:
         pass
 
 

@@ -27,7 +27,7 @@ def note_transports() -> None:
 
     def building(self: Transport, *given: Any, **options: Any) -> None:
         build(self, *given, **options)
-        made.add((self._wire.progress.mode, options["check"]))
+        made.add((given[3].mode, options["check"]))
 
     Transport.__init__ = building
 

@@ -11,7 +11,7 @@ import pytest
 from pipectl.faults import ErrorReport
 from pipectl.files import write_log
 from pipectl.watch import process_state
-from pipectl.watch.board import SIZE, Activity, Board, read_activity
+from pipectl.watch.board import SIZE, Activity, Board, read_activity, wait_record
 
 
 def test_another_mapping_sees_what_is_written() -> None:
@@ -21,7 +21,7 @@ def test_another_mapping_sees_what_is_written() -> None:
     assert read_activity(other) == Activity(2, action="capturing the model")
     board.step(7)
     board.row("FORWARD", 1, 5)
-    board.awaits(2, b"activation 5 of stage 0 from rank 2")
+    board.awaits(wait_record("activation 5 of stage 0 from rank 2", 2))
     board.waits(True)
     board.pace(0.5)
     seen = read_activity(other)

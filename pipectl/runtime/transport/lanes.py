@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import NamedTuple
@@ -27,11 +27,10 @@ from pipectl.capture import Lane, Slot
 from pipectl.errors import MismatchError, WorkerError
 from pipectl.runtime.device import Device
 from pipectl.runtime.layout import Layout, Tensors
-from pipectl.runtime.transport.transfer import Flight, Progress, Transfer, Wire
+from pipectl.runtime.transport.transfer import Progress, Transfer, Wire
 
 CHECK_VARIABLE = "PIPECTL_CHECK_MESSAGES"
 """In the environment of rank 0: every message is compared, which is slow."""
-Layouts = dict[Slot, Layout | None]
 Shape = tuple[int, int]
 """The samples of a micro-batch, and the length of its sequences."""
 _HEADER, _NOTE, _EXTRA = 0, 1, 2
@@ -112,25 +111,48 @@ def checksum(buffer: Tensor) -> int:
     return zlib.crc32(host.view(torch.uint8).numpy().data) if host.numel() else 0
 
 
-@dataclass
+class Place(NamedTuple):
+    """A slot in the messages of a lane and one shape of micro-batch.
+
+    Args:
+        layout: None if no message has a tensor there.
+        sizes: of the memory of a message, which is contiguous.
+        name: in words.
+    """
+
+    slot: Slot
+    tag: int
+    layout: Layout | None
+    sizes: tuple[int, ...]
+    name: Callable[[], str]
+
+
+@dataclass(slots=True)
 class Posted:
     """A message under way. Holds the memory MPI reads or writes until it is complete.
 
     Args:
         shape: of the micro-batch.
-        layouts: None while they are unknown, so that the receive is not posted.
+        places: None while they are unknown, so that the receive is not posted.
+        transfers: of the places that have a tensor, in their order.
     """
 
     micro_batch: int
     shape: Shape
-    layouts: Layouts | None = None
-    flights: dict[Slot, Flight] = field(default_factory=dict)
+    places: Sequence[Place] | None = None
+    transfers: list[Transfer] = field(default_factory=list)
     note: Note | None = None
+
+    @property
+    def layouts(self) -> dict[Slot, Layout | None]:
+        """Of all slots."""
+        return {place.slot: place.layout for place in self.places or ()}
 
     @property
     def buffers(self) -> dict[Slot, Tensor]:
         """The memory that MPI reads or writes."""
-        return {slot: flight.buffer for slot, flight in self.flights.items()}
+        slots = (slot for slot, layout in self.layouts.items() if layout is not None)
+        return {slot: each.buffer for slot, each in zip(slots, self.transfers, strict=True)}
 
 
 class Line:
@@ -139,9 +161,6 @@ class Line:
     Args:
         tags: of its slots, and two more.
         check: whether every message is compared with what its sender says of it.
-
-    Attributes:
-        layouts: of its messages, by the shape of the micro-batch.
     """
 
     def __init__(
@@ -149,10 +168,11 @@ class Line:
     ) -> None:
         self._wire, self._lane, self._slots = wire, lane, slots
         self._rank, self._tags, self._check = rank, tags, check
-        self.layouts: dict[Shape, Layouts] = {}
-        # The last transfer by tag; of one that is over, no memory is held.
-        self._sent: dict[int, Transfer] = {}
-        self._received: dict[int, Transfer] = {}
+        # By the shape of the micro-batch.
+        self._places: dict[Shape, Sequence[Place]] = {}
+        # The last transfer by tag, if MPI does not know of all its pieces yet.
+        self._sending: dict[int, Transfer] = {}
+        self._receiving: dict[int, Transfer] = {}
         # Receives in the order in which they started.
         self._unposted: deque[Posted] = deque()
         self._without_note: deque[Posted] = deque()
@@ -165,24 +185,27 @@ class Line:
         Raises:
             WorkerError: a tensor has another type or shape than in earlier messages.
         """
-        layouts = self.layouts.get(shape)
-        if layouts is None:
-            known = ((slot, tensors.get(slot)) for slot in self._slots)
-            layouts = {slot: None if t is None else Layout.of(t) for slot, t in known}
-            self._wire.send_object([*layouts.values()], self._rank, self._tags[~_HEADER])
-            self.layouts[shape] = layouts
-        posted, sent = Posted(micro_batch, shape, layouts), self._sent
+        places = self._places.get(shape)
+        if places is None:
+            known = [tensors.get(slot) for slot in self._slots]
+            layouts = [None if tensor is None else Layout.of(tensor) for tensor in known]
+            self._wire.send_object(layouts, self._rank, self._tags[~_HEADER])
+            places = self._places[shape] = self._places_of(layouts)
+        posted, wire = Posted(micro_batch, shape, places), self._wire
         vectors: dict[Slot, Tensor] = {}
-        for (slot, layout), tag in zip(layouts.items(), self._tags, strict=False):
-            vector = self._flat(slot, layout, tensors.get(slot))
+        for place in places:
+            vector = self._flat(place, tensors.get(place.slot))
             if vector is not None:
-                vectors[slot] = vector
-                flight = self._wire.send(vector, self._rank, tag, sent.get(tag))
-                posted.flights[slot], sent[tag] = flight, flight.transfer
+                vectors[place.slot] = vector
+                after = self._sending.pop(place.tag, None)
+                transfer = wire.send(vector, self._rank, place.tag, after)
+                posted.transfers.append(transfer)
+                if transfer.unstarted:
+                    self._sending[place.tag] = transfer
         if self._check:
             # Of the tensors, not of the buffers: copies to these may still be under way.
-            posted.note = Note.of(self._lane, micro_batch, layouts, vectors)
-            self._wire.send_object(posted.note, self._rank, self._tags[~_NOTE])
+            posted.note = Note.of(self._lane, micro_batch, posted.layouts, vectors)
+            wire.send_object(posted.note, self._rank, self._tags[~_NOTE])
         return posted
 
     def finish_send(self, posted: Posted) -> None:
@@ -191,7 +214,9 @@ class Line:
         Raises:
             WorkerError: messages are checked, and this one changed while it was sent.
         """
-        self._wire.wait(posted.flights.values())
+        self._wire.wait(posted.transfers)
+        if self._sending:
+            self._sending = _unstarted(self._sending)
         if posted.note is not None:
             posted.note.check_unchanged(posted.buffers)
 
@@ -213,7 +238,7 @@ class Line:
         Raises:
             WorkerError: messages are checked, and this one is not what its sender sent.
         """
-        while posted.layouts is None:
+        while posted.places is None:
             layouts = self._wire.receive_object(self._rank, self._tags[~_HEADER])
             if len(layouts) != len(self._slots):
                 raise WorkerError(
@@ -222,19 +247,22 @@ class Line:
                     cure="the two ranks run different programs: make sure that all nodes have the "
                     "same versions and files",
                 )
-            shape = self._unposted[0].shape
-            self.layouts[shape] = dict(zip(self._slots, layouts, strict=True))
+            self._places[self._unposted[0].shape] = self._places_of(layouts)
             self._post_known()
         if self._check:  # a message that is too short for its buffers might never end
-            self._compare(posted, posted.layouts, {})
-        self._wire.wait(posted.flights.values())
+            self._compare(posted, {})
+        self._wire.wait(posted.transfers)
+        if self._receiving:
+            self._receiving = _unstarted(self._receiving)
         if self._check:
-            self._compare(posted, posted.layouts, posted.buffers)
-        tensors: Tensors = dict.fromkeys(posted.layouts)
-        for slot, flight in posted.flights.items():
-            layout = posted.layouts[slot]
-            assert layout is not None
-            tensors[slot] = layout.unflatten(self._wire.arrived(flight))
+            self._compare(posted, posted.buffers)
+        transfers, tensors = iter(posted.transfers), Tensors()
+        for slot, _, layout, _, _ in posted.places:
+            if layout is None:
+                tensors[slot] = None
+                continue
+            tensor = self._wire.arrived(next(transfers))
+            tensors[slot] = tensor if layout.is_contiguous else layout.unflatten(tensor)
         return tensors
 
     @property
@@ -242,27 +270,38 @@ class Line:
         lane, me = self._lane, self._wire.rank
         return f"from stage {lane.source} (rank {self._rank}) to stage {lane.target} (rank {me})"
 
+    def _places_of(self, layouts: Sequence[Layout | None]) -> list[Place]:
+        places = []
+        for slot, layout, tag in zip(self._slots, layouts, self._tags, strict=False):
+            sizes: tuple[int, ...] = ()
+            if layout is not None:
+                sizes = layout.sizes if layout.is_contiguous else (layout.count,)
+            places.append(Place(slot, tag, layout, sizes, partial(self._name, slot)))
+        return places
+
     def _post_known(self) -> None:
         """Post receives up to the first of whose layouts nothing is known."""
-        while self._unposted and (layouts := self.layouts.get(self._unposted[0].shape)) is not None:
+        while self._unposted and (places := self._places.get(self._unposted[0].shape)) is not None:
             posted = self._unposted.popleft()
-            posted.layouts = layouts
-            for (slot, layout), tag in zip(layouts.items(), self._tags, strict=False):
+            posted.places = places
+            for _, tag, layout, sizes, name in places:
                 if layout is not None:
-                    form, what = (layout.count, layout.dtype), partial(self._name, slot)
-                    after = self._received.get(tag)
-                    flight = self._wire.receive(*form, self._rank, tag, what, after)
-                    posted.flights[slot], self._received[tag] = flight, flight.transfer
+                    after = self._receiving.pop(tag, None)
+                    receive = self._wire.receive
+                    transfer = receive(sizes, layout.dtype, self._rank, tag, name, after)
+                    posted.transfers.append(transfer)
+                    if transfer.unstarted:
+                        self._receiving[tag] = transfer
 
     def _name(self, slot: Slot) -> str:
         return f"the {self._lane.kind} of {slot.value!r} {self._way}"
 
-    def _compare(self, posted: Posted, layouts: Layouts, buffers: dict[Slot, Tensor]) -> None:
+    def _compare(self, posted: Posted, buffers: Mapping[Slot, Tensor]) -> None:
         """Compare what is known of a message with its note; these come in the same order."""
         while posted.note is None:
             note = self._wire.receive_object(self._rank, self._tags[~_NOTE])
             self._without_note.popleft().note = note
-        arrived = Note.of(self._lane, posted.micro_batch, layouts, buffers)
+        arrived = Note.of(self._lane, posted.micro_batch, posted.layouts, buffers)
         differences = posted.note.differences(arrived)
         if differences:
             raise WorkerError(
@@ -271,8 +310,9 @@ class Line:
                 "see docs/troubleshooting.md",
             )
 
-    def _flat(self, slot: Slot, layout: Layout | None, tensor: Tensor | None) -> Tensor | None:
+    def _flat(self, place: Place, tensor: Tensor | None) -> Tensor | None:
         """A tensor as it is sent; None if there never is one."""
+        layout = place.layout
         if (
             tensor is not None
             and layout is not None
@@ -281,7 +321,7 @@ class Line:
         ):
             if tensor.requires_grad:
                 tensor = tensor.detach()
-            in_order = tensor.is_contiguous() and tensor.stride() == layout.strides
+            in_order = layout.is_contiguous and tensor.stride() == layout.strides
             if in_order and not (tensor.is_conj() or tensor.is_neg()):
                 return tensor  # its memory is its elements
             return layout.flatten(tensor)
@@ -290,8 +330,8 @@ class Line:
         if actual != expected:
             lane = self._lane
             raise WorkerError(
-                f"the {lane.kind} of {slot.value!r} from stage {lane.source} to {lane.target} "
-                f"should be {_words(expected)}, but is {_words(actual)}",
+                f"the {lane.kind} of {place.slot.value!r} from stage {lane.source} "
+                f"to {lane.target} should be {_words(expected)}, but is {_words(actual)}",
                 cure="a model where shapes, or which tensors have a gradient, depend on the data "
                 "cannot be split here",
             )
@@ -310,6 +350,7 @@ class Transport:
 
     Attributes:
         line: gives the line of a lane to, or from, a rank.
+        advance: lets MPI work on what is under way; to be called between actions.
 
     Raises:
         MismatchError: the cut has more kinds of messages than MPI has tags.
@@ -324,13 +365,14 @@ class Transport:
         *,
         check: bool = False,
     ) -> None:
-        self._wire = wire = Wire(communicator, device, progress)
+        wire = Wire(communicator, device, progress)
+        self.advance = wire.progress.advance
         tags = tags_of(lanes, largest_tag(communicator))
         self.line = cache(lambda lane, rank: Line(wire, lane, lanes[lane], rank, tags[lane], check))
 
-    def progress(self) -> None:
-        """Let MPI work on what is under way; to be called between actions."""
-        self._wire.progress.advance()
+
+def _unstarted(transfers: Mapping[int, Transfer]) -> dict[int, Transfer]:
+    return {tag: transfer for tag, transfer in transfers.items() if transfer.unstarted}
 
 
 def largest_tag(communicator: MPI.Comm) -> int:

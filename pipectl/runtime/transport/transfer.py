@@ -25,14 +25,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from mpi4py import MPI
 from torch import Tensor
 
 from pipectl.errors import WorkerError
-from pipectl.runtime.device import Device, MessageBuffer
+from pipectl.runtime.device import Device, MessageBuffer, Sizes
 from pipectl.runtime.waiting import WorkMeter, poll
 from pipectl.units import format_bytes
 
@@ -62,44 +62,28 @@ WHOLE = Pieces()
 
 
 class Transfer:
-    """Bytes that are being sent or received, after an earlier message of the same rank and tag.
-
-    All pieces that are received are posted at once, so that none is unexpected.
+    """Bytes that are being sent or received as one message of MPI.
 
     Args:
-        call: sends or receives a piece.
-        buffer: memory of the message, held until all is done.
+        call: sends or receives it.
+        buffer: contiguous.
         rank, tag: of the other side.
         what: is received; None for what is sent.
-        after: starts all its pieces before this starts any.
 
     Attributes:
+        buffer: the memory that MPI reads or writes.
+        unstarted: pieces that MPI does not know of yet.
         done: whether all bytes have left or arrived; found out by ``advance`` alone.
     """
 
+    __slots__ = ("_request", "_what", "buffer", "done", "unstarted")
+
     def __init__(
-        self,
-        call: Call,
-        buffer: MessageBuffer,
-        rank: int,
-        tag: int,
-        pieces: Pieces = WHOLE,
-        what: Words | None = None,
-        after: Transfer | None = None,
+        self, call: Call, buffer: Tensor, rank: int, tag: int, what: Words | None = None
     ) -> None:
-        self._call, self._rank, self._tag = call, rank, tag
-        self._buffer: MessageBuffer | None = buffer
-        self._size_bytes = size_bytes = buffer.vector.nbytes
-        self._piece_bytes = pieces.size_bytes
-        self._offset = 0
-        self._what = what
-        self._after = after
-        self._unstarted = max(1, -(-size_bytes // self._piece_bytes))  # no bytes are a piece, too
-        self._under_way: deque[tuple[MPI.Request, int]] = deque()
-        self._status = None if what is None else MPI.Status()
-        self._room = (pieces.under_way if what is None else None) or self._unstarted
-        self.done = False
-        self._start_next()
+        self.buffer, self._what = buffer, what
+        self.unstarted, self.done = 0, False
+        self._request = call(memory(buffer, 0, buffer.nbytes), rank, tag)
 
     def advance(self) -> bool:
         """Let MPI work, and start what may follow; whether all is done.
@@ -107,20 +91,13 @@ class Transfer:
         Raises:
             WorkerError: what arrives has another size than expected.
         """
-        if self._unstarted:
-            self._start_next()
-        while self._under_way and self._is_complete(*self._under_way[0]):
-            self._under_way.popleft()
-            if self._unstarted:
-                self._start_next()
-        if not self._unstarted and not self._under_way:
-            self.done, self._buffer = True, None
+        self.done = self.done or self._is_complete(self._request, self.buffer.nbytes)
         return self.done
 
     def _is_complete(self, request: MPI.Request, size_bytes: int) -> bool:
-        status = self._status
-        if status is None:
+        if self._what is None:
             return bool(request.Test())
+        status = MPI.Status()
         try:
             is_complete = bool(request.Test(status))
         except MPI.Exception as error:
@@ -133,7 +110,7 @@ class Transfer:
 
     def _wrong(self, expected: int, received: str) -> WorkerError:
         assert self._what is not None
-        part = " in a piece of it" if expected != self._size_bytes else ""
+        part = " in a piece of it" if expected != self.buffer.nbytes else ""
         return WorkerError(
             f"{self._what()} has another size than planned{part}: expected "
             f"{format_bytes(expected)}, received {received}",
@@ -142,19 +119,62 @@ class Transfer:
             "first message that differs",
         )
 
+
+class PiecewiseTransfer(Transfer):
+    """The same in pieces, after an earlier message of the same rank and tag.
+
+    All pieces that are received are posted at once, so that none is unexpected.
+
+    Args:
+        message: its memory, and when MPI may use it.
+        after: starts all its pieces before this starts any.
+    """
+
+    __slots__ = ("_after", "_call", "_message", "_offset", "_pieces", "_rank", "_tag", "_under_way")
+
+    def __init__(
+        self,
+        call: Call,
+        message: MessageBuffer,
+        rank: int,
+        tag: int,
+        pieces: Pieces = WHOLE,
+        what: Words | None = None,
+        after: Transfer | None = None,
+    ) -> None:
+        self._call, self._rank, self._tag = call, rank, tag
+        self._message, self.buffer = message, message.vector
+        self._pieces, self._offset = pieces, 0
+        self._what, self._after = what, after
+        self.unstarted = max(1, -(-self.buffer.nbytes // pieces.size_bytes))  # no bytes are a piece
+        self._under_way: deque[tuple[MPI.Request, int]] = deque()
+        self.done = False
+        self._start_next()
+
+    def advance(self) -> bool:
+        """See :meth:`Transfer.advance`."""
+        if self.unstarted:
+            self._start_next()
+        while self._under_way and self._is_complete(*self._under_way[0]):
+            self._under_way.popleft()
+            if self.unstarted:
+                self._start_next()
+        self.done = not self.unstarted and not self._under_way
+        return self.done
+
     def _start_next(self) -> None:
-        if self._after is not None and self._after._unstarted:
+        if self._after is not None and self._after.unstarted:
             return
-        self._after, buffer = None, self._buffer
-        assert buffer is not None
-        while self._unstarted and len(self._under_way) < self._room:
-            if not buffer.is_free(self._offset // self._piece_bytes):
+        self._after, piece_bytes = None, self._pieces.size_bytes
+        room = self._pieces.under_way if self._what is None else None
+        while self.unstarted and (room is None or len(self._under_way) < room):
+            if not self._message.is_free(self._offset // piece_bytes):
                 return
-            size_bytes = min(self._piece_bytes, self._size_bytes - self._offset)
-            piece = memory(buffer.vector, self._offset, size_bytes)
+            size_bytes = min(piece_bytes, self.buffer.nbytes - self._offset)
+            piece = memory(self.buffer, self._offset, size_bytes)
             self._under_way.append((self._call(piece, self._rank, self._tag), size_bytes))
             self._offset += size_bytes
-            self._unstarted -= 1
+            self.unstarted -= 1
 
 
 def memory(vector: Tensor, offset: int, size_bytes: int) -> tuple[MPI.memory, MPI.Datatype]:
@@ -216,15 +236,23 @@ class Progress:
     def begin(
         self,
         call: Call,
-        buffer: MessageBuffer,
+        message: MessageBuffer,
         rank: int,
         tag: int,
         what: Words | None = None,
         after: Transfer | None = None,
     ) -> Transfer:
         """Start a transfer (see its arguments), and see to it from now on."""
+        buffer, pieces = message.vector, self.pieces
+        is_whole = message.is_free_now and buffer.nbytes <= pieces.size_bytes
+        transfer: Transfer
         with self._lock:
-            transfer = Transfer(call, buffer, rank, tag, self.pieces, what, after)
+            if is_whole and (after is None or not after.unstarted):
+                transfer = Transfer(call, buffer, rank, tag, what)
+                if what is None and transfer.advance():  # a small message mostly leaves at once
+                    return transfer
+            else:
+                transfer = PiecewiseTransfer(call, message, rank, tag, pieces, what, after)
             self._transfers.append(transfer)
         if self._thread is not None:
             self._has_work.set()
@@ -257,7 +285,8 @@ class Progress:
         with self._lock:
             if self._failure is not None:
                 raise self._failure
-            self._advance()
+            if self._transfers:
+                self._advance()
 
     def tick(self) -> None:
         """The same, at most every tenth of a millisecond; called between operators."""
@@ -312,13 +341,6 @@ class Progress:
         return worked
 
 
-class Flight(NamedTuple):
-    """A vector under way, with the memory that MPI reads or writes."""
-
-    transfer: Transfer
-    buffer: Tensor
-
-
 class Wire:
     """Sends and receives of one communicator.
 
@@ -331,6 +353,7 @@ class Wire:
         self, communicator: MPI.Comm, device: Device, progress: Progress | None = None
     ) -> None:
         self._communicator, self._device = communicator, device
+        self._send, self._receive = communicator.Isend, communicator.Irecv
         self.progress = progress or Progress()
         self.rank, self.size = communicator.rank, communicator.size
         self._objects: list[MPI.Request] = []
@@ -340,42 +363,41 @@ class Wire:
         """All other ranks, ascending."""
         return [rank for rank in range(self.size) if rank != self.rank]
 
-    def send(self, vector: Tensor, rank: int, tag: int, after: Transfer | None = None) -> Flight:
+    def send(self, vector: Tensor, rank: int, tag: int, after: Transfer | None = None) -> Transfer:
         """Begin to send a contiguous vector on the device, which must not change until it has left.
 
         Args:
             after: the earlier message of this rank and tag, if it may be under way.
         """
-        buffer = self._device.to_message(vector, self.progress.pieces.size_bytes)
-        sending = self.progress.begin(self._communicator.Isend, buffer, rank, tag, None, after)
-        return Flight(sending, buffer.vector)
+        message = self._device.to_message(vector, self.progress.pieces.size_bytes)
+        return self.progress.begin(self._send, message, rank, tag, None, after)
 
     def receive(
         self,
-        count: int,
+        sizes: Sizes,
         dtype: torch.dtype,
         rank: int,
         tag: int,
         what: Words,
         after: Transfer | None = None,
-    ) -> Flight:
-        """Begin to receive a vector of ``count`` elements.
+    ) -> Transfer:
+        """Begin to receive a contiguous tensor.
 
         Args:
+            sizes: of its dimensions, or the elements of a vector.
             what: names it, for errors.
             after: see :meth:`send`.
         """
-        buffer = self._device.message_buffer(count, dtype)
-        receiving = self.progress.begin(self._communicator.Irecv, buffer, rank, tag, what, after)
-        return Flight(receiving, buffer.vector)
+        message = self._device.message_buffer(sizes, dtype)
+        return self.progress.begin(self._receive, message, rank, tag, what, after)
 
-    def wait(self, flights: Iterable[Flight]) -> None:
+    def wait(self, transfers: Iterable[Transfer]) -> None:
         """Return when vectors have left or arrived."""
-        self.progress.wait([flight.transfer for flight in flights])
+        self.progress.wait(list(transfers))
 
-    def arrived(self, flight: Flight) -> Tensor:
-        """A vector that has arrived, on the device."""
-        return self._device.from_message(flight.buffer)
+    def arrived(self, transfer: Transfer) -> Tensor:
+        """What has arrived, on the device."""
+        return self._device.from_message(transfer.buffer)
 
     def send_object(self, value: object, rank: int, tag: int) -> None:
         """Begin to send what is no tensor; it leaves, at the latest, when its receiver asks."""

@@ -20,9 +20,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
 from mpi4py import MPI
 from trainers import helped
 
@@ -40,6 +42,7 @@ from pipectl.runtime.tracing import Recording
 from pipectl.runtime.trainer import Trainer
 from pipectl.runtime.transport import Progress
 from pipectl.runtime.waiting import barrier
+from pipectl.schedule.actions import EVENT_NAMES
 from pipectl.spec import JobSpec, load
 
 Step = Callable[[int], None]
@@ -130,25 +133,45 @@ class LateSums:
         self._reduction.advance()
 
 
-class Watch:
-    """Times every row that an engine executes, by kind."""
+def rows_by_kind(training: Training, steps: int, world: MPI.Intracomm) -> dict[str, float]:
+    """Median seconds from the begin of a row to the begin of the next, by kind and of all."""
+    seconds: dict[str, list[float]] = {}
+    for step in recorded(training, steps, world):
+        for row, following in pairwise(step["table"]):
+            kind = EVENT_NAMES[int(row[2])]
+            seconds.setdefault(kind, []).append(following[0] - row[0])
+    every = [second for times in seconds.values() for second in times]
+    named = {kind: statistics.median(times) for kind, times in seconds.items()}
+    return {"all": statistics.median(every), **named}
 
-    def __init__(self, training: Training) -> None:
-        engine = training.setup.training
-        self.seconds: dict[str, list[float]] = {}
-        self._execute = engine._execute
-        engine._execute = self._timed  # type: ignore[method-assign]
 
-    def _timed(self, run: Any, row: Any, update: Any) -> None:
+def operators_alone(training: Training) -> dict[str, float]:
+    """Median seconds of a stage's forward and backward as PyTorch runs them, without the engine."""
+    (stage,) = training.setup.stages.values()
+    (segment,) = stage.segments
+    call, given = segment.call, list[Any]()
+
+    def noted(*arguments: Any) -> Any:
+        *others, received = arguments
+        given[:] = *others, list(received)
+        return call(*arguments)
+
+    segment.call = noted  # type: ignore[method-assign]
+    training.step(0)
+    segment.call = call  # type: ignore[method-assign]
+    code, seed, states, inputs, received = given
+    batch = [inputs[name] for name in code.stage.inputs]
+    values = [value.detach().requires_grad_(value.requires_grad) for value in received]
+    times: dict[str, list[float]] = {"forward": [], "backward": []}
+    for _ in range(500):
         start = time.perf_counter()
-        self._execute(run, row, update)
-        self.seconds.setdefault(row.kind.name, []).append(time.perf_counter() - start)
-
-    def medians(self) -> dict[str, float]:
-        """Seconds by kind, and of all rows together."""
-        every = [second for times in self.seconds.values() for second in times]
-        named = {kind: statistics.median(times) for kind, times in self.seconds.items()}
-        return {"all": statistics.median(every), **named}
+        results = code.stage.module(seed, *states, *batch, *values)
+        middle = time.perf_counter()
+        torch.autograd.backward(results, [torch.ones_like(result) for result in results])
+        times["forward"].append(middle - start)
+        times["backward"].append(time.perf_counter() - middle)
+    stage.forget()
+    return {kind: statistics.median(each) for kind, each in times.items()}
 
 
 def contender(
@@ -195,12 +218,11 @@ def measure(case: dict[str, Any], folder: Path, progress: Progress) -> dict[str,
         for name, step in steps.items():
             seconds[name].append(timed(step, case["steps"], world))
     rows = {name: training.rows for name, training in found.items() if training}
-    kinds = {}
+    kinds, alone = {}, {}
     for name, training in found.items() if case.get("by_kind") else ():
         if training:
-            watch = Watch(training)
-            timed(training.step, case["steps"], world)
-            kinds[name] = watch.medians()
+            kinds[name] = rows_by_kind(training, case["rounds"], world)
+            alone[name] = operators_alone(training)
     records = {
         name: recorded(training, case.get("recorded", 0), world)
         for name, training in found.items()
@@ -211,6 +233,7 @@ def measure(case: dict[str, Any], folder: Path, progress: Progress) -> dict[str,
         "first_s": first_s,
         "rows": rows,
         "kinds": kinds,
+        "operators": alone,
         "records": records,
     }
 

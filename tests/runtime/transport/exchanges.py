@@ -146,7 +146,7 @@ def pass_on(world: MPI.Comm, transport: Transport, before: int, after: int) -> N
     for micro_batch, size in enumerate((4, 4, 1, 4, 1)):
         known = micro_batch in (1, 3, 4)
         receiving = incoming.start_receive(micro_batch, size)
-        assert (receiving.layouts is not None) is known
+        assert (receiving.places is not None) is known
         sent = outgoing.start_send(micro_batch, size, tensors(world.rank, micro_batch, size))
         found = incoming.finish_receive(receiving)
         outgoing.finish_send(sent)

@@ -13,10 +13,10 @@ from torch import Tensor
 from pipectl.capture import Lane, Slot
 from pipectl.errors import MismatchError
 from pipectl.graph import TransferKind
-from pipectl.runtime.device import CpuDevice, MessageBuffer
+from pipectl.runtime.device import CpuDevice, MessageBuffer, Sizes
 from pipectl.runtime.transport import Transport
 from pipectl.runtime.transport.lanes import largest_tag, tags_of
-from pipectl.runtime.transport.transfer import Call, Pieces, Progress, Transfer, memory
+from pipectl.runtime.transport.transfer import Call, Pieces, PiecewiseTransfer, Progress, memory
 
 
 @cache
@@ -73,10 +73,10 @@ def test_what_is_sent_arrives(mode: str, dtype: torch.dtype, pieces: Pieces) -> 
 
 def test_no_more_pieces_are_under_way_than_allowed() -> None:
     both = pair(100, torch.uint8)
-    sending = Transfer(*both.to_send, Pieces(10, 2))
+    sending = PiecewiseTransfer(*both.to_send, Pieces(10, 2))
     assert not sending.advance()
     assert both.sizes == [10, 10]  # synchronous sends: none ends before it is received
-    receiving = Transfer(*both.to_receive, Pieces(10, 2), a_message)
+    receiving = PiecewiseTransfer(*both.to_receive, Pieces(10, 2), a_message)
     while not (sending.advance() & receiving.advance()):
         pass
     assert both.sizes == [10] * 10
@@ -84,9 +84,9 @@ def test_no_more_pieces_are_under_way_than_allowed() -> None:
 
 def test_a_message_without_bytes_is_a_message() -> None:
     both = pair(0, torch.float32)
-    sending = Transfer(*both.to_send)
+    sending = PiecewiseTransfer(*both.to_send)
     assert not sending.advance()
-    receiving = Transfer(*both.to_receive, what=a_message)
+    receiving = PiecewiseTransfer(*both.to_receive, what=a_message)
     while not (sending.advance() & receiving.advance()):
         pass
     assert both.sizes == [0]
@@ -122,7 +122,7 @@ def test_what_fails_in_the_helper_is_raised_by_the_next_wait() -> None:
             raise RuntimeError("no second piece")
         return both.send(piece, rank, tag)
 
-    receiving = Transfer(*both.to_receive, pieces, a_message)
+    receiving = PiecewiseTransfer(*both.to_receive, pieces, a_message)
     with Progress("thread", pieces) as progress:
         transfer = progress.begin(broken, MessageBuffer(both.sent), 0, 5)
         with pytest.raises(RuntimeError, match="no second piece"):
@@ -138,8 +138,8 @@ class LateDevice(CpuDevice):
     def __init__(self) -> None:
         self.lets = False
 
-    def message_buffer(self, count: int, dtype: torch.dtype) -> MessageBuffer:
-        return MessageBuffer(torch.zeros(count, dtype=dtype), [self.event(lambda: None)])
+    def message_buffer(self, sizes: Sizes, dtype: torch.dtype) -> MessageBuffer:
+        return MessageBuffer(torch.zeros(sizes, dtype=dtype), [self.event(lambda: None)])
 
     def to_message(self, vector: Tensor, piece_bytes: int) -> MessageBuffer:
         source, copy = vector.view(torch.uint8), torch.zeros_like(vector)
@@ -172,9 +172,7 @@ def test_a_send_that_the_device_is_not_ready_for_waits_in_the_queue(mode: str, c
         sent = [line.start_send(index, 1, {slot: value}) for index, value in enumerate(values)]
         received = [line.start_receive(index, 1) for index in range(3)]
         progress.advance()
-        assert not any(
-            transfer.done for message in sent for transfer, _ in message.flights.values()
-        )
+        assert not any(transfer.done for message in sent for transfer in message.transfers)
         device.lets = True
         for index in (1, 0, 2):
             found = line.finish_receive(received[index])[slot]

@@ -75,7 +75,7 @@ def exchange(world: MPI.Comm, line: Line, case: Case) -> list[Posted]:
         return []
     line.finish_send(line.start_send(0, 2, {A: tensor}))
     other = torch.ones(case.sent, dtype=case.dtype)
-    line.layouts[2] = {**line.layouts[2], A: replace(Layout.of(other))}
+    line._places[2] = line._places_of([replace(Layout.of(other))])
     return [line.start_send(1, 2, {A: other})]
 
 

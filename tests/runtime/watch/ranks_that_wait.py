@@ -24,6 +24,7 @@ from pipectl.runs import RunDirectory
 from pipectl.runtime.failure import Doing, run_rank
 from pipectl.runtime.waiting import barrier, wait
 from pipectl.runtime.watching import watched
+from pipectl.watch.board import wait_record
 from pipectl.watch.rank import shared_files
 
 STEPS, PAUSE_S = int(os.environ.get("TEST_STEPS", "6")), 0.05
@@ -66,7 +67,7 @@ def pass_on(
 def receive(world: MPI.Intracomm, doing: Doing, source: int, micro_batch: int) -> None:
     doing.board.row("RECEIVE_WAIT", world.rank, micro_batch)
     words = f"activation {micro_batch} of stage {source} from rank {source}"
-    doing.board.awaits(source, words.encode())
+    doing.board.awaits(wait_record(words, source))
     wait([world.Irecv(np.zeros(1), source)])
 
 
