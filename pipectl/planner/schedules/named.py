@@ -248,8 +248,8 @@ def _cut_for_memory(plans: Sequence[Plan], cutter: Cutter, evaluator: Evaluator)
             if not tried:
                 break
             others += tried
-            last = min(tried, key=lambda plan: excess_bytes(plan, problem))
-            if evaluator.fits(last):
+            before, last = last, min(tried, key=lambda plan: excess_bytes(plan, problem))
+            if evaluator.fits(last) or excess_bytes(last, problem) >= excess_bytes(before, problem):
                 break
     return others
 
