@@ -36,6 +36,8 @@ MEMORY_BYTES = 16 * 2**30
 RANKS, SAMPLES, MICRO_BATCHES = 8, 64, 32
 BLOCKS_PER_RANK = 11
 """To begin the search with."""
+V_HALF_KEEPS = RANKS / 2 + 3 / 2
+"""Micro-batches of the fullest rank."""
 PRECISION = 1.05
 """Of the number of blocks that fit."""
 
@@ -246,7 +248,7 @@ def bubbles() -> Iterator[str]:
     yield "## Zero bubble, V-Half and V-Min\n"
     yield "Claims of Qi et al. (2024), and of Narayanan et al. (2021) for `interleaved`: a GPT of"
     yield f"48 blocks on {RANKS} accelerators, {MICRO_BATCHES} micro-batches. *Activations* are"
-    yield "what the fullest rank holds above its weights, gradients and optimizer state:\n"
+    yield "what the fullest rank holds above its weights, gradients and optimizer state."
     profile, cluster = gpt_profile(48, SHAPE), free_memory(RANKS)
     request = PlanRequest("gpt", SAMPLES, micro_batches=MICRO_BATCHES, schedule="1f1b")
     plans = {
@@ -254,6 +256,8 @@ def bubbles() -> Iterator[str]:
         for name in ("1f1b", *published)
     }
     first = plans["1f1b"]
+    yield f"The fastest 1F1B keeps up to {max(first.warm_up)} micro-batches per rank. With the"
+    yield f"fewest that it needs, it keeps {RANKS}, and V-Half {V_HALF_KEEPS:.1f} at most.\n"
     yield from table(
         ("schedule", "step", "faster than 1F1B", "activations", "published"),
         (
