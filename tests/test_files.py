@@ -132,9 +132,9 @@ def test_json_comes_back_as_it_was_written(tmp_path):
     ("content", "fault"),
     [
         (b"{", r"x:1:2: not valid JSON"),
-        (b"[1]", "holds a list, not an object"),
+        (b"[1]", "contains a list, not an object"),
         (b"\xff", "cannot be read"),
-        (b'{"a": "\\ud800"}', "no Unicode"),
+        (b'{"a": "\\ud800"}', "not Unicode"),
         (b'{"a": ' + b"1" * 5000 + b"}", "thousands of digits"),
         (b'{"a": ' + b"[" * 100_000, "nested too deeply"),
     ],
