@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from math import exp, log
+from math import exp, inf, log
 from pathlib import Path
 from time import perf_counter
 
@@ -84,7 +84,7 @@ def dapple_plans() -> Iterator[str]:
         layouts = document["cluster"]["layouts"]
         clusters = {name: planner_dapple.cluster_of(each) for name, each in layouts.items()}
         for row, steps_s in planner_dapple.listed(document, profile, clusters).items():
-            plan, _ = planner_dapple.planned(profile, clusters[row[0]], row[1])
+            plan, _ = planner_dapple.planned(profile, clusters[row[0]], row[1], inf)
             ours_s = plan.predicted_step_s
             pairs = {"pipectl over DAPPLE": (steps_s["DAPPLE"], ours_s)}
             if "PipeDream" in steps_s:
@@ -153,13 +153,6 @@ TECHNIQUES: dict[str, dict[str, object]] = {
     "1F1B, offloading to the host": {"schedule": "1f1b", "offload": True},
     "1F1B, recomputing": {"schedule": "1f1b", "recompute": True},
     "1F1B, recomputing in blocks": {"schedule": "1f1b", "recompute": True, "blocks": True},
-    "all left to the planner": {
-        "recompute": None,
-        "blocks": None,
-        "offload": None,
-        "backward_apart": None,
-        "every_schedule": True,
-    },
 }
 
 

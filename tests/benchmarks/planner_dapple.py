@@ -43,11 +43,13 @@ def listed(
     return rows
 
 
-def planned(profile: Profile, cluster: Cluster, batch: int) -> tuple[Plan, float]:
+def planned(
+    profile: Profile, cluster: Cluster, batch: int, budget_s: float = BUDGET_S
+) -> tuple[Plan, float]:
     """Our plan and the seconds it took, reading the file excluded."""
     started_s = perf_counter()
     request = PlanRequest("dapple", batch, replicas=None, replication=Replication.SPLIT)
-    plan = make_plan(profile, cluster, request, lambda: perf_counter() - started_s > BUDGET_S)
+    plan = make_plan(profile, cluster, request, lambda: perf_counter() - started_s > budget_s)
     return plan, perf_counter() - started_s
 
 
