@@ -41,8 +41,8 @@ def least_demanding(
     for stages in sorted({*counts[:MANY], *counts[-MANY:]}):
         order = open_orders(request, stages, problem.micro_batches(size))[0]
         for mix in mixes(problem.devices, states, stages, stages):
-            fit = cut_request(problem, size, order[1], mix, recompute=again)
-            for cut in cutter.smallest_peak(fit):
+            wanted = cut_request(problem, size, order[1], mix, recompute=again)
+            for cut in cutter.smallest_peak(wanted):
                 for placement in placements(problem.cluster, problem.devices, cut.kinds):
                     recompute = (True,) * stages if request.recompute else cut.recompute
                     layout = Layout(cut.partition, one_each(placement), recompute)
@@ -139,11 +139,11 @@ def _estimate(
     """The smallest peak found under a changed request, without buffers of messages."""
     size = micro_batch_sizes(request, request.batch_size)[-1]
     _, warm_up = open_orders(request, stages, problem.micro_batches(size))[0]
-    fit = CutRequest(size, warm_up, Mix.ordered([0] * stages, 1), (limit,))
+    wanted = CutRequest(size, warm_up, Mix.ordered([0] * stages, 1), (limit,))
     count, baseline = problem.micro_batches(size), problem.baseline_bytes
     return min(
         largest_peak_bytes(
             problem.table(problem.members(cut.partition), size).costs, warm_up, baseline, count
         )
-        for cut in cutter.smallest_peak(fit)
+        for cut in cutter.smallest_peak(wanted)
     )

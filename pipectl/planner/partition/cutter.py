@@ -188,21 +188,21 @@ class Cutter:
         attained = is_simple and isfinite(best_s) and best_s <= proven_s * (1 + 1e-12)
         return Bound(proven_s, attained)
 
-    def balanced(self, fit: CutRequest) -> list[Cut]:
+    def balanced(self, request: CutRequest) -> list[Cut]:
         """Partitions with small bottlenecks that fit, or nearly; the caller checks exact peaks.
 
         Balanced ones come with those that have the shortest way and are nearly as balanced. What
         stays within memory if more is counted stays the best: it is not looked for again.
         """
-        limited = any(map(isfinite, fit.limits_bytes))
-        space, stages = self._fitting_space, len(fit.warm_up)
-        mix = fit.mix.up_to(stages) if fit.mix.kinds == 1 else fit.mix
-        table, tallies = self._table(space, fit.size), mix.tallies(stages)
-        options, modes = self._fitting_options(fit, mix, fit.limits_bytes)
+        limited = any(map(isfinite, request.limits_bytes))
+        space, stages = self._fitting_space, len(request.warm_up)
+        mix = request.mix.up_to(stages) if request.mix.kinds == 1 else request.mix
+        table, tallies = self._table(space, request.size), mix.tallies(stages)
+        options, modes = self._fitting_options(request, mix, request.limits_bytes)
         cuts: list[Cut] = []
         before: list[tuple[float, Chain]] = []  # with what was counted before, by goal
         for place, (entering, buffers) in enumerate(_HELD if limited else _HELD[-1:]):
-            goal = self._fitting_goal(fit, LOAD, entering, buffers, fit.limits_bytes)
+            goal = self._fitting_goal(request, LOAD, entering, buffers, request.limits_bytes)
             same = place and (not table.cache_bytes or entering == _HELD[place - 1][0])
             chains: list[tuple[float, Chain]] = []
             for number in range(1 + len(SLACKS)):
@@ -216,38 +216,38 @@ class Cutter:
                     best = best_chains(space, table, options, near, self._check)
                     chains.append((best.value(tallies), best.chain(tallies)))
                 else:
-                    chains += self._least(fit, table, options, goal, tallies)
+                    chains += self._least(request, table, options, goal, tallies)
                     if not chains:
                         return list(dict.fromkeys(cuts))
             cuts += [self._cut(space, chain, modes) for _, chain in chains]
             before = chains
         return list(dict.fromkeys(cuts))
 
-    def smallest_peak(self, fit: CutRequest) -> list[Cut]:
+    def smallest_peak(self, request: CutRequest) -> list[Cut]:
         """Partitions whose most demanding rank, relative to its limit, demands least."""
-        limits = tuple(limit if isfinite(limit) else 0.0 for limit in fit.limits_bytes)
-        stages = len(fit.warm_up)
-        mix = fit.mix.up_to(stages) if fit.mix.kinds == 1 else fit.mix
-        table, tallies = self._table(self._fitting_space, fit.size), mix.tallies(stages)
-        options, modes = self._fitting_options(fit, mix, limits)
+        limits = tuple(limit if isfinite(limit) else 0.0 for limit in request.limits_bytes)
+        stages = len(request.warm_up)
+        mix = request.mix.up_to(stages) if request.mix.kinds == 1 else request.mix
+        table, tallies = self._table(self._fitting_space, request.size), mix.tallies(stages)
+        options, modes = self._fitting_options(request, mix, limits)
         cuts: list[Cut] = []
         for held in _HELD:
-            goal = self._fitting_goal(fit, MEMORY, *held, limits)
-            chains = self._least(fit, table, options, goal, tallies)
+            goal = self._fitting_goal(request, MEMORY, *held, limits)
+            chains = self._least(request, table, options, goal, tallies)
             if not chains:
                 break
             cuts += [self._cut(self._fitting_space, chain, modes) for _, chain in chains]
         return list(dict.fromkeys(cuts))
 
     def _fitting_options(
-        self, fit: CutRequest, mix: Mix, limits: Sequence[float]
+        self, request: CutRequest, mix: Mix, limits: Sequence[float]
     ) -> tuple[Options, tuple[int, ...]]:
-        modes = (KEEP, RECOMPUTE) if fit.recompute else (KEEP,)
+        modes = (KEEP, RECOMPUTE) if request.recompute else (KEEP,)
         return self._options(mix, limits, modes), modes
 
     def _fitting_goal(
         self,
-        fit: CutRequest,
+        request: CutRequest,
         objective: int,
         entering: float,
         buffers: float,
@@ -258,27 +258,27 @@ class Cutter:
         Args:
             entering, buffers: how much of them counts; see ``_HELD``.
         """
-        reserved = fit.reserved_bytes[::-1] or (0.0,)
+        reserved = request.reserved_bytes[::-1] or (0.0,)
         return Goal(
             objective,
-            flying=np.array(fit.warm_up[::-1], dtype=np.float64),
+            flying=np.array(request.warm_up[::-1], dtype=np.float64),
             reserved_bytes=np.array(reserved, dtype=np.float64),
             temporary_bytes=self._problem.baseline_bytes
-            + buffers * self._problem.scale(fit.size) * self._temporary,
+            + buffers * self._problem.scale(request.size) * self._temporary,
             buffers=buffers,
             entering=entering,
             limit_bytes=float(max(limits)) - min(reserved),  # one type, one kernel
         )
 
     def _least(
-        self, fit: CutRequest, table: CostTable, options: Options, goal: Goal, tallies: Integers
+        self, request: CutRequest, table: CostTable, options: Options, goal: Goal, tallies: Integers
     ) -> list[tuple[float, Chain]]:
         """The best chain within limits, if there is one, with its value; of short stages first,
         which are nearly always enough; of peaks the best of these, too."""
         chain: list[tuple[float, Chain]] = []
         total_s = float(table.work_s[0, 1, -1]) / min(self._problem.speeds)
-        largest_s = float(max(self._problem.block_times(fit.size))) / min(self._problem.speeds)
-        short_s = 2 * total_s / len(fit.warm_up) + largest_s + 2 * table.stage_s
+        largest_s = float(max(self._problem.block_times(request.size))) / min(self._problem.speeds)
+        short_s = 2 * total_s / len(request.warm_up) + largest_s + 2 * table.stage_s
         for cap_s in (short_s, inf):
             goal = goal._replace(cap_s=cap_s)
             chains = best_chains(self._fitting_space, table, options, goal, self._check)
@@ -526,7 +526,7 @@ def replica_counts(most: int) -> list[int]:
 def cut_request(
     problem: Problem, size: int, warm_up: Sequence[int], mix: Mix, *, recompute: bool = False
 ) -> CutRequest:
-    """A fit within the limits of a problem's devices."""
+    """A request within the limits of a problem's devices."""
     return CutRequest(size, tuple(warm_up), mix, problem.kind_limits_bytes, recompute)
 
 

@@ -231,12 +231,12 @@ def _cut_for_memory(plans: Sequence[Plan], cutter: Cutter, evaluator: Evaluator)
     others: list[Plan] = []
     with suppress(OutOfTimeError):
         for _ in range(MAX_CUTS_FOR_MEMORY):
-            fit = replace(
+            wanted = replace(
                 cut_request(problem, size, last.warm_up, mix, recompute=may_recompute),
                 reserved_bytes=_reserved_bytes(last, problem),
             )
             tried = []
-            for cut in cutter.balanced(fit) or cutter.smallest_peak(fit):
+            for cut in cutter.balanced(wanted) or cutter.smallest_peak(wanted):
                 if evaluator.is_exhausted:
                     break
                 recompute = again if request.recompute else cut.recompute
