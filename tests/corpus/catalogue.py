@@ -128,6 +128,8 @@ _OWN = (
     ),
     ("routed", "Routed", _SEVERAL, "Sequences", "experts on the rows that chose them, as they are"),
 )
+_AS_OTHERS = ("gru", "encoder-decoder", "autocast", "segmenter")
+"""Own models whose trait others have, too: only ``-m corpus`` trains them."""
 _OPAQUE = {"routed": ("blocks.*.router",)}
 
 
@@ -138,7 +140,7 @@ def _own() -> list[Entry]:
             f"own.py:{model}",
             loss,
             f"own.py:{data}",
-            quick=True,
+            quick=name not in _AS_OTHERS,
             trait=trait,
             opaque=_OPAQUE.get(name, ()),
         )
