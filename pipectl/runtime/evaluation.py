@@ -185,6 +185,6 @@ class Evaluator:
 
     def _run(self, sizes: Sequence[Rows], batches: Iterator[Batch], *seed: int | str) -> None:
         rank = self._communicator.rank
-        actions = lower_evaluation(self._channels, self._stages, rank, len(sizes)).body
+        actions = lower_evaluation(self._channels, self._stages, rank, len(sizes))
         step_input = StepInput((), batches, (self._job.spec.training.seed, *seed))
         self._engine.run(Step.plain(actions, self._channels, rank, sizes), step_input)

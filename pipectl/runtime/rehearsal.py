@@ -64,8 +64,8 @@ def rehearse(directory: RunDirectory, communicator: MPI.Intracomm, doing: Doing)
     say("connecting", 0)
     replicas = max(stage.replicas for stage in plan.stages)
     first = lower(plan, communicator.rank, min(replicas, plan.micro_batches))
-    rank.run(first.body, stretch=0.0)
-    program = lower(plan, communicator.rank).body
+    rank.run(first, stretch=0.0)
+    program = lower(plan, communicator.rank)
     for step in range(1, steps + 1):
         doing.step = step
         say("rehearsing", step - 1)

@@ -87,7 +87,7 @@ class Step:
             ScheduleError: see :func:`pipectl.schedule.lower`.
         """
         sizes = _sizes(plan, length)
-        whole = cls.plain(lower(plan, rank).body, channels(plan), rank, sizes)
+        whole = cls.plain(lower(plan, rank), channels(plan), rank, sizes)
 
         def with_rows(item: LocalLane) -> LocalLane:
             portion_of_each = messages_of(plan, whole.channels[item.channel], plan.micro_batches)

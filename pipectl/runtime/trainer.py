@@ -63,7 +63,7 @@ class Trainer:
             messages,
             loss_ranks,
         )
-        rows = len(lower(setup.plan, self._rank).body)
+        rows = len(lower(setup.plan, self._rank))
         self._tracing = Tracing(setup.communicator, run, self._spec.trace, steps, rows)
         self._end = StepEnd(setup, self._telemetry.fault, self._finish_saving)
         evaluation = self._spec.evaluation
@@ -140,7 +140,7 @@ class Trainer:
         if self._evaluates_after(step):
             self._begin("evaluating")
             # Weights go to where forwards run without the backwards, as the next step sends them.
-            renewal = lower_renewal(plan, self._rank).body
+            renewal = lower_renewal(plan, self._rank)
             weights = Step.plain(renewal, channels(plan), self._rank, ())
             setup.training.run(weights, StepInput((), iter(()), ()))
             assert setup.evaluator is not None

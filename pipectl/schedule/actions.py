@@ -1,8 +1,8 @@
 """Actions and the integer columns that hold them.
 
-A schedule says what each rank computes, in which order; lowering adds the messages. Both are
-rows of the same small integer columns: an :class:`Action` is a view of one row, for people and
-tests, because building a Python object per row would dominate large plans.
+A schedule says what each rank computes, in which order; lowering adds the messages. The program of
+a rank that results is :class:`Actions`, rows of small integers. An :class:`Action` is a view of one
+row, for people and tests: an object per row would dominate the planning of large models.
 """
 
 from __future__ import annotations
@@ -77,7 +77,6 @@ class Action(NamedTuple):
     weight_version: int = 0
 
 
-_MICRO_BATCH = Action._fields.index("micro_batch")
 Columns = npt.NDArray[np.int32]
 Integers = npt.NDArray[np.integer[Any]]
 
@@ -97,27 +96,15 @@ class Actions:
         rows = np.array([tuple(a) for a in actions], dtype=np.int32)
         return cls(rows.reshape(-1, len(Action._fields)))
 
-    @classmethod
-    def of_columns(cls, **columns: Integers) -> Actions:
-        """Columns by :class:`Action` field name, all equally long; the others get its defaults.
-
-        ``kind`` and ``stage`` have no default.
-        """
-        rows = np.empty((len(columns["kind"]), len(Action._fields)), dtype=np.int32)
-        for position, name in enumerate(Action._fields):
-            rows[:, position] = columns[name] if name in columns else Action._field_defaults[name]
-        return cls(rows)
-
     def column(self, name: str) -> Columns:
         """One column by its :class:`Action` field name."""
         return self.rows[:, Action._fields.index(name)]
 
     def shifted(self, more: int) -> Actions:
         """The same for later micro-batches; what belongs to none stays."""
-        if not more:
-            return self
         rows = self.rows.copy()
-        rows[:, _MICRO_BATCH] += more * (rows[:, _MICRO_BATCH] >= 0)
+        index = rows[:, Action._fields.index("micro_batch")]
+        index += more * (index >= 0)
         return Actions(rows)
 
     def __len__(self) -> int:
@@ -135,35 +122,3 @@ class Actions:
 
 
 EMPTY = Actions.of(())
-
-
-@dataclass(frozen=True)
-class Program:
-    """What one rank does: once at the start, every optimizer step, once at the end.
-
-    Flushed (synchronous) schedules have only a body. In others micro-batches are counted through,
-    as if there were one body; see :meth:`parts`.
-    """
-
-    body: Actions
-    prologue: Actions = EMPTY
-    epilogue: Actions = EMPTY
-
-    def parts(self, bodies: int, micro_batches: int) -> Iterator[tuple[Actions, int]]:
-        """All rows in order, each part with what is to be added to its micro-batches.
-
-        Args:
-            bodies: how often the body is executed, at least once.
-            micro_batches: of a step, by which one body is ahead of the one before.
-        """
-        yield self.prologue, 0
-        for number in range(bodies):
-            yield self.body, number * micro_batches
-        yield self.epilogue, (bodies - 1) * micro_batches
-
-    def unrolled(self, bodies: int, micro_batches: int) -> Actions:
-        """:meth:`parts` as one sequence."""
-        if bodies == 1 and not len(self.prologue) and not len(self.epilogue):
-            return self.body
-        parts = (rows.shifted(more) for rows, more in self.parts(bodies, micro_batches))
-        return Actions(np.concatenate([part.rows for part in parts]))

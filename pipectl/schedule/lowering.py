@@ -26,20 +26,21 @@ from pipectl import __version__
 from pipectl.graph import TransferKind
 from pipectl.plan import Plan
 from pipectl.schedule import unflushed
-from pipectl.schedule.actions import Action, Actions, Integers, Kind, Program
-from pipectl.schedule.assembly import Assembly, Phase
+from pipectl.schedule.actions import Action, Actions, Integers, Kind
+from pipectl.schedule.assembly import Assembly
 from pipectl.schedule.channel import Channel, channels, channels_of_rank, is_kept, messages
-from pipectl.schedule.computing import evaluating, training
-from pipectl.schedule.placement import Portion, is_apart, roles
-from pipectl.schedule.registry import is_unflushed
+from pipectl.schedule.order import Order
+from pipectl.schedule.placement import Portion, is_apart, portion, roles
+from pipectl.schedule.registry import is_unflushed, order_of
 from pipectl.schedule.unflushed import first_uses, with_versions
 
 
-def lower(plan: Plan, rank: int, micro_batches: int | None = None) -> Program:
+def lower(plan: Plan, rank: int, micro_batches: int | None = None) -> Actions:
     """The program of one rank; costs time in proportion to that rank's actions.
 
     Every rank gets exactly one UPDATE a step, the last row, with the first stage it updates, or -1
     if there is none: idle ranks take part in what all ranks do together at the end of a step.
+    Where steps are not flushed, it is the shortest stretch of them that has a steady one.
 
     Args:
         micro_batches: of this step; by default the plan's. A schedule without flushes has no
@@ -49,14 +50,12 @@ def lower(plan: Plan, rank: int, micro_batches: int | None = None) -> Program:
         ScheduleError: for an unknown schedule, or stages that do not suit it.
     """
     if is_unflushed(plan):
-        return _unflushed_program(plan, rank)
-    return Program(_rows(plan, rank, micro_batches or plan.micro_batches))
+        return lower_stretch(plan, rank, 1 + unflushed.steps_apart(plan))
+    return _rows(plan, rank, micro_batches or plan.micro_batches)
 
 
 def lower_stretch(plan: Plan, rank: int, steps: int) -> Actions:
     """All that a rank does in some steps that are not flushed, from empty pipeline to empty one.
-
-    Where there are enough, the same as the program of :func:`lower`, unrolled.
 
     Raises:
         ScheduleError: see :func:`lower`.
@@ -65,45 +64,50 @@ def lower_stretch(plan: Plan, rank: int, steps: int) -> Actions:
 
 
 def stretch(plan: Plan, rank: int, steps: int) -> Iterator[tuple[Actions, int]]:
-    """The same as the parts of a program: rows, with what is to be added to their micro-batches.
+    """:func:`lower_stretch` in parts, each with what is to be added to its micro-batches.
 
-    Long stretches repeat the body of the rank's program; short ones have none.
+    The steady steps of a long stretch share their rows.
 
     Raises:
         ScheduleError: see :func:`lower`.
     """
     bodies = steps - unflushed.steps_apart(plan)
-    if bodies < 1:
-        return iter([(lower_stretch(plan, rank, steps), 0)])
-    return lower(plan, rank).parts(bodies, plan.micro_batches)
-
-
-def _unflushed_program(plan: Plan, rank: int) -> Program:
-    """A stretch with one body, cut after the UPDATE before it and the one at its end."""
-    steps = 1 + unflushed.steps_apart(plan)
-    rows = lower_stretch(plan, rank, steps)
-    first, last = 1 + unflushed.updates(rows)[unflushed.steady_from(plan) - 1 :][:2]
-    prologue, body, epilogue = np.split(rows.rows, [first, last])
-    return Program(Actions(body), Actions(prologue), Actions(epilogue))
+    if bodies <= 1:
+        yield lower_stretch(plan, rank, steps), 0
+        return
+    rows = lower(plan, rank)
+    updates = np.flatnonzero(rows.column("kind") == Kind.UPDATE)
+    first, last = 1 + updates[unflushed.steady_from(plan) - 1 :][:2]
+    begin, body, end = map(Actions, np.split(rows.rows, [first, last]))
+    yield begin, 0
+    yield from ((body, number * plan.micro_batches) for number in range(bodies))
+    yield end, (bodies - 1) * plan.micro_batches
 
 
 def _rows(plan: Plan, rank: int, micro_batches: int) -> Actions:
     """The rows of a step, or of a stretch of steps that are not flushed."""
-    computation = training(plan, rank, micro_batches)
-    assembly = Assembly(computation, rank)
+    order, held = order_of(plan, micro_batches), roles(plan, rank)
+    parts = [
+        (kind, role.stage, portion(plan, role.stage, role.replica, micro_batches))
+        for role in held
+        for kind in order.parts(role.kind)
+    ]
+    assembly = Assembly(rank, parts, order, micro_batches)
+    overlaps = is_unflushed(plan)
     for index, channel in channels_of_rank(plan, rank):
-        if channel.kind is TransferKind.WEIGHT and is_unflushed(plan):
-            uses = renewed(plan, channel.target_stage, computation.micro_batches)
-            assembly.add_renewals(index, channel, uses, plan.micro_batches)
-        elif channel.kind is TransferKind.WEIGHT:
-            assembly.add_weights(index, channel)
+        if channel.kind is TransferKind.WEIGHT:
+            uses = first_uses(plan, channel.target_stage, micro_batches) if overlaps else None
+            assembly.add_weights(index, channel, uses, plan.micro_batches)
         elif not channel.is_local:
-            portion = messages(plan, channel, computation.micro_batches)
             saved = channel.kind is TransferKind.SAVED
-            offload = saved and plan.stages[channel.target_stage].offload
-            kept = is_kept(plan, channel)
-            assembly.add_messages(index, channel, portion, kept=kept, offload=offload)
-    updated = [role for role in roles(plan, rank) if role.kind is Kind.BACKWARD]
+            assembly.add_messages(
+                index,
+                channel,
+                messages(plan, channel, micro_batches),
+                kept=is_kept(plan, channel),
+                offload=saved and plan.stages[channel.target_stage].offload,
+            )
+    updated = [role for role in held if role.kind is Kind.BACKWARD]
     for role in updated:
         stage = plan.stages[role.stage]
         assembly.add_stage(
@@ -114,30 +118,38 @@ def _rows(plan: Plan, rank: int, micro_batches: int) -> Actions:
             reduce=stage.replicas > 1,
         )
     first = min((role.stage for role in updated), default=-1)
-    if is_unflushed(plan):
-        assembly.add_updates(first, plan.micro_batches)
-    else:
-        assembly.rows.add_one(Phase.UPDATE, len(computation), Kind.UPDATE, first)
-    return assembly.rows.sorted()
+    assembly.add_updates(first, plan.micro_batches if overlaps else None)
+    return assembly.sorted()
 
 
 def lower_evaluation(
     connections: Sequence[Channel], stages: Sequence[int], rank: int, micro_batches: int
-) -> Program:
+) -> Actions:
     """The forward-only program of one rank, without UPDATE.
+
+    Micro-batch after micro-batch; four stages, four micro-batches::
+
+        stage 0  0123
+        stage 1  .0123
+        stage 2  ..0123
+        stage 3  ...0123
 
     Args:
         connections: channels of the evaluation graph; the program holds their indices.
         stages: stages of this rank.
     """
     ends = [stage for item in connections for stage in (item.source_stage, item.target_stage)]
-    computation = evaluating(stages, micro_batches, of=1 + max([0, *stages, *ends]))
-    assembly = Assembly(computation, rank)
-    every = Portion(np.arange(micro_batches))
+    width, every = 1 + max([0, *stages, *ends]), Portion(np.arange(micro_batches))
+
+    def turns(stage: int, micro_batch: Integers) -> Integers:
+        return micro_batch * width + stage
+
+    parts = [(Kind.EVALUATE, stage, every) for stage in stages]
+    assembly = Assembly(rank, parts, Order(turns, turns), micro_batches)
     for index, channel in enumerate(connections):
         if not channel.is_local:
             assembly.add_messages(index, channel, every, kept=False)
-    return Program(assembly.rows.sorted())
+    return assembly.sorted()
 
 
 def program_hash(plan: Plan) -> str:
@@ -157,14 +169,7 @@ def program_hash(plan: Plan) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def renewed(plan: Plan, stage: int, micro_batches: int) -> Integers:
-    """The first micro-batch that uses each of the weights sent to a stage in a step or stretch."""
-    if not is_unflushed(plan):
-        return np.zeros(1, dtype=np.int64)
-    return first_uses(plan, stage, micro_batches // plan.micro_batches) * plan.micro_batches
-
-
-def lower_renewal(plan: Plan, rank: int) -> Program:
+def lower_renewal(plan: Plan, rank: int) -> Actions:
     """What a rank does so that every forward has the weights that its backward's rank updated.
 
     All messages are started before any is awaited, so no ranks wait for each other.
@@ -178,4 +183,4 @@ def lower_renewal(plan: Plan, rank: int) -> Program:
             wait = Kind.SEND_WAIT if sends else Kind.RECEIVE_WAIT
             starts.append(Action(start, stage, channel=index))
             waits.append(Action(wait, stage, channel=index))
-    return Program(Actions.of([*starts, *waits]))
+    return Actions.of([*starts, *waits])

@@ -5,7 +5,6 @@ How much memory a rank holds while it executes its program is in :mod:`pipectl.s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import inf
 
 import numpy as np
@@ -13,14 +12,14 @@ import numpy as np
 from pipectl.arrays import Floats
 from pipectl.graph import TransferKind
 from pipectl.plan import Plan
-from pipectl.schedule.actions import Kind, Program
+from pipectl.schedule.actions import Actions, Kind
 from pipectl.schedule.channel import channels
+from pipectl.schedule.lowering import lower
 from pipectl.schedule.placement import roles, shares
 
 
-def host_bytes(plan: Plan, program: Program) -> Floats:
+def host_bytes(plan: Plan, rows: Actions) -> Floats:
     """Bytes that its rank has offloaded while it executes each row; shape [rows]."""
-    rows = program.unrolled(1, plan.micro_batches)
     kind = rows.column("kind")
     if not (kind == Kind.OFFLOAD_START).any():
         return np.zeros(len(rows))
@@ -31,40 +30,36 @@ def host_bytes(plan: Plan, program: Program) -> Floats:
     return np.concatenate([np.zeros(1), np.cumsum(changes)])[: len(rows)] + there
 
 
-def peak_host_bytes(plan: Plan, program: Program) -> int:
+def peak_host_bytes(plan: Plan, rows: Actions) -> int:
     """The most its rank has offloaded at once."""
-    return round(float(host_bytes(plan, program).max(initial=0)))
+    return round(float(host_bytes(plan, rows).max(initial=0)))
 
 
-def peak_in_flight(program: Program, stage: int, saved: int | None = None) -> int:
-    """The most micro-batches that wait at once on a rank for their backward of a stage.
+def stage_peaks_in_flight(plan: Plan) -> tuple[int, ...]:
+    """The most micro-batches that wait at once for their backward of each stage, on one rank.
 
-    Args:
-        saved: channel of saved values, where the forward has another rank.
+    Raises:
+        ScheduleError: see :func:`pipectl.schedule.lower`.
     """
-    rows = program.unrolled(1, 0)
-    mine, kind = rows.column("stage") == stage, rows.column("kind")
-    begun = mine & (kind == Kind.FORWARD)
-    if saved is not None:
-        begun = (rows.column("channel") == saved) & (kind == Kind.RECEIVE_START)
-    ended = mine & ((kind == Kind.BACKWARD) | (kind == Kind.BACKWARD_WEIGHT))
-    return int(np.cumsum(begun.astype(int) - ended).max(initial=0))
-
-
-def stage_peaks_in_flight(plan: Plan, programs: Sequence[Program]) -> tuple[int, ...]:
-    """The same of every stage, on the replica with the most."""
-    saved = {
+    arrivals = {
         (channel.target_stage, channel.target_rank): index
         for index, channel in enumerate(channels(plan))
         if channel.kind is TransferKind.SAVED
     }
-    return tuple(
-        max(
-            peak_in_flight(programs[rank], index, saved.get((index, rank)))
-            for rank in stage.updating_ranks
-        )
-        for index, stage in enumerate(plan.stages)
-    )
+    peaks = [0] * len(plan.stages)
+    for rank in range(plan.ranks):
+        rows = lower(plan, rank)
+        kind, channel = rows.column("kind"), rows.column("channel")
+        for role in roles(plan, rank):
+            if role.kind is Kind.BACKWARD:
+                mine = rows.column("stage") == role.stage
+                begun = mine & (kind == Kind.FORWARD)
+                if (saved := arrivals.get((role.stage, rank))) is not None:
+                    begun = (channel == saved) & (kind == Kind.RECEIVE_START)
+                ended = mine & ((kind == Kind.BACKWARD) | (kind == Kind.BACKWARD_WEIGHT))
+                peak = int(np.cumsum(begun.astype(int) - ended).max(initial=0))
+                peaks[role.stage] = max(peaks[role.stage], peak)
+    return tuple(peaks)
 
 
 def resident_bytes(plan: Plan, rank: int) -> int:

@@ -1,4 +1,4 @@
-"""1F1B: after its warm-up a stage alternates one backward and one forward.
+"""1F1B, and ZB-H1: after its warm-up a stage alternates one backward and one forward.
 
 Four stages, eight micro-batches, warm-up (4, 3, 2, 1), a backward drawn twice as long as a
 forward; digits are forwards, letters (a = micro-batch 0) are backwards::
@@ -11,6 +11,19 @@ forward; digits are forwards, letters (a = micro-batch 0) are backwards::
 The warm-up of a stage, the forwards it runs before its first backward, bounds the micro-batches
 whose activations it keeps. Sources: PipeDream-Flush (Narayanan et al., 2021); the two warm-up
 policies are DAPPLE's (Fan et al., PPoPP 2021).
+
+ZB-H1 is 1F1B whose weight gradients are made when it would idle. Forward, input half and weight
+half of a backward equally long; small letters are input halves, capitals weight halves::
+
+    stage 0  0123...aA4bB5cC6dD7eEfFgGhH
+    stage 1  .012..a3bA4cB5dC6eD7fEgFhGH
+    stage 2  ..01.a2b3cA4dB5eC6fD7gEhFGH
+    stage 3  ...0a1b2c3dA4eB5fC6gD7hEFGH
+
+Input halves go as soon as they can, since the stage before waits for their gradients. Stage s makes
+the weight gradients of a micro-batch s backwards later, so that no stage keeps more than the first
+one does in 1F1B; the bubble is (p - 1)(F + I - W) a step instead of (p - 1)(F + I + W). Source: Qi
+et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, handcrafted schedule 1.
 """
 
 from __future__ import annotations
@@ -70,4 +83,24 @@ def order(shape: Shape, warm_up: Sequence[int]) -> Order:
     return Order(forward, backward)
 
 
+def _split_order(shape: Shape, warm_up: Sequence[int]) -> Order:
+    """1F1B with turns counted double; a weight half right after the s-th next input half.
+
+    Those without so many input halves after them keep their distances.
+    """
+    whole = order(shape, warm_up)
+
+    def forward(stage: int, micro_batch: Integers) -> Integers:
+        return 2 * whole.forward(stage, micro_batch)
+
+    def backward(stage: int, micro_batch: Integers) -> Integers:
+        return 2 * whole.backward(stage, micro_batch)
+
+    def weight(stage: int, micro_batch: Integers) -> Integers:
+        return 2 * whole.backward(stage, micro_batch + stage) + 1
+
+    return Order(forward, backward, weight)
+
+
 ONE_F_ONE_B = Schedule("1f1b", order, policies, chooses_warm_up=True, is_local=True)
+ZB_H1 = Schedule("zb-h1", _split_order, policies, splits_backward=True, chooses_warm_up=True)

@@ -74,16 +74,6 @@ def plan_of_trial(plan: Plan, size: int) -> Plan:
     return replace(plan, micro_batch_size=size, batch_size=count * size, micro_batches=count)
 
 
-def rank_of(plan: Plan, stage: int, kind: Kind, micro_batch: int, sample: int = 0) -> int:
-    """The rank that computes one sample of a micro-batch in one stage."""
-    held = plan.stages[stage]
-    ranks = held.ranks if kind in (Kind.FORWARD, Kind.EVALUATE) else held.updating_ranks
-    if plan.replication is Replication.WHOLE:
-        return ranks[micro_batch % len(ranks)]
-    edges = _edges(_sizes(plan, plan.micro_batches)[micro_batch : micro_batch + 1], len(ranks))
-    return ranks[int((edges[1:, 0] <= sample).sum())]
-
-
 def roles(plan: Plan, rank: int) -> tuple[Role, ...]:
     """What a rank computes, forwards first, by rising stage."""
     return plan.derived(_roles)[rank]
@@ -97,13 +87,7 @@ def is_apart(plan: Plan, stage: int, replica: int) -> bool:
 
 def portion(plan: Plan, stage: int, replica: int, micro_batches: int) -> Portion:
     """What a replica computes of a step of so many micro-batches."""
-    count = plan.stages[stage].replicas
-    if count == 1:
-        return Portion(np.arange(micro_batches))
-    if plan.replication is Replication.WHOLE:
-        return Portion(np.arange(replica, micro_batches, count))
-    edges = _edges(_sizes(plan, micro_batches), count)
-    return _nonempty(edges[replica], edges[replica + 1])
+    return common(plan, (stage, replica), (stage, replica), micro_batches)
 
 
 def shares(plan: Plan, rows: Actions) -> Floats:
@@ -134,9 +118,10 @@ def common(plan: Plan, source: tuple[int, int], target: tuple[int, int], number:
         return Portion(shared[shared % counts[1] == other])
     sizes = _sizes(plan, number)
     ours, theirs = _edges(sizes, counts[0]), _edges(sizes, counts[1])
-    return _nonempty(
-        np.maximum(ours[one], theirs[other]), np.minimum(ours[one + 1], theirs[other + 1])
-    )
+    start = np.maximum(ours[one], theirs[other])
+    stop = np.minimum(ours[one + 1], theirs[other + 1])
+    index = np.flatnonzero(start < stop)
+    return Portion(index, start[index], stop[index])
 
 
 def pairs(plan: Plan, source: int, target: int) -> list[tuple[int, int]]:
@@ -175,8 +160,3 @@ def _edges(sizes: Integers, replicas: int) -> Integers:
     """Where the samples of each replica begin, and the end; shape [replicas + 1, sizes]."""
     edges: Integers = np.arange(replicas + 1)[:, None] * sizes // replicas
     return edges
-
-
-def _nonempty(start: Integers, stop: Integers) -> Portion:
-    index = np.flatnonzero(start < stop)
-    return Portion(index, start[index], stop[index])

@@ -8,18 +8,13 @@ from math import ceil
 
 from pipectl.errors import ScheduleError
 from pipectl.plan import Plan, Replication
-from pipectl.schedule.dual_pipe_v import DUAL_PIPE_V
-from pipectl.schedule.gpipe import GPIPE
+from pipectl.schedule.gpipe import GPIPE, LOOPED_BFS
 from pipectl.schedule.interleaved import INTERLEAVED
 from pipectl.schedule.listed import schedule_of_lists
-from pipectl.schedule.looped_bfs import LOOPED_BFS
-from pipectl.schedule.one_f_one_b import ONE_F_ONE_B
+from pipectl.schedule.one_f_one_b import ONE_F_ONE_B, ZB_H1
 from pipectl.schedule.order import Order, Placement, Schedule, Shape
-from pipectl.schedule.pipedream import PIPEDREAM
-from pipectl.schedule.pipedream_2bw import PIPEDREAM_2BW
-from pipectl.schedule.v_bounded import V_HALF, V_MIN
-from pipectl.schedule.zb_h1 import ZB_H1
-from pipectl.schedule.zb_v import ZB_V
+from pipectl.schedule.pipedream import PIPEDREAM, PIPEDREAM_2BW
+from pipectl.schedule.v_shaped import DUAL_PIPE_V, V_HALF, V_MIN, ZB_V
 
 SCHEDULES = {
     schedule.name: schedule

@@ -21,22 +21,7 @@ from pipectl.schedule.registry import schedule_of
 _FIRST_SENDS_AWAITED = 3
 """Steps after which a rank awaits, in every step, a send of two messages before."""
 
-_USES_WEIGHTS = (
-    Kind.FORWARD,
-    Kind.RECOMPUTE,
-    Kind.BACKWARD,
-    Kind.BACKWARD_INPUT,
-    Kind.BACKWARD_WEIGHT,
-)
-
-
-def version_of(plan: Plan, stage: int, steps: Integers) -> Integers:
-    """The version that all forwards and backwards of some steps use, counted from the stretch.
-
-    Args:
-        steps: from 0, the first of the stretch.
-    """
-    return _staleness(plan).version(plan.warm_up[stage], steps)
+_USES_WEIGHTS = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD)
 
 
 def versions_kept(plan: Plan, stage: int) -> int:
@@ -48,10 +33,12 @@ def versions_kept(plan: Plan, stage: int) -> int:
     return _staleness(plan).kept(plan.warm_up[stage], apart)
 
 
-def first_uses(plan: Plan, stage: int, steps: int) -> Integers:
-    """The first of some steps to use each version, for all versions that they use."""
-    firsts: Integers = np.unique(version_of(plan, stage, np.arange(steps)), return_index=True)[1]
-    return firsts
+def first_uses(plan: Plan, stage: int, micro_batches: int) -> Integers:
+    """The first of a stretch's micro-batches to use each version that it uses in a stage."""
+    steps = np.arange(micro_batches // plan.micro_batches)
+    versions = _staleness(plan).version(plan.warm_up[stage], steps)
+    uses: Integers = np.unique(versions, return_index=True)[1] * plan.micro_batches
+    return uses
 
 
 def with_versions(plan: Plan, rows: Actions) -> Actions:
@@ -61,21 +48,11 @@ def with_versions(plan: Plan, rows: Actions) -> Actions:
     if len(users):
         stage = int(rows.column("stage")[users[0]])
         steps = rows.column("micro_batch")[users] // plan.micro_batches
-        versions[users, -1] = _newest(plan, rows)[users] - version_of(plan, stage, steps)
+        used = _staleness(plan).version(plan.warm_up[stage], steps)
+        arrived = (kind == Kind.RECEIVE_WAIT) & carries_weights(plan, rows)
+        made = np.cumsum(arrived) - 1 if arrived.any() else np.cumsum(kind == Kind.UPDATE)
+        versions[users, -1] = made[users] - used
     return Actions(versions)
-
-
-def _newest(plan: Plan, rows: Actions) -> Integers:
-    """The newest version on a rank by every row: made there, or arrived."""
-    kind = rows.column("kind")
-    arrived = (kind == Kind.RECEIVE_WAIT) & carries_weights(plan, rows)
-    newest: Integers = np.cumsum(arrived) - 1 if arrived.any() else np.cumsum(kind == Kind.UPDATE)
-    return newest
-
-
-def overlap(plan: Plan) -> int:
-    """Steps that the deepest warm-up reaches into."""
-    return ceil(max(plan.warm_up) / plan.micro_batches)
 
 
 def steady_from(plan: Plan) -> int:
@@ -84,18 +61,17 @@ def steady_from(plan: Plan) -> int:
     A rank that only runs forwards waits for the next weights after the first that arrived.
     """
     apart = any(stage.backward_ranks for stage in plan.stages)
-    return max(_FIRST_SENDS_AWAITED, overlap(plan) + apart)
+    return max(_FIRST_SENDS_AWAITED, _overlap(plan) + apart)
 
 
 def steps_apart(plan: Plan) -> int:
-    """Steps of a stretch besides those that bodies are."""
-    return steady_from(plan) + overlap(plan) + 1
+    """Steps of a stretch besides those that are alike."""
+    return steady_from(plan) + _overlap(plan) + 1
 
 
-def updates(rows: Actions) -> Integers:
-    """The rows that end a step."""
-    ends: Integers = np.flatnonzero(rows.column("kind") == Kind.UPDATE)
-    return ends
+def _overlap(plan: Plan) -> int:
+    """Steps that the deepest warm-up reaches into."""
+    return ceil(max(plan.warm_up) / plan.micro_batches)
 
 
 def _staleness(plan: Plan) -> Staleness:

@@ -12,7 +12,7 @@ from pipectl.cluster import Cluster
 from pipectl.errors import ScheduleError
 from pipectl.link import FREE_ROWS, RowTimes, seconds_of
 from pipectl.plan import Plan, Stage
-from pipectl.schedule.actions import Kind, Program
+from pipectl.schedule.actions import Actions, Kind
 from pipectl.simulate import events
 from pipectl.simulate.memory import amounts_of, peak_bytes
 from pipectl.simulate.network import Numbering, streams_of, tables
@@ -46,7 +46,7 @@ class Machine:
     """Ranks, links and cores, and a queue of events.
 
     Args:
-        programs: of every rank; only their bodies are executed. By default the plan's own.
+        programs: of every rank; by default the plan's own.
         record: whether to keep when every row began and ended.
     """
 
@@ -54,7 +54,7 @@ class Machine:
         self,
         plan: Plan,
         cluster: Cluster,
-        programs: Sequence[Program] | None = None,
+        programs: Sequence[Actions] | None = None,
         *,
         record: bool = False,
     ) -> None:
@@ -95,8 +95,7 @@ class Machine:
 
     def peak_memory_bytes(self, process_baseline_bytes: int) -> tuple[int, ...]:
         """The most each rank holds at once, the process included."""
-        actions = [program.body for program in self._given or ()]
-        amounts = amounts_of(self._plan, self._connections, actions)
+        amounts = amounts_of(self._plan, self._connections, self._given or ())
         peaks = peak_bytes(self.programs, self.tables.share, amounts)
         return tuple(process_baseline_bytes + round(peak) for peak in peaks.tolist())
 

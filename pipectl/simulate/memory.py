@@ -31,12 +31,10 @@ from pipectl.arrays import Floats, Integers, Records, record
 from pipectl.compiled import compiled_in_place, part_of_kernel
 from pipectl.graph import TransferKind
 from pipectl.plan import Plan
-from pipectl.schedule.actions import Actions, Kind, Program
+from pipectl.schedule.actions import Actions, Kind
 from pipectl.schedule.channel import Channel, is_kept
 from pipectl.schedule.memory import resident_bytes
 from pipectl.schedule.registry import is_unflushed
-from pipectl.simulate.network import Numbering
-from pipectl.simulate.rows import Part, flatten, rows_of, with_sizes
 from pipectl.simulate.tables import (
     KIND,
     MEET,
@@ -46,7 +44,6 @@ from pipectl.simulate.tables import (
     STREAM,
     Programs,
 )
-from pipectl.simulate.tables import shares as shares_of_sizes
 
 BY_STAGE, FORWARD, BACKWARD, UPDATE, RECEIVE, RECEIVED, SEND, SENT, OTHER = range(9)
 """What a row does to memory."""
@@ -94,36 +91,22 @@ class Amounts(NamedTuple):
 
 def peak_bytes(programs: Programs, share: Floats, amounts: Amounts) -> Floats:
     """The most each rank holds; shape [ranks]."""
-    peaks, _ = _executed(programs, share, amounts)
-    return peaks
-
-
-def _executed(programs: Programs, share: Floats, amounts: Amounts) -> tuple[Floats, Floats]:
-    """The most each rank holds, and what the last one holds in each of its rows."""
-    peaks, ranks = amounts.resident.copy(), programs.ranks
-    levels = np.zeros(int((ranks["end"] - ranks["first"]).max()))
-    most = programs.rows.max(axis=0, initial=0)
-    moving = np.zeros((most[STAGE] + 1, most[MICRO_BATCH] + 2), dtype=MOVING)
+    peaks, largest = amounts.resident.copy(), programs.rows.max(axis=0, initial=0)
+    moving = np.zeros((largest[STAGE] + 1, largest[MICRO_BATCH] + 2), dtype=MOVING)
     amounts.stages["seen"] = -1
-    _execute(programs, share, amounts, moving, peaks, levels)
-    return peaks, levels
+    _execute(programs, share, amounts, moving, peaks)
+    return peaks
 
 
 @compiled_in_place
 def _execute(
-    programs: Programs,
-    share: Floats,
-    amounts: Amounts,
-    moving: Records,
-    peaks: Floats,
-    levels: Floats,
+    programs: Programs, share: Floats, amounts: Amounts, moving: Records, peaks: Floats
 ) -> None:
     """Fill in the peaks.
 
     Args:
         moving: zeros.
         peaks: what ranks hold from step to step.
-        levels: room for every row of a rank; filled with what the last one holds in each.
     """
     step = 0
     for number in range(len(peaks)):
@@ -165,7 +148,6 @@ def _execute(
             # Of a row: what is known that it allocates, and versions of the parameters.
             at_once = born if most < 0 else most + born * (role == UPDATE)
             peaks[number] = max(peaks[number], held + at_once)
-            levels[position - rank.first] = held + at_once
             held += born - dead
 
 
@@ -180,25 +162,6 @@ def _note_leaving(
             stream = amounts.streams[programs.names[rank.streams + row[STREAM]]]
             if stream.activation:
                 moving[row[STAGE], row[MICRO_BATCH]].leaving += stream.sent * share[row[SIZE]]
-
-
-def memory_bytes(plan: Plan, rank: int, program: Program) -> Floats:
-    """The most bytes a rank's device holds while it executes each row of a program.
-
-    Shape [rows of prologue, body, epilogue]; more bodies between them hold as much. The process
-    itself (interpreter, torch, MPI) is not included.
-    """
-    numbering = Numbering(plan)
-    actions = program.unrolled(1, plan.micro_batches)
-    rows = rows_of(plan, numbering, rank, with_sizes(plan, actions))
-    rows = rows[rows[:, KIND] != MEET]
-    part = Part(0, rows, range(len(plan.stages)), range(numbering.streams))
-    amounts = amounts_of(plan, numbering.connections, [actions])
-    resident = np.array([float(resident_bytes(plan, rank))])
-    if not len(rows):
-        return np.zeros(0)
-    amounts = amounts._replace(resident=resident)
-    return _executed(flatten([part]), shares_of_sizes(plan), amounts)[1]
 
 
 def amounts_of(

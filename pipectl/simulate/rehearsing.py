@@ -25,7 +25,7 @@ from pipectl.errors import ScheduleError
 from pipectl.link import Link
 from pipectl.plan import Plan
 from pipectl.rehearsal import Meeting, Passage, Rehearsal
-from pipectl.schedule.actions import Actions, Kind, Program
+from pipectl.schedule.actions import Actions, Kind
 from pipectl.schedule.lowering import lower
 from pipectl.schedule.placement import shares
 from pipectl.schedule.registry import is_unflushed
@@ -114,10 +114,10 @@ def _alone(link: Link) -> Link:
     return replace(link, duplex=True, shared=False, interface=False)
 
 
-def _average_s(programs: Sequence[Program], busy_s: Sequence[float]) -> float:
+def _average_s(programs: Sequence[Actions], busy_s: Sequence[float]) -> float:
     """The shortest average of a rank's computations; of ranks that have much to do."""
     much_s = _IDLE * max(busy_s)
-    counts = [int((program.body.column("kind") < Kind.UPDATE).sum()) for program in programs]
+    counts = [int((program.column("kind") < Kind.UPDATE).sum()) for program in programs]
     averages = [
         rank_s / count
         for rank_s, count in zip(busy_s, counts, strict=True)
@@ -136,7 +136,7 @@ def _rounded(stretch: float) -> float:
 
 def _message_share(
     plan: Plan,
-    programs: Sequence[Program],
+    programs: Sequence[Actions],
     numbering: Numbering,
     step_s: float,
     ranks_per_core: float,
@@ -146,7 +146,7 @@ def _message_share(
     largest = min(1.0, LARGEST_BYTES / sizes.max(initial=1.0))
     if ranks_per_core <= 1 or not len(sizes):
         return float(largest)
-    sent = sum(_sent_bytes(plan, sizes, program.body) for program in programs)
+    sent = sum(_sent_bytes(plan, sizes, program) for program in programs)
     able = BYTES_PER_S * step_s * plan.ranks / ranks_per_core
     return float(min(largest, able / max(sent, 1.0)))
 
@@ -163,15 +163,15 @@ def _passage(stream: Stream) -> Passage:
 
 
 def _meetings(
-    plan: Plan, programs: Sequence[Program], numbering: Numbering, streams: Sequence[Stream]
+    plan: Plan, programs: Sequence[Actions], numbering: Numbering, streams: Sequence[Stream]
 ) -> Iterator[Meeting]:
     """Everything besides messages that a row starts, once for every rank and stage."""
     for rank, program in enumerate(programs):
-        kind, stage = program.body.column("kind"), program.body.column("stage")
-        chosen = (kind > Kind.EVALUATE) & (program.body.column("channel") < 0)
+        kind, stage = program.column("kind"), program.column("stage")
+        chosen = (kind > Kind.EVALUATE) & (program.column("channel") < 0)
         pairs = np.column_stack([kind, stage])
         _, firsts = np.unique(pairs[chosen], axis=0, return_index=True)
-        for row in program.body.rows[chosen][firsts]:
+        for row in program.rows[chosen][firsts]:
             name, of = Kind(row[0]).name, int(row[1])
             if name.endswith("_START"):
                 (index,) = numbering.of_rows(rank, Actions(row[None]))

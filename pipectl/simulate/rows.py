@@ -18,7 +18,7 @@ import numpy as np
 from pipectl.arrays import Integers
 from pipectl.plan import Plan, StageCost, Transfer
 from pipectl.schedule import schedule_of
-from pipectl.schedule.actions import Action, Actions, Kind, Program
+from pipectl.schedule.actions import Action, Actions, Kind
 from pipectl.schedule.channel import carries_weights
 from pipectl.schedule.lowering import lower
 from pipectl.schedule.registry import is_unflushed
@@ -62,11 +62,11 @@ def flatten(parts: Sequence[Part]) -> Programs:
     return Programs(rows, ranks, np.concatenate([stages, streams]))
 
 
-def given_parts(plan: Plan, numbering: Numbering, programs: Sequence[Program]) -> list[Part]:
+def given_parts(plan: Plan, numbering: Numbering, programs: Sequence[Actions]) -> list[Part]:
     """Programs that somebody else made."""
     stages, streams = range(len(plan.stages)), range(numbering.streams)
     return [
-        Part(rank, rows_of(plan, numbering, rank, program.body), stages, streams)
+        Part(rank, rows_of(plan, numbering, rank, program), stages, streams)
         for rank, program in enumerate(programs)
     ]
 
@@ -157,7 +157,7 @@ def _skeleton(plan: Plan) -> Plan:
 
 @lru_cache(maxsize=256)
 def _rows_of_first(plan: Plan) -> Rows:
-    return rows_of(plan, Numbering(plan), 0, lower(plan, 0).body)
+    return rows_of(plan, Numbering(plan), 0, lower(plan, 0))
 
 
 def _rows_of_all(plan: Plan, numbering: Numbering) -> list[Rows]:
@@ -172,7 +172,7 @@ def _rows_of_all(plan: Plan, numbering: Numbering) -> list[Rows]:
     for rank, own in enumerate(modes):
         key = rank, tuple(own)
         if key not in known:
-            known[key] = rows_of(plan, numbering, rank, lower(plan, rank).body)
+            known[key] = rows_of(plan, numbering, rank, lower(plan, rank))
         rows.append(known[key])
     return rows
 

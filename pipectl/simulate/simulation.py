@@ -33,8 +33,8 @@ from math import ceil
 from pipectl.cluster import Cluster
 from pipectl.errors import MismatchError
 from pipectl.plan import Plan, Prediction
-from pipectl.schedule.actions import EVENT_NAMES, Kind, Program
-from pipectl.schedule.lowering import lower
+from pipectl.schedule.actions import EVENT_NAMES, Actions, Kind
+from pipectl.schedule.lowering import lower_stretch
 from pipectl.schedule.registry import is_unflushed
 from pipectl.schedule.unflushed import steps_apart
 from pipectl.simulate.machine import Machine, Record
@@ -94,14 +94,15 @@ class Simulation:
 def simulate(
     plan: Plan,
     cluster: Cluster,
-    programs: Sequence[Program] | None = None,
+    programs: Sequence[Actions] | None = None,
     *,
     process_baseline_bytes: int = 0,
 ) -> Simulation:
     """Execute one optimizer step.
 
     Args:
-        programs: of every rank, with the plan's micro-batches or fewer; by default its own.
+        programs: of every rank, with the plan's micro-batches or fewer; by default its own. Where
+            steps overlap, it is always its own.
         process_baseline_bytes: what a process holds before it has a stage; added to the peaks.
 
     Raises:
@@ -117,7 +118,7 @@ def simulate(
         )
     if is_unflushed(plan):
         bodies = max(2, ceil(SETTLED * len(plan.stages) / plan.micro_batches))
-        machine, longer = (_stretch(plan, cluster, programs, bodies * n) for n in (1, 2))
+        machine, longer = (_stretch(plan, cluster, bodies * n) for n in (1, 2))
         short_s, long_s = machine.run(), longer.run()
         step_time_s = (long_s - short_s) / bodies
         busy = zip(machine.busy_s(), longer.busy_s(), strict=True)
@@ -136,30 +137,22 @@ def simulate(
     )
 
 
-def _record(plan: Plan, cluster: Cluster, programs: Sequence[Program] | None) -> list[Record]:
+def _record(plan: Plan, cluster: Cluster, programs: Sequence[Actions] | None) -> list[Record]:
     """What every rank does; where steps overlap, in the shortest stretch that has a steady one."""
     if is_unflushed(plan):
-        machine = _stretch(plan, cluster, programs, 1, record=True)
+        machine = _stretch(plan, cluster, 1, record=True)
     else:
         machine = Machine(plan, cluster, programs, record=True)
     machine.run()
     return machine.records()
 
 
-def _stretch(
-    plan: Plan,
-    cluster: Cluster,
-    programs: Sequence[Program] | None,
-    bodies: int,
-    *,
-    record: bool = False,
-) -> Machine:
+def _stretch(plan: Plan, cluster: Cluster, bodies: int, *, record: bool = False) -> Machine:
     """A machine that executes steps one after the other, as one long step of all their
     micro-batches."""
-    micro_batches = plan.micro_batches * (bodies + steps_apart(plan))
+    steps = bodies + steps_apart(plan)
+    micro_batches = plan.micro_batches * steps
     batch_size = micro_batches * plan.micro_batch_size
     whole = replace(plan, micro_batches=micro_batches, batch_size=batch_size)
-    given = programs or [lower(plan, rank) for rank in range(plan.ranks)]
-    rows = [program.unrolled(bodies, plan.micro_batches) for program in given]
-    flat = [Program(with_sizes(plan, item)) for item in rows]
-    return Machine(whole, cluster, flat, record=record)
+    rows = (lower_stretch(plan, rank, steps) for rank in range(plan.ranks))
+    return Machine(whole, cluster, [with_sizes(plan, each) for each in rows], record=record)

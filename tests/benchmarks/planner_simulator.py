@@ -79,7 +79,7 @@ def cluster_of(ranks: int) -> Cluster:
 
 def reference_rows_per_s(plan: Plan, cluster: Cluster) -> str:
     programs = [lower(plan, rank) for rank in range(plan.ranks)]
-    rows = sum(len(program.body) for program in programs)
+    rows = sum(len(program) for program in programs)
     if rows > MOST_REFERENCE_ROWS:
         return ""
     start = time.perf_counter()

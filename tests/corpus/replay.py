@@ -19,6 +19,7 @@ from torch import Tensor
 from pipectl.capture import CapturedJob, Cut, Lane, Slot
 from pipectl.capture.randomness import seed_of
 from pipectl.capture.slices import Rows
+from pipectl.cluster import assumed_cluster
 from pipectl.plan import Plan, Stage
 from pipectl.planner.costs.footprint import Footprints
 from pipectl.planner.costs.operator_times import operator_times
@@ -42,7 +43,7 @@ from pipectl.runtime.step import Step, StepInput
 from pipectl.runtime.stepper import make_stepper
 from pipectl.schedule import channels, lower
 from pipectl.schedule.one_f_one_b import policy_a
-from pipectl.simulate.memory import memory_bytes
+from pipectl.simulate import simulate
 
 Messages = dict[Lane, dict[Slot, Tensor | None]]
 
@@ -189,7 +190,7 @@ def peak_of_stage(
     program = lower(plan, stage)
     step = _Step(job, plan, stage, runtime, cut)
     sizes = [Rows.of(plan.micro_batch_size)] * plan.micro_batches
-    given_rows = Step.plain(program.body, channels(plan), stage, sizes)
+    given_rows = Step.plain(program, channels(plan), stage, sizes)
     engine.run(given_rows, step.given(), step.update)
     gc.collect()  # what earlier steps and stages left must not be freed meanwhile
     with record_allocated(torch.device("cpu")) as recording:
@@ -198,7 +199,8 @@ def peak_of_stage(
         mover.close()
     resident = step.resident_bytes()
     measured = resident + recording.phases[-1].peak_bytes
-    return Peak(round(memory_bytes(plan, stage, program).max()), measured)
+    predicted = simulate(plan, assumed_cluster("c", [plan.ranks], 1, None))
+    return Peak(predicted.peak_memory_bytes[stage], measured)
 
 
 def _copies(job: CapturedJob) -> dict[str, Tensor]:

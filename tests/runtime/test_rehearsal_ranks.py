@@ -95,7 +95,7 @@ def test_every_kind_of_row_is_rehearsed(pipeline, rehearse):
     )
     for replication in Replication:
         asked = dataclasses.replace(plan, stages=stages, replication=replication)
-        kinds = {Kind(row[0]) for rank in range(6) for row in lower(asked, rank).body.rows}
+        kinds = {Kind(row[0]) for rank in range(6) for row in lower(asked, rank).rows}
         assert {Kind.OFFLOAD_START, Kind.FETCH_WAIT, Kind.REDUCE_START, Kind.RECOMPUTE} <= kinds
         waits, line, _ = rehearse(asked, cluster_of(6))
         assert line["step_time_s"] == pytest.approx(waits.predicted_s, rel=0.05)

@@ -74,7 +74,7 @@ def check_rows(plan: Plan, timeline: Timeline) -> None:
     for rank in range(plan.ranks):
         events = list(timeline.of_rank(rank))
         names = [event.kind for event in events]
-        rows = [(row.kind.name.lower(), *row[1:4]) for row in lower(plan, rank).body]
+        rows = [(row.kind.name.lower(), *row[1:4]) for row in lower(plan, rank)]
         assert names.count("update_wait") == 1
         assert [tuple(e[3:]) for e in events if e.kind != "update_wait"] == rows
         assert all(one.end_s <= other.start_s for one, other in pairwise(events))

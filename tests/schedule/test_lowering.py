@@ -30,7 +30,7 @@ SHORT = {
 def text(program):
     """One word an action: what, the channel of a transfer after a dot, the micro-batch."""
     words = []
-    for action in program.body:
+    for action in program:
         channel = "" if action.channel < 0 else f".{action.channel}"
         samples = "" if action.start < 0 else f"[{action.start},{action.stop})"
         words.append(f"{SHORT[action.kind]}{channel}:{action.micro_batch}{samples}")
@@ -80,7 +80,7 @@ def test_a_channel_within_a_rank_has_no_rows(pipeline):
     plan = pipeline(3, 2, schedule="gpipe", ranks=[0, 0, 1])
     channel = schedule.channels(plan).index
     local = [channel(item) for item in schedule.channels(plan) if item.is_local]
-    used = {action.channel for rank in range(2) for action in lower(plan, rank).body}
+    used = {action.channel for rank in range(2) for action in lower(plan, rank)}
     assert len(local) == 2
     assert used == {-1, 0, 1, 2, 3} - set(local)
 
@@ -92,14 +92,14 @@ def test_one_rank_only_computes(pipeline):
 
 def test_every_rank_updates_once_at_the_end(pipeline):
     plan = pipeline(3, 2, ranks=[0, 0, 2], node_of_rank=[0] * 4)
-    last = [list(lower(plan, rank).body)[-1] for rank in range(4)]
+    last = [list(lower(plan, rank))[-1] for rank in range(4)]
     assert [(action.kind, action.stage) for action in last] == [
         (Kind.UPDATE, 0),
         (Kind.UPDATE, -1),
         (Kind.UPDATE, 2),
         (Kind.UPDATE, -1),
     ]
-    assert len(lower(plan, 1).body) == 1
+    assert len(lower(plan, 1)) == 1
 
 
 def test_a_backward_awaits_the_gradients_of_all_consumers(pipeline):
@@ -193,7 +193,7 @@ def test_saved_values_go_to_the_rank_of_the_backward_and_weights_come_back(pipel
 def test_what_a_backward_elsewhere_gets_early_is_offloaded_there(pipeline):
     plan = pipeline(2, 7, warm_up=(6, 1), node_of_rank=[0, 0, 0])
     plan = first_stage(plan, backward_ranks=(2,), offload=True)
-    assert Kind.OFFLOAD_START not in lower(plan, 0).body.column("kind")
+    assert Kind.OFFLOAD_START not in lower(plan, 0).column("kind")
     assert text(lower(plan, 2)) == (
         "receive.1:0 receive.1:1 receive.2:0 send.3:-1 receive.2:1 receive.2:2 receive.2:3 "
         "receive.2:4 received.2:3 offload:3 receive.2:5 received.2:4 offload:4 offloaded:3 "
@@ -234,5 +234,5 @@ def test_the_trial_of_a_plan_uses_every_channel(pipeline):
     plan = dataclasses.replace(plan, stages=stages, replication=Replication.WHOLE)
     trial = plan_of_trial(plan, 2)
     assert (trial.micro_batches, trial.micro_batch_size, trial.batch_size) == (6, 2, 12)
-    used = {a.channel for rank in range(5) for a in lower(trial, rank).body} - {-1}
+    used = {a.channel for rank in range(5) for a in lower(trial, rank)} - {-1}
     assert used == set(range(len(schedule.channels(plan))))

@@ -20,7 +20,7 @@ COMPUTATIONS = {kind for kind in Kind if kind.is_compute}
 class Reference:
     def __init__(self, plan, cluster, programs):
         self.plan, self.cluster = plan, cluster
-        self.todo = [list(program.body) for program in programs]
+        self.todo = [list(program) for program in programs]
         self.left = {}  # rank -> work it still has in its current computation
         self.begun = {}  # transfer -> number of rows that started it
         self.over = {}  # transfer -> time

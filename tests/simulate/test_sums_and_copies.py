@@ -9,7 +9,7 @@ from pipectl.cluster import Cluster, Device, Node
 from pipectl.graph import BUCKET_BYTES
 from pipectl.link import Link
 from pipectl.plan import StageCost
-from pipectl.schedule.actions import Action, Actions, Kind, Program
+from pipectl.schedule.actions import Action, Actions, Kind
 from pipectl.simulate import machine, simulate
 from pipectl.simulate.events import hold_s
 from pipectl.simulate.network import Stream, reduction_s, tables, way_between
@@ -39,7 +39,7 @@ def replicated(pipeline, ranks, node_of_rank, size_bytes=400):
 
 
 def program(*rows):
-    return Program(Actions.of([*rows, Action(Kind.UPDATE, 0)]))
+    return Actions.of([*rows, Action(Kind.UPDATE, 0)])
 
 
 def summing(*before, between=()):

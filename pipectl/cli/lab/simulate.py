@@ -17,7 +17,7 @@ from pipectl.graph import TransferKind
 from pipectl.link import Link
 from pipectl.plan import Plan, Stage, StageCost, Transfer
 from pipectl.report.gantt import gantt_svg, legend
-from pipectl.schedule import NAMES, default_ranks, default_warm_up, lower, stage_peaks_in_flight
+from pipectl.schedule import NAMES, default_ranks, default_warm_up, stage_peaks_in_flight
 from pipectl.schedule.listed import Listed
 from pipectl.schedule.own import make_listed, read_listed
 from pipectl.simulate import simulate
@@ -66,9 +66,8 @@ def command(
     else:
         opt.refuse({"--cluster": cluster}, "needs --plan")
         subject, machines = plan_equal_stages(schedule, **shape)  # type: ignore[arg-type]
-    programs = [lower(subject, rank) for rank in range(subject.ranks)]
-    step = simulate(subject, machines, programs)
-    in_flight = stage_peaks_in_flight(subject, programs)
+    step = simulate(subject, machines)
+    in_flight = stage_peaks_in_flight(subject)
     # Of another order than its own, a plan predicts nothing.
     planned_s = None if subject.prediction is None else subject.prediction.step_time_s
     peaks = " ".join(map(str, in_flight[:_MAX_SHOWN])) + " …" * (len(in_flight) > _MAX_SHOWN)

@@ -1,0 +1,88 @@
+"""Peaks of memory against figures worked out by hand; for a ledger see test_random_plans.py."""
+
+from dataclasses import replace
+
+import pytest
+
+from pipectl.cluster import assumed_cluster
+from pipectl.plan import StageCost, StagePeaks
+from pipectl.planner.costs.stage_costs import StageTable, least_peaks_bytes
+from pipectl.schedule import Kind, lower
+from pipectl.simulate import simulate
+
+COST = StageCost(1.0, 2.0, 0.0, parameter_bytes=100, optimizer_bytes=50, saved_bytes=10)
+RESIDENT, GRADIENTS = 100 + 50, 100
+
+
+def peaks_of(plan, process_baseline_bytes=0):
+    """The most each rank holds, without what is there from step to step."""
+    cluster = assumed_cluster("c", [plan.ranks], plan.ranks, None)
+    found = simulate(plan, cluster, process_baseline_bytes=process_baseline_bytes)
+    return [peak - RESIDENT for peak in found.peak_memory_bytes]
+
+
+def test_a_rank_holds_messages_and_saved_values_besides_gradients(pipeline):
+    plan = pipeline(2, 2, costs=[COST] * 2, size_bytes=3)
+    received, saved, gradient = 3, 10, 3
+    kept = 2 * saved  # what is sent is part of it; two receives are posted
+    assert peaks_of(plan) == [
+        GRADIENTS + kept + 2 * gradient,
+        GRADIENTS + received + saved + gradient,
+    ]
+    assert peaks_of(plan, 1000)[1] == 1000 + 116
+
+
+def test_the_last_micro_batch_may_be_smaller(pipeline):
+    plan = pipeline(1, 2, costs=[COST], schedule="gpipe", micro_batch_size=4, batch_size=6)
+    assert plan.micro_batch_shares == (1.0, 0.5)
+    assert peaks_of(plan) == [GRADIENTS + 15]
+
+
+@pytest.mark.parametrize(
+    ("peaks", "most"),
+    [
+        (StagePeaks(300, 40, 120, 60), GRADIENTS + 300),
+        (StagePeaks(30, 400, 120, 60), GRADIENTS + 10 + 400),
+        (StagePeaks(30, 40, 700, 60), 10 + 700),
+        (StagePeaks(30, 40, 120, 600), GRADIENTS + 600),
+    ],
+)
+def test_what_an_action_allocates_for_itself_counts_while_it_runs(pipeline, peaks, most):
+    assert peaks_of(pipeline(1, 2, costs=[replace(COST, peaks=peaks)], warm_up=[1])) == [most]
+
+
+@pytest.mark.parametrize(("replicas", "held"), [(2, 150), (3, 166), (4, 175)])
+def test_sums_over_replicas_hold_a_copy_of_the_gradients_and_what_arrives(pipeline, replicas, held):
+    plan = pipeline(1, replicas, costs=[COST], node_of_rank=[0] * replicas)
+    plan = replace(plan, stages=(replace(plan.stages[0], ranks=tuple(range(replicas))),))
+    assert [row.kind for row in lower(plan, 0)] == [
+        *(Kind.FORWARD, Kind.BACKWARD, Kind.REDUCE_START, Kind.REDUCE_WAIT, Kind.UPDATE)
+    ]
+    assert peaks_of(plan) == [GRADIENTS + held] * replicas
+
+
+def test_frozen_parameters_have_no_gradient_and_buffers_stay(pipeline):
+    cost = replace(COST, gradient_bytes=0, buffer_bytes=5)
+    assert peaks_of(pipeline(1, 1, costs=[cost])) == [5 + 10]
+
+
+def test_the_lower_bound_is_the_peak_of_a_stage_alone_and_below_it_in_a_pipeline(pipeline):
+    for micro_batches, warm_up in ((1, 1), (2, 2), (4, 2), (3, 1)):
+        for peaks in (None, StagePeaks(30, 40, 120, 60), StagePeaks(10, 5, 101, 200)):
+            costs = [replace(COST, peaks=peaks)] * 2
+            for stages, size in ((1, 0), (2, 3)):
+                plan = pipeline(
+                    stages,
+                    micro_batches,
+                    costs=costs[:stages],
+                    warm_up=[warm_up] * stages,
+                    size_bytes=size,
+                )
+                table = StageTable(tuple(costs[:stages]), ())
+                least = least_peaks_bytes(table, plan.warm_up, plan.micro_batch_shares)[0]
+                assert least <= peaks_of(plan)[0] + RESIDENT
+                assert stages == 2 or peaks is None or least == peaks_of(plan)[0] + RESIDENT
+
+
+def test_a_rank_without_stages_holds_only_its_process(pipeline):
+    assert peaks_of(pipeline(1, 2, node_of_rank=[0, 0]), 7)[1] == 7 - RESIDENT
