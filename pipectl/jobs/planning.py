@@ -15,7 +15,7 @@ from pipectl.profile import Profile
 from pipectl.runs import RunDirectory
 from pipectl.schedule import NAMES
 from pipectl.schedule.listed import Listed
-from pipectl.schedule.own import make_listed, read_listed
+from pipectl.schedule.registry import make_listed, read_listed
 from pipectl.simulate import simulate
 
 if TYPE_CHECKING:

@@ -19,6 +19,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +28,7 @@ from pipectl.errors import ScheduleError
 from pipectl.plan import Plan
 from pipectl.schedule.actions import Integers, Kind
 from pipectl.schedule.order import Order, Schedule
-from pipectl.schedule.sequences import BACKWARD, FORWARD, PART, Execution, execute
+from pipectl.schedule.sequences import BACKWARD, FORWARD, PART, execute
 
 KINDS = {
     "F": Kind.FORWARD,
@@ -39,6 +40,10 @@ _LETTERS = {kind: letter for letter, kind in KINDS.items()}
 _ACTION = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})")
 _LEFT_OUT = re.compile(r"\d+REDUCE_GRAD")
 _BOTH = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+_COMPLETE = (
+    [Kind.FORWARD, Kind.BACKWARD],
+    [Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT],
+)
 _CURE = "see docs/schedules.md: every action once, after all that it depends on"
 
 
@@ -84,8 +89,14 @@ class Listed:
         Raises:
             ScheduleError: naming file, line and action.
         """
-        chosen = [(line, row) for line, row in _rows(text, name) if _is_meant(row)]
-        listed = cls(name, tuple(_held(row, line, name) for line, row in chosen))
+        reader, ranks = csv.reader(text.splitlines()), list[tuple[Entry, ...]]()
+        try:
+            for line, row in enumerate(reader, 1):
+                if any(cell.strip() for cell in row) and not row[0].lstrip().startswith("#"):
+                    ranks.append(tuple(_entries(row, line, name)))
+        except csv.Error as error:
+            raise ScheduleError(f"{name}:{reader.line_num}: {error}", cure=_CURE) from None
+        listed = cls(name, tuple(ranks))
         listed._check()
         return listed
 
@@ -157,41 +168,28 @@ class Listed:
                 latest[entry.stage] = max(latest[entry.stage], entry.micro_batch)
 
     def _check(self) -> None:
+        """Every action is there once, a stage is on one rank, and forwards rise."""
         if not self.ranks:
             raise ScheduleError(f"{self.name}: no action", cure=_CURE)
-        known = self._check_once()
-        for stage in range(self.stages):
-            for index in range(self.micro_batches):
-                self._check_there(known, stage, index)
-        for entry in self._falling(Kind.FORWARD):
-            raise self._fault(entry, "comes after a later micro-batch; forwards of a stage rise")
-
-    def _check_once(self) -> dict[tuple[Kind, int, int], Entry]:
-        """No action is there twice, and a stage is on one rank."""
         known: dict[tuple[Kind, int, int], Entry] = {}
-        lines: dict[int, Entry] = {}
+        firsts: dict[int, Entry] = {}
         for entry in (entry for held in self.ranks for entry in held):
             if entry.key in known:
                 raise self._fault(entry, f"is there before: {known[entry.key].place}")
-            if lines.setdefault(entry.stage, entry).line != entry.line:
-                where = lines[entry.stage].line
-                raise self._fault(entry, f"stage {entry.stage} is on line {where} already")
+            line = firsts.setdefault(entry.stage, entry).line
+            if line != entry.line:
+                raise self._fault(entry, f"stage {entry.stage} is on line {line} already")
             known[entry.key] = entry
-        return known
-
-    def _check_there(
-        self, known: dict[tuple[Kind, int, int], Entry], stage: int, index: int
-    ) -> None:
-        """A micro-batch has all of its parts in a stage."""
-        there = {kind for kind in _LETTERS if (kind, stage, index) in known}
-        if there in _COMPLETE:
-            return
-        missing = "a forward" if Kind.FORWARD not in there else "one backward, whole or both halves"
-        words = ", ".join(f"{stage}{_LETTERS[kind]}{index}" for kind in sorted(there)) or "nothing"
-        raise ScheduleError(
-            f"{self.name}: micro-batch {index} lacks {missing} in stage {stage}: there is {words}",
-            cure=_CURE,
-        )
+        for stage, index in product(range(self.stages), range(self.micro_batches)):
+            there = [kind for kind in _LETTERS if (kind, stage, index) in known]
+            if there not in _COMPLETE:
+                lacks_forward = Kind.FORWARD not in there
+                missing = "a forward" if lacks_forward else "one backward, whole or both halves"
+                words = ", ".join(f"{stage}{_LETTERS[kind]}{index}" for kind in there) or "nothing"
+                fault = f"micro-batch {index} lacks {missing} in stage {stage}: there is {words}"
+                raise ScheduleError(f"{self.name}: {fault}", cure=_CURE)
+        for entry in self._falling(Kind.FORWARD):
+            raise self._fault(entry, "comes after a later micro-batch; forwards of a stage rise")
 
     def _fault(self, entry: Entry, what: str) -> ScheduleError:
         return ScheduleError(
@@ -199,36 +197,15 @@ class Listed:
         )
 
 
-_HALVES = {Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
-_COMPLETE = ({Kind.FORWARD, Kind.BACKWARD}, _HALVES)
-
-
-def _rows(text: str, name: str) -> Iterator[tuple[int, list[str]]]:
-    """The lines with their numbers."""
-    reader = csv.reader(text.splitlines())
-    try:
-        yield from enumerate(reader, 1)
-    except csv.Error as error:
-        raise ScheduleError(f"{name}:{reader.line_num}: {error}", cure=_CURE) from None
-
-
-def _is_meant(row: Sequence[str]) -> bool:
-    """Whether a line is a rank's."""
-    return any(cell.strip() for cell in row) and not row[0].lstrip().startswith("#")
-
-
-def _held(row: Sequence[str], line: int, name: str) -> tuple[Entry, ...]:
-    """What a rank computes: something, as blank lines stand for no rank."""
-    entries = tuple(_entries(row, line, name))
-    if not entries:
-        raise ScheduleError(f"{name}:{line}: a line without an action", cure="leave the line out")
-    return entries
-
-
 def _entries(row: Sequence[str], line: int, name: str) -> Iterator[Entry]:
-    cells = [cell.strip() for cell in row]
-    meant = (cell for cell in cells if cell and not _LEFT_OUT.fullmatch(cell))
-    actions = [part for cell in meant for part in _parts(cell)]
+    """What a rank computes: something, as blank lines stand for no rank."""
+    actions: list[str] = []
+    for cell in map(str.strip, row):
+        both = _BOTH.fullmatch(cell)
+        actions += map(str.strip, both[1].split(";") if both else [cell])
+    actions = [text for text in actions if text and not _LEFT_OUT.fullmatch(text)]
+    if not actions:
+        raise ScheduleError(f"{name}:{line}: a line without an action", cure="leave the line out")
     for position, text in enumerate(actions, 1):
         match = _ACTION.fullmatch(text)
         if match is None:
@@ -237,14 +214,7 @@ def _entries(row: Sequence[str], line: int, name: str) -> Iterator[Entry]:
                 "(stage, F, B, I or W, micro-batch)",
                 cure="leave messages out: they follow from the lists",
             )
-        kind, stage, index = KINDS[match[2]], int(match[1]), int(match[3])
-        yield Entry(kind, stage, index, line, position)
-
-
-def _parts(cell: str) -> list[str]:
-    """The actions of one cell."""
-    both = _BOTH.fullmatch(cell)
-    return [part.strip() for part in both[1].split(";")] if both else [cell]
+        yield Entry(KINDS[match[2]], int(match[1]), int(match[3]), line, position)
 
 
 def schedule_of_lists(plan: Plan) -> Schedule:
@@ -282,31 +252,23 @@ def order_of(listed: Listed) -> Order:
         ScheduleError: ranks would wait for each other, and for what.
     """
     execution = execute(listed.sequences(), listed.stages, listed.micro_batches)
-    waits = _circle(listed, execution)
-    if waits:
-        raise ScheduleError(
-            f"{listed.name}: ranks wait for each other: {'; '.join(waits)}",
-            cure="change the order of these actions",
-        )
-    return execution.order
-
-
-def _circle(listed: Listed, execution: Execution) -> list[str]:
-    """One sentence per rank, from one that waits to the one it waits for; none if all is done."""
     halved = [list(listed._halved(held)) for held in listed.ranks]
-    at, waits, path = execution.position, [], []
+    at = execution.position
     rank = next((rank for rank, held in enumerate(halved) if at[rank] < len(held)), -1)
-    while rank >= 0 and rank not in path:
+    if rank < 0:
+        return execution.order
+    path, waits = list[int](), list[str]()  # from a rank that waits to the one it waits for
+    while rank not in path:
         path.append(rank)
         entry = halved[rank][at[rank]]
-        part, stage, index = next(
-            need for need in _needs(listed, entry) if not execution.is_done[need]
-        )
-        rank = listed.rank_of_stage[stage]
-        wanted = part, stage, index
+        wanted = next(need for need in _needs(listed, entry) if not execution.is_done[need])
+        rank = listed.rank_of_stage[wanted[1]]
         awaited = next(e for e in halved[rank] if (PART[e.kind], *e.key[1:]) == wanted)
         waits.append(f"{entry.place}, {entry} waits for {awaited} ({awaited.place})")
-    return waits[path.index(rank) :] if path else []
+    raise ScheduleError(
+        f"{listed.name}: ranks wait for each other: {'; '.join(waits[path.index(rank) :])}",
+        cure="change the order of these actions",
+    )
 
 
 def _needs(listed: Listed, entry: Entry) -> Iterator[tuple[int, int, int]]:

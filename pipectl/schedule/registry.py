@@ -1,16 +1,23 @@
-"""The schedules there are, by name; and that of a plan."""
+"""The schedules there are, by name; that of a plan; and where users' own ones come from.
+
+These are a file, or a function that a package offers by name, an entry point of the group
+``pipectl.schedules``: it takes the numbers of ranks, stages and micro-batches, and gives the
+actions of every rank, as in a file.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib.metadata import entry_points
 from math import ceil
+from pathlib import Path
 
-from pipectl.errors import ScheduleError
+from pipectl.errors import ScheduleError, UsageError
 from pipectl.plan import Plan, Replication
 from pipectl.schedule.gpipe import GPIPE, LOOPED_BFS
 from pipectl.schedule.interleaved import INTERLEAVED
-from pipectl.schedule.listed import schedule_of_lists
+from pipectl.schedule.listed import Listed, schedule_of_lists
 from pipectl.schedule.one_f_one_b import ONE_F_ONE_B, ZB_H1
 from pipectl.schedule.order import Order, Placement, Schedule, Shape
 from pipectl.schedule.pipedream import PIPEDREAM, PIPEDREAM_2BW
@@ -33,6 +40,7 @@ SCHEDULES = {
     )
 }
 NAMES = tuple(SCHEDULES)
+_GROUP = "pipectl.schedules"
 _EXAMPLES = {
     Placement.ROUND: "as many stages, in turn: 4 stages of 2 ranks are on 0, 1, 0, 1",
     Placement.V_SHAPED: "two stages, in a V: 4 stages of 2 ranks are on 0, 1, 1, 0",
@@ -170,3 +178,48 @@ def _check_overlapping_steps(plan: Plan, schedule: Schedule) -> None:
         fault, cure = f"{fault}not {max(plan.warm_up)}", "lower warm_up"
     if fault:
         raise ScheduleError(f"schedule {schedule.name}: {fault}", cure=cure)
+
+
+def packaged_names() -> frozenset[str]:
+    """Names of the schedules that installed packages offer."""
+    return frozenset(entry_points(group=_GROUP).names)
+
+
+def read_listed(path: Path, name: str) -> Listed:
+    """The schedule in a file; messages and plans call it by ``name``.
+
+    Raises:
+        ScheduleError: naming line and action.
+        UsageError: the file cannot be read.
+    """
+    try:
+        return Listed.read(path.read_text(encoding="utf-8-sig"), name)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"{path}: cannot be read: {error}", cure="name a CSV file of actions, a line per rank"
+        ) from None
+
+
+def make_listed(name: str, ranks: int, stages: int, micro_batches: int) -> Listed:
+    """The schedule that an entry point makes.
+
+    Raises:
+        UsageError: there is none of this name, or it fails.
+        ScheduleError: what it makes is no schedule.
+    """
+    entries = entry_points(group=_GROUP, name=name)
+    if not entries:
+        known = ", ".join((*NAMES, *sorted(packaged_names())))
+        raise UsageError(
+            f"there is no schedule {name!r}", cure=f"one of: {known}, or a file that ends in .csv"
+        )
+    try:
+        lists = next(iter(entries)).load()(ranks, stages, micro_batches)
+        rows = (each if isinstance(each, str) else ",".join(map(str, each)) for each in lists)
+        text = "\n".join(rows)
+    except Exception as error:
+        raise UsageError(
+            f"schedule {name}: its function fails: {type(error).__name__}: {error}",
+            cure="it takes (ranks, stages, micro_batches) and gives a list of actions per rank",
+        ) from error
+    return Listed.read(text, name)

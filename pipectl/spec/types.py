@@ -158,7 +158,7 @@ def _option_text(value: Any) -> str:
 
 def _is_schedule(name: str) -> bool:
     from pipectl.schedule import SCHEDULES
-    from pipectl.schedule.own import packaged_names
+    from pipectl.schedule.registry import packaged_names
 
     return name in SCHEDULES or name.endswith(SCHEDULE_SUFFIX) or name in packaged_names()
 

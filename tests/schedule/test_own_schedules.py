@@ -9,7 +9,7 @@ from pipectl.planner import PlanRequest, make_plan
 from pipectl.profile import Profile
 from pipectl.schedule import lower
 from pipectl.schedule.listed import Listed
-from pipectl.schedule.own import make_listed, read_listed
+from pipectl.schedule.registry import make_listed, read_listed
 
 BACK_TO_FRONT = "0F0,0F1,3F0,3F1,3B1,3B0,0B1,0B0\n1F0,1F1,2F0,2F1,2B1,2B0,1B1,1B0\n"
 
@@ -68,7 +68,7 @@ def test_a_package_offers_one_by_name(monkeypatch):
     entry = EntryPoint("fold", f"{__name__}:fold", "pipectl.schedules")
     monkeypatch.setattr(EntryPoint, "load", lambda self: fold)
     monkeypatch.setattr(
-        "pipectl.schedule.own.entry_points",
+        "pipectl.schedule.registry.entry_points",
         lambda group, name="": EntryPoints([entry]).select(name=name) if name else [entry],
     )
     listed = make_listed("fold", 2, 2, 3)

@@ -19,7 +19,7 @@ from pipectl.plan import Plan, Stage, StageCost, Transfer
 from pipectl.report.gantt import gantt_svg, legend
 from pipectl.schedule import NAMES, default_ranks, default_warm_up, stage_peaks_in_flight
 from pipectl.schedule.listed import Listed
-from pipectl.schedule.own import make_listed, read_listed
+from pipectl.schedule.registry import make_listed, read_listed
 from pipectl.simulate import simulate
 from pipectl.spec import SCHEDULE_SUFFIX
 from pipectl.units import format_time
