@@ -52,7 +52,7 @@ def advance(tables: Tables, events: int) -> int:
             if pools[pool].alarm != number:
                 continue
             item = end_work(pools[pool], tables.work, now)
-            _set_alarm(tables.work, queue, clock, pools, pool)
+            _set_alarm(tables, pool)
         clock.now = max(clock.now, now)
         _go_on(tables, item, now)
     return int(clock.queued)
@@ -115,14 +115,14 @@ def _begin_row(
     Args:
         begun: when the rank began it, if it has; else below 0.
     """
-    ranks, queue, clock, pools = tables.ranks, tables.queue, tables.clock[0], tables.pools
+    ranks, queue, clock = tables.ranks, tables.queue, tables.clock[0]
     if operation == WAIT:
         transfer = tables.streams[stream].first + 1 + tables.rows[position, MICRO_BATCH]
         end = tables.transfers[transfer].over_at
         if end <= now:
             return False
         if end < inf:
-            _foresee(queue, clock, pools, end, number)
+            _foresee(queue, clock, end, number)
         else:
             _wait(tables.transfers[transfer], ranks, number)
         return True
@@ -132,9 +132,9 @@ def _begin_row(
         end = now + _own_s(ranks[number], row_s)
         if end <= event_s:
             return False
-        _foresee(queue, clock, pools, end, number)
+        _foresee(queue, clock, end, number)
     elif operation == MEETING:
-        _meet(ranks, queue, clock, pools, number, now)
+        _meet(ranks, queue, clock, number, now)
     else:
         _compute(tables, number, position, operation, now)
     return True
@@ -167,25 +167,11 @@ def _record(
 
 
 @part_of_kernel
-def _foresee(queue: Records, clock: Any, pools: Records, time: float, item: int) -> None:
-    """Put an event into the queue; makes room by removing alarms that are void."""
+def _foresee(queue: Records, clock: Any, time: float, item: int) -> None:
+    """Put an event into the queue."""
     clock.number += 1
-    if clock.queued == len(queue):
-        _remove_void(queue, clock, pools)
     push(queue, 0, clock.queued, time, clock.number, item)
     clock.queued += 1
-
-
-@part_of_kernel
-def _remove_void(queue: Records, clock: Any, pools: Records) -> None:
-    """Every rank has at most one event, and every pool of cores one that is valid."""
-    ranks, kept = len(queue) // 2 - len(pools), 0
-    for index in range(clock.queued):
-        time, number, item = queue[index].time, queue[index].number, queue[index].target
-        if item < ranks or pools[item - ranks].alarm == number:
-            push(queue, 0, kept, time, number, item)
-            kept += 1
-    clock.queued = kept
 
 
 @part_of_kernel
@@ -218,22 +204,20 @@ def _start(tables: Tables, position: int, number: int, now: float) -> None:
     if last >= 0:
         waiting = tables.ranks[last].waiting
         while waiting != last:
-            _foresee(tables.queue, tables.clock[0], tables.pools, transfer.over_at, waiting)
+            _foresee(tables.queue, tables.clock[0], transfer.over_at, waiting)
             waiting = tables.ranks[waiting].waiting
-        _foresee(tables.queue, tables.clock[0], tables.pools, transfer.over_at, last)
+        _foresee(tables.queue, tables.clock[0], transfer.over_at, last)
 
 
 @part_of_kernel
-def _meet(
-    ranks: Records, queue: Records, clock: Any, pools: Records, number: int, now: float
-) -> None:
+def _meet(ranks: Records, queue: Records, clock: Any, number: int, now: float) -> None:
     """All ranks go on when the last one is there, and they have agreed."""
     ranks[clock.met].met = number
     clock.met += 1
     clock.met_s = max(clock.met_s, now)
     if clock.met == len(ranks):
         for place in range(len(ranks)):
-            _foresee(queue, clock, pools, clock.met_s + clock.agree_s, ranks[place].met)
+            _foresee(queue, clock, clock.met_s + clock.agree_s, ranks[place].met)
         clock.met = 0
 
 
@@ -248,23 +232,23 @@ def _compute(tables: Tables, number: int, position: int, operation: int, now: fl
         work_s = tables.work_s[row[KIND], stage] / rank.speed
         work_s *= tables.share[row[SIZE]]
     if rank.pool < 0:
-        _foresee(tables.queue, tables.clock[0], pools, now + work_s, number)
+        _foresee(tables.queue, tables.clock[0], now + work_s, number)
         return
     work_s += rank.owed_s
     rank.owed_s = 0.0
     begin_work(pools[rank.pool], tables.work, number, work_s, now)
-    _set_alarm(tables.work, tables.queue, tables.clock[0], pools, rank.pool)
+    _set_alarm(tables, rank.pool)
 
 
 @part_of_kernel
-def _set_alarm(work: Records, queue: Records, clock: Any, pools: Records, number: int) -> None:
+def _set_alarm(tables: Tables, number: int) -> None:
     """Return to a pool of cores when its next work ends; voids its older alarms."""
-    pool = pools[number]
+    pool, clock = tables.pools[number], tables.clock[0]
     pool.alarm = clock.number + 1
     if pool.busy:
-        left_s = max(0.0, work[pool.start].time - pool.clock)
+        left_s = max(0.0, tables.work[pool.start].time - pool.clock)
         end = pool.time + left_s / _rate(pool)
-        _foresee(queue, clock, pools, end, len(queue) // 2 - len(pools) + number)
+        _foresee(tables.queue, clock, end, len(tables.ranks) + number)
     else:
         clock.number += 1
 

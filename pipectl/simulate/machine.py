@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,12 +11,12 @@ from pipectl.arrays import Floats, Integers
 from pipectl.cluster import Cluster
 from pipectl.errors import ScheduleError
 from pipectl.link import FREE_ROWS, RowTimes, seconds_of
-from pipectl.plan import Plan, Stage
+from pipectl.plan import Plan
 from pipectl.schedule.actions import Actions, Kind
 from pipectl.simulate import events
 from pipectl.simulate.memory import amounts_of, peak_bytes
 from pipectl.simulate.network import Numbering, streams_of, tables
-from pipectl.simulate.rows import flatten, given_parts, parts_of
+from pipectl.simulate.rows import programs_of
 from pipectl.simulate.tables import (
     CLOCK,
     EVENT,
@@ -47,6 +47,7 @@ class Machine:
 
     Args:
         programs: of every rank; by default the plan's own.
+        steps: that they execute, one after the other, as if they were one.
         record: whether to keep when every row began and ended.
     """
 
@@ -56,19 +57,14 @@ class Machine:
         cluster: Cluster,
         programs: Sequence[Actions] | None = None,
         *,
+        steps: int = 1,
         record: bool = False,
     ) -> None:
         numbering = Numbering(plan)
         self._plan, self._given, self._connections = plan, programs, numbering.connections
-        self.programs = flatten(
-            parts_of(plan, numbering)
-            if programs is None
-            else given_parts(plan, numbering, programs)
-        )
-        costs, network = (
-            costs_of(plan, cluster, numbering),
-            tables(streams_of(plan, cluster, numbering)),
-        )
+        self.programs = programs_of(plan, numbering, programs)
+        costs = costs_of(plan, cluster, numbering)
+        network = tables(streams_of(plan, cluster, numbering, steps))
         self.tables = _new_tables(plan, cluster, self.programs, costs, network, record=record)
 
     def run(self) -> float:
@@ -140,9 +136,11 @@ class Costs:
 def costs_of(plan: Plan, cluster: Cluster, numbering: Numbering) -> Costs:
     """The costs of a plan."""
     work_s = np.zeros((len(Kind), len(plan.stages)))
+    whole = [Kind.FORWARD, Kind.EVALUATE, Kind.RECOMPUTE, Kind.BACKWARD]
     for index, stage in enumerate(plan.stages):
-        for kind, time_s in _works(stage):
-            work_s[kind, index] = time_s
+        forward_s, cost = stage.cost.forward_s, stage.running
+        work_s[whole, index] = cost.forward_s, forward_s, stage.recompute_s, cost.backward_s
+        work_s[[Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT], index] = cost.halves_s
     update_s = np.zeros(plan.ranks)
     for stage in plan.stages:
         for rank in stage.updating_ranks:
@@ -192,9 +190,11 @@ def _new_tables(
     ranks["begin_s"] = [each.begin for each in costs.rows]
     ranks["after_s"] = [each.compute for each in costs.rows]
     ranks["position"], ranks["since"] = ranks["first"], -1.0
-    queue = np.zeros(2 * (len(ranks) + len(pools)), dtype=EVENT)
-    queue["target"] = np.arange(len(queue))
-    queue["number"] = queue["target"] + 1
+    rows = ranks["end"] - ranks["first"]
+    alarms = 2 * int(rows[ranks["pool"] >= 0].sum())  # at the begin and the end of computations
+    queue = np.zeros(len(ranks) + alarms, dtype=EVENT)
+    queue["target"][: len(ranks)] = np.arange(len(ranks))
+    queue["number"][: len(ranks)] = 1 + np.arange(len(ranks))
     clock = np.zeros(1, dtype=CLOCK)
     clock["queued"] = clock["number"] = len(ranks)
     clock["agree_s"] = max(each.agree for each in costs.rows)
@@ -210,17 +210,5 @@ def _new_tables(
         queue=queue,
         work=np.zeros(int(shared.sum()), dtype=EVENT),
         clock=clock,
-        records=np.zeros(int((ranks["end"] - ranks["first"]).sum()) if record else 0, dtype=RECORD),
+        records=np.zeros(int(rows.sum()) if record else 0, dtype=RECORD),
     )
-
-
-def _works(stage: Stage) -> Iterator[tuple[Kind, float]]:
-    """Seconds of the kinds of computation."""
-    cost = stage.running
-    input_s, weight_s = cost.halves_s
-    yield Kind.FORWARD, cost.forward_s
-    yield Kind.EVALUATE, stage.cost.forward_s
-    yield Kind.RECOMPUTE, stage.recompute_s
-    yield Kind.BACKWARD, cost.backward_s
-    yield Kind.BACKWARD_INPUT, input_s
-    yield Kind.BACKWARD_WEIGHT, weight_s

@@ -180,7 +180,7 @@ class Numbering:
         ):
             rows = np.flatnonzero((kind == kinds[0]) | (kind == kinds[1]))
             if len(rows):
-                copies = [self._copy(int(index), rank) + back for index in stage[rows]]
+                copies = [self.copies_of(int(index), rank) + back for index in stage[rows]]
                 numbers[rows] = copies
         return numbers
 
@@ -192,24 +192,28 @@ class Numbering:
         numbers = [*connections, *(len(self.connections) + stage for stage in stages)]
         for stage in stages:
             mine = rank in self._plan.stages[stage].updating_ranks
-            first = self._copy(stage, rank) if mine else -1
+            first = self.copies_of(stage, rank) if mine else -1
             numbers += [first, first + 1]
         return numbers
 
-    def _copy(self, stage: int, rank: int) -> int:
+    def copies_of(self, stage: int, rank: int) -> int:
+        """The stream of a rank's copies to the host; that back follows it."""
         return self._first_copy[stage] + 2 * self._plan.stages[stage].updating_ranks.index(rank)
 
 
-def streams_of(plan: Plan, cluster: Cluster, numbering: Numbering) -> list[Stream]:
-    """All streams in the order of their numbers."""
-    streams = []
+def streams_of(plan: Plan, cluster: Cluster, numbering: Numbering, steps: int = 1) -> list[Stream]:
+    """All streams in the order of their numbers.
+
+    Args:
+        steps: that are executed as one.
+    """
+    streams, count = [], 1 + steps * plan.micro_batches
     for channel in numbering.connections:
         if channel.is_local:
             streams.append(Stream(0, 0.0, (), 2, 0))
         else:
             ends = channel.source_rank, channel.target_rank
             way = way_between(cluster, plan.node_of_rank, *ends)
-            count = 1 + plan.micro_batches
             streams.append(Stream(channel.size_bytes, way_latency_s(way), way, 2, count))
     for stage in plan.stages:  # a sum starts with its last replica and takes as long as alone
         ranks = stage.updating_ranks
@@ -224,7 +228,6 @@ def streams_of(plan: Plan, cluster: Cluster, numbering: Numbering) -> list[Strea
             link = device.offload_link(plan.offload_to)
             for to_host in (True, False):
                 way = ((("host", rank, to_host if link.duplex else True), link),)
-                count = 1 + plan.micro_batches
                 streams.append(Stream(stage.kept_bytes, link.latency_s, way, 1, count))
     return streams
 

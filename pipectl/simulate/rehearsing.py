@@ -19,7 +19,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from pipectl.arrays import Floats
 from pipectl.cluster import Cluster
 from pipectl.errors import ScheduleError
 from pipectl.link import Link
@@ -89,7 +88,7 @@ def rehearsal_of(plan: Plan, cluster: Cluster, ranks_per_core: float) -> Rehears
         update_s=tuple(costs.update_s.tolist()),
         speed=tuple(costs.speed.tolist()),
         messages=tuple(_passage(stream) for stream in streams[: len(numbering.connections)]),
-        meetings=tuple(_meetings(plan, programs, numbering, streams)),
+        meetings=tuple(_meetings(plan, numbering, streams)),
     )
 
 
@@ -146,14 +145,12 @@ def _message_share(
     largest = min(1.0, LARGEST_BYTES / sizes.max(initial=1.0))
     if ranks_per_core <= 1 or not len(sizes):
         return float(largest)
-    sent = sum(_sent_bytes(plan, sizes, program) for program in programs)
+    sent = 0.0
+    for rows in programs:
+        sends = np.flatnonzero(rows.column("kind") == Kind.SEND_START)
+        sent += float((sizes[rows.column("channel")[sends]] * shares(plan, rows)[sends]).sum())
     able = BYTES_PER_S * step_s * plan.ranks / ranks_per_core
     return float(min(largest, able / max(sent, 1.0)))
-
-
-def _sent_bytes(plan: Plan, sizes: Floats, rows: Actions) -> float:
-    sends = np.flatnonzero(rows.column("kind") == Kind.SEND_START)
-    return float((sizes[rows.column("channel")[sends]] * shares(plan, rows)[sends]).sum())
 
 
 def _passage(stream: Stream) -> Passage:
@@ -162,20 +159,13 @@ def _passage(stream: Stream) -> Passage:
     return Passage(stream.size_bytes, hold_s, stream.latency_s)
 
 
-def _meetings(
-    plan: Plan, programs: Sequence[Actions], numbering: Numbering, streams: Sequence[Stream]
-) -> Iterator[Meeting]:
-    """Everything besides messages that a row starts, once for every rank and stage."""
-    for rank, program in enumerate(programs):
-        kind, stage = program.column("kind"), program.column("stage")
-        chosen = (kind > Kind.EVALUATE) & (program.column("channel") < 0)
-        pairs = np.column_stack([kind, stage])
-        _, firsts = np.unique(pairs[chosen], axis=0, return_index=True)
-        for row in program.rows[chosen][firsts]:
-            name, of = Kind(row[0]).name, int(row[1])
-            if name.endswith("_START"):
-                (index,) = numbering.of_rows(rank, Actions(row[None]))
-                stream = streams[index]
-                ranks = plan.stages[of].updating_ranks if stream.starters > 1 else (rank,)
-                what = name.removesuffix("_START")
-                yield Meeting(rank, what, of, _passage(stream), ranks)
+def _meetings(plan: Plan, numbering: Numbering, streams: Sequence[Stream]) -> Iterator[Meeting]:
+    """Everything besides messages that a rank starts for a stage."""
+    for index, stage in enumerate(plan.stages):
+        ranks = stage.updating_ranks
+        for rank in ranks if len(ranks) > 1 else ():
+            passage = _passage(streams[len(numbering.connections) + index])
+            yield Meeting(rank, "REDUCE", index, passage, ranks)
+        for rank in ranks if stage.offload else ():
+            for number, kind in enumerate(("OFFLOAD", "FETCH"), numbering.copies_of(index, rank)):
+                yield Meeting(rank, kind, index, _passage(streams[number]), (rank,))

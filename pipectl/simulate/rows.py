@@ -9,8 +9,8 @@ offload.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -18,8 +18,8 @@ import numpy as np
 from pipectl.arrays import Integers
 from pipectl.plan import Plan, StageCost, Transfer
 from pipectl.schedule import schedule_of
-from pipectl.schedule.actions import Action, Actions, Kind
-from pipectl.schedule.channel import carries_weights
+from pipectl.schedule.actions import Actions, Kind
+from pipectl.schedule.channel import carries_weights, channels_of_rank
 from pipectl.schedule.lowering import lower
 from pipectl.schedule.registry import is_unflushed
 from pipectl.simulate.network import Numbering
@@ -28,69 +28,38 @@ from pipectl.simulate.tables import FULL, LAST, MEET, RANK, SAMPLES, Programs, R
 _NO_COST = StageCost(0.0, 0.0, 0.0, 0, 0, 0)
 
 
-@dataclass(frozen=True)
-class Part:
-    """What one rank executes.
+def programs_of(
+    plan: Plan, numbering: Numbering, given: Sequence[Actions] | None = None
+) -> Programs:
+    """What every rank executes; rows that ranks share are held once.
 
     Args:
-        program: number of its rows; ranks with the same number share them.
-        rows: see :mod:`pipectl.simulate.tables`.
-        stages, streams: the rank's; the rows hold indices into them.
-    """
-
-    program: int
-    rows: Rows
-    stages: Sequence[int]
-    streams: Sequence[int]
-
-
-def flatten(parts: Sequence[Part]) -> Programs:
-    """The tables of the event loop; rows of one program are held once."""
-    known: dict[int, tuple[int, Rows]] = {}
-    total = 0
-    for part in parts:
-        if part.program not in known:
-            known[part.program] = total, part.rows
-            total += len(part.rows)
-    ranks = np.zeros(len(parts), dtype=RANK)
-    stages, ranks["stages"] = _joined([part.stages for part in parts])
-    streams, streams_at = _joined([part.streams for part in parts])
-    ranks["streams"] = streams_at + len(stages)
-    ranks["first"] = [known[part.program][0] for part in parts]
-    ranks["end"] = ranks["first"] + [len(part.rows) for part in parts]
-    rows = np.concatenate([rows for _, rows in known.values()])
-    return Programs(rows, ranks, np.concatenate([stages, streams]))
-
-
-def given_parts(plan: Plan, numbering: Numbering, programs: Sequence[Actions]) -> list[Part]:
-    """Programs that somebody else made."""
-    stages, streams = range(len(plan.stages)), range(numbering.streams)
-    return [
-        Part(rank, rows_of(plan, numbering, rank, program), stages, streams)
-        for rank, program in enumerate(programs)
-    ]
-
-
-def parts_of(plan: Plan, numbering: Numbering) -> list[Part]:
-    """The programs of a plan.
+        given: programs that somebody else made; by default the plan's own.
 
     Raises:
         ScheduleError: see :func:`pipectl.schedule.lower`.
     """
-    skeleton = _skeleton(plan)
-    if not _is_local(plan):
-        stages, streams = range(len(plan.stages)), range(numbering.streams)
-        rows = _rows_of_all(skeleton, numbering)
-        return [Part(*each, stages, streams) for each in enumerate(rows)]
-    surroundings = _Surroundings(skeleton, numbering)
-    programs: dict[Plan, tuple[int, Rows]] = {}
-    parts = []
-    for rank in range(plan.ranks):
-        small, stages_of_rank, streams_of_rank = surroundings.of_rank(rank)
-        if small not in programs:
-            programs[small] = len(programs), _rows_of_first(small)
-        parts.append(Part(*programs[small], stages_of_rank, streams_of_rank))
-    return parts
+    count = plan.ranks
+    stages = [tuple(range(len(plan.stages)))] * count
+    streams, number = [tuple(range(numbering.streams))] * count, list(range(count))
+    if given is not None:
+        rows = [rows_of(plan, numbering, rank, actions) for rank, actions in enumerate(given)]
+    elif not _is_local(plan):
+        rows = _rows_of_all(_skeleton(plan), numbering)
+    else:
+        numbers: dict[Plan, int] = {}
+        for rank, (small, *names) in enumerate(_neighbourhoods(plan, numbering)):
+            number[rank] = numbers.setdefault(small, len(numbers))
+            stages[rank], streams[rank] = names
+        rows = list(map(_rows_of_first, numbers))
+    ends = np.cumsum([len(each) for each in rows])
+    ranks = np.zeros(count, dtype=RANK)
+    ranks["end"] = ends[number]
+    ranks["first"] = (ends - [len(each) for each in rows])[number]
+    stage_names, ranks["stages"] = _joined(stages)
+    stream_names, places = _joined(streams)
+    ranks["streams"] = places + len(stage_names)
+    return Programs(np.concatenate(rows), ranks, np.concatenate([stage_names, stream_names]))
 
 
 def _is_local(plan: Plan) -> bool:
@@ -101,42 +70,35 @@ def _is_local(plan: Plan) -> bool:
     )
 
 
-class _Surroundings:
-    """Small plans of single ranks; each costs time in proportion to the rank's channels."""
-
-    def __init__(self, plan: Plan, numbering: Numbering) -> None:
-        self._plan = plan
-        self._numbering = numbering
-        self._stages: list[list[int]] = [[] for _ in range(plan.ranks)]
-        for index, stage in enumerate(plan.stages):
-            self._stages[stage.ranks[0]].append(index)
-        self._channels: list[list[int]] = [[] for _ in range(plan.ranks)]
-        for index, channel in enumerate(numbering.connections):
-            for rank in {channel.source_rank, channel.target_rank}:
-                self._channels[rank].append(index)
-
-    def of_rank(self, rank: int) -> tuple[Plan, tuple[int, ...], tuple[int, ...]]:
-        """A plan in which it is rank 0 and others rank 1; its stages and streams in this one."""
-        channels = [self._numbering.connections[index] for index in self._channels[rank]]
-        ends = {end for item in channels for end in (item.source_stage, item.target_stage)}
-        stages = sorted(ends.union(self._stages[rank]))
+def _neighbourhoods(
+    plan: Plan, numbering: Numbering
+) -> Iterator[tuple[Plan, tuple[int, ...], tuple[int, ...]]]:
+    """Of every rank: a small plan in which it is rank 0 and others rank 1, and which stages and
+    streams of this plan those are. Costs time in proportion to the rank's channels."""
+    skeleton = _skeleton(plan)
+    stages_of: list[list[int]] = [[] for _ in range(plan.ranks)]
+    for index, stage in enumerate(plan.stages):
+        stages_of[stage.ranks[0]].append(index)
+    for rank, own in enumerate(stages_of):
+        numbers = [index for index, _ in channels_of_rank(plan, rank)]
+        connections = [channel for _, channel in channels_of_rank(plan, rank)]
+        ends = {end for item in connections for end in (item.source_stage, item.target_stage)}
+        stages = sorted(ends.union(own))
         position = {stage: index for index, stage in enumerate(stages)}
-        whole = self._plan
         small = replace(
-            whole,
+            skeleton,
             stages=tuple(
-                replace(whole.stages[stage], ranks=(int(whole.stages[stage].ranks[0] != rank),))
+                replace(skeleton.stages[stage], ranks=(int(plan.stages[stage].ranks[0] != rank),))
                 for stage in stages
             ),
-            warm_up=tuple(whole.warm_up[stage] for stage in stages),
+            warm_up=tuple(plan.warm_up[stage] for stage in stages),
             transfers=tuple(
                 Transfer(item.kind, position[item.source_stage], position[item.target_stage], 0)
-                for item in channels
+                for item in connections
             ),
             node_of_rank=(0, 0),
         )
-        streams = self._numbering.around(self._channels[rank], stages, rank)
-        return small, tuple(stages), tuple(streams)
+        yield small, tuple(stages), tuple(numbering.around(numbers, stages, rank))
 
 
 def _skeleton(plan: Plan) -> Plan:
@@ -187,7 +149,10 @@ def rows_of(plan: Plan, numbering: Numbering, rank: int, actions: Actions) -> Ro
     """The columns the loop reads, with a meeting before every UPDATE that ends a flushed step."""
     kind, micro_batch = actions.column("kind"), actions.column("micro_batch")
     start, stop = actions.column("start"), actions.column("stop")
-    size = np.where(micro_batch == plan.micro_batches - 1, LAST, FULL)
+    is_last = (micro_batch >= 0) & ((micro_batch + 1) % plan.micro_batches == 0)
+    if is_unflushed(plan):
+        is_last &= ~carries_weights(plan, actions)
+    size = np.where(is_last, LAST, FULL)
     rows = np.stack(
         [
             kind,
@@ -204,19 +169,6 @@ def rows_of(plan: Plan, numbering: Numbering, rank: int, actions: Actions) -> Ro
     meetings = rows[updates]
     meetings[:, 0] = MEET
     return np.ascontiguousarray(np.insert(rows, updates, meetings, axis=0))
-
-
-def with_sizes(plan: Plan, rows: Actions) -> Actions:
-    """Rows of steps that are not flushed, in which smaller last micro-batches of steps say so."""
-    last = plan.batch_size - (plan.micro_batches - 1) * plan.micro_batch_size
-    if last == plan.micro_batch_size or not is_unflushed(plan):
-        return rows
-    sized, index = rows.rows.copy(), rows.column("micro_batch")
-    last_of_step = (index >= 0) & (index % plan.micro_batches == plan.micro_batches - 1)
-    smaller = last_of_step & ~carries_weights(plan, rows)
-    for name, value in (("start", 0), ("stop", last)):
-        sized[smaller, Action._fields.index(name)] = value
-    return Actions(sized)
 
 
 def _joined(lists: Sequence[Sequence[int]]) -> tuple[Integers, Integers]:

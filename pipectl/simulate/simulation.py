@@ -26,7 +26,7 @@ results.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil
 
@@ -38,7 +38,6 @@ from pipectl.schedule.lowering import lower_stretch
 from pipectl.schedule.registry import is_unflushed
 from pipectl.schedule.unflushed import steps_apart
 from pipectl.simulate.machine import Machine, Record
-from pipectl.simulate.rows import with_sizes
 from pipectl.timeline import Event, Timeline
 
 SETTLED = 4
@@ -126,6 +125,16 @@ def simulate(
     else:
         machine = Machine(plan, cluster, programs)
         step_time_s, busy_s = machine.run(), machine.busy_s()
+
+    def record() -> list[Record]:
+        """What every rank does; where steps overlap, in the shortest stretch with a steady one."""
+        if is_unflushed(plan):
+            again = _stretch(plan, cluster, 1, record=True)
+        else:
+            again = Machine(plan, cluster, programs, record=True)
+        again.run()
+        return again.records()
+
     utilisation = tuple(busy / step_time_s if step_time_s else 0.0 for busy in busy_s)
     return Simulation(
         step_time_s=step_time_s,
@@ -133,26 +142,12 @@ def simulate(
         utilisation=utilisation,
         peak_memory_bytes=machine.peak_memory_bytes(process_baseline_bytes),
         peak_flops_per_s=cluster.peak_flops_per_s(plan.node_of_rank),
-        record=lambda: _record(plan, cluster, programs),
+        record=record,
     )
 
 
-def _record(plan: Plan, cluster: Cluster, programs: Sequence[Actions] | None) -> list[Record]:
-    """What every rank does; where steps overlap, in the shortest stretch that has a steady one."""
-    if is_unflushed(plan):
-        machine = _stretch(plan, cluster, 1, record=True)
-    else:
-        machine = Machine(plan, cluster, programs, record=True)
-    machine.run()
-    return machine.records()
-
-
 def _stretch(plan: Plan, cluster: Cluster, bodies: int, *, record: bool = False) -> Machine:
-    """A machine that executes steps one after the other, as one long step of all their
-    micro-batches."""
+    """A machine that executes steps that overlap, from empty pipeline to empty one."""
     steps = bodies + steps_apart(plan)
-    micro_batches = plan.micro_batches * steps
-    batch_size = micro_batches * plan.micro_batch_size
-    whole = replace(plan, micro_batches=micro_batches, batch_size=batch_size)
-    rows = (lower_stretch(plan, rank, steps) for rank in range(plan.ranks))
-    return Machine(whole, cluster, [with_sizes(plan, each) for each in rows], record=record)
+    programs = [lower_stretch(plan, rank, steps) for rank in range(plan.ranks)]
+    return Machine(plan, cluster, programs, steps=steps, record=record)

@@ -129,7 +129,8 @@ class Tables(NamedTuple):
         message_s: seconds of the rows of messages for a full micro-batch, by kind and stream; no
             streams if no rows of any rank take time.
         free_at: of every queue of the network.
-        queue: a heap of the events to come, of ranks, and after them of pools.
+        queue: a heap of the events to come, of ranks, and after them of pools; alarms of pools
+            that are void stay in it until their time.
         work: heaps of the ranks that compute on each pool.
         clock: one record.
         records: none if nothing is recorded.
