@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Event
@@ -60,6 +61,9 @@ class Neighbours:
         self._stop.set()
         for process in self._processes:
             process.terminate()
+        for process in self._processes:
+            process.join(_PATIENCE_S)
+            process.kill()
             process.join()
 
     @property
@@ -119,6 +123,8 @@ def _compute(spec: JobSpec, size: int, place: int, ready: Event, stop: Event) ->
     for stream in (1, 2):
         os.dup2(silence, stream)
     os.close(silence)
+    # Ends as other programs do: locks of the user's libraries would be reported as leaked.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     settle_process(spec.threads)
     measuring = multiprocessing.parent_process()
     assert measuring is not None

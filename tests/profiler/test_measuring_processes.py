@@ -76,6 +76,8 @@ def test_neighbours_compute_until_the_measurement_is_over(
     assert len(started) >= 2
     left = [process.pid for process in psutil.Process().children()]
     assert len(set(started) - set(left)) == 2
+    # They were not killed, so that what the user's libraries tidy up at exit is tidied up.
+    assert [process.exitcode for process in neighbours._processes] == [0, 0]
 
 
 KILLED_AT_ONCE = """
