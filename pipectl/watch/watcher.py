@@ -275,10 +275,14 @@ def main() -> None:
     """Watch the ranks that the standard input names."""
     for number in _TO_ALL:
         signal.signal(number, signal.SIG_IGN)
+    settings = Settings(**json.load(sys.stdin))
     try:
-        watcher = Watcher(Settings(**json.load(sys.stdin)))
-    except (OSError, ValueError) as error:
-        write_log(_LOG, f"pipectl: the ranks of this node cannot be watched: {error}\n")
+        watcher = Watcher(settings)
+    except OSError as error:
+        # A rank whose start has failed reports that itself, and has closed what it shares.
+        has_closed = isinstance(error, FileNotFoundError) and not error.filename.endswith("/-1")
+        if not has_closed:
+            write_log(_LOG, f"pipectl: the ranks of this node cannot be watched: {error}\n")
     else:
         watcher.watch()
 

@@ -160,7 +160,7 @@ def test_what_is_said_of_a_death(
     (script if given.get("script_gone") else rank).ends()
     kills[0] += given.get("memory_kill", False)
     (report,) = ranks.look(1.1)
-    assert (report.state, report.message, report.order) == (DIED, message, 0)
+    assert (report.state, report.message) == (DIED, message)
     assert report.was_asked == (words == TERM and not given)
     assert report.stack == (CRASH.decode() if words == CRASH else "")
     ranks.kill()
@@ -213,14 +213,20 @@ def test_a_signal_to_end_explains_no_later_death(job: Job, at_once: bool) -> Non
     assert at_once or "was killed (by SIGKILL, for example)" in job.reports[0]
 
 
-def test_ranks_that_share_nothing_with_the_watcher_work_without(job: Job) -> None:
+@pytest.mark.parametrize(("shared", "words"), [("board", "cannot be watched: "), ("words", "")])
+def test_ranks_that_share_nothing_with_the_watcher_work_without(
+    job: Job, monkeypatch: pytest.MonkeyPatch, shared: str, words: str
+) -> None:
+    """One that has closed its pipe meanwhile has failed, and says why itself."""
     rank = Rank(0)
-    job.ranks, pipe = [rank], rank.pipe
-    rank.pipe = (10**6, 10**6)
+    job.ranks = [rank]
+    settings = rank.settings()
+    settings[shared] = f"/proc/{os.getpid()}/fd/{-1 if shared == 'board' else 10**6}"
+    monkeypatch.setattr(rank, "settings", lambda: settings)
     job._watch(0, [rank], 1, LONG_S)
-    rank.pipe = pipe
     job.wait()
-    assert "the ranks of this node cannot be watched: " in job.log.read_text()
+    assert words in job.log.read_text()
+    assert bool(words) == bool(job.log.read_text())
     assert rank.process.poll() is None
 
 
@@ -279,30 +285,21 @@ def test_the_end_of_a_watcher_ends_no_rank(job: Job) -> None:
     assert "no sign of life from it on n0" in job.reports[0]
 
 
-def test_the_first_node_tells_nothing_before_a_rank_of_another_ends(job: Job) -> None:
-    """Its ranks have left, so the others are on their own."""
+@pytest.mark.parametrize("leaves", [False, True])
+def test_the_first_node_tells_nothing_before_a_rank_of_another_ends(job: Job, leaves: bool) -> None:
+    """Its ranks have left, so the others are on their own; one may still say that it leaves."""
     first, second, third = job.start(1, 2)
     first.says(BYE)
     first.ends()
     job.watchers[0].wait(LONG_S)
     second.ends()
+    if leaves:
+        wait_until(lambda: job.report_of(1).ranks[0].state == DIED)
+        second.says(BYE)
     assert third.process.wait(LONG_S) == -signal.SIGKILL
     job.wait()
-    assert list(job.reports) == [1]
-    assert "killed" in job.reports[1]
-
-
-def test_a_rank_that_still_says_that_it_leaves_is_not_reported(job: Job) -> None:
-    first, second, third = job.start(1, 2)
-    first.says(BYE)
-    first.ends()
-    job.watchers[0].wait(LONG_S)
-    second.ends()
-    wait_until(lambda: job.report_of(1).ranks[0].state == DIED)
-    second.says(BYE)
-    assert third.process.wait(LONG_S) == -signal.SIGKILL
-    job.wait()
-    assert job.reports == {}
+    assert list(job.reports) == ([] if leaves else [1])
+    assert leaves or "killed" in job.reports[1]
 
 
 def test_without_the_first_node_ranks_that_stand_still_are_ended(job: Job) -> None:
