@@ -143,8 +143,8 @@ def _judge_living(nodes: Sequence[NodeReport], limit: float, *, complete: bool) 
 
 def _judge_deaths(nodes: Sequence[NodeReport], ended_s: float) -> Lost | None:
     """The rank that ended first, or the first rank of a node that was gone before."""
-    dead = [(node, [r for r in node.ranks if r.state == DIED]) for node in nodes]
-    if ended_s < SETTLE_S or all(rank.was_asked for _, ranks in dead for rank in ranks):
+    deaths = [(node, rank) for node in nodes for rank in node.ranks if rank.state == DIED]
+    if ended_s < SETTLE_S or all(rank.was_asked for _, rank in deaths):
         return None
     # If a node is gone, launchers kill all ranks but those: that it is not heard of is what tells.
     # What was read together with the first death may have been written before it.
@@ -153,13 +153,7 @@ def _judge_deaths(nodes: Sequence[NodeReport], ended_s: float) -> Lost | None:
             if ended_s <= min(max(_MISSED * interval_s(len(nodes)), _MISSED_S), MAX_WAIT_S):
                 return None
             return node, node.ranks[0]._replace(message=_describe_silence(node))
-    # Of each node the rank that its kernel saw end first, and of these the earliest.
-    firsts = [
-        (node, min(ranks, key=lambda rank: (rank.order, rank.ended_at)))
-        for node, ranks in dead
-        if ranks
-    ]
-    return min(firsts, key=lambda first: first[1].ended_at)
+    return min(deaths, key=lambda death: death[1].ended_at)
 
 
 def _describe_silence(node: NodeReport) -> str:

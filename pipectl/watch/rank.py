@@ -45,8 +45,8 @@ class RankReport(NamedTuple):
     Args:
         state: one of the constants above.
         still_s: time at this point of its program, stopped or not.
-        ended_at: seconds since the epoch, if it is in ``DIED``; else 0.
-        order: number of ranks of its node that had ended before it.
+        ended_at: seconds since the epoch, if it is in ``DIED``; else 0. Of the ranks of a node it
+            tells which ended first.
         was_asked: whether it ended by the signal that cancels a job.
         message: why it ended, or is lost; ``cure`` is what the user can do.
         stack: its Python stack, if it crashed.
@@ -57,7 +57,6 @@ class RankReport(NamedTuple):
     still_s: float = 0.0
     activity: Activity = Activity()
     ended_at: float = 0.0
-    order: int = 0
     was_asked: bool = False
     message: str = ""
     cure: str = RESUME
@@ -106,15 +105,14 @@ class _Rank:
         if len(self.heard) > 2 * _MAX_WORDS:
             self.heard = self.heard[:_MAX_WORDS] + self.heard[-_MAX_WORDS:]
 
-    def explain_death(self, lost_process: str, order: int, *, memory_kill: bool) -> RankReport:
+    def explain_death(self, ended_at: float, lost_process: str, *, memory_kill: bool) -> RankReport:
         """The report of a rank that ended, or cannot go on, without a word.
 
         Args:
             lost_process: the launcher or job script, if that is gone; else empty.
-            order: number of ranks of the node that had ended before.
             memory_kill: whether the kernel has just killed a process for lack of memory.
         """
-        dead = RankReport(self.rank, DIED, ended_at=time.time(), order=order)
+        dead = RankReport(self.rank, DIED, ended_at=ended_at)
         # It was seen alive last before the signal, or just after.
         was_asked = self.lived_at - self.asked_at <= _END_SIGNAL_S
         words = printable(self.heard.decode(errors="replace")).replace("\ufffd", "").strip()
@@ -139,11 +137,12 @@ class _Rank:
 
 
 class LocalRanks:
-    """All ranks of this node, and the order in which they end.
+    """All ranks of this node, and when they end.
 
     When one rank dies, its launcher kills all others within a millisecond. An epoll instance keeps
-    the order of these events, however late it is read. A process closes its files before it counts
-    as ended, and launchers notice that, so the rank's pipe is watched besides its pidfd.
+    the order of these events, however late it is read, and times are given out in that order. A
+    process closes its files before it counts as ended, and launchers notice that, so the rank's
+    pipe is watched besides its pidfd.
 
     Args:
         ranks: for each its ``rank``, its ``pid``, when that ``started``, and the paths of its board
@@ -162,7 +161,7 @@ class LocalRanks:
         self._memory_kills, self._memory_kill_at = _count_memory_kills(), float("-inf")
         self._epoll = select.epoll()
         self._rank_of: dict[int, int] = {}
-        self._ended: list[int] = []
+        self._ended_at: dict[int, float] = {}
         for rank in self._ranks:
             self._epoll.register(rank.words, 0)  # epoll reports its end unasked
             self._rank_of[rank.words] = rank.rank
@@ -197,10 +196,9 @@ class LocalRanks:
                 rank.is_training = True
                 rank.shared |= shared_files(rank.pid)
         if rank.death is None and (lost_process or rank.has_ended):
-            ended = self._ended
-            order = ended.index(rank.rank) if rank.rank in ended else len(ended)
             memory_kill = now - self._memory_kill_at <= _MEMORY_S
-            rank.death = rank.explain_death(lost_process, order, memory_kill=memory_kill)
+            ended_at = self._note_end(rank.rank)
+            rank.death = rank.explain_death(ended_at, lost_process, memory_kill=memory_kill)
         if BYE in rank.heard:
             state = LEFT
         elif FAILING in rank.heard:
@@ -221,14 +219,17 @@ class LocalRanks:
             return
         for handle, _ in self._epoll.poll(seconds, len(self._rank_of)):
             self._epoll.unregister(handle)
-            rank = self._rank_of.pop(handle)
-            if rank not in self._ended:
-                self._ended.append(rank)
+            self._note_end(self._rank_of.pop(handle))
+
+    def _note_end(self, rank: int) -> float:
+        """When a rank ended: after all whose end was noted before."""
+        latest = max(self._ended_at.values(), default=0.0)
+        return self._ended_at.setdefault(rank, max(time.time(), latest + 1e-6))
 
     @property
     def are_ending(self) -> bool:
         """Whether a rank has ended and was not reported yet."""
-        return any(rank.rank in self._ended and not rank.is_gone for rank in self._ranks)
+        return any(rank.rank in self._ended_at and not rank.is_gone for rank in self._ranks)
 
     @property
     def are_gone(self) -> bool:
