@@ -1,5 +1,9 @@
 """The state of runs: what the batch system says, joined with what the run directory holds.
 
+The sources, best first: queue and accounting (both through ``Scheduler.query``), the exit code that
+our own script writes, the heartbeats of the ranks. A job that is not listed is never called
+completed for that reason; what no source knows stays UNKNOWN.
+
 A record may lack its job: the submission was interrupted, or the job script has submitted itself
 again. :func:`recover` finds such jobs.
 """
@@ -15,11 +19,10 @@ from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipectl.batch import LOCAL, JobState, JobStatus, get_scheduler, process
+from pipectl.batch import CHECKPOINTED, LOCAL, JobState, JobStatus, get_scheduler, process
 from pipectl.errors import DataFileError, PipectlError, UsageError
 from pipectl.faults import ErrorReport
 from pipectl.files import fault_of_owner, read_limited
-from pipectl.jobs.verdict import decide_state
 from pipectl.plan import Plan
 from pipectl.runs import (
     TRAINING,
@@ -35,11 +38,16 @@ from pipectl.runs import (
     read_stall,
 )
 from pipectl.runs.readers import Measured, read_heartbeat, read_measured
+from pipectl.units import format_time
 
 _SHORT_PATIENCE_S = 10.0
 _MIN_WAITING, _MAX_SHARE_OF_IT = 0.3, 0.5
 """The others' waiting that is worth a word, and how much less the rank they wait for waits."""
 _MIN_PAUSE_S, _MAX_PAUSE_S, _GROWTH = 10.0, 60.0, 1.25
+_SUBMIT_GRACE_S = 60.0
+_MIN_FRESH_S, _FRESH_STEPS = 60.0, 3
+"""How old a heartbeat may be: one is written after each step."""
+_STOPPED = "stopped at a checkpoint; `pipectl resume RUN` continues from it"
 BY_TAG = "found by its tag"
 _MAX_RUNS = 10
 """How many of the newest runs with the same name are checked."""
@@ -292,27 +300,96 @@ def _job_status(
     now: float,
 ) -> JobStatus:
     """The state of a run's job, from what the batch system said and what the files say now."""
-    written_at, words = None, ""
+    beat_at, words = None, "no details"
     if heartbeat:
-        state, step, steps = (heartbeat.get(key) for key in ("state", "step", "steps"))
-        words = f"{state}, step {step} of {steps}"
+        words = "{state}, step {step} of {steps}".format_map(
+            {key: heartbeat.get(key) for key in ("state", "step", "steps")}
+        )
         with suppress(OSError):  # by the clock of the file system, which all nodes share
-            written_at = run.heartbeat.stat().st_mtime
-    job = decide_state(
-        now=now,
-        submitted_at=record.submitted_at,
-        listed=answer.listed.get(record.job_id or ""),
-        query_error=answer.error,
-        exit_code=read_exit_code(run),
-        heartbeat_at=written_at,
-        heartbeat=words,
-        step_time_s=step_time_s,
-        cancelled=record.state == "cancelled",
-        submitting=record.state == "submitting",
-    )
+            beat_at = run.heartbeat.stat().st_mtime
+    # After the question, so that a job which ends in between is not taken for one that vanished.
+    code = read_exit_code(run)
+    job = decide_state(record, answer, now, code, beat_at, words, step_time_s)
     if job.state is JobState.PREEMPTED and (error := read_requeue_error(run)):
         return replace(job, reason=f"{job.reason}; it could not be started again: {error}")
     return job
+
+
+def decide_state(
+    record: Record,
+    answer: Answer,
+    now: float,
+    exit_code: int | None = None,
+    beat_at: float | None = None,
+    words: str = "",
+    step_time_s: float | None = None,
+) -> JobStatus:
+    """A job's state with its source, and the reason if it is not obvious.
+
+    Args:
+        exit_code: of the job script; None if it has left none.
+        beat_at, words: time and text of the last heartbeat, ``training, step 12 of 500`` say.
+        step_time_s: None if it is not known.
+    """
+    listed, cancelled = answer.listed.get(record.job_id or ""), record.state == "cancelled"
+    own = None if exit_code is None else _end_of(exit_code, cancelled=cancelled)
+    if listed is not None and listed.state is not JobState.UNKNOWN:
+        return _complete(listed, own, cancelled=cancelled)
+    # The code may be of an earlier start, and the next one wait in a queue that did not answer.
+    may_go_on = exit_code == CHECKPOINTED and answer.error is not None
+    if own is not None and not may_go_on:
+        return own
+    if cancelled and answer.error is None and listed is None:
+        reason = "cancelled, and no longer listed"
+        return JobStatus(JobState.CANCELLED, reason=reason, source="record")
+    reason = "not listed by the scheduler" if listed is None else listed.reason
+    if answer.error is not None:
+        reason = f"the scheduler could not be asked: {answer.error}"
+    last = "no heartbeat"
+    if beat_at is not None:
+        age_s = now - beat_at
+        last = f"last heartbeat {format_time(max(0.0, age_s))} ago ({words})"
+        if abs(age_s) < max(_MIN_FRESH_S, _FRESH_STEPS * (step_time_s or 0.0)):
+            return JobStatus(JobState.RUNNING, reason=f"{reason}; {last}", source="heartbeat")
+    if now - record.submitted_at < _SUBMIT_GRACE_S:
+        return JobStatus(JobState.QUEUED, reason="submitted just now", source="record")
+    first = ["its submission was never confirmed"] if record.state == "submitting" else []
+    end = "no exit code in the run directory"
+    if may_go_on:
+        end = "stopped at a checkpoint, and may continue"
+    return JobStatus(JobState.UNKNOWN, reason="; ".join([*first, reason, end, last]), source="none")
+
+
+def _end_of(code: int, *, cancelled: bool) -> JobStatus:
+    """A job whose end was asked for is cancelled, unless it was done before that reached it."""
+    state = JobState.FAILED if code else JobState.COMPLETED
+    reason = f"exit code {code}" if code else ""
+    if code == CHECKPOINTED:
+        state, reason = JobState.PREEMPTED, _STOPPED
+    if cancelled and code:
+        state = JobState.CANCELLED
+    return JobStatus(state, reason=reason, exit_code=code, source="run directory")
+
+
+def _complete(listed: JobStatus, own: JobStatus | None, *, cancelled: bool) -> JobStatus:
+    """What a batch system lists of a job, with what its script says of its end in ``own``.
+
+    Batch systems list a job that stopped at a checkpoint as failed.
+    """
+    if own is None:
+        is_killed = cancelled and listed.source == "process"
+        is_killed &= listed.state is not JobState.RUNNING
+        return replace(listed, state=JobState.CANCELLED, reason="") if is_killed else listed
+    code = own.exit_code
+    if listed.state is JobState.CANCELLED and code == 0:
+        return replace(listed, state=JobState.COMPLETED, reason="", exit_code=0)
+    if listed.state is JobState.CANCELLED and code == CHECKPOINTED:
+        return replace(listed, reason=_STOPPED, exit_code=code)
+    if not listed.state.final or listed.exit_code not in (None, CHECKPOINTED):
+        return listed
+    if listed.source == "process" or code == CHECKPOINTED:
+        return replace(own, nodes=listed.nodes, start=listed.start, end=listed.end)
+    return replace(listed, exit_code=code)
 
 
 def _read_plan(run: RunDirectory) -> Plan | None:

@@ -5,14 +5,23 @@ from typing import Any
 import pytest
 
 from pipectl.batch import JobState, JobStatus
-from pipectl.jobs.verdict import decide_state
+from pipectl.jobs.state import Answer, decide_state
+from pipectl.runs import Record
 
 NOW = 1_000_000.0
 LONG_AGO = NOW - 3600
 
 
-def verdict(**facts: Any) -> JobStatus:
-    return decide_state(**{"now": NOW, "submitted_at": LONG_AGO, **facts})
+def verdict(
+    listed: JobStatus | None = None,
+    query_error: str | None = None,
+    submitted_at: float = LONG_AGO,
+    state: str = "submitted",
+    **facts: Any,
+) -> JobStatus:
+    record = Record("demo", "slurm", "t", submitted_at, 1, 1, 5, state=state, job_id="7")
+    answer = Answer({} if listed is None else {"7": listed}, query_error)
+    return decide_state(record, answer, NOW, **facts)
 
 
 def listed(state: str, **details: Any) -> JobStatus:
@@ -20,7 +29,7 @@ def listed(state: str, **details: Any) -> JobStatus:
 
 
 def test_what_the_scheduler_lists_counts() -> None:
-    facts = {"exit_code": 3, "heartbeat_at": NOW, "cancelled": True}
+    facts = {"exit_code": 3, "beat_at": NOW, "state": "cancelled"}
     for state in set(JobState) - {JobState.UNKNOWN}:
         assert verdict(listed=JobStatus(state), **facts).state is state
 
@@ -32,7 +41,7 @@ def test_what_the_scheduler_lists_counts() -> None:
         (listed("TIMEOUT", reason="TimeLimit"), {"exit_code": 143}, "TIMEOUT", 143, "TimeLimit"),
         (listed("FAILED", exit_code=9), {"exit_code": 3}, "FAILED", 9, ""),
         # A job may have been done before it was cancelled, or have stopped at a checkpoint.
-        (listed("CANCELLED"), {"exit_code": 0, "cancelled": True}, "COMPLETED", 0, ""),
+        (listed("CANCELLED"), {"exit_code": 0, "state": "cancelled"}, "COMPLETED", 0, ""),
         (listed("FAILED"), {"exit_code": 75}, "PREEMPTED", 75, "pipectl resume"),
         (listed("FAILED", exit_code=75), {"exit_code": 75}, "PREEMPTED", 75, "pipectl resume"),
         (listed("CANCELLED"), {"exit_code": 75}, "CANCELLED", 75, "pipectl resume"),
@@ -57,36 +66,36 @@ def test_a_listed_end_is_completed_by_the_exit_code(
     [
         ({"exit_code": 0}, "COMPLETED", "run directory", []),
         ({"exit_code": 3}, "FAILED", "run directory", ["exit code 3"]),
-        ({"exit_code": 143, "cancelled": True}, "CANCELLED", "run directory", []),
-        ({"exit_code": 0, "cancelled": True}, "COMPLETED", "run directory", []),
+        ({"exit_code": 143, "state": "cancelled"}, "CANCELLED", "run directory", []),
+        ({"exit_code": 0, "state": "cancelled"}, "COMPLETED", "run directory", []),
         ({"exit_code": 0, "query_error": "squeue: down"}, "COMPLETED", "run directory", []),
         ({"exit_code": 75}, "PREEMPTED", "run directory", []),
         # The next start may wait in the queue that does not answer.
         ({"exit_code": 75, "query_error": "squeue: down"}, "UNKNOWN", "none", ["and may continue"]),
-        ({"heartbeat_at": NOW - 10}, "RUNNING", "heartbeat", []),
+        ({"beat_at": NOW - 10}, "RUNNING", "heartbeat", []),
         (
-            {"heartbeat_at": NOW - 10, "query_error": "squeue: down"},
+            {"beat_at": NOW - 10, "query_error": "squeue: down"},
             *("RUNNING", "heartbeat", ["squeue: down", "last heartbeat 10"]),
         ),
         # Heartbeats are as far apart as steps.
-        ({"heartbeat_at": NOW - 80, "step_time_s": 90.0}, "RUNNING", "heartbeat", []),
-        ({"heartbeat_at": NOW - 280, "step_time_s": 90.0}, "UNKNOWN", "none", []),
-        ({"heartbeat_at": NOW - 80, "step_time_s": 1.0}, "UNKNOWN", "none", []),
+        ({"beat_at": NOW - 80, "step_time_s": 90.0}, "RUNNING", "heartbeat", []),
+        ({"beat_at": NOW - 280, "step_time_s": 90.0}, "UNKNOWN", "none", []),
+        ({"beat_at": NOW - 80, "step_time_s": 1.0}, "UNKNOWN", "none", []),
         ({"submitted_at": NOW - 59}, "QUEUED", "record", []),
         ({"submitted_at": NOW - 61}, "UNKNOWN", "none", ["no heartbeat", "no exit code"]),
         # Absence is never called completed.
         (
-            {"heartbeat_at": LONG_AGO, "heartbeat": "training, step 500 of 500"},
+            {"beat_at": LONG_AGO, "words": "training, step 500 of 500"},
             *("UNKNOWN", "none", ["step 500 of 500", "no exit code"]),
         ),
         ({"query_error": "squeue: down"}, "UNKNOWN", "none", ["squeue: down"]),
-        ({"submitting": True}, "UNKNOWN", "none", ["never confirmed"]),
+        ({"state": "submitting"}, "UNKNOWN", "none", ["never confirmed"]),
         (
             {"listed": listed("UNKNOWN", reason="started on login2", source="process")},
             *("UNKNOWN", "none", ["started on login2"]),
         ),
-        ({"cancelled": True}, "CANCELLED", "record", []),
-        ({"cancelled": True, "query_error": "down"}, "UNKNOWN", "none", []),
+        ({"state": "cancelled"}, "CANCELLED", "record", []),
+        ({"state": "cancelled", "query_error": "down"}, "UNKNOWN", "none", []),
     ],
 )
 def test_a_job_that_is_not_listed(
