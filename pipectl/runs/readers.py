@@ -14,24 +14,23 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from math import inf
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from pipectl.errors import DataFileError
 from pipectl.faults import ErrorReport
-from pipectl.fields import FieldError, Rule, read_value
+from pipectl.fields import VERSION, FieldError, Rule, read_value
 from pipectl.files import open_regular, read_json, read_limited, write_json
 from pipectl.runs.directory import RunDirectory, checkpoints
 from pipectl.runs.record import PROFILING, Record
 from pipectl.units import printable
 from pipectl.watch import node_path
 
-HEARTBEAT_VERSION = 1
-_EDGE = 1 << 13
-"""Bytes read at either end of a long file of metrics: about 40 lines."""
+_EDGE = 40
+"""Lines read at either end of a long file of metrics."""
 _MAX_BYTES, _MAX_REPORT_BYTES, _MAX_DIGITS = 2**28, 2**24, 100
-_ATTEMPT, _NOT_FINITE = re.compile(rb'"attempt": (\d+)'), re.compile(rb'"not_finite"')
 _CURE = "the running job writes it again within seconds"
 _WARM_UP_STEPS = 3
 _LABEL = re.compile(rb"\[(0|[1-9][0-9]{0,8})\] ")
@@ -54,14 +53,12 @@ def beat(
     """Write ``heartbeat.json``: what a job does now, and how its ranks are.
 
     Args:
-        state: in a word or two, such as ``training``.
         attempt: number of the job's start, from 1.
-        ranks: what is known of each.
         messages: how they travel; None before that is known.
         now: seconds since the epoch; None for this moment.
     """
     document = {
-        "version": HEARTBEAT_VERSION,
+        "version": VERSION,
         "time": time.time() if now is None else now,
         "attempt": attempt,
         "state": state,
@@ -75,15 +72,15 @@ def beat(
 
 def read_heartbeat(run: RunDirectory) -> dict[str, Any]:
     """The last heartbeat; empty before the first, or if it is damaged."""
-    return read_report(run.heartbeat) or {}
+    return read_report(run.heartbeat)
 
 
-def read_report(path: Path) -> dict[str, Any] | None:
-    """A heartbeat, or a report of a failure or a watcher; None if it is missing or damaged."""
+def read_report(path: Path) -> dict[str, Any]:
+    """A heartbeat, or a report of a failure or a watcher; empty if it is missing or damaged."""
     try:
         return _sound(read_json(path, cure=_CURE, limit=_MAX_REPORT_BYTES))
     except DataFileError:
-        return None
+        return {}
 
 
 def read_errors(run: RunDirectory) -> list[ErrorReport]:
@@ -102,8 +99,8 @@ def read_errors(run: RunDirectory) -> list[ErrorReport]:
 def read_stall(run: RunDirectory) -> str:
     """Who waits for whom, while no rank moves on; empty while all is well, or if nobody says so."""
     starts = sorted(run.watch.glob("[0-9]*"))
-    report = read_report(node_path(starts[-1], 0)) if starts else None
-    return printable((report or {}).get("stalled") or "")
+    report = read_report(node_path(starts[-1], 0)) if starts else {}
+    return printable(report.get("stalled") or "")
 
 
 def read_exit_code(run: RunDirectory) -> int | None:
@@ -147,40 +144,28 @@ def read_metrics(run: RunDirectory, *, whole: bool = True) -> list[dict[str, Any
     """Lines of ``metrics.jsonl``, see :func:`merge_attempts`; lines cut by a crash are skipped.
 
     Args:
-        whole: whether to read all of a long file, or only what :func:`sum_up` needs: its first,
-            last and rare lines, which are those on what was not finite, the first line of an
-            attempt, and the last evaluation.
+        whole: whether to parse all of a long file, or only its first, last and rare lines, from
+            which :func:`sum_up` makes the same: those that are not of a training step, and the
+            first of an attempt, which overrules earlier ones from its step on.
     """
     try:
-        text = read_limited(run.metrics, _MAX_BYTES)
+        texts = read_limited(run.metrics, _MAX_BYTES).split(b"\n")
     except OSError:
         return []
-    if not whole and len(text) > 2 * _EDGE:
-        begin = text.rfind(b"\n", 0, _EDGE) + 1
-        end = text.find(b"\n", len(text) - _EDGE) + 1 or len(text)
+    if not whole and len(texts) > 2 * _EDGE:
         rare = (
-            text[text.rfind(b"\n", 0, at) + 1 : text.find(b"\n", at) + 1 or None]
-            for at in sorted(_find_rare(text, begin, end))
+            text
+            for before, text in pairwise(texts[_EDGE - 1 : -_EDGE])
+            if b'"step_time_s"' not in text or text.split(b",")[0] != before.split(b",")[0]
         )
-        text = b"".join((text[:begin], *rare, text[end:]))
+        texts = [*texts[:_EDGE], *rare, *texts[-_EDGE:]]
     lines = []
-    for line in text.decode("utf-8", "replace").split("\n"):
+    for text in texts:
         with suppress(ValueError, RecursionError):
-            if isinstance(value := json.loads(line), dict):
+            if isinstance(value := json.loads(text.decode("utf-8", "replace")), dict):
                 lines.append(_sound(value))
     has_place = (line for line in lines if None not in (line.get("step"), line.get("attempt")))
     return merge_attempts(list(has_place))
-
-
-def _find_rare(text: bytes, begin: int, end: int) -> Iterator[int]:
-    """Offsets within the rare lines between ``begin`` and ``end``."""
-    yield from (match.start() for match in _NOT_FINITE.finditer(text, begin, end))
-    if (last := text.rfind(b'"evaluation"', begin, end)) >= 0:
-        yield last
-    line = _ATTEMPT.search(text, begin, end)
-    while line:  # the first line of each attempt: it overrules earlier ones from its step on
-        yield line.start()
-        line = re.compile(rb'"attempt": (?!%b\b)(\d+)' % line[1]).search(text, line.end(), end)
 
 
 def merge_attempts(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -299,8 +284,7 @@ class Line(NamedTuple):
 class Log:
     """Reads a log that grows, from where it stopped before; what is no file is empty.
 
-    Args:
-        path: of a log. The name says whose a rank's is; in the log of a node every line does.
+    The name of a rank's log says whose it is; in the log of a node every line does.
     """
 
     def __init__(self, path: Path) -> None:
@@ -365,7 +349,7 @@ class Logs:
 
 
 def _sound(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a file of a job that are of their type, or not known here, or null."""
+    """The fields of a file of a job that are of their type, not known here, or null."""
     sound = {}
     for key, value in document.items():
         with suppress(FieldError):
