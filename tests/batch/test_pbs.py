@@ -268,25 +268,21 @@ def test_ends(fields: dict[str, int], state: str, code: int | None, reason: str)
 
 
 @pytest.mark.parametrize(
-    ("letter", "state"),
+    ("letter", "state", "reason", "more"),
     [
-        ("Q", "QUEUED"), ("W", "QUEUED"), ("T", "QUEUED"), ("H", "HELD"), ("R", "RUNNING"),
-        ("B", "RUNNING"), ("S", "SUSPENDED"), ("U", "SUSPENDED"), ("E", "COMPLETING"),
-        ("M", "UNKNOWN"), ("?", "UNKNOWN"), ("", "UNKNOWN"),
+        ("Q", "QUEUED", "", {}), ("W", "QUEUED", "", {}), ("T", "QUEUED", "", {}),
+        ("H", "HELD", "waits for afterok:4.vm@vm", {"depend": "afterok:4.vm@vm"}),
+        ("R", "RUNNING", "", {}), ("B", "RUNNING", "", {}), ("S", "SUSPENDED", "", {}),
+        ("U", "SUSPENDED", "", {}), ("E", "COMPLETING", "", {}),
+        ("M", "UNKNOWN", "moved", {}), ("?", "UNKNOWN", "'?'", {}), ("", "UNKNOWN", "''", {}),
+        # The environment of a job says nothing of its state.
+        ("R", "RUNNING", "", {"Variable_List": "A=1,\n\tB=\n    job_state = F"}),
     ],
 )  # fmt: skip
-def test_letters(letter: str, state: str) -> None:
-    assert parse_qstat(listed(job_state=letter))["7.vm"].state.value == state
-
-
-def test_a_held_job_says_for_what() -> None:
-    held = parse_qstat(listed(job_state="H", depend="afterok:4.vm@vm"))["7.vm"]
-    assert held.reason == "waits for afterok:4.vm@vm"
-
-
-def test_the_environment_of_a_job_says_nothing_of_its_state() -> None:
-    text = listed(job_state="R", Variable_List="A=1,") + "\tB=\n    job_state = F\n"
-    assert parse_qstat(text)["7.vm"].state is JobState.RUNNING
+def test_letters(letter: str, state: str, reason: str, more: dict[str, str]) -> None:
+    status = parse_qstat(listed(job_state=letter, **more))["7.vm"]
+    assert status.state.value == state
+    assert reason in status.reason
 
 
 def test_several_jobs_and_long_lines() -> None:

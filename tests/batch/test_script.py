@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -97,36 +98,30 @@ def test_variables_are_in_a_file_without_which_the_job_does_not_run(
     assert "variables.sh" not in without.read_text()
 
 
-def test_setup_may_use_unset_variables_fail_and_change_directory(make_request: MakeRequest) -> None:
-    setup = ("echo [$NOT_SET_ANYWHERE]", "false", "cd /\nset -e\n\techo 'kept  as is'")
-    request = make_request(setup=setup)
-    assert run(request, "pwd") == (0, f"[]\nkept  as is\n{request.run_directory}\n")
-
-
 @pytest.mark.parametrize(
-    ("setup", "output"),
+    ("changes", "code", "output"),
     [
-        ("set -E; trap 'exit 9' ERR", "launched\n"),
-        ("set -T; trap 'echo back' RETURN", "launched\n"),
-        ("set -T; trap 'echo next' DEBUG", "next\nlaunched\n"),  # before it is taken away
+        # The setup may use unset variables, fail, and change the directory.
+        (
+            {"setup": ("echo [$NOT_SET_ANYWHERE]", "false", "cd /\nset -e\n\techo 'kept  as is'")},
+            75,
+            "[]\nkept  as is\nlaunched in run\n",
+        ),
+        # Its traps do not fire after it; this one does once, before it is taken away.
+        ({"setup": ("set -E; trap 'exit 9' ERR",)}, 75, "launched in run\n"),
+        ({"setup": ("set -T; trap 'echo back' RETURN",)}, 75, "launched in run\n"),
+        ({"setup": ("set -T; trap 'echo next' DEBUG",)}, 75, "next\nlaunched in run\n"),
+        ({"first_command": ("bash", "-c", "echo one; exit 4")}, 4, "one\n"),
+        ({"modules": ("no-such-module/1.0",)}, 1, None),
     ],
 )
-def test_traps_of_the_setup_do_not_fire_after_it(
-    make_request: MakeRequest, setup: str, output: str
+def test_what_comes_before_the_launch(
+    make_request: MakeRequest, changes: dict[str, Any], code: int, output: str | None
 ) -> None:
-    request = make_request(setup=(setup,))
-    assert run(request, "bash", "-c", "echo launched; exit 75") == (75, output)
-
-
-def test_a_module_that_cannot_be_loaded_ends_the_job(make_request: MakeRequest) -> None:
-    code, output = run(make_request(modules=("no-such-module/1.0",)), "echo", "launched")
-    assert code != 0
-    assert "launched" not in output
-
-
-def test_a_failed_preparation_ends_the_job(make_request: MakeRequest) -> None:
-    request = make_request(first_command=("bash", "-c", "echo one; exit 4"))
-    assert run(request, "echo", "launched") == (4, "one\n")
+    launch = ("bash", "-c", 'echo "launched in ${PWD##*/}"; exit 75')
+    found_code, found = run(make_request(**changes), *launch)
+    assert found_code == code
+    assert found == output if output is not None else "launched" not in found
 
 
 @pytest.mark.parametrize("name", ["TERM", "USR1", "USR2"])
@@ -237,12 +232,22 @@ def test_a_stop_at_a_checkpoint_is_known_though_the_launchers_code_is_lost(
     assert subprocess.run(["bash", "-c", body], timeout=60, check=False).returncode == code
 
 
-def test_a_signal_reaches_the_preparation(make_request: MakeRequest) -> None:
-    request = make_request(first_command=("bash", "-c", f"trap 'exit 9' TERM; {WAITS}"))
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"first_command": ("bash", "-c", f"trap 'exit 9' TERM; {WAITS}")}, 9),
+        ({"setup": ("touch ready; sleep 0.5",)}, 143),
+    ],
+)
+def test_termination_before_the_launch_ends_the_job(
+    make_request: MakeRequest, changes: dict[str, Any], code: int
+) -> None:
+    request = make_request(**changes)
     process = start(request, "echo", "launched")
     wait_until((request.run_directory / "ready").exists)
     process.terminate()
-    assert (process.communicate(timeout=60)[0], process.returncode) == ("", 9)
+    assert (process.communicate(timeout=60)[0], process.returncode) == ("", code)
+    assert (request.run_directory / "exit_code").read_text() == f"{code}\n"
 
 
 def test_termination_before_the_setup_is_no_success(make_request: MakeRequest) -> None:
@@ -262,15 +267,6 @@ def test_termination_before_the_setup_is_no_success(make_request: MakeRequest) -
     os.close(writers[0])
     process.communicate(timeout=60)
     assert process.returncode == 143
-    assert (request.run_directory / "exit_code").read_text() == "143\n"
-
-
-def test_termination_during_the_setup_ends_the_job(make_request: MakeRequest) -> None:
-    request = make_request(setup=("touch ready; sleep 0.5",))
-    process = start(request, "echo", "launched")
-    wait_until((request.run_directory / "ready").exists)
-    process.terminate()
-    assert (process.communicate(timeout=60)[0], process.returncode) == ("", 143)
     assert (request.run_directory / "exit_code").read_text() == "143\n"
 
 

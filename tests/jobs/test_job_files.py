@@ -10,7 +10,6 @@ import pytest
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.errors import DataFileError, MismatchError
 from pipectl.jobs.job_files import cluster_file_key, cluster_path, find_cluster
-from pipectl.jobs.prepare import choose_scheduler
 from pipectl.spec import JobSpec, load
 
 RESOURCES = "resources: {nodes: 2, tasks_per_node: 3, cpus_per_task: 2, memory_per_node: 6GiB}"
@@ -37,13 +36,6 @@ def test_locally_all_ranks_share_the_usable_cores(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(usable)))
     cluster = find_cluster(spec, "local").cluster
     assert [(node.ranks, node.cores) for node in cluster.nodes] == [(6, cores)]
-
-
-def test_a_described_cluster_is_taken_as_it_is(tmp_path: Path, write_job: WriteJob) -> None:
-    described = assumed_cluster("mine", [6], 4, None)
-    described.save(tmp_path / "cluster.json")
-    spec = load(write_job(RESOURCES, "cluster: cluster.json"))
-    assert find_cluster(spec, "slurm").cluster == described
 
 
 @pytest.mark.parametrize("ranks", [5, 8_000_000_000])
@@ -86,36 +78,27 @@ def test_a_measured_cluster_is_found_at_its_usual_place(
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "is_used"),
     [
-        "resources.cpus_per_task=1",
-        "resources.memory_per_node=7GiB",
-        "launch.args=[-bind-to,none]",
-        "environment.variables.UCX_TLS=tcp",
-        "slurm.options.constraint=fast",
+        ("resources.cpus_per_task=1", False),
+        ("resources.memory_per_node=7GiB", False),
+        ("launch.args=[-bind-to,none]", False),
+        ("environment.variables.UCX_TLS=tcp", False),
+        ("slurm.options.constraint=fast", False),
+        ("resources.walltime=60", True),
+        ("training.steps=5", True),
+        ("launch.scheduler=slurm", True),
+        ("name=tiny", True),
     ],
 )
 def test_a_cluster_measured_for_other_settings_is_not_used(
-    spec: JobSpec, here: None, tmp_path: Path, change: str
+    spec: JobSpec, here: None, tmp_path: Path, change: str, is_used: bool
 ) -> None:
     put(spec, measured([3, 3], cluster_file_key(spec, "slurm")))
     found = find_cluster(load(tmp_path / "job.yaml", [change]), "slurm")
-    assert found.cluster.assumed
-    assert found.file is None
-    assert found.warning == (
-        "runs/tiny.cluster.json was measured for other resources, launch settings or machines; "
-        "it is not used"
-    )
-
-
-@pytest.mark.parametrize(
-    "change", ["resources.walltime=60", "training.steps=5", "launch.scheduler=slurm", "name=tiny"]
-)
-def test_settings_that_no_link_depends_on_do_not_matter(
-    spec: JobSpec, here: None, tmp_path: Path, change: str
-) -> None:
-    put(spec, measured([3, 3], cluster_file_key(spec, "slurm")))
-    assert find_cluster(load(tmp_path / "job.yaml", [change]), "slurm").file is not None
+    assert found.cluster.assumed == (found.file is None) == (not is_used)
+    why = "was measured for other resources, launch settings or machines; it is not used"
+    assert found.warning == ("" if is_used else f"runs/tiny.cluster.json {why}")
 
 
 def test_a_cluster_measured_on_this_machine_is_none_for_slurm_or_another_host(
@@ -152,9 +135,3 @@ def test_a_damaged_measured_cluster_is_an_error(spec: JobSpec, here: None) -> No
     with pytest.raises(DataFileError, match=r"tiny\.cluster\.json") as caught:
         find_cluster(spec, "slurm")
     assert "pipectl profile --links" in (caught.value.cure or "")
-
-
-def test_what_is_asked_for_beats_the_spec(spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")
-    assert choose_scheduler(spec) == "local"
-    assert choose_scheduler(spec, "slurm") == "slurm"

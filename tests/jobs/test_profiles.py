@@ -83,14 +83,6 @@ def test_the_second_time_nothing_is_measured(
     assert [path.suffix for path in entries] == [".json"]
 
 
-def test_a_job_of_another_name_may_use_it(
-    profiler: Profiler, spec_of: Callable[..., JobSpec]
-) -> None:
-    measure(spec_of(), PLACE)
-    found = measure(spec_of("name=other"), PLACE)
-    assert (found.cached, found.profile.name) == (True, "other")
-
-
 def test_the_profile_says_on_what_it_was_measured(
     profiler: Profiler, spec_of: Callable[..., JobSpec]
 ) -> None:
@@ -127,7 +119,9 @@ def test_what_makes_a_measurement_another(
 ) -> None:
     measure(spec_of(), PLACE)
     profiler.measured.clear()
-    assert measure(spec_of(*overrides), PLACE, **options).cached == (measured == 0)
+    spec = spec_of(*overrides)
+    found = measure(spec, PLACE, **options)
+    assert (found.cached, found.profile.name) == (measured == 0, spec.name)
     assert len(profiler.measured) == measured
 
 
@@ -237,16 +231,6 @@ def test_old_files_make_room(
         measure(spec_of(f"training.batch_size={batch}"), PLACE)
     assert len(list(Path("runs/.cache").iterdir())) == 2
     assert measure(spec_of("training.batch_size=32"), PLACE).cached
-
-
-def test_a_profile_keeps_its_device_in_its_file(
-    profiler: Profiler, spec_of: Callable[..., JobSpec]
-) -> None:
-    found = measure(spec_of(), PLACE).profile
-    assert found.device is not None
-    busy = replace(found, device=replace(found.device, neighbours=3))
-    busy.save(PLACE)
-    assert Profile.load(PLACE) == busy
 
 
 @pytest.mark.mpi

@@ -106,15 +106,6 @@ def script_of(spec: JobSpec, scheduler: str) -> str:
     return render(*prepare(spec, scheduler, make_missing=False), 0.0)
 
 
-def test_a_template_is_in_the_scripts_of_all_schedulers(tmp_path: Path) -> None:
-    spec = spec_with_template(tmp_path, "echo 'from my site'")
-    for scheduler in ("slurm", "pbs", "local"):
-        script = script_of(spec, scheduler)
-        assert script.startswith("#!/bin/bash\n#")
-        assert "echo 'from my site'\n" in script
-        assert script.rstrip().endswith('exit "$code"')
-
-
 @pytest.mark.parametrize("head", ["if true; then", "echo {{{{ job.no_such }}}}", "echo )"])
 def test_a_template_with_which_no_script_can_be_written_is_refused(
     tmp_path: Path, head: str
