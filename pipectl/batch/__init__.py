@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 from importlib import import_module
-from typing import NamedTuple
 
 from pipectl.batch.protocol import (
     CHECKPOINTED,
@@ -30,27 +29,17 @@ __all__ = [
 ]  # fmt: skip
 
 
-class _System(NamedTuple):
-    """A batch system.
-
-    Args:
-        kind: name of its class, in the module of this package that is called as the system.
-        commands: which are on PATH if it is installed here.
-        variables: which are set on its compute nodes.
-    """
-
-    kind: str
-    commands: tuple[str, ...] = ()
-    variables: tuple[str, ...] = ()
-
-
-_SYSTEMS = {
-    LOCAL: _System("LocalScheduler"),
-    # Slurm comes with commands named as those of PBS, so that it is looked for first. The shell
-    # that salloc starts on the login node has the first variable alone.
-    "slurm": _System("SlurmScheduler", ("sbatch",), ("SLURM_JOB_ID", "SLURMD_NODENAME")),
-    "pbs": _System("PbsScheduler", ("qsub", "qselect"), ("PBS_JOBID", "PBS_NODEFILE")),
+_KINDS = {LOCAL: "LocalScheduler", "slurm": "SlurmScheduler", "pbs": "PbsScheduler"}
+"""The class of each system, in the module of this package that is called as the system."""
+# Slurm comes with commands named as those of PBS, so that it is looked for first.
+_COMMANDS = {"slurm": ("sbatch",), "pbs": ("qsub", "qselect")}
+"""Which are on PATH if the system is installed here."""
+# The shell that salloc starts on the login node has the first variable alone.
+_VARIABLES = {
+    "slurm": {"SLURM_JOB_ID", "SLURMD_NODENAME"},
+    "pbs": {"PBS_JOBID", "PBS_NODEFILE"},
 }
+"""Which are set on compute nodes of the system."""
 
 
 def get_scheduler(name: str) -> Scheduler:
@@ -59,26 +48,21 @@ def get_scheduler(name: str) -> Scheduler:
     Raises:
         UsageError: there is none.
     """
-    if name not in _SYSTEMS:
+    if name not in _KINDS:
         raise UsageError(
-            f"launch.scheduler: no scheduler {name!r}{did_you_mean(name, _SYSTEMS)}",
-            cure=f"choose one of {', '.join(_SYSTEMS)}",
+            f"launch.scheduler: no scheduler {name!r}{did_you_mean(name, _KINDS)}",
+            cure=f"choose one of {', '.join(_KINDS)}",
         )
-    scheduler: Scheduler = getattr(import_module(f"{__name__}.{name}"), _SYSTEMS[name].kind)()
+    scheduler: Scheduler = getattr(import_module(f"{__name__}.{name}"), _KINDS[name])()
     return scheduler
 
 
 def find_scheduler() -> str:
     """Name of the batch system that is installed here, else ``local``."""
-    for name, system in _SYSTEMS.items():
-        if system.commands and all(map(shutil.which, system.commands)):
-            return name
-    return LOCAL
+    installed = (name for name, words in _COMMANDS.items() if all(map(shutil.which, words)))
+    return next(installed, LOCAL)
 
 
 def allocation() -> str:
     """Name of the batch system on whose compute node this process runs, else ``local``."""
-    for name, system in _SYSTEMS.items():
-        if system.variables and os.environ.keys() >= set(system.variables):
-            return name
-    return LOCAL
+    return next((name for name, names in _VARIABLES.items() if names <= os.environ.keys()), LOCAL)

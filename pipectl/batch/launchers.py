@@ -128,11 +128,8 @@ def launch_command(request: JobRequest, scheduler: str) -> tuple[str, ...]:
 
 
 def _mpiexec_options(request: JobRequest, *, on_this_machine: bool) -> list[str]:
-    """Options of mpiexec for the ranks of a job.
-
-    Args:
-        on_this_machine: whether all ranks start here, even if the job asks for several nodes.
-    """
+    """Options of mpiexec, which starts all ranks here even if the job asks for several nodes, or on
+    the nodes of the job."""
     mpi, bind = request.launch.mpi, request.launch.bind
     if mpi == AUTO and bind == "none":
         return ["-n", str(request.ranks)]  # all kinds take it
@@ -159,10 +156,8 @@ def _mpiexec_options(request: JobRequest, *, on_this_machine: bool) -> list[str]
 
 
 def find_mpiexec(request: JobRequest) -> str:
-    """Path of mpiexec: the request's own, that beside its interpreter, or the first on PATH.
-
-    Returns:
-        ``mpiexec`` alone if the PATH inside the job decides, which is not known here.
+    """Path of mpiexec: the request's own, that beside its interpreter, or the first on PATH; it is
+    ``mpiexec`` alone if the PATH inside the job decides, which is not known here.
 
     Raises:
         SchedulerError: none of them exists.
@@ -268,11 +263,7 @@ def kind_of(mpiexec: str) -> str | None:
 
 
 def _output(*argv: str, may_fail: bool = False) -> str | None:
-    """What a command prints; None if it does not exist, takes too long or fails.
-
-    Args:
-        may_fail: whether what a failing command prints counts.
-    """
+    """What a command prints; None if it does not exist, takes too long, or fails and may not."""
     try:
         done = process.run(argv, cure="", timeout_s=_TIMEOUT_S)
     except SchedulerError:

@@ -103,11 +103,7 @@ class Queue:
 
 @dataclass(frozen=True)
 class Template:
-    """A user's own job script: a Jinja template that extends ours.
-
-    Args:
-        file: its path, for messages.
-    """
+    """A user's own job script, a Jinja template that extends ours, and its path for messages."""
 
     file: str
     text: str
@@ -220,9 +216,8 @@ class JobRequest:
         )
 
     def in_container(self, words: tuple[str, ...]) -> tuple[str, ...]:
-        """A command of the job as it is started: by Apptainer, if the job has a container.
-
-        Python of the container runs instead of the host's.
+        """A command of the job as it is started: by Apptainer, if the job has a container, whose
+        Python runs instead of the host's.
 
         Raises:
             InvalidInputError: a directory cannot be named to Apptainer.
@@ -260,7 +255,7 @@ class Scheduler(ABC):
         """The job script, of the template called as the system.
 
         Raises:
-            InvalidInputError: the request cannot be written down safely.
+            PipectlError: see :func:`pipectl.batch.script.render_script`.
         """
         from pipectl.batch.script import render_script
 

@@ -147,11 +147,7 @@ def slurm_file(path: str) -> str:
 
 
 def check_template(template: Template) -> None:
-    """Refuse a template that cannot extend ours, with the line.
-
-    Raises:
-        SpecError: it cannot.
-    """
+    """Raise a SpecError, with the line, if a template cannot extend ours."""
     for number, line in enumerate(template.text.split("\n"), start=1):
         if character := first_harmful(line.removesuffix("\r")):
             raise _fault(template, number, f"contains the control character {character!r}")
@@ -225,12 +221,8 @@ def _compile(environment: Environment, template: Template) -> Compiled:
 
 
 def _check_custom(template: Template, script: str, custom: str, syntax: Syntax | None) -> None:
-    """Check that the batch system and bash read the script of the user's template as intended.
-
-    Args:
-        script: the script of pipectl's own template.
-        custom: the script of the user's template.
-    """
+    """Check that the batch system and bash read ``custom``, the script of the user's template, as
+    intended; ``script`` is that of pipectl's own template."""
     first = custom.partition("\n")[0]
     if not _SHEBANG.fullmatch(first):
         message = f"the first line must start bash, such as #!/bin/bash, not {first!r}"
@@ -273,11 +265,7 @@ def _directives(script: str, syntax: Syntax) -> list[str]:
 
 
 def _fault(template: Template, where: int | str, message: str, cure: str = _CURE) -> SpecError:
-    """What is wrong with a template.
-
-    Args:
-        where: the number of a line, or text of one; the first line if none has it.
-    """
+    """What is wrong with a template, and where: in a line of this number, or with this text."""
     if isinstance(where, str):
         lines = enumerate(template.text.splitlines(), start=1)
         where = next((number for number, line in lines if where and where in line), 1)

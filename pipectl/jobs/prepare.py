@@ -28,7 +28,7 @@ from pipectl.errors import (
     SpecError,
     UsageError,
 )
-from pipectl.files import fault_of_owner
+from pipectl.files import fault_of_owner, read_limited
 from pipectl.jobs.job_files import (
     find_cluster,
     fresh_plan,
@@ -58,7 +58,7 @@ TIGHT_HEAP = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.mxfast
 so that a block which was freed between two of them is too small for the next of its size, and the
 heap grows. It reads this before a process can say anything."""
 _NOT_CHOSEN = MpiChoice("")
-_MAX_TEMPLATE_BYTES = 2**16
+_MAX_TEMPLATE_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -66,22 +66,19 @@ class Job:
     """A job before it is submitted; :func:`complete` finds what it needs. By default it trains.
 
     Args:
-        mpi_choice: the kind of MPI that starts the ranks.
-        template: the user's template of the job script.
-        cluster: the cluster that the plan is for; None for runs that do not train.
+        cluster: that the plan is for; None for runs that do not train.
         profile, plan: None before they are made.
         plans_in_job: whether the job profiles and plans in its allocation before it trains.
         warning: why a measured cluster is not used; empty if it is, or if there is none.
-        measurement: how the profile was measured; None if it was read from a file.
+        measurement: None for a profile that was read from a file.
         values: that the sweep gives to this job, by dotted key; None if it is of no sweep.
         kind: see :class:`pipectl.runs.Record`.
         suffix: appended to the name of the job for the name of the run.
         program: arguments of Python before the run directory; ``arguments`` come after it.
-        steps: steps of the run; by default those of the training.
+        steps: by default those of the training.
         alone: whether it is one process, without MPI.
         resources: values that replace those of the spec.
         output: a further directory that it writes to.
-        rehearsal: the sleeps of a rehearsal.
     """
 
     spec: JobSpec
@@ -128,18 +125,15 @@ def prepare(
 
     Args:
         spec: the job, without the values of its sweep.
-        scheduler: name of the batch system; by default the spec's.
-        points: points of the sweep; empty for a single job.
+        points: of the sweep; empty for a single job.
         make_missing: whether to make profiles and plans that are missing or stale, and to ask
             whether the batch system answers.
         must_run: whether to refuse imported profiles, and plans that can only be simulated.
 
     Raises:
         SchedulerError: there is no MPI to start the ranks with, or no batch system answers.
-        InvalidInputError: a file, the model or the template cannot be used, or a value cannot be
-            written into a script safely.
-        MismatchError: the profile is imported, so that nothing says that it is of this model; or
-            the plan asks for what cannot be run.
+        InvalidInputError: a file, the model or the template cannot be used.
+        MismatchError: the profile is imported, or the plan asks for what cannot be run.
         InfeasibleError: no plan fits.
     """
     name = choose_scheduler(spec, scheduler, must_answer=make_missing and must_run)
@@ -188,11 +182,7 @@ def prepare(
 def _find_profile(
     job: Job, progress: Progress | None, *, save: bool, make: bool, must_run: bool
 ) -> tuple[Profile | None, Measurement | None]:
-    """The saved profile if that is fresh, else one that is measured now and how it was measured.
-
-    Args:
-        save: whether a new one is written to its file.
-    """
+    """The saved profile if that is fresh, else one that is measured now and how it was measured."""
     path = profile_path(job.spec)
     profile = fresh_profile(job.spec, path)
     if profile is None and make and job.scheduler == LOCAL:
@@ -249,11 +239,8 @@ def choose_scheduler(spec: JobSpec, name: str | None = None, *, must_answer: boo
     """``name``, or by default the spec's; ``auto`` is Slurm or PBS if it is installed.
 
     Args:
-        must_answer: whether to check that a batch system which ``auto`` chose answers. Its commands
-            may be installed on a machine without a batch system.
-
-    Raises:
-        SchedulerError: it does not answer.
+        must_answer: whether to raise a SchedulerError if one that ``auto`` chose does not answer:
+            its commands may be installed on a machine without a batch system.
     """
     name = name or str(spec.launch.scheduler)
     if name != "auto" or (name := find_scheduler()) == LOCAL or not must_answer:
@@ -274,9 +261,7 @@ def complete(job: Job) -> Job:
     """A job with its template, and with the cluster and the kind of MPI if it has none yet.
 
     Raises:
-        SpecError: the template cannot be read or used, with the line.
-        MismatchError, DataFileError: see :func:`pipectl.jobs.job_files.find_cluster`.
-        SchedulerError: there is no MPI to start the ranks with.
+        PipectlError: see :func:`read_template`, :func:`find_cluster` and :func:`choose_mpi`.
     """
     job = replace(job, template=read_template(job.spec))
     if job.kind == TRAINING:
@@ -296,13 +281,8 @@ def make_request(
 ) -> JobRequest:
     """The request to a batch system for one run of a job, or for a job array of several.
 
-    Args:
-        directory: the run directory; by default one that does not exist, for checks only. For an
-            array, the directory of the sweep.
-        tag: text by which the job can be found in the queue; by default a unique one.
-        after: ids of jobs that must have completed before this one starts.
-        mpiexec: path of mpiexec; by default :func:`pipectl.batch.launchers.find_mpiexec` finds it.
-        array: the runs whose scripts the array starts; on this machine, the command starts them.
+    The arguments are those of :class:`JobRequest`; the directory is by default one that does not
+    exist, for checks only.
     """
     if array is not None:
         program, at_once = ("-m", "pipectl.jobs.sweep"), (str(array.at_once or 1),)
@@ -353,9 +333,6 @@ def render(job: Job, now: float = 0.0, count: int = 0, at_once: int | None = Non
         now: seconds since the epoch, for the run's name.
         count: of the runs of a sweep, for the script of their job array.
         at_once: how many of them may run at the same time; None sets no limit.
-
-    Raises:
-        InvalidInputError: a value cannot be written into the script safely.
     """
     stem, array = Path(job.spec.output.directory).absolute() / stem_of(job.name, now), None
     directory = stem if job.values is None else Path(f"{stem}-0")
@@ -370,11 +347,7 @@ def render(job: Job, now: float = 0.0, count: int = 0, at_once: int | None = Non
 
 
 def check_script(spec: JobSpec) -> None:
-    """Check that the script of a job with a user's template can be written.
-
-    Raises:
-        InvalidInputError: it cannot be written.
-    """
+    """Raise an InvalidInputError if a job has a template with which no script can be written."""
     if spec.template_file is not None:
         job = Job(spec, choose_scheduler(spec), MpiChoice("auto"), read_template(spec))
         plain = {"launcher": "mpiexec", "bind": "none"}
@@ -392,11 +365,7 @@ def read_template(spec: JobSpec) -> Template | None:
     if path is None:
         return None
     try:
-        content = path.read_bytes()
-        if len(content) > _MAX_TEMPLATE_BYTES:
-            raise SpecError(
-                [Problem(str(path), 0, 0, "larger than 64 KiB, too large for a template")]
-            )
+        content = read_limited(path, _MAX_TEMPLATE_BYTES)
         template = Template(str(path), content.decode("utf-8"))
     except OSError as error:
         raise SpecError([Problem(str(path), 0, 0, error.strerror or "cannot be read")]) from None
@@ -439,10 +408,7 @@ def _code_of_others(spec: JobSpec, job: Path, *, groups: bool = True) -> str:
     """The first file of a job's code that another user can write, and why; empty if there is none.
 
     For a module, this also checks the directories from which it imports others, and files of the
-    module that do not exist.
-
-    Args:
-        groups: whether write permission of a group counts.
+    module that do not exist. With ``groups``, write permission of a group counts.
     """
     files = [job]
     for _, reference in spec.factories():

@@ -54,7 +54,6 @@ class Measurement:
 
     Args:
         measured_at: seconds since the epoch.
-        host: on which it was measured.
         seconds: that measuring took.
         cached: whether nothing was measured now.
         resumed: measurements taken over from an interrupted attempt.
@@ -84,11 +83,7 @@ class Measurement:
 
 
 class Interrupted(KeyboardInterrupt):
-    """Measuring was interrupted.
-
-    Args:
-        kept: measurements that the next attempt will not repeat.
-    """
+    """Measuring was interrupted; the next attempt will not repeat the measurements ``kept``."""
 
     def __init__(self, kept: int) -> None:
         super().__init__(kept)
@@ -106,13 +101,13 @@ def measure(
     """The profile of a job on this machine: from the cache in its output directory, or measured.
 
     Args:
-        path: where it is written, too; until the new profile is whole, this stays as it is.
+        path: where it is written, too, once it is whole.
         effort: ``fast``, ``normal`` or ``thorough``.
         again: whether to measure even what is in the cache.
 
     Raises:
         CaptureError: the model cannot be built or captured.
-        Interrupted: by the user; what was measured so far is used the next time.
+        Interrupted: by the user.
         UsageError: ``path`` or the cache cannot be written.
     """
     if path is not None:
@@ -196,11 +191,7 @@ class _CacheEntry:
         return cls(directory / f"{prefix}{digest}.json", identity)
 
     def read(self) -> dict[str, Any]:
-        """What is in the file.
-
-        Raises:
-            DataFileError: it is missing or damaged, or of another identity.
-        """
+        """What is in it; a DataFileError if it is missing, damaged, or of another identity."""
         document = read_json(self.path, cure=_CURE)
         if (document.get("version"), document.get("identity")) != (_CACHE_VERSION, self.identity):
             raise DataFileError(f"{self.path}: is of another measurement", cure=_CURE)

@@ -124,11 +124,7 @@ def _check_over(run: RunDirectory, record: Record, now: float, *, force: bool) -
 
 
 def _check_incomplete(run: RunDirectory, record: Record, before: JobSpec, spec: JobSpec) -> None:
-    """Refuse a run that is complete, unless it gets more to do.
-
-    Args:
-        before, spec: the job so far, and as it is to go on.
-    """
+    """Refuse a run that is complete, unless it gets more to do."""
     early_stop = read_measured(run, record).early_stop
     if early_stop and spec.evaluation == before.evaluation:
         raise UsageError(
@@ -145,11 +141,7 @@ def _check_incomplete(run: RunDirectory, record: Record, before: JobSpec, spec: 
 
 
 def _check_unchanged(run: RunDirectory, record: Record, before: JobSpec, spec: JobSpec) -> None:
-    """Refuse another batch system, and another model than that of the checkpoints.
-
-    Args:
-        before, spec: the job so far, and as it is to go on.
-    """
+    """Refuse another batch system, and another model than that of the checkpoints."""
     scheduler = choose_scheduler(spec)
     if spec.launch.scheduler != before.launch.scheduler and scheduler != record.scheduler:
         raise UsageError(

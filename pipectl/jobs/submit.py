@@ -68,7 +68,7 @@ class Submission:
         """A submission that has not reached the batch system.
 
         Args:
-            after: ids of the jobs that must have completed before this one starts.
+            after: see :class:`JobRequest`.
             fields_of_record: other values of the record than those of a single job.
         """
         request = make_request(job, run.path, after=after)
@@ -149,8 +149,7 @@ def submit(
     Raises:
         UsageError: an earlier submission was interrupted, but reached the queue; or the job cannot
             wait for a run of ``after``.
-        SchedulerError: the batch system is missing or rejects the job. The run directories are
-            removed again, unless the batch system did not answer and may have the job.
+        SchedulerError: see :func:`hand_over`; the run directories are removed again.
     """
     job = jobs[0]
     base = Path(job.spec.output.directory)
@@ -192,7 +191,8 @@ def hand_over(
         The submissions with the ids of their jobs.
 
     Raises:
-        SchedulerError: the batch system refuses the job.
+        SchedulerError: the batch system is missing or refuses the job.
+        NoAnswerError: it did not answer and may have the job; all files stay.
     """
     scheduler = get_scheduler(submissions[0].record.scheduler)
     first_runs: dict[int, RunDirectory] = {}  # by the identity of their plan
@@ -222,11 +222,7 @@ def hand_over(
 
 
 def _write_files(submission: Submission, script: str, first_run: RunDirectory) -> None:
-    """Write all files that the job reads, and the record last.
-
-    Args:
-        first_run: the first run with the same plan. Other runs copy its files of the plan.
-    """
+    """Write what the job reads, those files of its plan that ``first_run`` has, the record last."""
     run, job, request = submission.run, submission.job, submission.request
     write_job(run, job.spec, request.template)
     if job.cluster is not None:
@@ -301,11 +297,7 @@ def ids_to_wait_for(runs: Sequence[RunDirectory], scheduler: str, now: float) ->
 
 
 def estimate(script: str, scheduler: str) -> str | None:
-    """When a job would start, in the batch system's words; None if it has no queue.
-
-    Raises:
-        SchedulerError: the batch system would reject the job.
-    """
+    """When a job would start, in the batch system's words; None if it has no queue."""
     with tempfile.TemporaryDirectory(prefix="pipectl-") as directory:
         path = Path(directory) / "job.sh"
         write_text(path, script)
