@@ -64,7 +64,7 @@ MODELS = {
         "gpt",
         data="Sentences",
         weight="valid_tokens",
-        buckets="buckets: [5, 8, 12], pad: {inputs: 0, targets: -100},",
+        buckets="buckets: [5, 12], pad: {inputs: 0, targets: -100},",
     ),
 }
 BATCHES = {"divisible": (8, 4), "smaller_last": (7, 4), "few": (6, 1), "one_left_over": (5, 2)}
@@ -106,7 +106,8 @@ def _captured(model: str, plain: bool) -> Captured:
         job = CapturedJob(load(Path(folder) / "job.yaml"))
     for length in job.loader.lengths:
         job.training_graph(2, length)
-        job.evaluation_graph(4, length)
+        if not plain:
+            job.evaluation_graph(4, length)
     return Captured(job, {name: tensor.detach().clone() for name, tensor in job.states.items()})
 
 
@@ -121,6 +122,8 @@ def spec_text(cell: Any, *, plain: bool) -> str:
     if cell.schedule in OVERLAPPING:
         steps, clip, every = UNFLUSHED_STEPS, "null", UNFLUSHED_STRETCH
         drop_last = "true" if micro_batches > 1 else "false"
+    held_out = f"data: {{factory: '{HERE}:{model.data}', kwargs: {{count: 11}}}}, batch_size: 4"
+    evaluation = f"{{{held_out}, every: {every}, metrics: {model.metrics}}}"
     return f"""
 version: 1
 name: {cell}
@@ -130,11 +133,7 @@ loss: {{factory: '{placed(model.loss)}', weight: '{placed(model.weight)}'}}
 data: {{factory: '{HERE}:{model.data}', {model.buckets} drop_last: {drop_last}}}
 optimizer: {{factory: 'torch.optim:{optimizer}, groups: {model.groups}}}
 lr_scheduler: {{factory: 'torch.optim.lr_scheduler:CosineAnnealingLR', kwargs: {{T_max: 12}}}}
-evaluation:
-  data: {{factory: '{HERE}:{model.data}', kwargs: {{count: 11}}}}
-  batch_size: 4
-  every: {every}
-  metrics: {model.metrics}
+evaluation: {"null" if plain else evaluation}
 training:
   {{steps: {steps}, batch_size: {batch_size}, seed: 3, clip_grad_norm: {clip},
    precision: {model.precision}, loss_scale: {model.loss_scale},

@@ -45,9 +45,10 @@ WITH_APART = ("disk", "host")
 BATCH = "smaller_last"
 FEWER_BATCHES = (BATCH, "few")
 ALL_BATCHES = (*FEWER_BATCHES, "divisible", "one_left_over")
-MODELS = ("gpt", "cnn", "dense")
-"""With dropout; with batch norm and skips across a cut; with both, and skips across many cuts."""
-VARIANTS = ("tied", "frozen", "gpt_bf16", "cnn_bf16", "gpt_float16", "cnn_float16", "own_precision")
+MODELS = ("tied", "cnn", "dense")
+"""With dropout and a weight used at both ends; with batch norm and skips across a cut; with both of
+them, and skips across many cuts."""
+VARIANTS = ("gpt", "frozen", "gpt_bf16", "cnn_bf16", "gpt_float16", "cnn_float16", "own_precision")
 """Models that are like others but for one thing."""
 BUCKETS = "gpt_buckets"
 """The model whose batches have several lengths."""
@@ -100,7 +101,7 @@ def _variants(ranks: int) -> Iterator[Cell]:
     """Of models and of batches: with all schedules on four ranks, with a few on others."""
     for model, schedule in product((*MODELS, *VARIANTS), _schedules(ranks)):
         if ranks == 4 or (ranks == 1 and schedule in ("gpipe", "1f1b")):
-            for batch in ALL_BATCHES if model in ("gpt", "cnn") else FEWER_BATCHES:
+            for batch in ALL_BATCHES if model in ("gpt", "tied", "cnn") else FEWER_BATCHES:
                 if schedule not in APART or "16" not in model:
                     yield Cell(model, schedule, batch)
     for model, schedule in product(VARIANTS, ("1f1b", "zb-h1", "1f1b-apart")):
@@ -109,7 +110,7 @@ def _variants(ranks: int) -> Iterator[Cell]:
     if ranks > 1:  # other cuts in half precision may be refused with backwards on other ranks
         yield Cell("gpt_float16", "1f1b-apart", "few")
     for schedule in OWN:
-        yield Cell("gpt", schedule, "divisible")
+        yield Cell("tied", schedule, "divisible")
 
 
 def _unflushed(ranks: int) -> Iterator[Cell]:
@@ -138,73 +139,57 @@ def _buckets(ranks: int) -> Iterator[Cell]:
 
 SAMPLE = {
     1: """
-        gpt-1f1b-smaller_last gpt-interleaved-smaller_last gpt-dualpipev-smaller_last
-        cnn-1f1b-few cnn-zb-v-smaller_last dense-looped-bfs-smaller_last
-        gpt-back_to_front-divisible
+        gpt-gpipe-smaller_last tied-interleaved-smaller_last cnn-zb-v-smaller_last
         gpt-pipedream-few gpt-pipedream-2bw-smaller_last
         gpt-pipedream-apart-few gpt-pipedream-2bw-apart-smaller_last
         """,
     2: """
-        gpt-1f1b-smaller_last gpt-interleaved-smaller_last gpt-zb-v-smaller_last
-        gpt-1f1b-apart-smaller_last cnn-gpipe-smaller_last cnn-dualpipev-smaller_last
-        cnn-1f1b-smaller_last-recompute_disk cnn-v-min-smaller_last-recompute
+        tied-1f1b-smaller_last tied-v-min-smaller_last-recompute
+        tied-1f1b-apart-smaller_last-disk
+        cnn-1f1b-smaller_last-recompute_disk cnn-dualpipev-smaller_last
         dense-v-half-smaller_last-disk
-        dense-1f1b-b-smaller_last-host gpt-looped-bfs-smaller_last-recompute
-        tied-1f1b-smaller_last frozen-zb-h1-smaller_last own_precision-1f1b-smaller_last
-        gpt_buckets-1f1b-smaller_last gpt_buckets-1f1b-apart-smaller_last
-        cnn-pipedream-few gpt-pipedream-few-disk frozen-pipedream-2bw-divisible
-        gpt-pipedream-2bw-apart-smaller_last gpt-1f1b-apart-smaller_last-disk
+        frozen-zb-h1-smaller_last gpt_buckets-1f1b-apart-smaller_last gpt-pipedream-few-disk
         """,
     3: """
-        gpt-zb-v-smaller_last gpt-gpipe-inputs-smaller_last cnn-1f1b-apart-smaller_last
-        dense-interleaved-smaller_last tied-zb-h1-smaller_last gpt-folded-divisible
+        tied-gpipe-inputs-smaller_last tied-zb-h1-smaller_last tied-folded-divisible
+        cnn-1f1b-apart-smaller_last dense-interleaved-smaller_last
         gpt-pipedream-apart-few gpt-pipedream-2bw-apart-smaller_last
         """,
     4: """
-        gpt-gpipe-few gpt-1f1b-divisible gpt-1f1b-one_left_over gpt-zb-h1-few
-        gpt-interleaved-smaller_last gpt-looped-bfs-smaller_last gpt-zb-v-smaller_last
-        gpt-dualpipev-divisible gpt-dualpipev-few gpt-1f1b-apart-smaller_last
-        gpt-v-half-smaller_last gpt-v-min-few
-        gpt-gpipe-inputs-smaller_last gpt-folded-divisible gpt-back_to_front-divisible
-        cnn-gpipe-smaller_last cnn-1f1b-smaller_last cnn-1f1b-b-smaller_last cnn-zb-h1-smaller_last
-        cnn-zb-v-one_left_over cnn-looped-bfs-divisible cnn-1f1b-apart-few
+        tied-gpipe-smaller_last-blocks tied-1f1b-divisible tied-1f1b-one_left_over
+        tied-1f1b-smaller_last-recompute tied-1f1b-smaller_last-disk
+        tied-1f1b-smaller_last-recompute_disk tied-1f1b-smaller_last-blocks_disk
+        tied-1f1b-b-smaller_last-disk tied-interleaved-smaller_last-disk
+        tied-looped-bfs-smaller_last tied-zb-v-smaller_last tied-dualpipev-few
+        tied-dualpipev-smaller_last-host tied-v-half-smaller_last tied-1f1b-apart-smaller_last
+        tied-back_to_front-divisible
+        cnn-gpipe-smaller_last cnn-1f1b-smaller_last cnn-1f1b-smaller_last-host
+        cnn-1f1b-smaller_last-blocks_disk cnn-1f1b-b-smaller_last cnn-zb-v-one_left_over
+        cnn-dualpipev-smaller_last-recompute cnn-v-min-few cnn-1f1b-apart-smaller_last-host
         cnn-gpipe-inputs-smaller_last
-        dense-1f1b-smaller_last dense-interleaved-few dense-1f1b-apart-smaller_last
-        tied-1f1b-few tied-zb-h1-smaller_last tied-1f1b-apart-smaller_last
-        frozen-1f1b-few frozen-zb-h1-smaller_last frozen-1f1b-apart-smaller_last
-        gpt_bf16-1f1b-smaller_last cnn_bf16-1f1b-smaller_last cnn_bf16-zb-v-smaller_last
-        gpt_float16-1f1b-few gpt_float16-zb-h1-smaller_last gpt_float16-1f1b-apart-few
-        cnn_float16-1f1b-smaller_last
-        own_precision-1f1b-smaller_last own_precision-1f1b-apart-smaller_last
-        own_precision-gpipe-inputs-few
-        gpt_buckets-1f1b-smaller_last gpt_buckets-interleaved-smaller_last gpt_buckets-zb-h1-few
-        gpt_buckets-zb-v-smaller_last gpt_buckets-gpipe-inputs-few
-        gpt_buckets-1f1b-smaller_last-recompute gpt_buckets-1f1b-smaller_last-blocks_disk
-        gpt_buckets-pipedream-few gpt_buckets-pipedream-2bw-divisible
-        gpt-1f1b-smaller_last-recompute gpt-1f1b-smaller_last-disk gpt-1f1b-smaller_last-host
-        gpt-1f1b-smaller_last-recompute_disk gpt-1f1b-smaller_last-blocks_disk
-        gpt-gpipe-smaller_last-blocks gpt-interleaved-smaller_last-disk
-        gpt-interleaved-smaller_last-blocks gpt-zb-h1-smaller_last-disk
-        gpt-zb-h1-smaller_last-blocks gpt-1f1b-b-smaller_last-disk gpt-zb-v-smaller_last-recompute
-        gpt-dualpipev-smaller_last-host
-        cnn-1f1b-smaller_last-recompute cnn-1f1b-smaller_last-host
-        cnn-1f1b-smaller_last-blocks_disk cnn-zb-v-smaller_last-disk
-        cnn-dualpipev-smaller_last-recompute
-        dense-zb-h1-smaller_last-recompute dense-looped-bfs-smaller_last-disk
-        dense-zb-v-smaller_last-blocks
-        gpt-pipedream-few cnn-pipedream-few gpt-pipedream-few-disk gpt-pipedream-2bw-smaller_last
-        cnn-pipedream-2bw-divisible-host gpt-pipedream-2bw-divisible-recompute
-        gpt-pipedream-2bw-divisible-blocks gpt-pipedream-apart-few cnn-pipedream-apart-few-recompute
-        gpt-pipedream-2bw-apart-smaller_last cnn-1f1b-apart-smaller_last-host
-        gpt-gpipe-inputs-smaller_last-disk gpt-pipedream-apart-few-disk
+        dense-1f1b-smaller_last dense-zb-h1-smaller_last-recompute dense-interleaved-few
+        dense-looped-bfs-smaller_last-disk dense-zb-v-smaller_last-blocks
+        dense-gpipe-inputs-smaller_last-disk
+        frozen-1f1b-few gpt_bf16-1f1b-smaller_last cnn_bf16-1f1b-smaller_last
+        cnn_bf16-zb-v-smaller_last gpt_float16-1f1b-few gpt_float16-zb-h1-smaller_last
+        gpt_float16-1f1b-apart-few cnn_float16-1f1b-smaller_last
+        own_precision-1f1b-smaller_last own_precision-gpipe-inputs-few
+        gpt_buckets-zb-v-smaller_last gpt_buckets-1f1b-smaller_last-blocks_disk
+        gpt_buckets-pipedream-2bw-divisible
+        gpt-pipedream-few cnn-pipedream-few gpt-pipedream-2bw-smaller_last
+        cnn-pipedream-2bw-divisible-host gpt-pipedream-2bw-divisible-blocks
+        gpt-pipedream-apart-few cnn-pipedream-apart-few-recompute gpt-pipedream-apart-few-disk
+        gpt-pipedream-2bw-apart-smaller_last
         """,
-    8: "gpt-dualpipev-smaller_last gpt-interleaved-smaller_last-disk",
+    8: "",
 }
-"""Cells by number of ranks: every schedule, every use of memory with each that has it, every model
-in the schedules that treat it differently, and every kind of batch."""
+"""Cells by number of ranks: every schedule and every use of memory with a model that has skips and
+with one that has tied weights, every other model in the schedules that treat it differently, and
+every kind of batch."""
 PLAIN = {
     "gpt": ("one_left_over", "few"),
-    **dict.fromkeys(("cnn", "dense", "tied", *VARIANTS, BUCKETS), (BATCH,)),
+    **dict.fromkeys(("cnn", "dense", "tied", "frozen", "own_precision", BUCKETS), (BATCH,)),
+    **dict.fromkeys(("cnn_bf16", "cnn_float16"), (BATCH,)),
 }
 """Models, and their batches, that every run also trains on one rank and without dropout."""
 
@@ -222,4 +207,4 @@ def sampled(ranks: int) -> list[Cell]:
 def plain_cells(*, sample: bool) -> list[Cell]:
     """What is trained without dropout, to be compared with a loop in plain PyTorch."""
     every = [cell for cell in every_cell(1).values() if cell.schedule == "1f1b" and not cell.memory]
-    return [cell for cell in every if (cell.batch in PLAIN[cell.model]) is sample]
+    return [cell for cell in every if (cell.batch in PLAIN.get(cell.model, ())) is sample]

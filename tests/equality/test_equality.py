@@ -71,17 +71,21 @@ def figures(run: Path) -> list[tuple[Any, ...]]:
 
 
 def test_every_schedule_and_every_use_of_memory_is_in_the_sample() -> None:
-    found = {(c.schedule, c.memory) for ranks in (2, 4, 8) for c in cells.sampled(ranks)}
-    assert {cells.PLANNED_AS.get(schedule, schedule) for schedule, _ in found} - {*cells.OWN} == {
-        *NAMES
-    }
-    assert {schedule for schedule, _ in found} >= {*cells.APART, *cells.PAIRED, cells.DEEPER}
+    sample = {ranks: cells.sampled(ranks) for ranks in (2, 3, 4)}
+    chosen = [cell for of_ranks in sample.values() for cell in of_ranks]
+    found = {(cell.schedule, cell.memory) for cell in chosen}
+    schedules = {schedule for schedule, _ in found}
+    assert {cells.PLANNED_AS.get(each, each) for each in schedules} - {*cells.OWN} == {*NAMES}
+    assert schedules >= {*cells.APART, *cells.PAIRED, cells.DEEPER, *cells.OWN}
     for schedule in (*cells.SCHEDULES, *cells.CHUNKED):
         assert (schedule, "") in found
         assert {memory for of, memory in found if of == schedule} - {""}
-    assert {memory for schedule, memory in found if schedule == "1f1b"} == {"", *cells.MEMORY} - {
-        "blocks"
-    }
+    assert {(apart, memory) for apart in ("1f1b-apart",) for memory in cells.WITH_APART} <= found
+    for models in ({"tied"}, {"cnn", "dense"}):
+        some = [cell for cell in chosen if cell.model in models]
+        assert {cell.schedule for cell in some} >= {*cells.SCHEDULES, *cells.CHUNKED, *cells.APART}
+        assert {cell.memory for cell in some} == {"", *cells.MEMORY}
+        assert all(any(cell.model in models for cell in each) for each in sample.values())
 
 
 @pytest.mark.mpi
@@ -150,9 +154,9 @@ def test_the_cuts_include_gradients_that_return_use_by_use(trained: Trained) -> 
 @pytest.mark.mpi
 def test_training_moves_every_weight_and_lowers_the_loss(trained: Trained) -> None:
     """The table would also be equal if nothing were trained."""
-    run = trained(4, Cell("gpt", "1f1b", "divisible"))
+    run = trained(4, Cell("tied", "1f1b", "divisible"))
     seed_everything(3)
-    first = MODELS.gpt().state_dict()
+    first = MODELS.tied().state_dict()
     assert all(not torch.equal(first[name], tensor) for name, tensor in weights(run).items())
     losses = [item[1] for item in figures(run) if isinstance(item, tuple)]
     assert losses[-1] < losses[0]
