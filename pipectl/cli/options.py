@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -73,18 +73,20 @@ read_size = reader(parse_bytes)
 read_walltime = reader(parse_walltime)
 
 
-def refuse(options: Mapping[str, object], why: str, *, cure: str | None = None) -> None:
+def refuse(context: typer.Context, names: str, why: str, *, cure: str | None = None) -> None:
     """Refuse options that cannot be combined with others.
 
     Args:
-        options: by their names; None, False and what is empty was not given.
+        names: options, with spaces between them.
 
     Raises:
-        UsageError: naming the first that was given.
+        UsageError: naming one that is on the command line.
     """
-    for name, value in options.items():
-        if value or (isinstance(value, int | float) and value is not False):  # 0 was given
-            raise UsageError(f"{name}: {why}", cure=cure)
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        for name in {*parameter.opts, parameter.metavar} & set(names.split()):
+            if source is not None and source.name == "COMMANDLINE":
+                raise UsageError(f"{name}: {why}", cure=cure)
 
 
 def names_of_runs(context: typer.Context, incomplete: str) -> list[str]:

@@ -1,25 +1,42 @@
-"""A job's own plan: what the job asks of the planner, and the files of a plan."""
+"""What a job, or a profile without a job, asks of the planner; and a job's own plan."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+import json
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
 
-from pipectl.cluster import Cluster, OffloadTarget
-from pipectl.errors import DataFileError, InfeasibleError, InvalidInputError
-from pipectl.jobs.job_files import plan_file_key, plan_path
+from pipectl.cluster import ASSUMED_BETWEEN, Cluster, Device, Node, OffloadTarget
+from pipectl.errors import DataFileError, InfeasibleError, InvalidInputError, UsageError
+from pipectl.jobs.job_files import (
+    find_cluster,
+    is_fresh,
+    join_rows,
+    plan_file_key,
+    plan_path,
+    profile_path,
+)
+from pipectl.jobs.prepare import choose_scheduler
+from pipectl.jobs.profiles import coupling_warning
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest, make_plan
+from pipectl.planner.costs.operator_times import operator_times
+from pipectl.planner.explain.what_if import with_bandwidth, with_ranks
+from pipectl.planner.graph.imported import folded, prepared
 from pipectl.profile import Profile
-from pipectl.runs import RunDirectory
-from pipectl.schedule import NAMES
+from pipectl.report.comparison import Part, compare
+from pipectl.runs import RunDirectory, find_run, measured_steps, read_metrics
+from pipectl.schedule import NAMES, channels
 from pipectl.schedule.listed import Listed
+from pipectl.schedule.measured_rows import Steps, row_times_of
 from pipectl.schedule.registry import make_listed, read_listed
 from pipectl.simulate import simulate
-
-if TYPE_CHECKING:
-    from pipectl.spec import JobSpec
+from pipectl.spec import JobSpec, SpecFile, load
+from pipectl.timeline import Timeline
 
 _RECOMPUTE: dict[str | None, tuple[bool | None, bool | None]] = {
     None: (None, None),
@@ -28,6 +45,190 @@ _RECOMPUTE: dict[str | None, tuple[bool | None, bool | None]] = {
     "blocks": (True, True),
 }
 """Whether all stages recompute, and block by block; None leaves it to the planner."""
+_MICRO_BATCHES_PER_DEVICE = 4
+"""Of a step, if nobody says how large the batch is."""
+_BATCH = "training.batch_size"
+_JOB_OF_PROFILE = """\
+model: "m:build"
+loss: model
+data: "m:data"
+training: {{steps: 1, batch_size: 1000000000}}
+pipeline: {{recompute: none, offload: none}}
+resources: {{nodes: {ranks}, gpus_per_node: 1}}
+"""
+"""What a profile without a job is planned as; the batch is yet to be chosen."""
+_TOTALS = "total memory of nodes (memory_bytes) counts for --objective max-stage-load only"
+_MAX_STEPS = 20
+"""The last recorded steps correct a profile, at most so many."""
+_FIRST_STEPS = 3
+"""Slower than others, and left out if there are others."""
+_PHASES = ({"forward", "recompute"}, {"backward", "backward_input", "backward_weight"})
+"""Kinds of computations that a profile calls forward and backward."""
+
+
+@dataclass(frozen=True)
+class PlanInputs:
+    """Everything a planner needs, and what people should know of it.
+
+    Args:
+        cluster_file: that the cluster is from; None for an assumed one.
+        plan_file: where the job's own plan belongs; None if this is another one.
+        warnings: about the profile and the choice.
+        kept_micro_batches: those of the job's last plan, if the job leaves their number open.
+    """
+
+    profile: Profile
+    cluster: Cluster
+    request: PlanRequest
+    cluster_file: Path | None = None
+    plan_file: Path | None = None
+    warnings: tuple[str, ...] = ()
+    kept_micro_batches: int | None = None
+
+    def fold(self) -> PlanInputs:
+        """With operators put together as plans for the shortest step have them."""
+        profile = folded(prepared(self.profile))
+        if any(operator.memory_bytes for operator in profile.operators):
+            profile = replace(profile, assumptions=(*profile.assumptions, _TOTALS))
+        return replace(self, profile=profile)
+
+
+def gather(
+    job: Path | None,
+    profile: Path | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    scheduler: str | None = None,
+    cluster: Path | None = None,
+    devices: int | None = None,
+    nodes: Sequence[int] | None = None,
+    new_micro_batches: bool = False,
+    from_run: str | None = None,
+) -> PlanInputs:
+    """What there is to plan.
+
+    Args:
+        job: None plans a profile alone.
+        profile: by default the job's own.
+        overrides: ``--set`` of the job; without one, of its pipeline and its batch size.
+        cluster: description of the machines, of which so many ``devices`` are used.
+        nodes: numbers of nodes to compare.
+        new_micro_batches: whether their number may differ from that of the job's last plan.
+        from_run: name of a run of the job, whose recorded steps correct its profile.
+
+    Raises:
+        UsageError: the number of devices is missing, or there are fewer.
+        DataFileError: a file is missing or damaged.
+        SpecError: the job is wrong.
+        InvalidInputError: a cluster description is wrong or is not of this job.
+    """
+    if job is None:
+        if profile is None:
+            raise UsageError("nothing to plan", cure="give JOB.yaml, or a profile: --profile FILE")
+        return _gather_profile(Profile.load(profile), overrides, cluster, devices, nodes)
+    if cluster is not None:  # quoted: names of files may mean something else in YAML
+        name = json.dumps(str(cluster.absolute()), ensure_ascii=False)
+        overrides = (*overrides, f"cluster={name}")
+    spec = load(job, overrides)
+    path, warnings = profile or profile_path(spec), []
+    if from_run is None:
+        job_profile = Profile.load(path)
+    else:
+        job_profile = corrected_profile(find_run(Path(spec.output.directory), from_run))
+    if not is_fresh(spec, job_profile):
+        changes = (word for each in overrides for word in ("--set", each))
+        again = shlex.join(["pipectl", "profile", str(job), *changes])
+        warnings.append(
+            f"{path} was measured for other settings (model, data, optimizer, batch or ranks per "
+            f"node); measure again with: {again}"
+        )
+    micro_batches = None if new_micro_batches or nodes is not None else kept_micro_batches(spec)
+    choice = find_cluster(spec, choose_scheduler(spec, scheduler))
+    warnings += [choice.warning, coupling_warning(spec, job_profile)]
+    job_profile, all_machines = join_rows(job_profile, choice.cluster)
+    machines = _use_devices(all_machines, devices, "--nodes 1,2,4 plans for other sizes")
+    return PlanInputs(
+        profile=job_profile,
+        cluster=machines,
+        request=request_of(spec, job_profile, machines, micro_batches),
+        cluster_file=choice.file,
+        plan_file=plan_path(spec) if devices is None else None,
+        warnings=tuple(filter(None, warnings)),
+        kept_micro_batches=micro_batches,
+    )
+
+
+def _gather_profile(
+    profile: Profile,
+    overrides: Sequence[str],
+    file: Path | None,
+    devices: int | None,
+    nodes: Sequence[int] | None,
+) -> PlanInputs:
+    """A profile alone, on a described cluster or on equal devices, each a node of its own."""
+    keys = [each.partition("=")[0].strip() for each in overrides]
+    for key, override in zip(keys, overrides, strict=True):
+        if key != _BATCH and not key.startswith("pipeline."):
+            raise UsageError(
+                f"--set {override}: there is no job to change",
+                cure=f"name a JOB.yaml; without one, {_BATCH} and pipeline.* can be set",
+            )
+    if file is not None:
+        cluster = Cluster.load(file)
+    else:  # as many devices as asked for, else as an imported profile ships
+        shipped = _shipped_number(profile, "accelerators", "devices")
+        count = int((devices if nodes is None else max(nodes)) or shipped or 0)
+        if not count:
+            raise UsageError(
+                "the number of devices is missing",
+                cure="give --devices N, or describe the machines: --cluster FILE",
+            )
+        each = tuple(Node(f"device{index}", 1, 1, Device("device")) for index in range(count))
+        source = f"{count} equal devices"
+        cluster = Cluster("equal devices", source, each, ASSUMED_BETWEEN, ASSUMED_BETWEEN)
+        rate = _shipped_number(profile, "bandwidth_bytes_per_s", "transfer_bytes_per_s_effective")
+        cluster = cluster if rate is None else with_bandwidth(cluster, rate)
+    cluster = _use_devices(cluster, devices, "describe more of them in the cluster file")
+    text = _JOB_OF_PROFILE.format(ranks=cluster.ranks)
+    spec = SpecFile.read(Path("job"), overrides, (), text).spec(check_files=False)
+    limit_bytes = int(_shipped_number(profile, "memory_limit_bytes") or 0)
+    request = request_of(spec, profile, cluster)
+    request = replace(
+        request,
+        name=profile.name,
+        memory_limit_bytes=request.memory_limit_bytes or limit_bytes or None,
+        key=None,
+        every_schedule=False,  # lab plan --allow schedules opens them
+        from_job=False,
+    )
+    if _BATCH not in keys:
+        shipped = _shipped_number(profile, "microbatches_in_batch")
+        count = request.micro_batches or int(shipped or _MICRO_BATCHES_PER_DEVICE * cluster.ranks)
+        request = replace(request, batch_size=profile.micro_batch_size * count)
+        if request.micro_batches is not None or shipped is None:
+            assumed = (
+                f"the batch is not given: taken as {request.batch_size} samples "
+                f"(--set {_BATCH}=N sets it)"
+            )
+            profile = replace(profile, assumptions=(*profile.assumptions, assumed))
+    return PlanInputs(profile, cluster, request, file)
+
+
+def _shipped_number(profile: Profile, *keys: str) -> float | None:
+    """What an imported profile says of the devices it is meant for."""
+    values = (profile.cluster.get(key) for key in keys)
+    return next((value for value in values if isinstance(value, int | float) and value > 0), None)
+
+
+def _use_devices(cluster: Cluster, devices: int | None, cure: str) -> Cluster:
+    if devices is None:
+        return cluster
+    if devices > cluster.ranks:
+        raise UsageError(
+            f"--devices {devices}: the cluster {cluster.name!r} has {cluster.ranks} ranks",
+            cure=cure,
+        )
+    return with_ranks(cluster, devices)
 
 
 def find_plan(spec: JobSpec, profile: Profile, cluster: Cluster, *, keep: bool = False) -> Plan:
@@ -153,3 +354,72 @@ def _own_schedule(spec: JobSpec) -> Listed | None:
                 cure=f"leave pipeline.{key} out, or change the schedule",
             )
     return listed
+
+
+def corrected_profile(run: RunDirectory) -> Profile:
+    """The profile of a run with what its stages, and the rows of its programs, took.
+
+    The operators of a stage are scaled to the stage's time: within a stage, the profile knows best.
+
+    Raises:
+        UsageError: no step is recorded under the run's plan.
+        DataFileError: a file is missing or damaged.
+    """
+    plan, profile = Plan.load(run.plan), Profile.load(run.profile)
+    steps = measured_steps(run)
+    timelines = []
+    for step in ([step for step in steps if step > _FIRST_STEPS] or steps)[-_MAX_STEPS:]:
+        with suppress(DataFileError):
+            timelines.append(Timeline.load(run.measured_of(step)))
+    recorded = [each for each in timelines if each.ranks == plan.ranks]
+    if not recorded:
+        raise UsageError(
+            f"{run.name}: no step is recorded under its plan",
+            cure="`trace.steps` in the job names the steps to record",
+        )
+    predicted, sent = Timeline.load(run.predicted), channels(plan)
+    profile = _scale_stages(
+        profile, plan, [compare(predicted, measured, sent).parts for measured in recorded]
+    )
+    times_s = {
+        line["step"]: line["step_time_s"] for line in read_metrics(run) if line.get("step_time_s")
+    }
+    pairs = [(each, times_s[each.step]) for each in recorded if each.step in times_s]
+    update_s = sum(stage.cost.update_s for stage in plan.stages if 0 in stage.updating_ranks)
+    timed = Steps(sent, [a for a, _ in pairs], [b for _, b in pairs], update_s)
+    return replace(
+        profile,
+        rows=row_times_of([timed]) if pairs else profile.rows,
+        source=f"{profile.source.split('; corrected')[0]}; corrected by {run.name}",
+    )
+
+
+def _scale_stages(profile: Profile, plan: Plan, steps: list[tuple[Part, ...]]) -> Profile:
+    """The profile in which the stages of a plan take what they took in the median of the steps.
+
+    Args:
+        steps: computations of each, with predicted and measured times.
+    """
+    times = operator_times(profile, plan.micro_batch_size).uncached
+    factors: dict[str, list[float]] = {}
+    for index, stage in enumerate(plan.stages):
+        node_times = [
+            times[profile.index_of[node]] for node in stage.nodes if node in profile.by_id
+        ]
+        scales = []
+        for phase, kinds in enumerate(_PHASES):
+            ratios = []
+            for parts in steps:
+                pairs = [part.time for part in parts if part.stage == index and part.kind in kinds]
+                predicted_s, measured_s = (sum(pair[i] for pair in pairs) for i in (0, 1))
+                has_both = predicted_s > 0 and measured_s > 0
+                ratios.append(measured_s / predicted_s if has_both else 1.0)
+            whole_s = (stage.cost.forward_s, stage.cost.backward_s)[phase]
+            total_s = sum(each[phase] for each in node_times)
+            more = (median(ratios) - 1) * whole_s / total_s if total_s > 0 else 0.0
+            scales.append(max(0.0, 1 + more))
+        factors.update(dict.fromkeys(stage.nodes, scales))
+    operators = tuple(
+        each.scaled(*factors[each.id]) if each.id in factors else each for each in profile.operators
+    )
+    return replace(profile, operators=operators)

@@ -171,8 +171,7 @@ def _plan_again(
     with another model has those that suit it. Ranks can change without another profile: it is near
     enough if it is of the same model and loss.
     """
-    from pipectl.jobs.planning import find_plan
-    from pipectl.report.recorded import corrected_profile
+    from pipectl.jobs.planning import corrected_profile, find_plan
     from pipectl.runtime.supported import check_supported
 
     assert job.cluster is not None

@@ -12,11 +12,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from pipectl.errors import PipectlError, UsageError
 from pipectl.graph import TransferKind
-from pipectl.schedule import Channel
+from pipectl.plan import Plan
+from pipectl.runs import RunDirectory, measured_steps
+from pipectl.schedule import Channel, channels
 from pipectl.schedule.actions import COMPUTE_KINDS
 from pipectl.timeline import Event, Timeline
 from pipectl.units import format_time
@@ -78,6 +82,8 @@ _MIN_SHARE = 0.005
 _MIN_CAUSE = 0.2
 """Share of the step from which on another limit of the speed is worth a word."""
 _EVEN = 0.9
+_MAX_EVENTS = 20_000
+"""`status` compares steps with at most so many events, so that it answers at once."""
 
 
 class Both(NamedTuple):
@@ -362,3 +368,67 @@ def _find_largest_difference(comparison: Comparison) -> str:
     amount = f"{format_time(abs(both.more_s))} {'longer' if both.more_s > 0 else 'shorter'}"
     times = "" if both.ratio is None or both.ratio > _MAX_RATIO else f" ({both.ratio:.2f} times)"
     return f"{what} on rank {-rank}: {amount} than predicted{times}; {SPENT[name].advice}{note}"
+
+
+@dataclass(frozen=True)
+class RecordedStep:
+    """One recorded step.
+
+    Args:
+        steps: all that were recorded.
+    """
+
+    run: RunDirectory
+    plan: Plan
+    steps: tuple[int, ...]
+    predicted: Timeline
+    measured: Timeline
+
+    def compare(self) -> Comparison:
+        """Predicted against measured."""
+        return compare(self.predicted, self.measured, channels(self.plan))
+
+    def timelines(self) -> dict[str, Timeline]:
+        """Both, by name."""
+        return {"predicted": self.predicted, f"measured, step {self.measured.step}": self.measured}
+
+
+def load_step(run: RunDirectory, step: int | None = None) -> RecordedStep:
+    """A recorded step; by default the last.
+
+    Raises:
+        UsageError: it was not recorded, or under another plan than the run has now.
+        DataFileError: a file is missing or damaged.
+    """
+    steps = tuple(measured_steps(run))
+    if not steps:
+        raise UsageError(
+            f"{run.name}: no step is recorded yet",
+            cure="`trace.steps` in the job names the steps to record; `pipectl report -o "
+            "page.html` shows the rest",
+        )
+    chosen = steps[-1] if step is None else step
+    if chosen not in steps:
+        some = ", ".join(map(str, steps[-5:]))
+        raise UsageError(
+            f"{run.name}: step {chosen} is not recorded", cure=f"recorded steps: {some}"
+        )
+    predicted, measured = Timeline.load(run.predicted), Timeline.load(run.measured_of(chosen))
+    plan = Plan.load(run.plan)
+    if measured.ranks != plan.ranks:
+        raise UsageError(
+            f"{run.name}: step {chosen} was recorded on {measured.ranks} ranks, and the plan has "
+            f"{plan.ranks}",
+            cure="it belongs to an earlier plan; choose another by `--step`",
+        )
+    return RecordedStep(run, plan, steps, predicted, measured)
+
+
+def divide_last_step(run: RunDirectory) -> tuple[int, dict[str, float]] | None:
+    """The last recorded step, and by how many seconds it is longer than predicted, by the names in
+    ``SPENT``; None if none can be compared."""
+    with suppress(PipectlError):
+        recorded = load_step(run)
+        if len(recorded.measured.events) <= _MAX_EVENTS and recorded.measured.step is not None:
+            return recorded.measured.step, recorded.compare().difference_s
+    return None

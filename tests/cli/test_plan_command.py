@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pipectl.cli.commands.plan import gather
 from pipectl.cluster import assumed_cluster
+from pipectl.jobs.planning import gather
 from pipectl.plan import Plan
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def test_a_search_that_compiled_the_planner_says_so(
     cli: Command, profile: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spent = iter((3.0, 15.5, 15.5, 15.7))
-    monkeypatch.setattr("pipectl.cli.commands.plan.compiling_s", lambda: next(spent))
+    monkeypatch.setattr("pipectl.jobs.plan_search.compiling_s", lambda: next(spent))
     first, second = (" ".join(cli("plan", "job.yaml").out.split()) for _ in range(2))
     assert "12.5 s of it to compile the planner" in first
     assert "to compile" not in second

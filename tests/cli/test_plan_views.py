@@ -9,7 +9,6 @@ from io import StringIO
 import pytest
 from rich.console import Console, RenderableType
 
-from pipectl.cli.commands.plan import PlanInputs, StepAnswer
 from pipectl.cli.views.plan import (
     choose_stages,
     explanation_lines,
@@ -23,6 +22,8 @@ from pipectl.cli.views.plan import (
     verdict,
 )
 from pipectl.cluster import assumed_cluster
+from pipectl.jobs.plan_search import StepAnswer
+from pipectl.jobs.planning import PlanInputs
 from pipectl.plan import Blocks, Plan, Prediction, Replication, Search, StageCost
 from pipectl.planner import PlanRequest
 from pipectl.planner.explain.busiest_link import LinkLoad

@@ -11,8 +11,9 @@ import pytest
 from rich.console import Console
 
 from pipectl.cli.app import signals_interrupt
-from pipectl.cli.commands.plan import PlanSearch
+from pipectl.cli.commands.plan import interruptible
 from pipectl.cli.progress import Lines, progress_bar
+from pipectl.jobs.plan_search import PlanSearch
 
 
 def test_a_line_every_ten_seconds_with_the_time_left(capfd: pytest.CaptureFixture[str]) -> None:
@@ -67,7 +68,7 @@ def test_a_terminal_shows_what_goes_on_before_anything_is_counted(
         report(0, 0, "loading torch")
         terminal.print("shown")
         report(1, 2, "x" * 200)
-    with PlanSearch().interruptible() as tell:
+    with interruptible(PlanSearch()) as tell:
         terminal.print("shown")
         tell("planning for 4 nodes")
     lines = re.split(r"[\r\n]|\x1b\[[0-9;?]*[A-Za-z]", screen.getvalue())
@@ -89,7 +90,7 @@ def test_the_first_interrupt_ends_the_search_and_the_second_aborts(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     search, before = PlanSearch(), signal.getsignal(signal.SIGINT)
-    with search.interruptible():
+    with interruptible(search):
         assert not search.expired()
         signal.raise_signal(signal.SIGINT)
         assert search.expired()
@@ -102,33 +103,6 @@ def test_the_first_interrupt_ends_the_search_and_the_second_aborts(
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGHUP])
 def test_whoever_ends_the_search_otherwise_gets_the_best_so_far_too(how: signal.Signals) -> None:
     search = PlanSearch()
-    with signals_interrupt(), search.interruptible():
+    with signals_interrupt(), interruptible(search):
         signal.raise_signal(how)
         assert search.expired()
-
-
-def test_the_budget_is_of_each_plan_and_without_one_there_is_no_end() -> None:
-    now = [0.0]
-    search, endless = (
-        PlanSearch(budget_s=budget_s, clock=lambda: now[0]) for budget_s in (10, None)
-    )
-    now[0] = 9.9
-    assert not search.expired()
-    search.restart()
-    now[0] = 19.5
-    assert not search.expired()
-    now[0] = 20.0
-    assert search.expired()
-    search.restart()
-    assert not search.expired()
-    assert search.cut_short
-    assert not endless.expired()
-    assert not endless.cut_short
-
-
-def test_an_interrupt_holds_for_all_plans() -> None:
-    search = PlanSearch(clock=lambda: 0.0)
-    search.interrupted = True
-    assert not search.cut_short, "no planner was told"
-    search.restart()
-    assert search.expired()

@@ -21,6 +21,7 @@ from pipectl.spec.document import Place, parse_scalar, path_text
 
 
 def command(
+    context: typer.Context,
     job: Path | None = typer.Argument(None, metavar="JOB.yaml", help="The job spec."),
     overrides: list[str] | None = opt.OVERRIDES,
     show_origins: bool = opt.flag("Show every key's value and where it comes from.", "--origins"),
@@ -31,8 +32,8 @@ def command(
     as_json: bool = opt.JSON,
 ) -> None:
     if schema:
-        about_jobs = {"JOB.yaml": job, "--set": overrides, "--origins": show_origins}
-        opt.refuse(about_jobs, "cannot be used with --schema, which is that of all jobs")
+        why = "cannot be used with --schema, which is that of all jobs"
+        opt.refuse(context, "JOB.yaml --set --origins", why)
         if output_file is None:
             say_json(json_schema())
             return
@@ -40,7 +41,7 @@ def command(
         write_json(output_file, json_schema())
         say(f"schema: {output_file}")
         return
-    opt.refuse({"-o": output_file}, "needs --schema")
+    opt.refuse(context, "-o", "needs --schema")
     if job is None:
         raise UsageError("nothing to check", cure="name a job: pipectl check JOB.yaml")
     if as_json and not show_origins:

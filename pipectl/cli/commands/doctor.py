@@ -26,7 +26,6 @@ from pipectl.cli.console import output, plain, say_json
 from pipectl.errors import PipectlError, SchedulerError
 from pipectl.jobs.job_files import memory_of_this_machine
 from pipectl.jobs.profiles import request_of_two
-from pipectl.runs import runs_directory
 from pipectl.spec import load
 from pipectl.spec.models import Launch
 from pipectl.units import format_bytes, format_time
@@ -65,6 +64,7 @@ class Finding(NamedTuple):
 
 
 def command(
+    context: typer.Context,
     job: Path | None = typer.Argument(
         None, metavar="[JOB.yaml]", help="Job whose launch settings are tested."
     ),
@@ -74,11 +74,10 @@ def command(
 ) -> None:
     launch = None
     if job is None:
-        opt.refuse({"--set": overrides}, "needs a JOB.yaml")
+        opt.refuse(context, "--set", "needs a JOB.yaml")
     else:
-        elsewhere = {"--directory": directory != runs_directory()}
         why = "cannot be used with a job, which has its own"
-        opt.refuse(elsewhere, why, cure="--set output.directory=DIRECTORY")
+        opt.refuse(context, "--directory", why, cure="--set output.directory=DIRECTORY")
         spec = load(job, overrides or ())
         launch, directory = spec.launch, Path(spec.output.directory)
     findings = []

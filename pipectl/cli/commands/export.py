@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+import typer
+
 from pipectl.cli import options as opt
 from pipectl.cli.console import say, say_json, short_path
 from pipectl.errors import UsageError
@@ -17,6 +19,7 @@ Format = Literal["safetensors", "hf", "dcp"]
 
 
 def command(
+    context: typer.Context,
     name: str = opt.LAST_RUN,
     output: Path | None = opt.value(
         "PATH", "What to write; by default model.safetensors, or model.", "--output", "-o"
@@ -48,7 +51,7 @@ def command(
 
     kind = file_format or ("hf" if like or shard_size else "safetensors")
     if kind != "hf":
-        opt.refuse({"--shard-size": shard_size}, f"has no meaning with --format {kind}")
+        opt.refuse(context, "--shard-size", f"has no meaning with --format {kind}")
     path = output or Path(FILE if kind == "safetensors" else "model")
     checkpoint = _find_checkpoint(find_run(directory, name), step)
     is_empty = kind != "safetensors" and path.is_dir() and not any(path.iterdir())

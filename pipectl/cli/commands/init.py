@@ -56,6 +56,7 @@ _QUESTIONS: dict[str, tuple[str, Callable[[str], Any], Callable[[Any], str]]] = 
 
 
 def command(
+    context: typer.Context,
     directory: Path = typer.Argument(Path(), help="Directory to write it to."),
     model: str | None = opt.value(_REFERENCE, "Your model, instead of a small example."),
     data: str | None = opt.value(_REFERENCE, "Your data; by default FILE:training_data."),
@@ -83,30 +84,30 @@ def command(
     force: bool = opt.flag("Replace files that exist.", "--force"),
 ) -> None:
     if recipe is not None:
-        others = {
-            "--model": model, "--data": data, "--loss": loss != LOSS, "--name": name != STARTER,
-            "--scheduler": scheduler, "--partition": partition, "--account": account,
-            "--nodes": nodes, "--tasks-per-node": tasks_per_node, "--cpus-per-task": cpus_per_task,
-            "--gpus-per-node": gpus_per_node, "--memory": memory, "--walltime": walltime,
-        }  # fmt: skip
-        opt.refuse(others, "has no effect with --recipe", cure="change the job file afterwards")
+        others = (
+            "--model --data --loss --name --scheduler --partition --account --nodes "
+            "--tasks-per-node --cpus-per-task --gpus-per-node --memory --walltime"
+        )
+        opt.refuse(
+            context, others, "has no effect with --recipe", cure="change the job file afterwards"
+        )
         _copy_recipe(recipe, directory, force=force)
         return
     if not is_name(name):
         raise UsageError(
             f"--name: {name!r} cannot name a job", cure="use letters, digits, '.', '_' and '-'"
         )
-    code = _read_code(model, loss, data, directory)
+    if model is None:
+        opt.refuse(context, "--data --loss", "needs --model")
+    code = model and _read_code(model, loss, data, directory)
     job, schema, example = (directory / n for n in ("job.yaml", _SCHEMA, "model.py"))
-    targets = [job, schema, *([example] if code is None else [])]
+    targets = [job, schema, *([] if code else [example])]
     _check_new(targets, force=force)
     installed = find_scheduler()
     where = scheduler or installed
     if where == LOCAL:
-        sites = {"--partition": partition, "--account": account}
-        opt.refuse(
-            sites, "the job runs on this machine", cure="add --scheduler slurm or --scheduler pbs"
-        )
+        why, cure = "the job runs on this machine", "add --scheduler slurm or --scheduler pbs"
+        opt.refuse(context, "--partition --account", why, cure=cure)
     ask = is_terminal() and not yes and where != LOCAL
     queue = _find_queue(where, partition, ask=ask)
     options = {
@@ -122,7 +123,7 @@ def command(
     site = {_QUEUE_KEYS.get(where): queue.name, "account": account}
     text = _render_job(
         name=name,
-        code=code,
+        code=code or None,
         resources=resources,
         scheduler=where,
         named=where != installed,
@@ -135,7 +136,7 @@ def command(
         make_directory_of(target)
     write_text(job, text)
     write_json(schema, json_schema())
-    if code is None:
+    if not code:
         write_text(example, _starter_file("model.py.txt"))
     for target in targets:
         say(f"written: {target}")
@@ -188,17 +189,12 @@ def _copy_recipe(name: str, directory: Path, *, force: bool) -> None:
     say(f"next: pipectl check {directory / f'{name}.yaml'}")
 
 
-def _read_code(
-    model: str | None, loss: str, data: str | None, directory: Path
-) -> dict[str, object] | None:
-    """The user's code as seen from the job's directory, by key of the job; None for the example.
+def _read_code(model: str, loss: str, data: str | None, directory: Path) -> dict[str, object]:
+    """The user's code as seen from the job's directory, by key of the job.
 
     By default the training data are beside the model, and the data to evaluate on beside those;
     whether there are any is told, too.
     """
-    if model is None:
-        opt.refuse({"--data": data, "--loss": loss != LOSS}, "needs --model")
-        return None
     data = data or f"{model.rpartition(':')[0]}:training_data"
     named = {"model": model, "data": data}
     if loss != LOSS_OF_MODEL:

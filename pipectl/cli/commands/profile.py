@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import typer
 from rich.console import Group, RenderableType
 
 from pipectl.batch import LOCAL, allocation
@@ -43,6 +44,7 @@ _LINKS_WALLTIME_S = 900
 
 
 def command(
+    context: typer.Context,
     job: Path = opt.JOB_FILE,
     output_file: Path | None = opt.value(
         "FILE",
@@ -65,7 +67,7 @@ def command(
         raise UsageError("--wait: needs --submit")
     if links:
         cure = "leave --again out: links are always measured again"
-        opt.refuse({"--again": again}, "is not used with --links", cure=cure)
+        opt.refuse(context, "--again", "is not used with --links", cure=cure)
     spec = load(job, overrides or ())
     warn(warning_of_code(spec, job))
     where = choose_scheduler(spec, scheduler)

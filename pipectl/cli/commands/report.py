@@ -20,10 +20,18 @@ from pipectl.jobs.state import get_status
 from pipectl.profile import Profile
 from pipectl.report import render_page
 from pipectl.report.charts import steps_svg
-from pipectl.report.comparison import SPENT, Both, Comparison, Part, Spent, explain
+from pipectl.report.comparison import (
+    SPENT,
+    Both,
+    Comparison,
+    Part,
+    RecordedStep,
+    Spent,
+    explain,
+    load_step,
+)
 from pipectl.report.gantt import gantt_svg
 from pipectl.report.perfetto import chrome_trace
-from pipectl.report.recorded import RecordedStep, load_step
 from pipectl.runs import RunDirectory, find_run, read_metrics
 from pipectl.timeline import Timeline
 from pipectl.units import format_bytes, format_time

@@ -35,6 +35,7 @@ from pipectl.spec import JobSpec, Point, SpecFile
 
 
 def command(
+    context: typer.Context,
     job: Path = opt.JOB_FILE,
     dry_run: bool = opt.flag("Print the job script; do not submit.", "--dry-run"),
     test_only: bool = opt.flag(
@@ -69,34 +70,32 @@ def command(
         raise UsageError("--dry-run and --test-only: choose one")
     if dry_run or test_only:
         only, cure = "--dry-run and --test-only", "leave it out"
-        opt.refuse({"--json": as_json}, f"{only} print text", cure=cure)
-        opt.refuse({"--wait": wait, "--after": after}, f"{only} submit nothing", cure=cure)
+        opt.refuse(context, "--json", f"{only} print text", cure=cure)
+        opt.refuse(context, "--wait --after", f"{only} submit nothing", cure=cure)
     gpus = re.fullmatch(r"gpu(?::([0-9]+))?", gres or "")
-    options: dict[str, dict[str, str | int | None]] = {  # with the keys that each sets
-        "--nodes": {"resources.nodes": nodes},
-        "--time": {"resources.walltime": None if walltime is None else f"{walltime}s"},
-        "--gres": {"slurm.options.gres": gres},
-        "--partition": {"slurm.partition": partition},
-        "--queue": {"pbs.queue": queue},
-        "--account": {"slurm.account": account, "pbs.account": account},
+    values = {
+        "resources.nodes": nodes,
+        "resources.walltime": walltime and f"{walltime}s",
+        "resources.gpus_per_node": int(gpus[1] or 1) if gpus else None,
+        "slurm.options.gres": None if gpus else gres,
+        "slurm.partition": partition,
+        "slurm.account": account,
+        "pbs.queue": queue,
+        "pbs.account": account,
     }
-    if gpus:
-        options["--gres"] = {"resources.gpus_per_node": int(gpus[1] or 1)}
     settings = [
         f"{key}={json.dumps(value, ensure_ascii=False)}"
-        for keys in options.values()
-        for key, value in keys.items()
+        for key, value in values.items()
         if value is not None
     ]
     file = SpecFile.read(job, [*settings, *(overrides or ())])  # --set has precedence
     spec = file.spec(check_names=True)
-    points = file.points(spec)
-    batch_system = choose_scheduler(spec, scheduler)  # for the refusals below
-    for name, keys in options.items():
-        sections = {key.partition(".")[0] for key in keys}
-        if not sections & {"resources", batch_system}:
-            why = f"is not used with {batch_system}"
-            opt.refuse({name: next(iter(keys.values()))}, why, cure="leave it out")
+    points, batch_system = file.points(spec), choose_scheduler(spec, scheduler)
+    unused = {"slurm": "--queue", "pbs": "--partition", LOCAL: "--partition --queue --account"}
+    others = unused[batch_system]
+    if not gpus and batch_system != "slurm":
+        others += " --gres"
+    opt.refuse(context, others, f"is not used with {batch_system}", cure="leave it out")
     warn(warning_of_code(spec, job))
     if dry_run or test_only:
         _show_script(spec, points, scheduler, test_only=test_only)

@@ -8,16 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import typer
 from rich.console import Group
 
 from pipectl.cli import options as opt
 from pipectl.cli.commands import plan as plan_command
-from pipectl.cli.commands.plan import PlanInputs, PlanSearch
 from pipectl.cli.console import output, say, say_json, table, warn
 from pipectl.cli.views.plan import assumption_lines
 from pipectl.errors import InfeasibleError, PipectlError, UsageError
+from pipectl.jobs.plan_search import PlanSearch
+from pipectl.jobs.planning import PlanInputs, gather
 from pipectl.plan import Replication
-from pipectl.planner import PlanRequest
 from pipectl.planner.balance.balance import balance
 from pipectl.planner.balance.load_model import BalanceRequest
 from pipectl.planner.baselines import NAMES, OWN
@@ -58,6 +59,7 @@ def _bandwidth(text: str) -> float:
 
 
 def command(
+    context: typer.Context,
     job: Path | None = plan_command.JOB_FILE,
     objective: Literal["step-time", "max-stage-load"] = opt.flag(
         "What makes a plan good.", default="step-time"
@@ -93,25 +95,22 @@ def command(
     overrides: list[str] | None = opt.OVERRIDES,
 ) -> None:
     if job is None:
-        opt.refuse({"--scheduler": scheduler}, "needs a JOB.yaml")
+        opt.refuse(context, "--scheduler", "needs a JOB.yaml")
     if objective == "max-stage-load":
-        of_steps = {"--nodes": nodes, "--explain": explain, "-o": output_file, "--svg": svg}
-        of_steps |= {"--planner": planner != OWN, "--allow": allow}
-        opt.refuse(of_steps, f"is not used with --objective {objective}")
+        of_steps = "--nodes --explain -o --svg --planner --allow"
+        opt.refuse(context, of_steps, f"is not used with --objective {objective}")
     if planner != OWN:
-        opt.refuse({"--allow": allow}, f"{planner} chooses by its own rules")
+        opt.refuse(context, "--allow", f"{planner} chooses by its own rules")
     changes = list(overrides or ())
     if memory_limit is not None:
         changes.append(f"pipeline.memory_limit={memory_limit}")
-    of_one_plan = {"--devices": devices, "-o": output_file, "--svg": svg, "--explain": explain}
-    counts = plan_command.node_counts(nodes, of_one_plan)
-    inputs = plan_command.gather(
+    counts = plan_command.read_node_counts(context, nodes)
+    inputs = gather(
         job, profile_file, changes, scheduler=scheduler, cluster=cluster, devices=devices,
         nodes=counts, new_micro_batches=True,
     )  # fmt: skip
-    _check_planner(planner, inputs.request)
-    techniques = [name.strip() for text in allow or () for name in text.split(",")]
-    inputs = with_links(allow_techniques(inputs, techniques), bandwidth, communication_scale)
+    names = [name.strip() for text in allow or () for name in text.split(",")]
+    inputs = _change(inputs, planner, names, bandwidth, communication_scale)
     search = PlanSearch(planner, budget)
     if objective == "max-stage-load":
         _show_balance(inputs, search, bandwidth, communication_scale, as_json=as_json)
@@ -122,7 +121,19 @@ def command(
     )  # fmt: skip
 
 
-def _check_planner(planner: str, request: PlanRequest) -> None:
+def _change(
+    inputs: PlanInputs,
+    planner: str,
+    techniques: Sequence[str],
+    bandwidth: float | None,
+    communication_scale: float | None,
+) -> PlanInputs:
+    """The inputs with techniques that the job has not asked for, and with other links.
+
+    Raises:
+        UsageError: there is no such planner or technique, or the planner ignores the schedule.
+    """
+    request, machines = inputs.request, inputs.cluster
     if planner not in NAMES:
         raise UsageError(
             f"--planner: there is no planner {planner!r}{did_you_mean(planner, NAMES)}",
@@ -133,44 +144,22 @@ def _check_planner(planner: str, request: PlanRequest) -> None:
             f"--planner {planner}: chooses a schedule, but the job has {request.listed.name}",
             cure="leave --planner out, or set pipeline.schedule: auto",
         )
-
-
-def allow_techniques(inputs: PlanInputs, names: Sequence[str]) -> PlanInputs:
-    """The inputs with techniques that the planner may choose although the job has not asked.
-
-    Raises:
-        UsageError: there is no technique of a name.
-    """
-    request = inputs.request
-    for name in names:
+    for name in techniques:
         if name not in _TECHNIQUES:
             raise UsageError(
                 f"--allow: there is no technique {name!r}{did_you_mean(name, list(_TECHNIQUES))}",
                 cure=f"any of: {', '.join(_TECHNIQUES)}",
             )
         request = replace(request, **_TECHNIQUES[name])
-    if {"replicas", "split"} <= set(names):
+    if {"replicas", "split"} <= set(techniques):
         request = replace(request, replication=None)
-    return replace(inputs, request=request)
-
-
-def with_links(
-    inputs: PlanInputs, bandwidth_bytes_per_s: float | None, scale: float | None
-) -> PlanInputs:
-    """The inputs with other links, for a plan that is not the job's.
-
-    Args:
-        bandwidth_bytes_per_s: of every link.
-        scale: how many times as long every message takes.
-    """
-    cluster = inputs.cluster
-    if bandwidth_bytes_per_s is not None:
-        cluster = with_bandwidth(cluster, bandwidth_bytes_per_s)
-    if scale is not None:
-        cluster = with_slower_links(cluster, scale)
-    if cluster is inputs.cluster:
-        return inputs
-    return replace(inputs, request=replace(inputs.request, key=None), cluster=cluster)
+    if bandwidth is not None:
+        machines = with_bandwidth(machines, bandwidth)
+    if communication_scale is not None:
+        machines = with_slower_links(machines, communication_scale)
+    if machines is not inputs.cluster:  # a plan for these is not the job's
+        request = replace(request, key=None)
+    return replace(inputs, request=request, cluster=machines)
 
 
 def _show_balance(
@@ -195,7 +184,7 @@ def _show_balance(
         bandwidth_bytes_per_s=cluster.widest_link.bandwidth_bytes_per_s if links_count else None,
         communication_scale=communication_scale or 1.0,
     )
-    with search.interruptible():
+    with plan_command.interruptible(search):
         search.restart()
         result = balance(profile, request, search.expired)
         planning_s = search.elapsed_s
@@ -214,15 +203,10 @@ def _show_balance(
     plan = plan_of_stages(folded(profile, nodes), machines, inputs.request, nodes)
     if as_json:
         stages = [
-            {
-                "nodes": list(stage.nodes),
-                "replicas": 1,
-                "devices": [index],
-                "device": "acc",
-                "load_s": stage.load_s,
-            }
+            {"nodes": list(stage.nodes), "replicas": 1, "devices": [index], "device": "acc",
+             "load_s": stage.load_s}
             for index, stage in enumerate(result.stages)
-        ]
+        ]  # fmt: skip
         say_json(
             {
                 "objective": "max-stage-load",

@@ -7,6 +7,8 @@ from itertools import pairwise
 from math import isclose
 from pathlib import Path
 
+import typer
+
 from pipectl.cli import options as opt
 from pipectl.cli.console import output, plain, say, say_json
 from pipectl.cli.views.plan import assumption_lines, gantt_lines
@@ -31,6 +33,7 @@ _read_time = opt.reader(opt.parse_number, zero=True)
 
 
 def command(
+    context: typer.Context,
     schedule: str | None = opt.value("NAME|F.csv", "Schedule: built in, a file, or of a package."),
     plan: Path | None = opt.value("FILE", "Plan to simulate instead: plan.json."),
     cluster: Path | None = opt.value("FILE", "Machines of the plan: cluster.json."),
@@ -55,8 +58,9 @@ def command(
     }  # fmt: skip
     shape = {name: value for name, value in shape.items() if value is not None}
     if plan is not None:
-        options = {f"--{name.removesuffix('_s').replace('_', '-')}": shape[name] for name in shape}
-        opt.refuse(options, "a plan has its own", cure="leave it out, or name a --schedule alone")
+        own = "--stages --micro-batches --ranks --forward --backward --latency"
+        cure = "leave it out, or name a --schedule alone"
+        opt.refuse(context, own, "a plan has its own", cure=cure)
         machines = None if cluster is None else Cluster.load(cluster)
         subject, machines = of_plan(Plan.load(plan), machines, schedule)
     elif schedule is None:
@@ -64,7 +68,7 @@ def command(
             "nothing to simulate", cure="give --schedule NAME, --schedule FILE.csv or --plan FILE"
         )
     else:
-        opt.refuse({"--cluster": cluster}, "needs --plan")
+        opt.refuse(context, "--cluster", "needs --plan")
         subject, machines = plan_equal_stages(schedule, **shape)  # type: ignore[arg-type]
     step = simulate(subject, machines)
     in_flight = stage_peaks_in_flight(subject)

@@ -49,7 +49,7 @@ def print_run(status: RunStatus, *, as_json: bool = False) -> None:
         return
     difference = None
     if status.prediction_ratio:  # the simulator is imported only if there is something to compare
-        from pipectl.report.recorded import divide_last_step
+        from pipectl.report.comparison import divide_last_step
 
         difference = divide_last_step(status.run)
     console = output()

@@ -5,12 +5,11 @@ from itertools import pairwise
 
 import pytest
 
-from pipectl.cli.commands.plan import gather
 from pipectl.cluster import assumed_cluster
 from pipectl.errors import UsageError
+from pipectl.jobs.planning import corrected_profile, gather
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.profile import Operator, OptimizerCost, Profile
-from pipectl.report.recorded import corrected_profile
 from pipectl.runs import RunDirectory
 from pipectl.simulate import simulate
 
