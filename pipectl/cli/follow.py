@@ -1,24 +1,131 @@
-"""Following a run to its end, with a bar or with a line per change."""
+"""Showing work while it goes on, and following a run to its end: bars, or lines now and then."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from time import monotonic
+from typing import TYPE_CHECKING
 
 import typer
+from rich import progress as bars
 
 from pipectl.batch import JobState
-from pipectl.cli.console import errors, note
-from pipectl.cli.progress import progress_bar
+from pipectl.cli.app import INTERRUPTED
+from pipectl.cli.console import errors, note, plain
 from pipectl.cli.views.run import print_run
 from pipectl.errors import UnknownRunError
 from pipectl.jobs.state import Poller, RunStatus
 from pipectl.runs import PROFILING, RunDirectory, as_typed
 from pipectl.runs.readers import Measured
+from pipectl.units import format_time
 
+if TYPE_CHECKING:
+    from pipectl.profiler.progress import Progress
+
+LINE_S = 10.0
+"""Seconds of work after which there is a first line."""
+_MAX_TEXT, _FIGURES = 48, 38
+"""Columns of the text at most, and of what stands beside it."""
 POLL_S = 0.5
 _MAX_UNKNOWN_S = 300.0
 """How long to follow a job of which nobody knows the state."""
+
+
+@contextmanager
+def progress_bar(work: str = "") -> Iterator[Progress]:
+    """A function ``report(done, total, what)`` that moves the bar, which moves from the start.
+
+    Args:
+        work: what goes on, if ``done`` and ``total`` are shares of expected work, not steps: shown
+            in percent, and in lines without a terminal.
+    """
+    console = errors()
+    if not console.is_terminal:
+        lines, over = Lines(work), threading.Event()
+
+        def look() -> None:
+            while not over.wait(1.0):
+                lines.tick()
+
+        thread = threading.Thread(target=look, daemon=True)
+        if work:
+            thread.start()
+        try:
+            yield lines.report
+        finally:
+            over.set()
+            if work:
+                thread.join()
+        return
+    figure = bars.TaskProgressColumn() if work else bars.MofNCompleteColumn()
+    room = max(1, min(_MAX_TEXT, console.width - _FIGURES))
+    bar = (bars.TextColumn("{task.description}", markup=False), bars.BarColumn(12))
+    waiting = (*bar, bars.TimeElapsedColumn())
+    counting = (*bar, figure, bars.TimeRemainingColumn(), bars.TextColumn("left"))
+    with bars.Progress(*waiting, console=console, transient=True) as progress:
+        task = progress.add_task(work or "starting", total=None)
+
+        def report(done: int, total: int, what: str) -> None:
+            text = plain(what).plain.replace("\n", " ")
+            text = f"{work} {text}" if work and total else text
+            text = text if len(text) <= room else f"{text[: room - 1]}…"
+            progress.columns = counting if total else waiting
+            progress.update(
+                task,
+                completed=done,
+                total=total or None,
+                description=f"{text:{room}}",
+                refresh=not total,
+            )
+
+        yield report
+
+
+class Lines:
+    """A line after 10, 20, 40, ... seconds of each phase; nothing about what is over soon."""
+
+    def __init__(self, work: str) -> None:
+        self._work, self._phase = work, ""
+        self._began_s = self._pause_s = 0.0
+        self._first = self._done = self._total = 0
+
+    def report(self, done: int, total: int, what: str) -> None:
+        """Note how far it is. All that is counted is one phase."""
+        phase = self._work if total else what
+        if phase != self._phase:
+            self._phase, self._began_s, self._pause_s = phase, monotonic(), LINE_S
+            self._first = done
+        self._done, self._total = done, total
+
+    def tick(self) -> None:
+        """Print a line if it is time, with the time left at the pace so far."""
+        passed_s, done, total = monotonic() - self._began_s, self._done, self._total
+        if not self._phase or passed_s < self._pause_s:
+            return
+        self._pause_s *= 2
+        text = format_time(passed_s)
+        if total:
+            text = f"{done / total:.0%}"
+            if self._first < done < total:
+                left_s = passed_s / (done - self._first) * (total - done)
+                text += f", about {format_time(max(1.0, left_s))} left"
+        note(f"{self._phase}: {text}")
+
+
+@contextmanager
+def profiling_progress() -> Iterator[Progress]:
+    """The bar of a profile being measured; an interrupt prints what is kept, and exits with 130."""
+    try:
+        with progress_bar("profiling") as report:
+            yield report
+    except KeyboardInterrupt as stop:
+        count = getattr(stop, "kept", 0)
+        kept = f"; {count} measurements are kept: the same command continues from there"
+        note(f"interrupted{kept if count else ' before anything was measured'}", style="")
+        raise typer.Exit(INTERRUPTED) from stop
 
 
 def follow_or_exit(run: RunDirectory, *, as_json: bool) -> RunStatus:
@@ -83,9 +190,9 @@ def _line(status: RunStatus) -> str:
     state, now = status.job.state, status.measured
     if not state.alive or not status.phase:
         return state.value
-    if status.record is not None and status.record.kind == PROFILING:
-        return f"{state.value}: {status.phase}{f' {now.step}%' if now.step else ''}"
     progress = f", step {now.step} of {status.steps}{_loss(now)}" if now.step else ""
+    if status.record is not None and status.record.kind == PROFILING:
+        progress = f" {now.step}%" if now.step else ""
     return f"{state.value}: {status.phase}{progress}"
 
 

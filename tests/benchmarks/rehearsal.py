@@ -21,12 +21,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from in_turns import cluster_of, gpt, peak_of, profiled, ratio, spread, train_in_turns
 from planner_scale import cluster_of as accelerators
 from planner_scale import gpt_profile
 
-from pipectl.cli.lab.rehearse import WORKER, RehearsalResult, result_of
+from pipectl.cli.lab.rehearse import WORKER, result_of
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.errors import InfeasibleError
 from pipectl.graph import TransferKind
@@ -83,7 +84,7 @@ def free_links(ranks: int) -> Cluster:
     return Cluster("free", "given", (Node("n", ranks, ranks, Device("cpu")),), link, link)
 
 
-def rehearsed(plan: Plan, cluster: Cluster, folder: Path) -> RehearsalResult:
+def rehearsed(plan: Plan, cluster: Cluster, folder: Path) -> dict[str, Any]:
     """A rehearsal on this machine, as ``pipectl lab rehearse`` runs it."""
     run = RunDirectory.create(folder, "rehearsal", 0.0)
     plan.save(run.plan)
@@ -96,9 +97,9 @@ def rehearsed(plan: Plan, cluster: Cluster, folder: Path) -> RehearsalResult:
 
 def rehearsed_in_turns(
     plans: Sequence[Plan], cluster: Cluster, rounds: int
-) -> dict[str, list[RehearsalResult]]:
+) -> dict[str, list[dict[str, Any]]]:
     """Rehearsals of every plan by its name, round after round."""
-    found: dict[str, list[RehearsalResult]] = {}
+    found: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(rounds):
             for plan in plans:
@@ -111,7 +112,7 @@ def zero_bubble(rounds: int) -> None:
     cluster = free_links(RANKS)
     ideal_s = [simulate(plan, cluster).step_time_s for plan in plans]
     found = rehearsed_in_turns(plans, cluster, rounds)
-    steps_s = [[item.step_s for item in found[plan.name]] for plan in plans]
+    steps_s = [[item["rehearsed_step_time_s"] for item in found[plan.name]] for plan in plans]
     print(f"\n### Zero-bubble: {RANKS} ranks, {MICRO_BATCHES} micro-batches, F = I = W, {rounds} "
           f"rounds\n")  # fmt: skip
     print("| schedule | predicted step s | rehearsed step s | predicted gain | rehearsed gain "
@@ -119,7 +120,7 @@ def zero_bubble(rounds: int) -> None:
     print("|---|---|---|---|---|---|---|---|")
     for plan, ideal, times in zip(plans, ideal_s, steps_s, strict=True):
         gain, real = ideal_s[0] / ideal - 1, ratio(steps_s[0], times) - 1
-        late_s = max(item.late_s for item in found[plan.name])
+        late_s = max(item["late_s"] for item in found[plan.name])
         gains = f"{gain:.1%} | {real:.1%} | {_share(real, gain)}" if gain else "| |"
         published = PUBLISHED_ZERO_BUBBLE if gain else ""
         print(f"| {plan.schedule} | {ideal:.3f} | {spread(times)} | {gains} | {late_s:.3f} "
@@ -222,7 +223,9 @@ def dapple_rehearsed(rounds: int) -> None:
     plans = at_equal_memory(profile, cluster, request, first_plan(profile, cluster, request))
     named = [replace(plan, name=name) for name, plan in plans.items()]
     found = rehearsed_in_turns(named, cluster, rounds)
-    seconds = {name: [item.step_s for item in items] for name, items in found.items()}
+    seconds = {
+        name: [item["rehearsed_step_time_s"] for item in items] for name, items in found.items()
+    }
     print(f"\n### 1F1B and GPipe at equal memory, rehearsed: {RANKS} ranks, {rounds} rounds\n")
     show_dapple(plans, seconds, {}, "rehearsed")
 

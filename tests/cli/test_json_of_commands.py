@@ -18,7 +18,7 @@ from typer.main import get_command
 
 from pipectl.cli import app
 from pipectl.cli.commands.doctor import Finding
-from pipectl.cli.lab.verify import Verification
+from pipectl.cli.lab.verify import Reference, describe
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.jobs.planning import write_plan
 from pipectl.plan import Plan
@@ -203,7 +203,7 @@ def test_export(shown: Shown, finished: Path) -> None:
 def test_verify(shown: Shown, job: Path, pipeline: Callable[..., Plan], monkeypatch: Patch) -> None:
     """What tests with real ranks verify is in test_verify_command.py."""
     equal: Any = SimpleNamespace(equal=True, largest=0.0, first=None, losses=[(1.0, 1.0)])
-    found = Verification(pipeline(2, 4), False, "a reference", (), 0.0, equal)
+    found = describe(pipeline(2, 4), equal, Reference("one rank"), (), 0.0)
     monkeypatch.setattr("pipectl.cli.lab.verify.verify", lambda *_, **__: found)
     shown("lab verify JOB", "lab", "verify", "job.yaml")
 

@@ -12,50 +12,40 @@ from rich.console import Console
 
 from pipectl.cli.app import signals_interrupt
 from pipectl.cli.commands.plan import interruptible
-from pipectl.cli.progress import Lines, progress_bar
+from pipectl.cli.follow import Lines, progress_bar
 from pipectl.jobs.plan_search import PlanSearch
 
 
-def test_a_line_every_ten_seconds_with_the_time_left(capfd: pytest.CaptureFixture[str]) -> None:
-    now = 0.0
-    lines = Lines("profiling", lambda: now)
-    for second, done in [(0, 50), (5, 60), (11, 72), (15, 80), (22, 94), (40, 100)]:
-        now = float(second)
-        lines.report(done, 100, "op")
-    assert capfd.readouterr().err.splitlines() == [
-        "profiling: 72%, about 14.0 s left",
-        "profiling: 94%, about 3.00 s left",
-    ]
-
-
-def test_work_that_does_not_move_has_no_end(capfd: pytest.CaptureFixture[str]) -> None:
-    now = 0.0
-    lines = Lines("profiling", lambda: now)
-    lines.report(0, 0, "op")
-    lines.report(5, 100, "op")
-    now = 20.0
-    lines.report(0, 100, "op")
-    assert capfd.readouterr().err.splitlines() == ["profiling: 0%"]
-
-
-def test_what_has_no_figures_is_told_less_and_less_often(
+@pytest.mark.parametrize(
+    ("reports", "said"),
+    [
+        pytest.param(
+            {0: (50, 100, "a"), 9: (60, 100, "b"), 15: (80, 100, "c"), 45: (100, 100, "d")},
+            ["profiling: 60%, about 40.0 s left", "profiling: 80%, about 13.3 s left",
+             "profiling: 80%, about 26.7 s left"], id="counted"),
+        pytest.param({0: (5, 100, "op")}, ["profiling: 5%"] * 3, id="does not move"),
+        pytest.param(
+            {0: (0, 0, "capturing"), 30: (0, 0, "planning"), 35: (1, 10, "op")},
+            ["capturing: 10.0 s", "capturing: 20.0 s", "profiling: 10%"], id="not counted"),
+        pytest.param({0: (0, 0, "planning"), 9: (0, 0, "explaining")}, ["explaining: 10.0 s",
+                     "explaining: 20.0 s"], id="the next phase"),
+    ],
+)  # fmt: skip
+def test_a_line_after_ten_twenty_and_forty_seconds_of_a_phase(
     capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    reports: dict[int, tuple[int, int, str]],
+    said: list[str],
 ) -> None:
     now = 0.0
-    lines = Lines("profiling", lambda: now)
-    lines.report(0, 0, "capturing the model")
-    for second in range(50):
+    monkeypatch.setattr("pipectl.cli.follow.monotonic", lambda: now)
+    lines = Lines("profiling")
+    for second in range(48):
         now = float(second)
-        lines.report(0, 0, "capturing the model")
+        if second in reports:
+            lines.report(*reports[second])
         lines.tick()
-    lines.report(1, 10, "op")
-    now = 1000.0
-    lines.tick()
-    assert capfd.readouterr().err.splitlines() == [
-        "capturing the model: 10.0 s",
-        "capturing the model: 20.0 s",
-        "capturing the model: 40.0 s",
-    ]
+    assert capfd.readouterr().err.splitlines() == said
 
 
 def test_a_terminal_shows_what_goes_on_before_anything_is_counted(
@@ -63,7 +53,7 @@ def test_a_terminal_shows_what_goes_on_before_anything_is_counted(
 ) -> None:
     screen = io.StringIO()
     terminal = Console(file=screen, force_terminal=True, width=80)
-    monkeypatch.setattr("pipectl.cli.progress.errors", lambda: terminal)
+    monkeypatch.setattr("pipectl.cli.follow.errors", lambda: terminal)
     with progress_bar("profiling") as report:
         report(0, 0, "loading torch")
         terminal.print("shown")

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from pipectl.batch.process import Completed
 from pipectl.batch.slurm import SlurmScheduler
-from pipectl.cli.lab.simulate import of_plan
+from pipectl.cli.lab.simulate import assume_cluster
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.errors import PipectlError
 from pipectl.jobs.state import get_status
@@ -203,7 +203,8 @@ def of_data(
 
 
 def use_plan(file: Path) -> None:
-    simulate(*of_plan(Plan.load(file)))
+    plan = Plan.load(file)
+    simulate(plan, assume_cluster(plan))
 
 
 def use_cluster(file: Path) -> None:

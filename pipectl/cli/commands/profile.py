@@ -14,8 +14,7 @@ from rich.console import Group, RenderableType
 from pipectl.batch import LOCAL, allocation
 from pipectl.cli import options as opt
 from pipectl.cli.console import note, output, plain, say, say_json, short_path, table, warn
-from pipectl.cli.follow import follow_or_exit
-from pipectl.cli.progress import profiling_progress
+from pipectl.cli.follow import follow_or_exit, profiling_progress
 from pipectl.cli.submission import describe_job, note_origin, print_submission, submission_json
 from pipectl.cluster import Cluster
 from pipectl.errors import UsageError

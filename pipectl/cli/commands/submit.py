@@ -146,8 +146,7 @@ def _submit_and_follow(
         after: names of the runs to wait for.
     """
     # A dry run does not import these.
-    from pipectl.cli.follow import follow_or_exit
-    from pipectl.cli.progress import profiling_progress
+    from pipectl.cli.follow import follow_or_exit, profiling_progress
     from pipectl.cli.views.run import print_run
     from pipectl.jobs.profiles import coupling_warning
     from pipectl.jobs.submit import submit

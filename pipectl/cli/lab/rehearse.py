@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -13,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pipectl.batch import LOCAL
 from pipectl.cli import options as opt
 from pipectl.cli.console import note, say, say_json, short_path, warn
-from pipectl.cli.follow import follow_or_exit
-from pipectl.cli.progress import profiling_progress
+from pipectl.cli.follow import follow_or_exit, profiling_progress
 from pipectl.cli.submission import print_notes, submission_json
 from pipectl.errors import UsageError
 from pipectl.jobs.job_files import profile_path
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
     from pipectl.profiler.progress import Progress
     from pipectl.spec import JobSpec
 
-WORKER = "pipectl.runtime.rehearsal"
+WORKER, RATIO = "pipectl.runtime.rehearsal", "rehearsed_over_predicted"
 _START_S = 300
 """Walltime beyond the steps."""
 _OVERSUBSCRIBE = {
@@ -69,69 +67,43 @@ def command(
     follow_or_exit(run, as_json=as_json)
     result = result_of(run)
     if as_json:
-        say_json({"run": run.name, **result.to_json()})
+        say_json({"run": run.name, **result})
         return
-    for line in _lines(result):
-        say(line)
+    predicted_s, planned_s = result["predicted_step_time_s"], result["planned_step_time_s"]
+    rehearsed, ratio = format_time(result["rehearsed_step_time_s"]), result[RATIO]
+    say(f"predicted: {format_time(predicted_s)} per step")
+    say(f"rehearsed: {rehearsed} per step, {ratio:.3f} times that")
+    if planned_s is not None and abs(planned_s / predicted_s - 1) > _SHARED:
+        say(
+            f"plan: {format_time(planned_s)} per step, with cores and links that ranks share, "
+            "which a rehearsal leaves out"
+        )
+    if (share := result["message_share"]) < 1:
+        say(f"messages: {share:.2g} of their size, their links' time in full")
+    if result["late_s"] > rehearsal.late_s / rehearsal.stretch:
+        say(
+            f"the latest rank was {format_time(result['late_s'])} late (in the plan's time): this "
+            "machine was busy, or has too few cores for so many ranks"
+        )
     say(f"timelines: {short_path(run.trace)}")
 
 
-def _lines(result: RehearsalResult) -> Iterator[str]:
-    rehearsal, predicted = result.rehearsal, result.plan.prediction
-    yield f"predicted: {format_time(rehearsal.predicted_s)} per step"
-    yield f"rehearsed: {format_time(result.step_s)} per step, {result.ratio:.3f} times that"
-    if predicted is not None and abs(predicted.step_time_s / rehearsal.predicted_s - 1) > _SHARED:
-        yield (
-            f"plan: {format_time(predicted.step_time_s)} per step, with cores and links that ranks "
-            "share, which a rehearsal leaves out"
-        )
-    if rehearsal.message_share < 1:
-        yield f"messages: {rehearsal.message_share:.2g} of their size, their links' time in full"
-    if result.late_s > rehearsal.late_s / rehearsal.stretch:
-        yield (
-            f"the latest rank was {format_time(result.late_s)} late (in the plan's time): this "
-            "machine was busy, or has too few cores for so many ranks"
-        )
-
-
-@dataclass(frozen=True)
-class RehearsalResult:
-    """The result of a rehearsal; times are those of the plan, not stretched.
-
-    Args:
-        steps_s: of every step.
-        late_s: the most by which a rank came too late, of the step that was latest.
-    """
-
-    plan: Plan
-    rehearsal: Rehearsal
-    steps_s: tuple[float, ...]
-    late_s: float
-
-    @property
-    def step_s(self) -> float:
-        """Median."""
-        return median(self.steps_s)
-
-    @property
-    def ratio(self) -> float:
-        """Rehearsed over predicted step time."""
-        return self.step_s / self.rehearsal.predicted_s
-
-    def to_json(self) -> dict[str, Any]:
-        """For ``--json``."""
-        predicted = self.plan.prediction
-        return {
-            "ranks": self.plan.ranks,
-            "predicted_step_time_s": self.rehearsal.predicted_s,
-            "rehearsed_step_time_s": self.step_s,
-            "rehearsed_over_predicted": self.ratio,
-            "planned_step_time_s": None if predicted is None else predicted.step_time_s,
-            "steps_s": list(self.steps_s),
-            "stretch": self.rehearsal.stretch,
-            "message_share": self.rehearsal.message_share,
-            "late_s": self.late_s,
-        }
+def result_of(run: RunDirectory) -> dict[str, Any]:
+    """What a rehearsal that is over measured, for ``--json``. Times are the plan's, not stretched:
+    the median step, all steps, and the most by which a rank came too late."""
+    plan, rehearsal, lines = Plan.load(run.plan), Rehearsal.load(run.rehearsal), read_metrics(run)
+    steps_s = [line["step_time_s"] for line in lines]
+    return {
+        "ranks": plan.ranks,
+        "predicted_step_time_s": rehearsal.predicted_s,
+        "rehearsed_step_time_s": median(steps_s),
+        RATIO: median(steps_s) / rehearsal.predicted_s,
+        "planned_step_time_s": None if plan.prediction is None else plan.prediction.step_time_s,
+        "steps_s": steps_s,
+        "stretch": rehearsal.stretch,
+        "message_share": rehearsal.message_share,
+        "late_s": max(line["late_s"] for line in lines),
+    }
 
 
 def plan_rehearsal(
@@ -170,17 +142,6 @@ def plan_rehearsal(
     )
     job = replace(complete(job), cluster=cluster, plan=plan, warning=planned.warning)
     return job, rehearsal
-
-
-def result_of(run: RunDirectory) -> RehearsalResult:
-    """What a rehearsal that is over measured."""
-    lines = list(read_metrics(run))
-    return RehearsalResult(
-        plan=Plan.load(run.plan),
-        rehearsal=Rehearsal.load(run.rehearsal),
-        steps_s=tuple(line["step_time_s"] for line in lines),
-        late_s=max(line["late_s"] for line in lines),
-    )
 
 
 def _seconds_of(rehearsal: Rehearsal) -> float:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 from math import isclose
 from pathlib import Path
+from typing import Any
 
 import typer
 
@@ -29,7 +31,7 @@ from pipectl.units import format_time
 _MAX_SHOWN = 16
 """Stages whose micro-batches in flight are printed."""
 _FAST = 1e15
-_read_time = opt.reader(opt.parse_number, zero=True)
+_TIME: Any = {"parser": opt.reader(opt.parse_number, zero=True), "show_default": False}
 
 
 def command(
@@ -40,36 +42,37 @@ def command(
     stages: int | None = opt.count("Number of stages."),
     micro_batches: int | None = opt.count("Number of micro-batches."),
     ranks: int | None = opt.count("Number of ranks, if fewer than stages."),
-    forward: float | None = opt.value(
-        "X", "Time of a forward, in any unit; by default 1.", parser=_read_time
+    forward: float = opt.value(
+        "X", "Time of a forward, in any unit; by default 1.", default="1", **_TIME
     ),
-    backward: float | None = opt.value("X", "Time of a backward; by default 2.", parser=_read_time),
-    latency: float | None = opt.value(
-        "X", "Latency of a message; by default 0.", parser=_read_time
-    ),
+    backward: float = opt.value("X", "Time of a backward; by default 2.", default="2", **_TIME),
+    latency: float = opt.value("X", "Latency of a message; by default 0.", default="0", **_TIME),
     svg: Path | None = opt.value("FILE", "Write a picture of the step to this file."),
     as_json: bool = opt.JSON,
 ) -> None:
     if svg is not None:
         make_directory_of(svg)
-    shape = {
-        "stages": stages, "micro_batches": micro_batches, "ranks": ranks,
-        "forward_s": forward, "backward_s": backward, "latency_s": latency,
-    }  # fmt: skip
-    shape = {name: value for name, value in shape.items() if value is not None}
     if plan is not None:
         own = "--stages --micro-batches --ranks --forward --backward --latency"
         cure = "leave it out, or name a --schedule alone"
         opt.refuse(context, own, "a plan has its own", cure=cure)
-        machines = None if cluster is None else Cluster.load(cluster)
-        subject, machines = of_plan(Plan.load(plan), machines, schedule)
+        subject = Plan.load(plan)
+        if schedule is not None:
+            subject = _reorder(subject, schedule)
+        machines = assume_cluster(subject) if cluster is None else Cluster.load(cluster)
     elif schedule is None:
         raise UsageError(
             "nothing to simulate", cure="give --schedule NAME, --schedule FILE.csv or --plan FILE"
         )
     else:
         opt.refuse(context, "--cluster", "needs --plan")
-        subject, machines = plan_equal_stages(schedule, **shape)  # type: ignore[arg-type]
+        numbers = {"stages": stages, "micro-batches": micro_batches, "ranks": ranks}
+        subject = plan_equal_stages(schedule, numbers, StageCost(forward, backward, 0.0, 0, 0, 0))
+        nodes, link = (
+            (Node("one", subject.ranks, subject.ranks, Device("any")),),
+            Link(latency, _FAST),
+        )
+        machines = Cluster("equal devices", "imagined", nodes, link, link)
     step = simulate(subject, machines)
     in_flight = stage_peaks_in_flight(subject)
     # Of another order than its own, a plan predicts nothing.
@@ -112,49 +115,26 @@ def command(
         say(f"the plan predicts {time} per step, on the machines it was made for", "dim")
 
 
-def of_plan(
-    plan: Plan, cluster: Cluster | None = None, schedule: str | None = None
-) -> tuple[Plan, Cluster]:
-    """A plan, or its stages in the order of a user's schedule, and its machines.
-
-    Args:
-        cluster: by default assumed: shared memory within nodes, 10 Gbit/s Ethernet between.
-
-    Raises:
-        UsageError: the schedule is not a user's own, or not of as many stages and micro-batches.
-    """
-    if schedule is not None:
-        plan = _reorder(plan, schedule)
-    if cluster is None:
-        counts = [plan.node_of_rank.count(node) for node in range(1 + max(plan.node_of_rank))]
-        cluster = assumed_cluster(plan.name, counts, max(counts), None)
-    return plan, cluster
+def assume_cluster(plan: Plan) -> Cluster:
+    """The nodes of a plan: shared memory within them, 10 Gbit/s Ethernet between."""
+    counts = [plan.node_of_rank.count(node) for node in range(1 + max(plan.node_of_rank))]
+    return assumed_cluster(plan.name, counts, max(counts), None)
 
 
-def plan_equal_stages(
-    schedule: str,
-    stages: int | None = None,
-    micro_batches: int | None = None,
-    ranks: int | None = None,
-    forward_s: float = 1.0,
-    backward_s: float = 2.0,
-    latency_s: float = 0.0,
-) -> tuple[Plan, Cluster]:
-    """A schedule on equal stages, whose messages take nothing but a latency, and its machines.
+def plan_equal_stages(schedule: str, numbers: Mapping[str, int | None], cost: StageCost) -> Plan:
+    """A schedule on equal stages, whose messages have no bytes.
 
     Args:
         schedule: built in, a file, or what a package offers.
-        stages, micro_batches, ranks: None if the schedule says how many.
-        forward_s, backward_s: of a micro-batch, in any unit.
-        latency_s: of a message between ranks, in the same.
+        numbers: of ``stages``, ``micro-batches`` and ``ranks``; None if the schedule has its own.
+        cost: of every stage.
 
     Raises:
         UsageError: numbers that the schedule needs are missing, or contradict it.
         ScheduleError: it is none.
     """
-    options = {"stages": stages, "micro-batches": micro_batches, "ranks": ranks}
+    stages, micro_batches, ranks = numbers.values()
     listed: Listed | None = None
-    actions: tuple[str, ...] = ()
     if schedule.endswith(SCHEDULE_SUFFIX):
         listed = read_listed(Path(schedule), schedule)
     elif stages is None or micro_batches is None:
@@ -164,29 +144,27 @@ def plan_equal_stages(
         )
     elif schedule not in NAMES:
         listed = make_listed(schedule, ranks or stages, stages, micro_batches)
-    if listed is not None:
-        stages, micro_batches, ranks = listed.stages, listed.micro_batches, len(listed.ranks)
-        rank_of_stage, warm_up, actions = listed.rank_of_stage, listed.warm_up, listed.text
     else:
-        assert stages is not None
-        assert micro_batches is not None
         rank_of_stage = default_ranks(schedule, stages, ranks)
         ranks = len(set(rank_of_stage))
         warm_up = default_warm_up(schedule, stages, micro_batches, ranks=ranks)
-    numbers = zip(options.items(), (stages, micro_batches, ranks), strict=True)
-    for (name, value), number in numbers:
+    if listed is not None:
+        stages, micro_batches, ranks = listed.stages, listed.micro_batches, len(listed.ranks)
+        rank_of_stage, warm_up = listed.rank_of_stage, listed.warm_up
+    assert stages is not None
+    assert micro_batches is not None
+    for (name, value), number in zip(numbers.items(), (stages, micro_batches, ranks), strict=True):
         if value not in (None, number):
             subject = schedule if listed else f"{schedule} of {stages} stages"
             raise UsageError(
                 f"{subject} has {number} {name}, not {value}", cure=f"leave --{name} out"
             )
-    cost = StageCost(forward_s, backward_s, 0.0, 0, 0, 0)
     pairs = list(pairwise(range(stages)))
-    plan = Plan(
+    return Plan(
         name=schedule,
         fingerprint=None,
         schedule=schedule,
-        actions=actions,
+        actions=listed.text if listed else (),
         warm_up=tuple(warm_up),
         batch_size=micro_batches,
         micro_batch_size=1,
@@ -198,9 +176,6 @@ def plan_equal_stages(
         ),
         node_of_rank=(0,) * (1 + max(rank_of_stage)),
     )
-    nodes = (Node("one", plan.ranks, plan.ranks, Device("any")),)
-    link = Link(latency_s, _FAST)
-    return plan, Cluster("equal devices", "imagined", nodes, link, link)
 
 
 def _reorder(plan: Plan, schedule: str) -> Plan:

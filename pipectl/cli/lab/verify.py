@@ -13,10 +13,10 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 import typer
@@ -24,8 +24,7 @@ import typer
 from pipectl.batch import LOCAL, JobState, process
 from pipectl.cli import options as opt
 from pipectl.cli.console import say, say_json
-from pipectl.cli.follow import follow
-from pipectl.cli.progress import progress_bar
+from pipectl.cli.follow import follow, progress_bar
 from pipectl.errors import InfeasibleError, PipectlError, UsageError, WorkerError
 from pipectl.jobs.cancel import cancel
 from pipectl.jobs.job_files import fresh_profile, profile_path
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
 _ROUNDING = {"float32": 1e-4, "bf16": 2e-2, "float16": 2e-2}
 """Tolerance if the same bits cannot be expected, by precision; see ``compare``."""
 _CLEANUP_S = 20.0
+_PLAIN = "one plain PyTorch process"
 
 
 def command(
@@ -60,77 +60,65 @@ def command(
     overrides: list[str] | None = opt.OVERRIDES,
 ) -> None:
     with progress_bar("profiling") as progress:
-        verification = verify(
+        result = verify(
             job, overrides or (), ranks, steps, progress,
             two_plans=between_plans, trust_owner=trust_owner,
         )  # fmt: skip
     if as_json:
-        say_json(verification.to_json())
+        say_json(result)
     else:
-        for line in verification.lines():
-            say(line)
-    if not verification.comparison.equal:
+        _print(result)
+    if not result["equal"]:
         raise typer.Exit(1)
 
 
-@dataclass(frozen=True)
-class Verification:
-    """A pipeline and what it was compared with.
+def _print(result: Mapping[str, Any]) -> None:
+    say(
+        "pipeline: {ranks} ranks, {stages} stages, {schedule}, {micro_batches} micro-batches of "
+        "{micro_batch_size}\nreference: {reference}".format(**result)
+    )
+    for note in result["notes"]:
+        say(f"note: {note}")
+    for step, (ours, theirs) in enumerate(result["losses"], 1):
+        say(f"step {step}: loss {ours:.9g}, reference {theirs:.9g}")
+    if result["tolerance"]:
+        say(f"tolerance: {result['tolerance']:g} of the largest change of any weight")
+    largest, first = result["max_abs_difference"], result["first_difference"]
+    if first is not None:
+        say(f"different: by {largest:.3g} at most")
+        say("first at step {step}, in {tensor}: by {largest:.3g}".format(**first))
+    elif largest == 0:
+        say("equal: every loss and every weight, to the bit")
+    else:
+        say(f"equal within the tolerance: they differ by {largest:.3g} at most")
+
+
+def describe(
+    plan: Plan, comparison: Comparison, reference: Reference, notes: Sequence[str], tolerance: float
+) -> dict[str, Any]:
+    """The result, for ``--json``.
 
     Args:
         plan: of the pipeline.
-        between_plans: whether it was compared with another plan, which is not one rank's.
-        reference: what it was compared with, in words.
         notes: why the reference or the tolerance is what it is.
         tolerance: see :func:`pipectl.runtime.compare.compare`; 0 asks for the same bits.
     """
-
-    plan: Plan
-    between_plans: bool
-    reference: str
-    notes: tuple[str, ...]
-    tolerance: float
-    comparison: Comparison
-
-    def to_json(self) -> dict[str, Any]:
-        """For ``--json``."""
-        first = self.comparison.first
-        return {
-            "equal": self.comparison.equal,
-            "max_abs_difference": self.comparison.largest,
-            "first_difference": None if first is None else first._asdict(),
-            "tolerance": self.tolerance,
-            "compared": "two plans" if self.between_plans else "a plan and one process",
-            "reference": self.reference,
-            "notes": list(self.notes),
-            "ranks": self.plan.ranks,
-            "stages": len(self.plan.stages),
-            "schedule": self.plan.schedule,
-            "micro_batches": self.plan.micro_batches,
-            "micro_batch_size": self.plan.micro_batch_size,
-            "losses": [list(pair) for pair in self.comparison.losses],
-        }
-
-    def lines(self) -> Iterator[str]:
-        """For people."""
-        plan, comparison, first = self.plan, self.comparison, self.comparison.first
-        yield (
-            f"pipeline: {plan.ranks} ranks, {len(plan.stages)} stages, {plan.schedule}, "
-            f"{plan.micro_batches} micro-batches of {plan.micro_batch_size}"
-        )
-        yield f"reference: {self.reference}"
-        yield from (f"note: {note}" for note in self.notes)
-        for step, (ours, theirs) in enumerate(comparison.losses, 1):
-            yield f"step {step}: loss {ours:.9g}, reference {theirs:.9g}"
-        if self.tolerance:
-            yield f"tolerance: {self.tolerance:g} of the largest change of any weight"
-        if first is not None:
-            yield f"different: by {comparison.largest:.3g} at most"
-            yield f"first at step {first.step}, in {first.tensor}: by {first.largest:.3g}"
-        elif comparison.largest == 0:
-            yield "equal: every loss and every weight, to the bit"
-        else:
-            yield f"equal within the tolerance: they differ by {comparison.largest:.3g} at most"
+    first = comparison.first
+    return {
+        "equal": comparison.equal,
+        "max_abs_difference": comparison.largest,
+        "first_difference": None if first is None else first._asdict(),
+        "tolerance": tolerance,
+        "compared": "two plans" if reference.reason else "a plan and one process",
+        "reference": reference.words,
+        "notes": list(notes),
+        "ranks": plan.ranks,
+        "stages": len(plan.stages),
+        "schedule": plan.schedule,
+        "micro_batches": plan.micro_batches,
+        "micro_batch_size": plan.micro_batch_size,
+        "losses": [list(pair) for pair in comparison.losses],
+    }
 
 
 def verify(
@@ -142,7 +130,7 @@ def verify(
     *,
     two_plans: bool,
     trust_owner: bool,
-) -> Verification:
+) -> dict[str, Any]:
     """Train ``steps`` steps in a pipeline and in one process, and compare all losses and weights.
 
     A model that fits no single process is trained in a second pipeline, of another plan, instead.
@@ -185,30 +173,30 @@ def verify(
         from pipectl.runtime.plain import FirstWeights
 
         traits = find_traits(spec, plan.micro_batch_size)
-        reason, other, words = choose_reference(spec, plan, traits, two_plans=two_plans)
-        notes, tolerance = expect(spec, traits, plan, reason)
+        reference = choose_reference(spec, plan, traits, two_plans=two_plans)
+        notes, tolerance = expect(spec, traits, plan, reference.reason)
         changes: dict[str, object] = {}
         if tolerance:  # small differences must not become large ones
             sgd = Optimizer(factory="torch.optim:SGD", kwargs={"lr": 0.1})
             changes = {"optimizer": sgd, "lr_scheduler": None}
             spec = spec.model_copy(update=changes)
-        trained = Trained.of_run(_train(pipeline, changes))
-        if other is None:
+        ours = Trained.of_run(_train(pipeline, changes))
+        if reference.job is None:
             _train_plainly(spec, plan.micro_batch_size, directory / "plain")
-            reference = Trained.of_process(directory / "plain")
+            theirs = Trained.of_process(directory / "plain")
         else:
-            reference = Trained.of_run(_train(other, changes))
+            theirs = Trained.of_run(_train(reference.job, changes))
         weights = FirstWeights(spec)
         comparison = compare(
-            trained,
-            reference,
+            ours,
+            theirs,
             steps,
             tolerance,
             weights if tolerance else {},
             # replicas make means of these, which no single process has
             left_out=frozenset(weights.buffers) if _has_replicas(plan) else frozenset(),
         )
-        return Verification(plan, reason is not None, words, notes, tolerance, comparison)
+        return describe(plan, comparison, reference, notes, tolerance)
 
 
 @contextmanager
@@ -225,16 +213,26 @@ def _temporary_directory() -> Iterator[Path]:
             shutil.rmtree(directory, ignore_errors=True)
 
 
-def choose_reference(
-    spec: JobSpec, plan: Plan, traits: Traits, *, two_plans: bool
-) -> tuple[str | None, Job | None, str]:
-    """Why one process cannot be the reference, if it cannot; the job that is the reference, if it
-    is no plain process; and the reference in words."""
-    reason = "--between-plans" if two_plans else None
-    alone: Job | None = None
-    if reason is None and spec.model.materialize == "per_rank":
+class Reference(NamedTuple):
+    """What a pipeline is compared with.
+
+    Args:
+        words: what it is, in words.
+        job: a pipeline of its own; None for a plain process.
+        reason: why it is another plan; empty if it is one process.
+    """
+
+    words: str
+    job: Job | None = None
+    reason: str = ""
+
+
+def choose_reference(spec: JobSpec, plan: Plan, traits: Traits, *, two_plans: bool) -> Reference:
+    """One process, or another plan if no process can hold the model."""
+    reason, alone = "--between-plans" if two_plans else "", None
+    if not reason and spec.model.materialize == "per_rank":
         reason = "materialize: per_rank"
-    elif reason is None:
+    elif not reason:
         try:
             alone, alone_plan = _plan_here(_like(spec, plan, ranks=1))
         except InfeasibleError:
@@ -245,11 +243,19 @@ def choose_reference(
             if needed > (available := int(psutil.virtual_memory().available)):
                 sizes = f"{format_bytes(needed)}, and {format_bytes(available)} are free"
                 reason = f"one process would need {sizes}"
-    if reason is not None:
-        other, other_plan = _plan_otherwise(spec, plan)
-        words = f"another plan: {other_plan.ranks} ranks, {len(other_plan.stages)} stages"
-        return reason, other, words
-    return (None, alone, "one rank") if traits.random else (None, None, "one plain PyTorch process")
+    if not reason:
+        return Reference("one rank", alone) if traits.random else Reference(_PLAIN)
+    for ranks in (plan.ranks + 1, plan.ranks - 1):  # one stage more or less moves all cuts
+        with suppress(PipectlError):
+            if ranks:
+                other, other_plan = _plan_here(_like(spec, plan, ranks))
+                stages = len(other_plan.stages)
+                words = f"another plan: {other_plan.ranks} ranks, {stages} stages"
+                return Reference(words, other, reason)
+    raise InfeasibleError(
+        f"no other plan to compare with: only {plan.ranks} stages are possible",
+        cure="verify it with more ranks: --ranks",
+    )
 
 
 def _plan_here(spec: JobSpec, progress: Progress | None = None) -> tuple[Job, Plan]:
@@ -278,18 +284,6 @@ def _like(spec: JobSpec, plan: Plan, ranks: int) -> JobSpec:
         "pipeline": spec.pipeline.model_copy(update=pipeline),
     }
     return spec.model_copy(update=changed)
-
-
-def _plan_otherwise(spec: JobSpec, plan: Plan) -> tuple[Job, Plan]:
-    """With a plan of one stage more, or else of one less: all of its cuts move."""
-    for ranks in (plan.ranks + 1, plan.ranks - 1):
-        with suppress(PipectlError):
-            if ranks:
-                return _plan_here(_like(spec, plan, ranks))
-    raise InfeasibleError(
-        f"no other plan to compare with: only {plan.ranks} stages are possible",
-        cure="verify it with more ranks: --ranks",
-    )
 
 
 def _train(job: Job, changes: Mapping[str, object]) -> RunDirectory:
@@ -358,22 +352,20 @@ def _changes(spec: JobSpec, steps: int, directory: Path, chunks: int) -> list[st
     ]
 
 
-def expect(
-    spec: JobSpec, traits: Traits, plan: Plan, reason: str | None
-) -> tuple[tuple[str, ...], float]:
+def expect(spec: JobSpec, traits: Traits, plan: Plan, reason: str) -> tuple[tuple[str, ...], float]:
     """Notes and tolerance of a pipeline against one process, or against another plan.
 
     Plans without replicas differ in no bit on CPUs.
 
     Args:
-        reason: why another plan is the reference; None if one process is.
+        reason: why another plan is the reference; empty if one process is.
     """
 
     def some(names: Sequence[str]) -> str:
         return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
     notes, inexact = [], []
-    if reason is not None:
+    if reason:
         notes.append(f"{reason}: compared with another plan instead of one process")
     elif traits.random:
         notes.append(
