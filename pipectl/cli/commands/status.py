@@ -39,11 +39,13 @@ def command(
     one = find(directory, names[0]) if names and len(names) == 1 else None
     if ranks and isinstance(one, SweepDirectory):
         raise UsageError("--ranks: needs one run", cure=f"name one, such as {one_of(one)}")
-    named = () if one is not None else find_runs(directory, names or ())
+    runs = find_runs(directory, names or ())
     if watching:
-        _watch(one, named, directory, limit)
-    statuses = get_statuses(_choose_runs(one, named, directory, limit), time.time())
-    _print(one, directory, statuses, as_json=as_json)
+        _watch(one, runs, directory, limit)
+    if not names:
+        runs = list_runs(directory)[-limit:]
+    statuses = get_statuses(runs, time.time())
+    _print(one, statuses, directory, as_json=as_json)
     if ranks and not as_json:
         output().print(view.ranks_table(statuses[0], width=output().width))
     if not as_json and not names and (older := len(list_runs(directory)) - len(statuses)) > 0:
@@ -52,22 +54,10 @@ def command(
         raise typer.Exit(UnknownRunError.exit_code)
 
 
-def _choose_runs(
-    one: RunDirectory | SweepDirectory | None,
-    named: Sequence[RunDirectory],
-    directory: Path,
-    limit: int,
-) -> Sequence[RunDirectory]:
-    """What was named, else the newest runs."""
-    if one is not None:
-        return [one] if isinstance(one, RunDirectory) else one.runs()
-    return named or list_runs(directory)[-limit:]
-
-
 def _print(
     one: RunDirectory | SweepDirectory | None,
-    directory: Path,
     statuses: Sequence[RunStatus],
+    directory: Path,
     *,
     as_json: bool,
 ) -> None:
@@ -89,7 +79,13 @@ def _watch(
     directory: Path,
     limit: int,
 ) -> None:
-    """Show runs on the whole screen, until Ctrl-C or the end of all that were named."""
+    """Show runs on the whole screen, until Ctrl-C or the end of all that were named.
+
+    Args:
+        one: what was named, if it was one run or sweep.
+        named: the runs, or those of the sweep; empty for the newest.
+        limit: how many of several runs are shown at most.
+    """
     from rich.live import Live
 
     console = output()
@@ -102,13 +98,20 @@ def _watch(
     try:
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while not all_over:
-                began_s, height = time.monotonic(), max(1, console.height - _MARGIN)
-                runs = _choose_runs(one, named, directory, limit)
+                began_s, width = time.monotonic(), console.width
+                height = max(1, console.height - _MARGIN)
+                runs = named or list_runs(directory)
                 runs = runs if one is not None else runs[-min(limit, height) :]
                 statuses = poller.get_statuses(runs, time.time())
                 all_over = all(status.job.state.final for status in statuses)
                 all_over = all_over and (one is not None or bool(named))
-                picture = _draw(one, directory, statuses, console.width, height)
+                picture: RenderableType = plain(f"{directory}: no runs yet")
+                if isinstance(one, RunDirectory):
+                    picture = view.run_picture(statuses[0], width, height)
+                elif one is not None:
+                    picture = view.sweep_picture(one, statuses, width, height)
+                elif statuses:
+                    picture = view.runs_table(statuses, width)
                 foot = f"\n{time.strftime('%H:%M:%S')}  Ctrl-C closes the view; the runs continue"
                 has_shown = True
                 live.update(Group(picture, plain(foot, "dim")), refresh=True)
@@ -116,17 +119,3 @@ def _watch(
     except KeyboardInterrupt:
         if not has_shown:
             raise
-
-
-def _draw(
-    one: RunDirectory | SweepDirectory | None,
-    directory: Path,
-    statuses: Sequence[RunStatus],
-    width: int,
-    height: int,
-) -> RenderableType:
-    if isinstance(one, RunDirectory):
-        return view.run_picture(statuses[0], width, height)
-    if isinstance(one, SweepDirectory):
-        return view.sweep_picture(one, statuses, width, height)
-    return view.runs_table(statuses, width) if statuses else plain(f"{directory}: no runs yet")

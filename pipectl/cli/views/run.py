@@ -34,6 +34,11 @@ _MAX_REASON, _MAX_VALUE = 40, 24
 """Characters of a reason and of a value of a sweep in a table."""
 _NOTHING_S = 1e-4
 """Of a step: less is not worth a word."""
+_FIGURES = (
+    *("step", "first_loss", "last_loss", "samples_per_s", "tokens_per_s", "step_time_s"),
+    *("remaining_s", "evaluation_step", "evaluation"),
+)
+"""Of the measurements, what `status --json` has under the same name."""
 _EIGHTHS, _LEVELS = " ▏▎▍▌▋▊▉█", "▁▂▃▄▅▆▇█"
 _WORDS = ("run", "values", "state", "on", "waits for")
 _OPTIONAL = (  # the least important first
@@ -61,37 +66,31 @@ def run_json(status: RunStatus) -> dict[str, Any]:
     """Everything about one run, for programs."""
     so_far, job, record, failure = status.measured, status.job, status.record, status.failure
     sweep = None if record is None else record.sweep
+    figures = {name: getattr(so_far, name) for name in _FIGURES}
+    of_record = {
+        name: getattr(record, name, None)
+        for name in ("kind", "scheduler", "job_id", "submitted_at")
+    }
     return {
         "run": status.run.name,
         "directory": str(status.run.path),
-        "kind": record.kind if record else None,
+        **of_record,
         "sweep": None if sweep is None else {"name": sweep.name, "values": dict(sweep.values)},
-        "scheduler": record.scheduler if record else None,
-        "job_id": record.job_id if record else None,
         "state": job.state.value,
         "reason": job.reason,
         "source": job.source,
         "nodes": job.nodes,
         "exit_code": job.exit_code,
-        "submitted_at": record.submitted_at if record else None,
+        "expected_start": job.start if job.state.waits else None,
         "phase": status.phase,
         "stalled": status.stalled or None,
         "restarts": status.restarts,
-        "expected_start": job.start if job.state.waits else None,
-        "step": so_far.step,
+        **figures,
         "steps": status.steps,
-        "first_loss": so_far.first_loss,
-        "last_loss": so_far.last_loss,
-        "samples_per_s": so_far.samples_per_s,
-        "tokens_per_s": so_far.tokens_per_s,
-        "step_time_s": so_far.step_time_s,
         "predicted_step_time_s": status.predicted_step_s,
         "measured_over_predicted": status.prediction_ratio,
         "efficiency": status.efficiency,
-        "remaining_s": so_far.remaining_s,
         "not_finite_steps": list(so_far.not_finite),
-        "evaluation_step": so_far.evaluation_step,
-        "evaluation": dict(so_far.evaluation),
         "early_stop": so_far.early_stop or None,
         "waits_for": None if status.laggard is None else status.laggard._asdict(),
         "ranks": [dict(rank) for rank in status.ranks],
