@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import monotonic
@@ -17,7 +16,7 @@ from pipectl.cli.app import INTERRUPTED
 from pipectl.cli.console import errors, note, plain
 from pipectl.cli.views.run import print_run
 from pipectl.errors import UnknownRunError
-from pipectl.jobs.state import Poller, RunStatus
+from pipectl.jobs.state import RunStatus, poll
 from pipectl.runs import PROFILING, RunDirectory, as_typed
 from pipectl.runs.readers import Measured
 from pipectl.units import format_time
@@ -29,9 +28,6 @@ LINE_S = 10.0
 """Seconds of work after which there is a first line."""
 _MAX_TEXT, _FIGURES = 48, 38
 """Columns of the text at most, and of what stands beside it."""
-POLL_S = 0.5
-_MAX_UNKNOWN_S = 300.0
-"""How long to follow a job of which nobody knows the state."""
 
 
 @contextmanager
@@ -146,16 +142,11 @@ def exit_code(status: RunStatus) -> int:
     return status.failure.exit_code if status.failure else 1
 
 
-def follow(run: RunDirectory, *, continues: bool = True) -> RunStatus:
-    """Wait until a run is over, or its state stays unknown: a bar, or a line per change.
-
-    Args:
-        continues: whether the run continues after an interrupt, which then says how to cancel it.
-    """
+def follow(run: RunDirectory) -> RunStatus:
+    """Wait until a run is over, or its state stays unknown: a bar, or a line per change."""
     try:
         with progress_bar() as progress:
             reported: tuple[str, int] | None = None
-            unknown = 0
             for status in poll(run):
                 step, steps = status.measured.step, status.steps or 0
                 phase = status.phase or status.job.state.value
@@ -164,25 +155,10 @@ def follow(run: RunDirectory, *, continues: bool = True) -> RunStatus:
                 if current != reported and not errors().is_terminal:
                     note(_line(status))
                 reported = current
-                unknown = unknown + 1 if status.job.state is JobState.UNKNOWN else 0
-                if unknown * POLL_S >= _MAX_UNKNOWN_S:
-                    break
             return status
     except KeyboardInterrupt:
-        if continues:
-            note(f"\nthe run continues; cancel it with: pipectl cancel {as_typed(run)}")
+        note(f"\nthe run continues; cancel it with: pipectl cancel {as_typed(run)}")
         raise
-
-
-def poll(run: RunDirectory) -> Iterator[RunStatus]:
-    """The status of a run, twice a second until the run is over."""
-    poller = Poller()
-    while True:
-        (status,) = poller.get_statuses([run], time.time())
-        yield status
-        if status.job.state.final:
-            return
-        time.sleep(POLL_S)
 
 
 def _line(status: RunStatus) -> str:

@@ -11,7 +11,7 @@ again. :func:`recover` finds such jobs.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -48,6 +48,8 @@ _SUBMIT_GRACE_S = 60.0
 _MIN_FRESH_S, _FRESH_STEPS = 60.0, 3
 """How old a heartbeat may be: one is written after each step."""
 _STOPPED = "stopped at a checkpoint; `pipectl resume RUN` continues from it"
+POLL_S = 0.5
+_MAX_UNKNOWN_S = 300.0
 BY_TAG = "found by its tag"
 _MAX_RUNS = 10
 """How many of the newest runs with the same name are checked."""
@@ -289,6 +291,18 @@ class Poller:
         listed = self._answers.get(record.scheduler, Answer({})).listed.get(record.job_id or "")
         is_running = listed is not None and listed.state.alive and not listed.state.waits
         return is_running and run.exit_code.exists()
+
+
+def poll(run: RunDirectory) -> Iterator[RunStatus]:
+    """The status of a run, twice a second until the run is over, or unknown for long."""
+    poller, unknown_s = Poller(), 0.0
+    while True:
+        (status,) = poller.get_statuses([run], time.time())
+        yield status
+        unknown_s = unknown_s + POLL_S if status.job.state is JobState.UNKNOWN else 0.0
+        if status.job.state.final or unknown_s >= _MAX_UNKNOWN_S:
+            return
+        time.sleep(POLL_S)
 
 
 def _job_status(

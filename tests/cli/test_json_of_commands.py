@@ -18,9 +18,9 @@ from typer.main import get_command
 
 from pipectl.cli import app
 from pipectl.cli.commands.doctor import Finding
-from pipectl.cli.lab.verify import Reference, describe
 from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.jobs.planning import write_plan
+from pipectl.jobs.verify import Reference, describe
 from pipectl.plan import Plan
 from pipectl.profile import Profile
 from pipectl.runs import RunDirectory

@@ -36,7 +36,7 @@ def test_a_log_is_followed_as_it_grows(
         (queued / "exit_code").write_text("0\n")
 
     clock = SimpleNamespace(time=time.time, sleep=end)
-    monkeypatch.setattr("pipectl.cli.follow.time", clock)
+    monkeypatch.setattr("pipectl.jobs.state.time", clock)
     assert cli("logs", "-f").out == "started\nmore\n"
 
 
@@ -57,7 +57,7 @@ def test_the_log_of_a_run_that_will_start_again_is_followed(
             program("squeue", "exit 0")
 
     clock = SimpleNamespace(time=time.time, sleep=goes_on)
-    monkeypatch.setattr("pipectl.cli.follow.time", clock)
+    monkeypatch.setattr("pipectl.jobs.state.time", clock)
     assert cli("logs", "-f").out == "before\nand on\n"
 
 
@@ -83,7 +83,7 @@ def test_a_log_is_not_followed_for_ever_if_nobody_knows_of_an_end(
             log.write_text("started\nmore\nand ended in the mid")
 
     clock = SimpleNamespace(time=time.time, sleep=pass_by)
-    monkeypatch.setattr("pipectl.cli.follow.time", clock)
+    monkeypatch.setattr("pipectl.jobs.state.time", clock)
     result = cli("logs", "-f")
     rest = "" if lost == "directory" else "more\nand ended in the mid\n"
     assert (result.code, result.out) == (6, f"started\n{rest}")

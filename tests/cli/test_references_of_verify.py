@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from pipectl.capture.job import Traits
-from pipectl.cli.lab import verify
-from pipectl.cli.lab.verify import Reference, expect
+from pipectl.jobs import verify
+from pipectl.jobs.verify import Reference, expect
 from pipectl.plan import Plan
 
 RANDOM, SHARED = ("dropout",), ("tied.weight",)

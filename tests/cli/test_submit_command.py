@@ -320,7 +320,7 @@ def test_an_interrupt_ends_the_waiting_and_not_the_run(
 
     local_mpi("mpiexec", "exec sleep 60")
     with monkeypatch.context() as patch:
-        patch.setattr("pipectl.cli.follow.time", SimpleNamespace(time=time.time, sleep=interrupt))
+        patch.setattr("pipectl.jobs.state.time", SimpleNamespace(time=time.time, sleep=interrupt))
         result = cli("submit", "job.yaml", "--scheduler", "local", "--wait")
     run = only_run().name
     assert result.code == 130

@@ -133,8 +133,7 @@ def test_an_interrupt_leaves_no_ranks_behind(
     """Its files go too, though it is asked twice."""
     runs: list[psutil.Process] = []
 
-    def interrupted(run: RunDirectory, *, continues: bool) -> None:
-        assert not continues
+    def interrupted(run: RunDirectory) -> None:
         script = psutil.Process(int((Record.load(run.record).job_id or "").partition(".")[0]))
         while not run.heartbeat.exists():
             assert script.is_running()
@@ -147,8 +146,8 @@ def test_an_interrupt_leaves_no_ranks_behind(
         signal.raise_signal(signal.SIGHUP)
         return cancel(run, now)
 
-    monkeypatch.setattr("pipectl.cli.lab.verify.follow", interrupted)
-    monkeypatch.setattr("pipectl.cli.lab.verify.cancel", cancel_slowly)
+    monkeypatch.setattr("pipectl.jobs.verify.poll", interrupted)
+    monkeypatch.setattr("pipectl.jobs.verify.cancel", cancel_slowly)
     result = verify("--steps", "1000000")
     assert (result.code, result.out) == (130, "")
     assert len(runs) > 3

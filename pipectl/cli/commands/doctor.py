@@ -44,21 +44,20 @@ _TORCH = (
     "import json, torch; found = torch.accelerator.current_accelerator(); "
     "print(json.dumps([torch.__version__, found and found.type, torch.accelerator.device_count()]))"
 )
-
-
-Level = Literal["ok", "warn", "fail"]
-"""How bad it is: with a warning, jobs run, but not as well as they could; else they cannot."""
+Found = tuple[str, str, str]
+"""What, in words, and what to do about it; empty if all is well."""
 
 
 class Finding(NamedTuple):
     """One line.
 
     Args:
+        level: with a warning, jobs run, but not as well as they could; with a failure, they cannot.
         cure: what to do; empty if all is well.
     """
 
     what: str
-    level: Level
+    level: Literal["ok", "warn", "fail"]
     text: str
     cure: str = ""
 
@@ -104,7 +103,7 @@ def examine(launch: Launch | None, directory: Path, only: str | None = None) -> 
         directory: of the run directories.
         only: name of the one check to make.
     """
-    checks: dict[str, tuple[Iterator[Finding], str]] = {
+    checks: dict[str, tuple[Iterator[Found], str]] = {
         "python": (_check_python(), ""),
         "torch": (_check_torch(), "pip install torch"),
         "MPI": (_check_mpi(launch), "pip install mpich, or load your cluster's MPI first"),
@@ -113,49 +112,44 @@ def examine(launch: Launch | None, directory: Path, only: str | None = None) -> 
         "files": (_check_file_system(directory), "set output.directory to where you may write"),
         "machine": (_check_machine(), ""),
     }
-    for what, (findings, cure) in checks.items():
-        if only not in {None, what}:
+    for name, (found, cure_of_failure) in checks.items():
+        if only not in {None, name}:
             continue
         try:
-            yield from findings
+            for what, text, cure in found:
+                yield Finding(what, "warn" if cure else "ok", text, cure)
         except (PipectlError, OSError, ValueError, LookupError) as error:
             text = error.message if isinstance(error, PipectlError) else str(error)
-            own_cure = error.cure if isinstance(error, PipectlError) else None
-            yield Finding(what, "fail", text, own_cure or cure)
+            cure = (isinstance(error, PipectlError) and error.cure) or cure_of_failure
+            yield Finding(name, "fail", text, cure)
 
 
-def _finding(what: str, text: str, cure: str = "") -> Finding:
-    """One that is fine without a cure, and a warning with one."""
-    return Finding(what, "warn" if cure else "ok", text, cure)
+def _check_python() -> Iterator[Found]:
+    yield "python", f"{platform.python_version()} ({sys.executable}), pipectl {__version__}", ""
 
 
-def _check_python() -> Iterator[Finding]:
-    text = f"{platform.python_version()} ({sys.executable}), pipectl {__version__}"
-    yield _finding("python", text)
-
-
-def _check_torch() -> Iterator[Finding]:
+def _check_torch() -> Iterator[Found]:
     """Whether torch can be imported, and how messages leave accelerators."""
     name, kind, count = _answer([sys.executable, "-c", _TORCH])
     untested = untested_torch()
     cure = f"if something fails, install {tested_torch()}"
-    yield _finding("torch", untested or name, cure if untested else "")
+    yield "torch", untested or name, cure if untested else ""
     if not kind:
-        yield _finding("accelerators", "none: ranks compute on cores")
+        yield "accelerators", "none: ranks compute on cores", ""
         return
     try:  # a test message from an accelerator's memory, which may crash the process
         _output([sys.executable, "-m", "mpi4py", "-m", _SELF_TEST, kind])
         way = "MPI reads their memory"
     except PipectlError:
         way = "messages pass through host memory"
-    yield _finding("accelerators", f"{count} of kind {kind}; {way}")
+    yield "accelerators", f"{count} of kind {kind}; {way}", ""
 
 
-def _check_mpi(launch: Launch | None) -> Iterator[Finding]:
+def _check_mpi(launch: Launch | None) -> Iterator[Found]:
     """Two ranks are started and send each other messages, as the ranks of a job do."""
     launch = Launch() if launch is None else launch.model_copy(update={"bind": "none"})
     if launch.launcher == "srun":
-        yield _finding("MPI", "ranks start with srun, which can only be tried within a job")
+        yield "MPI", "ranks start with srun, which can only be tried within a job", ""
         return
     request = request_of_two(launch, _REACH)
     command, mpi = launch_command(request, LOCAL), request.launch.mpi
@@ -166,51 +160,49 @@ def _check_mpi(launch: Launch | None) -> Iterator[Finding]:
             f"MPI that mpi4py has loaded ({answer['library']})",
             cure="load only one MPI, or set MPI4PY_LIBMPI to the library of this mpiexec",
         )
-    yield _finding("MPI", f"{answer['library']}, started by {command[0]}")
-    text = f"mpiexec takes the options of {mpi} (launch.mpi)"
+    yield "MPI", f"{answer['library']}, started by {command[0]}", ""
     if mpi == AUTO:
-        text = "mpiexec is of an unknown kind, so it cannot bind ranks"
-    cure = f"if it is like one of {', '.join(MPIEXECS)}, set launch.mpi to that"
-    yield _finding("launcher", text, cure if mpi == AUTO else "")
+        cure = f"if it is like one of {', '.join(MPIEXECS)}, set launch.mpi to that"
+        yield "launcher", "mpiexec is of an unknown kind, so it cannot bind ranks", cure
+    else:
+        yield "launcher", f"mpiexec takes the options of {mpi} (launch.mpi)", ""
     threads = answer["threads"]
     cure = "messages are moved between operators instead; nothing needs to be done"
-    cure = "" if threads == "multiple" else cure
-    yield _finding("threads", f"MPI_THREAD_{threads.upper()}", cure)
+    yield "threads", f"MPI_THREAD_{threads.upper()}", "" if threads == "multiple" else cure
     rate = format_bytes(int(answer["bandwidth_bytes_per_s"]))
-    yield _finding("messages", f"{format_time(answer['latency_s'])}, {rate}/s on this machine")
+    yield "messages", f"{format_time(answer['latency_s'])}, {rate}/s on this machine", ""
 
 
-def _check_slurm(launch: Launch | None) -> Iterator[Finding]:
+def _check_slurm(launch: Launch | None) -> Iterator[Found]:
     """Whether Slurm answers, and what ``srun --mpi`` takes against what the job gives it."""
     if not shutil.which("sbatch"):
-        yield _finding("Slurm", "not installed")
+        yield "Slurm", "not installed", ""
         return
     release = _output(["sinfo", "--version"])
     partitions = _output(["sinfo", "-h", "-o", "%P"]).split()
-    yield _finding("Slurm", f"{release}; partitions {', '.join(partitions) or 'none'}")
+    yield "Slurm", f"{release}; partitions {', '.join(partitions) or 'none'}", ""
     kinds = list_pmis()
     mpi = AUTO if launch is None or launch.launcher != "srun" else launch.mpi
     text = f"srun --mpi: {', '.join(kind for kind in kinds if kind != 'none') or 'none'}"
-    if mpi == AUTO or knows_pmi(kinds, mpi):
-        yield _finding("PMI", text)
-    else:
+    if mpi != AUTO and not knows_pmi(kinds, mpi):
         cure = "set launch.mpi to the one that your MPI needs"
-        yield Finding("PMI", "fail", f"{text}; the job wants {mpi}", cure)
+        raise SchedulerError(f"{text}; the job wants {mpi}", cure=cure)
+    yield "PMI", text, ""
 
 
-def _check_pbs() -> Iterator[Finding]:
+def _check_pbs() -> Iterator[Found]:
     """Whether PBS answers, if there is no Slurm."""
     if find_scheduler() != "pbs":
         return
     release, server = _output(["qstat", "--version"]), _output(["qstat", "-B", "-f"])
-    yield _finding("PBS", release)
+    yield "PBS", release, ""
     if not re.search(r"^\s*flatuid\s*=\s*True\s*$", server, re.MULTILINE | re.IGNORECASE):
         text = "flatuid is not set: jobs may not be able to submit themselves again"
         cure = "ask the site for `set server flatuid = True`; else continue with pipectl resume"
-        yield _finding("PBS requeue", text, cure)
+        yield "PBS requeue", text, cure
 
 
-def _check_file_system(directory: Path) -> Iterator[Finding]:
+def _check_file_system(directory: Path) -> Iterator[Found]:
     """The file system of the runs: whole files by renaming, locks, space, and its clock."""
     place = next(path for path in (directory, *directory.absolute().parents) if path.is_dir())
     try:
@@ -224,39 +216,37 @@ def _check_file_system(directory: Path) -> Iterator[Finding]:
     except OSError as error:
         raise SchedulerError(f"{place}: {error.strerror or error}") from error
     cure = "" if free_bytes >= _MIN_FREE_BYTES else "checkpoints need room: free some space"
-    yield _finding("files", f"{place}: {format_bytes(free_bytes)} free", cure)
+    yield "files", f"{place}: {format_bytes(free_bytes)} free", cure
     if not has_locks:
         cure = "do not run two commands that change a run at the same time"
-        yield _finding("locks", "the file system has no locks", cure)
+        yield "locks", "the file system has no locks", cure
     text = f"{skew_s:.1f} s from that of the file system"
     cure = "synchronise the clocks of all nodes (NTP); `status` may misjudge how old heartbeats are"
-    yield _finding("clock", text, "" if skew_s < _MAX_SKEW_S else cure)
+    yield "clock", text, "" if skew_s < _MAX_SKEW_S else cure
 
 
 def _can_lock(path: Path) -> bool:
     """Whether a lock keeps others out."""
-    with path.open("r+b") as first, path.open("r+b") as second:
-        with suppress(OSError):
-            fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            try:
-                fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                return True
-        return False
+    with path.open("r+b") as first, path.open("r+b") as second, suppress(OSError):
+        fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
 
 
-def _check_machine() -> Iterator[Finding]:
+def _check_machine() -> Iterator[Found]:
     """Cores, memory and a compiler."""
     cores, memory = len(os.sched_getaffinity(0)), memory_of_this_machine()
-    yield _finding("machine", f"{cores} cores, {format_bytes(memory)} of memory")
+    yield "machine", f"{cores} cores, {format_bytes(memory)} of memory", ""
     with suppress(OSError):
         shared = shutil.disk_usage("/dev/shm").total
         if shared < _MIN_SHARED_BYTES:
-            text = f"/dev/shm has only {format_bytes(shared)}"
             cure = "containers: start them with --shm-size=1g, or ranks of one node may crash"
-            yield _finding("shared memory", text, cure)
+            yield "shared memory", f"/dev/shm has only {format_bytes(shared)}", cure
     if not any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++")))):
-        yield _finding("compiler", "no C++ compiler, which training.compile would need")
+        yield "compiler", "no C++ compiler, which training.compile would need", ""
 
 
 def _output(argv: Sequence[str]) -> str:

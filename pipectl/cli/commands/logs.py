@@ -102,7 +102,7 @@ def _follow(run: RunDirectory, logs: Logs, show: Callable[[Iterable[Line]], None
     Returns:
         Why it is not known whether it is over, if nothing was added for long; else None.
     """
-    from pipectl.cli.follow import POLL_S, poll  # and what draws progress bars
+    from pipectl.jobs.state import POLL_S, poll
 
     bytes_before, silent_s = logs.bytes_read, 0.0
     for status in poll(run):

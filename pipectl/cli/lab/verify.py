@@ -1,51 +1,15 @@
-"""`pipectl lab verify`: does the pipeline train what one process trains?
-
-The reference is a plain PyTorch loop in one process; one rank if operators draw random numbers,
-since a plain loop draws others; or another plan if no single process can hold the model.
-"""
+"""`pipectl lab verify`: does the pipeline train what one process trains?"""
 
 from __future__ import annotations
 
-import os
-import shutil
-import sys
-import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import replace
-from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
 
-import psutil
 import typer
 
-from pipectl.batch import LOCAL, JobState, process
 from pipectl.cli import options as opt
 from pipectl.cli.console import say, say_json
-from pipectl.cli.follow import follow, progress_bar
-from pipectl.errors import InfeasibleError, PipectlError, UsageError, WorkerError
-from pipectl.jobs.cancel import cancel
-from pipectl.jobs.job_files import fresh_profile, profile_path
-from pipectl.jobs.prepare import Job, prepare, refuse_code_of_others
-from pipectl.jobs.submit import submit
-from pipectl.plan import Plan
-from pipectl.runs import RunDirectory
-from pipectl.spec import dump, load
-from pipectl.spec.models import Optimizer
-from pipectl.units import format_bytes
-
-if TYPE_CHECKING:
-    from pipectl.capture.job import Traits
-    from pipectl.profiler.progress import Progress
-    from pipectl.runtime.compare import Comparison
-    from pipectl.spec import JobSpec
-
-_ROUNDING = {"float32": 1e-4, "bf16": 2e-2, "float16": 2e-2}
-"""Tolerance if the same bits cannot be expected, by precision; see ``compare``."""
-_CLEANUP_S = 20.0
-_PLAIN = "one plain PyTorch process"
+from pipectl.cli.follow import progress_bar
+from pipectl.jobs.verify import verify
 
 
 def command(
@@ -59,7 +23,7 @@ def command(
     as_json: bool = opt.JSON,
     overrides: list[str] | None = opt.OVERRIDES,
 ) -> None:
-    with progress_bar("profiling") as progress:
+    with progress_bar("verifying") as progress:
         result = verify(
             job, overrides or (), ranks, steps, progress,
             two_plans=between_plans, trust_owner=trust_owner,
@@ -67,327 +31,23 @@ def command(
     if as_json:
         say_json(result)
     else:
-        _print(result)
+        say(
+            "pipeline: {ranks} ranks, {stages} stages, {schedule}, {micro_batches} micro-batches "
+            "of {micro_batch_size}\nreference: {reference}".format(**result)
+        )
+        for note in result["notes"]:
+            say(f"note: {note}")
+        for step, (ours, theirs) in enumerate(result["losses"], 1):
+            say(f"step {step}: loss {ours:.9g}, reference {theirs:.9g}")
+        if result["tolerance"]:
+            say(f"tolerance: {result['tolerance']:g} of the largest change of any weight")
+        largest, first = result["max_abs_difference"], result["first_difference"]
+        if first is not None:
+            say(f"different: by {largest:.3g} at most")
+            say("first at step {step}, in {tensor}: by {largest:.3g}".format(**first))
+        elif largest == 0:
+            say("equal: every loss and every weight, to the bit")
+        else:
+            say(f"equal within the tolerance: they differ by {largest:.3g} at most")
     if not result["equal"]:
         raise typer.Exit(1)
-
-
-def _print(result: Mapping[str, Any]) -> None:
-    say(
-        "pipeline: {ranks} ranks, {stages} stages, {schedule}, {micro_batches} micro-batches of "
-        "{micro_batch_size}\nreference: {reference}".format(**result)
-    )
-    for note in result["notes"]:
-        say(f"note: {note}")
-    for step, (ours, theirs) in enumerate(result["losses"], 1):
-        say(f"step {step}: loss {ours:.9g}, reference {theirs:.9g}")
-    if result["tolerance"]:
-        say(f"tolerance: {result['tolerance']:g} of the largest change of any weight")
-    largest, first = result["max_abs_difference"], result["first_difference"]
-    if first is not None:
-        say(f"different: by {largest:.3g} at most")
-        say("first at step {step}, in {tensor}: by {largest:.3g}".format(**first))
-    elif largest == 0:
-        say("equal: every loss and every weight, to the bit")
-    else:
-        say(f"equal within the tolerance: they differ by {largest:.3g} at most")
-
-
-def describe(
-    plan: Plan, comparison: Comparison, reference: Reference, notes: Sequence[str], tolerance: float
-) -> dict[str, Any]:
-    """The result, for ``--json``.
-
-    Args:
-        plan: of the pipeline.
-        notes: why the reference or the tolerance is what it is.
-        tolerance: see :func:`pipectl.runtime.compare.compare`; 0 asks for the same bits.
-    """
-    first = comparison.first
-    return {
-        "equal": comparison.equal,
-        "max_abs_difference": comparison.largest,
-        "first_difference": None if first is None else first._asdict(),
-        "tolerance": tolerance,
-        "compared": "two plans" if reference.reason else "a plan and one process",
-        "reference": reference.words,
-        "notes": list(notes),
-        "ranks": plan.ranks,
-        "stages": len(plan.stages),
-        "schedule": plan.schedule,
-        "micro_batches": plan.micro_batches,
-        "micro_batch_size": plan.micro_batch_size,
-        "losses": [list(pair) for pair in comparison.losses],
-    }
-
-
-def verify(
-    job: Path,
-    overrides: Sequence[str],
-    ranks: int,
-    steps: int,
-    progress: Progress,
-    *,
-    two_plans: bool,
-    trust_owner: bool,
-) -> dict[str, Any]:
-    """Train ``steps`` steps in a pipeline and in one process, and compare all losses and weights.
-
-    A model that fits no single process is trained in a second pipeline, of another plan, instead.
-    Everything happens on this machine and in a temporary directory, where the weights after every
-    step need room twice.
-
-    Args:
-        ranks: processes of the pipeline, whatever ``resources`` asks for.
-        two_plans: whether to compare with another plan in any case.
-        trust_owner: run code that another user could have written.
-
-    Raises:
-        PipectlError: the spec, the model or one of the trainings fails.
-    """
-    from pipectl.schedule import SCHEDULES
-
-    here = ("resources.nodes=1", f"resources.tasks_per_node={ranks}")
-    spec = load(job, [*overrides, *here])
-    if not trust_owner:
-        refuse_code_of_others(spec, job)
-    schedule = SCHEDULES.get(spec.pipeline.schedule or "")
-    if schedule is not None and not schedule.flushes:
-        raise UsageError(
-            f"verify: schedule {spec.pipeline.schedule} is asynchronous, so its results are "
-            "not those of one process",
-            cure="verify the model and the job with --set pipeline.schedule=auto",
-        )
-    with _temporary_directory() as directory:
-        chunks = 1 if schedule is None else schedule.stages_per_rank[0]
-        spec = load(job, [*overrides, *_changes(spec, steps, directory, chunks), *here])
-        with suppress(PipectlError):  # the job's own if it is fresh: its times change no result
-            own = load(job, overrides)
-            profile = fresh_profile(own, profile_path(own))
-            if profile is not None and profile.fingerprint is not None:
-                replace(profile, key=None).save(profile_path(spec))
-        pipeline, plan = _plan_here(spec, progress)
-        # Not before: what this process holds while it measures counts as memory of a rank.
-        from pipectl.capture.job import find_traits
-        from pipectl.runtime.compare import Trained, compare
-        from pipectl.runtime.plain import FirstWeights
-
-        traits = find_traits(spec, plan.micro_batch_size)
-        reference = choose_reference(spec, plan, traits, two_plans=two_plans)
-        notes, tolerance = expect(spec, traits, plan, reference.reason)
-        changes: dict[str, object] = {}
-        if tolerance:  # small differences must not become large ones
-            sgd = Optimizer(factory="torch.optim:SGD", kwargs={"lr": 0.1})
-            changes = {"optimizer": sgd, "lr_scheduler": None}
-            spec = spec.model_copy(update=changes)
-        ours = Trained.of_run(_train(pipeline, changes))
-        if reference.job is None:
-            _train_plainly(spec, plan.micro_batch_size, directory / "plain")
-            theirs = Trained.of_process(directory / "plain")
-        else:
-            theirs = Trained.of_run(_train(reference.job, changes))
-        weights = FirstWeights(spec)
-        comparison = compare(
-            ours,
-            theirs,
-            steps,
-            tolerance,
-            weights if tolerance else {},
-            # replicas make means of these, which no single process has
-            left_out=frozenset(weights.buffers) if _has_replicas(plan) else frozenset(),
-        )
-        return describe(plan, comparison, reference, notes, tolerance)
-
-
-@contextmanager
-def _temporary_directory() -> Iterator[Path]:
-    """A directory that is removed, even while the watcher of a failed run still writes there."""
-    directory = Path(tempfile.mkdtemp(prefix="pipectl-verify-"))
-    try:
-        yield directory
-    finally:
-        deadline = time.monotonic() + _CLEANUP_S
-        shutil.rmtree(directory, ignore_errors=True)
-        while directory.exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
-            shutil.rmtree(directory, ignore_errors=True)
-
-
-class Reference(NamedTuple):
-    """What a pipeline is compared with.
-
-    Args:
-        words: what it is, in words.
-        job: a pipeline of its own; None for a plain process.
-        reason: why it is another plan; empty if it is one process.
-    """
-
-    words: str
-    job: Job | None = None
-    reason: str = ""
-
-
-def choose_reference(spec: JobSpec, plan: Plan, traits: Traits, *, two_plans: bool) -> Reference:
-    """One process, or another plan if no process can hold the model."""
-    reason, alone = "--between-plans" if two_plans else "", None
-    if not reason and spec.model.materialize == "per_rank":
-        reason = "materialize: per_rank"
-    elif not reason:
-        try:
-            alone, alone_plan = _plan_here(_like(spec, plan, ranks=1))
-        except InfeasibleError:
-            reason = "one process would need more memory than there is"
-        else:
-            assert alone_plan.prediction is not None
-            needed = alone_plan.prediction.peak_memory_bytes[0]
-            if needed > (available := int(psutil.virtual_memory().available)):
-                sizes = f"{format_bytes(needed)}, and {format_bytes(available)} are free"
-                reason = f"one process would need {sizes}"
-    if not reason:
-        return Reference("one rank", alone) if traits.random else Reference(_PLAIN)
-    for ranks in (plan.ranks + 1, plan.ranks - 1):  # one stage more or less moves all cuts
-        with suppress(PipectlError):
-            if ranks:
-                other, other_plan = _plan_here(_like(spec, plan, ranks))
-                stages = len(other_plan.stages)
-                words = f"another plan: {other_plan.ranks} ranks, {stages} stages"
-                return Reference(words, other, reason)
-    raise InfeasibleError(
-        f"no other plan to compare with: only {plan.ranks} stages are possible",
-        cure="verify it with more ranks: --ranks",
-    )
-
-
-def _plan_here(spec: JobSpec, progress: Progress | None = None) -> tuple[Job, Plan]:
-    """The job on this machine, and its plan; the same profile serves all jobs of the directory."""
-    (job,) = prepare(spec, LOCAL, progress)
-    assert job.profile is not None
-    assert job.plan is not None
-    replace(job.profile, key=None).save(profile_path(spec))
-    return job, job.plan
-
-
-def _like(spec: JobSpec, plan: Plan, ranks: int) -> JobSpec:
-    """The job with a stage on each of so many ranks, and the micro-batches of a plan."""
-    from pipectl.planner.request import PLACED
-
-    pipeline = {
-        "micro_batches": plan.micro_batches,
-        "stages": ranks,
-        "replicas": 1,
-        "backward": "together",
-        "warm_up": None,
-        **({"schedule": "1f1b"} if plan.schedule in PLACED else {}),
-    }
-    changed = {
-        "resources": spec.resources.model_copy(update={"tasks_per_node": ranks}),
-        "pipeline": spec.pipeline.model_copy(update=pipeline),
-    }
-    return spec.model_copy(update=changed)
-
-
-def _train(job: Job, changes: Mapping[str, object]) -> RunDirectory:
-    """Run a job with changed sections of its spec, to its end."""
-    job = replace(job, spec=job.spec.model_copy(update=changes))
-    run = submit([job], time.time())[0].run
-    try:
-        status = follow(run, continues=False)
-        if status.job.state is JobState.COMPLETED:
-            return run
-        if (failure := status.failure) is None:
-            raise WorkerError(f"the pipeline ended without a result: {status.job.reason}")
-        error = WorkerError(f"{failure.where}: {failure.what}", cure=failure.cure)
-        error.exit_code = failure.exit_code
-        raise error
-    except BaseException:
-        with suppress(PipectlError):
-            cancel(run, time.time())
-        raise
-
-
-def _train_plainly(spec: JobSpec, micro_batch_size: int, directory: Path) -> None:
-    """Train in one plain process, which writes its weights to a new directory."""
-    directory.mkdir()
-    job = directory / "job.yaml"
-    job.write_text(dump(spec), encoding="utf-8")
-    size = str(micro_batch_size)
-    command = [sys.executable, "-m", "pipectl.runtime.plain", str(job), size, str(directory)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    environment |= spec.environment.variables
-    done = process.run(command, cure="", env=environment, timeout_s=inf)
-    if done.returncode:
-        raise WorkerError(f"the plain process failed: {done.message}")
-
-
-def _changes(spec: JobSpec, steps: int, directory: Path, chunks: int) -> list[str]:
-    """What differs from the job as the user wrote it: here, short, one thread per rank.
-
-    Args:
-        chunks: stages per rank of the job's schedule.
-    """
-    pipeline = spec.pipeline
-    stages: int | str | None = pipeline.stages
-    if stages is None and (pipeline.replicas == "any" or pipeline.backward is None):
-        stages = "auto"
-    elif stages is None:  # fewer would leave ranks unverified
-        ranks_of_stage = 2 if pipeline.backward == "apart" else int(pipeline.replicas or 1)
-        stages = chunks * max(1, spec.resources.ranks // ranks_of_stage)
-    # A learning rate schedule may follow the loss of evaluations.
-    evaluates = spec.evaluation is not None and spec.lr_scheduler is not None
-    return [
-        *(["launch={launcher: mpiexec}"] if spec.launch.launcher == "srun" else []),
-        # What is not finite on both sides is equal, too.
-        *(["training.on_nonfinite=ignore"] if spec.training.on_nonfinite == "stop" else []),
-        *(["evaluation.every=1", "evaluation.metrics={}"] if evaluates else ["evaluation=null"]),
-        f"training.steps={steps}",
-        f"output.directory='{directory}'",
-        f"checkpoint={{every: 1, keep: {steps}}}",
-        f"pipeline.stages={stages}",
-        "resources.cpus_per_task=1",
-        *(["launch.progress=auto"] if spec.launch.progress == "core" else []),
-        "resources.memory_per_node=null",
-        "pipeline.memory_limit=null",
-        "callbacks=null",
-        "cluster=null",
-    ]
-
-
-def expect(spec: JobSpec, traits: Traits, plan: Plan, reason: str) -> tuple[tuple[str, ...], float]:
-    """Notes and tolerance of a pipeline against one process, or against another plan.
-
-    Plans without replicas differ in no bit on CPUs.
-
-    Args:
-        reason: why another plan is the reference; empty if one process is.
-    """
-
-    def some(names: Sequence[str]) -> str:
-        return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-
-    notes, inexact = [], []
-    if reason:
-        notes.append(f"{reason}: compared with another plan instead of one process")
-    elif traits.random:
-        notes.append(
-            f"{some(traits.random)} draw random numbers, and a plain loop draws others: "
-            "compared with one rank instead"
-        )
-    elif traits.shared:
-        inexact.append(f"{some(traits.shared)}: used several times, and added in another order")
-    if _has_replicas(plan):
-        inexact.append(
-            "replicas add up gradients in another order (buffers they average are not compared)"
-        )
-    if spec.resources.gpus_per_node:
-        inexact.append("accelerators do not always round alike")
-    if spec.training.compile:
-        inexact.append("training.compile: fused operators round differently")
-    if not inexact:
-        return tuple(notes), 0.0
-    sgd = "trained with SGD here: other optimizers turn rounding into whole steps"
-    tolerance = max(_ROUNDING[spec.training.precision], _ROUNDING["bf16"] if traits.half else 0.0)
-    return (*notes, *inexact, sgd), tolerance
-
-
-def _has_replicas(plan: Plan) -> bool:
-    return any(stage.replicas > 1 for stage in plan.stages)
