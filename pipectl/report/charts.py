@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -109,35 +110,28 @@ def whole_bytes(size: float) -> str:
     return _without_zeros(format_bytes(size))
 
 
-def _rate(bytes_per_s: float) -> str:
-    return f"{format_bytes(bytes_per_s)}/s"
-
-
 def links_svg(cluster: Cluster) -> str:
     """Bandwidth by message size, and the time of sums by size and number of ranks."""
     bandwidths = {
         name: [(float(size), bandwidth(link, size)) for size, _ in link.timings]
         for name, link in measured_links(cluster).items()
     }
-    sums: dict[str, list[tuple[float, float]]] = {}
+    sums = defaultdict(list)
     for ranks, size, time_s in cluster.allreduce:
-        sums.setdefault(f"{ranks} ranks", []).append((float(size), max(time_s, 1e-9)))
+        sums[f"{ranks} ranks"].append((float(size), max(time_s, 1e-9)))
     charts = []
     if bandwidths:
-        charts.append(_chart_by_size("bandwidth by message size", bandwidths, 16, _rate))
+        title = "bandwidth by message size"
+        charts += [_chart_by_size(title, bandwidths, 16, lambda rate: f"{format_bytes(rate)}/s")]
     if sums:
-        charts.append(_chart_by_size("time of a sum over ranks by size", sums, 10, format_time))
+        charts += [_chart_by_size("time of a sum over ranks by size", sums, 10, format_time)]
     return _charts_svg(charts, f"Links of {cluster.name}", cluster.source)
 
 
 def _chart_by_size(
     title: str, curves: Mapping[str, Points], base: int, label: Callable[[float], str]
 ) -> Chart:
-    """A chart by sizes; all coordinates are above 0.
-
-    Args:
-        base: the ratio of neighbouring labels of the second axis.
-    """
+    """A chart by sizes, all above 0, with a label of the second axis for each power of a base."""
     xs, ys = zip(*(point for points in curves.values() for point in points), strict=True)
     sizes = [size for size in (16.0**power for power in range(16)) if min(xs) <= size <= max(xs)]
     x = Axis(_WIDTH, min(xs), max(xs), {size: whole_bytes(size) for size in sizes}, math.log)

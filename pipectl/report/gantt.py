@@ -59,21 +59,8 @@ _LINE_HEIGHT, _ROW_HEIGHT, _NAME_HEIGHT, _AXIS_HEIGHT = 18, 30, 22, 24
 _LETTER_WIDTH, _LABEL_WIDTH = 7, 55
 
 
-class Segment(NamedTuple):
-    """Neighbouring characters of one kind, and their colour in a terminal."""
-
-    text: str
-    style: str = ""
-
-
-class Row(NamedTuple):
-    """One line: a label of fixed width, then the segments in order of time."""
-
-    label: str
-    segments: tuple[Segment, ...]
-
-    def __str__(self) -> str:
-        return (self.label + "".join(segment.text for segment in self.segments)).rstrip()
+Segment = tuple[str, str]
+"""Neighbouring characters of one kind, and their colour in a terminal."""
 
 
 def _rows(timelines: Iterable[Timeline], max_rows: int) -> list[int]:
@@ -102,8 +89,8 @@ def legend(timeline: Timeline) -> str:
     return f"{marks}  (digits: micro-batch, blank: idle{some})"
 
 
-def gantt(timeline: Timeline, width: int) -> list[Row]:
-    """Rows of a timeline; of very many ranks some, evenly spread.
+def gantt(timeline: Timeline, width: int) -> list[list[Segment]]:
+    """Rows of a timeline, each a label and what follows; of very many ranks some, evenly spread.
 
     Args:
         timeline: one optimizer step.
@@ -117,7 +104,7 @@ def gantt(timeline: Timeline, width: int) -> list[Row]:
     rows = []
     for rank, events in _bars(timeline, _rows([timeline], _MAX_TEXT_ROWS)).items():
         draw = _textures if len(events) * _MIN_COLUMNS > columns else _blocks
-        rows.append(Row(f"rank {rank:>{digits}} ", tuple(draw(events, columns, end_s))))
+        rows.append([(f"rank {rank:>{digits}} ", ""), *draw(events, columns, end_s)])
     return rows
 
 
@@ -139,7 +126,7 @@ def _textures(events: Sequence[Event], columns: int, end_s: float) -> Iterator[S
             owed[kind] = owed.get(kind, 0.0) + share
         kind = max(spent, key=lambda each: owed[each])
         owed[kind] -= 1.0
-        yield Segment(*LOOKS[kind][:2]) if kind in LOOKS else Segment(" ")
+        yield LOOKS[kind][:2] if kind in LOOKS else (" ", "")
 
 
 def _blocks(events: Sequence[Event], columns: int, end_s: float) -> Iterator[Segment]:
@@ -154,13 +141,13 @@ def _blocks(events: Sequence[Event], columns: int, end_s: float) -> Iterator[Seg
         if start >= stop:
             continue
         if start > column:
-            yield Segment(" " * (start - column))
+            yield " " * (start - column), ""
         look, label = LOOKS[event.kind], str(event.micro_batch) if event.micro_batch >= 0 else ""
         label = label if len(label) < stop - start else ""
-        yield Segment(label + look.fill * (stop - start - len(label)), look.style)
+        yield label + look.fill * (stop - start - len(label)), look.style
         column = stop
     if column < columns:
-        yield Segment(" " * (columns - column))
+        yield " " * (columns - column), ""
 
 
 def gantt_svg(timelines: Timeline | Mapping[str, Timeline], title: str, *notes: str) -> str:
@@ -175,14 +162,12 @@ def gantt_svg(timelines: Timeline | Mapping[str, Timeline], title: str, *notes: 
     if isinstance(timelines, Timeline):
         timelines = {"": timelines}
     every = list(timelines.values())
-    count = max(timeline.ranks for timeline in every)
+    count, end_s = (max(getattr(each, name) for each in every) for name in ("ranks", "end_s"))
     ranks = _rows(every, count)
     bars = sum(len(row) for each in every for row in _bars(each, ranks).values())
-    affordable = _MAX_BARS * len(ranks) // max(1, bars)
-    ranks = _rows(every, max(2, min(_MAX_ROWS, affordable)))
+    ranks = _rows(every, max(2, min(_MAX_ROWS, _MAX_BARS * len(ranks) // max(1, bars))))
     if len(ranks) < count:
         notes = (*notes, f"{len(ranks)} of {count:,} ranks are shown")
-    end_s = max(timeline.end_s for timeline in every)
     scale = _WIDTH / (end_s or 1.0)
     panels, height = [], 0
     for name, timeline in timelines.items():

@@ -12,7 +12,7 @@ from typing import Any
 import typer
 
 from pipectl.cli import options as opt
-from pipectl.cli.console import output, plain, say, say_json
+from pipectl.cli.console import output, say, say_json
 from pipectl.cli.views.plan import assumption_lines, gantt_lines
 from pipectl.cluster import Cluster, Device, Node, assumed_cluster
 from pipectl.errors import UsageError
@@ -20,7 +20,7 @@ from pipectl.files import make_directory_of, write_text
 from pipectl.graph import TransferKind
 from pipectl.link import Link
 from pipectl.plan import Plan, Stage, StageCost, Transfer
-from pipectl.report.gantt import gantt_svg, legend
+from pipectl.report.gantt import gantt_svg
 from pipectl.schedule import NAMES, default_ranks, default_warm_up, stage_peaks_in_flight
 from pipectl.schedule.listed import Listed
 from pipectl.schedule.registry import make_listed, read_listed
@@ -105,10 +105,10 @@ def command(
     console = output()
     say(subject.summary, "bold")
     say(figures)
-    for line in gantt_lines(step.timeline, console.width):
-        console.print(line)
-    console.print(plain(legend(step.timeline), "dim"))
-    for line in assumption_lines(machines.assumptions):
+    for line in (
+        *gantt_lines(step.timeline, console.width),
+        *assumption_lines(machines.assumptions),
+    ):
         console.print(line)
     if planned_s is not None and not isclose(planned_s, step.step_time_s, rel_tol=1e-6):
         time = format_time(planned_s)

@@ -102,8 +102,7 @@ def step_view(answer: StepAnswer, width: int) -> RenderableType:
     lines = [(f"{label}:", text, "") for label, text in (*verdict(answer), *remarks(answer))]
     indent = max(len(label) for label, _, _ in lines) + 1
     parts += ["", *label_lines(lines, indent, width, bold=True), ""]
-    parts += [*gantt_lines(answer.simulation.timeline, width)]
-    parts.append(plain(legend(answer.simulation.timeline), "dim"))
+    parts += gantt_lines(answer.simulation.timeline, width)
     if explanation is not None:
         parts += map(plain, explanation_lines(explanation, answer.inputs.cluster))
     parts += assumption_lines(plan.assumptions)
@@ -312,8 +311,9 @@ def remarks(answer: StepAnswer) -> Iterator[tuple[str, str]]:
 
 
 def gantt_lines(timeline: Timeline, width: int) -> list[Text]:
-    """The Gantt's rows with colours."""
-    return [Text.assemble(row.label, *row.segments) for row in gantt(timeline, width)]
+    """The Gantt's rows with colours, and its legend."""
+    rows = [Text.assemble(*row) for row in gantt(timeline, width)]
+    return [*rows, plain(legend(timeline), "dim")]
 
 
 def explanation_lines(explanation: Explanation, cluster: Cluster) -> Iterator[str]:
