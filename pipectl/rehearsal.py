@@ -72,3 +72,8 @@ class Rehearsal(DataFile):
     speed: tuple[float, ...]
     messages: tuple[Passage, ...]
     meetings: tuple[Meeting, ...]
+
+    @property
+    def expected_s(self) -> float:
+        """About how long all steps take, in time of the rehearsal."""
+        return self.steps * self.stretch * self.predicted_s

@@ -22,7 +22,6 @@ from pipectl.planner.explain.step_parts import StepParts, step_parts
 from pipectl.planner.explain.what_if import step_range
 from pipectl.planner.search import MAX_ALTERNATIVES, Found, search_plans
 from pipectl.profile import Profile
-from pipectl.runtime.supported import unsupported
 from pipectl.simulate import Simulation, simulate
 
 
@@ -109,6 +108,8 @@ class StepAnswer:
 
     def to_json(self) -> dict[str, Any]:
         """The plan as its file holds it, and what was asked: the objective and its value."""
+        from pipectl.runtime.supported import unsupported
+
         plan, search = self.plan, self.plan.search
         document = plan.to_json()
         for stage in document["stages"]:

@@ -27,16 +27,15 @@ from in_turns import cluster_of, gpt, peak_of, profiled, ratio, spread, train_in
 from planner_scale import cluster_of as accelerators
 from planner_scale import gpt_profile
 
-from pipectl.cli.lab.rehearse import WORKER, result_of
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.errors import InfeasibleError
-from pipectl.graph import TransferKind
+from pipectl.jobs.measuring import REHEARSAL_WORKER, result_of
 from pipectl.link import Link
-from pipectl.plan import Plan, Stage, StageCost, Transfer
+from pipectl.plan import Plan, StageCost
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.profile import Profile
 from pipectl.runs import RunDirectory
-from pipectl.schedule import default_ranks, default_warm_up
+from pipectl.schedule.equal_stages import plan_equal_stages
 from pipectl.simulate import simulate
 from pipectl.simulate.rehearsing import rehearsal_of
 from pipectl.units import format_bytes
@@ -59,23 +58,10 @@ def chain(schedule: str) -> Plan:
     stages = parts * RANKS
     part_s = FORWARD_S / parts
     cost = StageCost(part_s, 2 * part_s, 0.0, 0, 0, 0, weight_s=part_s)
-    neighbours = [(stage, stage + 1) for stage in range(stages - 1)]
-    ranks = default_ranks(schedule, stages)
-    return Plan(
-        name=schedule,
-        fingerprint=None,
-        schedule=schedule,
-        warm_up=default_warm_up(schedule, stages, MICRO_BATCHES, ranks=RANKS),
-        batch_size=MICRO_BATCHES,
-        micro_batch_size=1,
-        micro_batches=MICRO_BATCHES,
-        stages=tuple(Stage((f"n{index}",), (rank,), cost) for index, rank in enumerate(ranks)),
-        transfers=(
-            *(Transfer(TransferKind.ACTIVATION, a, b, 8) for a, b in neighbours),
-            *(Transfer(TransferKind.GRADIENT, b, a, 8) for a, b in neighbours),
-        ),
-        node_of_rank=(0,) * RANKS,
-    )
+    numbers = {"stages": stages, "micro-batches": MICRO_BATCHES, "ranks": None}
+    plan = plan_equal_stages(schedule, None, numbers, cost)
+    sent = (replace(transfer, size_bytes=8) for transfer in plan.transfers)
+    return replace(plan, transfers=tuple(sent))
 
 
 def free_links(ranks: int) -> Cluster:
@@ -90,7 +76,16 @@ def rehearsed(plan: Plan, cluster: Cluster, folder: Path) -> dict[str, Any]:
     plan.save(run.plan)
     rehearsal_of(plan, cluster, plan.ranks / len(os.sched_getaffinity(0))).save(run.rehearsal)
     mpiexec = shutil.which("mpiexec", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    command = [str(mpiexec), "-n", str(plan.ranks), sys.executable, "-m", "mpi4py", "-m", WORKER]
+    command = [
+        str(mpiexec),
+        "-n",
+        str(plan.ranks),
+        sys.executable,
+        "-m",
+        "mpi4py",
+        "-m",
+        REHEARSAL_WORKER,
+    ]
     subprocess.run([*command, "--run", str(run.path)], check=True, timeout=900)
     return result_of(run)
 

@@ -26,7 +26,7 @@ ONE = ("--set", "resources.nodes=1", "--set", "pipeline.stages=1")
 def brief(monkeypatch: pytest.MonkeyPatch, warm_python: str) -> None:
     """Measure for a moment, with ranks that begin sooner."""
     monkeypatch.setattr(sys, "executable", warm_python)
-    monkeypatch.setattr("pipectl.cli.commands.profile.LINKS_BUDGET_S", {"normal": 0.2, "fast": 0.1})
+    monkeypatch.setattr("pipectl.jobs.measuring.LINKS_BUDGET_S", {"normal": 0.2, "fast": 0.1})
 
 
 @pytest.mark.mpi

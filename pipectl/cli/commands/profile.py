@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,14 +17,10 @@ from pipectl.cli.follow import follow_or_exit, profiling_progress
 from pipectl.cli.submission import describe_job, note_origin, print_submission, submission_json
 from pipectl.cluster import Cluster
 from pipectl.errors import UsageError
-from pipectl.files import is_stream, make_directory_of
-from pipectl.jobs.job_files import cluster_file_key, cluster_path, profile_path
+from pipectl.jobs.job_files import cluster_path, profile_path
+from pipectl.jobs.measuring import make_measuring_job
 from pipectl.jobs.prepare import (
-    IN_JOB,
-    PERCENT,
-    Job,
     choose_scheduler,
-    complete,
     warning_of_code,
 )
 from pipectl.jobs.profiles import Measurement, measure
@@ -33,13 +28,8 @@ from pipectl.jobs.submit import submit as submit_job
 from pipectl.link import Link
 from pipectl.profile import Profile
 from pipectl.report.charts import bandwidth, measured_links, whole_bytes
-from pipectl.runs import PROFILING
 from pipectl.spec import JobSpec, load
 from pipectl.units import format_bytes, format_time
-
-LINKS_BUDGET_S = {"fast": 8.0, "normal": 30.0, "thorough": 120.0}
-"""Time to measure links, about, by effort."""
-_LINKS_WALLTIME_S = 900
 
 
 def command(
@@ -117,42 +107,6 @@ def _show_links(spec: JobSpec, path: Path, *, as_json: bool) -> None:
         note(f"the job sets cluster:, so plans use {spec.cluster_file}")
     elif spec.cluster_file is None and path.absolute() != usual.absolute():
         note(f"plans look for it in {usual}; set cluster: to have them use {path}")
-
-
-def make_measuring_job(
-    spec: JobSpec, scheduler: str, output: Path, effort: str, *, links: bool, again: bool
-) -> Job:
-    """A job that measures the model on one node, with all the tasks that the job has there; or one
-    that starts all ranks as the job does, and measures the links between them.
-
-    Args:
-        output: where the profile, or the cluster description and a picture, are put in the end.
-
-    Raises:
-        UsageError: the job has one rank, and so no link; or the output cannot be written.
-    """
-    if links and spec.resources.ranks < 2:
-        raise UsageError(
-            "resources: a job of one rank has no links to measure",
-            cure="set resources.nodes or resources.tasks_per_node to 2 or more",
-        )
-    make_directory_of(output)
-    if is_stream(output):
-        raise UsageError(f"{output}: is not a file that a job could write", cure="name another: -o")
-    output = output.absolute()
-    arguments = ["--output", str(output)]
-    job = Job(spec, scheduler, kind=PROFILING, steps=PERCENT, output=output.parent)
-    if links:
-        arguments += ["--key", cluster_file_key(spec, scheduler)]
-        arguments += ["--budget", str(LINKS_BUDGET_S[effort])]
-        program = ("-m", "mpi4py", "-m", "pipectl.runtime.links.probe", "--run")
-        walltime = min(spec.resources.walltime, _LINKS_WALLTIME_S)
-        job = replace(job, suffix="-links", program=program, resources={"walltime": walltime})
-    else:
-        arguments += ["--effort", effort, *(["--again"] if again else [])]
-        job = replace(job, suffix="-profile", program=("-m", IN_JOB), alone=True)
-        job = replace(job, resources={"nodes": 1})
-    return complete(replace(job, arguments=tuple(arguments)))
 
 
 def show_measurement(measurement: Measurement, path: Path, now: float, *, as_json: bool) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from itertools import pairwise
 from math import isclose
 from pathlib import Path
 from typing import Any
@@ -17,13 +14,12 @@ from pipectl.cli.views.plan import assumption_lines, gantt_lines
 from pipectl.cluster import Cluster, Device, Node, assumed_cluster
 from pipectl.errors import UsageError
 from pipectl.files import make_directory_of, write_text
-from pipectl.graph import TransferKind
 from pipectl.link import Link
-from pipectl.plan import Plan, Stage, StageCost, Transfer
+from pipectl.plan import Plan, StageCost
 from pipectl.report.gantt import gantt_svg
-from pipectl.schedule import NAMES, default_ranks, default_warm_up, stage_peaks_in_flight
-from pipectl.schedule.listed import Listed
-from pipectl.schedule.registry import make_listed, read_listed
+from pipectl.schedule import stage_peaks_in_flight
+from pipectl.schedule.equal_stages import plan_equal_stages, reorder
+from pipectl.schedule.registry import read_listed
 from pipectl.simulate import simulate
 from pipectl.spec import SCHEDULE_SUFFIX
 from pipectl.units import format_time
@@ -52,13 +48,20 @@ def command(
 ) -> None:
     if svg is not None:
         make_directory_of(svg)
+    listed = None
+    if schedule is not None and schedule.endswith(SCHEDULE_SUFFIX):
+        listed = read_listed(Path(schedule), schedule)
     if plan is not None:
         own = "--stages --micro-batches --ranks --forward --backward --latency"
         cure = "leave it out, or name a --schedule alone"
         opt.refuse(context, own, "a plan has its own", cure=cure)
+        if schedule is not None and listed is None:
+            raise UsageError(
+                f"--schedule {schedule}: a plan's stages are cut for its own schedule",
+                cure="name a .csv file, or plan again with pipeline.schedule",
+            )
         subject = Plan.load(plan)
-        if schedule is not None:
-            subject = _reorder(subject, schedule)
+        subject = subject if listed is None else reorder(subject, listed)
         machines = assume_cluster(subject) if cluster is None else Cluster.load(cluster)
     elif schedule is None:
         raise UsageError(
@@ -67,12 +70,15 @@ def command(
     else:
         opt.refuse(context, "--cluster", "needs --plan")
         numbers = {"stages": stages, "micro-batches": micro_batches, "ranks": ranks}
-        subject = plan_equal_stages(schedule, numbers, StageCost(forward, backward, 0.0, 0, 0, 0))
-        nodes, link = (
-            (Node("one", subject.ranks, subject.ranks, Device("any")),),
-            Link(latency, _FAST),
-        )
-        machines = Cluster("equal devices", "imagined", nodes, link, link)
+        cost = StageCost(forward, backward, 0.0, 0, 0, 0)
+        subject = plan_equal_stages(schedule, listed, numbers, cost)
+        node, link = Node("one", subject.ranks, subject.ranks, Device("any")), Link(latency, _FAST)
+        machines = Cluster("equal devices", "imagined", (node,), link, link)
+    _show(subject, machines, svg, as_json=as_json)
+
+
+def _show(subject: Plan, machines: Cluster, svg: Path | None, *, as_json: bool) -> None:
+    """Simulate a plan, and print and draw its step."""
     step = simulate(subject, machines)
     in_flight = stage_peaks_in_flight(subject)
     # Of another order than its own, a plan predicts nothing.
@@ -119,93 +125,3 @@ def assume_cluster(plan: Plan) -> Cluster:
     """The nodes of a plan: shared memory within them, 10 Gbit/s Ethernet between."""
     counts = [plan.node_of_rank.count(node) for node in range(1 + max(plan.node_of_rank))]
     return assumed_cluster(plan.name, counts, max(counts), None)
-
-
-def plan_equal_stages(schedule: str, numbers: Mapping[str, int | None], cost: StageCost) -> Plan:
-    """A schedule on equal stages, whose messages have no bytes.
-
-    Args:
-        schedule: built in, a file, or what a package offers.
-        numbers: of ``stages``, ``micro-batches`` and ``ranks``; None if the schedule has its own.
-        cost: of every stage.
-
-    Raises:
-        UsageError: numbers that the schedule needs are missing, or contradict it.
-        ScheduleError: it is none.
-    """
-    stages, micro_batches, ranks = numbers.values()
-    listed: Listed | None = None
-    if schedule.endswith(SCHEDULE_SUFFIX):
-        listed = read_listed(Path(schedule), schedule)
-    elif stages is None or micro_batches is None:
-        raise UsageError(
-            f"schedule {schedule}: of how many stages and micro-batches?",
-            cure="add for example --stages 4 --micro-batches 8",
-        )
-    elif schedule not in NAMES:
-        listed = make_listed(schedule, ranks or stages, stages, micro_batches)
-    else:
-        rank_of_stage = default_ranks(schedule, stages, ranks)
-        ranks = len(set(rank_of_stage))
-        warm_up = default_warm_up(schedule, stages, micro_batches, ranks=ranks)
-    if listed is not None:
-        stages, micro_batches, ranks = listed.stages, listed.micro_batches, len(listed.ranks)
-        rank_of_stage, warm_up = listed.rank_of_stage, listed.warm_up
-    assert stages is not None
-    assert micro_batches is not None
-    for (name, value), number in zip(numbers.items(), (stages, micro_batches, ranks), strict=True):
-        if value not in (None, number):
-            subject = schedule if listed else f"{schedule} of {stages} stages"
-            raise UsageError(
-                f"{subject} has {number} {name}, not {value}", cure=f"leave --{name} out"
-            )
-    pairs = list(pairwise(range(stages)))
-    return Plan(
-        name=schedule,
-        fingerprint=None,
-        schedule=schedule,
-        actions=listed.text if listed else (),
-        warm_up=tuple(warm_up),
-        batch_size=micro_batches,
-        micro_batch_size=1,
-        micro_batches=micro_batches,
-        stages=tuple(Stage((f"stage{s}",), (rank,), cost) for s, rank in enumerate(rank_of_stage)),
-        transfers=(
-            *(Transfer(TransferKind.ACTIVATION, a, b, 0) for a, b in pairs),
-            *(Transfer(TransferKind.GRADIENT, b, a, 0) for a, b in pairs),
-        ),
-        node_of_rank=(0,) * (1 + max(rank_of_stage)),
-    )
-
-
-def _reorder(plan: Plan, schedule: str) -> Plan:
-    """The plan's stages in the order, and on the ranks, of a user's schedule."""
-    if not schedule.endswith(SCHEDULE_SUFFIX):
-        raise UsageError(
-            f"--schedule {schedule}: a plan's stages are cut for its own schedule",
-            cure="name a .csv file, or plan again with pipeline.schedule",
-        )
-    if any(stage.replicas > 1 or stage.backward_ranks for stage in plan.stages):
-        raise UsageError(
-            f"--schedule {schedule}: stages of the plan have several ranks, lists give them one",
-            cure="plan again with pipeline.schedule",
-        )
-    listed = read_listed(Path(schedule), schedule)
-    have = len(plan.stages), plan.micro_batches, plan.ranks
-    needs = listed.stages, listed.micro_batches, len(listed.ranks)
-    if have[:2] != needs[:2] or needs[2] > have[2]:
-        raise UsageError(
-            "{} has {} stages, {} micro-batches and {} ranks; the plan {}, {} and {}".format(
-                schedule, *needs, *have
-            ),
-            cure="use a schedule made for the plan, or plan again with pipeline.schedule",
-        )
-    ranks = zip(plan.stages, listed.rank_of_stage, strict=True)
-    return replace(
-        plan,
-        schedule=listed.name,
-        actions=listed.text,
-        warm_up=listed.warm_up,
-        stages=tuple(replace(stage, ranks=(rank,)) for stage, rank in ranks),
-        prediction=None,
-    )

@@ -1,0 +1,137 @@
+"""Jobs that measure instead of training: profiles, links, and rehearsals of plans."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from pipectl.batch import LOCAL
+from pipectl.errors import UsageError
+from pipectl.files import is_stream, make_directory_of
+from pipectl.jobs.job_files import cluster_file_key, profile_path
+from pipectl.jobs.prepare import IN_JOB, PERCENT, Job, choose_scheduler, complete, prepare
+from pipectl.plan import Plan
+from pipectl.rehearsal import Rehearsal
+from pipectl.runs import PROFILING, REHEARSAL, RunDirectory, read_metrics
+from pipectl.simulate.rehearsing import rehearsal_of
+
+if TYPE_CHECKING:
+    from pipectl.profiler.progress import Progress
+    from pipectl.spec import JobSpec
+
+LINKS_BUDGET_S = {"fast": 8.0, "normal": 30.0, "thorough": 120.0}
+"""Time to measure links, about, by effort."""
+_LINKS_WALLTIME_S = 900
+REHEARSAL_WORKER = "pipectl.runtime.rehearsal"
+_START_S = 300
+"""Walltime beyond the steps."""
+_OVERSUBSCRIBE = {
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+}
+"""Open MPI starts no more ranks than cores unless told so."""
+
+
+def make_measuring_job(
+    spec: JobSpec, scheduler: str, output: Path, effort: str, *, links: bool, again: bool
+) -> Job:
+    """A job that measures the model on one node, with all the tasks that the job has there; or one
+    that starts all ranks as the job does, and measures the links between them.
+
+    Args:
+        output: where the profile, or the cluster description and a picture, are put in the end.
+
+    Raises:
+        UsageError: the job has one rank, and so no link; or the output cannot be written.
+    """
+    if links and spec.resources.ranks < 2:
+        raise UsageError(
+            "resources: a job of one rank has no links to measure",
+            cure="set resources.nodes or resources.tasks_per_node to 2 or more",
+        )
+    make_directory_of(output)
+    if is_stream(output):
+        raise UsageError(f"{output}: is not a file that a job could write", cure="name another: -o")
+    output = output.absolute()
+    arguments = ["--output", str(output)]
+    job = Job(spec, scheduler, kind=PROFILING, steps=PERCENT, output=output.parent)
+    if links:
+        arguments += ["--key", cluster_file_key(spec, scheduler)]
+        arguments += ["--budget", str(LINKS_BUDGET_S[effort])]
+        program = ("-m", "mpi4py", "-m", "pipectl.runtime.links.probe", "--run")
+        walltime = min(spec.resources.walltime, _LINKS_WALLTIME_S)
+        job = replace(job, suffix="-links", program=program, resources={"walltime": walltime})
+    else:
+        arguments += ["--effort", effort, *(["--again"] if again else [])]
+        job = replace(job, suffix="-profile", program=("-m", IN_JOB), alone=True)
+        job = replace(job, resources={"nodes": 1})
+    return complete(replace(job, arguments=tuple(arguments)))
+
+
+def plan_rehearsal(
+    spec: JobSpec, scheduler: str | None, progress: Progress
+) -> tuple[Job, Rehearsal]:
+    """All ranks of the plan that a job would run, on this machine unless a scheduler is named.
+
+    Raises:
+        UsageError: a job for a batch system has no profile yet.
+        PipectlError: no plan fits, or a file cannot be used.
+    """
+    (planned,) = prepare(spec, None, progress, must_run=False)
+    plan, cluster = planned.plan, planned.cluster
+    if plan is None or cluster is None:
+        raise UsageError(
+            f"{profile_path(spec)}: no up-to-date profile, so there is no plan to rehearse",
+            cure="measure the model first: pipectl profile --submit JOB.yaml",
+        )
+    ranks_per_core = 1.0
+    if (scheduler := scheduler or LOCAL) == LOCAL:
+        ranks_per_core = plan.ranks / len(os.sched_getaffinity(0))
+        launch, environment = spec.launch, spec.environment
+        variables = {**environment.variables, **_OVERSUBSCRIBE}
+        changes = {
+            "bind": "none",
+            "launcher": "mpiexec",
+            "mpi": "auto" if launch.launcher == "srun" else launch.mpi,
+            "args": launch.args if choose_scheduler(spec) == LOCAL else (),
+        }
+        update = {
+            "launch": launch.model_copy(update=changes),
+            "environment": environment.model_copy(update={"variables": variables}),
+        }
+        spec = spec.model_copy(update=update)
+    rehearsal = rehearsal_of(plan, cluster, ranks_per_core)
+    limit_s = int(_START_S + 2 * rehearsal.expected_s)
+    job = Job(
+        spec,
+        scheduler,
+        kind=REHEARSAL,
+        suffix="-rehearsal",
+        program=("-m", "mpi4py", "-m", REHEARSAL_WORKER, "--run"),
+        steps=rehearsal.steps,
+        rehearsal=rehearsal,
+        resources={"walltime": min(spec.resources.walltime, limit_s), "gpus_per_node": 0},
+    )
+    job = replace(complete(job), cluster=cluster, plan=plan, warning=planned.warning)
+    return job, rehearsal
+
+
+def result_of(run: RunDirectory) -> dict[str, Any]:
+    """What a rehearsal that is over measured, for ``--json``. Times are the plan's, not stretched:
+    the median step, all steps, and the most by which a rank came too late."""
+    plan, rehearsal, lines = Plan.load(run.plan), Rehearsal.load(run.rehearsal), read_metrics(run)
+    steps_s = [line["step_time_s"] for line in lines]
+    return {
+        "ranks": plan.ranks,
+        "predicted_step_time_s": rehearsal.predicted_s,
+        "rehearsed_step_time_s": median(steps_s),
+        "rehearsed_over_predicted": median(steps_s) / rehearsal.predicted_s,
+        "planned_step_time_s": None if plan.prediction is None else plan.prediction.step_time_s,
+        "steps_s": steps_s,
+        "stretch": rehearsal.stretch,
+        "message_share": rehearsal.message_share,
+        "late_s": max(line["late_s"] for line in lines),
+    }
