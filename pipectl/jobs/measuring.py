@@ -16,7 +16,6 @@ from pipectl.jobs.prepare import IN_JOB, PERCENT, Job, choose_scheduler, complet
 from pipectl.plan import Plan
 from pipectl.rehearsal import Rehearsal
 from pipectl.runs import PROFILING, REHEARSAL, RunDirectory, read_metrics
-from pipectl.simulate.rehearsing import rehearsal_of
 
 if TYPE_CHECKING:
     from pipectl.profiler.progress import Progress
@@ -87,6 +86,9 @@ def plan_rehearsal(
             f"{profile_path(spec)}: no up-to-date profile, so there is no plan to rehearse",
             cure="measure the model first: pipectl profile --submit JOB.yaml",
         )
+    # Not before: what this process holds while it measures counts as memory of a rank.
+    from pipectl.simulate.rehearsing import rehearsal_of
+
     ranks_per_core = 1.0
     if (scheduler := scheduler or LOCAL) == LOCAL:
         ranks_per_core = plan.ranks / len(os.sched_getaffinity(0))

@@ -28,9 +28,7 @@ from pipectl.jobs.prepare import Job, prepare, refuse_code_of_others
 from pipectl.jobs.state import poll
 from pipectl.jobs.submit import submit
 from pipectl.plan import Plan
-from pipectl.planner.request import PLACED
 from pipectl.runs import RunDirectory
-from pipectl.schedule import SCHEDULES
 from pipectl.spec import dump, load
 from pipectl.spec.models import Optimizer
 from pipectl.units import format_bytes
@@ -71,6 +69,8 @@ def verify(
     Raises:
         PipectlError: the spec, the model or one of the trainings fails.
     """
+    from pipectl.schedule import SCHEDULES
+
     here = ("resources.nodes=1", f"resources.tasks_per_node={ranks}")
     spec = load(job, [*overrides, *here])
     if not trust_owner:
@@ -221,6 +221,8 @@ def _plan_here(spec: JobSpec, progress: Progress | None = None) -> tuple[Job, Pl
 
 def _like(spec: JobSpec, plan: Plan, ranks: int) -> JobSpec:
     """The job with a stage on each of so many ranks, and the micro-batches of a plan."""
+    from pipectl.planner.request import PLACED  # the planner is large, see above
+
     pipeline = {
         "micro_batches": plan.micro_batches,
         "stages": ranks,
