@@ -148,6 +148,11 @@ def test_a_model_of_ones_own(cli: Command) -> None:
     spec = written("jobs/first/job.yaml")
     assert spec.loss.factory == "torch.nn:MSELoss"
     assert spec.data.factory.endswith(":samples")
+    Path("far/away").mkdir(parents=True)
+    Path("near").symlink_to("far/away")
+    code = ("--model", "code/it's mine.py:build", "--data", "code/it's mine.py:samples")
+    assert cli("init", "near/first", *code).code == 0
+    assert cli("check", "near/first/job.yaml").code == 0
 
 
 @pytest.mark.parametrize(("directory", "name"), [("new", "../pkg.net"), (".", "pkg.net")])
@@ -187,24 +192,22 @@ def test_a_recipe_is_copied_with_its_code(cli: Command) -> None:
     assert Path("digits-cnn/models/digits.py").is_file()
     assert Path("digits-cnn/job.schema.json").is_file()
     assert not Path("digits-cnn/models/gpt.py").exists()
+    for options, message in (
+        (["gpt-stdlb"], "no recipe 'gpt-stdlb'; did you mean 'gpt-stdlib'?"),
+        (["gpt-stdlib", "--nodes", "2"], "--nodes: has no effect with --recipe"),
+    ):
+        done = cli("init", "first", "--recipe", *options)
+        assert (done.code, message in done.err, Path("first").exists()) == (2, True, False)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--recipe", "gpt-stdlb"], "no recipe 'gpt-stdlb'; did you mean 'gpt-stdlib'?"),
-        (["--recipe", "gpt-stdlib", "--nodes", "2"], "--nodes: has no effect with --recipe"),
-    ],
-)
-def test_a_recipe_that_cannot_be_copied(cli: Command, options: list[str], message: str) -> None:
-    done = cli("init", "first", *options)
-    assert done.code == 2
-    assert message in done.err
-    assert not Path("first").exists()
-
-
-def test_the_schema_that_the_job_names_lies_beside_it(cli: Command) -> None:
-    assert cli("init", "new", "--walltime", "10").code == 0
+def test_a_job_that_passes_check_with_the_schema_it_names_and_a_model(cli: Command) -> None:
+    result = cli("init", "new", "--walltime", "10")
+    assert (result.code, result.out) == (
+        0,
+        "written: new/job.yaml\nwritten: new/job.schema.json\nwritten: new/model.py\n"
+        "next: pipectl submit new/job.yaml --wait\n",
+    )
+    assert cli("check", "new/job.yaml").out == "new/job.yaml: valid; 2 ranks, 100 steps\n"
     assert written("new/job.yaml").resources.walltime == 600, "a number alone is minutes"
     first = Path("new/job.yaml").read_text().splitlines()[0]
     assert first == "# yaml-language-server: $schema=./job.schema.json"
@@ -234,15 +237,6 @@ def test_a_partition_with_gpus_is_asked_for_one_per_rank(cli: Command, slurm: Pr
     assert (found.nodes, found.tasks_per_node, found.gpus_per_node) == (2, 1, 1)
     assert cli("init", "none", "--gpus-per-node", "0").code == 0
     assert written("none/job.yaml").resources.gpus_per_node == 0
-
-
-def test_a_model_of_ones_own_behind_a_link(cli: Command) -> None:
-    Path("model.py").write_text("def build(): ...\ndef samples(): ...\n")
-    Path("far/away").mkdir(parents=True)
-    Path("near").symlink_to("far/away")
-    code = ("--model", "model.py:build", "--data", "model.py:samples")
-    assert cli("init", "near/first", *code).code == 0
-    assert cli("check", "near/first/job.yaml").code == 0
 
 
 def test_little_memory_is_what_was_asked_for(cli: Command) -> None:
@@ -308,16 +302,6 @@ def test_on_a_terminal_it_asks_for_what_is_not_given(
     monkeypatch.setattr(init, "is_terminal", lambda: False)
     assert cli("init", "more").code == 0
     assert asked == []
-
-
-def test_init_writes_a_job_that_passes_check(cli: Command) -> None:
-    result = cli("init", "new")
-    assert result.code == 0
-    assert result.out == (
-        "written: new/job.yaml\nwritten: new/job.schema.json\nwritten: new/model.py\n"
-        "next: pipectl submit new/job.yaml --wait\n"
-    )
-    assert cli("check", "new/job.yaml").out == "new/job.yaml: valid; 2 ranks, 100 steps\n"
 
 
 def test_init_replaces_nothing_unless_told(cli: Command) -> None:

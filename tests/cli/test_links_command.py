@@ -68,17 +68,8 @@ def test_json_is_the_cluster_and_output_says_where_it_goes(
     assert Path("deep/mine.svg").exists()
     assert not CLUSTER.exists()
     assert "plans look for it in runs/tiny.cluster.json" in result.err
-
-
-@pytest.mark.mpi
-def test_a_run_that_fails_is_told_and_leaves_no_cluster(
-    cli: Command, job: Path, brief: None
-) -> None:
-    failing = 'environment.setup=["exit 3"]'
-    result = cli("profile", "job.yaml", "--links", "--set", failing)
-    assert result.code == 1
-    assert "FAILED" in result.out
-    assert not CLUSTER.exists()
+    failing = cli("profile", "job.yaml", "--links", "--set", 'environment.setup=["exit 3"]')
+    assert (failing.code, "FAILED" in failing.out, CLUSTER.exists()) == (1, True, False)
 
 
 def test_one_rank_has_no_links(cli: Command, job: Path) -> None:

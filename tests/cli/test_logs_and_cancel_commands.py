@@ -183,17 +183,15 @@ def test_a_run_that_waits_to_start_again_is_cancelled(
     assert json.loads(cli("status", "last", "--json").out)["state"] == "CANCELLED"
 
 
-def test_cancel_a_run_that_was_never_confirmed(cli: Command, run_of: RunOf) -> None:
-    run_of("20250103-120000-tiny", state="submitting", job_id=None)
-    result = cli("cancel", "last")
-    assert result.code == 6
-    assert "was never confirmed" in result.err
-
-
-def test_cancel_on_slurm(cli: Command, queued: Path, program: Program, place: Path) -> None:
+def test_cancel_on_slurm_a_run_and_one_that_was_never_confirmed(
+    cli: Command, queued: Path, program: Program, place: Path, run_of: RunOf
+) -> None:
     program("squeue", "echo '12|RUNNING|1|1700000000|N/A|node1|t|None'")
     program("scancel", f'echo "$@" >> {place}/cancelled')
     result = cli("cancel", "last")
     assert (result.code, result.out) == (0, "cancelled: 20250103-120000-tiny\n")
     assert (place / "cancelled").read_text().split()[-1] == "12"
     assert json.loads((queued / "record.json").read_text())["state"] == "cancelled"
+    run_of("20250104-120000-tiny", state="submitting", job_id=None)
+    result = cli("cancel", "last")
+    assert (result.code, "was never confirmed" in result.err) == (6, True)

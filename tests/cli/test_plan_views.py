@@ -107,26 +107,26 @@ def test_the_table_of_a_plan_with_replicas_and_marks(
     )
     plan = timed(replace(plan, stages=stages), 1.0)
     assert plan.summary.startswith("3 stages on 6 ranks, ")
-    golden(printed(stage_table(plan, ["a … b"] * 3, 80), 80), *mark_lines(plan))
     split = replace(plan, replication=Replication.SPLIT)
-    expected = "replicas: the ranks of a stage take samples of every micro-batch"
-    assert next(mark_lines(split)) == f"{expected}; operators such as BatchNorm see only these"
+    blocks = Blocks(("b",), 1.0, 0.5, 2.5, 30, 10)
+    some = (replace(stages[0], recompute=True), replace(stages[1], recompute=True, blocks=blocks))
+    in_blocks = replace(plan, stages=(*some, third))
+    texts = (line for each in (plan, split, in_blocks) for line in (*mark_lines(each), ""))
+    golden(printed(stage_table(plan, ["a … b"] * 3, 80), 80), *texts)
+    assert list(mark_lines(pipeline(4, 8))) == []
 
 
-def test_a_range_stands_before_the_point_if_links_are_assumed(pipeline):
-    lines = list(prediction_lines(timed(pipeline(2, 4), 2.0), (1.5, 4.0)))
+def test_what_is_predicted_of_a_step(pipeline: Plans) -> None:
+    plan = timed(pipeline(2, 4), 2.0)
+    lines = list(prediction_lines(plan, (1.5, 4.0)))
     assert lines[0].startswith("predicted: 1.50 s to 4.00 s per step; links are assumed")
     assert lines[1].startswith("as assumed: 2.00 s per step, 2.0 s")
-
-
-def test_a_plain_plan_has_no_marks_and_a_step_without_work_no_rate(pipeline: Plans) -> None:
-    assert list(mark_lines(pipeline(4, 8))) == []
-    plan = pipeline(1, 4, costs=[COST])
-    assert next(prediction_lines(timed(plan, 2.0))).startswith("predicted: 2.00 s per step, 2.0 s")
+    assert next(prediction_lines(plan)).startswith("predicted: 2.00 s per step, 2.0 samples/s, ")
     idle = next(prediction_lines(timed(plan, 0.0)))
     assert idle.startswith("predicted: 0.00 us per step, bubble 25.0%")
-    unused = pipeline(2, 4, node_of_rank=(0, 0, 0))
-    assert unused.summary.startswith("2 stages on 2 of 3 ranks, ")
+    no_work = replace(explanation(pipeline), parts=StepParts(0, (0,), *[0.0] * 8))
+    shown = list(explanation_lines(no_work, CLUSTER))
+    assert "  schedule gpipe                    1.25 s" in shown, "without a share"
 
 
 def test_a_thousand_stages_show_their_ends_and_their_extremes(pipeline: Plans) -> None:
@@ -137,28 +137,10 @@ def test_a_thousand_stages_show_their_ends_and_their_extremes(pipeline: Plans) -
     assert len(rows) == 1 + 17 + 2
     assert rows[13].split() == ["…"] * 10
     assert rows[14].split()[:3] == ["500", "500", "0"]
-    everywhere = replace(plan, stages=tuple(replace(s, recompute=True) for s in plan.stages))
-    assert list(mark_lines(everywhere)) == ["recomputed in the backward: all stages"]
-    odd = (replace(s, recompute=index % 2 == 1) for index, s in enumerate(plan.stages))
-    some = replace(plan, stages=tuple(odd))
-    assert list(mark_lines(some)) == ["recomputed in the backward: 512 of 1,024 stages"]
-
-
-def test_recomputation_in_blocks_is_said(pipeline: Plans) -> None:
-    plan = pipeline(3, 4)
-    blocks = Blocks(("b",), 1.0, 0.5, 2.5, 30, 10)
-    stages = replace(plan.stages[0], recompute=True), replace(plan.stages[1], recompute=True)
-    plan = replace(plan, stages=(stages[0], replace(stages[1], blocks=blocks), plan.stages[2]))
-    assert list(mark_lines(plan)) == [
-        "recomputed in the backward: stage 0",
-        "recomputed block by block in the backward: stage 1",
-    ]
-
-
-def test_nothing_is_longer_than_a_step_without_work_by_a_share(pipeline: Plans) -> None:
-    found = replace(explanation(pipeline), parts=StepParts(0, (0,), *[0.0] * 8))
-    lines = list(explanation_lines(found, CLUSTER))
-    assert "  schedule gpipe                    1.25 s" in lines
+    for every, words in ((1, "all stages"), (2, "512 of 1,024 stages")):
+        stages = (replace(s, recompute=index % every == 0) for index, s in enumerate(plan.stages))
+        marked = replace(plan, stages=tuple(stages))
+        assert list(mark_lines(marked)) == [f"recomputed in the backward: {words}"]
 
 
 @pytest.mark.parametrize(

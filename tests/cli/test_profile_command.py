@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -15,7 +14,6 @@ import pytest
 
 from pipectl.cli.submission import ago
 from pipectl.profiler.journal import Journal
-from pipectl.profiler.neighbours import _compute
 from pipectl.spec import load, profile_key
 
 if TYPE_CHECKING:
@@ -53,23 +51,6 @@ class Ragged(torch.utils.data.Dataset):
     def collate_fn(self, samples):
         inputs, targets = zip(*samples)
         return nn.utils.rnn.pad_sequence(inputs, batch_first=True), torch.stack(targets)
-
-class TwoSteps(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(4, 2)
-        self.optimizer = torch.optim.SGD(self.inner.parameters(), 0.1)
-
-    def forward(self, x):
-        self.inner(x).sum().backward()
-        self.optimizer.step()
-        return self.inner(x)
-
-def two_steps():
-    return TwoSteps()
-
-def vector_loss(outputs, targets):
-    return ((outputs - targets) ** 2).mean(dim=1)
 """
 PROFILE = Path("runs/tiny.profile.json")
 LOCAL = ("--submit", "--scheduler", "local")
@@ -136,9 +117,6 @@ def test_the_second_time_a_profile_is_taken_from_the_cache(
         ("model.factory=./model.py:nope", "nope"),
         ("model.factory=./model.py:raises", "no weights here"),
         ("model.factory=./model.py:Branches", "model.py:"),
-        ("loss.factory=./model.py:vector_loss", "scalar"),
-        ("model.factory=./model.py:two_steps", "calls backward() (at "),
-        ("data.factory=no.such.module:data", "no.such.module"),
         ("data.factory=./model.py:Ragged", "data: 'inputs' of a batch is [2, 6]"),
     ],
 )
@@ -169,31 +147,6 @@ def test_a_fault_of_pipectl_says_so_and_keeps_its_details_beside_the_profile(
     details = Path("runs/tiny.profile.fault.txt")
     assert "Traceback" in details.read_text()
     assert details.stat().st_mode & 0o777 == 0o600
-
-
-def test_processes_that_only_help_to_measure_say_nothing_when_they_fail(
-    cli: Command, real_job: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with Path("model.py").open("a") as file:
-        file.write("import multiprocessing\nif multiprocessing.parent_process(): print('beside')\n")
-        file.write("def fails():\n    raise RuntimeError('no weights here')\n")
-    spec = load(Path("job.yaml"), ["model.factory=./model.py:fails"])
-    context = multiprocessing.get_context("spawn")
-    events = context.Event(), context.Event()
-    process = context.Process(target=_compute, args=(spec, 2, 0, *events))
-    process.start()
-    process.join()
-    assert process.exitcode
-    assert capfd.readouterr() == ("", "")
-
-
-def test_a_place_that_cannot_be_written_is_told_before_measuring(
-    cli: Command, real_job: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pipectl.profiler.profile_job", pytest.fail)
-    result = cli("profile", "job.yaml", "-o", "job.yaml/p.json")
-    assert (result.code, result.out) == (2, "")
-    assert result.err.startswith("error: job.yaml: cannot be created: File exists\n")
 
 
 def test_an_interrupt_says_what_is_kept_in_one_line(
@@ -332,23 +285,3 @@ def test_a_container_sees_where_the_result_goes(
     launch = script.read_text().splitlines()[-2]
     for name in ("runs", "far"):
         assert f" --bind={Path(name).absolute()} " in launch
-
-
-def test_a_template_that_extends_nothing_leaves_no_run(
-    cli: Command, real_job: Path, program: Program
-) -> None:
-    program("sbatch", "echo 77")
-    Path("template.sh").write_text("#!/bin/bash\n")
-    for option in ("--submit", "--links"):
-        template = ("--scheduler", "slurm", "--set", "launch.template=./template.sh")
-        result = cli("profile", "job.yaml", option, *template)
-        assert (result.code, "template.sh:1:1" in result.err) == (3, True), result.err
-        assert [path for path in Path("runs").iterdir() if path.is_dir()] == []
-
-
-def test_a_refused_submission_leaves_no_run(cli: Command, real_job: Path, program: Program) -> None:
-    program("sbatch", "echo 'sbatch: error: invalid partition specified: x' >&2; exit 1")
-    result = cli("profile", "job.yaml", "--submit")
-    assert result.code == 5
-    assert "slurm.partition" in result.err
-    assert list(Path("runs").iterdir()) == []

@@ -78,25 +78,6 @@ def test_json_stays_json_beside_warnings(
     mpi("exit 7")
     result = cli("lab", "rehearse", "job.yaml", *FOUR, "--json")
     assert (result.code, json.loads(result.out)["state"]) == (1, "FAILED")
-
-
-def test_what_the_ranks_are_started_with_is_said(
-    cli: Command, profile: Path, program: Callable[[str, str], Path]
-) -> None:
-    program("sbatch", "echo 41")
-    program("srun", "printf 'MPI plugin types are...\\n\\tnone\\n\\tpmi2\\n'")
-    started = ("--set", "launch.launcher=srun", "--set", "launch.mpi=pmix")
-    result = cli("lab", "rehearse", "job.yaml", *FOUR, *started, "--scheduler", "slurm")
-    assert result.code == 0, result.err
-    assert "warning: srun here knows no --mpi=pmix" in result.err
-    (run,) = (path for path in Path("runs").iterdir() if path.is_dir())
-    assert "--mpi=pmix" in (run / "job.sh").read_text()
-
-
-def test_a_rehearsal_that_fails_has_an_exit_code(
-    cli: Command, profile: Path, mpi: Callable[[str], Path]
-) -> None:
-    mpi("exit 7")
     result = cli("lab", "rehearse", "job.yaml", *FOUR)
     assert (result.code, result.out.split()[1]) == (1, "FAILED")
 

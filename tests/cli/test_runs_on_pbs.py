@@ -133,11 +133,6 @@ def test_what_a_script_left_there_is_no_argument(cli: Any, run: Path, program: P
         assert told(run)["job_id"] == "7.vm", text
 
 
-def test_a_server_that_is_down(cli: Any, run: Path, program: Program) -> None:
-    program("qstat", "echo 'qstat: cannot connect to server pbs (errno=15010)' >&2; exit 162")
-    assert "QUEUED" in cli("status", "last").out
-
-
 def test_a_cancellation_that_is_refused_is_not_recorded(
     cli: Any, run: Path, program: Program
 ) -> None:
@@ -146,8 +141,3 @@ def test_a_cancellation_that_is_refused_is_not_recorded(
     result = cli("cancel", "last")
     assert (result.code, "qdel 7.vm: " in result.err) == (5, True), result.err
     assert told(run)["state"] == "submitted"
-
-
-def test_no_forecast(cli: Any, job: Path, program: Program) -> None:
-    result = cli("submit", "job.yaml", *PBS, "--test-only")
-    assert result.code == 0, result.err

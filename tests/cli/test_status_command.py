@@ -271,21 +271,21 @@ def details(status: RunStatus) -> dict[str, str]:
     return {line[2:16].strip(): line[16:] for line in lines}
 
 
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ({"computing": 0.004, "communication": 0.009, "sums": 1e-5, "between_actions": -0.002},
+         "step 10 was 11.0 ms longer: 9.00 ms more waiting for messages on their way, 4.00 ms more "
+         "computing, 2.00 ms less time between actions (Python)"),
+        ({"computing": 5e-5}, None),
+    ],
+)  # fmt: skip
 def test_the_parts_of_a_difference_come_largest_first_and_small_ones_not_at_all(
-    tmp_path: Path,
+    tmp_path: Path, parts: dict[str, float], words: str | None
 ) -> None:
-    parts = {"computing": 0.004, "communication": 0.009, "sums": 1e-5, "between_actions": -0.002}
     lines = [line.plain for line in run_lines(status_of(tmp_path), None, (10, parts), files=False)]
-    assert [line for line in lines if "step 10" in line] == [
-        "  difference    step 10 was 11.0 ms longer: "
-        "9.00 ms more waiting for messages on their way, 4.00 ms more computing, "
-        "2.00 ms less time between actions (Python)"
-    ]
-
-
-def test_a_run_as_predicted_has_no_difference(tmp_path: Path) -> None:
-    lines = run_lines(status_of(tmp_path), None, (10, {"computing": 5e-5}), files=False)
-    assert not any("step 10" in line.plain for line in lines)
+    found = [line[16:] for line in lines if "step 10" in line]
+    assert found == ([] if words is None else [words])
 
 
 @pytest.mark.parametrize(
@@ -314,62 +314,38 @@ def test_the_rank_that_others_wait_for(
 
 
 @pytest.mark.parametrize(
-    ("peaks", "predicted", "words"),
+    ("step_s", "label", "words"),
     [
+        (1.002, "predicted", "1.00 s per step; the run is as fast"),
+        (1.3, "predicted", "1.00 s per step; the run is 30% slower"),
+        (0.8, "predicted", "1.00 s per step; the run is 20% faster"),
         (
-            [GIB, 2 * GIB],
-            (GIB, 3 * GIB),
-            "at most 2.00 GiB per rank (rank 1, predicted 3.00 GiB)",
+            0.5,
+            "speed",
+            "500 ms per step, 8.0 samples/s, 1.60 GFLOP/s (40% of the peak), ",
         ),
-        (
-            [rank * GIB for rank in range(1, 8)],
-            None,
-            "at most 7.00 GiB per rank (rank 6)",
-        ),
+        (0.5, "progress", "███████████████░░░░░ step 30 of 40, 5.00 s left"),
+        (0.5, "memory", "at most 2.00 GiB per rank (rank 1, predicted 3.00 GiB)"),
+        (None, "memory", "at most 2.00 GiB per rank (rank 1)"),
     ],
 )
-def test_the_memory_of_the_rank_that_holds_most(
-    pipeline: Any, tmp_path: Path, peaks: list[int], predicted: Any, words: str
+def test_speed_progress_and_memory_against_the_prediction(
+    pipeline: Any, tmp_path: Path, step_s: float | None, label: str, words: str
 ) -> None:
-    plan = pipeline(len(peaks), 4)
+    plan = pipeline(2, 4)
+    predicted = None if step_s is None else (GIB, 3 * GIB)
     if predicted is not None:
-        plan = replace(plan, prediction=Prediction(1.0, 0.0, (1.0,) * len(peaks), predicted))
-    ranks = [{"rank": rank, "peak_bytes": peak} for rank, peak in enumerate(peaks)]
-    status = status_of(tmp_path, [*ranks, {"rank": 99}], plan=plan)
-    assert details(status)["memory"] == words
-    every = predicted or [None] * len(peaks)
-    assert run_json(status)["peaks"] == [
-        {"rank": rank, "measured_bytes": peak, "predicted_bytes": every[rank]}
-        for rank, peak in enumerate(peaks)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("step_s", "words"),
-    [
-        (1.002, "1.00 s per step; the run is as fast"),
-        (1.3, "1.00 s per step; the run is 30% slower"),
-        (0.8, "1.00 s per step; the run is 20% faster"),
-    ],
-)
-def test_speed_and_progress(pipeline: Any, tmp_path: Path, step_s: float, words: str) -> None:
-    plan = replace(pipeline(2, 4), prediction=Prediction(1.0, 0.0, (1.0, 1.0), ()))
-    measured = Measured(step=30, steps=40, step_time_s=step_s)
-    found = details(status_of(tmp_path, plan=plan, measured=measured))
-    assert found["predicted"] == words
-    assert found["progress"].startswith("███████████████░░░░░ step 30 of 40, ")
-    assert found["progress"].endswith(" left")
-
-
-def test_the_speed_tells_operations_and_their_share_of_the_peak(
-    pipeline: Any, tmp_path: Path
-) -> None:
-    plan = replace(pipeline(2, 4), prediction=Prediction(1.0, 0.0, (1.0, 1.0), (), 4e9))
+        plan = replace(plan, prediction=Prediction(1.0, 0.0, (1.0, 1.0), predicted, 4e9))
     stages = [replace(s, cost=replace(s.cost, flops=10**8)) for s in plan.stages]
     plan = replace(plan, stages=tuple(stages))
-    measured = Measured(step=30, steps=40, step_time_s=0.5)
-    speed = details(status_of(tmp_path, plan=plan, measured=measured))["speed"]
-    assert ", 1.60 GFLOP/s (40% of the peak)" in speed
+    measured = Measured(step=30, steps=40, step_time_s=step_s)
+    ranks = [{"rank": rank, "peak_bytes": peak} for rank, peak in enumerate((GIB, 2 * GIB))]
+    status = status_of(tmp_path, [*ranks, {"rank": 99}], plan=plan, measured=measured)
+    assert details(status)[label].startswith(words)
+    assert run_json(status)["peaks"] == [
+        {"rank": rank, "measured_bytes": (1 + rank) * GIB, "predicted_bytes": expected}
+        for rank, expected in enumerate(predicted or (None, None))
+    ]
 
 
 def test_what_is_drawn_of_figures() -> None:

@@ -21,13 +21,20 @@ UNMEASURED = (
 )
 
 
-def test_dry_run_prints_only_the_script_and_leaves_nothing(cli: Command, job: Path) -> None:
+def test_without_a_profile_the_job_makes_one_and_a_dry_run_leaves_nothing(
+    cli: Command, job: Path, program: Program, only_run: OnlyRun
+) -> None:
     result = cli("submit", "job.yaml", *SLURM, "--dry-run")
     assert (result.code, result.err) == (0, f"{UNMEASURED}\n")
     assert result.out.startswith("#!/bin/bash\n#SBATCH --job-name=tiny\n")
     assert "-m pipectl.jobs.in_job " in result.out
     assert "-m pipectl.runtime.worker --run " in result.out
     assert not Path("runs").exists()
+    program("sbatch", "echo 41")
+    submitted = cli("submit", "job.yaml", *SLURM)
+    assert (submitted.code, submitted.err) == (0, f"{UNMEASURED}\n")
+    assert not (only_run() / "profile.json").exists()
+    assert without_names((only_run() / "job.sh").read_text()) == without_names(result.out)
 
 
 def without_names(script: str) -> list[str]:
@@ -65,14 +72,6 @@ def test_dry_run_uses_nothing_stale_and_says_what_would_be_made(
     result = cli(*line, "--scheduler", "local")
     assert result.err == "no up-to-date profile: the model is measured before it is trained\n"
     assert "pipectl.jobs.in_job" not in result.out
-
-
-def test_dry_run_warns_of_a_measured_cluster_that_is_not_used(cli: Command, profile: Path) -> None:
-    from pipectl.cluster import assumed_cluster
-
-    assumed_cluster("mine", [1, 1, 1], 1, None).save(Path("runs/tiny.cluster.json"))
-    result = cli("submit", "job.yaml", *SLURM, "--dry-run")
-    assert "warning: runs/tiny.cluster.json describes nodes of [1, 1, 1] ranks" in result.err
 
 
 @pytest.mark.parametrize("scheduler", ["local", "slurm"])
@@ -172,18 +171,6 @@ def test_submit_to_slurm_with_a_profile(
     assert Path("runs/tiny.plan.json").exists()
 
 
-def test_submit_to_slurm_without_a_profile_leaves_it_to_the_job(
-    cli: Command, job: Path, program: Program, only_run: OnlyRun
-) -> None:
-    program("sbatch", "echo 41")
-    result = cli("submit", "job.yaml", *SLURM)
-    run = only_run()
-    assert result.code == 0
-    assert result.err == f"{UNMEASURED}\n"
-    assert not (run / "profile.json").exists()
-    assert "-m pipectl.jobs.in_job" in (run / "job.sh").read_text()
-
-
 def test_a_stale_plan_is_made_again_and_a_fresh_one_kept(
     cli: Command, profile: Path, program: Program
 ) -> None:
@@ -253,15 +240,6 @@ def test_an_imported_profile_cannot_be_submitted(
     assert "an imported profile can be planned, not submitted" in result.err
 
 
-def test_the_run_directory_cannot_be_made(cli: Command, job: Path) -> None:
-    result = cli("submit", "job.yaml", *SLURM, "--set", "output.directory=job.yaml/runs")
-    assert (result.code, result.out) == (2, "")
-    assert result.err == (
-        "error: job.yaml/runs: no run directory can be made: Not a directory\n"
-        "  set output.directory to a directory with room that you may write to\n"
-    )
-
-
 LOCAL_JOB = """\
 [ "$1" = --version ] && exit 1
 while [ "$1" != --run ]; do shift; done
@@ -278,24 +256,17 @@ def local_mpi(place: Path, program: Program, monkeypatch: pytest.MonkeyPatch) ->
     return lambda name, text: program(name, LOCAL_JOB + text)
 
 
-def test_wait_follows_a_local_run_to_its_end(
+def test_wait_follows_a_local_run_to_its_end_and_tells_phase_step_and_loss(
     cli: Command, profile: Path, local_mpi: Program, only_run: OnlyRun
 ) -> None:
-    local_mpi("mpiexec", "exit 0")
+    beat = '{"version":1,"state":"training","step":1,"steps":4,"time":1,"ranks":[]}'
+    local_mpi("mpiexec", f"echo '{beat}' > $run/heartbeat.json; sleep 2.5; exit 0")
     result = cli("submit", "job.yaml", "--scheduler", "local", "--wait")
     assert result.code == 0
     assert f"{only_run().name}  COMPLETED  local job " in result.out
     assert "  loss          2.5 at first, 2.5 now\n" in result.out
+    assert "RUNNING: training, step 1 of 4, loss 2.5\n" in result.err
     assert result.err.splitlines()[-1] == "COMPLETED"
-
-
-def test_wait_tells_phase_step_and_loss_where_there_is_no_terminal(
-    cli: Command, profile: Path, local_mpi: Program
-) -> None:
-    beat = '{"version":1,"state":"training","step":1,"steps":4,"time":1,"ranks":[]}'
-    local_mpi("mpiexec", f"echo '{beat}' > $run/heartbeat.json; sleep 2.5; exit 0")
-    err = cli("submit", "job.yaml", "--scheduler", "local", "--wait").err
-    assert "RUNNING: training, step 1 of 4, loss 2.5\n" in err
 
 
 def test_wait_returns_the_code_of_the_failure(

@@ -60,12 +60,9 @@ def listed(*rows: str) -> str:
     return "cat <<'ROWS'\n" + "\n".join(rows) + "\nROWS"
 
 
-def test_check_tells_how_many_runs(cli: Command, sweep: None) -> None:
-    assert "a sweep of 4 runs" in cli("check", "job.yaml").out
-
-
 def test_a_run_for_every_point_and_one_array(cli: Command, sweep: None, program: Program) -> None:
     program("sbatch", 'echo "$@" >sbatch.argv; echo 35')
+    assert "a sweep of 4 runs" in cli("check", "job.yaml").out
     result = cli("submit", "job.yaml", *SLURM)
     assert (result.code, result.err) == (0, "")
     (folder,) = Path("runs/sweeps").iterdir()
@@ -138,20 +135,19 @@ def test_a_point_that_cannot_be_planned_is_named(cli: Command, sweep: None) -> N
     assert not runs()
 
 
-def test_a_dry_run_shows_the_array_and_the_first_run(cli: Command, sweep: None) -> None:
+def test_a_dry_run_and_test_only_are_about_the_array(
+    cli: Command, sweep: None, program: Program
+) -> None:
     out = cli("submit", "job.yaml", *SLURM, "--dry-run").out
     array, first = out.split('exec /bin/bash "$run/job.sh"\n')
     assert "#SBATCH --array=0-3%2" in array
     assert "--array" not in first
     assert "pipectl.jobs.in_job" not in array
     assert "-tiny-0\n" in first
-    assert not runs()
-
-
-def test_test_only_asks_about_the_array(cli: Command, sweep: None, program: Program) -> None:
     program("sbatch", 'grep -q array=0-3 "$2" && echo "sbatch: Job 9 to start at noon" >&2')
     Path("bin/grep").symlink_to("/usr/bin/grep")
     assert "to start at noon" in cli("submit", "job.yaml", *SLURM, "--test-only").out
+    assert not runs()
 
 
 def test_nothing_stays_of_what_is_refused(cli: Command, sweep: None, program: Program) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from pipectl.profiler.bench import Bench, Subject, random_stages, whole, windows
 from pipectl.profiler.journal import Journal
 from pipectl.profiler.machine import last_level_bytes
 from pipectl.profiler.marks import Cost
-from pipectl.profiler.neighbours import Neighbours, has_room, neighbour_count
+from pipectl.profiler.neighbours import Neighbours, _compute, has_room, neighbour_count
 from pipectl.profiler.operators import Measured, Walk
 from pipectl.profiler.optimizer import optimizer_cost
 from pipectl.runtime.device import CpuDevice
@@ -62,6 +63,22 @@ def test_as_many_neighbours_as_other_ranks_with_cores(
     resources: dict[str, int], cores: int, count: int, tmp_path: Path
 ) -> None:
     assert neighbour_count(spec_of(tmp_path, resources=resources), cores) == count
+
+
+def test_neighbours_say_nothing_when_they_fail(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    noise = "import multiprocessing\nif multiprocessing.parent_process(): print('beside')\n"
+    fails = "def fails():\n    raise RuntimeError('no weights here')\n"
+    (tmp_path / "noisy.py").write_text(noise + fails)
+    context = multiprocessing.get_context("spawn")
+    events = context.Event(), context.Event()
+    spec = spec_of(tmp_path, model=f"{tmp_path}/noisy.py:fails")
+    process = context.Process(target=_compute, args=(spec, 2, 0, *events))
+    process.start()
+    process.join()
+    assert process.exitcode
+    assert capfd.readouterr() == ("", "")
 
 
 def test_neighbours_compute_until_the_measurement_is_over(
