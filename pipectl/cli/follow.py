@@ -146,12 +146,13 @@ def follow(run: RunDirectory) -> RunStatus:
     """Wait until a run is over, or its state stays unknown: a bar, or a line per change."""
     try:
         with progress_bar() as progress:
-            reported: tuple[str, int] | None = None
+            reported: tuple[str, str, int] | None = None
             for status in poll(run):
                 step, steps = status.measured.step, status.steps or 0
                 phase = status.phase or status.job.state.value
                 progress(step, steps if step else 0, f"{phase}{_loss(status.measured)}")
-                current = (phase.partition(" ")[0], 10 * step // (steps or 1))
+                state, part = status.job.state.value, 10 * step // (steps or 1)
+                current = (state, phase.partition(" ")[0], part)
                 if current != reported and not errors().is_terminal:
                     note(_line(status))
                 reported = current

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from statistics import mean
 from typing import Any, NamedTuple
 
 from pipectl.errors import PipectlError, UsageError
@@ -168,8 +169,7 @@ class Comparison:
             "unpaired": self.unpaired,
             "difference_s": self.difference_s,
             "parts": [
-                {key: value for key, value in part._asdict().items() if key != "time"}
-                | part.time.to_json()
+                dict(zip(Part._fields[:-1], part[:-1], strict=True)) | part.time.to_json()
                 for part in self.parts
             ],
             "ranks": [
@@ -314,7 +314,7 @@ def explain(comparison: Comparison) -> list[tuple[str, str]]:
     computing_s = {rank: spent[COMPUTING].measured_s for rank, spent in ranks.items()}
     busiest = max(ranks, key=computing_s.__getitem__)
     busy_s = computing_s.pop(busiest)
-    mean_s = sum(computing_s.values()) / len(computing_s) if computing_s else busy_s
+    mean_s = mean(computing_s.values()) if computing_s else busy_s
     causes_s = {name: both.measured_s for name, both in comparison.critical.items()}
     causes_s[OTHERS] += max(0.0, causes_s.pop(COMPUTING) - busy_s)
     cause = max(causes_s, key=causes_s.__getitem__)
@@ -334,12 +334,12 @@ def explain(comparison: Comparison) -> list[tuple[str, str]]:
     lines = [("bottleneck", bottleneck)]
     if is_worth:
         lines.append(("would help", SPENT[cause].advice))
-    shares = {
-        name: sum(spent[name].measured_s for spent in ranks.values()) / len(ranks) / step_s
-        for name in SPENT
-    }
-    by_share = sorted((share, name) for name, share in shares.items() if share >= _MIN_SHARE)
-    uses = ", ".join(f"{share:.0%} {SPENT[name].name}" for share, name in reversed(by_share))
+    shares = [
+        (mean(spent[name].measured_s for spent in ranks.values()) / step_s, use.name)
+        for name, use in SPENT.items()
+    ]
+    by_share = sorted((share for share in shares if share[0] >= _MIN_SHARE), reverse=True)
+    uses = ", ".join(f"{share:.0%} {name}" for share, name in by_share)
     return [*lines, ("ranks spend", uses), ("difference", _find_largest_difference(comparison))]
 
 

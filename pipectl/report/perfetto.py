@@ -45,7 +45,7 @@ def chrome_trace(timelines: Mapping[str, Timeline], plan: Plan) -> str:
     """
     entries: list[Entry] = []
     processes, tracks, arrows = count(1), count(1), count(1)
-    for name, timeline in timelines.items():
+    for title, timeline in timelines.items():
         process_of_node: dict[int, int] = {}
         place_of_rank: dict[int, Place] = {}
         events_of_rank: dict[int, list[Event]] = defaultdict(list)
@@ -59,10 +59,10 @@ def chrome_trace(timelines: Mapping[str, Timeline], plan: Plan) -> str:
             node = plan.node_of_rank[rank]
             if node not in process_of_node:
                 process_of_node[node] = number = next(processes)
-                place = {"pid": number, "tid": 0}
-                entries += _named("process", place, f"{name}, node {node}", number)
+                entries += _named("process", {"pid": number, "tid": 0}, f"{title}, node {node}")
             place = {"pid": process_of_node[node], "tid": next(tracks)}
-            entries += _named("thread", place, f"rank {rank}", place["tid"])
+            place_of_rank[rank] = place
+            entries += _named("thread", place, f"rank {rank}")
             free_s: dict[int, float] = {}  # by track of what it sends, as many as are needed
             for event in events:
                 about = _describe_message(event, plan)
@@ -70,18 +70,14 @@ def chrome_trace(timelines: Mapping[str, Timeline], plan: Plan) -> str:
                 if event.kind != "send_start" or not about:
                     continue
                 track = next((tid for tid, time_s in free_s.items() if time_s <= event.start_s), 0)
+                where = {**place, "tid": track or next(tracks)}
                 if not track:
-                    track = next(tracks)
-                    entries += _named(
-                        "thread", {**place, "tid": track}, f"rank {rank} sends", track
-                    )
+                    entries += _named("thread", where, f"rank {rank} sends")
                 end_s = max(event.end_s, over_s.get((event.channel, event.micro_batch), 0.0))
-                free_s[track] = end_s
+                free_s[where["tid"]] = end_s
                 text = f"{about['message']}, m{event.micro_batch}"
                 args = {"micro_batch": event.micro_batch, **about}
-                where = {**place, "tid": track}
                 entries.append(_span(text, "message", event.start_s, end_s, where, args))
-            place_of_rank[rank] = place
         entries += _arrows(timeline, plan, place_of_rank, arrows)
     entries.sort(key=lambda entry: (entry["ph"] != "M", entry["ts"]))
     lines = ",\n".join(json.dumps(entry, ensure_ascii=False) for entry in entries)
@@ -89,17 +85,12 @@ def chrome_trace(timelines: Mapping[str, Timeline], plan: Plan) -> str:
 
 
 def _action(event: Event, about: Entry, place: Place) -> Entry:
-    name = _CODES.get(event.kind, event.kind.replace("_", " "))
-    args: Entry = {"kind": event.kind}
-    if event.stage >= 0:
-        name += f" s{event.stage}"
-        args["stage"] = event.stage
-    if event.micro_batch >= 0:
-        name += f" m{event.micro_batch}"
-        args["micro_batch"] = event.micro_batch
-    category = "compute" if event.kind in COMPUTE_KINDS else "wait"
-    if event.kind.endswith("_start"):
-        category = "start"
+    name, args = _CODES.get(event.kind, event.kind.replace("_", " ")), {"kind": event.kind}
+    for key, letter in (("stage", "s"), ("micro_batch", "m")):
+        if (number := getattr(event, key)) >= 0:
+            name, args = f"{name} {letter}{number}", {**args, key: number}
+    category = "start" if event.kind.endswith("_start") else "wait"
+    category = "compute" if event.kind in COMPUTE_KINDS else category
     return _span(name, category, event.start_s, event.end_s, place, args | about)
 
 
@@ -149,8 +140,7 @@ def _ns(time_s: float) -> int:
     return round(time_s * 1e9)
 
 
-def _named(what: str, place: Place, name: str, order: int) -> Iterator[Entry]:
+def _named(what: str, place: Place, name: str) -> Iterator[Entry]:
     """The name of a process or thread, and its place among all."""
-    entry = {"ph": "M", "ts": 0, **place}
-    yield {"name": f"{what}_name", **entry, "args": {"name": name}}
-    yield {"name": f"{what}_sort_index", **entry, "args": {"sort_index": order}}
+    for key, value in (("name", name), ("sort_index", place["tid"] or place["pid"])):
+        yield {"name": f"{what}_{key}", "ph": "M", "ts": 0, **place, "args": {key: value}}

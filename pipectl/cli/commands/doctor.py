@@ -44,8 +44,9 @@ _TORCH = (
     "import json, torch; found = torch.accelerator.current_accelerator(); "
     "print(json.dumps([torch.__version__, found and found.type, torch.accelerator.device_count()]))"
 )
-Found = tuple[str, str, str]
-"""What, in words, and what to do about it; empty if all is well."""
+Level = Literal["ok", "warn", "fail"]
+Found = tuple[str, str, str] | tuple[str, str, str, bool]
+"""What, in words, what to do about it (empty if all is well), and whether jobs would fail."""
 
 
 class Finding(NamedTuple):
@@ -57,7 +58,7 @@ class Finding(NamedTuple):
     """
 
     what: str
-    level: Literal["ok", "warn", "fail"]
+    level: Level
     text: str
     cure: str = ""
 
@@ -116,8 +117,10 @@ def examine(launch: Launch | None, directory: Path, only: str | None = None) -> 
         if only not in {None, name}:
             continue
         try:
-            for what, text, cure in found:
-                yield Finding(what, "warn" if cure else "ok", text, cure)
+            for each in found:
+                what, text, cure = each[:3]
+                level: Level = "fail" if each[3:] else "warn" if cure else "ok"
+                yield Finding(what, level, text, cure)
         except (PipectlError, OSError, ValueError, LookupError) as error:
             text = error.message if isinstance(error, PipectlError) else str(error)
             cure = (isinstance(error, PipectlError) and error.cure) or cure_of_failure
@@ -186,8 +189,9 @@ def _check_slurm(launch: Launch | None) -> Iterator[Found]:
     text = f"srun --mpi: {', '.join(kind for kind in kinds if kind != 'none') or 'none'}"
     if mpi != AUTO and not knows_pmi(kinds, mpi):
         cure = "set launch.mpi to the one that your MPI needs"
-        raise SchedulerError(f"{text}; the job wants {mpi}", cure=cure)
-    yield "PMI", text, ""
+        yield "PMI", f"{text}; the job wants {mpi}", cure, True
+    else:
+        yield "PMI", text, ""
 
 
 def _check_pbs() -> Iterator[Found]:
