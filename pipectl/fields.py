@@ -62,7 +62,6 @@ class DataFile:
 
     cure: ClassVar[str]
     """How to get a good file."""
-    max_bytes: ClassVar[int] = files.MAX_BYTES
 
     def to_json(self) -> dict[str, Any]:
         """The documented JSON object."""
@@ -84,7 +83,7 @@ class DataFile:
         Raises:
             DataFileError: naming the file, and the field that is missing or wrong.
         """
-        document = files.read_json(path, cure=cls.cure, limit=cls.max_bytes)
+        document = files.read_json(path, cure=cls.cure)
         return cls.from_json(document, file=str(path))
 
 
@@ -131,7 +130,8 @@ def _converter(hint: Any) -> Convert:
         return partial(_to_narrowed, convert, rules) if rules else convert
     if origin in (Union, UnionType):
         (present,) = (each for each in arguments if each is not NoneType)
-        return partial(_to_optional, _converter(present))
+        convert = _converter(present)
+        return lambda value: None if value is None else convert(value)
     if origin is tuple and arguments[-1] is ...:
         return partial(_to_items, repeat(_converter(arguments[0])), None)
     if origin is tuple:
@@ -186,10 +186,6 @@ def _to_instance(kind: Any, value: Any) -> Any:
         if item is not None or field.is_required
     }
     return kind(**values)
-
-
-def _to_optional(convert: Convert, value: Any) -> Any:
-    return None if value is None else convert(value)
 
 
 def _to_narrowed(convert: Convert, rules: list[Rule], value: Any) -> Any:
