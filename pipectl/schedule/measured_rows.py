@@ -49,12 +49,24 @@ def row_times_of(measured: Sequence[Steps]) -> RowTimes:
     for steps in measured:
         for timeline, time_s in zip(steps.recorded, steps.time_s, strict=True):
             largest = max((channel.size_bytes for channel in steps.channels), default=0)
-            after[largest] += _after(timeline)
+            ranks = _by_rank(timeline)
+            after[largest] += [
+                later.start_s - event.end_s
+                for events in ranks.values()
+                for event, later in pairwise(events)
+                if event.kind in COMPUTE_KINDS and event.kind != "update"
+            ]
             for name, size, spent_s in _messages(timeline, steps.channels, waits):
                 rows[name][size].append(spent_s)
-            begin.append(min((each[0].start_s for each in _by_rank(timeline)), default=0.0))
-            end.append(_end(timeline, time_s, begin[-1]) - steps.update_s)
-            agree.append(_least_wait(timeline))
+            begin.append(min((events[0].start_s for events in ranks.values()), default=0.0))
+            if events := ranks.get(0):  # the update, and what follows it within the step
+                update_s = sum(e.end_s - e.start_s for e in events if e.kind == "update")
+                rest_s = time_s - begin[-1] - (events[-1].end_s - events[0].start_s)
+                end.append(update_s + rest_s - steps.update_s)
+            else:
+                end.append(-steps.update_s)
+            meetings = (e.end_s - e.start_s for e in timeline.events if e.kind == EVENT_NAMES[-1])
+            agree.append(min(meetings, default=0.0))  # the last rank waits for messages alone
     for size, waited in waits.items():
         if len(rows["receive_wait"][size]) < _LEAST:
             rows["receive_wait"][size] = sorted(waited)[: 1 + len(waited) // 10]
@@ -75,22 +87,12 @@ def row_times_of(measured: Sequence[Steps]) -> RowTimes:
     )
 
 
-def _by_rank(timeline: Timeline) -> list[list[Event]]:
+def _by_rank(timeline: Timeline) -> dict[int, list[Event]]:
     """The events of every rank that has some, in order."""
     ranks: dict[int, list[Event]] = defaultdict(list)
-    for event in timeline.events:
+    for event in sorted(timeline.events, key=lambda event: event.start_s):
         ranks[event.rank].append(event)
-    return [sorted(events, key=lambda event: event.start_s) for events in ranks.values()]
-
-
-def _after(timeline: Timeline) -> list[float]:
-    """From the end of every forward and backward to the next row."""
-    return [
-        later.start_s - event.end_s
-        for events in _by_rank(timeline)
-        for event, later in pairwise(events)
-        if event.kind in COMPUTE_KINDS and event.kind != "update"
-    ]
+    return ranks
 
 
 def _messages(
@@ -116,18 +118,3 @@ def _messages(
             if sent_s is None or sent_s + _MARGIN_S > event.start_s:
                 continue
         yield event.kind, size, spent_s
-
-
-def _end(timeline: Timeline, time_s: float, begin_s: float) -> float:
-    """Of rank 0: the update, and what follows it within the step."""
-    events = next((each for each in _by_rank(timeline) if each[0].rank == 0), [])
-    if not events:
-        return 0.0
-    update_s = sum(e.end_s - e.start_s for e in events if e.kind == "update")
-    return update_s + time_s - begin_s - (events[-1].end_s - events[0].start_s)
-
-
-def _least_wait(timeline: Timeline) -> float:
-    """How long the last rank waits at its update: for the messages by which all agree."""
-    waits = [e.end_s - e.start_s for e in timeline.events if e.kind == EVENT_NAMES[-1]]
-    return min(waits, default=0.0)

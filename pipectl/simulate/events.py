@@ -192,12 +192,12 @@ def _start(tables: Tables, position: int, number: int, now: float) -> None:
     transfer.started += 1
     if transfer.started < stream.starters:
         return
-    size_bytes, begun, end = stream.size_bytes * tables.share[row[SIZE]], now, now
+    begun, end = now, now
     for place in range(stream.way, stream.end):
-        part = tables.parts[place]
-        begun = max(begun, tables.free_at[part.queue])
-        over = begun + hold_s(tables.links[part.link], tables.timings, size_bytes)
-        tables.free_at[part.queue] = over
+        queue = tables.queues[place]
+        begun = max(begun, tables.free_at[queue])
+        over = begun + tables.hold_s[place, row[SIZE]]
+        tables.free_at[queue] = over
         end = max(end, over)
     transfer.over_at = end + stream.latency_s
     last = transfer.waiting
@@ -251,24 +251,6 @@ def _set_alarm(tables: Tables, number: int) -> None:
         _foresee(tables.queue, clock, end, len(tables.ranks) + number)
     else:
         clock.number += 1
-
-
-@part_of_kernel
-def hold_s(link: Any, timings: Records, size_bytes: float) -> float:
-    """The same as :meth:`pipectl.link.Link.hold_s`, from tables."""
-    if link.first == link.end:
-        return float(size_bytes / link.bandwidth)
-    above = link.first
-    while above < link.end and timings[above].size_bytes < size_bytes:
-        above += 1
-    below = timings[max(link.first, above - 1)]
-    time_s = below.time_s
-    if above == link.end:
-        time_s += (size_bytes - below.size_bytes) / link.bandwidth
-    elif above > link.first:
-        rise = (timings[above].time_s - time_s) * (size_bytes - below.size_bytes)
-        time_s += rise / (timings[above].size_bytes - below.size_bytes)
-    return max(0.0, float(time_s - link.latency_s))
 
 
 @part_of_kernel

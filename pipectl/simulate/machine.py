@@ -32,7 +32,6 @@ from pipectl.simulate.tables import (
     Programs,
     Rows,
     Tables,
-    shares,
 )
 
 Record = tuple[int, float, float, int, int, int, int]
@@ -64,7 +63,7 @@ class Machine:
         self._plan, self._given, self._connections = plan, programs, numbering.connections
         self.programs = programs_of(plan, numbering, programs)
         costs = costs_of(plan, cluster, numbering)
-        network = tables(streams_of(plan, cluster, numbering, steps))
+        network = tables(streams_of(plan, cluster, numbering, steps), self.programs.share)
         self.tables = _new_tables(plan, cluster, self.programs, costs, network, record=record)
 
     def run(self) -> float:
@@ -92,7 +91,7 @@ class Machine:
     def peak_memory_bytes(self, process_baseline_bytes: int) -> tuple[int, ...]:
         """The most each rank holds at once, the process included."""
         amounts = amounts_of(self._plan, self._connections, self._given or ())
-        peaks = peak_bytes(self.programs, self.tables.share, amounts)
+        peaks = peak_bytes(self.programs, amounts)
         return tuple(process_baseline_bytes + round(peak) for peak in peaks.tolist())
 
     def records(self) -> list[Record]:
@@ -201,11 +200,10 @@ def _new_tables(
     return Tables(
         *programs._replace(ranks=ranks),
         operation=OPERATIONS,
-        share=shares(plan),
         work_s=costs.work_s,
         message_s=costs.message_s,
         **network._asdict(),
-        free_at=np.zeros(int(network.parts["queue"].max(initial=-1)) + 1),
+        free_at=np.zeros(int(network.queues.max(initial=-1)) + 1),
         pools=pools,
         queue=queue,
         work=np.zeros(int(shared.sum()), dtype=EVENT),

@@ -89,19 +89,17 @@ class Amounts(NamedTuple):
     versions: Floats
 
 
-def peak_bytes(programs: Programs, share: Floats, amounts: Amounts) -> Floats:
+def peak_bytes(programs: Programs, amounts: Amounts) -> Floats:
     """The most each rank holds; shape [ranks]."""
     peaks, largest = amounts.resident.copy(), programs.rows.max(axis=0, initial=0)
     moving = np.zeros((largest[STAGE] + 1, largest[MICRO_BATCH] + 2), dtype=MOVING)
     amounts.stages["seen"] = -1
-    _execute(programs, share, amounts, moving, peaks)
+    _execute(programs, amounts, moving, peaks)
     return peaks
 
 
 @compiled_in_place
-def _execute(
-    programs: Programs, share: Floats, amounts: Amounts, moving: Records, peaks: Floats
-) -> None:
+def _execute(programs: Programs, amounts: Amounts, moving: Records, peaks: Floats) -> None:
     """Fill in the peaks.
 
     Args:
@@ -111,12 +109,12 @@ def _execute(
     step = 0
     for number in range(len(peaks)):
         rank = programs.ranks[number]
-        _note_leaving(programs, share, amounts, rank, moving)
+        _note_leaving(programs, amounts, rank, moving)
         held, gradients, updating = amounts.resident[number], 0.0, 0.0
         step += 1
         for position in range(rank.first, rank.end):
             row = programs.rows[position]
-            kind, part = row[KIND], share[row[SIZE]]
+            kind, part = row[KIND], programs.share[row[SIZE]]
             role = amounts.role[kind]
             born, dead, most = 0.0, 0.0, -1.0
             if role <= BACKWARD:
@@ -152,16 +150,16 @@ def _execute(
 
 
 @part_of_kernel
-def _note_leaving(
-    programs: Programs, share: Floats, amounts: Amounts, rank: Any, moving: Records
-) -> None:
+def _note_leaving(programs: Programs, amounts: Amounts, rank: Any, moving: Records) -> None:
     """Note the activations that a rank sends and does not keep, by stage and micro-batch."""
     for position in range(rank.first, rank.end):
         row = programs.rows[position]
         if amounts.role[row[KIND]] == SEND:
             stream = amounts.streams[programs.names[rank.streams + row[STREAM]]]
             if stream.activation:
-                moving[row[STAGE], row[MICRO_BATCH]].leaving += stream.sent * share[row[SIZE]]
+                moving[row[STAGE], row[MICRO_BATCH]].leaving += (
+                    stream.sent * programs.share[row[SIZE]]
+                )
 
 
 def amounts_of(

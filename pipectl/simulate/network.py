@@ -20,21 +20,14 @@ from math import ceil
 
 import numpy as np
 
+from pipectl.arrays import Floats
 from pipectl.cluster import Cluster
 from pipectl.graph import BUCKET_BYTES, ROUNDS
 from pipectl.link import Link
 from pipectl.plan import Plan
 from pipectl.schedule.actions import Actions, Kind
 from pipectl.schedule.channel import channels
-from pipectl.simulate.tables import (
-    LINK,
-    PART,
-    STREAM_OF,
-    TIMING,
-    TRANSFER,
-    Network,
-    Rows,
-)
+from pipectl.simulate.tables import STREAM_OF, TRANSFER, Network, Rows
 
 Part = tuple[Hashable, Link]
 """A part of a way: what shares it with others, and its link."""
@@ -232,40 +225,29 @@ def streams_of(plan: Plan, cluster: Cluster, numbering: Numbering, steps: int = 
     return streams
 
 
-def tables(streams: Sequence[Stream]) -> Network:
-    """The tables of the event loop; no transfer has begun."""
-    queues: dict[Hashable, int] = {}
-    links: dict[int, tuple[int, Link]] = {}
-    parts = [
-        (
-            queues.setdefault(key, len(queues)),
-            links.setdefault(id(link), (len(links), link))[0],
-        )
-        for stream in streams
-        for key, link in stream.way
-    ]
-    known = [link for _, link in links.values()]
+def tables(streams: Sequence[Stream], share: Floats) -> Network:
+    """The tables of the event loop; no transfer has begun.
+
+    Args:
+        share: by the size of a row, its bytes over those of a full micro-batch.
+    """
+    numbers: dict[Hashable, int] = {}
+    shares = share.tolist()
+    parts = [(stream.size_bytes, *part) for stream in streams for part in stream.way]
+    holds = [[link.hold_s(size_bytes * each) for each in shares] for size_bytes, _, link in parts]
     firsts = list(accumulate((stream.transfers for stream in streams), initial=0))
     transfers = np.zeros(firsts[-1], dtype=TRANSFER)
     transfers["waiting"], transfers["over_at"] = -1, np.inf
     ways = pairwise(accumulate((len(stream.way) for stream in streams), initial=0))
-    timed = pairwise(accumulate((len(link.timings) for link in known), initial=0))
     return Network(
         streams=np.array(
             [
-                (first, each.starters, *way, each.size_bytes, each.latency_s)
+                (first, each.starters, *way, each.latency_s)
                 for first, way, each in zip(firsts, ways, streams, strict=False)
             ],
             dtype=STREAM_OF,
         ),
-        parts=np.array(parts, dtype=PART),
-        links=np.array(
-            [
-                (*ends, link.bandwidth_bytes_per_s, link.latency_s)
-                for ends, link in zip(timed, known, strict=True)
-            ],
-            dtype=LINK,
-        ),
-        timings=np.array([row for link in known for row in link.timings], dtype=TIMING),
+        queues=np.array([numbers.setdefault(key, len(numbers)) for _, key, _ in parts], dtype=int),
+        hold_s=np.array(holds, dtype=float).reshape(len(parts), len(shares)),
         transfers=transfers,
     )

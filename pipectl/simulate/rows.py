@@ -23,7 +23,7 @@ from pipectl.schedule.channel import carries_weights, channels_of_rank
 from pipectl.schedule.lowering import lower
 from pipectl.schedule.registry import is_unflushed
 from pipectl.simulate.network import Numbering
-from pipectl.simulate.tables import FULL, LAST, MEET, RANK, SAMPLES, Programs, Rows
+from pipectl.simulate.tables import FULL, LAST, MEET, RANK, SAMPLES, SIZE, Programs, Rows
 
 _NO_COST = StageCost(0.0, 0.0, 0.0, 0, 0, 0)
 
@@ -59,7 +59,13 @@ def programs_of(
     stage_names, ranks["stages"] = _joined(stages)
     stream_names, places = _joined(streams)
     ranks["streams"] = places + len(stage_names)
-    return Programs(np.concatenate(rows), ranks, np.concatenate([stage_names, stream_names]))
+    every = np.concatenate(rows)
+    sizes = np.flatnonzero(np.bincount(every[:, SIZE]))
+    every[:, SIZE] = np.searchsorted(sizes, every[:, SIZE])
+    parts = (sizes - SAMPLES) / plan.micro_batch_size
+    last = plan.micro_batch_shares[-1]
+    share = np.where(sizes == FULL, 1.0, np.where(sizes == LAST, last, parts))
+    return Programs(every, ranks, np.concatenate([stage_names, stream_names]), share)
 
 
 def _is_local(plan: Plan) -> bool:

@@ -26,7 +26,7 @@ results.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from math import ceil
 
@@ -46,24 +46,14 @@ steps overlap."""
 
 
 @dataclass(frozen=True)
-class Simulation:
-    """One simulated optimizer step; where steps overlap, one of many.
+class Simulation(Prediction):
+    """One simulated optimizer step; where steps overlap, one of many, from update to update.
 
     Args:
-        step_time_s: from the start to the end of the step, or between updates where steps overlap.
-        bubble: share of the ranks' time in which they do not compute.
-        utilisation: share of the step each rank computes.
-        peak_memory_bytes: the most each rank holds at once.
-        peak_flops_per_s: most floating-point operations per second of all ranks; None if unknown.
         record: executes the step once more and says what every rank did.
     """
 
-    step_time_s: float
-    bubble: float
-    utilisation: tuple[float, ...]
-    peak_memory_bytes: tuple[int, ...]
-    peak_flops_per_s: float | None
-    record: Callable[[], Sequence[Record]] = field(repr=False, compare=False)
+    record: Callable[[], Sequence[Record]] = field(repr=False, compare=False, kw_only=True)
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -81,13 +71,7 @@ class Simulation:
     @property
     def prediction(self) -> Prediction:
         """The figures a plan records."""
-        return Prediction(
-            self.step_time_s,
-            self.bubble,
-            self.utilisation,
-            self.peak_memory_bytes,
-            self.peak_flops_per_s,
-        )
+        return Prediction(**{each.name: getattr(self, each.name) for each in fields(Prediction)})
 
 
 def simulate(

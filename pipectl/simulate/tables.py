@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from pipectl.arrays import Floats, Integers, Records, record
-from pipectl.plan import Plan
 from pipectl.schedule.actions import Kind
 
 Rows = npt.NDArray[np.int32]
@@ -25,14 +24,8 @@ KIND, STAGE, STREAM, MICRO_BATCH, SIZE = range(5)
 """Columns of a row."""
 
 FULL, LAST, SAMPLES = range(3)
-"""Sizes of what a row works on: a full micro-batch, the step's last, or ``SAMPLES + n`` samples."""
-
-
-def shares(plan: Plan) -> Floats:
-    """By the size of a row, what it works on over a full micro-batch."""
-    parts = np.arange(-SAMPLES, plan.micro_batch_size + 1) / plan.micro_batch_size
-    parts[:SAMPLES] = 1.0, plan.micro_batch_shares[-1]
-    return parts
+"""What a row works on: a full micro-batch, the step's last, or ``SAMPLES + n`` samples. Rows have
+its place among those that occur in a simulation: their *size*."""
 
 
 RANK = record(
@@ -52,15 +45,9 @@ RANK = record(
 - ``busy_s``: seconds of computations; ``owed_s``: on shared cores, what its rows take, for the next
   computation.
 """
-STREAM_OF = record("first starters way end", "size_bytes latency_s")
+STREAM_OF = record("first starters way end", "latency_s")
 """Of every stream: its first transfer, the rows that must start a transfer before it moves, where
-the parts of its way are, bytes of a full micro-batch, and what passes from the end of the last part
-to the arrival."""
-PART = record("queue link")
-"""Of every part of a way: parts with equal queues take turns."""
-LINK = record("first end", "bandwidth latency_s")
-"""Of every link, with where its measured times are."""
-TIMING = record("", "size_bytes time_s")
+the parts of its way are, and what passes from the end of the last part to the arrival."""
 TRANSFER = record("started waiting", "over_at")
 """Of every transfer: rows that have started it, the last rank that waits for it (-1 if none does),
 and its end, infinite while it does not move."""
@@ -102,20 +89,26 @@ class Programs(NamedTuple):
         rows: of all different programs; shape [rows, 5].
         ranks: see ``RANK``; what is not of programs is 0.
         names: what the stages and streams of ranks are in the plan.
+        share: by the size of a row, its work and bytes over those of a full micro-batch.
     """
 
     rows: Rows
     ranks: Records
     names: Integers
+    share: Floats
 
 
 class Network(NamedTuple):
-    """What moves and how."""
+    """What moves and how.
+
+    Args:
+        queues: of every part of a way; parts with equal queues take turns.
+        hold_s: how long a transfer holds every part, by the size of its row; shape [parts, sizes].
+    """
 
     streams: Records
-    parts: Records
-    links: Records
-    timings: Records
+    queues: Integers
+    hold_s: Floats
     transfers: Records
 
 
@@ -124,7 +117,6 @@ class Tables(NamedTuple):
 
     Args:
         operation: by kind.
-        share: by the size of a row, its work and bytes over those of a full micro-batch.
         work_s: seconds of a full micro-batch by kind and stage, on a device of speed 1.
         message_s: seconds of the rows of messages for a full micro-batch, by kind and stream; no
             streams if no rows of any rank take time.
@@ -139,14 +131,13 @@ class Tables(NamedTuple):
     rows: Rows
     ranks: Records
     names: Integers
-    operation: Integers
     share: Floats
+    operation: Integers
     work_s: Floats
     message_s: Floats
     streams: Records
-    parts: Records
-    links: Records
-    timings: Records
+    queues: Integers
+    hold_s: Floats
     transfers: Records
     free_at: Floats
     pools: Records

@@ -47,19 +47,19 @@ def links_key(spec: JobSpec, machine: str) -> str:
 
 
 def _profiled(spec: JobSpec) -> Any:
-    sections = spec.model_dump(include={"model", "loss", "data", "optimizer"})
+    sections = spec.model_dump(
+        include={"model", "loss", "data", "optimizer"},
+        exclude={"model": {"weights"}, "data": {"workers", "shuffle", "drop_last"}},
+    )
     named = [(path, reference) for path, reference in spec.factories() if path[0] in sections]
     for path, reference in named:  # by content: the module's name, or the file's hash
         content = None if reference.file is None else _content(reference.file)
         sections[path[0]][path[-1]] = [reference.attribute, reference.module, content]
-    del sections["model"]["weights"]
     optimizer = sections["optimizer"]
     for options in (optimizer["kwargs"], *optimizer["groups"]):
         # It changes neither times nor memory, and is what people try out.
         if isinstance(options.get("lr"), int | float):
             del options["lr"]
-    for key in ("workers", "shuffle", "drop_last"):
-        del sections["data"][key]
     load = spec.resources.model_dump(include={"tasks_per_node", "cpus_per_task"})
     if spec.launch.spare_cores:
         load["threads"] = spec.threads

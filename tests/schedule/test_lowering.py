@@ -6,7 +6,15 @@ from pipectl import schedule
 from pipectl.cluster import OffloadTarget
 from pipectl.graph import TransferKind
 from pipectl.plan import Blocks, Replication, Transfer
-from pipectl.schedule import Channel, Kind, lower, lower_evaluation, plan_of_trial, program_hash
+from pipectl.schedule import (
+    Channel,
+    Kind,
+    lower,
+    lower_evaluation,
+    lower_renewal,
+    plan_of_trial,
+    program_hash,
+)
 
 SHORT = {
     Kind.FORWARD: "F",
@@ -74,32 +82,6 @@ def test_two_ranks_and_three_micro_batches(pipeline):
         "received.0:2 F:2 B:2 sent.1:0 send.1:2 "
         "sent.1:1 sent.1:2 update:-1"
     )
-
-
-def test_a_channel_within_a_rank_has_no_rows(pipeline):
-    plan = pipeline(3, 2, schedule="gpipe", ranks=[0, 0, 1])
-    channel = schedule.channels(plan).index
-    local = [channel(item) for item in schedule.channels(plan) if item.is_local]
-    used = {action.channel for rank in range(2) for action in lower(plan, rank)}
-    assert len(local) == 2
-    assert used == {-1, 0, 1, 2, 3} - set(local)
-
-
-def test_one_rank_only_computes(pipeline):
-    program = lower(pipeline(2, 2, schedule="gpipe", ranks=[0, 0]), 0)
-    assert text(program) == "F:0 F:0 F:1 F:1 B:0 B:0 B:1 B:1 update:-1"
-
-
-def test_every_rank_updates_once_at_the_end(pipeline):
-    plan = pipeline(3, 2, ranks=[0, 0, 2], node_of_rank=[0] * 4)
-    last = [list(lower(plan, rank))[-1] for rank in range(4)]
-    assert [(action.kind, action.stage) for action in last] == [
-        (Kind.UPDATE, 0),
-        (Kind.UPDATE, -1),
-        (Kind.UPDATE, 2),
-        (Kind.UPDATE, -1),
-    ]
-    assert len(lower(plan, 1)) == 1
 
 
 def test_a_backward_awaits_the_gradients_of_all_consumers(pipeline):
@@ -236,3 +218,19 @@ def test_the_trial_of_a_plan_uses_every_channel(pipeline):
     assert (trial.micro_batches, trial.micro_batch_size, trial.batch_size) == (6, 2, 12)
     used = {a.channel for rank in range(5) for a in lower(trial, rank)} - {-1}
     assert used == set(range(len(schedule.channels(plan))))
+
+
+def test_weights_return_between_steps_where_backwards_are_elsewhere(pipeline):
+    """All messages are started before any is awaited."""
+    assert len(lower_renewal(pipeline(2, 4), 0)) == 0
+    plan = pipeline(2, 4)
+    stages = tuple(dataclasses.replace(s, backward_ranks=(1 - s.ranks[0],)) for s in plan.stages)
+    plan = dataclasses.replace(plan, stages=stages)
+    weights = [c for c, item in enumerate(schedule.channels(plan)) if item.kind == "weight"]
+    one, other = weights
+    assert text(lower_renewal(plan, 0)) == (
+        f"receive.{one}:-1 send.{other}:-1 received.{one}:-1 sent.{other}:-1"
+    )
+    assert text(lower_renewal(plan, 1)) == (
+        f"send.{one}:-1 receive.{other}:-1 sent.{one}:-1 received.{other}:-1"
+    )

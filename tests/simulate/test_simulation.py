@@ -10,7 +10,7 @@ from pipectl.errors import MismatchError, ScheduleError
 from pipectl.graph import TransferKind
 from pipectl.link import Link
 from pipectl.plan import StageCost, Transfer
-from pipectl.schedule import lower, one_f_one_b
+from pipectl.schedule import lower
 from pipectl.schedule.actions import COMPUTE_KINDS
 from pipectl.simulate import simulate
 from pipectl.timeline import Timeline
@@ -34,28 +34,6 @@ def cluster(*nodes, within=FREE, between=FREE):
 
 def cost(forward_s, backward_s, update_s=0.0):
     return StageCost(forward_s, backward_s, update_s, 0, 0, 0)
-
-
-BUBBLES = [
-    # stages, micro-batches, latency: GPipe, 1F1B, 1F1B with DAPPLE's policy B
-    (4, 8, 0.0, 0.273, 0.273, 0.273),
-    (4, 16, 0.0, 0.158, 0.158, 0.158),
-    (8, 32, 0.0, 0.179, 0.179, 0.179),
-    (4, 16, 0.25, 0.179, 0.250, 0.179),
-    (8, 32, 0.25, 0.203, 0.284, 0.203),
-]
-
-
-@pytest.mark.parametrize(("stages", "micro_batches", "latency", "gpipe", "one", "deep"), BUBBLES)
-def test_ideal_bubbles(pipeline, stages, micro_batches, latency, gpipe, one, deep):
-    links = cluster((stages, stages), within=Link(latency, 1e30))
-    plans = [
-        pipeline(stages, micro_batches, schedule="gpipe"),
-        pipeline(stages, micro_batches),
-        pipeline(stages, micro_batches, warm_up=one_f_one_b.policy_b(stages, micro_batches)),
-    ]
-    found = [simulate(plan, links).bubble for plan in plans]
-    assert found == pytest.approx([gpipe, one, deep], abs=5e-4)
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -115,11 +93,6 @@ def test_shared_cores_are_shared_evenly(pipeline):
     assert ends == pytest.approx([2, 4])
 
 
-def test_waiting_ranks_leave_their_core_to_others(pipeline):
-    plan = pipeline(4, 1)
-    assert simulate(plan, cluster((4, 1))).step_time_s == pytest.approx(12)
-
-
 def two_streams(pipeline, streams, node_of_rank, size=10):
     """Stages that each send some bytes after a second of work, to stages that do nothing."""
     senders = {source for source, _ in streams}
@@ -147,20 +120,6 @@ def test_messages_take_what_was_measured_for_their_size(pipeline, size, end):
     link = Link(0.5, 5.0, timings=((1, 0.5), (10, 1.5), (20, 4.0)))
     plan = two_streams(pipeline, [(0, 2)], [0, 0, 1, 1], size)
     assert simulate(plan, cluster((2, 2), (2, 2), between=link)).step_time_s == pytest.approx(end)
-
-
-def test_the_next_message_follows_when_the_latency_of_the_first_is_still_to_pass(pipeline):
-    link = Link(0.5, 5.0, timings=((1, 0.5), (10, 1.5)))
-    plan = two_streams(pipeline, [(0, 2), (1, 3)], [0, 0, 1, 1])
-    found = simulate(plan, cluster((2, 2), (2, 2), between=link))
-    assert found.step_time_s == pytest.approx(1 + (1.5 - 0.5) + 1.5)
-
-
-def test_ranks_with_links_of_their_own_do_not_wait_for_each_other(pipeline):
-    link = Link(latency_s=0.5, bandwidth_bytes_per_s=5.0, shared=False)
-    plan = two_streams(pipeline, [(0, 2), (1, 3)], [0, 0, 1, 1])
-    found = simulate(plan, cluster((2, 2), (2, 2), between=link))
-    assert found.step_time_s == pytest.approx(1 + 2 + 0.5)
 
 
 @pytest.mark.parametrize(("duplex", "end"), [(True, 3.0), (False, 5.0)])
@@ -198,14 +157,6 @@ def test_prediction_is_what_a_plan_records(pipeline):
     assert (
         type(plan).from_json(json.loads(json.dumps(with_prediction.to_json()))) == with_prediction
     )
-
-
-def test_equal_inputs_give_equal_results(pipeline):
-    plan = pipeline(4, 6, size_bytes=3)
-    link = Link(0.1, 7.0, duplex=False)
-    shape = cluster((2, 1), (2, 1), within=link, between=link)
-    plan = dataclasses.replace(plan, node_of_rank=(0, 0, 1, 1))
-    assert simulate(plan, shape) == simulate(plan, shape)
 
 
 def test_programs_that_deadlock_are_an_error(pipeline):

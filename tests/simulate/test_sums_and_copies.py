@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 
 from pipectl.cluster import Cluster, Device, Node
@@ -11,8 +10,7 @@ from pipectl.link import Link
 from pipectl.plan import StageCost
 from pipectl.schedule.actions import Action, Actions, Kind
 from pipectl.simulate import machine, simulate
-from pipectl.simulate.events import hold_s
-from pipectl.simulate.network import Stream, reduction_s, tables, way_between
+from pipectl.simulate.network import reduction_s
 
 WITHIN, BETWEEN = Link(0.25, 100.0), Link(1.0, 10.0)
 
@@ -58,12 +56,6 @@ def test_all_replicas_send_each_other_their_parts_in_two_rounds():
     assert reduction_s(cluster(), (0, 0, 1, 1), (1,), 400) == 0
 
 
-def test_the_order_of_replicas_changes_no_price():
-    nodes = (0, 0, 1, 1)
-    found = [reduction_s(cluster(), nodes, ranks, 400) for ranks in ((0, 1, 2, 3), (0, 2, 1, 3))]
-    assert found[0] == found[1]
-
-
 def test_an_interface_carries_all_that_a_node_sends():
     shared = cluster(3, 1, between_nodes=dataclasses.replace(BETWEEN, interface=True))
     found = reduction_s(shared, (0, 1, 2), (0, 1, 2), 300)
@@ -88,11 +80,6 @@ def test_what_is_summed_are_gradients_of_what_is_trained(pipeline):
     ends = [simulate(item, cluster()).step_time_s for item in (plan, frozen)]
     sums = [reduction_s(cluster(), (0, 0), (0, 1), size) for size in (400, 100)]
     assert ends[0] - ends[1] == pytest.approx(sums[0] - sums[1])
-
-
-def test_two_replicas_over_a_half_duplex_link_take_turns():
-    half = cluster(between_nodes=dataclasses.replace(BETWEEN, duplex=False))
-    assert reduction_s(half, (0, 0, 1, 1), (0, 2), 400) == pytest.approx(2 * (1 + 2 * 20))
 
 
 def test_measured_sums_count_where_as_many_ranks_are_spread_alike():
@@ -171,13 +158,6 @@ def test_all_that_leaves_or_enters_a_node_may_share_its_interface(pipeline, ends
     assert messages(pipeline, ends, cluster(3, 1, between_nodes=link)) == pytest.approx(end)
 
 
-@pytest.mark.parametrize(("duplex", "end"), [(True, 1 + 10), (False, 1 + 20)])
-def test_an_interface_carries_both_directions_at_once_if_it_is_duplex(pipeline, duplex, end):
-    link = dataclasses.replace(BETWEEN, interface=True, duplex=duplex)
-    found = messages(pipeline, [(0, 1), (2, 3)], cluster(3, between_nodes=link), [0, 1, 1, 2])
-    assert found == pytest.approx(end)
-
-
 def test_nodes_of_different_switches_share_the_way_between_these(pipeline):
     ends, switches = [(0, 2), (1, 3)], ["a", "a", "b", "b"]
     between = Link(2.0, 5.0)
@@ -197,28 +177,11 @@ def test_links_with_equal_figures_are_two(pipeline):
     assert messages(pipeline, [(0, 1)], cluster(2, 1, between_nodes=one)) == pytest.approx(1 + 10)
 
 
-def test_tables_give_the_times_of_links():
-    link = Link(0.5, 7.0, timings=((1, 0.4), (10, 1.5), (20, 4.0)))
-    network = tables(
-        [Stream(1, 0.0, (("a", link),), 2, 1), Stream(1, 0.0, (("b", BETWEEN),), 2, 1)]
-    )
-    held_s = getattr(hold_s, "py_func", hold_s)
-    for size in np.linspace(0, 40, 81):
-        assert held_s(network.links[0], network.timings, size) == link.hold_s(size)
-        assert held_s(network.links[1], network.timings, size) == BETWEEN.hold_s(size)
-
-
 def test_returning_to_python_between_events_changes_nothing(random_case, monkeypatch):
     plan, shape = random_case(300)
     expected = simulate(plan, shape)
     monkeypatch.setattr(machine, "EVENTS_AT_ONCE", 1)
     assert simulate(plan, shape) == expected
-
-
-def test_ranks_of_one_node_share_no_interface():
-    link = dataclasses.replace(WITHIN, interface=True)
-    (part,) = way_between(cluster(within_node=link), (0, 0, 1, 1), 0, 1)
-    assert part == (("within", (0, 1)), link)
 
 
 def test_a_message_enters_a_node_only_when_it_has_begun_to_leave_its_own(pipeline):
