@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from pipectl.arrays import Floats, Integers
 from pipectl.cluster import Cluster
-from pipectl.errors import ScheduleError
+from pipectl.errors import MismatchError, ScheduleError
 from pipectl.link import FREE_ROWS, RowTimes, seconds_of
 from pipectl.plan import Plan
 from pipectl.schedule.actions import Actions, Kind
@@ -48,6 +47,9 @@ class Machine:
         programs: of every rank; by default the plan's own.
         steps: that they execute, one after the other, as if they were one.
         record: whether to keep when every row began and ended.
+
+    Raises:
+        MismatchError: the plan uses nodes the cluster lacks.
     """
 
     def __init__(
@@ -59,12 +61,18 @@ class Machine:
         steps: int = 1,
         record: bool = False,
     ) -> None:
+        used = 1 + max(plan.node_of_rank)
+        if used > len(cluster.nodes):
+            raise MismatchError(
+                f"plan {plan.name!r} uses {used} nodes, cluster {cluster.name!r} has "
+                f"{len(cluster.nodes)}",
+                cure="plan again for this cluster",
+            )
         numbering = Numbering(plan)
         self._plan, self._given, self._connections = plan, programs, numbering.connections
         self.programs = programs_of(plan, numbering, programs)
-        costs = costs_of(plan, cluster, numbering)
         network = tables(streams_of(plan, cluster, numbering, steps), self.programs.share)
-        self.tables = _new_tables(plan, cluster, self.programs, costs, network, record=record)
+        self.tables = _new_tables(plan, cluster, numbering, self.programs, network, record=record)
 
     def run(self) -> float:
         """Execute everything; returns the end of the last row.
@@ -112,46 +120,23 @@ class Machine:
         return np.where(slots < 0, -1, known[places])
 
 
-@dataclass(frozen=True)
-class Costs:
-    """What computing, and the rows of programs, take on a cluster.
-
-    Args:
-        work_s: seconds of a full micro-batch by kind and stage, on a device of speed 1.
-        update_s: of every rank, on a device of speed 1.
-        speed: of every rank's device.
-        rows: of every rank.
-        message_s: seconds of the rows of messages for a full micro-batch, by kind and stream; no
-            streams if no rows of any rank take time.
-    """
-
-    work_s: Floats
-    update_s: Floats
-    speed: Floats
-    rows: Sequence[RowTimes]
-    message_s: Floats
-
-
-def costs_of(plan: Plan, cluster: Cluster, numbering: Numbering) -> Costs:
-    """The costs of a plan."""
+def _work_s(plan: Plan) -> Floats:
+    """Seconds of a full micro-batch by kind and stage, on a device of speed 1."""
     work_s = np.zeros((len(Kind), len(plan.stages)))
     whole = [Kind.FORWARD, Kind.EVALUATE, Kind.RECOMPUTE, Kind.BACKWARD]
     for index, stage in enumerate(plan.stages):
         forward_s, cost = stage.cost.forward_s, stage.running
         work_s[whole, index] = cost.forward_s, forward_s, stage.recompute_s, cost.backward_s
         work_s[[Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT], index] = cost.halves_s
-    update_s = np.zeros(plan.ranks)
-    for stage in plan.stages:
-        for rank in stage.updating_ranks:
-            update_s[rank] += stage.cost.update_s
-    speed = np.array([cluster.nodes[node].device.speed for node in plan.node_of_rank])
-    rows = [cluster.nodes[node].device.rows or FREE_ROWS for node in plan.node_of_rank]
-    update_s += [each.end for each in rows] * speed
-    return Costs(work_s, update_s, speed, rows, _message_rows(rows, numbering))
+    return work_s
 
 
-def _message_rows(rows: Sequence[RowTimes], numbering: Numbering) -> Floats:
-    """Seconds of the rows of every message; see :class:`Costs`."""
+def _message_s(rows: Sequence[RowTimes], numbering: Numbering) -> Floats:
+    """Seconds of the rows of every message, by kind and stream.
+
+    Args:
+        rows: of every rank.
+    """
     if all(each is FREE_ROWS for each in rows):
         return np.zeros((len(Kind), 0))
     message_s = np.zeros((len(Kind), numbering.streams))
@@ -170,8 +155,8 @@ def _message_rows(rows: Sequence[RowTimes], numbering: Numbering) -> Floats:
 def _new_tables(
     plan: Plan,
     cluster: Cluster,
+    numbering: Numbering,
     programs: Programs,
-    costs: Costs,
     network: Network,
     *,
     record: bool,
@@ -185,9 +170,14 @@ def _new_tables(
     pools["start"] = np.cumsum(shared) - shared
     ranks = programs.ranks.copy()
     ranks["pool"] = np.where(crowded, np.cumsum(crowded) - 1, -1)[nodes]
-    ranks["speed"], ranks["update_s"] = costs.speed, costs.update_s
-    ranks["begin_s"] = [each.begin for each in costs.rows]
-    ranks["after_s"] = [each.compute for each in costs.rows]
+    row_times = [cluster.nodes[node].device.rows or FREE_ROWS for node in plan.node_of_rank]
+    for stage in plan.stages:
+        for rank in stage.updating_ranks:
+            ranks["update_s"][rank] += stage.cost.update_s
+    ranks["speed"] = [cluster.nodes[node].device.speed for node in plan.node_of_rank]
+    ranks["update_s"] += [each.end for each in row_times] * ranks["speed"]
+    ranks["begin_s"] = [each.begin for each in row_times]
+    ranks["after_s"] = [each.compute for each in row_times]
     ranks["position"], ranks["since"] = ranks["first"], -1.0
     rows = ranks["end"] - ranks["first"]
     alarms = 2 * int(rows[ranks["pool"] >= 0].sum())  # at the begin and the end of computations
@@ -196,12 +186,12 @@ def _new_tables(
     queue["number"][: len(ranks)] = 1 + np.arange(len(ranks))
     clock = np.zeros(1, dtype=CLOCK)
     clock["queued"] = clock["number"] = len(ranks)
-    clock["agree_s"] = max(each.agree for each in costs.rows)
+    clock["agree_s"] = max(each.agree for each in row_times)
     return Tables(
         *programs._replace(ranks=ranks),
         operation=OPERATIONS,
-        work_s=costs.work_s,
-        message_s=costs.message_s,
+        work_s=_work_s(plan),
+        message_s=_message_s(row_times, numbering),
         **network._asdict(),
         free_at=np.zeros(int(network.queues.max(initial=-1)) + 1),
         pools=pools,

@@ -28,9 +28,8 @@ from pipectl.schedule.actions import Actions, Kind
 from pipectl.schedule.lowering import lower
 from pipectl.schedule.placement import shares
 from pipectl.schedule.registry import is_unflushed
-from pipectl.simulate.machine import costs_of
+from pipectl.simulate.machine import Machine
 from pipectl.simulate.network import Numbering, Stream, streams_of
-from pipectl.simulate.simulation import simulate
 
 SHORTEST_S = 0.020
 """Of an average computation, in time of the rehearsal."""
@@ -68,14 +67,13 @@ def rehearsal_of(plan: Plan, cluster: Cluster, ranks_per_core: float) -> Rehears
         )
     seen = as_rehearsed(cluster)
     programs = [lower(plan, rank) for rank in range(plan.ranks)]
-    simulation = simulate(plan, seen, programs)
-    step_s = simulation.step_time_s
+    machine = Machine(plan, seen, programs)
+    step_s = machine.run()
     pause_s = max(PAUSE_S, LOOK_S * ranks_per_core / LOOKING)
-    busy_s = [share * step_s for share in simulation.utilisation]
-    average_s = _average_s(programs, busy_s)
+    average_s = _average_s(programs, machine.busy_s())
     stretch = _rounded(max(1.0, max(SHORTEST_S, PAUSES * pause_s) / average_s))
     numbering = Numbering(plan)
-    costs = costs_of(plan, seen, numbering)
+    costs, ranks = machine.tables.work_s, machine.tables.ranks
     streams = streams_of(plan, seen, numbering)
     return Rehearsal(
         stretch=stretch,
@@ -84,9 +82,9 @@ def rehearsal_of(plan: Plan, cluster: Cluster, ranks_per_core: float) -> Rehears
         late_s=LATE * average_s * stretch,
         steps=int(min(MAX_STEPS, max(1.0, WANTED_S / max(step_s * stretch, 1e-9)))),
         predicted_s=step_s,
-        work_s={kind.name: tuple(costs.work_s[kind].tolist()) for kind in Kind if kind.is_compute},
-        update_s=tuple(costs.update_s.tolist()),
-        speed=tuple(costs.speed.tolist()),
+        work_s={kind.name: tuple(costs[kind].tolist()) for kind in Kind if kind.is_compute},
+        update_s=tuple(ranks["update_s"].tolist()),
+        speed=tuple(ranks["speed"].tolist()),
         messages=tuple(_passage(stream) for stream in streams[: len(numbering.connections)]),
         meetings=tuple(_meetings(plan, numbering, streams)),
     )

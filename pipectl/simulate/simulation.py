@@ -31,7 +31,6 @@ from functools import cached_property
 from math import ceil
 
 from pipectl.cluster import Cluster
-from pipectl.errors import MismatchError
 from pipectl.plan import Plan, Prediction
 from pipectl.schedule.actions import EVENT_NAMES, Actions, Kind
 from pipectl.schedule.lowering import lower_stretch
@@ -92,13 +91,6 @@ def simulate(
         MismatchError: if the plan uses nodes the cluster lacks.
         ScheduleError: if the programs wait for each other for ever.
     """
-    used = 1 + max(plan.node_of_rank)
-    if used > len(cluster.nodes):
-        raise MismatchError(
-            f"plan {plan.name!r} uses {used} nodes, cluster {cluster.name!r} has "
-            f"{len(cluster.nodes)}",
-            cure="plan again for this cluster",
-        )
     if is_unflushed(plan):
         bodies = max(2, ceil(SETTLED * len(plan.stages) / plan.micro_batches))
         machine, longer = (_stretch(plan, cluster, bodies * n) for n in (1, 2))
