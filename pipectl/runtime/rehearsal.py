@@ -150,7 +150,7 @@ class Rank:
         self.begin_at = self.at = self.late_s = 0.0
 
     def run(self, actions: Actions, *, stretch: float) -> list[Event]:
-        """Execute one body, which all ranks begin at one moment.
+        """Execute one program, which all ranks begin at one moment.
 
         Args:
             stretch: time of the rehearsal over time of the plan; 0 passes messages only.

@@ -4,7 +4,7 @@ What a rank computes comes from its schedule; :mod:`pipectl.schedule.assembly` p
 messages, recomputation, copies and sums around it.
 
 Where steps are not flushed, several are lowered as if they were one, with an UPDATE after the last
-backward of each. From some step on all do the same, and one of these is the body of the program.
+backward of each. From some step on all do the same, so a long stretch repeats the rows of one.
 
 Where forward and backward of a stage have ranks of their own, the second starts to receive saved
 values by the turn of the forward that makes them, so that the first can drop them soon; and a step
@@ -71,17 +71,17 @@ def stretch(plan: Plan, rank: int, steps: int) -> Iterator[tuple[Actions, int]]:
     Raises:
         ScheduleError: see :func:`lower`.
     """
-    bodies = steps - unflushed.steps_apart(plan)
-    if bodies <= 1:
+    alike = steps - unflushed.steps_apart(plan)
+    if alike <= 1:
         yield lower_stretch(plan, rank, steps), 0
         return
     rows = lower(plan, rank)
     updates = np.flatnonzero(rows.column("kind") == Kind.UPDATE)
     first, last = 1 + updates[unflushed.steady_from(plan) - 1 :][:2]
-    begin, body, end = map(Actions, np.split(rows.rows, [first, last]))
+    begin, steady, end = map(Actions, np.split(rows.rows, [first, last]))
     yield begin, 0
-    yield from ((body, number * plan.micro_batches) for number in range(bodies))
-    yield end, (bodies - 1) * plan.micro_batches
+    yield from ((steady, number * plan.micro_batches) for number in range(alike))
+    yield end, (alike - 1) * plan.micro_batches
 
 
 def _rows(plan: Plan, rank: int, micro_batches: int) -> Actions:

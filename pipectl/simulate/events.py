@@ -51,7 +51,11 @@ def advance(tables: Tables, events: int) -> int:
             pool = item - count
             if pools[pool].alarm != number:
                 continue
-            item = end_work(pools[pool], tables.work, now)
+            work, first = tables.work, pools[pool].start
+            item = work[first].target  # of several whose work ends now, the lowest
+            pools[pool].clock, pools[pool].time = work[first].time, now
+            drop_first(work, first, pools[pool].busy)
+            pools[pool].busy -= 1
             _set_alarm(tables, pool)
         clock.now = max(clock.now, now)
         _go_on(tables, item, now)
@@ -236,7 +240,11 @@ def _compute(tables: Tables, number: int, position: int, operation: int, now: fl
         return
     work_s += rank.owed_s
     rank.owed_s = 0.0
-    begin_work(pools[rank.pool], tables.work, number, work_s, now)
+    pool = pools[rank.pool]
+    pool.clock += (now - pool.time) * _rate(pool)
+    pool.time = now
+    push(tables.work, pool.start, pool.busy, pool.clock + work_s, number, number)
+    pool.busy += 1
     _set_alarm(tables, rank.pool)
 
 
@@ -251,26 +259,6 @@ def _set_alarm(tables: Tables, number: int) -> None:
         _foresee(tables.queue, clock, end, len(tables.ranks) + number)
     else:
         clock.number += 1
-
-
-@part_of_kernel
-def begin_work(pool: Any, work: Records, number: int, work_s: float, now: float) -> None:
-    """A rank begins to compute what would take ``work_s`` on a core of its own."""
-    pool.clock += (now - pool.time) * _rate(pool)
-    pool.time = now
-    push(work, pool.start, pool.busy, pool.clock + work_s, number, number)
-    pool.busy += 1
-
-
-@part_of_kernel
-def end_work(pool: Any, work: Records, now: float) -> int:
-    """The rank whose work ends now; of several the lowest."""
-    number = work[pool.start].target
-    pool.clock = work[pool.start].time
-    pool.time = now
-    drop_first(work, pool.start, pool.busy)
-    pool.busy -= 1
-    return int(number)
 
 
 @part_of_kernel

@@ -106,18 +106,19 @@ class Machine:
         """What took time, by rank and start; nothing if it was not recorded."""
         records = self.tables.records[: self.tables.clock["recorded"][0]]
         rows, ranks = self.programs.rows[records["row"]], self.programs.ranks[records["rank"]]
-        stage = self._named(ranks["stages"], rows[:, STAGE])
-        stream = self._named(ranks["streams"], rows[:, STREAM])
+        names = self.programs.names
+
+        def named(base: Integers, slots: Rows) -> Integers:
+            """What slots of ranks stand for; -1 stays."""
+            places = np.minimum(base + slots, len(names) - 1)
+            return np.where(slots < 0, -1, names[places])
+
+        stage = named(ranks["stages"], rows[:, STAGE])
+        stream = named(ranks["streams"], rows[:, STREAM])
         channel = np.where(stream < len(self._connections), stream, -1)
         times = records["rank"], records["start"], records["end"]
         columns = *times, rows[:, KIND], stage, rows[:, MICRO_BATCH], channel
         return sorted(zip(*(column.tolist() for column in columns), strict=True))
-
-    def _named(self, base: Integers, slots: Rows) -> Integers:
-        """What slots of ranks stand for; -1 stays."""
-        known = self.programs.names
-        places = np.minimum(base + slots, len(known) - 1)
-        return np.where(slots < 0, -1, known[places])
 
 
 def _work_s(plan: Plan) -> Floats:

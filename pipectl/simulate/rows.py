@@ -44,7 +44,9 @@ def programs_of(
     streams, number = [tuple(range(numbering.streams))] * count, list(range(count))
     if given is not None:
         rows = [rows_of(plan, numbering, rank, actions) for rank, actions in enumerate(given)]
-    elif not _is_local(plan):
+    elif not schedule_of(plan).is_local or any(
+        len(stage.ranks) > 1 or stage.backward_ranks for stage in plan.stages
+    ):
         rows = _rows_of_all(_skeleton(plan), numbering)
     else:
         numbers: dict[Plan, int] = {}
@@ -66,14 +68,6 @@ def programs_of(
     last = plan.micro_batch_shares[-1]
     share = np.where(sizes == FULL, 1.0, np.where(sizes == LAST, last, parts))
     return Programs(every, ranks, np.concatenate([stage_names, stream_names]), share)
-
-
-def _is_local(plan: Plan) -> bool:
-    """Whether small plans tell what ranks do."""
-    is_local = schedule_of(plan).is_local
-    return is_local and not any(
-        len(stage.ranks) > 1 or stage.backward_ranks for stage in plan.stages
-    )
 
 
 def _neighbourhoods(

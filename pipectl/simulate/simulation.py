@@ -17,7 +17,7 @@ What is modelled:
 - At UPDATE all ranks meet, then each updates its stages.
 - Where steps are not flushed, ranks do not meet, and what is simulated is the steady state. Two
   stretches are executed from empty pipeline to empty one, the second with as many steps more as the
-  first has bodies. Both fill and drain alike, so what they differ in is the steady state.
+  first has steady ones. Both fill and drain alike, so what they differ in is the steady state.
 
 Events at the same time are taken in the order they were foreseen, so equal inputs give equal
 results.
@@ -92,12 +92,12 @@ def simulate(
         ScheduleError: if the programs wait for each other for ever.
     """
     if is_unflushed(plan):
-        bodies = max(2, ceil(SETTLED * len(plan.stages) / plan.micro_batches))
-        machine, longer = (_stretch(plan, cluster, bodies * n) for n in (1, 2))
+        steady = max(2, ceil(SETTLED * len(plan.stages) / plan.micro_batches))
+        machine, longer = (_stretch(plan, cluster, steady * n) for n in (1, 2))
         short_s, long_s = machine.run(), longer.run()
-        step_time_s = (long_s - short_s) / bodies
+        step_time_s = (long_s - short_s) / steady
         busy = zip(machine.busy_s(), longer.busy_s(), strict=True)
-        busy_s = [(more - less) / bodies for less, more in busy]
+        busy_s = [(more - less) / steady for less, more in busy]
     else:
         machine = Machine(plan, cluster, programs)
         step_time_s, busy_s = machine.run(), machine.busy_s()
@@ -122,8 +122,8 @@ def simulate(
     )
 
 
-def _stretch(plan: Plan, cluster: Cluster, bodies: int, *, record: bool = False) -> Machine:
+def _stretch(plan: Plan, cluster: Cluster, steady: int, *, record: bool = False) -> Machine:
     """A machine that executes steps that overlap, from empty pipeline to empty one."""
-    steps = bodies + steps_apart(plan)
+    steps = steady + steps_apart(plan)
     programs = [lower_stretch(plan, rank, steps) for rank in range(plan.ranks)]
     return Machine(plan, cluster, programs, steps=steps, record=record)
