@@ -1,4 +1,5 @@
 from importlib.metadata import EntryPoint, EntryPoints
+from itertools import pairwise
 
 import pytest
 from validator import validate
@@ -23,21 +24,11 @@ def fold(ranks, stages, micro_batches):
 
 
 def profile():
-    nodes = [
-        {
-            "id": f"op{index}",
-            "forward_s": 0.01,
-            "backward_s": 0.02,
-            "parameter_bytes": 100,
-            "output_bytes": 1000,
-            "saved": [[f"op{index}", 1000]],
-        }
-        for index in range(8)
-    ]
-    edges = [[f"op{index}", f"op{index + 1}"] for index in range(7)]
-    return Profile.from_json(
-        {"version": 1, "name": "chain", "micro_batch_size": 1, "nodes": nodes, "edges": edges}
-    )
+    costs = {"forward_s": 0.01, "backward_s": 0.02, "parameter_bytes": 100, "output_bytes": 1000}
+    names = [f"op{index}" for index in range(8)]
+    nodes = [{"id": name, "saved": [[name, 1000]], **costs} for name in names]
+    edges = list(map(list, pairwise(names)))
+    return Profile.from_json({"name": "chain", "nodes": nodes, "edges": edges})
 
 
 def plan_for(text, batch_size, ranks=2, **changes):

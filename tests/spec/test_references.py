@@ -29,48 +29,55 @@ def found(base: Path, *references: str) -> dict[str, str]:
     return {name: path.relative_to(base).as_posix() for name, path in user_sources(parsed).items()}
 
 
-def test_neighbours_that_a_file_imports(tmp_path: Path, write: Write) -> None:
-    write(
-        {
-            "model": "import layers\nimport os, torch, no_such\n",
-            "layers": "from blocks import Block\n",
-            "blocks": "def f():\n    import inner.deep as d\n",
-            "inner/deep": "",
-            "unused": "",
-        }
-    )
+@pytest.mark.parametrize(
+    ("files", "names"),
+    [
+        (
+            {
+                "model": "import layers\nimport os, torch, no_such\n",
+                "layers": "from blocks import Block\n",
+                "blocks": "def f():\n    import inner.deep as d\n",
+                "inner/deep": "",
+                "unused": "",
+            },
+            ["blocks", "inner.deep", "layers"],
+        ),
+        (  # packages and relative imports
+            {
+                "model": "from nets.big import Big\n",
+                "nets/__init__": "from . import common\n",
+                "nets/big": "from .parts import (\n    attention,\n)\nfrom ..nets import extra\n",
+                "nets/common": "",
+                "nets/extra": "",
+                "nets/unused": "",
+                "nets/parts/__init__": "",
+                "nets/parts/attention": "from ..common import x\n",
+            },
+            [
+                *("nets", "nets.big", "nets.common", "nets.extra"),
+                *("nets.parts", "nets.parts.attention"),
+            ],
+        ),
+        (  # packages that are directories alone
+            {
+                "model": "from src.models.gpt import Gpt",
+                "src/models/gpt": "from . import blocks",
+                "src/models/blocks": "",
+                "src/models/unused": "",
+            },
+            ["src.models.blocks", "src.models.gpt"],
+        ),
+        ({"model": "import a", "a": "import b, model", "b": "import a"}, ["a", "b", "model"]),
+        ({"model": "import broken", "broken": "import other\nthis is no python"}, ["broken"]),
+    ],
+)
+def test_what_a_file_imports(tmp_path: Path, write: Write, files, names) -> None:
+    write(files)
     assert found(tmp_path, "./model.py:build") == {
-        "layers": "layers.py",
-        "blocks": "blocks.py",
-        "inner.deep": "inner/deep.py",
-    }
-
-
-def test_packages_and_relative_imports(tmp_path: Path, write: Write) -> None:
-    write(
-        {
-            "model": "from nets.big import Big\n",
-            "nets/__init__": "from . import common\n",
-            "nets/big": "from .parts import (\n    attention,\n)\nfrom ..nets import extra\n",
-            "nets/common": "",
-            "nets/extra": "",
-            "nets/unused": "",
-            "nets/parts/__init__": "",
-            "nets/parts/attention": "from ..common import x\n",
-        }
-    )
-    assert sorted(found(tmp_path, "./model.py:build")) == [
-        *("nets", "nets.big", "nets.common", "nets.extra"),
-        *("nets.parts", "nets.parts.attention"),
-    ]
-
-
-def test_packages_that_are_directories_alone(tmp_path: Path, write: Write) -> None:
-    write({"model": "from src.models.gpt import Gpt", "src/models/gpt": "from . import blocks"})
-    write({"src/models/blocks": "", "src/models/unused": ""})
-    assert found(tmp_path, "./model.py:build") == {
-        "src.models.gpt": "src/models/gpt.py",
-        "src.models.blocks": "src/models/blocks.py",
+        name: path
+        for name in names
+        for path in (f"{name.replace('.', '/')}.py", f"{name.replace('.', '/')}/__init__.py")
+        if (tmp_path / path).exists()
     }
 
 
@@ -86,16 +93,6 @@ def test_directories_of_one_name_make_up_a_package_unless_one_has_its_own_file(
         "whole": "work/whole/__init__.py",
         "whole.inner.part": "work/whole/inner/part.py",
     }
-
-
-def test_files_that_import_each_other_end(tmp_path: Path, write: Write) -> None:
-    write({"model": "import a", "a": "import b, model", "b": "import a"})
-    assert sorted(found(tmp_path, "./model.py:build")) == ["a", "b", "model"]
-
-
-def test_a_file_that_is_no_python_counts_without_imports(tmp_path: Path, write: Write) -> None:
-    write({"model": "import broken", "broken": "import other\nthis is no python", "other": ""})
-    assert sorted(found(tmp_path, "./model.py:build")) == ["broken"]
 
 
 def test_modules_along_the_search_path(
