@@ -40,8 +40,9 @@ def programs_of(
         ScheduleError: see :func:`pipectl.schedule.lower`.
     """
     count = plan.ranks
-    stages = [tuple(range(len(plan.stages)))] * count
-    streams, number = [tuple(range(numbering.streams))] * count, list(range(count))
+    stages: list[Sequence[int]] = [range(len(plan.stages))] * count  # hashed in no time
+    streams: list[Sequence[int]] = [range(numbering.streams)] * count
+    number = list(range(count))
     if given is not None:
         rows = [rows_of(plan, numbering, rank, actions) for rank, actions in enumerate(given)]
     elif not schedule_of(plan).is_local or any(
