@@ -68,14 +68,10 @@ MEET = len(Kind)
 COMPUTE, UPDATE, MEETING, START, WAIT = range(5)
 """What the event loop does with a row; up to UPDATE the rank computes."""
 
-
-def _operation(kind: Kind) -> int:
-    if kind.is_compute:
-        return UPDATE if kind is Kind.UPDATE else COMPUTE
-    return START if kind.name.endswith("_START") else WAIT
-
-
-OPERATIONS = np.array([*map(_operation, Kind), MEETING], dtype=np.int64)
+_STARTS = [kind for kind in Kind if kind.name.endswith("_START")]
+OPERATIONS = np.full(len(Kind) + 1, WAIT, dtype=np.int64)
+OPERATIONS[: Kind.SEND_START], OPERATIONS[Kind.UPDATE] = COMPUTE, UPDATE
+OPERATIONS[_STARTS], OPERATIONS[MEET] = START, MEETING
 """Operation of every kind, MEET last."""
 
 MESSAGE_ROWS = (Kind.SEND_START, Kind.SEND_WAIT, Kind.RECEIVE_START, Kind.RECEIVE_WAIT)
