@@ -97,18 +97,18 @@ def as_rehearsed(cluster: Cluster) -> Cluster:
         replace(node, cores=max(node.cores, node.ranks), device=replace(node.device, rows=None))
         for node in cluster.nodes
     )
+
+    def alone(link: Link) -> Link:
+        return replace(link, duplex=True, shared=False, interface=False)
+
     switches = cluster.between_switches
     return replace(
         cluster,
         nodes=nodes,
-        within_node=_alone(cluster.within_node),
-        between_nodes=_alone(cluster.between_nodes),
-        between_switches=None if switches is None else _alone(switches),
+        within_node=alone(cluster.within_node),
+        between_nodes=alone(cluster.between_nodes),
+        between_switches=None if switches is None else alone(switches),
     )
-
-
-def _alone(link: Link) -> Link:
-    return replace(link, duplex=True, shared=False, interface=False)
 
 
 def _average_s(programs: Sequence[Actions], busy_s: Sequence[float]) -> float:
