@@ -81,8 +81,3 @@ def test_the_same_for_programs(
     assert found["pipeline.stages"]["value"] == "auto"
     assert found["pipeline.stages"]["origin"] == "default"
     assert found["output.directory"]["origin"] == "PIPECTL_RUNS"
-
-
-def test_json_alone_is_asked_back(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check", "job.yaml", "--json"]) == 2
-    assert "--origins" in capsys.readouterr().err

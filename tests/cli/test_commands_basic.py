@@ -72,6 +72,8 @@ def test_commands_load_nothing_that_is_slow(
         (["check"], "error: nothing to check\n  name a job: pipectl check JOB.yaml\n"),
         (["schema"], "error: `pipectl schema` is `pipectl check --schema` now\n"),
         (["simulate", "--json"], "error: `pipectl simulate` is `pipectl lab simulate` now\n"),
+        (["trace", "last", "--svg", "x"], "error: `pipectl trace` is `pipectl report` now\n"),
+        (["verify", "job.yaml"], "error: `pipectl verify` is `pipectl lab verify` now\n"),
     ],
 )
 def test_a_wrong_command_line_is_one_message_and_code_2(
@@ -81,33 +83,28 @@ def test_a_wrong_command_line_is_one_message_and_code_2(
     assert (result.code, result.out, result.err) == (2, "", error)
 
 
-def test_check_says_what_is_valid(cli: Command, job: Path) -> None:
-    result = cli("check", "job.yaml")
-    assert (result.code, result.out, result.err) == (0, "job.yaml: valid; 2 ranks, 4 steps\n", "")
+ONE = "must be a whole number of at least 1, not"
 
 
-def test_a_bad_spec_names_file_line_and_column(cli: Command, job: Path) -> None:
-    job.write_text(job.read_text().replace("steps: 4", "steps: many"))
-    result = cli("check", "job.yaml")
-    assert (result.code, result.out) == (3, "")
-    problem = (
-        "error: job.yaml:6:19: training.steps: must be a whole number of at least 1, not 'many'"
-    )
-    assert result.err == f"{problem}\n"
-
-
-def test_a_missing_spec_says_how_to_get_one(cli: Command) -> None:
-    result = cli("check", "nope.yaml")
-    assert (result.code, result.out) == (3, "")
-    assert result.err == (
-        "error: nope.yaml: no such file\n  write a starter spec with: pipectl init\n"
-    )
-
-
-def test_every_problem_is_an_error_of_its_own(cli: Command, job: Path) -> None:
-    result = cli("check", "job.yaml", "--set", "training.stps=3", "--set", "resources.nodes=many")
-    assert result.code == 3
-    assert [line.startswith("error: --set ") for line in result.err.splitlines()] == [True, True]
+@pytest.mark.parametrize(
+    ("arguments", "code", "lines"),
+    [
+        ("job.yaml", 0, ["job.yaml: valid; 2 ranks, 4 steps"]),
+        ("many.yaml", 3, [f"error: many.yaml:6:19: training.steps: {ONE} 'many'"]),
+        ("nope.yaml", 3, ["error: nope.yaml: no such file",
+                          "  write a starter spec with: pipectl init"]),
+        ("job.yaml --set training.stps=3 --set resources.nodes=0", 3,
+         [f"error: --set resources.nodes: {ONE} 0",
+          "error: --set training.stps: unknown key; did you mean 'steps'?"]),
+    ],
+)  # fmt: skip
+def test_check_says_what_is_valid_and_each_mistake_by_its_place(
+    cli: Command, job: Path, arguments: str, code: int, lines: list[str]
+) -> None:
+    Path("many.yaml").write_text(job.read_text().replace("steps: 4", "steps: many"))
+    result = cli("check", *arguments.split())
+    assert (result.code, (result.err if code else result.out).splitlines()) == (code, lines)
+    assert not (result.out if code else result.err)
 
 
 def test_json_has_no_numbers_that_are_not_finite(cli: Command, job: Path) -> None:

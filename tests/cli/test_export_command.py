@@ -57,15 +57,17 @@ def test_one_file_loads_into_the_model(cli: Command, saved: Path, model: Tied) -
     other.load_state_dict(load_file("model.safetensors"), strict=True)
     assert torch.equal(other.second.weight, model.first.weight + 1)
     assert torch.equal(other.norm.running_var, model.norm.running_var + 1)
-
-
-def test_a_step_and_a_place_can_be_chosen(cli: Command, saved: Path, model: Tied) -> None:
     result = cli("export", "last", "--step", "5", "-o", "a/b.safetensors", "--json")
     assert json.loads(result.out) == {"path": "a/b.safetensors", "step": 5, "bytes": 232}
     assert torch.equal(load_file("a/b.safetensors")["first.weight"], model.first.weight)
 
 
-def test_several_files_have_an_index(cli: Command, saved: Path, model: Tied) -> None:
+def test_a_directory_for_from_pretrained_has_an_index_of_several_files(
+    cli: Command, saved: Path, model: Tied
+) -> None:
+    assert cli("export", "last", "--format", "hf").code == 0
+    assert [path.name for path in Path("model").iterdir()] == ["model.safetensors"]
+    Tied().load_state_dict(load_file("model/model.safetensors"), strict=True)
     assert cli("export", "last", "--shard-size", "100B", "-o", "out").code == 0
     index: dict[str, Any] = json.loads(Path("out/model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_size": 232}
@@ -76,12 +78,6 @@ def test_several_files_have_an_index(cli: Command, saved: Path, model: Tied) -> 
     other = Tied()
     other.load_state_dict(found, strict=True)
     assert torch.equal(other.first.weight, model.first.weight + 1)
-
-
-def test_a_directory_for_from_pretrained(cli: Command, saved: Path, model: Tied) -> None:
-    assert cli("export", "last", "--format", "hf").code == 0
-    assert [path.name for path in Path("model").iterdir()] == ["model.safetensors"]
-    Tied().load_state_dict(load_file("model/model.safetensors"), strict=True)
 
 
 def test_names_types_and_files_of_another_directory(cli: Command, saved: Path, model: Tied) -> None:
@@ -142,13 +138,17 @@ def refused(cli: Command, *arguments: str) -> str:
     return result.err
 
 
-def test_what_cannot_be_written_is_told(cli: Command, saved: Path) -> None:
+def test_what_cannot_be_written_is_told(
+    cli: Command, saved: Path, run_of: Callable[..., Path]
+) -> None:
     assert "has no checkpoint of step 7" in refused(cli, "--step", "7")
     assert "it has those of steps 5, 10" in refused(cli, "--step", "7")
     Path("here").write_text("mine")
     assert "here: already exists" in refused(cli, "-o", "here")
     assert Path("here").read_text() == "mine"
     assert "not a size" in refused(cli, "--shard-size", "many")
+    run_of("20260101-120000-tiny")
+    assert "has no checkpoint yet" in refused(cli)
 
 
 def test_a_damaged_checkpoint_is_told(cli: Command, saved: Path) -> None:
@@ -177,8 +177,3 @@ def test_an_export_that_ends_early_leaves_nothing_behind(
     assert (result.code, result.out) == (130 if isinstance(error, KeyboardInterrupt) else 2, "")
     assert [path for path in Path("new").rglob("*") if path.is_file()] == []
     assert cli("export", "last", "-o", "new/out", *size).code == 0
-
-
-def test_a_run_without_checkpoints(cli: Command, run_of: Callable[..., Path]) -> None:
-    run_of("20250101-120000-tiny")
-    assert "has no checkpoint yet" in refused(cli)

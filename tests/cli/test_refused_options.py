@@ -18,7 +18,6 @@ SUBMITS_NOTHING = "--dry-run and --test-only submit nothing"
     [
         ("submit job.yaml --dry-run --test-only", "--dry-run and --test-only: choose one"),
         ("submit job.yaml --rehearse", "pipectl submit --rehearse: use `pipectl lab rehearse"),
-        ("verify job.yaml", "`pipectl verify` is `pipectl lab verify` now"),
         ("submit job.yaml -p debug", "--partition: is not used with local"),
         ("submit job.yaml -A me", "--account: is not used with local"),
         ("submit job.yaml -q long --scheduler slurm", "--queue: is not used with slurm"),
@@ -38,13 +37,11 @@ SUBMITS_NOTHING = "--dry-run and --test-only submit nothing"
         ("check job.yaml --json", "--json: needs --origins"),
         ("check job.yaml --schema", "JOB.yaml: cannot be used with --schema"),
         ("check job.yaml -o x", "-o: needs --schema"),
-        ("plan --profile p.json --scheduler pbs", "--scheduler: needs a JOB.yaml"),
         ("plan job.yaml --nodes 1 --svg x.svg", "--svg: cannot be used with --nodes"),
         ("profile job.yaml --fast", "pipectl profile --fast: use `--effort fast` instead"),
         ("profile job.yaml --here", "pipectl profile --here: use `--scheduler local` instead"),
         ("profile job.yaml --wait", "--wait: needs --submit"),
         ("profile job.yaml --links --again", "--again: is not used with --links"),
-        ("lab simulate --plan p.json --forward 0", "--forward: a plan has its own"),
     ],
 )
 def test_what_has_no_meaning_is_refused_in_a_sentence(

@@ -163,12 +163,6 @@ def test_several_outputs_at_once(cli: Command, run: RunDirectory) -> None:
     assert all(Path(name).exists() for name in files.values())
 
 
-def test_the_old_spelling_answers_with_the_new_one(cli: Command) -> None:
-    result = cli("trace", "last", "--svg", "step.svg")
-    assert (result.code, result.out) == (2, "")
-    assert result.err == "error: `pipectl trace` is `pipectl report` now\n"
-
-
 def test_a_trace_shows_both(cli: Command, run: RunDirectory) -> None:
     result = cli("report", "gpt", "--perfetto", "out/step.json")
     assert "out/step.json" in result.err
