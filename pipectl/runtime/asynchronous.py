@@ -22,10 +22,10 @@ from pipectl.capture.step import own_name, sample_shares, target_shares, weighte
 from pipectl.errors import CaptureError, MismatchError
 from pipectl.plan import Plan
 from pipectl.runtime.division import LossShares
-from pipectl.runtime.engine import Row, StepRun
+from pipectl.runtime.engine import Row
 from pipectl.runtime.optimizer import shared_uses
 from pipectl.runtime.setup import Setup
-from pipectl.runtime.step import Batch, Step, StepInput
+from pipectl.runtime.step import Batch, Step, StepRun
 from pipectl.runtime.step_end import StepEnd
 from pipectl.runtime.synchronous import learn_layouts
 from pipectl.runtime.telemetry import StepReport, Telemetry
@@ -141,34 +141,29 @@ class AsynchronousSteps:
             stage.versions.restart()
         self._end.begin()
         self._first, self._batches = first, batches
-        self._input = self._make_input(self._loaded)
-        steps = range(first, first + len(batches))
-        self._traced = any(map(self._tracing.wants, steps))
-        if self._traced:
-            self._input.recording = self._tracing.begin(first)
-        self._started = self._since = time.perf_counter()
         rank, size = self._setup.communicator.rank, self._plan.micro_batch_size
-        parts = stretch(self._plan, rank, len(batches))
-        sizes = [
-            Rows.of(samples, each.length)
-            for each in batches
-            for samples in split_batch(each.size, size)
-        ]
-        step = Step.plain(EMPTY, channels(self._plan), rank, sizes)
-        self._setup.training.run(step, self._input, self._update, parts)
-        self._end_trace()
-
-    def _make_input(self, loaded: Iterator[Batch]) -> StepInput:
-        size, count = self._plan.micro_batch_size, self._plan.micro_batches
-        steps = [split_batch(batch.size, size) for batch in self._batches]
-        micro_batches: Iterator[Batch] = islice(loaded, len(steps) * count)
-        weights: Sequence[float] = [share for sizes in steps for share in sample_shares(sizes)]
+        count, sizes = self._plan.micro_batches, [split_batch(each.size, size) for each in batches]
+        loaded: Iterator[Batch] = islice(self._loaded, len(batches) * count)
+        weights: Sequence[float] = [share for each in sizes for share in sample_shares(each)]
         if self._weigh is not None:
             reads = any(stage.reads for stage in self._setup.stages.values())
-            weights = read = _Weights(micro_batches, count, self._shares, needed=reads)
-            micro_batches = read.batches()
-        seed = self._setup.job.spec.training.seed, self._first
-        return StepInput(weights, micro_batches, seed, per_step=count)
+            weights = read = _Weights(loaded, count, self._shares, needed=reads)
+            loaded = read.batches()
+        whole = [
+            Rows.of(samples, batch.length)
+            for batch, each in zip(batches, sizes, strict=True)
+            for samples in each
+        ]
+        step = Step(EMPTY, channels(self._plan), rank, whole)
+        seed = self._setup.job.spec.training.seed, first
+        run = StepRun(step, weights, loaded, seed, per_step=count)
+        self._traced = any(map(self._tracing.wants, range(first, first + len(batches))))
+        if self._traced:
+            run.recording = self._tracing.begin(first)
+        self._started = self._since = time.perf_counter()
+        parts = stretch(self._plan, rank, len(batches))
+        self._setup.training.run(run, self._update, parts)
+        self._end_trace(run)
 
     def _shares(self, step: Sequence[Batch]) -> list[float]:
         assert self._weigh is not None
@@ -177,9 +172,9 @@ class AsynchronousSteps:
 
     def _update(self, row: Row, run: StepRun) -> None:
         """The end of a step on this rank: an update, or after the last of its forwards."""
-        count, index = self._plan.micro_batches, row.micro_batch.number // self._plan.micro_batches
+        count, index = self._plan.micro_batches, row.micro_batch // self._plan.micro_batches
         rate, before = self._stepper.learning_rate, index * count
-        weights = self._input.weights[before : before + count]
+        weights = run.weights[before : before + count]
         losses = run.losses[:count]
         look = partial(self._end.look, self._first + index, range(count), losses, weights, before)
         if row.stage in self._setup.stages:
@@ -190,7 +185,7 @@ class AsynchronousSteps:
             look()
         self._setup.doing.step = self._first + index + 1
         if index == steps_apart(self._plan):
-            self._end_trace()
+            self._end_trace(run)
         self._tracing.advance()
         self._on_update()
         now = time.perf_counter()
@@ -211,10 +206,10 @@ class AsynchronousSteps:
         )
         self._since, run.busy_s = now, 0.0
 
-    def _end_trace(self) -> None:
+    def _end_trace(self, run: StepRun) -> None:
         if self._traced:
-            self._tracing.end(self._first, self._input.recording, self._started)
-            self._input.recording, self._traced = None, False
+            self._tracing.end(self._first, run.recording, self._started)
+            run.recording, self._traced = None, False
 
 
 class _Weights(Sequence[float]):

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from mpi4py import MPI
-from torch import Tensor
 
 from pipectl.capture import CapturedJob
 from pipectl.capture.data import Loader, Samples, split_batch
@@ -16,7 +15,7 @@ from pipectl.capture.step import target_weight, weighted
 from pipectl.errors import CaptureError, MismatchError
 from pipectl.plan import Plan
 from pipectl.runtime.reduction import group_of
-from pipectl.runtime.step import Batch, Step, StepInput, narrowed, parts_of
+from pipectl.runtime.step import Batch, Step, StepRun, narrowed, parts_of
 from pipectl.runtime.waiting import gather_all, wait
 
 
@@ -118,45 +117,27 @@ class LossShares:
         if self._rank in ranks:
             self._group = group_of(communicator, ranks, len(plan.stages))
 
-    @property
-    def reads_targets(self) -> bool:
-        """Whether this rank must see all its targets before the step begins."""
-        return self._weigh is not None and self._group is not None
-
-    def of(self, step: Step, batches: Sequence[Batch] = ()) -> list[float]:
-        """The weight of every micro-batch, or of this rank's part of it. Collective if they
-        depend on targets.
-
-        Args:
-            batches: of the pieces of the pass, if they do.
-        """
-        if self.reads_targets:
-            return self._by_targets(step, batches)
-        parts, total = self._parts(step), sum(rows.size for rows in step.sizes)
-        return [parts.get(i, rows).size / total for i, rows in enumerate(step.sizes)]
-
-    def step_input(
+    def make_run(
         self, step: Step, batches: Iterator[Batch], seed: tuple[int | str, ...], scale: float = 1.0
-    ) -> StepInput:
-        """What a pass works on; batches are read at once where weights depend on them."""
-        known = list(batches) if self.reads_targets else []
-        return StepInput(
-            weights=self.of(step, known),
-            batches=iter(known) if self.reads_targets else batches,
-            seed=seed,
-            scale=scale,
-        )
+    ) -> StepRun:
+        """A run of a step; batches are read at once if weights depend on them."""
+        if self._weigh is None or self._group is None:
+            parts, total = self._parts(step), sum(rows.size for rows in step.sizes)
+            shares = [parts.get(i, rows).size / total for i, rows in enumerate(step.sizes)]
+            return StepRun(step, shares, batches, seed, scale)
+        known = list(batches)
+        return StepRun(step, self._by_targets(step, known), iter(known), seed, scale)
 
     def computed(self, step: Step) -> list[int]:
         """The micro-batches whose loss, or part of it, this rank computes; in order."""
         return list(self._parts(step))
 
-    def loss(self, step: Step, losses: Sequence[Tensor], weights: Sequence[float]) -> float:
-        """What this rank adds to the loss of the step; NaN if it computes none of it."""
-        micro_batches = self.computed(step)
+    def loss(self, run: StepRun) -> float:
+        """What this rank adds to the loss of a step; NaN if it computes none of it."""
+        micro_batches = self.computed(run.step)
         if not micro_batches:
             return 0.0 if self._group is not None else float("nan")
-        return weighted(losses, [weights[index] for index in micro_batches])
+        return weighted(run.losses, [run.weights[index] for index in micro_batches])
 
     def _parts(self, step: Step) -> dict[int, Rows]:
         assert step.plan is not None

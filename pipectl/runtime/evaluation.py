@@ -22,7 +22,7 @@ from pipectl.errors import CaptureError
 from pipectl.runtime.division import Division
 from pipectl.runtime.engine import Engine
 from pipectl.runtime.layout import Tensors
-from pipectl.runtime.step import Batch, Step, StepInput
+from pipectl.runtime.step import Batch, Step, StepRun
 from pipectl.runtime.waiting import barrier
 from pipectl.schedule import Channel, lower_evaluation
 
@@ -186,5 +186,5 @@ class Evaluator:
     def _run(self, sizes: Sequence[Rows], batches: Iterator[Batch], *seed: int | str) -> None:
         rank = self._communicator.rank
         actions = lower_evaluation(self._channels, self._stages, rank, len(sizes))
-        step_input = StepInput((), batches, (self._job.spec.training.seed, *seed))
-        self._engine.run(Step.plain(actions, self._channels, rank, sizes), step_input)
+        step = Step(actions, self._channels, rank, sizes)
+        self._engine.run(StepRun(step, (), batches, (self._job.spec.training.seed, *seed)))

@@ -1,12 +1,14 @@
-"""A step of one rank: its rows, the channels they refer to, and what it reads of the data.
+"""A step of one rank, and one execution of it.
 
-All of it follows from the plan and the number of samples, and is made once for each such number.
+A :class:`Step` follows from the plan and the number of samples, and is made once for each such
+number. A :class:`StepRun` is what one execution works on, and its state.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -20,23 +22,24 @@ from pipectl.capture.randomness import seed_of
 from pipectl.capture.slices import Rows
 from pipectl.graph import TransferKind
 from pipectl.plan import Plan, Replication
+from pipectl.runtime.layout import Tensors
 from pipectl.runtime.tracing import Recording
-from pipectl.schedule import Actions, Channel, Kind, Portion, channels, lower, portion, roles
-from pipectl.schedule import messages as messages_of
+from pipectl.runtime.transport import Posted
+from pipectl.schedule import (
+    Actions,
+    Channel,
+    Kind,
+    Portion,
+    channels,
+    lower,
+    messages,
+    portion,
+    roles,
+)
 
 Batch = tuple[Any, Any]
-
-
-class LocalLane(NamedTuple):
-    """A channel whose ends share this rank.
-
-    Args:
-        carried: what of every micro-batch; None for all of each.
-    """
-
-    channel: int
-    lane: Lane
-    carried: Mapping[int, Rows] | None = None
+Key = tuple[bool, int, int]
+"""Of what arrives for a computation: whether it is gradients, stage, micro-batch."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,23 +50,17 @@ class Step:
         actions: of one step; empty if steps overlap and come in parts.
         channels: what the channel column refers to.
         sizes: every micro-batch as a whole.
-        plan: of this step; None if it is not a step of training.
+        plan: of this step; None if it is not a step of training, and no micro-batch is split.
         pieces: what is loaded at once: some rows of each micro-batch that is needed, by rising
             micro-batch; None for every micro-batch as a whole.
-        local: channels that stay on this rank, by kind and source stage.
-        heads: by channel and micro-batch, where the part of the replica at its end begins; empty
-            if micro-batches are not split.
-        closing: of every stage whose gradients are summed, its last backward's micro-batch.
     """
 
     actions: Actions
     channels: Sequence[Channel]
+    rank: int
     sizes: Sequence[Rows]
     plan: Plan | None = None
     pieces: Mapping[int, Rows] | None = None
-    local: Mapping[tuple[TransferKind, int], Sequence[LocalLane]] = field(default_factory=dict)
-    heads: Mapping[tuple[int, int], int] = field(default_factory=dict)
-    closing: Mapping[int, int] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -78,7 +75,6 @@ class Step:
         """A step of training.
 
         Args:
-            plan: of this step.
             reading: the rank's stages that read the batch.
             length: of its sequences; 0 without buckets.
             load_whole: whether micro-batches are loaded whole, even if they are split.
@@ -86,34 +82,14 @@ class Step:
         Raises:
             ScheduleError: see :func:`pipectl.schedule.lower`.
         """
-        sizes = _sizes(plan, length)
-        whole = cls.plain(lower(plan, rank), channels(plan), rank, sizes)
-
-        def with_rows(item: LocalLane) -> LocalLane:
-            portion_of_each = messages_of(plan, whole.channels[item.channel], plan.micro_batches)
-            return item._replace(carried=_rows_of(portion_of_each, sizes))
-
-        local = {key: [with_rows(item) for item in items] for key, items in whole.local.items()}
-        pieces = _pieces(plan, rank, reading, length)
-        if load_whole:
-            pieces = {index: sizes[index] for index in pieces}
-        rows = whole.actions.rows.tolist()
-        summed = {row[1] for row in rows if row[0] == Kind.REDUCE_START}
-        closing = {row[1]: row[2] for row in rows if row[0] == Kind.BACKWARD and row[1] in summed}
-        heads = _heads(plan, whole.channels, rank, sizes)
-        return replace(whole, plan=plan, pieces=pieces, local=local, heads=heads, closing=closing)
-
-    @classmethod
-    def plain(
-        cls, actions: Actions, channels: Sequence[Channel], rank: int, sizes: Sequence[Rows]
-    ) -> Step:
-        """Other rows, over channels that all carry every micro-batch as a whole."""
-        local: dict[tuple[TransferKind, int], list[LocalLane]] = {}
-        for index, channel in enumerate(channels):
-            if channel.is_local and channel.source_rank == rank:
-                key = channel.kind, channel.source_stage
-                local.setdefault(key, []).append(LocalLane(index, lane_of(channel)))
-        return cls(actions, channels, sizes, local=local)
+        sizes, pieces = _sizes(plan, length), dict[int, Rows]()
+        for stage in reading:  # the smallest range of each micro-batch that serves all of them
+            for index, part in parts_of(plan, rank, stage, length).items():
+                known = pieces.get(index, part)
+                start, stop = min(known.start, part.start), max(known.stop, part.stop)
+                pieces[index] = part._replace(start=start, stop=stop)
+        pieces = {i: sizes[i] if load_whole else pieces[i] for i in sorted(pieces)}
+        return cls(lower(plan, rank), channels(plan), rank, sizes, plan, pieces)
 
     @property
     def positions(self) -> list[range]:
@@ -123,27 +99,95 @@ class Step:
         whole = micro_batches_of(self.plan.batch_size, self.plan.micro_batch_size)
         return [whole[i][piece.start : piece.stop] for i, piece in self.pieces.items()]
 
+    @cached_property
+    def local(self) -> dict[tuple[TransferKind, int], list[tuple[int, Mapping[int, Rows]]]]:
+        """Channels whose ends share this rank, with what they carry of every micro-batch.
+
+        By kind and source stage.
+        """
+        local: dict[tuple[TransferKind, int], list[tuple[int, Mapping[int, Rows]]]] = {}
+        for index, channel in enumerate(self.channels):
+            if channel.is_local and channel.source_rank == self.rank:
+                carried = dict(enumerate(self.sizes))
+                if self.plan is not None:
+                    each = messages(self.plan, channel, self.plan.micro_batches)
+                    carried = _rows_of(each, self.sizes)
+                key = channel.kind, channel.source_stage
+                local.setdefault(key, []).append((index, carried))
+        return local
+
+    @cached_property
+    def heads(self) -> dict[tuple[int, int], int]:
+        """By channel and micro-batch, where the part of the replica at its end begins.
+
+        That is the end which reads values and makes gradients. Empty if nothing is split.
+        """
+        heads: dict[tuple[int, int], int] = {}
+        if self.plan is None or self.plan.replication is Replication.WHOLE:
+            return heads
+        for index, channel in enumerate(self.channels):
+            if self.rank in (channel.source_rank, channel.target_rank):
+                source = channel.source_stage, channel.source_replica
+                target = channel.target_stage, channel.target_replica
+                mine = portion(self.plan, *max(source, target), self.plan.micro_batches)
+                parts = _rows_of(mine, self.sizes)
+                heads.update({(index, i): rows.start for i, rows in parts.items()})
+        return heads
+
+    @cached_property
+    def closing(self) -> dict[int, int]:
+        """Of every stage whose gradients are summed, the micro-batch of its last backward."""
+        rows = self.actions.rows.tolist()
+        summed = {row[1] for row in rows if row[0] == Kind.REDUCE_START}
+        return {row[1]: row[2] for row in rows if row[0] == Kind.BACKWARD and row[1] in summed}
+
+
+class Piece(NamedTuple):
+    """What arrived of a micro-batch from one replica."""
+
+    rows: Rows
+    tensors: Tensors
+
 
 @dataclass
-class StepInput:
-    """What one execution of a step works on.
+class StepRun:
+    """One execution of a step.
 
     Args:
         weights: weight in the loss of every micro-batch, or of this rank's part of it; empty in
             evaluation.
         batches: yields (inputs, targets) of every piece; empty if no stage reads them.
         seed: parts from which random operators are seeded, the step last.
-        per_step: micro-batches of a step, if these are several, counted through.
         scale: of the loss in backwards.
         recording: is told when every row began and ended.
+        per_step: micro-batches of a step, if these are several, counted through.
+
+    Attributes:
+        inbox: what arrived for computations.
+        outbox: the first sample and the results of the last computation; they are sent by the rows
+            that follow.
+        sends, receives: under way, by channel and micro-batch.
+        losses: of every micro-batch, or part of one, that this rank computes, in order.
+        busy_s: time in forwards and backwards.
     """
 
-    weights: Sequence[float]
-    batches: Iterator[Batch]
-    seed: tuple[int | str, ...]
+    step: Step
+    weights: Sequence[float] = ()
+    batches: Iterator[Batch] = field(default_factory=lambda: iter(()))
+    seed: tuple[int | str, ...] = ()
     scale: float = 1.0
     recording: Recording | None = None
     per_step: int | None = None
+    inbox: dict[Key, list[Piece]] = field(default_factory=dict)
+    outbox: tuple[int, Tensors] | None = None
+    sends: dict[tuple[int, int], Posted] = field(default_factory=dict)
+    receives: dict[tuple[int, int], Posted] = field(default_factory=dict)
+    losses: list[Tensor] = field(default_factory=list)
+    busy_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._order = count() if self.step.pieces is None else iter(self.step.pieces)
+        self._loaded: dict[int, Batch] = {}
 
     def seed_of(self, micro_batch: int) -> int:
         """What random operators of one micro-batch are seeded from, however steps overlap."""
@@ -154,35 +198,20 @@ class StepInput:
         assert isinstance(first, int)
         return seed_of(*before, first + step, index)
 
-
-class Loaded:
-    """The loaded pieces of one step, each until its last reader.
-
-    Args:
-        batches: yields the pieces in order.
-        pieces: what each is; None if all are whole micro-batches, in order.
-    """
-
-    def __init__(self, batches: Iterator[Batch], pieces: Mapping[int, Rows] | None) -> None:
-        self._batches = batches
-        self._pieces = pieces
-        self._waiting = count() if pieces is None else iter(pieces)
-        self._pending: dict[int, Batch] = {}
-
-    def part(self, micro_batch: int, rows: Rows) -> Batch:
+    def load(self, micro_batch: int, rows: Rows) -> Batch:
         """Some samples of a micro-batch."""
-        while micro_batch not in self._pending:
-            index = next(self._waiting)
-            self._pending[index] = next(self._batches)
-        batch = self._pending[micro_batch]
-        if rows.is_whole or self._pieces is None:
+        while micro_batch not in self._loaded:
+            index = next(self._order)
+            self._loaded[index] = next(self.batches)
+        batch, pieces = self._loaded[micro_batch], self.step.pieces
+        if rows.is_whole or pieces is None:
             return batch
-        inputs, targets = narrowed(batch, rows, self._pieces[micro_batch])
+        inputs, targets = narrowed(batch, rows, pieces[micro_batch])
         return inputs, targets
 
     def drop(self, micro_batch: int) -> None:
         """The last action that reads a micro-batch is over."""
-        self._pending.pop(micro_batch, None)
+        self._loaded.pop(micro_batch, None)
 
 
 def narrowed(batch: Any, rows: Rows, piece: Rows) -> Any:
@@ -206,14 +235,14 @@ def parts_of(plan: Plan, rank: int, stage: int, length: int = 0) -> dict[int, Ro
     return {}
 
 
-def _sizes(plan: Plan, length: int) -> list[Rows]:
-    parts = micro_batches_of(plan.batch_size, plan.micro_batch_size)
-    return [Rows.of(len(part), length) for part in parts]
-
-
 def lane_of(channel: Channel) -> Lane:
     """The lane of a channel."""
     return Lane(channel.kind, channel.source_stage, channel.target_stage)
+
+
+def _sizes(plan: Plan, length: int) -> list[Rows]:
+    parts = micro_batches_of(plan.batch_size, plan.micro_batch_size)
+    return [Rows.of(len(part), length) for part in parts]
 
 
 def _rows_of(part: Portion, sizes: Sequence[Rows]) -> dict[int, Rows]:
@@ -223,31 +252,3 @@ def _rows_of(part: Portion, sizes: Sequence[Rows]) -> dict[int, Rows]:
         i: sizes[i] if first < 0 else sizes[i]._replace(start=first, stop=last)
         for i, first, last in zip(index.tolist(), start.tolist(), stop.tolist(), strict=True)
     }
-
-
-def _pieces(plan: Plan, rank: int, reading: Sequence[int], length: int) -> dict[int, Rows]:
-    """The smallest range of each micro-batch that serves all of the rank's reading stages."""
-    pieces: dict[int, Rows] = {}
-    for stage in reading:
-        for index, part in parts_of(plan, rank, stage, length).items():
-            known = pieces.get(index, part)
-            start, stop = min(known.start, part.start), max(known.stop, part.stop)
-            pieces[index] = part._replace(start=start, stop=stop)
-    return dict(sorted(pieces.items()))
-
-
-def _heads(
-    plan: Plan, ends: Sequence[Channel], rank: int, sizes: Sequence[Rows]
-) -> dict[tuple[int, int], int]:
-    """Of the end of every channel of a rank that reads values and makes gradients."""
-    if plan.replication is Replication.WHOLE:
-        return {}
-    heads = {}
-    for index, channel in enumerate(ends):
-        if rank not in (channel.source_rank, channel.target_rank):
-            continue
-        source = channel.source_stage, channel.source_replica
-        target = channel.target_stage, channel.target_replica
-        mine = _rows_of(portion(plan, *max(source, target), plan.micro_batches), sizes)
-        heads.update({(index, i): rows.start for i, rows in mine.items()})
-    return heads

@@ -16,19 +16,21 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from mpi4py import MPI
 from torch import Tensor, nn
 
+from pipectl.capture import Cut
 from pipectl.capture.step import first_undefined, own_name
 from pipectl.errors import UsageError, WorkerError
-from pipectl.runtime.engine import Origin, Origins
+from pipectl.graph import TransferKind
+from pipectl.runtime.layout import Tensors
 from pipectl.runtime.optimizer import (
     LossScale,
     SharedGradients,
@@ -39,8 +41,8 @@ from pipectl.runtime.optimizer import (
     total_norm,
 )
 from pipectl.runtime.setup import Setup
+from pipectl.runtime.step import StepRun
 from pipectl.runtime.stepper import make_stepper
-from pipectl.runtime.tracing import Recording
 from pipectl.runtime.transport import Wire
 from pipectl.runtime.waiting import barrier, poll, wait
 
@@ -55,6 +57,62 @@ _PATIENCE_S = 3.0
 _HEAD = 3
 """Words before the norms: fault, origin, overflow."""
 Words = np.ndarray[Any, np.dtype[np.int64]]
+_SUMMED_AS = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+
+
+class Origin(NamedTuple):
+    """A stage whose output for a micro-batch is not finite."""
+
+    micro_batch: int
+    stage: int
+
+
+class Origins:
+    """Sums of what the stages of one rank hand on, in steps that are not over.
+
+    Every stage sums its output while a cache still has it: a sum is finite only if all elements
+    are. Nobody looks at the sums before the end of the step, so no accelerator is waited for.
+
+    Args:
+        values: operators whose values are looked at.
+    """
+
+    def __init__(self, values: Container[str]) -> None:
+        self._values = values
+        self._sums: list[tuple[Origin, Tensor]] = []
+
+    @classmethod
+    def of(cls, cut: Cut) -> Origins:
+        """Of what has a gradient that comes back from another stage: masks may be infinite."""
+        lanes = cut.lanes.items()
+        back = (slots for lane, slots in lanes if lane.kind is TransferKind.GRADIENT)
+        return cls({slot.value for slots in back for slot in slots})
+
+    def note(self, micro_batch: int, stage: int, results: Tensors) -> None:
+        """Sum what a stage has made of a micro-batch."""
+        for slot, tensor in results.items():
+            if tensor is not None and slot.value in self._values:
+                total = tensor.sum(dtype=_SUMMED_AS.get(tensor.dtype))
+                self._sums.append((Origin(micro_batch, stage), total))
+
+    def first(self, micro_batches: Container[int] | None = None) -> Origin | None:
+        """The first micro-batch and stage, among some or all, that is not finite.
+
+        They are forgotten.
+        """
+        mine, others = list[tuple[Origin, Tensor]](), list[tuple[Origin, Tensor]]()
+        for origin, total in self._sums:
+            is_asked_for = micro_batches is None or origin.micro_batch in micro_batches
+            (mine if is_asked_for else others).append((origin, total))
+        self._sums = others
+        if not mine:
+            return None
+        finite = torch.stack([total.double() for _, total in mine]).isfinite().tolist()
+        return min((o for (o, _), good in zip(mine, finite, strict=True) if not good), default=None)
+
+    def forget(self) -> None:
+        """Begin anew."""
+        self._sums.clear()
 
 
 @dataclass(frozen=True)
@@ -311,7 +369,7 @@ class StepEnd:
         self._vote = Vote(setup.communicator.Dup(), [*self._dtypes], with_norms=self._clips)
         self._origins = Origins.of(setup.cut)
         if self._looks:
-            setup.training.origins = self._origins
+            setup.training.on_results = self._origins.note
         self.gradient_norm = self.used_rate = math.nan
         self.skipped = False
         self._undoes = False
@@ -335,19 +393,11 @@ class StepEnd:
                     self._setup.written[name].copy_(before)
         return self._undoes
 
-    def run(
-        self,
-        step: int,
-        micro_batches: Sequence[int],
-        losses: Sequence[Tensor],
-        weights: Sequence[float],
-        recording: Recording | None,
-    ) -> None:
+    def run(self, step: int, micro_batches: Sequence[int], run: StepRun) -> None:
         """Update, or leave the step out. Collective.
 
         Args:
             micro_batches: whose losses this rank has computed.
-            weights: of all micro-batches of the step.
 
         Raises:
             WorkerError: something is not finite, and the job is to stop then.
@@ -357,7 +407,9 @@ class StepEnd:
         overflow = self.loss_scale is not None and self.loss_scale.unscale()
         if not self._meets:
             self.settle()  # what was voted a step ago
-        fault = fault_of_losses(micro_batches, losses, weights) if self._looks else 0
+        fault = 0
+        if self._looks:
+            fault = fault_of_losses(micro_batches, run.losses, run.weights)
         self._cast(step, fault, self._origins.first(), overflow=overflow)
         self.skipped = self._undoes = False
         result = self._vote.count() if self._meets else None
@@ -373,8 +425,8 @@ class StepEnd:
             total = total_norm(result.norms, [*self._dtypes.values()])
             clip_gradients(self._trained_parameters.values(), total, self._training.clip_grad_norm)
             self.gradient_norm = float(total)
-        if recording is not None:
-            recording.met()
+        if run.recording is not None:
+            run.recording.met()
         self.stepper.step()
         self._setup.replicas.share_parameters()
 

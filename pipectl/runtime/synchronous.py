@@ -13,9 +13,8 @@ from pipectl.capture.data import Samples
 from pipectl.capture.python_state import undisturbed
 from pipectl.plan import Plan
 from pipectl.runtime.division import LossShares
-from pipectl.runtime.engine import Row, StepRun
 from pipectl.runtime.setup import Setup
-from pipectl.runtime.step import Batch, Step, StepInput, narrowed
+from pipectl.runtime.step import Batch, Step, StepRun, narrowed
 from pipectl.runtime.step_end import StepEnd
 from pipectl.runtime.telemetry import StepReport, Telemetry
 from pipectl.runtime.tracing import Tracing
@@ -76,10 +75,10 @@ class SynchronousSteps:
         assert rank_step.plan is not None
         assert rank_step.pieces is not None
         loaded = islice(self._loaded, len(rank_step.pieces))
-        step_input = self._loss_shares.step_input(rank_step, loaded, (self._seed, step), scale)
-        step_input.recording = recording
+        run = self._loss_shares.make_run(rank_step, loaded, (self._seed, step), scale)
+        run.recording = recording
         end.begin()
-        run = self.execute(step, rank_step, step_input)
+        self.execute(step, run)
         if not end.undo():
             setup.replicas.agree_on_buffers(rank_step.plan)
         if traced:
@@ -89,7 +88,7 @@ class SynchronousSteps:
         self._telemetry.report(
             StepReport(
                 step=step,
-                loss=self._loss_shares.loss(rank_step, run.losses, step_input.weights),
+                loss=self._loss_shares.loss(run),
                 learning_rate=end.used_rate,
                 gradient_norm=end.gradient_norm,
                 loss_scale=math.nan if end.loss_scale is None else scale,
@@ -102,14 +101,10 @@ class SynchronousSteps:
             )
         )
 
-    def execute(self, step: int, rank_step: Step, step_input: StepInput) -> StepRun:
+    def execute(self, step: int, run: StepRun) -> None:
         """The rows of a step, the update among them."""
-
-        def update(_: Row, run: StepRun) -> None:
-            computed = self._loss_shares.computed(rank_step)
-            self._end.run(step, computed, run.losses, step_input.weights, step_input.recording)
-
-        return self._setup.training.run(rank_step, step_input, update)
+        computed = self._loss_shares.computed(run.step)
+        self._setup.training.run(run, lambda *_: self._end.run(step, computed, run))
 
 
 def learn_layouts(setup: Setup, plan: Plan, loss_shares: LossShares) -> None:
@@ -129,7 +124,7 @@ def learn_layouts(setup: Setup, plan: Plan, loss_shares: LossShares) -> None:
             example = partial(setup.job.loader.example, rows.whole, length=rows.length)
             whole: Any = example() if setup.reading else None
             batches = (narrowed(whole, piece, rows) for piece in trial.pieces.values())
-            setup.training.run(trial, loss_shares.step_input(trial, batches, seed))
+            setup.training.run(loss_shares.make_run(trial, batches, seed))
             for stage in setup.stages.values():
                 stage.forget()
         if setup.evaluator is not None:

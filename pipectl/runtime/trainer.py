@@ -18,7 +18,7 @@ from pipectl.runtime.early_stopping import EarlyStopping
 from pipectl.runtime.failure import warn
 from pipectl.runtime.manifest import Manifest
 from pipectl.runtime.setup import Setup
-from pipectl.runtime.step import Step, StepInput
+from pipectl.runtime.step import Step, StepRun
 from pipectl.runtime.step_end import StepEnd
 from pipectl.runtime.stopping import Stopping
 from pipectl.runtime.synchronous import SynchronousSteps
@@ -141,8 +141,7 @@ class Trainer:
             self._begin("evaluating")
             # Weights go to where forwards run without the backwards, as the next step sends them.
             renewal = lower_renewal(plan, self._rank)
-            weights = Step.plain(renewal, channels(plan), self._rank, ())
-            setup.training.run(weights, StepInput((), iter(()), ()))
+            setup.training.run(StepRun(Step(renewal, channels(plan), self._rank, ())))
             assert setup.evaluator is not None
             result = setup.evaluator.evaluate(step)
             setup.replicas.take_evaluated(setup.evaluator.writes)

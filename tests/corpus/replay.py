@@ -39,7 +39,7 @@ from pipectl.runtime.optimizer import (
     total_norm,
 )
 from pipectl.runtime.stage import Stage as RankStage
-from pipectl.runtime.step import Step, StepInput
+from pipectl.runtime.step import Step, StepRun
 from pipectl.runtime.stepper import make_stepper
 from pipectl.schedule import channels, lower
 from pipectl.schedule.one_f_one_b import policy_a
@@ -190,11 +190,11 @@ def peak_of_stage(
     program = lower(plan, stage)
     step = _Step(job, plan, stage, runtime, cut)
     sizes = [Rows.of(plan.micro_batch_size)] * plan.micro_batches
-    given_rows = Step.plain(program, channels(plan), stage, sizes)
-    engine.run(given_rows, step.given(), step.update)
+    given_rows = Step(program, channels(plan), stage, sizes)
+    engine.run(step.given(given_rows), step.update)
     gc.collect()  # what earlier steps and stages left must not be freed meanwhile
     with record_allocated(torch.device("cpu")) as recording:
-        engine.run(given_rows, step.given(), step.update)
+        engine.run(step.given(given_rows), step.update)
     if mover is not None:
         mover.close()
     resident = step.resident_bytes()
@@ -227,12 +227,12 @@ class _Step:
         self._held = held
         self._stepper = make_stepper(job, runtime.parameters)
 
-    def given(self) -> StepInput:
+    def given(self, step: Step) -> StepRun:
         """One step's micro-batches, loaded as they are asked for."""
         plan = self._plan
         batches = (self._job.loader.example(plan.micro_batch_size) for _ in plan.micro_batch_shares)
         share = 1 / plan.micro_batches
-        return StepInput([share] * plan.micro_batches, batches, ("memory",))
+        return StepRun(step, [share] * plan.micro_batches, batches, ("memory",))
 
     def update(self, *_: Any) -> None:
         self._shared.reduce()

@@ -18,11 +18,12 @@ from pipectl.errors import UsageError, WorkerError
 from pipectl.jobs.state import get_status
 from pipectl.runs import RunDirectory, read_errors, read_metrics
 from pipectl.runtime import checkpoint
-from pipectl.runtime.engine import Origin, Origins
 from pipectl.runtime.failure import Doing
 from pipectl.runtime.optimizer import gradient_norms
 from pipectl.runtime.step_end import (
     Fault,
+    Origin,
+    Origins,
     Vote,
     _number,
     _origin,

@@ -8,8 +8,9 @@ from torch import nn
 
 from pipectl.errors import CaptureError, MismatchError
 from pipectl.runtime.asynchronous import refuse
-from pipectl.runtime.step import StepInput
+from pipectl.runtime.step import Step, StepRun
 from pipectl.runtime.versions import Versions
+from pipectl.schedule.actions import EMPTY
 from pipectl.spec.models import Training
 
 
@@ -110,8 +111,9 @@ def test_frozen_weights_have_one_version():
 
 
 def test_seeds_are_those_of_flushed_steps():
-    stretch = StepInput([], iter(()), (7, 4), per_step=2)
-    flushed = [StepInput([], iter(()), (7, step)) for step in (4, 5)]
+    rows = Step(EMPTY, (), 0, ())
+    stretch = StepRun(rows, seed=(7, 4), per_step=2)
+    flushed = [StepRun(rows, seed=(7, step)) for step in (4, 5)]
     seeds = [stretch.seed_of(index) for index in range(4)]
     assert seeds == [step.seed_of(index) for step in flushed for index in range(2)]
     assert len(set(seeds)) == 4

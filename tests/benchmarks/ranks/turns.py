@@ -37,7 +37,7 @@ from pipectl.runtime.process import settle_process
 from pipectl.runtime.reduction import StageReduction
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.step import Step as RankStep
-from pipectl.runtime.step import StepInput
+from pipectl.runtime.step import StepRun
 from pipectl.runtime.tracing import Recording
 from pipectl.runtime.trainer import Trainer
 from pipectl.runtime.transport import Progress
@@ -73,14 +73,15 @@ def trained(
     mine = [parts[index] for index in doing.pieces]
 
     def step(number: int) -> None:
-        given = StepInput(
+        given = StepRun(
+            doing,
             weights=weights,
             batches=iter(mine),
             seed=(0, number),
             recording=training.recording,
         )
         trainer._end.begin()
-        trainer._steps.execute(number, doing, given)
+        trainer._steps.execute(number, given)
 
     training = Training(setup, step, len(doing.actions))
     return training
