@@ -14,7 +14,7 @@ from pipectl.capture.tensors import is_deferred
 from pipectl.profile import OptimizerCost, StepMemory
 from pipectl.profiler.machine import clock_of, last_level_bytes, record_allocated
 from pipectl.runtime.device import Device
-from pipectl.runtime.stepper import make_optimizer, may_divide, refuse_coupled_updates
+from pipectl.runtime.optimizer import make_optimizer, may_divide, refuse_coupled_updates
 
 _SAMPLE_BYTES = 64 << 20
 _REPEATS = 5

@@ -23,7 +23,7 @@ from pipectl.errors import CaptureError, MismatchError
 from pipectl.plan import Plan
 from pipectl.runtime.division import LossShares
 from pipectl.runtime.engine import Row
-from pipectl.runtime.optimizer import shared_uses
+from pipectl.runtime.gradients import shared_uses
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.step import Batch, Step, StepRun
 from pipectl.runtime.step_end import StepEnd

@@ -1,252 +1,461 @@
-"""Gradients at the end of a step: shared ones, norms, clipping by global norm, scales of float16.
+"""The optimizer over a set of parameters, and its learning-rate schedule.
 
-All give the same bits in every plan: sums and norms are formed in model order, never by rank.
+Where ranks hold some parameters each, an optimizer must update each by itself; some trial updates
+show whether it does.
 
-Gradients of float16 values are easily too small for their type, so the loss is multiplied by a
-scale before the backward, by the rule of ``torch.amp.GradScaler``. If that makes a gradient
-infinite, on any rank, no rank may step.
+What an optimizer remembers is saved by parameter name, so that another cut of the model can take it
+up. It keeps a dictionary for each parameter: mostly tensors and numbers, in some inside lists and
+dictionaries of their own. That is written down as JSON in which tensors are named.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial, reduce
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from pipectl.capture import Cut, Slot
-from pipectl.capture.stage import uses_of_parameter
+from pipectl.capture import CapturedJob
+from pipectl.capture.factories import call
+from pipectl.capture.refusals import has_hooks, refuse_parameter_hooks
 from pipectl.capture.step import own_name
-from pipectl.errors import CaptureError
-from pipectl.runtime.manifest import LossScaleState
-from pipectl.runtime.transport import Transfer, Wire
-from pipectl.spec.models import LossScale as LossScaleSpec
+from pipectl.errors import CaptureError, lacks_memory
+from pipectl.plan import Plan
+from pipectl.spec import JobSpec
+from pipectl.units import did_you_mean
 
-Uses = list[tuple[Slot, int]]
-"""Uses of one parameter in graph order, each with its stage."""
+_MAX_SIZE = 3
+"""Of each dimension of a sample."""
+_MAX_ALIKE = 2
+"""Samples with the same number of dimensions in the same group."""
+_STEPS = 3
+_TOLERANCE = 0.05
+"""Relative; optimizers that take equal shapes together round otherwise."""
+_TENSOR, _TUPLE, _DICT, _FLOAT = "tensor", "tuple", "dict", "float"
+_PLAIN = (bool, int, str, type(None))
+_COMPARED = (*_PLAIN, float)
+_COUNTERS = frozenset({"step", "mu_product"})
+"""What optimizers of torch count steps in; all else, also numbers, is where the parameter is."""
 
 
-def shared_uses(cut: Cut) -> dict[str, Uses]:
-    """Parameters with several uses: for each, its uses in graph order with their stages."""
-    shared: dict[str, Uses] = {}
-    for placeholder, state in cut.graph.states.items():
-        users = uses_of_parameter(cut.graph, placeholder)
-        if users:
-            shared[state.name] = [(Slot(state.name, user), cut.stage_of[user]) for user in users]
-    return shared
+@dataclass
+class Stepper:
+    """Optimizer and learning-rate schedule of one rank; both None if it trains nothing.
 
-
-class SharedGradients:
-    """Gradients of parameters that several operators use (tied embeddings, for example).
-
-    Each use accumulates on its own over the micro-batches; at the end of the step every rank that
-    holds the parameter adds all uses in graph order. So neither the number of stages nor the place
-    of the uses changes a bit. A number after the gradient of a use tells whether there is any.
-
-    Args:
-        wire: between all ranks.
-        shared: uses of every such parameter by full name, in model order.
-        ranks_of_stage: the ranks of every stage, one per replica; each use's gradients are summed
-            over them before.
-        leaves: this rank's leaf of every use it computes.
-        parameters: this rank's parameters by full name.
+    Attributes:
+        updates: how often the optimizer has stepped, and with it a schedule of steps.
+        watches: whether the schedule follows the loss of evaluations, as ReduceLROnPlateau does.
+        losses: that such a schedule has seen.
     """
 
-    def __init__(
-        self,
-        wire: Wire,
-        shared: Mapping[str, Uses],
-        ranks_of_stage: Sequence[Sequence[int]],
-        leaves: Mapping[Slot, Tensor],
-        parameters: Mapping[str, nn.Parameter],
-    ) -> None:
-        self._wire = wire
-        self._leaves = leaves
-        self._uses = [
-            (parameters[name], [(slot, ranks_of_stage[stage]) for slot, stage in uses])
-            for name, uses in shared.items()
-            if name in parameters and parameters[name].requires_grad
-        ]
-
-    def reduce(self) -> None:
-        """Give every parameter with several uses its whole gradient. Collective among holders."""
-        for parameter, uses in self._uses:
-            gradients, total = self._exchange(parameter, uses), None
-            if gradients:
-                total = torch.empty_like(parameter).copy_(gradients[0])
-                for gradient in gradients[1:]:
-                    total += gradient
-            parameter.grad = total
-        for leaf in self._leaves.values():
-            leaf.grad = None
-
-    def _exchange(
-        self, parameter: nn.Parameter, uses: Sequence[tuple[Slot, Sequence[int]]]
-    ) -> list[Tensor]:
-        """The gradients of the uses, in graph order; others' from their first rank."""
-        wire, count = self._wire, parameter.numel() + 1
-        holders = {rank for _, ranks in uses for rank in ranks}
-        incoming: dict[int, Transfer] = {}
-        sent: list[Transfer] = []
-        for tag, (slot, ranks) in enumerate(uses):
-            if wire.rank not in ranks:
-                what = partial("the gradient of a use of {}".format, slot.value)
-                incoming[tag] = wire.receive(count, parameter.dtype, ranks[0], tag, what)
-                continue
-            readers = sorted(holders - set(ranks)) if wire.rank == ranks[0] else []
-            if readers:
-                message, gradient = parameter.new_zeros(count), self._leaves[slot].grad
-                if gradient is not None:
-                    message[:-1].copy_(gradient.reshape(-1))
-                    message[-1] = 1
-                sent += [wire.send(message, reader, tag) for reader in readers]
-        wire.wait([*incoming.values(), *sent])
-        gradients: list[Tensor | None] = []
-        for tag, (slot, _) in enumerate(uses):
-            if tag not in incoming:
-                gradients.append(self._leaves[slot].grad)
-                continue
-            message = wire.arrived(incoming[tag])
-            gradients.append(message[:-1].view(parameter.shape) if message[-1] else None)
-        return [gradient for gradient in gradients if gradient is not None]
-
-
-def gradient_norms(parameters: Mapping[str, nn.Parameter]) -> dict[str, float]:
-    """The norm of every gradient by the parameter's name; gradients are read once."""
-    gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-    norms: dict[int, float] = {}
-    for same in alike(gradients.values()):
-        values = torch.stack(torch._foreach_norm(same)).double().tolist()
-        norms.update(zip(map(id, same), values, strict=True))
-    return {name: norms[id(gradient)] for name, gradient in gradients.items()}
-
-
-def not_finite(parameters: Mapping[str, nn.Parameter], norms: Mapping[str, float]) -> list[str]:
-    """The parameters whose gradient has an element that is not finite.
-
-    A norm is finite only if all elements are; it may be infinite though they are finite.
-    """
-    suspects = (name for name in parameters if not math.isfinite(norms.get(name, 0.0)))
-    gradients = ((name, parameters[name].grad) for name in suspects)
-    return [name for name, grad in gradients if grad is not None and not grad.isfinite().all()]
-
-
-def total_norm(norms: Sequence[float | None], dtypes: Sequence[torch.dtype]) -> Tensor:
-    """The norm of all gradients by torch's formula.
-
-    Args:
-        norms: of each gradient in model order, tied parameters once; None without a gradient.
-            Float64 holds the norm of a narrower type to the bit.
-        dtypes: of the parameters.
-    """
-    pairs = zip(norms, dtypes, strict=True)
-    pairs_with_norm = [(norm, dtype) for norm, dtype in pairs if norm is not None]
-    types = [dtype for _, dtype in pairs_with_norm]
-    order: Sequence[int] = range(len(types))
-    if len(set(types)) > 1:  # torch takes one type after another
-        columns: list[list[Tensor | None]] = [[torch.empty(0, dtype=dtype) for dtype in types]]
-        groups = _group_tensors_by_device_and_dtype(columns, with_indices=True)
-        order = [index for _, indices in groups.values() for index in indices]
-    values = torch.tensor([pairs_with_norm[index][0] for index in order], dtype=torch.float64)
-    widest = reduce(torch.promote_types, types or [torch.float32])
-    norm: Tensor = torch.linalg.vector_norm(values.to(widest))
-    return norm
-
-
-def clip_gradients(parameters: Iterable[nn.Parameter], total: Tensor, max_norm: float) -> None:
-    """Scale gradients so that a norm of ``total`` becomes at most ``max_norm``."""
-    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.mul_(factor.to(parameter.grad.device))
-
-
-GROWTH, BACKOFF = 2.0, 0.5
-"""What the scale is multiplied by, in the end; the defaults of ``GradScaler``."""
-
-
-class LossScale:
-    """The scale of a training, the same on all ranks at all times.
-
-    Args:
-        parameters: this rank's trained parameters, by full name.
-
-    Raises:
-        CaptureError: a parameter is in float16 itself, so that its gradient cannot be unscaled.
-    """
-
-    def __init__(self, spec: LossScaleSpec, parameters: Mapping[str, nn.Parameter]) -> None:
-        refuse_half_parameters(parameters)
-        self._parameters = tuple(parameters.values())
-        self._interval = spec.growth_interval
-        self._scale = torch.tensor(spec.initial, dtype=torch.float32)
-        self._steps_since = torch.zeros((), dtype=torch.int32)
+    optimizer: torch.optim.Optimizer | None
+    lr_scheduler: Any | None
+    watches: bool = False
+    updates: int = 0
+    losses: list[float] = field(default_factory=list)
+    _has_stepped: bool = field(default=False, init=False)
 
     @property
-    def value(self) -> float:
-        """What the loss of the next step is to be multiplied by."""
-        return float(self._scale)
+    def learning_rate(self) -> float:
+        """Of the first parameter group; NaN without one."""
+        return float(self.optimizer.param_groups[0]["lr"]) if self.optimizer else float("nan")
 
-    @property
-    def state(self) -> LossScaleState:
-        """For a checkpoint."""
-        return LossScaleState(float(self._scale), int(self._steps_since))
+    def step(self) -> None:
+        """Update the parameters, then the learning rate.
 
-    def restore(self, state: LossScaleState) -> None:
-        """Go on from a checkpoint."""
-        self._scale.fill_(state.scale)
-        self._steps_since.fill_(state.steps_since)
+        Raises:
+            CaptureError: the optimizer or the schedule raises, or a checkpoint could not hold what
+                the optimizer remembers: seen at the first update, not when the training is saved.
+        """
+        if self.optimizer is not None:
+            before = None if self._has_stepped else of_groups(self.optimizer)
+            _run(self.optimizer.step, "optimizer")
+            if before is not None:
+                refuse_changes(self.optimizer, before)
+            self._has_stepped = True
+        self.skip()
+        self.step_schedule()
 
-    def unscale(self) -> bool:
-        """Divide this rank's gradients by the scale; whether one is infinite or undefined."""
-        inverse = self._scale.double().reciprocal().float()
-        overflow = False
-        for gradients in alike(p.grad for p in self._parameters if p.grad is not None):
-            device = gradients[0].device
-            is_infinite = torch.zeros((), device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(
-                gradients, is_infinite, inverse.to(device)
-            )
-            overflow = overflow or bool(is_infinite)
-        return overflow
+    def step_schedule(self) -> None:
+        """Update the learning rate alone, unless it follows evaluations."""
+        self.updates += 1
+        if self.lr_scheduler is not None and not self.watches:
+            _run(self.lr_scheduler.step, "lr_scheduler")
 
-    def update(self, *, overflow: bool) -> None:
-        """Choose the scale of the next step.
+    def watch(self, loss: float) -> None:
+        """Show the loss of an evaluation to a schedule that follows it.
 
         Args:
-            overflow: whether any rank found one.
+            loss: the same on all ranks.
         """
-        torch._amp_update_scale_(
-            self._scale,
-            self._steps_since,
-            torch.tensor(float(overflow)),
-            GROWTH,
-            BACKOFF,
-            self._interval,
-        )
+        if self.watches:
+            assert self.lr_scheduler is not None
+            self.losses.append(loss)
+            _run(partial(self.lr_scheduler.step, loss), "lr_scheduler")
+
+    def state(
+        self, parameters: Mapping[str, nn.Parameter]
+    ) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """What the optimizer remembers of some parameters; see :func:`take`."""
+        return ({}, {}) if self.optimizer is None else take(self.optimizer, parameters)
+
+    def move_on(self, updates: int, losses: Sequence[float]) -> None:
+        """Bring a new schedule to where it was after so many updates and these evaluations.
+
+        It is walked there step by step: the same rates to the bit, from the schedule that the job
+        asks for now.
+        """
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch misses the optimizer's steps in between
+            for _ in range(updates):
+                self.step_schedule()
+            for loss in losses:
+                self.watch(loss)
+
+    def skip(self) -> None:
+        """Drop the gradients and leave all else."""
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none=True)
 
 
-def refuse_half_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Raise for parameters that are in float16 themselves, as torch does.
+def _run(step: Callable[[], Any], key: str) -> None:
+    """Call user code of the spec's ``key``; that memory is short is told as it is.
 
     Raises:
-        CaptureError: naming the first.
+        CaptureError: it raises.
     """
-    half = next((n for n, p in parameters.items() if p.dtype == torch.float16), None)
-    if half is not None:
+    try:
+        call(step, key)
+    except CaptureError as error:
+        cause = error.__cause__
+        if cause is not None and lacks_memory(cause):
+            raise cause from None
+        raise
+
+
+def make_stepper(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> Stepper:
+    """The optimizer of a job over some of its parameters, and its schedule.
+
+    Args:
+        parameters: by full name; frozen ones are left out.
+
+    Raises:
+        CaptureError: a factory fails or puts hooks on parameters, or the schedule follows
+            evaluations and there are none.
+    """
+    trained = {name: each for name, each in parameters.items() if each.requires_grad}
+    schedule = job.spec.lr_scheduler
+    function = None if schedule is None else job.find(schedule)
+    if not trained:
+        return Stepper(None, None)
+    # Its factory may set hooks; those of sums over replicas are of an earlier training of the job.
+    unhooked = [(name, each) for name, each in trained.items() if not has_hooks(each)]
+    optimizer = make_optimizer(job, trained)
+    refuse_parameter_hooks(unhooked)
+    if schedule is None or function is None:
+        return Stepper(optimizer, None)
+    lr_scheduler = call(function, schedule.factory, optimizer, **schedule.kwargs)
+    return Stepper(optimizer, lr_scheduler, _watches(lr_scheduler, job))
+
+
+def make_optimizer(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> Any:
+    """The optimizer of a job over some of its parameters, in the spec's groups.
+
+    Every rank has every group, also those it has no parameter of, so that their indices mean the
+    same to a learning-rate schedule. The first group has the parameters that match no pattern.
+
+    Raises:
+        CaptureError: the factory fails, a group does not fit the model or the optimizer, or a step
+            would compute the loss again.
+    """
+    spec = job.spec.optimizer
+    if job.find(spec) is torch.optim.Muon:
+        _refuse_all_but_matrices(parameters)
+    if not spec.groups:
+        optimizer = call(job.find(spec), spec.factory, list(parameters.values()), **spec.kwargs)
+        _refuse_closure(optimizer)
+        return optimizer
+    index = job.parameter_groups()
+    members: list[list[nn.Parameter]] = [[] for _ in range(1 + len(spec.groups))]
+    for name, parameter in parameters.items():
+        members[1 + index.get(name, -1)].append(parameter)
+    options: list[dict[str, Any]] = [{}, *(group.options for group in spec.groups)]
+    groups = [{**more, "params": own} for own, more in zip(members, options, strict=True)]
+    optimizer = call(job.find(spec), spec.factory, groups, **spec.kwargs)
+    _check_options(optimizer, options[1:])
+    _refuse_closure(optimizer)
+    return optimizer
+
+
+def _refuse_closure(optimizer: Any) -> None:
+    try:
+        parameters = inspect.signature(optimizer.step).parameters.values()
+    except (AttributeError, TypeError, ValueError):
+        return
+    positional = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    if any(each.kind in positional and each.default is each.empty for each in parameters):
         raise CaptureError(
-            f"training.precision: float16 trains parameters in float32, but "
-            f"{own_name(half)!r} is in float16",
-            cure="build the model without .half(); autocast converts values if that helps",
+            f"optimizer: {type(optimizer).__name__}.step() needs a closure that computes the loss "
+            "again, which no rank of a pipeline can do",
+            cure="use an optimizer whose step() takes no arguments, such as SGD or AdamW",
         )
 
 
-def alike(gradients: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Gradients in lists of one device and type, as kernels for several tensors want them."""
-    lists: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for gradient in gradients:
-        lists.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    return list(lists.values())
+def _refuse_all_but_matrices(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Name what Muon cannot update, which no group of its own can change.
+
+    Raises:
+        CaptureError: there is such a parameter.
+    """
+    others = [own_name(name) for name, parameter in parameters.items() if parameter.dim() != 2]
+    if others:
+        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+        raise CaptureError(
+            f"optimizer: Muon updates only matrices, not {others[0]}{more}",
+            cure="use an optimizer of your own that updates these by another rule, and mark them "
+            "by optimizer.groups (match: '*.bias', for example)",
+        )
+
+
+def _check_options(optimizer: Any, options: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse what torch would silently ignore."""
+    known = getattr(optimizer, "defaults", {})
+    for index, chosen in enumerate(options):
+        unknown = next((name for name in chosen if name not in known), None)
+        if known and unknown is not None:
+            raise CaptureError(
+                f"optimizer.groups[{index}]: {type(optimizer).__name__} has no option "
+                f"{unknown!r}{did_you_mean(unknown, known)}",
+                cure=f"its options are {', '.join(known)}",
+            )
+
+
+def _watches(lr_scheduler: Any, job: CapturedJob) -> bool:
+    """Whether each step of a schedule takes a loss.
+
+    Raises:
+        CaptureError: it does, and the job measures none while it trains.
+    """
+    try:
+        inspect.signature(lr_scheduler.step).bind()
+    except TypeError:
+        pass
+    else:
+        return False
+    if job.spec.evaluation is None or job.spec.evaluation.every is None:
+        raise CaptureError(
+            f"lr_scheduler: {type(lr_scheduler).__name__} needs the loss of evaluations, but the "
+            "job has none while it trains",
+            cure="set evaluation.every: the schedule steps after each evaluation",
+        )
+    return True
+
+
+def take(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What an optimizer remembers of some of its parameters.
+
+    Returns:
+        Tensors by name, not copied; and by parameter, the JSON of its dictionary.
+
+    Raises:
+        CaptureError: it keeps something that cannot be written down.
+    """
+    tensors: dict[str, Tensor] = {}
+    states = {
+        name: _encoded(optimizer.state[parameter], name, tensors)
+        for name, parameter in parameters.items()
+        if parameter in optimizer.state
+    }
+    return tensors, states
+
+
+def give(
+    optimizer: torch.optim.Optimizer,
+    parameter: nn.Parameter,
+    state: Any,
+    tensor: Callable[[str], Tensor],
+) -> None:
+    """Put back what an optimizer remembered of a parameter.
+
+    Args:
+        state: JSON of :func:`take`.
+        tensor: one of its tensors by name, on the CPU.
+    """
+
+    def placed(name: str) -> Tensor:
+        stored, key = tensor(name), name.rpartition("/")[2]
+        on_host = not stored.dim() and _counts_on_host(optimizer, parameter, key)
+        return stored if on_host else stored.to(parameter.device)
+
+    optimizer.state[parameter] = _decoded(state, placed)
+
+
+def of_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """What the parameter groups hold beside parameters, to be compared with later."""
+    return [
+        {key: _mark(value) for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def refuse_changes(optimizer: torch.optim.Optimizer, before: list[dict[str, Any]]) -> None:
+    """Refuse an optimizer that has itself changed its groups since, in a step.
+
+    What a learning-rate schedule changes there comes back when it is walked again. What the
+    optimizer counts there would begin anew when a run goes on, as only the state of parameters is
+    saved.
+
+    Raises:
+        CaptureError: naming what it has changed.
+    """
+    for now, then in zip(of_groups(optimizer), before, strict=False):
+        changed = [key for key in now if key not in then or now[key] != then[key]]
+        if changed:
+            raise CaptureError(
+                f"optimizer: {type(optimizer).__name__} keeps {changed[0]!r} in its parameter "
+                "groups and changes it in every step, which a checkpoint cannot hold",
+                cure="use an optimizer that keeps its counters in the state of each parameter",
+            )
+
+
+def _mark(value: Any) -> Any:
+    """What shows whether a value was changed, without waiting for a device."""
+    if isinstance(value, Tensor):
+        return id(value), value._version
+    if isinstance(value, tuple):
+        return tuple(map(_mark, value))
+    return value if isinstance(value, _COMPARED) else id(value)
+
+
+def _counts_on_host(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: str) -> bool:
+    """Whether what has a name is a number of steps, which torch keeps on the CPU.
+
+    Except where kernels need it, and in ASGD.
+    """
+    if key not in _COUNTERS or isinstance(optimizer, torch.optim.ASGD):
+        return False
+    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+    return not (group.get("capturable") or group.get("fused"))
+
+
+def _encoded(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        tensors[path] = value.detach()
+        return {_TENSOR: path}
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {_FLOAT: str(value)}
+    if isinstance(value, list | tuple):
+        items = [_encoded(item, f"{path}/{index}", tensors) for index, item in enumerate(value)]
+        return items if isinstance(value, list) else {_TUPLE: items}
+    if isinstance(value, dict) and all(isinstance(key, str | int) for key in value):
+        pairs = [[key, _encoded(item, f"{path}/{key}", tensors)] for key, item in value.items()]
+        return {_DICT: pairs}
+    raise CaptureError(
+        f"optimizer: the state of {own_name(path)} is a {type(value).__name__}, "
+        "which a checkpoint cannot hold",
+        cure="use an optimizer whose state is tensors, numbers, and lists and mappings of them",
+    )
+
+
+def _decoded(value: Any, tensor: Callable[[str], Tensor]) -> Any:
+    if isinstance(value, list):
+        return [_decoded(item, tensor) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, inner),) = value.items()
+    if kind == _TENSOR:
+        return tensor(inner)
+    if kind == _FLOAT:
+        return float(inner)
+    if kind == _TUPLE:
+        return tuple(_decoded(item, tensor) for item in inner)
+    return {key: _decoded(item, tensor) for key, item in inner}
+
+
+def may_divide(spec: JobSpec) -> bool:
+    """Whether some plan of a job gives ranks different parameters to update."""
+    alone = spec.pipeline.stages == 1 and not spec.pipeline.shard_optimizer
+    return spec.resources.ranks > 1 and not alone
+
+
+def divides(plan: Plan) -> bool:
+    """Whether ranks of a plan update different parameters."""
+    held = [len(plan.stages_of_rank(rank)) for rank in range(plan.ranks)]
+    return plan.shard_optimizer or min(held) < len(plan.stages)
+
+
+def refuse_coupled_updates(job: CapturedJob, device: torch.device) -> None:
+    """Raise if the update of a parameter depends on which others the optimizer has.
+
+    A few small parameters are updated together and each alone, by random gradients. An optimizer
+    that does not take them proves nothing.
+
+    Raises:
+        CaptureError: some update differs.
+    """
+    names = _sample(job)
+    together = _updates(job, names, device)
+    for name in names:
+        alone = _updates(job, {name: names[name]}, device)
+        if name in together and name in alone:
+            largest = float(alone[name].abs().max())
+            if float((together[name] - alone[name]).abs().max()) > _TOLERANCE * largest:
+                raise CaptureError(
+                    f"optimizer: {job.spec.optimizer.factory} updates a parameter differently "
+                    "if there are others (by a norm over all of them, or random numbers "
+                    "drawn in turn), and each rank has only those of its stages",
+                    cure="take norms of each parameter by itself, let training.clip_grad_norm clip "
+                    "over all ranks, or set pipeline.stages: 1 without shard_optimizer",
+                )
+
+
+def _sample(job: CapturedJob) -> dict[str, tuple[int, ...]]:
+    groups = job.parameter_groups()
+    kinds: dict[tuple[int, int], int] = {}
+    sample: dict[str, tuple[int, ...]] = {}
+    for name, tensor in job.states.items():
+        if not tensor.requires_grad or tensor.is_complex() or tensor.numel() == 0:
+            continue
+        kind = groups.get(name, -1), tensor.dim()
+        kinds[kind] = kinds.get(kind, 0) + 1
+        if kinds[kind] <= _MAX_ALIKE:
+            sample[name] = tuple(min(size, _MAX_SIZE) for size in tensor.shape)
+    return sample
+
+
+def _updates(
+    job: CapturedJob, shapes: Mapping[str, tuple[int, ...]], device: torch.device
+) -> dict[str, Tensor]:
+    """By how much some steps change each parameter; nothing if the optimizer fails."""
+    generators = {
+        name: torch.Generator().manual_seed(len(name) + sum(name.encode())) for name in shapes
+    }
+
+    def draw(name: str) -> Tensor:
+        values = torch.randn(shapes[name], generator=generators[name], dtype=torch.float64)
+        return values.to(device)
+
+    parameters = {name: nn.Parameter(draw(name)) for name in shapes}
+    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        try:
+            optimizer = make_optimizer(job, parameters)
+            for _ in range(_STEPS):
+                for name, parameter in parameters.items():
+                    scale = 10 ** torch.randn((), generator=generators[name]).item()
+                    parameter.grad = scale * draw(name)
+                optimizer.step()
+        except Exception:  # it may ask for other shapes; its own parameters show it
+            return {}
+    return {name: parameter.detach() - before[name] for name, parameter in parameters.items()}

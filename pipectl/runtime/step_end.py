@@ -30,8 +30,7 @@ from pipectl.capture import Cut
 from pipectl.capture.step import first_undefined, own_name
 from pipectl.errors import UsageError, WorkerError
 from pipectl.graph import TransferKind
-from pipectl.runtime.layout import Tensors
-from pipectl.runtime.optimizer import (
+from pipectl.runtime.gradients import (
     LossScale,
     SharedGradients,
     clip_gradients,
@@ -40,9 +39,10 @@ from pipectl.runtime.optimizer import (
     shared_uses,
     total_norm,
 )
+from pipectl.runtime.layout import Tensors
+from pipectl.runtime.optimizer import make_stepper
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.step import StepRun
-from pipectl.runtime.stepper import make_stepper
 from pipectl.runtime.transport import Wire
 from pipectl.runtime.waiting import barrier, poll, wait
 
@@ -171,7 +171,7 @@ def fault_of_gradients(
 
     Args:
         stages: this rank's trained parameters by stage.
-        norms: of their gradients, see :func:`pipectl.runtime.optimizer.gradient_norms`.
+        norms: of their gradients, see :func:`pipectl.runtime.gradients.gradient_norms`.
         names: of all trained parameters in model order.
     """
     for stage in sorted(stages, reverse=True):

@@ -1,10 +1,11 @@
-"""Metrics in Weights & Biases and MLflow: the values of the key ``tracking``."""
+"""Metrics in TensorBoard, Weights & Biases and MLflow: the values of the key ``tracking``."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from pipectl.errors import CaptureError
 from pipectl.fields import leaves
 
 TRACKERS = {
-    "tensorboard": "pipectl.runtime.tensorboard:writer",
+    "tensorboard": "pipectl.runtime.tracking:TensorBoardRun",
     "wandb": "pipectl.runtime.tracking:WandbRun",
     "mlflow": "pipectl.runtime.tracking:MlflowRun",
 }
@@ -22,6 +23,36 @@ _NOT_LOGGED = frozenset({"attempt", "step", "steps", "time"})
 _TAG = "pipectl.run"
 _MAX_PARAM = 500
 """Characters of a parameter that every MLflow server takes."""
+
+
+class TensorBoardRun:
+    """Event files for TensorBoard: figures become scalars, by step.
+
+    Args:
+        run: the run directory.
+        directory: of the event files, below it.
+
+    Raises:
+        CaptureError: TensorBoard is not installed.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        config: Mapping[str, Any],
+        directory: str = "tensorboard",  # noqa: ARG002
+    ) -> None:
+        writer = _import("tensorboard", "torch.utils.tensorboard").SummaryWriter
+        self._events = writer(str(run / directory))
+
+    def __call__(self, line: Mapping[str, Any]) -> None:
+        """Log a line of the metrics; of evaluations every metric, under ``evaluation/``."""
+        for name, value in get_figures(line).items():
+            self._events.add_scalar(name, value, line["step"], line.get("time"))
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._events.close()
 
 
 class WandbRun:
@@ -114,9 +145,9 @@ def _id_of(run: Path) -> str:
     return f"{run.name}-{hashlib.sha256(bytes(run.resolve())).hexdigest()[:8]}"
 
 
-def _import(name: str) -> Any:
+def _import(name: str, module: str | None = None) -> Any:
     try:
-        return __import__(name)
+        return import_module(module or name)
     except ImportError as error:
         raise CaptureError(
             f"tracking.{name}: cannot be imported: {error}", cure=f"pip install {name}"

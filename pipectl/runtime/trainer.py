@@ -14,13 +14,12 @@ from pipectl.runs import RunDirectory
 from pipectl.runtime.asynchronous import AsynchronousSteps
 from pipectl.runtime.callbacks import Callbacks
 from pipectl.runtime.checkpoint import Keep, Saver, Stored, plain_name, take_snapshot
-from pipectl.runtime.early_stopping import EarlyStopping
 from pipectl.runtime.failure import warn
 from pipectl.runtime.manifest import Manifest
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.step import Step, StepRun
 from pipectl.runtime.step_end import StepEnd
-from pipectl.runtime.stopping import Stopping
+from pipectl.runtime.stopping import EarlyStopping, Stopping
 from pipectl.runtime.synchronous import SynchronousSteps
 from pipectl.runtime.telemetry import Telemetry
 from pipectl.runtime.tracing import Tracing

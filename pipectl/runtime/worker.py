@@ -28,10 +28,10 @@ from pipectl.runtime.device import Device, choose_device
 from pipectl.runtime.failure import Doing, run_rank, warn
 from pipectl.runtime.nodes import check_world, node_name
 from pipectl.runtime.offload import check_space, offload_directory
+from pipectl.runtime.optimizer import divides, refuse_coupled_updates
 from pipectl.runtime.output import say
 from pipectl.runtime.process import settle_process
 from pipectl.runtime.setup import Setup
-from pipectl.runtime.stepper import divides, refuse_coupled_updates
 from pipectl.runtime.stopping import stop_on_signals
 from pipectl.runtime.supported import check_supported
 from pipectl.runtime.trainer import Trainer

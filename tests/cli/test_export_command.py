@@ -15,7 +15,7 @@ from torch import nn
 
 from pipectl.runtime.checkpoint import Keep, Saver, take_snapshot
 from pipectl.runtime.manifest import Manifest
-from pipectl.runtime.stepper import Stepper
+from pipectl.runtime.optimizer import Stepper
 
 if TYPE_CHECKING:
     from collections.abc import Callable

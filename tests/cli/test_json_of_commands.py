@@ -26,7 +26,7 @@ from pipectl.profile import Profile
 from pipectl.runs import RunDirectory
 from pipectl.runtime.checkpoint import Keep, Saver, take_snapshot
 from pipectl.runtime.manifest import Manifest
-from pipectl.runtime.stepper import Stepper
+from pipectl.runtime.optimizer import Stepper
 from pipectl.simulate import simulate
 from pipectl.timeline import Timeline
 

@@ -31,7 +31,7 @@ from pipectl.runtime.engine import Engine
 from pipectl.runtime.failure import Doing
 from pipectl.runtime.layout import Layout
 from pipectl.runtime.offload import mover_of
-from pipectl.runtime.optimizer import (
+from pipectl.runtime.gradients import (
     SharedGradients,
     clip_gradients,
     gradient_norms,
@@ -40,7 +40,7 @@ from pipectl.runtime.optimizer import (
 )
 from pipectl.runtime.stage import Stage as RankStage
 from pipectl.runtime.step import Step, StepRun
-from pipectl.runtime.stepper import make_stepper
+from pipectl.runtime.optimizer import make_stepper
 from pipectl.schedule import channels, lower
 from pipectl.schedule.one_f_one_b import policy_a
 from pipectl.simulate import simulate

@@ -20,7 +20,7 @@ from pipectl.capture.slices import Rows
 from pipectl.graph import TransferKind
 from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.layout import Layout
-from pipectl.runtime.optimizer import shared_uses
+from pipectl.runtime.gradients import shared_uses
 from pipectl.runtime.stage import MicroBatch, Stage
 
 RATE, MOMENTUM = 0.001, 0.9

@@ -23,7 +23,7 @@ from pipectl.capture import CapturedJob, Cut, build_stage
 from pipectl.capture.data import split_batch
 from pipectl.capture.randomness import seed_everything, seed_of
 from pipectl.capture.slices import Rows
-from pipectl.runtime.stepper import make_stepper
+from pipectl.runtime.optimizer import make_stepper
 from pipectl.spec import load
 
 Weights = dict[str, Tensor]

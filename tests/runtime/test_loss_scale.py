@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from pipectl.errors import CaptureError
-from pipectl.runtime.optimizer import LossScale
+from pipectl.runtime.gradients import LossScale
 from pipectl.spec.models import LossScale as Spec
 
 PARTS = Path(__file__).with_name("job_parts.py")

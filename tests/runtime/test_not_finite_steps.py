@@ -19,7 +19,7 @@ from pipectl.jobs.state import get_status
 from pipectl.runs import RunDirectory, read_errors, read_metrics
 from pipectl.runtime import checkpoint
 from pipectl.runtime.failure import Doing
-from pipectl.runtime.optimizer import gradient_norms
+from pipectl.runtime.gradients import gradient_norms
 from pipectl.runtime.step_end import (
     Fault,
     Origin,

@@ -19,7 +19,7 @@ from pipectl.runtime import checkpoint
 from pipectl.runtime.checkpoint import Keep, Saver, take_snapshot
 from pipectl.runtime.device import Staging
 from pipectl.runtime.manifest import Manifest
-from pipectl.runtime.stepper import Stepper
+from pipectl.runtime.optimizer import Stepper
 
 MODELS = Path(__file__).parents[1] / "equality" / "models.py"
 ROUNDING = 1e-4

@@ -20,7 +20,7 @@ from pipectl.capture.step import in_model, own_name
 from pipectl.capture.tensor_file import write_tensors
 from pipectl.files import make_private_directory
 from pipectl.runtime.manifest import Shard
-from pipectl.runtime.stepper import Stepper
+from pipectl.runtime.optimizer import Stepper
 
 _ALIGNMENT = 64
 TRAINING = "training"

@@ -16,7 +16,7 @@ from pipectl.errors import DataFileError, MismatchError
 from pipectl.runs import checkpoints
 from pipectl.runtime.checkpoint.snapshot import plain_name, state_key
 from pipectl.runtime.manifest import Manifest, Shard
-from pipectl.runtime.optimizer_state import give
+from pipectl.runtime.optimizer import give
 from pipectl.runtime.waiting import broadcast, gather_all
 
 _CURE = "use another checkpoint of the run"

@@ -170,9 +170,6 @@ class Line:
         self._rank, self._tags, self._check = rank, tags, check
         # By the shape of the micro-batch.
         self._places: dict[Shape, Sequence[Place]] = {}
-        # The last transfer by tag, if MPI does not know of all its pieces yet.
-        self._sending: dict[int, Transfer] = {}
-        self._receiving: dict[int, Transfer] = {}
         # Receives in the order in which they started.
         self._unposted: deque[Posted] = deque()
         self._without_note: deque[Posted] = deque()
@@ -197,11 +194,7 @@ class Line:
             vector = self._flat(place, tensors.get(place.slot))
             if vector is not None:
                 vectors[place.slot] = vector
-                after = self._sending.pop(place.tag, None)
-                transfer = wire.send(vector, self._rank, place.tag, after)
-                posted.transfers.append(transfer)
-                if transfer.unstarted:
-                    self._sending[place.tag] = transfer
+                posted.transfers.append(wire.send(vector, self._rank, place.tag))
         if self._check:
             # Of the tensors, not of the buffers: copies to these may still be under way.
             posted.note = Note.of(self._lane, micro_batch, posted.layouts, vectors)
@@ -215,8 +208,6 @@ class Line:
             WorkerError: messages are checked, and this one changed while it was sent.
         """
         self._wire.wait(posted.transfers)
-        if self._sending:
-            self._sending = _unstarted(self._sending)
         if posted.note is not None:
             posted.note.check_unchanged(posted.buffers)
 
@@ -252,8 +243,6 @@ class Line:
         if self._check:  # a message that is too short for its buffers might never end
             self._compare(posted, {})
         self._wire.wait(posted.transfers)
-        if self._receiving:
-            self._receiving = _unstarted(self._receiving)
         if self._check:
             self._compare(posted, posted.buffers)
         transfers, tensors = iter(posted.transfers), Tensors()
@@ -286,12 +275,8 @@ class Line:
             posted.places = places
             for _, tag, layout, sizes, name in places:
                 if layout is not None:
-                    after = self._receiving.pop(tag, None)
-                    receive = self._wire.receive
-                    transfer = receive(sizes, layout.dtype, self._rank, tag, name, after)
+                    transfer = self._wire.receive(sizes, layout.dtype, self._rank, tag, name)
                     posted.transfers.append(transfer)
-                    if transfer.unstarted:
-                        self._receiving[tag] = transfer
 
     def _name(self, slot: Slot) -> str:
         return f"the {self._lane.kind} of {slot.value!r} {self._way}"
@@ -369,10 +354,6 @@ class Transport:
         self.advance = wire.progress.advance
         tags = tags_of(lanes, largest_tag(communicator))
         self.line = cache(lambda lane, rank: Line(wire, lane, lanes[lane], rank, tags[lane], check))
-
-
-def _unstarted(transfers: Mapping[int, Transfer]) -> dict[int, Transfer]:
-    return {tag: transfer for tag, transfer in transfers.items() if transfer.unstarted}
 
 
 def largest_tag(communicator: MPI.Comm) -> int:

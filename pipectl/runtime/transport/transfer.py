@@ -357,43 +357,47 @@ class Wire:
         self.progress = progress or Progress()
         self.rank, self.size = communicator.rank, communicator.size
         self._objects: list[MPI.Request] = []
+        # The last transfer by (is sent, rank, tag), if MPI does not know of all its pieces yet.
+        self._unstarted: dict[tuple[bool, int, int], Transfer] = {}
 
     @property
     def others(self) -> list[int]:
         """All other ranks, ascending."""
         return [rank for rank in range(self.size) if rank != self.rank]
 
-    def send(self, vector: Tensor, rank: int, tag: int, after: Transfer | None = None) -> Transfer:
-        """Begin to send a contiguous vector on the device, which must not change until it has left.
-
-        Args:
-            after: the earlier message of this rank and tag, if it may be under way.
-        """
+    def send(self, vector: Tensor, rank: int, tag: int) -> Transfer:
+        """Begin to send a contiguous tensor on the device, which must not change until it left."""
         message = self._device.to_message(vector, self.progress.pieces.size_bytes)
-        return self.progress.begin(self._send, message, rank, tag, None, after)
+        return self._begin(self._send, message, rank, tag, None)
 
     def receive(
-        self,
-        sizes: Sizes,
-        dtype: torch.dtype,
-        rank: int,
-        tag: int,
-        what: Words,
-        after: Transfer | None = None,
+        self, sizes: Sizes, dtype: torch.dtype, rank: int, tag: int, what: Words
     ) -> Transfer:
         """Begin to receive a contiguous tensor.
 
         Args:
             sizes: of its dimensions, or the elements of a vector.
             what: names it, for errors.
-            after: see :meth:`send`.
         """
         message = self._device.message_buffer(sizes, dtype)
-        return self.progress.begin(self._receive, message, rank, tag, what, after)
+        return self._begin(self._receive, message, rank, tag, what)
+
+    def _begin(
+        self, call: Call, message: MessageBuffer, rank: int, tag: int, what: Words | None
+    ) -> Transfer:
+        key = what is None, rank, tag
+        after = self._unstarted.pop(key, None) if self._unstarted else None
+        transfer = self.progress.begin(call, message, rank, tag, what, after)
+        if transfer.unstarted:
+            self._unstarted[key] = transfer
+        return transfer
 
     def wait(self, transfers: Iterable[Transfer]) -> None:
         """Return when vectors have left or arrived."""
         self.progress.wait(list(transfers))
+        if self._unstarted:
+            waiting = self._unstarted.items()
+            self._unstarted = {key: each for key, each in waiting if each.unstarted}
 
     def arrived(self, transfer: Transfer) -> Tensor:
         """What has arrived, on the device."""

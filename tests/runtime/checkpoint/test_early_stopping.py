@@ -12,7 +12,7 @@ import torch
 from pipectl.runs import RunDirectory, checkpoints, read_heartbeat, read_metrics
 from pipectl.runs.readers import sum_up
 from pipectl.runtime import checkpoint
-from pipectl.runtime.early_stopping import count_without_improvement
+from pipectl.runtime.stopping import count_without_improvement
 from pipectl.spec import dump, load
 
 PARTS = Path(__file__).parents[1] / "job_parts.py"

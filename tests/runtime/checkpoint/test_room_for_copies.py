@@ -14,7 +14,7 @@ from pipectl.capture import tensor_file
 from pipectl.runtime import checkpoint
 from pipectl.runtime.checkpoint import Keep, Saver, take_snapshot
 from pipectl.runtime.manifest import Manifest, Shard
-from pipectl.runtime.stepper import Stepper
+from pipectl.runtime.optimizer import Stepper
 
 SIZE = 1000
 

@@ -19,7 +19,7 @@ from pipectl.errors import CaptureError, DataFileError, MismatchError, UsageErro
 from pipectl.runtime import checkpoint
 from pipectl.runtime.checkpoint import Keep, Saver, take_snapshot
 from pipectl.runtime.manifest import Manifest
-from pipectl.runtime.stepper import Stepper
+from pipectl.runtime.optimizer import Stepper
 
 THREE = Keep(3)
 

@@ -12,7 +12,7 @@ import torch
 
 from pipectl.capture import CapturedJob
 from pipectl.errors import CaptureError
-from pipectl.runtime.stepper import Stepper, make_stepper
+from pipectl.runtime.optimizer import Stepper, make_stepper
 from pipectl.spec import load
 
 MODEL = """\

@@ -14,14 +14,14 @@ from pipectl.capture import CapturedJob, Slot
 from pipectl.errors import CaptureError
 from pipectl.runs import read_errors
 from pipectl.runtime.device import CpuDevice
-from pipectl.runtime.optimizer import (
+from pipectl.runtime.gradients import (
     SharedGradients,
     clip_gradients,
     gradient_norms,
     total_norm,
 )
+from pipectl.runtime.optimizer import make_optimizer, refuse_coupled_updates
 from pipectl.runtime.step_end import Vote
-from pipectl.runtime.stepper import make_optimizer, refuse_coupled_updates
 from pipectl.runtime.transport import Wire
 
 
