@@ -108,7 +108,7 @@ class StepAnswer:
 
     def to_json(self) -> dict[str, Any]:
         """The plan as its file holds it, and what was asked: the objective and its value."""
-        from pipectl.runtime.supported import unsupported
+        from pipectl.runtime.nodes import unsupported
 
         plan, search = self.plan, self.plan.search
         document = plan.to_json()

@@ -217,7 +217,7 @@ def _find_plan(
         if save:
             plan.save(path)
     if plan is not None and must_run:
-        from pipectl.runtime.supported import check_supported
+        from pipectl.runtime.nodes import check_supported
 
         check_supported(plan, str(path) if save else "the plan")
     return plan

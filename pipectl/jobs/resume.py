@@ -172,7 +172,7 @@ def _plan_again(
     enough if it is of the same model and loss.
     """
     from pipectl.jobs.planning import corrected_profile, find_plan
-    from pipectl.runtime.supported import check_supported
+    from pipectl.runtime.nodes import check_supported
 
     assert job.cluster is not None
     if plan is None:

@@ -30,8 +30,7 @@ from pipectl.profiler.neighbours import Neighbours
 from pipectl.profiler.operators import Measured, Walk
 from pipectl.profiler.optimizer import optimizer_cost
 from pipectl.profiler.progress import Progress, Work
-from pipectl.runtime.device import CpuDevice, Device, choose_device, move
-from pipectl.runtime.process import settle_process
+from pipectl.runtime.device import CpuDevice, Device, choose_device, move, settle_process
 from pipectl.spec import JobSpec, profile_key
 
 _RANK_BYTES = 24 << 20

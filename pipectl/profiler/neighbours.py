@@ -19,8 +19,7 @@ import psutil
 
 from pipectl.capture import CapturedJob
 from pipectl.profiler.bench import Bench, Subject, whole
-from pipectl.runtime.device import CpuDevice
-from pipectl.runtime.process import settle_process
+from pipectl.runtime.device import CpuDevice, settle_process
 from pipectl.spec import JobSpec
 
 _PATIENCE_S = 60.0

@@ -30,8 +30,7 @@ from pipectl.profile import OperatorMemory
 from pipectl.profiler.bench import Subject
 from pipectl.profiler.journal import Journal
 from pipectl.profiler.machine import clock_of, record_allocated
-from pipectl.runtime.device import Device
-from pipectl.runtime.process import release_freed_memory
+from pipectl.runtime.device import Device, release_freed_memory
 
 _MIN_REPEATS, _MAX_REPEATS = 3, 15
 _LONG_S = 2.0

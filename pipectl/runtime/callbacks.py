@@ -1,19 +1,23 @@
-"""User code that is told every line of the metrics, on rank 0: loggers of experiments, say.
+"""User code and trackers that are told every line of the metrics, on rank 0.
 
-What goes wrong in it is a warning: no training ends because a server of curves is away.
+What goes wrong in them is a warning: no training ends because a server of curves is away.
 """
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import json
 from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
 from typing import Any, Self
 
 from pipectl.capture import factories
 from pipectl.errors import CaptureError
 from pipectl.faults import user_line
+from pipectl.fields import leaves
 from pipectl.runs import RunDirectory
-from pipectl.runtime.tracking import TRACKERS
 from pipectl.spec import JobSpec
 from pipectl.spec.models import Factory
 
@@ -107,3 +111,145 @@ def _takes_failure(close: Callable[..., object]) -> bool:
         return "failure" in inspect.signature(close).parameters
     except (TypeError, ValueError):  # of a function without a signature, as some in C
         return False
+
+
+TRACKERS = {
+    "tensorboard": "pipectl.runtime.callbacks:TensorBoardRun",
+    "wandb": "pipectl.runtime.callbacks:WandbRun",
+    "mlflow": "pipectl.runtime.callbacks:MlflowRun",
+}
+"""The callback of each tracker."""
+
+_NOT_LOGGED = frozenset({"attempt", "step", "steps", "time"})
+_TAG = "pipectl.run"
+_MAX_PARAM = 500
+"""Characters of a parameter that every MLflow server takes."""
+
+
+class TensorBoardRun:
+    """Event files for TensorBoard: figures become scalars, by step.
+
+    Args:
+        run: the run directory.
+        directory: of the event files, below it.
+
+    Raises:
+        CaptureError: TensorBoard is not installed.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        config: Mapping[str, Any],  # noqa: ARG002
+        directory: str = "tensorboard",
+    ) -> None:
+        writer = _import("tensorboard", "torch.utils.tensorboard").SummaryWriter
+        self._events = writer(str(run / directory))
+
+    def __call__(self, line: Mapping[str, Any]) -> None:
+        """Log a line of the metrics; of evaluations every metric, under ``evaluation/``."""
+        for name, value in get_figures(line).items():
+            self._events.add_scalar(name, value, line["step"], line.get("time"))
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._events.close()
+
+
+class WandbRun:
+    """A run of Weights & Biases, which every start of the job continues.
+
+    Args:
+        run: the run directory.
+        config: the job.
+        options: of ``wandb.init``; by default the project is named as the job.
+
+    Raises:
+        CaptureError: wandb is not installed.
+    """
+
+    def __init__(self, run: Path, config: Mapping[str, Any], **options: Any) -> None:
+        self._wandb = wandb = _import("wandb")
+        defaults = {"project": config["name"], "name": run.name, "id": _id_of(run), "dir": str(run)}
+        self._run = wandb.init(**{**defaults, "resume": "allow", "config": config, **options})
+        # W&B's own step may not go back; that of a resumed run does.
+        self._run.define_metric("*", step_metric="step")
+
+    def __call__(self, line: Mapping[str, Any]) -> None:
+        """Log a line of the metrics."""
+        self._run.log({**get_figures(line), "step": line["step"]})
+
+    def close(self, failure: BaseException | None = None) -> None:
+        """End the run, as failed or not."""
+        self._run.finish(exit_code=int(failure is not None))
+        self._wandb.teardown()  # waits for its process, which writes the files
+
+
+class MlflowRun:
+    """A run of MLflow, which every start of the job continues.
+
+    Args:
+        run: the run directory.
+        config: the job; its values are the parameters of the run.
+        experiment: by default the name of the job.
+        tracking_uri: of the server; by default what ``MLFLOW_TRACKING_URI`` says.
+
+    Raises:
+        CaptureError: mlflow is not installed.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        config: Mapping[str, Any],
+        experiment: str | None = None,
+        tracking_uri: str | None = None,
+    ) -> None:
+        self._mlflow = mlflow = _import("mlflow")
+        if tracking_uri is not None:
+            mlflow.set_tracking_uri(tracking_uri)
+        experiment_id = mlflow.set_experiment(experiment or config["name"]).experiment_id
+        same = f"tags.`{_TAG}` = '{_id_of(run)}'"
+        earlier = mlflow.search_runs([experiment_id], same, output_format="list", max_results=1)
+        if earlier:
+            mlflow.start_run(run_id=earlier[0].info.run_id)
+        else:
+            mlflow.start_run(run_name=run.name, tags={_TAG: _id_of(run)})
+            mlflow.log_params(_parameters(config))
+
+    def __call__(self, line: Mapping[str, Any]) -> None:
+        """Log a line of the metrics."""
+        self._mlflow.log_metrics(get_figures(line), step=line["step"])
+
+    def close(self, failure: BaseException | None = None) -> None:
+        """End the run, as failed or not."""
+        self._mlflow.end_run("FINISHED" if failure is None else "FAILED")
+
+
+def get_figures(line: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers in a line of the metrics by name; of evaluations, under ``evaluation/``."""
+    figures = {name: line[name] for name in line.keys() - _NOT_LOGGED}
+    evaluation = line.get("evaluation") or {}
+    figures |= {f"evaluation/{name}": value for name, value in evaluation.items()}
+    return {name: value for name, value in figures.items() if isinstance(value, int | float)}
+
+
+def _parameters(config: Mapping[str, Any]) -> dict[str, str]:
+    """The values that are set, by dotted key."""
+    values = {key: value for key, value in leaves(config) if value not in (None, [], "")}
+    texts = {key: v if isinstance(v, str) else json.dumps(v) for key, v in values.items()}
+    return {key: text[:_MAX_PARAM] for key, text in texts.items()}
+
+
+def _id_of(run: Path) -> str:
+    """The same for every start of a run, and another for runs of this name in other directories."""
+    return f"{run.name}-{hashlib.sha256(bytes(run.resolve())).hexdigest()[:8]}"
+
+
+def _import(name: str, module: str | None = None) -> Any:
+    try:
+        return import_module(module or name)
+    except ImportError as error:
+        raise CaptureError(
+            f"tracking.{name}: cannot be imported: {error}", cure=f"pip install {name}"
+        ) from None

@@ -24,8 +24,8 @@ from pipectl.capture.batch import Reader
 from pipectl.capture.slices import Rows, batch_dimension
 from pipectl.graph import TransferKind
 from pipectl.runtime.device import Device
-from pipectl.runtime.failure import Doing
 from pipectl.runtime.layout import Tensors
+from pipectl.runtime.process import Doing
 from pipectl.runtime.reduction import StageReduction
 from pipectl.runtime.stage import MicroBatch, Stage
 from pipectl.runtime.step import Key, Piece, Step, StepRun, lane_of

@@ -36,10 +36,9 @@ from pipectl.capture.step import (
 from pipectl.capture.tensors import is_deferred
 from pipectl.errors import PipectlError
 from pipectl.files import write_json
-from pipectl.runtime.device import choose_device
+from pipectl.runtime.device import choose_device, settle_process
 from pipectl.runtime.gradients import gradient_norms, not_finite, refuse_half_parameters
 from pipectl.runtime.optimizer import Stepper, make_stepper
-from pipectl.runtime.process import settle_process
 from pipectl.runtime.saved_tensors import run_backward
 from pipectl.spec import JobSpec, load
 from pipectl.units import printable

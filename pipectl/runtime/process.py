@@ -1,38 +1,219 @@
-"""Settings of a process that computes: a rank, or whoever measures what a rank will take.
+"""The process of a rank: its log, what it does right now, and what it leaves when it fails.
 
-By default glibc gives every large block back to the system when it is freed, and the next tensor
-of that size is made of fresh pages, each of which the system clears at its first use. A training
-step frees and allocates the same sizes over and over, so that takes up to a third of its time. Here
-blocks stay with the process; its peak is the same, since that is when they were all in use.
+No process stands between a rank and its log, so none can end it. What libraries in C and child
+processes write goes there too. Up to :data:`MAX_FILES` ranks have a file each; of more, those of a
+node share one, in which the lines that Python prints bear the rank. A few lines go to the log of
+the job.
 """
 
 from __future__ import annotations
 
-import ctypes
+import argparse
+import io
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TextIO
 
-import torch
+from mpi4py import MPI
 
-_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
-"""Parameters of ``mallopt``, see its manual page; glibc offers no other way."""
-_LARGEST = 2**31 - 1
+from pipectl.errors import FaultError, PipectlError, lacks_memory
+from pipectl.faults import ErrorReport, with_details
+from pipectl.files import write_log
+from pipectl.runs import RUN_VARIABLE, RunDirectory
+from pipectl.runtime.nodes import node_name
+from pipectl.runtime.waiting import tell_of_waits
+from pipectl.units import printable
+from pipectl.watch.board import Board
 
-
-def settle_process(threads: int) -> None:
-    """Let this process compute with so many threads, and keep the memory that it frees."""
-    torch.set_num_threads(threads)
-    keep_freed_memory()
-
-
-def release_freed_memory() -> None:
-    """Give back once what this process has kept: what comes next needs other sizes."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+MAX_FILES = 256
+_STREAMS = (1, 2)
+_job_log: list[int] = []
+"""Where this process's output went before, while it has a log of its own."""
 
 
-def keep_freed_memory() -> bool:
-    """Whether the C library could be told so; others than glibc have no need or no way."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    return bool(mallopt(_TRIM_THRESHOLD, _LARGEST)) and bool(mallopt(_MMAP_MAX, 0))
+@contextmanager
+def own_log(rank: int, ranks: int) -> Iterator[None]:
+    """Send the output of this process to the log of a rank, in jobs.
+
+    If that cannot be opened, nothing changes.
+    """
+    handle = -1
+    if RUN_VARIABLE in os.environ:
+        run = RunDirectory(Path(os.environ[RUN_VARIABLE]))
+        path = run.rank_log(rank) if ranks <= MAX_FILES else run.node_log(node_name())
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+        with suppress(OSError):
+            handle = os.open(path, flags, 0o600)
+    if handle < 0:
+        yield
+        return
+    label = b"" if ranks <= MAX_FILES else b"[%d] " % rank
+    usual = sys.stdout, sys.stderr
+    _flush()
+    saved_streams = [os.dup(stream) for stream in _STREAMS]
+    for number in _STREAMS:
+        os.dup2(handle, number)
+    os.close(handle)
+    logs = [_LogStream(number, label) for number in _STREAMS]
+    buffers = [io.BufferedWriter(log) for log in logs]
+    how = "utf-8", "backslashreplace"
+    streams = [io.TextIOWrapper(buffer, *how, line_buffering=True) for buffer in buffers]
+    sys.stdout, sys.stderr = streams
+    _job_log.append(saved_streams[-1])
+    try:
+        yield
+    finally:
+        _flush(sys.stdout, sys.stderr, *streams)
+        for log in logs:
+            log.end_line()
+        sys.stdout, sys.stderr = usual
+        _job_log.pop()
+        for number, before in zip(_STREAMS, saved_streams, strict=True):
+            os.dup2(before, number)
+            os.close(before)
+
+
+def job_log() -> int:
+    """File descriptor of the job's log."""
+    return _job_log[-1] if _job_log else 2
+
+
+def say(text: str) -> None:
+    """Put a line into the job's log, for people."""
+    _flush()
+    write_log(job_log(), f"{printable(text)}\n")
+
+
+class _LogStream(io.RawIOBase):
+    """A log that never fails: what a full disk does not take is lost.
+
+    Args:
+        label: put before every line, which is then written whole.
+    """
+
+    def __init__(self, handle: int, label: bytes) -> None:
+        super().__init__()
+        self._handle, self._label = handle, label
+        self._unfinished_line = b""
+
+    def fileno(self) -> int:
+        return self._handle
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: object) -> int:
+        text = bytes(data)  # type: ignore[call-overload]
+        size = len(text)
+        if self._label:
+            *lines, self._unfinished_line = (self._unfinished_line + text).split(b"\n")
+            text = b"".join(b"%b%b\n" % (self._label, line) for line in lines)
+        with suppress(OSError):
+            while text:
+                text = text[os.write(self._handle, text) :]
+        return size
+
+    def end_line(self) -> None:
+        """Write what was held back, since its line had not ended."""
+        if self._unfinished_line:
+            self.write(b"\n")
+
+
+def _flush(*streams: TextIO) -> None:
+    for stream in streams or (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # closed by user code
+            stream.flush()
+
+
+class Doing:
+    """What the rank is doing right now, for error reports and whoever watches it.
+
+    Attributes:
+        board: on which it stands.
+        each_step: what the rank that started its node's watcher looks after, now and then.
+    """
+
+    def __init__(self) -> None:
+        self.board = Board()
+        self.each_step: Callable[[], None] | None = None
+        self.action = "starting"
+        tell_of_waits(self.board.waits)
+
+    @property
+    def step(self) -> int:
+        """Under way; 0 before the first."""
+        return self.board.read().step
+
+    @step.setter
+    def step(self, number: int) -> None:
+        self.board.step(number)
+        if self.each_step is not None:
+            self.each_step()
+
+    @property
+    def stage(self) -> int | None:
+        """None if what it does belongs to none."""
+        stage = self.board.read().stage
+        return None if stage < 0 else stage
+
+    @property
+    def action(self) -> str:
+        """In words."""
+        return self.board.read().action
+
+    @action.setter
+    def action(self, phase: str) -> None:
+        self.board.phase(phase)
+
+
+Work = Callable[[RunDirectory, MPI.Intracomm, Doing], None]
+
+
+def run_rank(work: Work, description: str | None) -> None:
+    """Do a rank's work in the directory that the command line names.
+
+    Exits, and so lets MPI abort all ranks, if it fails.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--run", type=Path, required=True, help="the run directory")
+    directory = RunDirectory(parser.parse_args().run)
+    communicator, code = MPI.COMM_WORLD, None
+    rank = communicator.rank
+    with own_log(rank, communicator.size):
+        doing = Doing()
+        try:
+            work(directory, communicator, doing)
+        except BaseException as raised:
+            error = with_details(raised, directory.error_of(rank))
+            report(directory, rank, error, action=doing.action, stage=doing.stage, step=doing.step)
+            code = error.exit_code if isinstance(error, PipectlError) else 1
+    if code is not None:
+        sys.exit(code)
+
+
+def warn(text: str) -> None:
+    """Put a line into the job's log."""
+    say(f"pipectl: {text}")
+
+
+def report(
+    directory: RunDirectory,
+    rank: int,
+    error: BaseException,
+    *,
+    action: str,
+    stage: int | None = None,
+    step: int | None = None,
+) -> None:
+    """Write what failed on this rank, and where, for ``pipectl status`` and into the job's log."""
+    memory = "set pipeline.memory_limit below what a rank gets, and plan again"
+    cure = memory if lacks_memory(error) else None
+    failure = ErrorReport.of(error, cure, rank=rank, stage=stage, step=step, action=action)
+    failure.save(directory.error_of(rank))
+    if isinstance(error, PipectlError) and not isinstance(error, FaultError):
+        failure = replace(failure, traceback="")
+    write_log(job_log(), failure.text)

@@ -31,8 +31,8 @@ from pipectl.plan import Plan
 from pipectl.rehearsal import Passage, Rehearsal
 from pipectl.runs import RunDirectory, beat
 from pipectl.runtime import clock
-from pipectl.runtime.failure import Doing, run_rank
 from pipectl.runtime.nodes import check_world
+from pipectl.runtime.process import Doing, run_rank
 from pipectl.runtime.waiting import barrier, wait
 from pipectl.schedule import Action, Actions, Kind, channels, lower, shares
 from pipectl.timeline import Event, Timeline

@@ -21,9 +21,8 @@ from pipectl.files import make_private_directory, write_json
 from pipectl.link import RowTimes
 from pipectl.plan import Plan, Stage, StageCost, Transfer
 from pipectl.runs import RunDirectory
-from pipectl.runtime.device import choose_device
-from pipectl.runtime.failure import Doing
-from pipectl.runtime.process import settle_process
+from pipectl.runtime.device import choose_device, settle_process
+from pipectl.runtime.process import Doing
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.trainer import Trainer
 from pipectl.runtime.waiting import broadcast

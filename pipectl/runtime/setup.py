@@ -19,9 +19,9 @@ from pipectl.runtime.device import Device
 from pipectl.runtime.division import Division
 from pipectl.runtime.engine import Engine
 from pipectl.runtime.evaluation import Evaluator
-from pipectl.runtime.failure import Doing
 from pipectl.runtime.offload import mover_of, offload_directory
 from pipectl.runtime.pipefb import add_lanes, make_half
+from pipectl.runtime.process import Doing
 from pipectl.runtime.replicas import Replicas
 from pipectl.runtime.stage import Key, Stage
 from pipectl.runtime.step import parts_of

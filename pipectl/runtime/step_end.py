@@ -47,11 +47,9 @@ from pipectl.runtime.transport import Wire
 from pipectl.runtime.waiting import barrier, poll, wait
 
 _PLACES = 2**31
-"""More than there are parameters or micro-batches; the first is the largest number."""
-_STAGES = 2**20
-"""More than there are stages."""
-_LOSS = 2**62
-"""Above all that parameters give: the gradients of such a loss are not finite either."""
+"""More than there are parameters, stages or micro-batches."""
+_LOSS = _PLACES - 1
+"""Counts more than any stage: the gradients of such a loss are not finite either."""
 _PATIENCE_S = 3.0
 """How long a rank lets another one report the fault that it has."""
 _HEAD = 3
@@ -159,7 +157,7 @@ def fault_of_losses(
 ) -> int:
     """What to vote on losses with a weight, one per micro-batch; 0 if all are finite."""
     index = first_undefined(losses, [weights[index] for index in micro_batches])
-    return 0 if index is None else _LOSS + _PLACES - 1 - micro_batches[index]
+    return 0 if index is None else _encode(_LOSS, micro_batches[index])
 
 
 def fault_of_gradients(
@@ -178,7 +176,7 @@ def fault_of_gradients(
         faulty = not_finite(stages[stage], norms)
         if faulty:
             first = min(names.index(name) for name in faulty)
-            return (1 + stage) * _PLACES + _PLACES - 1 - first
+            return _encode(1 + stage, first)
     return 0
 
 
@@ -236,7 +234,8 @@ class Vote:
             norms: of the gradients for which no other rank speaks.
         """
         words = np.zeros(_HEAD + len(self._names) * self._with_norms, dtype=np.int64)
-        words[:_HEAD] = fault, _number(origin), overflow
+        first = 0 if origin is None else _encode(_LOSS - origin.micro_batch, origin.stage)
+        words[:_HEAD] = fault, first, overflow
         if self._with_norms and norms:
             # Floats from 0 up are in the order of their bits; 0 says that there is no gradient.
             values = [norms.get(name, -1.0) for name in self._names]
@@ -295,27 +294,22 @@ class Vote:
         barrier(self._communicator)
 
     def _describe(self, step: int, fault: int, origin: int) -> Fault:
-        above, place = divmod(fault, _PLACES)
-        index = _PLACES - 1 - place
-        if fault >= _LOSS:
-            first = _origin(origin)
-            stage = first.stage if first is not None and first.micro_batch == index else -1
-            return Fault(step, micro_batch=index, origin=stage)
-        return Fault(step, stage=above - 1, parameter=own_name(self._names[index]))
+        high, index = _decode(fault)
+        if high < _LOSS:
+            return Fault(step, stage=high - 1, parameter=own_name(self._names[index]))
+        before, stage = _decode(origin)
+        is_its = bool(origin) and _LOSS - before == index
+        return Fault(step, micro_batch=index, origin=stage if is_its else -1)
 
 
-def _number(origin: Origin | None) -> int:
-    """The larger, the earlier; 0 for none."""
-    if origin is None:
-        return 0
-    return (_PLACES - 1 - origin.micro_batch) * _STAGES + _STAGES - origin.stage
+def _encode(high: int, low: int) -> int:
+    """A number that is larger for a larger ``high``, or the same and a smaller ``low``; not 0."""
+    return high * _PLACES + _LOSS - low
 
 
-def _origin(number: int) -> Origin | None:
-    if not number:
-        return None
-    micro_batch, stage = divmod(number - 1, _STAGES)
-    return Origin(_PLACES - 1 - micro_batch, _STAGES - 1 - stage)
+def _decode(number: int) -> tuple[int, int]:
+    high, low = divmod(number, _PLACES)
+    return high, _LOSS - low
 
 
 class StepEnd:

@@ -16,9 +16,8 @@ import psutil
 from mpi4py import MPI
 
 from pipectl.runs import RunDirectory, beat
-from pipectl.runtime.failure import warn
 from pipectl.runtime.nodes import node_name
-from pipectl.runtime.output import say
+from pipectl.runtime.process import say, warn
 from pipectl.runtime.step_end import Fault
 from pipectl.runtime.waiting import WaitingShare, barrier, wait
 from pipectl.runtime.written import Attempts, Lines

@@ -21,7 +21,7 @@ from mpi4py import MPI
 
 from pipectl.runs import RunDirectory
 from pipectl.runtime import clock
-from pipectl.runtime.failure import warn
+from pipectl.runtime.process import warn
 from pipectl.runtime.waiting import gather_all, poll
 from pipectl.runtime.written import Attempts
 from pipectl.schedule.actions import EVENT_NAMES, Action, Columns

@@ -14,8 +14,8 @@ from pipectl.runs import RunDirectory
 from pipectl.runtime.asynchronous import AsynchronousSteps
 from pipectl.runtime.callbacks import Callbacks
 from pipectl.runtime.checkpoint import Keep, Saver, Stored, plain_name, take_snapshot
-from pipectl.runtime.failure import warn
 from pipectl.runtime.manifest import Manifest
+from pipectl.runtime.process import warn
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.step import Step, StepRun
 from pipectl.runtime.step_end import StepEnd

@@ -27,9 +27,8 @@ import pipectl
 from pipectl.batch import process
 from pipectl.plan import Plan
 from pipectl.runs import RUN_VARIABLE, SCRIPT, RunDirectory
-from pipectl.runtime.failure import Doing, warn
 from pipectl.runtime.nodes import grouped, node_name
-from pipectl.runtime.output import job_log
+from pipectl.runtime.process import Doing, job_log, warn
 from pipectl.runtime.waiting import broadcast, gather_all
 from pipectl.spec import JobSpec
 from pipectl.watch.rank import BYE, FAILING

@@ -24,16 +24,13 @@ from pipectl.runtime.agreement import (
     neighbours_of,
 )
 from pipectl.runtime.checkpoint import newest
-from pipectl.runtime.device import Device, choose_device
-from pipectl.runtime.failure import Doing, run_rank, warn
-from pipectl.runtime.nodes import check_world, node_name
+from pipectl.runtime.device import Device, choose_device, settle_process
+from pipectl.runtime.nodes import check_supported, check_world, node_name
 from pipectl.runtime.offload import check_space, offload_directory
 from pipectl.runtime.optimizer import divides, refuse_coupled_updates
-from pipectl.runtime.output import say
-from pipectl.runtime.process import settle_process
+from pipectl.runtime.process import Doing, run_rank, say, warn
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.stopping import stop_on_signals
-from pipectl.runtime.supported import check_supported
 from pipectl.runtime.trainer import Trainer
 from pipectl.runtime.transport import Circumstances, choose_progress, gpu_aware
 from pipectl.runtime.waiting import broadcast, spin_if_alone

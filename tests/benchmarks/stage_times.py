@@ -38,8 +38,7 @@ from pipectl.planner.costs.stage_costs import stage_times
 from pipectl.profile import Profile
 from pipectl.profiler import profile_job
 from pipectl.profiler.bench import Bench, Subject, random_stages
-from pipectl.runtime.device import CpuDevice
-from pipectl.runtime.process import settle_process
+from pipectl.runtime.device import CpuDevice, settle_process
 
 CUTS_PER_KIND, ROUNDS, FIRST_SEED = 4, 6, 100
 BUDGET_S = 4.0

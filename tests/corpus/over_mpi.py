@@ -16,7 +16,7 @@ from mpi4py import MPI
 from pipectl.capture import CapturedJob
 from pipectl.runs import RunDirectory
 from pipectl.runtime.device import CpuDevice
-from pipectl.runtime.failure import Doing
+from pipectl.runtime.process import Doing
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.trainer import Trainer
 

@@ -28,9 +28,6 @@ from pipectl.profile import Profile
 from pipectl.profiler.machine import record_allocated
 from pipectl.runtime.device import CpuDevice
 from pipectl.runtime.engine import Engine
-from pipectl.runtime.failure import Doing
-from pipectl.runtime.layout import Layout
-from pipectl.runtime.offload import mover_of
 from pipectl.runtime.gradients import (
     SharedGradients,
     clip_gradients,
@@ -38,9 +35,12 @@ from pipectl.runtime.gradients import (
     shared_uses,
     total_norm,
 )
+from pipectl.runtime.layout import Layout
+from pipectl.runtime.offload import mover_of
+from pipectl.runtime.optimizer import make_stepper
+from pipectl.runtime.process import Doing
 from pipectl.runtime.stage import Stage as RankStage
 from pipectl.runtime.step import Step, StepRun
-from pipectl.runtime.optimizer import make_stepper
 from pipectl.schedule import channels, lower
 from pipectl.schedule.one_f_one_b import policy_a
 from pipectl.simulate import simulate

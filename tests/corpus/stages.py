@@ -19,8 +19,8 @@ from pipectl.capture.randomness import seed_of
 from pipectl.capture.slices import Rows
 from pipectl.graph import TransferKind
 from pipectl.runtime.device import CpuDevice
-from pipectl.runtime.layout import Layout
 from pipectl.runtime.gradients import shared_uses
+from pipectl.runtime.layout import Layout
 from pipectl.runtime.stage import MicroBatch, Stage
 
 RATE, MOMENTUM = 0.001, 0.9

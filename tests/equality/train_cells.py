@@ -32,7 +32,7 @@ from pipectl.runs import RunDirectory
 from pipectl.runtime import replicas as replicas_module
 from pipectl.runtime import stage as stage_module
 from pipectl.runtime.device import CpuDevice
-from pipectl.runtime.failure import Doing
+from pipectl.runtime.process import Doing
 from pipectl.runtime.reduction import StageReduction
 from pipectl.runtime.saved_tensors import SavedTensors
 from pipectl.runtime.setup import Setup

@@ -9,14 +9,12 @@ from pathlib import Path
 
 from mpi4py import MPI
 
-from pipectl.runtime import output
-
 HOW, WORLD = sys.argv[1], MPI.COMM_WORLD
 RUN = Path(os.environ["PIPECTL_RUN_DIRECTORY"])
 if HOW == "shares":
-    output.MAX_FILES = 1
-with output.own_log(WORLD.rank, WORLD.size):
-    output.say(f"rank {WORLD.rank} \x1b[2Jbegins")
+    process.MAX_FILES = 1
+with process.own_log(WORLD.rank, WORLD.size):
+    process.say(f"rank {WORLD.rank} \x1b[2Jbegins")
     if HOW == "full":  # as a full disk: no file may grow any more
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
     for turn in range(200):

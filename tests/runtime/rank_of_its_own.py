@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 from pipectl.capture import CapturedJob
 from pipectl.runtime import agreement
-from pipectl.runtime.failure import run_rank
+from pipectl.runtime.process import run_rank
 from pipectl.runtime.worker import run
 
 

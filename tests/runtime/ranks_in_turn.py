@@ -6,7 +6,7 @@ from pathlib import Path
 from mpi4py import MPI
 
 from pipectl.runs import RunDirectory
-from pipectl.runtime.failure import Doing, run_rank
+from pipectl.runtime.process import Doing, run_rank
 from pipectl.runtime.worker import run
 
 directories = sys.argv[1:]

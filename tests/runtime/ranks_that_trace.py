@@ -15,7 +15,7 @@ time.perf_counter = lambda: real() + AHEAD_S * rank  # before anybody takes a re
 
 from pipectl.runs import RunDirectory  # noqa: E402
 from pipectl.runtime import clock, worker  # noqa: E402
-from pipectl.runtime.failure import Doing  # noqa: E402
+from pipectl.runtime.process import Doing  # noqa: E402
 
 clock._machine = lambda: rank
 worker.run(RunDirectory(Path(sys.argv[1])), MPI.COMM_WORLD, Doing())

@@ -13,7 +13,7 @@ from mpi4py import MPI
 from pipectl.errors import DataFileError, PipectlError
 from pipectl.runs import RunDirectory, read_errors, read_heartbeat, read_metrics
 from pipectl.runtime import checkpoint
-from pipectl.runtime.failure import Doing
+from pipectl.runtime.process import Doing
 from pipectl.runtime.worker import run as work_here
 
 pytestmark = pytest.mark.mpi

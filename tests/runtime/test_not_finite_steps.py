@@ -18,15 +18,15 @@ from pipectl.errors import UsageError, WorkerError
 from pipectl.jobs.state import get_status
 from pipectl.runs import RunDirectory, read_errors, read_metrics
 from pipectl.runtime import checkpoint
-from pipectl.runtime.failure import Doing
 from pipectl.runtime.gradients import gradient_norms
+from pipectl.runtime.process import Doing
 from pipectl.runtime.step_end import (
     Fault,
     Origin,
     Origins,
     Vote,
-    _number,
-    _origin,
+    _decode,
+    _encode,
     fault_of_gradients,
     fault_of_losses,
 )
@@ -140,11 +140,11 @@ def test_the_first_stage_is_named_that_handed_on_what_was_not_finite() -> None:
     assert Fault(1, 2, origin=1).where == "; stage 1 was the first to hand on something that is not"
 
 
-def test_earlier_micro_batches_and_stages_count_more() -> None:
-    order = [Origin(0, 0), Origin(0, 5), Origin(1, 0), Origin(70_000, 1_000), None]
-    numbers = [_number(origin) for origin in order]
+def test_later_stages_and_earlier_micro_batches_count_more() -> None:
+    pairs = [(2**31 - 1, 0), (2**31 - 1, 70_000), (7, 0), (7, 5), (1, 0)]
+    numbers = [_encode(*pair) for pair in pairs]
     assert numbers == sorted(numbers, reverse=True)
-    assert [_origin(number) for number in numbers] == order
+    assert [_decode(number) for number in numbers] == pairs
 
 
 @pytest.mark.mpi

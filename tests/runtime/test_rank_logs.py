@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pipectl.runs import Logs, RunDirectory
-from pipectl.runtime.output import job_log, own_log
+from pipectl.runtime.process import job_log, own_log
 
 RANKS = Path(__file__).with_name("printing_ranks.py")
 WHOLE = {f"[{rank}] piece and end": 200 for rank in range(2)}

@@ -6,7 +6,7 @@ import pytest
 
 from pipectl.errors import MismatchError
 from pipectl.plan import Replication
-from pipectl.runtime.supported import check_supported
+from pipectl.runtime.nodes import check_supported
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])

@@ -87,7 +87,7 @@ SEEN = """
 import sys, threading, time
 from pathlib import Path
 from mpi4py import MPI
-from pipectl.runtime.failure import Doing
+from pipectl.runtime.process import Doing
 from pipectl.runtime.waiting import broadcast, gather_all, waiting
 
 world, folder = MPI.COMM_WORLD, Path(sys.argv[1])

@@ -12,7 +12,7 @@ from typing import Any
 from mpi4py import MPI
 
 from pipectl.runs import RunDirectory
-from pipectl.runtime.failure import Doing, run_rank
+from pipectl.runtime.process import Doing, run_rank
 from pipectl.runtime.telemetry import Telemetry
 from pipectl.runtime.transport import Progress, Transport
 from pipectl.runtime.worker import run

@@ -283,7 +283,7 @@ def _without_advice(plan: Plan, without: WithoutPipeline | None, *, considered: 
 
 def remarks(answer: StepAnswer) -> Iterator[tuple[str, str]]:
     """What to know of the search and of the plan: labels and texts."""
-    from pipectl.runtime.supported import unsupported
+    from pipectl.runtime.nodes import unsupported
 
     plan, inputs, search = answer.plan, answer.inputs, answer.plan.search
     if search is not None:

@@ -23,9 +23,9 @@ from pipectl.files import write_text
 from pipectl.link import RowTimes
 from pipectl.report.charts import links_svg
 from pipectl.runs import RunDirectory, beat
-from pipectl.runtime.failure import report
 from pipectl.runtime.links.measure import measure_link, measure_sharing, measure_sums
 from pipectl.runtime.nodes import grouped, node_name
+from pipectl.runtime.process import report
 from pipectl.runtime.waiting import broadcast
 from pipectl.spec import JobSpec, load
 
@@ -96,7 +96,7 @@ def probe(directory: RunDirectory, key: str, budget_s: float) -> Cluster:
         between_nodes = measure_sharing(communicator, between_nodes, ranks_of)
     say("measuring rows of programs", 75)
     rows = _measure_rows(communicator, (within or between)[0], directory, spec, budget_s)
-    from pipectl.runtime.process import settle_process  # and torch, which links do without
+    from pipectl.runtime.device import settle_process  # and torch, which links do without
 
     settle_process(spec.threads)
     sums: list[tuple[int, int, float]] = []

@@ -11,7 +11,7 @@ from typing import Any
 from mpi4py import MPI
 from trainers import Training, helped, in_turns
 
-from pipectl.runtime.process import settle_process
+from pipectl.runtime.device import settle_process
 from pipectl.spec import load
 
 

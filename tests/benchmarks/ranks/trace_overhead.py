@@ -10,7 +10,7 @@ from mpi4py import MPI
 from trainers import Training, helped, in_turns
 
 from pipectl.plan import Plan
-from pipectl.runtime.process import settle_process
+from pipectl.runtime.device import settle_process
 from pipectl.runtime.transport import Progress
 from pipectl.schedule import lower
 from pipectl.spec import load

@@ -15,7 +15,7 @@ from pipectl.plan import Plan
 from pipectl.runs import RunDirectory
 from pipectl.runtime.agreement import neighbours_of
 from pipectl.runtime.device import CpuDevice
-from pipectl.runtime.failure import Doing
+from pipectl.runtime.process import Doing
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.trainer import Trainer
 from pipectl.runtime.transport import Circumstances, Progress, choose_progress

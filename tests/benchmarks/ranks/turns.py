@@ -31,9 +31,8 @@ from trainers import helped
 from pipectl.capture import CapturedJob
 from pipectl.plan import Plan
 from pipectl.runs import RunDirectory
-from pipectl.runtime.device import CpuDevice
-from pipectl.runtime.failure import Doing
-from pipectl.runtime.process import settle_process
+from pipectl.runtime.device import CpuDevice, settle_process
+from pipectl.runtime.process import Doing
 from pipectl.runtime.reduction import StageReduction
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.step import Step as RankStep

@@ -25,9 +25,9 @@ from mpi4py import MPI
 from pipectl.capture import CapturedJob
 from pipectl.runs import ATTEMPT, RunDirectory
 from pipectl.runtime.checkpoint import Keep, Saver, take_snapshot
-from pipectl.runtime.failure import Doing, run_rank
 from pipectl.runtime.manifest import Manifest
 from pipectl.runtime.optimizer import Stepper
+from pipectl.runtime.process import Doing, run_rank
 from pipectl.runtime.worker import run
 from pipectl.spec import load
 

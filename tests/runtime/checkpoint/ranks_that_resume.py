@@ -11,7 +11,7 @@ from pathlib import Path
 from mpi4py import MPI
 
 from pipectl.runs import ATTEMPT, RunDirectory
-from pipectl.runtime.failure import Doing
+from pipectl.runtime.process import Doing
 from pipectl.runtime.waiting import barrier
 from pipectl.runtime.worker import run
 

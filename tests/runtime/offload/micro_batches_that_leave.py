@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
+from pipectl.runtime.device import settle_process
 from pipectl.runtime.offload import DiskStore, Mover
-from pipectl.runtime.process import settle_process
 from pipectl.runtime.saved_tensors import SavedTensors
 from pipectl.schedule import Kind
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from mpi4py import MPI
 
-from pipectl.runtime.failure import run_rank
 from pipectl.runtime.layout import Layout
+from pipectl.runtime.process import run_rank
 from pipectl.runtime.transport import Wire
 from pipectl.runtime.worker import run
 

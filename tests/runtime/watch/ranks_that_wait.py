@@ -21,7 +21,7 @@ import psutil
 from mpi4py import MPI
 
 from pipectl.runs import RunDirectory
-from pipectl.runtime.failure import Doing, run_rank
+from pipectl.runtime.process import Doing, run_rank
 from pipectl.runtime.waiting import barrier, wait
 from pipectl.runtime.watching import watched
 from pipectl.watch.board import wait_record
