@@ -8,13 +8,11 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, TypeVar
 
 from pipectl.errors import MismatchError
+from pipectl.plan import Plan, Replication
+from pipectl.schedule import splits_backwards
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-    from pipectl.plan import Plan
-from pipectl.plan import Plan, Replication
-from pipectl.schedule import splits_backwards
 
 _Node = TypeVar("_Node")
 

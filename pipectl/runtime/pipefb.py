@@ -21,7 +21,6 @@ it is::
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -69,16 +68,20 @@ class View(NamedTuple):
     offset: int
 
 
-class Contents(NamedTuple):
-    """What is where in the messages of one stage and size; it follows from the stage's code.
+class Agreement(NamedTuple):
+    """What holds for all micro-batches of one size in one stage; it follows from the stage's code.
 
     Args:
-        views: of every tensor, in order.
-        sizes: bytes of every memory.
+        views: of every tensor in the messages, in order.
+        sizes: bytes of every memory in the messages.
+        start: what the first forward started from, on the host; None if the stage recomputes.
+        structure: of the autograd graph; see :attr:`Graph.structure`.
     """
 
     views: tuple[View, ...]
     sizes: tuple[int, ...]
+    start: Start | None = None
+    structure: tuple[str, ...] = ()
 
     def unpack(
         self, message: Sequence[Tensor | None], states: Mapping[int, Tensor]
@@ -107,11 +110,33 @@ class Contents(NamedTuple):
                 tensors.append(unpack(Handle(blocks[number], dtype, sizes, strides, offset)))
         return tensors
 
+    def check(self, stage: int, graph: Graph) -> None:
+        """Compare with the graph that another rank recorded.
+
+        Raises:
+            MismatchError: naming the first difference.
+        """
+        forms = [(view.dtype, view.sizes) for view in self.views]
+        pairs = ("node", self.structure, graph.structure), ("saved tensor", forms, graph.saved)
+        for what, expected, recorded in pairs:
+            difference = f"{len(expected)} {what}s instead of {len(recorded)}"
+            if len(expected) == len(recorded):
+                both = enumerate(zip(expected, recorded, strict=True))
+                differing = (f"{what} {i} is {one} instead of {two}" for i, (one, two) in both
+                             if one != two)  # fmt: skip
+                difference = next(differing, "")
+            if difference:
+                raise MismatchError(
+                    f"plan.json: stages[{stage}] has its backward on another rank, which does not "
+                    f"get the graph of its forward: {difference}",
+                    cure=_TOGETHER,
+                )
+
 
 def pack(
     tensors: Sequence[Tensor], states: Mapping[int, Tensor], places: int
-) -> tuple[Contents, list[Tensor | None]]:
-    """The contents of a message, and what travels, by place; the first has the small memories.
+) -> tuple[Agreement, list[Tensor | None]]:
+    """What is where in a message, and what travels, by place; the first has the small memories.
 
     Args:
         states: the arguments that both ranks have, by their indices.
@@ -148,10 +173,11 @@ def pack(
             number, base = numbers[memory], spans[memory][0] // tensor.itemsize
         form = tensor.dtype, tuple(tensor.shape), tensor.stride()
         views.append(View(number, *form, offset - base))
-    contents = Contents(tuple(views), tuple(vector.numel() for vector in vectors))
-    large = _large(contents.sizes, places)
+    sizes = tuple(vector.numel() for vector in vectors)
+    large = _large(sizes, places)
     small = [vector for number, vector in enumerate(vectors) if number not in large]
-    return contents, [torch.cat(small) if small else None, *(vectors[number] for number in large)]
+    layout = Agreement(tuple(views), sizes)
+    return layout, [torch.cat(small) if small else None, *(vectors[number] for number in large)]
 
 
 def _large(sizes: Sequence[int], places: int) -> list[int]:
@@ -250,92 +276,36 @@ def _check_functions(stage: int, nodes: Sequence[Node]) -> None:
             )
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """What holds for all micro-batches of one size in one stage.
-
-    Args:
-        start: what the first forward started from, on the host; None if the stage recomputes.
-        structure: of the autograd graph; see :attr:`Graph.structure`.
-    """
-
-    contents: Contents
-    start: Start | None = None
-    structure: tuple[str, ...] = ()
-
-    def check(self, stage: int, graph: Graph) -> None:
-        """Compare with the graph that another rank recorded.
-
-        Raises:
-            MismatchError: naming the first difference.
-        """
-        forms = [(view.dtype, view.sizes) for view in self.contents.views]
-        difference = _difference("node", self.structure, graph.structure) or _difference(
-            "saved tensor", forms, graph.saved
-        )
-        if difference:
-            raise MismatchError(
-                f"plan.json: stages[{stage}] has its backward on another rank, which does not get "
-                f"the graph of its forward: {difference}",
-                cure=_TOGETHER,
-            )
-
-
-@dataclass(frozen=True)
-class Ends:
-    """Of the messages between two halves, seen from one of them.
-
-    Args:
-        other_rank: of the other half.
-        places: tensors that a message of saved values may have.
-        recomputes: whether it holds only what a forward starts from.
-        wire: for agreements; those of a stage arrive in the order in which they are sent.
-    """
-
-    other_rank: int
-    places: int
-    recomputes: bool
-    wire: Wire
-
-
 class _Half(Stage):
     """A stage whose forward and backward run on different ranks, on one of them.
 
     Args:
-        ends: of the messages between the halves.
+        wire: for agreements; those of a stage arrive in the order in which they are sent.
+        other_rank: of the other half.
         others: see :class:`~pipectl.runtime.stage.Stage`.
     """
 
-    def __init__(self, ends: Ends, *args: Any, mover: Mover | None = None) -> None:
-        super().__init__(*args, recompute=ends.recomputes, mover=mover)
+    def __init__(self, wire: Wire, other_rank: int, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         (self._segment,) = self.segments
-        self._ends = ends
+        self._wire, self._other_rank = wire, other_rank
         self._agreed: dict[Rows, Agreement] = {}
-
-    def compile(self) -> None:
-        """Compile the training code, which the other half can follow only by computing it again.
-
-        Raises:
-            MismatchError: it does not.
-        """
-        if not self._ends.recomputes:
-            raise MismatchError(
-                f"plan.json: stages[{self.index}] has its backward on another rank, which cannot "
-                "follow what torch.compile makes of its forward",
-                cure="set training.compile: false, or pipeline.backward: together",
-            )
-        super().compile()
+        self._leaving: dict[int, Tensors] = {}
+        self._graphs: dict[Rows, Graph] = {}
+        self._arrived: dict[int, tuple[MicroBatch, list[Any]]] = {}
 
     def _code(self, rows: Rows) -> Code:
         return self._segment.codes[True, rows]
 
+    def forget(self) -> None:
+        """Drop gradients, unfinished micro-batches, and what is not sent."""
+        super().forget()
+        self._leaving.clear()
+        self._arrived.clear()
+
 
 class ForwardHalf(_Half):
     """Runs forwards and evaluations, with the weights that the other half sends."""
-
-    def __init__(self, ends: Ends, *args: Any) -> None:
-        super().__init__(ends, *args)
-        self._leaving: dict[int, Tensors] = {}
 
     def forward(
         self, micro_batch: MicroBatch, inputs: Mapping[str, Tensor], arrived: Tensors
@@ -343,7 +313,7 @@ class ForwardHalf(_Half):
         """Run the training forward of a micro-batch; what its backward needs waits to be sent."""
         assert micro_batch.age == 0  # it holds the weights that arrived last, and no others
         index, code = micro_batch.number, self._code(micro_batch.rows)
-        if self._ends.recomputes:
+        if self._segment.recomputes:
             results = super().forward(micro_batch, inputs, arrived)
             kept = self._segment.kept.pop(index)
             assert isinstance(kept, Start)
@@ -384,11 +354,6 @@ class ForwardHalf(_Half):
             else:
                 parameter.data = tensor
 
-    def forget(self) -> None:
-        """Drop what is not sent."""
-        super().forget()
-        self._leaving.clear()
-
     def _leave(
         self,
         micro_batch: MicroBatch,
@@ -401,12 +366,13 @@ class ForwardHalf(_Half):
         Raises:
             WorkerError: it lies otherwise in memory than that of an earlier micro-batch.
         """
-        rows = micro_batch.rows
-        contents, message = pack(tensors, lasting_states(self._code(rows)), self._ends.places)
+        rows, code = micro_batch.rows, self._code(micro_batch.rows)
+        places = places_of(code.cut, self.index)
+        layout, message = pack(tensors, lasting_states(code), places)
         if rows not in self._agreed:
-            self._agreed[rows] = Agreement(contents, start, tuple(structure))
-            self._ends.wire.send_object(self._agreed[rows], self._ends.other_rank, self.index)
-        if contents != self._agreed[rows].contents:
+            self._agreed[rows] = layout._replace(start=start, structure=tuple(structure))
+            self._wire.send_object(self._agreed[rows], self._other_rank, self.index)
+        if layout[:2] != self._agreed[rows][:2]:
             raise WorkerError(
                 f"stage {self.index} saves other tensors for its backward than before, so that "
                 "they cannot be sent to another rank",
@@ -424,19 +390,9 @@ class BackwardHalf(_Half):
     offloaded until its backward.
     """
 
-    def __init__(self, ends: Ends, *args: Any, mover: Mover | None = None) -> None:
-        super().__init__(ends, *args, mover=mover)
-        self._graphs: dict[Rows, Graph] = {}
-        self._arrived: dict[int, tuple[MicroBatch, list[Any]]] = {}
-
-    def inputs(self, training: bool, rows: Rows) -> tuple[str, ...]:  # noqa: ARG002
-        """None: it reads no batches."""
-        return ()
-
-    @property
-    def reads(self) -> bool:
-        """Never: what forwards read is not needed here."""
-        return False
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._inputs = dict.fromkeys(self._inputs, ())  # what forwards read is not needed here
 
     def leaving(self, index: int) -> Tensors:  # noqa: ARG002
         """The parameters that training changes."""
@@ -451,7 +407,7 @@ class BackwardHalf(_Half):
         """
         rows = micro_batch.rows
         if rows not in self._agreed:
-            agreed = self._ends.wire.receive_object(self._ends.other_rank, self.index)
+            agreed = self._wire.receive_object(self._other_rank, self.index)
             self._agreed[rows] = agreed
             if agreed.start is not None:
                 start = agreed.start.map_tensors(lambda tensor: tensor.to(self.device))
@@ -460,7 +416,7 @@ class BackwardHalf(_Half):
                 agreed.check(self.index, graph)
                 self._graphs[rows] = graph
         tensors: list[Any] = list(message.values())
-        pool = self._save(micro_batch.number, ())
+        pool = self._pool(micro_batch.number, ())
         if pool is not None:
             tensors = [None if tensor is None else pool.pack(tensor) for tensor in tensors]
         self._arrived[micro_batch.number] = micro_batch, tensors
@@ -477,18 +433,13 @@ class BackwardHalf(_Half):
         self, micro_batch: MicroBatch, gradients: Tensors, weight: float, scale: float = 1.0
     ) -> Tensors:
         """Run the backward of a micro-batch; parameter gradients accumulate."""
-        if not self._ends.recomputes:
+        if not self._segment.recomputes:
             began, values = self._unpacked(micro_batch)
             graph = self._graphs[began.rows]
             graph.values = list[Tensor | None](values)
             self._segment.kept[micro_batch.number] = graph
             del values
         return super().backward(micro_batch, gradients, weight, scale)
-
-    def forget(self) -> None:
-        """Drop gradients and unfinished micro-batches."""
-        super().forget()
-        self._arrived.clear()
 
     def _unpacked(self, micro_batch: MicroBatch) -> tuple[MicroBatch, list[Tensor]]:
         """What a micro-batch's forward had, and left; weights among that at their age."""
@@ -499,7 +450,7 @@ class BackwardHalf(_Half):
         if self.versions is not None:
             used = self.versions.of_age(micro_batch.age).among(list(states.values()))
             states = dict(zip(states, used, strict=True))
-        return began, self._agreed[began.rows].contents.unpack(message, states)
+        return began, self._agreed[began.rows].unpack(message, states)
 
 
 def make_half(
@@ -512,27 +463,34 @@ def make_half(
     device: Device,
     precision: str,
     mover: Mover | None = None,
+    *,
+    compiles: bool = False,
 ) -> Stage:
     """The half of a stage that a rank has.
 
     Args:
         index: of the stage.
         mover: takes away what arrives at the backward's rank; None if it stays.
-        wire, others: see :class:`Ends` and :class:`Stage`.
+        compiles: whether torch.compile compiles what stages run.
+        wire, others: see :class:`_Half` and :class:`Stage`.
 
     Raises:
         MismatchError: the stage's backward cannot run on another rank.
     """
     training = {key: cut for key, cut in cuts.items() if key[0]}
-    cut = next(iter(training.values()))
     if not stage.recompute:
-        check_operators(cut, index)
-    ranks = stage.ranks[0], stage.updating_ranks[0]
-    is_forward = rank == ranks[0]
-    ends = Ends(ranks[is_forward], places_of(cut, index), stage.recompute, wire)
-    if is_forward:
-        return ForwardHalf(ends, index, cuts, states, device, precision)
-    return BackwardHalf(ends, index, training, states, device, precision, mover=mover)
+        check_operators(next(iter(training.values())), index)
+        if compiles:
+            raise MismatchError(
+                f"plan.json: stages[{index}] has its backward on another rank, which cannot "
+                "follow what torch.compile makes of its forward",
+                cure="set training.compile: false, or pipeline.backward: together",
+            )
+    forward, backward = stage.ranks[0], stage.updating_ranks[0]
+    shared = index, cuts if rank == forward else training, states, device, precision
+    if rank == forward:
+        return ForwardHalf(wire, backward, *shared, recompute=stage.recompute)
+    return BackwardHalf(wire, forward, *shared, recompute=stage.recompute, mover=mover)
 
 
 def check_operators(cut: Cut, stage: int) -> None:
@@ -620,13 +578,3 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 def _refuse(_: Any) -> NoReturn:
     raise AssertionError("the backward of this stage runs on another rank")
-
-
-def _difference(what: str, expected: Sequence[Any], recorded: Sequence[Any]) -> str:
-    if len(expected) != len(recorded):
-        return f"{len(expected)} {what}s instead of {len(recorded)}"
-    pairs = enumerate(zip(expected, recorded, strict=True))
-    return next(
-        (f"{what} {index} is {one} instead of {other}" for index, (one, other) in pairs
-         if one != other), ""
-    )  # fmt: skip

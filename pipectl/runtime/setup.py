@@ -141,7 +141,8 @@ class Setup:
         shared = self.job.states, self.device, self.job.spec.training.precision
         mover = self._mover if stage.offload else None
         if stage.updating_ranks != stage.ranks:
-            return make_half(stage, index, rank, wire, cuts, *shared, mover)
+            compiles = self.job.spec.training.compile
+            return make_half(stage, index, rank, wire, cuts, *shared, mover, compiles=compiles)
         own: dict[Key, Cut] = {}
         for (training, rows), cut in cuts.items():  # by what is computed of a stage at once
             parts: dict[int, Rows] = {}

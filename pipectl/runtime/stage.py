@@ -136,44 +136,6 @@ def _seed(
     return torch.full(sizes, scale, dtype=dtype, device=device) * weight
 
 
-class StageStates:
-    """Those of one stage, moved to the device in place when its code asks for them.
-
-    Args:
-        states: the model's parameters and buffers by full name.
-
-    Attributes:
-        parameters, buffers: of the stage, by full name.
-        uses: leaves in the memory of parameters with several uses, one for each use.
-    """
-
-    def __init__(self, states: Mapping[str, Tensor], device: Device) -> None:
-        self._states = states
-        self._device = device
-        self.parameters: dict[str, nn.Parameter] = {}
-        self.buffers: dict[str, Tensor] = {}
-        self.uses: dict[Slot, Tensor] = {}
-
-    def argument(self, cut: Cut, slot: Slot) -> Tensor:
-        """A state argument of some code of the stage."""
-        state = cut.graph.states[slot.value]
-        if state.kind == "constant":
-            constant: Tensor = cut.graph.constants[state.name]
-            return constant.to(self._device.torch_device)
-        tensor = self._states[state.name]
-        move(tensor, self._device.torch_device)
-        if not isinstance(tensor, nn.Parameter):
-            self.buffers[state.name] = tensor
-            return tensor
-        self.parameters[state.name] = tensor
-        if not slot.use:
-            return tensor
-        use = slot._replace(value=state.name)
-        if use not in self.uses:
-            self.uses[use] = tensor.detach().requires_grad_(tensor.requires_grad)
-        return self.uses[use]
-
-
 @dataclass
 class Code:
     """What a segment runs for some rows.
@@ -203,7 +165,8 @@ class Segment:
     Args:
         number: of the segment as a stage of the cuts.
         cuts: by key, for all that it will compute.
-        recompute: whether a forward keeps only what it starts from.
+        argument: gives a parameter or buffer that some code is called with.
+        recomputes: whether a forward keeps only what it starts from.
 
     Attributes:
         leaves: states that get gradients in training.
@@ -215,39 +178,36 @@ class Segment:
         self,
         number: int,
         cuts: Mapping[Key, Cut],
-        states: StageStates,
+        argument: Callable[[Cut, Slot], Tensor],
         device: torch.device,
         precision: str,
         *,
-        recompute: bool,
+        recomputes: bool,
     ) -> None:
-        self.recomputes = recompute
+        self.recomputes = recomputes
         self._device, self._precision = device, precision
         self._anchor = torch.zeros((), requires_grad=True)
         self.codes: dict[Key, Code] = {}
         for key, cut in cuts.items():
-            self.codes[key] = self._build(number, key, cut, states)
+            code, graph = build_stage(cut, number, key[1], device), cut.graph
+            names = graph.written if recomputes and key[0] else graph.rewritten
+            assert isinstance(code.module, fx.GraphModule)
+            self.codes[key] = Code(
+                code,
+                cut,
+                [argument(cut, slot) for slot in code.states],
+                [(s, Slot(s.value), graph.requires_grad[s.value]) for s in code.received],
+                _returning(cut, number),
+                [index for index, slot in enumerate(code.states) if slot.value in names],
+                Slot(graph.loss),
+                any(node.target in SEEDERS for node in code.module.graph.nodes),
+            )
         training = [code for key, code in self.codes.items() if key[0]]
         trained = (t for code in training for t in code.arguments if t.requires_grad)
         self.leaves = list({id(tensor): tensor for tensor in trained}.values())
         self.kept: dict[int, Start | Live | Deferred] = {}
         self._splits = False
         self._deferring = Deferred()
-
-    def _build(self, number: int, key: Key, cut: Cut, states: StageStates) -> Code:
-        code, graph = build_stage(cut, number, key[1], self._device), cut.graph
-        names = graph.written if self.recomputes and key[0] else graph.rewritten
-        assert isinstance(code.module, fx.GraphModule)
-        return Code(
-            code,
-            cut,
-            [states.argument(cut, slot) for slot in code.states],
-            [(s, Slot(s.value), graph.requires_grad[s.value]) for s in code.received],
-            _returning(cut, number),
-            [index for index, slot in enumerate(code.states) if slot.value in names],
-            Slot(graph.loss),
-            any(node.target in SEEDERS for node in code.module.graph.nodes),
-        )
 
     def forward(self, start: Start, pool: SavedTensors | None) -> dict[Slot, Tensor]:
         """Run a training forward and keep what its backward needs; returns the results.
@@ -299,10 +259,6 @@ class Segment:
         if deferred is not None:
             assert isinstance(deferred, Deferred)
             deferred.run()
-
-    def forget(self) -> None:
-        """Drop unfinished micro-batches."""
-        self.kept.clear()
 
     def run(
         self, start: Start, *, again: bool, pool: SavedTensors | None = None
@@ -377,7 +333,8 @@ class Stage:
         mover: takes away what forwards keep; None if it stays.
 
     Attributes:
-        parameters, buffers, uses: see :class:`StageStates`.
+        parameters, buffers: of the stage, by full name.
+        uses: leaves in the memory of parameters with several uses, one for each use.
         segments: what training runs, in order.
         versions: of the weights, if steps are not flushed; see :meth:`keep_versions`.
         saved: what forwards keep, by micro-batch, if it leaves.
@@ -400,34 +357,32 @@ class Stage:
         self.saved: dict[int, SavedTensors] = {}
         self.device, self.precision = device.torch_device, precision
         self.versions: Versions | None = None
-        own = StageStates(states, device)
+        self._states = states
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.buffers: dict[str, Tensor] = {}
+        self.uses: dict[Slot, Tensor] = {}
         training = {key: cut for key, cut in cuts.items() if key[0]}
         evaluating = {key: cut for key, cut in cuts.items() if not key[0]}
         inner = {key: cut_segments(cut, index, firsts) for key, cut in training.items()}
-        given = own, self.device, precision
+        given = self._argument, self.device, precision
         again = recompute or bool(firsts)
         self.segments = [
-            Segment(number, inner, *given, recompute=again)
+            Segment(number, inner, *given, recomputes=again)
             for number in range(index, index + len(firsts) + 1)
         ]
-        self._evaluation = Segment(index, evaluating, *given, recompute=False)
-        self.parameters, self.buffers, self.uses = own.parameters, own.buffers, own.uses
+        self._evaluation = Segment(index, evaluating, *given, recomputes=False)
         self._inputs: dict[Key, tuple[str, ...]] = {}
         for key in cuts:
-            segments = self.segments if key[0] else [self._evaluation]
-            names = (name for segment in segments for name in segment.codes[key].stage.inputs)
+            names = (name for code in self._codes(key) for name in code.stage.inputs)
             self._inputs[key] = tuple(dict.fromkeys(names))
         self._results: dict[Key, list[Slot]] = {}
         for key, cut in training.items():
-            results = {
-                slot for segment in self.segments for slot in segment.codes[key].stage.results
-            }
+            results = {slot for code in self._codes(key) for slot in code.stage.results}
             self._results[key] = [slot for slot in _sent(cut, index) if slot in results]
 
     def draws(self, training: bool, rows: Rows) -> bool:
         """Whether it draws random numbers, so that its micro-batches need a seed."""
-        segments = self.segments if training else [self._evaluation]
-        return any(segment.codes[training, rows].draws for segment in segments)
+        return any(code.draws for code in self._codes((training, rows)))
 
     def inputs(self, training: bool, rows: Rows) -> tuple[str, ...]:
         """Names of the batch tensors this stage reads."""
@@ -452,7 +407,11 @@ class Stage:
         """
         key = True, micro_batch.rows
         version = None if self.versions is None else self.versions.of_age(micro_batch.age)
-        pool = None if self._mover is None else self._pool(micro_batch, version)
+        pool = None
+        if self._mover is not None:
+            states = [state for code in self._codes(key) for state in code.arguments]
+            used = states if version is None else version.among(states)
+            pool = self._pool(micro_batch.number, used)
         values = dict(arrived)
         for segment in self.segments:
             results = segment.forward(Start(micro_batch, inputs, values, {}, version), pool)
@@ -543,7 +502,7 @@ class Stage:
     def forget(self) -> None:
         """Drop gradients and unfinished micro-batches."""
         for segment in self.segments:
-            segment.forget()
+            segment.kept.clear()
         self.saved.clear()
         for tensor in (*self.parameters.values(), *self.uses.values()):
             tensor.grad = None
@@ -558,13 +517,35 @@ class Stage:
         """Take a message of the other half of this stage."""
         raise NotImplementedError
 
-    def _pool(self, micro_batch: MicroBatch, version: Version | None) -> SavedTensors | None:
-        """What takes what a micro-batch keeps, if it leaves; parameters and buffers stay."""
-        key = True, micro_batch.rows
-        states = [t for segment in self.segments for t in segment.codes[key].arguments]
-        return self._save(micro_batch.number, states if version is None else version.among(states))
+    def _codes(self, key: Key) -> list[Code]:
+        segments = self.segments if key[0] else [self._evaluation]
+        return [segment.codes[key] for segment in segments]
 
-    def _save(self, index: int, staying: Sequence[Tensor]) -> SavedTensors | None:
+    def _argument(self, cut: Cut, slot: Slot) -> Tensor:
+        """A parameter or buffer of this stage, moved to the device in place."""
+        state = cut.graph.states[slot.value]
+        if state.kind == "constant":
+            constant: Tensor = cut.graph.constants[state.name]
+            return constant.to(self.device)
+        tensor = self._states[state.name]
+        move(tensor, self.device)
+        if not isinstance(tensor, nn.Parameter):
+            self.buffers[state.name] = tensor
+            return tensor
+        self.parameters[state.name] = tensor
+        if not slot.use:
+            return tensor
+        use = slot._replace(value=state.name)
+        if use not in self.uses:
+            self.uses[use] = tensor.detach().requires_grad_(tensor.requires_grad)
+        return self.uses[use]
+
+    def _pool(self, index: int, staying: Sequence[Tensor]) -> SavedTensors | None:
+        """What takes what a micro-batch keeps, if that leaves.
+
+        Args:
+            staying: parameters and buffers.
+        """
         if self._mover is None:
             return None
         self.saved[index] = SavedTensors(staying, self.device, self._mover)

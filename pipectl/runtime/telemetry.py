@@ -8,24 +8,22 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
 import psutil
 from mpi4py import MPI
 
 from pipectl.runs import RunDirectory, beat
 from pipectl.runtime.nodes import node_name
 from pipectl.runtime.process import say, warn
+from pipectl.runtime.reports import Attempts, Lines, Reports
 from pipectl.runtime.step_end import Fault
-from pipectl.runtime.waiting import WaitingShare, barrier, wait
-from pipectl.runtime.written import Attempts, Lines
+from pipectl.runtime.waiting import WaitingShare, barrier, poll
 
 _HEARTBEAT_S = 2.0
 _SAY_S = 10.0
 """Between two lines about steps in the job's log."""
-_TAG = 1
 
 
 @dataclass(frozen=True)
@@ -50,9 +48,6 @@ class StepReport:
     loss_scale: float = math.nan
     skipped: bool = False
     tokens: int = 0
-
-
-_FIELDS = (*(field.name for field in fields(StepReport)), "rss_bytes", "waiting", "time")
 
 
 class Telemetry:
@@ -96,9 +91,7 @@ class Telemetry:
             "stages": list(stages),
         }
         self._ranks = communicator.gather(me)
-        self._sending: list[tuple[MPI.Request, Any]] = []
-        self._reports: dict[int, dict[int, dict[str, float]]] = {}
-        self._latest: dict[int, dict[str, float]] = {}
+        self._reports = Reports[dict[str, Any]](communicator)
         self._beat_at = 0.0
         self._said_at = float("-inf")
         self._lines = Lines(run.metrics, warn)
@@ -118,23 +111,23 @@ class Telemetry:
 
     def report(self, report: StepReport) -> None:
         """Send one step's figures on their way; never waits for another rank."""
-        own = self._process.memory_info().rss, self._waiting.share(), time.time()
-        record = np.array([*astuple(report), *own], dtype=np.float64)
+        own = {
+            "rss_bytes": self._process.memory_info().rss,
+            "waiting": self._waiting.share(),
+            "time": time.time(),
+        }
+        self._reports.send(report.step, {**asdict(report), **own})
         if self._communicator.rank == 0:
-            self._accept(0, record)
-            self._poll()
+            self._take_in()
             self._beat()
-        else:
-            self._sending = [item for item in self._sending if not item[0].Test()]
-            self._sending.append((self._communicator.Isend(record, 0, _TAG), record))
 
     def has_written(self, step: int) -> bool:
         """Whether the figures of all steps up to one are there (rank 0 only).
 
         A run that goes on from a step's checkpoint does not come by them again.
         """
-        self._poll()
-        return all(pending > step for pending in self._reports)
+        self._take_in()
+        return all(pending > step for pending in self._reports.incomplete)
 
     def evaluation(self, step: int, result: dict[str, float], ends: str = "") -> None:
         """Record the result of an evaluation (rank 0 only).
@@ -157,30 +150,20 @@ class Telemetry:
 
     def finish(self, state: str = "done") -> None:
         """Wait for every report of every rank and write the last ones; collective."""
-        if self._communicator.rank == 0:
-            while len(self._reports):
-                self._poll()
-                time.sleep(0.001)
-        wait([request for request, _ in self._sending])
+
+        def is_over() -> bool:
+            self._take_in()
+            return not (self._reports.is_sending or self._reports.incomplete)
+
+        poll(is_over, lambda _: False)
         barrier(self._communicator)
         self._append()
         self.state(state)
 
-    def _poll(self) -> None:
-        """Take in what ranks have reported; a report is short, so none is waited for."""
-        status = MPI.Status()
-        while (message := self._communicator.Improbe(tag=_TAG, status=status)) is not None:
-            record = np.empty(len(_FIELDS))
-            message.Recv(record)
-            self._accept(status.source, record)
-
-    def _accept(self, rank: int, record: Any) -> None:
-        report = dict(zip(_FIELDS, record.tolist(), strict=True))
-        step = int(report["step"])
-        self._latest[rank] = report
-        self._reports.setdefault(step, {})[rank] = report
-        if len(self._reports[step]) == self._communicator.size:
-            line = self._metrics(step, self._reports.pop(step))
+    def _take_in(self) -> None:
+        """Write a line for every step of which all ranks have reported."""
+        for step, reports in self._reports.collect():
+            line = self._metrics(step, reports)
             self._append(line)
             now = time.monotonic()
             if now - self._said_at >= _SAY_S or step == self._steps:
@@ -195,7 +178,7 @@ class Telemetry:
     def _stamp(self, step: int) -> dict[str, Any]:
         return {"attempt": self._attempt, "step": step, "time": time.time()}
 
-    def _metrics(self, step: int, reports: dict[int, dict[str, float]]) -> dict[str, Any]:
+    def _metrics(self, step: int, reports: dict[int, dict[str, Any]]) -> dict[str, Any]:
         first = reports[0]
         known = {
             name: next((r[name] for r in reports.values() if not math.isnan(r[name])), None)
@@ -203,7 +186,7 @@ class Telemetry:
         }
         scaling = {}
         if not math.isnan(first["loss_scale"]):
-            scaling = {"loss_scale": first["loss_scale"], "skipped": bool(first["skipped"])}
+            scaling = {"loss_scale": first["loss_scale"], "skipped": first["skipped"]}
         samples_per_s, tokens = first["samples"] / first["step_time_s"], {}
         if first["tokens"]:
             tokens = {"tokens_per_s": first["tokens"] / first["step_time_s"]}
@@ -236,13 +219,13 @@ class Telemetry:
         assert self._ranks is not None
         ranks = []
         for identity in self._ranks:
-            latest, figures = self._latest.get(identity["rank"]), {}
+            latest, figures = self._reports.latest.get(identity["rank"]), {}
             if latest is not None:
                 figures = {
                     "busy_s": latest["busy_s"],
                     "waiting": round(latest["waiting"], 3),
-                    "rss_bytes": int(latest["rss_bytes"]),
-                    "peak_bytes": int(latest["peak_bytes"]),
+                    "rss_bytes": latest["rss_bytes"],
+                    "peak_bytes": latest["peak_bytes"],
                 }
             ranks.append({**identity, **figures})
         state = self._state, self._step, self._steps, self._attempt, ranks, self._messages

@@ -22,8 +22,8 @@ from mpi4py import MPI
 from pipectl.runs import RunDirectory
 from pipectl.runtime import clock
 from pipectl.runtime.process import warn
+from pipectl.runtime.reports import Attempts, Reports
 from pipectl.runtime.waiting import gather_all, poll
-from pipectl.runtime.written import Attempts
 from pipectl.schedule.actions import EVENT_NAMES, Action, Columns
 from pipectl.spec.models import Trace
 from pipectl.timeline import Event, Timeline, shown_ranks
@@ -36,7 +36,6 @@ MAX_WAITING = 8
 EVENTS_AT_ONCE, HELD_S = 1000, 1.0
 """Small files are written in batches, which takes half as long as one by one: of so many events, or
 as soon as the first is so old."""
-_TAG = clock.TAG + 1
 
 
 Table = npt.NDArray[np.float64]
@@ -112,9 +111,7 @@ class Tracing:
         self._recorded = frozenset(shown_ranks(self._size, limit))
         self._clock = clock.CommonClock()
         self._compared = self._last = -STEPS_A_CLOCK
-        self._sending: list[tuple[MPI.Request, Table]] = []
-        self._receiving: list[tuple[MPI.Request, Table, int]] = []
-        self._tables: dict[int, dict[int, Table]] = {}
+        self._tables = Reports[Table](self._world, sorted(self._recorded))
         self._whole: dict[int, dict[int, Table]] = {}
         self._held_since = 0.0
         self._writer = ThreadPoolExecutor(1, "trace")
@@ -145,19 +142,20 @@ class Tracing:
         head[0, :3] = step, begin_s + self._clock.offset_s, self._clock.error_s
         table = np.concatenate([head, recording.table()])
         table[1:, :2] += self._clock.offset_s
-        if self._rank == 0:
-            self._accept(0, table)
-        else:
-            self._sending.append((self._world.Isend(table, 0, _TAG), table))
+        self._tables.send(step, table)
 
     def advance(self) -> None:
         """Look after what is on its way; between steps. What cannot be written is dropped."""
         while self._writing and (self._writing[0].done() or len(self._writing) > MAX_WAITING):
             written = self._writing.popleft()
             self._attempts(written.result)
-        self._sending = [item for item in self._sending if not item[0].Test()]
-        if self._rank == 0 and self._tables:
-            self._receive()
+        for step, tables in self._tables.collect() if self._tables.incomplete else ():
+            if not self._whole:
+                self._held_since = time.perf_counter()
+            self._whole[step] = tables
+            events = sum(len(table) for each in self._whole.values() for table in each.values())
+            if events > EVENTS_AT_ONCE or not self.wants(step + 1):
+                self._start_writing()
         if self._whole and time.perf_counter() - self._held_since > HELD_S:
             self._start_writing()
 
@@ -166,36 +164,12 @@ class Tracing:
 
         def is_over() -> bool:
             self.advance()
-            if self._whole and not self._tables:
+            if self._whole and not self._tables.incomplete:
                 self._start_writing()
-            return not (self._sending or self._tables or self._writing)
+            return not (self._tables.is_sending or self._tables.incomplete or self._writing)
 
         poll(is_over, lambda _: False)
         self._writer.shutdown()
-
-    def _receive(self) -> None:
-        status = MPI.Status()
-        while (message := self._world.Improbe(tag=_TAG, status=status)) is not None:
-            table = np.empty((status.Get_count(MPI.DOUBLE) // WIDTH, WIDTH))
-            self._receiving.append((message.Irecv(table), table, status.source))
-        waiting, self._receiving = self._receiving, []
-        for request, table, source in waiting:
-            if request.Test():
-                self._accept(source, table)
-            else:
-                self._receiving.append((request, table, source))
-
-    def _accept(self, rank: int, table: Table) -> None:
-        step = int(table[0, 0])
-        tables = self._tables.setdefault(step, {})
-        tables[rank] = table
-        if len(tables) == len(self._recorded):
-            if not self._whole:
-                self._held_since = time.perf_counter()
-            self._whole[step] = self._tables.pop(step)
-            events = sum(len(table) for tables in self._whole.values() for table in tables.values())
-            if events > EVENTS_AT_ONCE or not self.wants(step + 1):
-                self._start_writing()
 
     def _start_writing(self) -> None:
         steps, self._whole = self._whole, {}

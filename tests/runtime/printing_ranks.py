@@ -9,6 +9,8 @@ from pathlib import Path
 
 from mpi4py import MPI
 
+from pipectl.runtime import process
+
 HOW, WORLD = sys.argv[1], MPI.COMM_WORLD
 RUN = Path(os.environ["PIPECTL_RUN_DIRECTORY"])
 if HOW == "shares":

@@ -14,7 +14,7 @@ import pytest
 from pipectl.errors import UsageError
 from pipectl.runs import RunDirectory, last_checkpoint, read_heartbeat, read_metrics
 from pipectl.runtime import written
-from pipectl.runtime.written import Attempts, Lines
+from pipectl.runtime.reports import Attempts, Lines
 
 PARTS = Path(__file__).with_name("job_parts.py")
 STEPS = 15

@@ -23,6 +23,7 @@ from pipectl.files import make_private_directory
 from pipectl.runs import checkpoints, step_of
 from pipectl.runtime.checkpoint.snapshot import Snapshot, sync
 from pipectl.runtime.manifest import Manifest
+from pipectl.runtime.reports import Reports
 from pipectl.runtime.waiting import barrier, poll, wait
 from pipectl.units import format_bytes
 
@@ -50,15 +51,17 @@ class Keep:
 
 @dataclass
 class _Save:
-    """A checkpoint on its way; on rank 0, reports are what the threads of all ranks wrote.
+    """A checkpoint on its way.
 
-    A report is the manifest of a rank with its files, or what went wrong.
+    Attributes:
+        written: the manifest of this rank with its files, or what went wrong.
+        reports: the same of all ranks, on rank 0.
     """
 
     manifest: Manifest
     partial: Path
     written: Future[Manifest | str]
-    sending: MPI.Request | None = None
+    is_reported: bool = False
     reports: list[Manifest | str] = field(default_factory=list)
     committed: Future[None] | None = None
 
@@ -91,6 +94,7 @@ class Saver:
         self._warn = warn
         self._ready = ready
         self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._reports = Reports[Manifest | str](communicator)
         self._save: _Save | None = None
         self._failure = ""
         self._has_waited = False
@@ -124,22 +128,24 @@ class Saver:
 
     def poll(self) -> None:
         """Move the checkpoint on; never waits for another rank."""
-        save, is_first = self._save, self._communicator.rank == 0
+        save = self._save
         if save is None:
             return
-        if save.sending is None and save.written.done():
-            save.sending = self._communicator.isend(save.written.result(), 0)
-        if is_first:
-            while (message := self._communicator.improbe()) is not None:
-                save.reports.append(message.recv())
-            all_written = len(save.reports) == self._communicator.size
-            if save.committed is None and all_written and self._ready(save.manifest.step):
-                save.committed = self._thread.submit(_commit, self._directory, save, self._keep)
-        if save.sending is None or not save.sending.Test():
+        if not save.is_reported and save.written.done():
+            save.is_reported = True
+            self._reports.send(save.manifest.step, save.written.result())
+        if self._communicator.rank:
+            if save.is_reported and not self._reports.is_sending:
+                self._save = None
             return
-        if not is_first or (save.committed is not None and save.committed.done()):
+        for _, reports in self._reports.collect():
+            save.reports = list(reports.values())
+        if save.committed is None:
+            if save.reports and self._ready(save.manifest.step):
+                save.committed = self._thread.submit(_commit, self._directory, save, self._keep)
+        elif save.committed.done():
             self._save = None
-            if save.committed is not None and (error := save.committed.exception()):
+            if error := save.committed.exception():
                 self._failure = str(error)
                 self._tell_failure(save.manifest.step)
 

@@ -18,7 +18,7 @@ from pipectl.capture import CapturedJob, Cut, Lane, Slot
 from pipectl.capture.slices import Rows
 from pipectl.graph import TransferKind
 from pipectl.runtime.device import CpuDevice
-from pipectl.runtime.pipefb import BackwardHalf, Ends, ForwardHalf, places_of
+from pipectl.runtime.pipefb import BackwardHalf, ForwardHalf, places_of
 from pipectl.runtime.stage import MicroBatch, Stage
 from pipectl.spec import load
 
@@ -105,9 +105,9 @@ class Step:
                 self.forwards.append(whole)
                 self.backwards.append(whole)
                 continue
-            ends = Ends(0, places_of(cut, index), recompute, told)  # type: ignore[arg-type]
             for halves, kind in ((self.forwards, ForwardHalf), (self.backwards, BackwardHalf)):
-                halves.append(kind(ends, index, cuts, copies(job.states), *shared))
+                given = told, 0, index, cuts, copies(job.states), *shared
+                halves.append(kind(*given, recompute=recompute))  # type: ignore[arg-type]
         for stage in self.backwards if versions else ():
             stage.keep_versions(1)
         self.recompute = recompute

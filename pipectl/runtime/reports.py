@@ -1,0 +1,144 @@
+"""What ranks report to rank 0 while they train on, and the files that it writes.
+
+Training can do without these files for a while: their disk may be full, or read-only, or away.
+That they cannot be written is told once, and once that it is over. Lines are kept until they can be
+written; pictures of the moment, such as the heartbeat, are simply written again when they are due.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from os import SEEK_END
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from mpi4py import MPI
+
+from pipectl.errors import UsageError
+from pipectl.files import open_regular
+
+T = TypeVar("T")
+MAX_LINES = 100_000
+"""Kept in memory (about 30 MB); of more, the oldest are dropped."""
+_TAG = 2
+
+
+class Reports(Generic[T]):
+    """Reports of ranks about steps, on their way to rank 0. No rank waits for another.
+
+    Args:
+        communicator: on which nothing else with this tag is on its way.
+        ranks: that report; all by default.
+
+    Attributes:
+        latest: that came from each rank.
+        incomplete: steps of which some ranks have reported, with the reports.
+    """
+
+    def __init__(self, communicator: MPI.Comm, ranks: Sequence[int] | None = None) -> None:
+        self._communicator = communicator
+        self._count = communicator.size if ranks is None else len(ranks)
+        self._sending: list[MPI.Request] = []
+        self._receiving: list[tuple[MPI.Request, int]] = []
+        self.latest: dict[int, T] = {}
+        self.incomplete: dict[int, dict[int, T]] = {}
+
+    @property
+    def is_sending(self) -> bool:
+        """Whether a report of this rank has not left yet."""
+        self._sending = [request for request in self._sending if not request.Test()]
+        return bool(self._sending)
+
+    def send(self, step: int, report: T) -> None:
+        """Send a report on its way."""
+        if self._communicator.rank == 0:
+            self._accept(0, step, report)
+        else:
+            sending = self._communicator.isend((step, report), 0, _TAG)
+            self._sending = [request for request in self._sending if not request.Test()]
+            self._sending.append(sending)
+
+    def collect(self) -> list[tuple[int, dict[int, T]]]:
+        """The steps, on rank 0, of which all ranks have reported since the last call."""
+        status = MPI.Status()
+        while (message := self._communicator.improbe(tag=_TAG, status=status)) is not None:
+            self._receiving.append((message.irecv(), status.source))
+        waiting, self._receiving = self._receiving, []
+        for request, rank in waiting:
+            is_there, report = request.test()
+            if is_there:
+                self._accept(rank, *report)
+            else:
+                self._receiving.append((request, rank))
+        whole = [step for step, each in self.incomplete.items() if len(each) == self._count]
+        return [(step, self.incomplete.pop(step)) for step in sorted(whole)]
+
+    def _accept(self, rank: int, step: int, report: T) -> None:
+        self.latest[rank] = report
+        self.incomplete.setdefault(step, {})[rank] = report
+
+
+class Attempts:
+    """Writes, and tells when that begins to fail and when it ends.
+
+    Args:
+        what: is written, such as ``metrics``.
+        warn: told so.
+    """
+
+    def __init__(self, what: str, warn: Callable[[str], None]) -> None:
+        self._what, self._warn = what, warn
+        self._fails = False
+
+    def __call__(self, write: Callable[[], None]) -> bool:
+        """Whether it could be written."""
+        try:
+            write()
+        except (OSError, UsageError) as error:
+            if not self._fails:
+                self._warn(f"{self._what} cannot be written, training continues: {error}")
+            self._fails = True
+            return False
+        if self._fails:
+            self._warn(f"{self._what} can be written again")
+        self._fails = False
+        return True
+
+
+class Lines:
+    """Lines at the end of a file, in order.
+
+    Args:
+        warn: told when they cannot be written, and when they can again.
+    """
+
+    def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
+        self._path = path
+        self._attempt = Attempts(path.name, warn)
+        self._waiting: deque[str] = deque(maxlen=MAX_LINES)
+        self._torn = _ends_within_a_line(path)
+
+    def add(self, lines: Iterable[str]) -> None:
+        """Append lines, after those that still wait; they have no line ends."""
+        self._waiting.extend(lines)
+        self._torn = not self._attempt(self._write)
+
+    def _write(self) -> None:
+        """An attempt that failed may have left a part of a line, which readers pass over."""
+        start = "\n" if self._torn else ""
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        with os.fdopen(open_regular(self._path, flags), "a", encoding="utf-8") as stream:
+            stream.write(start + "".join(f"{line}\n" for line in self._waiting))
+        self._waiting.clear()
+
+
+def _ends_within_a_line(path: Path) -> bool:
+    """As a process leaves it that is killed while it writes."""
+    try:
+        with path.open("rb") as stream:
+            stream.seek(-1, SEEK_END)
+            return stream.read() != b"\n"
+    except OSError:  # there is none, or it is empty
+        return False
