@@ -135,21 +135,6 @@ def one_linear(**more):
     return model, split(code, current), parameters, current
 
 
-def test_frozen_weights_are_not_deferred():
-    model, code, parameters, current = one_linear()
-    model.requires_grad_(False)
-    value = torch.randn(3, 5, requires_grad=True)
-    code.module(0, *parameters, value).sum().backward()
-    assert current[0].roots == []
-    assert value.grad is not None
-
-
-def test_without_gradients_nothing_is_prepared():
-    _, code, parameters, _ = one_linear()
-    with torch.no_grad():
-        assert not code.module(0, *parameters, torch.randn(3, 5)).requires_grad
-
-
 def test_inputs_without_gradient_are_enough_for_weights():
     model, code, parameters, current = one_linear(bias=False)
     value = torch.randn(3, 5)

@@ -1,19 +1,6 @@
-import numpy as np
 import pytest
 
 from pipectl.runtime import clock
-from pipectl.runtime.clock import CommonClock, estimate
-
-
-def test_the_fastest_trip_tells_offset_and_error():
-    # the other clock is 5 s ahead; one way 1 s, the other 1, 3 and 2 s
-    trips = np.array([[0.0, 6.0, 2.0], [10.0, 18.0, 14.0], [20.0, 26.5, 23.0]])
-    assert estimate(trips) == (5.0, 1.0)
-
-
-def test_an_offset_moves_the_clock():
-    here, there = CommonClock(), CommonClock(100.0)
-    assert there() - here() == pytest.approx(100.0, abs=1.0)
 
 
 @pytest.mark.parametrize("what", ["_BOOT", "_NAMESPACE"])

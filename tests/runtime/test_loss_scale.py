@@ -47,12 +47,6 @@ def test_it_unscales_skips_and_grows_as_torchs_scaler_does(initial: float) -> No
     assert skipped == [True, True, False, False, False, True, False, False, False]
 
 
-def test_a_parameter_without_gradient_overflows_not() -> None:
-    scale = LossScale(Spec(), dict(layer().named_parameters()))
-    assert not scale.unscale()
-    assert scale.value == 65536.0
-
-
 def test_parameters_in_half_precision_are_refused() -> None:
     parameters = {"model.head.weight": nn.Parameter(torch.zeros(2, dtype=torch.float16))}
     with pytest.raises(CaptureError, match=r"'head\.weight' is in float16"):

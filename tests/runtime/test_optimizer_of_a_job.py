@@ -204,13 +204,6 @@ def test_a_wrong_keyword_of_the_optimizer_is_an_error_of_the_spec(job: Maker) ->
         stepper_of(job("factory: 'torch.optim:SGD', kwargs: {rate: 1.0}"))
 
 
-def test_stepper_without_schedule_keeps_its_rate() -> None:
-    layer = torch.nn.Linear(2, 2)
-    stepper = Stepper(torch.optim.SGD(layer.parameters(), lr=0.5), None)
-    stepper.step()
-    assert stepper.learning_rate == 0.5
-
-
 def first_step_of(made: CapturedJob) -> Stepper:
     """After a step with gradients of 1."""
     stepper = stepper_of(made)

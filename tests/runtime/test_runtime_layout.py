@@ -52,11 +52,6 @@ def test_values_and_strides_survive(name: str) -> None:
     assert torch.equal(found, tensor)
 
 
-def test_an_expanded_tensor_travels_once() -> None:
-    assert Layout.of(TENSORS["expanded"]).count == 4
-    assert Layout.of(TENSORS["expanded scalar"]).size_bytes == 4
-
-
 @pytest.mark.parametrize(
     "name", ["contiguous", "transposed", "permuted", "channels last", "expanded"]
 )
@@ -70,11 +65,6 @@ def test_overlapping_windows_become_contiguous() -> None:
     found = message(Layout.of(windows), windows)
     assert torch.equal(found, windows)
     assert found.is_contiguous()
-
-
-def test_empty_overlapping_windows() -> None:
-    windows = torch.empty(4, 0).unfold(0, 2, 1)
-    assert message(Layout.of(windows), windows).shape == (3, 0, 2)
 
 
 @pytest.mark.parametrize("name", ["transposed", "sliced with gaps", "channels last", "permuted"])

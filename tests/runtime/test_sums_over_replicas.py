@@ -117,14 +117,6 @@ def test_statistics_are_means_over_micro_batches_and_counts_are_sums(
         }
 
 
-def test_state_is_shared_out_evenly() -> None:
-    parameters = {f"p{index}": torch.zeros(size) for index, size in enumerate((9, 1, 5, 4, 4, 1))}
-    owners = RANKS.owners_of(parameters, 3)
-    assert list(owners) == list(parameters)
-    load = [sum(parameters[n].numel() for n, o in owners.items() if o == r) for r in range(3)]
-    assert sorted(load) == [7, 8, 9]
-
-
 class Counting:
     """What replicas exchange, with others that answer at once; counts what it holds."""
 

@@ -33,12 +33,6 @@ def test_a_short_wait_is_not_told(told):
     assert told == []
 
 
-def test_only_calls_that_moved_data_count_as_work():
-    meter = WorkMeter()
-    assert [meter.worked(taken) for taken in (LOOK_S, MOVE_S, LOOK_S)] == [False, True, False]
-    assert all(meter.worked(MOVE_S) for _ in range(5000))
-
-
 def test_a_clock_that_was_wrong_once_does_not_make_waits_spin_for_ever():
     meter = WorkMeter()
     meter.worked(0.0)

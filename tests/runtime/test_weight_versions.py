@@ -71,45 +71,6 @@ def test_nothing_is_copied_where_nothing_waits():
     assert version.leaves[id(layer.weight)].data_ptr() == address
 
 
-def test_the_version_before_stays_where_two_are_kept():
-    layer = nn.Linear(1, 1, bias=False)
-    versions = Versions([layer.weight], kept=2)
-    first = layer.weight.item()
-    for _ in range(3):
-        older = layer.weight.item()
-        versions.before_update([])
-        layer.weight.data.add_(1)
-        versions.after_update()
-        assert [versions.of_age(age).leaves[id(layer.weight)].item() for age in (0, 1)] == [
-            older + 1,
-            older,
-        ]
-    assert layer.weight.item() == first + 3
-    versions.restart()
-    with pytest.raises(IndexError):
-        versions.of_age(1)
-
-
-def test_gradients_add_up_until_the_update_and_not_beyond():
-    layer = nn.Linear(1, 1, bias=False)
-    versions = Versions([layer.weight], kept=1)
-    for _ in range(2):
-        leaf = versions.of_age(0).leaves[id(layer.weight)]
-        for _ in range(2):
-            (3 * leaf).sum().backward()
-            versions.collect(versions.of_age(0))
-        assert layer.weight.grad.item() == 6
-        versions.before_update([])
-        versions.after_update()
-
-
-def test_frozen_weights_have_one_version():
-    layer = nn.Linear(1, 1)
-    layer.bias.requires_grad_(False)
-    versions = Versions(list(layer.parameters()), kept=1)
-    assert versions.of_age(0).leaves.keys() == {id(layer.weight)}
-
-
 def test_seeds_are_those_of_flushed_steps():
     rows = Step(EMPTY, (), 0, ())
     stretch = StepRun(rows, seed=(7, 4), per_step=2)

@@ -13,7 +13,7 @@ import pytest
 
 from pipectl.errors import UsageError
 from pipectl.runs import RunDirectory, last_checkpoint, read_heartbeat, read_metrics
-from pipectl.runtime import written
+from pipectl.runtime import reports
 from pipectl.runtime.reports import Attempts, Lines
 
 PARTS = Path(__file__).with_name("job_parts.py")
@@ -53,7 +53,7 @@ def test_a_line_that_a_killed_process_left_half_spoils_no_other(tmp_path: Path) 
 
 
 def test_the_newest_lines_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(written, "MAX_LINES", 3)
+    monkeypatch.setattr(reports, "MAX_LINES", 3)
     path = tmp_path / "metrics.jsonl"
     path.mkdir()
     lines = Lines(path, lambda _: None)

@@ -41,68 +41,26 @@ class Note(NamedTuple):
     """A whole message, as one of its sides has it.
 
     Args:
-        tensors: of every slot, its name and form in words.
-        checksums: CRC-32 of the bytes of each; None for those that are not there, or not yet.
+        tensors: of every slot, its name and form in words, and the CRC-32 of the bytes; None for
+            what is not there, or not yet.
     """
 
     name: str
-    tensors: tuple[str, ...]
-    checksums: tuple[int | None, ...]
+    tensors: tuple[tuple[str, str, int | None], ...]
 
-    @classmethod
-    def of(
-        cls,
-        lane: Lane,
-        micro_batch: int,
-        layouts: Mapping[Slot, Layout | None],
-        buffers: Mapping[Slot, Tensor],
-    ) -> Note:
-        """What one side holds of a message, or expects of it before it arrives."""
-        tensors = []
-        for slot, layout in layouts.items():
-            if layout is None:
-                tensors.append(f"nothing for {slot.value!r}")
-            else:
-                dtype = str(layout.dtype).removeprefix("torch.")
-                form = f"{dtype} {list(layout.sizes)} with strides {list(layout.strides)}"
-                tensors.append(f"{slot.value!r}, {form}")
-        checksums = tuple(checksum(buffers[s]) if s in buffers else None for s in layouts)
-        name = f"{lane.kind} of micro-batch {micro_batch} from stage {lane.source} to {lane.target}"
-        return cls(name, tuple(tensors), checksums)
-
-    def differences(self, arrived: Note) -> list[str]:
-        """What differs between the sender's words, these, and the receiver's, in sentences."""
+    def difference(self, arrived: Note) -> str:
+        """What differs first between the sender's words, these, and the receiver's; or nothing."""
         if self.name != arrived.name:
-            return [f"the sender sent the {self.name}, the receiver expects the {arrived.name}"]
+            return f"the sender sent the {self.name}, the receiver expects the {arrived.name}"
         counts = len(self.tensors), len(arrived.tensors)
         if counts[0] != counts[1]:
-            return ["{}: {} tensors were sent, {} expected".format(self.name, *counts)]
-        differences = []
-        mine = zip(self.tensors, self.checksums, strict=True)
-        theirs = zip(arrived.tensors, arrived.checksums, strict=True)
-        for (one, ours), (other, arrived_sum) in zip(mine, theirs, strict=True):
-            if one != other:
-                differences.append(f"{self.name}: sent was {one}, arrived is {other}")
-            elif ours is not None and arrived_sum is not None and ours != arrived_sum:
-                differences.append(
-                    f"{self.name}: sent was {one}, checksum {ours:08x}, arrived is {other}, "
-                    f"checksum {arrived_sum:08x}"
-                )
-        return differences
-
-    def check_unchanged(self, buffers: Mapping[Slot, Tensor]) -> None:
-        """Compare the memory of a message that was sent with what it was.
-
-        Raises:
-            WorkerError: something wrote to it meanwhile.
-        """
-        sent = [each for each in self.checksums if each is not None]
-        for (slot, buffer), before in zip(buffers.items(), sent, strict=True):
-            if checksum(buffer) != before:
-                raise WorkerError(
-                    f"{slot.value!r} changed while it was sent ({self.name})",
-                    cure="an operator of the model writes to a value that it does not own",
-                )
+            return "{}: {} tensors were sent, {} expected".format(self.name, *counts)
+        for one, other in zip(self.tensors, arrived.tensors, strict=True):
+            sums = one[2], other[2]
+            if one[:2] != other[:2] or (None not in sums and sums[0] != sums[1]):
+                words = [f"{form}, checksum {crc}" for _, form, crc in (one, other)]
+                return "{}: sent was {}, arrived is {}".format(self.name, *words)
+        return ""
 
 
 def checksum(buffer: Tensor) -> int:
@@ -144,14 +102,9 @@ class Posted:
     note: Note | None = None
 
     @property
-    def layouts(self) -> dict[Slot, Layout | None]:
-        """Of all slots."""
-        return {place.slot: place.layout for place in self.places or ()}
-
-    @property
     def buffers(self) -> dict[Slot, Tensor]:
         """The memory that MPI reads or writes."""
-        slots = (slot for slot, layout in self.layouts.items() if layout is not None)
+        slots = (place.slot for place in self.places or () if place.layout is not None)
         return {slot: each.buffer for slot, each in zip(slots, self.transfers, strict=True)}
 
 
@@ -197,7 +150,7 @@ class Line:
                 posted.transfers.append(wire.send(vector, self._rank, place.tag))
         if self._check:
             # Of the tensors, not of the buffers: copies to these may still be under way.
-            posted.note = Note.of(self._lane, micro_batch, posted.layouts, vectors)
+            posted.note = self._note(posted, vectors)
             wire.send_object(posted.note, self._rank, self._tags[~_NOTE])
         return posted
 
@@ -209,7 +162,13 @@ class Line:
         """
         self._wire.wait(posted.transfers)
         if posted.note is not None:
-            posted.note.check_unchanged(posted.buffers)
+            now = self._note(posted, posted.buffers)
+            for before, after in zip(posted.note.tensors, now.tensors, strict=True):
+                if before != after:
+                    raise WorkerError(
+                        f"{before[0]!r} changed while it was sent ({now.name})",
+                        cure="an operator of the model writes to a value that it does not own",
+                    )
 
     def start_receive(self, micro_batch: int, shape: Shape) -> Posted:
         """Post the buffers of a message, which come in the order in which they are sent.
@@ -278,6 +237,21 @@ class Line:
                     transfer = self._wire.receive(sizes, layout.dtype, self._rank, tag, name)
                     posted.transfers.append(transfer)
 
+    def _note(self, posted: Posted, buffers: Mapping[Slot, Tensor]) -> Note:
+        """What this side holds of a message, or expects of it before it arrives."""
+        tensors = []
+        for place in posted.places or ():
+            value, buffer, layout = place.slot.value, buffers.get(place.slot), place.layout
+            form = f"nothing for {value!r}"
+            if layout is not None:
+                dtype = str(layout.dtype).removeprefix("torch.")
+                sizes, strides = list(layout.sizes), list(layout.strides)
+                form = f"{value!r}, {dtype} {sizes} with strides {strides}"
+            tensors.append((value, form, None if buffer is None else checksum(buffer)))
+        lane, number = self._lane, posted.micro_batch
+        name = f"{lane.kind} of micro-batch {number} from stage {lane.source} to {lane.target}"
+        return Note(name, tuple(tensors))
+
     def _name(self, slot: Slot) -> str:
         return f"the {self._lane.kind} of {slot.value!r} {self._way}"
 
@@ -286,11 +260,10 @@ class Line:
         while posted.note is None:
             note = self._wire.receive_object(self._rank, self._tags[~_NOTE])
             self._without_note.popleft().note = note
-        arrived = Note.of(self._lane, posted.micro_batch, posted.layouts, buffers)
-        differences = posted.note.differences(arrived)
-        if differences:
+        difference = posted.note.difference(self._note(posted, buffers))
+        if difference:
             raise WorkerError(
-                f"a message {self._way} is not what was sent: {'; '.join(differences)}",
+                f"a message {self._way} is not what was sent: {difference}",
                 cure="ranks have different plans or versions, or the MPI damages messages: "
                 "see docs/troubleshooting.md",
             )

@@ -5,15 +5,10 @@ from __future__ import annotations
 import pytest
 
 from pipectl.errors import MismatchError
-from pipectl.link import measured_link
-from pipectl.runtime.links.measure import MAX_REPEATS, MIN_REPEATS, overlap_sizes, repeats_for
 from pipectl.runtime.links.probe import (
     Place,
     describe_node,
     describe_source,
-    pairs_between,
-    pairs_within,
-    rank_counts,
     ranks_by_node,
 )
 
@@ -26,41 +21,6 @@ def test_ranks_are_grouped_by_node() -> None:
     assert ranks_by_node([place(name) for name in "bbaac"]) == [[0, 1], [2, 3], [4]]
     with pytest.raises(MismatchError, match=r"node b has the ranks \[0, 2\]"):
         ranks_by_node([place(name) for name in "bab"])
-
-
-@pytest.mark.parametrize(
-    ("nodes", "within", "between"),
-    [
-        ([[0, 1]], [(0, 1)], []),
-        ([[0, 1, 2, 3]], [(0, 1), (0, 3)], []),
-        ([[0], [1]], [], [(0, 1)]),
-        ([[0], [1, 2], [3, 4]], [(1, 2)], [(0, 1), (0, 3)]),
-    ],
-)
-def test_pairs_are_neighbours_and_the_farthest(nodes, within, between) -> None:
-    assert pairs_within(nodes) == within
-    assert pairs_between(nodes) == between
-
-
-@pytest.mark.parametrize(
-    ("ranks", "counts"), [(2, [2]), (3, [2, 3]), (4, [2, 4]), (12, [2, 4, 8, 12])]
-)
-def test_sums_are_over_powers_of_two_and_all(ranks: int, counts: list[int]) -> None:
-    assert rank_counts(ranks) == counts
-
-
-def test_repeats_fill_their_share_within_limits() -> None:
-    assert repeats_for(0.01, 0.1) == 10
-    assert repeats_for(1.0, 0.1) == MIN_REPEATS
-    assert repeats_for(0.0, 1.0) == MAX_REPEATS
-
-
-def test_overlap_is_measured_for_sizes_there_is_time_for() -> None:
-    fast = measured_link([(4**power, 1e-6 + 4**power / 1e10) for power in range(14)])
-    slow = measured_link([(4**power, 1e-6 + 4**power / 1e8) for power in range(13)])
-    assert overlap_sizes(fast, 1.0) == [2**20, 2**24]
-    assert overlap_sizes(slow, 1.0) == [2**20]
-    assert overlap_sizes(measured_link([(1, 1e-6), (4, 2e-6)]), 1.0) == [4]
 
 
 @pytest.mark.parametrize(("asked", "memory"), [(8 * 2**30, 4 * 2**30), (None, 8 * 2**30)])

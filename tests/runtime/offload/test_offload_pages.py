@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipectl.jobs.prepare import TIGHT_HEAP
-from pipectl.runtime.offload import PAGE, DiskStore, Pages, paged_bytes, whole_pages
+from pipectl.runtime.offload import PAGE, DiskStore, Pages
 
 STRESS = Path(__file__).with_name("micro_batches_that_leave.py")
 
@@ -24,24 +24,6 @@ def test_pages_are_used_again_once_nothing_lies_in_them():
     del view
     assert pages.take(2 * PAGE).data_ptr() != address
     assert pages.take(3 * PAGE - 100).data_ptr() == address
-
-
-def test_a_copy_is_the_same_bytes_elsewhere():
-    vector = torch.arange(100, dtype=torch.uint8)
-    copy = Pages().copy_of(vector)
-    vector[3] = 77
-    assert copy.tolist() == list(range(100))
-
-
-def test_whole_pages_are_those_that_nothing_else_lies_in():
-    pages = Pages()
-    own = pages.take(PAGE + 1)
-    found = whole_pages(own)
-    assert found is not None
-    assert len(found) == 2 * PAGE == paged_bytes(PAGE + 1)
-    assert whole_pages(own[1:]) is None
-    assert whole_pages(pages.take(2 * PAGE)[:PAGE]) is None
-    assert whole_pages(torch.zeros(5000, dtype=torch.uint8)) is None
 
 
 @pytest.mark.parametrize("direct", [True, False])

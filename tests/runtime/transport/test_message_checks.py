@@ -7,69 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from pipectl.capture import Lane, Slot
 from pipectl.cluster import assumed_cluster
-from pipectl.errors import WorkerError
-from pipectl.graph import TransferKind
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.profile import Profile
-from pipectl.runtime.layout import Layout
-from pipectl.runtime.transport.lanes import Note
 from pipectl.schedule.listed import Listed
 
 PARTS = Path(__file__).parents[1] / "job_parts.py"
-LANE = Lane(TransferKind.GRADIENT, 2, 1)
-A, B = Slot("a"), Slot("b", "user")
-VALUES = {A: torch.arange(6.0).view(2, 3), B: None}
-
-
-def note(micro_batch: int = 4, **changed: Any) -> Note:
-    tensors = {A: VALUES[A], B: VALUES[B], **changed}
-    layouts = {slot: None if t is None else Layout.of(t) for slot, t in tensors.items()}
-    buffers = {s: layout.flatten(tensors[s]) for s, layout in layouts.items() if layout}
-    return Note.of(LANE, micro_batch, layouts, buffers)
-
-
-def test_a_message_is_what_was_sent() -> None:
-    assert note().differences(note()) == []
-
-
-def test_another_micro_batch_is_named() -> None:
-    assert note(3).differences(note(4)) == [
-        "the sender sent the gradient of micro-batch 3 from stage 2 to 1, "
-        "the receiver expects the gradient of micro-batch 4 from stage 2 to 1"
-    ]
-
-
-@pytest.mark.parametrize(
-    ("tensor", "words"),
-    [
-        (torch.arange(6.0).view(2, 3) + 1, "checksum"),
-        (torch.arange(6.0).view(3, 2), r"float32 \[3, 2\] with strides \[2, 1\]"),
-        (torch.arange(6).view(2, 3), r"int64 \[2, 3\]"),
-        (torch.arange(6.0).view(2, 3).t().contiguous().t(), r"strides \[1, 2\]"),
-        (None, "nothing for 'a'"),
-    ],
-)
-def test_another_tensor_is_found(tensor: Any, words: str) -> None:
-    layouts = {A: tensor if tensor is None else Layout.of(tensor), B: None}
-    buffers = {A: Layout.of(tensor).flatten(tensor)} if tensor is not None else {}
-    other = Note.of(LANE, 4, layouts, buffers)
-    (found,) = note().differences(other)
-    assert "gradient of micro-batch 4 from stage 2 to 1: sent was 'a', float32 [2, 3]" in found
-    with pytest.raises(AssertionError, match=words):
-        raise AssertionError(found)
-
-
-def test_memory_that_changes_while_it_is_sent_is_found() -> None:
-    tensor = torch.arange(6.0)
-    sent = Note.of(LANE, 0, {A: Layout.of(tensor)}, {A: tensor})
-    sent.check_unchanged({A: tensor})
-    tensor[2] = 7.0
-    with pytest.raises(WorkerError, match="'a' changed while it was sent"):
-        sent.check_unchanged({A: tensor})
 
 
 @pytest.mark.mpi

@@ -77,12 +77,6 @@ def test_a_core_is_left_to_a_thread_for_large_messages_alone() -> None:
     assert decide("core", Circumstances([2, 2], 16 * MIB, threads=False)).mode == "poll"
 
 
-def test_the_links_of_a_cluster_file_decide_as_those_that_were_measured() -> None:
-    again = Cluster.from_json(TCP.to_json())
-    known = Circumstances([2, 2], 16 * MIB, cluster=again)
-    assert decide("auto", known) == decide("auto", replace(known, cluster=TCP))
-
-
 @pytest.mark.parametrize("mode", ["none", "poll", "thread"])
 def test_the_job_may_force_a_choice(mode: str) -> None:
     choice = choose_progress(MPI.COMM_SELF, mode, Circumstances([1], 0))
