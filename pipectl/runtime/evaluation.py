@@ -49,10 +49,7 @@ class Metrics:
     ) -> None:
         self._graph_of = graph_of
         self._weigh = weigh
-        self._stateful = {n: copy.deepcopy(m) for n, m in metrics.items() if _is_stateful(m)}
-        self._functions: dict[str, Callable[[Any, Any], Any]] = {
-            name: metric for name, metric in metrics.items() if not _is_stateful(metric)
-        }
+        self._metrics = {n: copy.deepcopy(m) if _is_stateful(m) else m for n, m in metrics.items()}
         self._sums: dict[str, float] = {}
         self._loss: float = 0.0
         self._weight: float = 0
@@ -68,14 +65,12 @@ class Metrics:
         if weight:
             self._loss += float(loss) * weight
             self._weight += weight
-        if not self._stateful and not self._functions:
-            return
-        outputs = _outputs(graph, rows, results)
-        for name, metric in self._stateful.items():
-            call(metric.update, f"evaluation.metrics.{name}", outputs, targets)
-        for name, function in self._functions.items():
-            value = call(function, f"evaluation.metrics.{name}", outputs, targets)
-            self._sums[name] = self._sums.get(name, 0.0) + _number(name, value) * size
+        outputs = _outputs(graph, rows, results) if self._metrics else None
+        for name, metric in self._metrics.items():
+            update = metric.update if _is_stateful(metric) else metric
+            value = call(update, f"evaluation.metrics.{name}", outputs, targets)
+            if not _is_stateful(metric):
+                self._sums[name] = self._sums.get(name, 0.0) + _number(name, value) * size
 
     def result(self) -> dict[str, float]:
         """The loss and every metric by name; the loss is NaN if nothing has a weight."""
@@ -83,7 +78,8 @@ class Metrics:
         means = {name: total / self._samples for name, total in self._sums.items()}
         computed = {
             name: _number(name, call(metric.compute, f"evaluation.metrics.{name}"))
-            for name, metric in self._stateful.items()
+            for name, metric in self._metrics.items()
+            if _is_stateful(metric)
         }
         return {"loss": loss, **means, **computed}
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from os import SEEK_END
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 from mpi4py import MPI
 
@@ -67,9 +67,10 @@ class Reports(Generic[T]):
             self._receiving.append((message.irecv(), status.source))
         waiting, self._receiving = self._receiving, []
         for request, rank in waiting:
-            is_there, report = request.test()
+            is_there, message = request.test()
             if is_there:
-                self._accept(rank, *report)
+                step, report = cast("tuple[int, T]", message)
+                self._accept(rank, step, report)
             else:
                 self._receiving.append((request, rank))
         whole = [step for step, each in self.incomplete.items() if len(each) == self._count]
