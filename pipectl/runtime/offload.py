@@ -90,28 +90,6 @@ class Extent(NamedTuple):
     size: int
 
 
-class HostStore:
-    """Memory of the process itself.
-
-    On ranks that compute on the CPU this moves bytes from memory to the same memory, which frees
-    nothing; it is there so that a job for accelerators gives the same results without them.
-    """
-
-    def write(self, pieces: Sequence[Tensor]) -> list[Tensor]:
-        """Copy vectors of bytes on the host; their memory may be reused afterwards."""
-        return [piece.clone() for piece in pieces]
-
-    def read(self, place: Place, into: Sequence[Tensor]) -> None:
-        """Copy them back into vectors of the same lengths and forget them."""
-        assert isinstance(place, list)
-        for piece, target in zip(place, into, strict=True):
-            target.copy_(piece)
-        place.clear()
-
-    def close(self) -> None:
-        """Nothing is left behind."""
-
-
 class DiskStore:
     """A file whose name is removed at once, so that it goes with the process, however that ends.
 
@@ -163,13 +141,12 @@ class DiskStore:
             raise self._failure(error, needed) from None
         return extent
 
-    def read(self, place: Place, into: Sequence[Tensor]) -> None:
+    def read(self, place: Extent, into: Sequence[Tensor]) -> None:
         """Read them back, once.
 
         Raises:
             WorkerError: the disk fails.
         """
-        assert isinstance(place, Extent)
         offset = place.offset
         try:
             for vector in into:
@@ -219,7 +196,7 @@ class DiskStore:
 
 
 Place = list[Tensor] | Extent
-"""Where something waits, in a store of either kind."""
+"""Where vectors wait: on the host, or in a file."""
 
 
 def _is_direct(opened: int, name: str) -> bool:
@@ -245,13 +222,18 @@ def _is_direct(opened: int, name: str) -> bool:
 
 
 class Mover:
-    """Moves vectors of bytes between a rank's device and a store.
+    """Moves vectors of bytes from a rank's device to memory of the host or a file, and back.
 
     On accelerators, copies have a stream of their own, after what the device has been given to do
-    when they begin, and pass through pinned memory of the host.
+    when they begin, and pass through pinned memory of the host. On ranks that compute on the CPU,
+    moves to the host free nothing; they are there so that a job for accelerators gives the same
+    results without them.
+
+    Args:
+        store: the file; None for memory of the host.
     """
 
-    def __init__(self, store: HostStore | DiskStore, device: torch.device) -> None:
+    def __init__(self, store: DiskStore | None, device: torch.device) -> None:
         self._store = store
         self._device = device
         self._out, self._in = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
@@ -269,11 +251,13 @@ class Mover:
         """Begin to copy them out."""
 
         def work() -> Place:
-            if self._stream is None:
-                return self._store.write(pieces)
-            copies = [_pinned(piece).copy_(piece, non_blocking=True) for piece in pieces]
-            self._stream.synchronize()
-            return self._store.write(copies)
+            copies = list(pieces)
+            if self._stream is not None:
+                copies = [_pinned(piece).copy_(piece, non_blocking=True) for piece in pieces]
+                self._stream.synchronize()
+            elif self._store is None:
+                copies = [piece.clone() for piece in pieces]
+            return copies if self._store is None else self._store.write(copies)
 
         return self._begin(self._out, work)
 
@@ -282,14 +266,17 @@ class Mover:
         into = [self._empty(size) for size in sizes]
 
         def work() -> list[Tensor]:
-            if self._stream is None:
-                self._store.read(place, into)
-                return into
-            copies = [_pinned(piece) for piece in into]
-            self._store.read(place, copies)
-            for piece, target in zip(copies, into, strict=True):
-                target.copy_(piece, non_blocking=True)
-            self._stream.synchronize()
+            if isinstance(place, Extent):
+                assert self._store is not None
+                copies = into if self._stream is None else [_pinned(piece) for piece in into]
+                self._store.read(place, copies)
+            else:
+                copies = place
+            if copies is not into:
+                for piece, target in zip(copies, into, strict=True):
+                    target.copy_(piece, non_blocking=True)
+            if self._stream is not None:
+                self._stream.synchronize()
             return into
 
         return self._begin(self._in, work)
@@ -298,7 +285,8 @@ class Mover:
         """End the threads and free the store."""
         self._out.shutdown()
         self._in.shutdown()
-        self._store.close()
+        if self._store is not None:
+            self._store.close()
 
     def _empty(self, size: int) -> Tensor:
         if self._stream is None:
@@ -329,7 +317,7 @@ def mover_of(plan: Plan, rank: int, device: torch.device, directory: Path) -> Mo
     if not any(plan.stages[index].offload for index in plan.stages_of_rank(rank)):
         return None
     on_disk = plan.offload_to is OffloadTarget.DISK
-    return Mover(DiskStore(directory, rank) if on_disk else HostStore(), device)
+    return Mover(DiskStore(directory, rank) if on_disk else None, device)
 
 
 def _pinned(like: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from pipectl.capture import CapturedJob, Cut
 from pipectl.capture.batch import by_name
 from pipectl.capture.slices import Rows
 from pipectl.runtime.device import CpuDevice
-from pipectl.runtime.offload import HostStore, Mover
+from pipectl.runtime.offload import Mover
 from pipectl.runtime.saved_tensors import SavedTensors
 from pipectl.runtime.stage import MicroBatch, Stage
 
@@ -51,7 +51,7 @@ def test_what_a_forward_leaves_behind_may_leave_the_device(
     job: CapturedJob, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SavedTensors, "min_bytes", 0)
-    mover = Mover(HostStore(), CPU)
+    mover = Mover(None, CPU)
     stage = stage_of(job, kind, mover)
     forward(job, stage)
     assert stage.saved[0].blocks

@@ -55,11 +55,12 @@ class Note(NamedTuple):
         counts = len(self.tensors), len(arrived.tensors)
         if counts[0] != counts[1]:
             return "{}: {} tensors were sent, {} expected".format(self.name, *counts)
-        for one, other in zip(self.tensors, arrived.tensors, strict=True):
-            sums = one[2], other[2]
-            if one[:2] != other[:2] or (None not in sums and sums[0] != sums[1]):
-                words = [f"{form}, checksum {crc}" for _, form, crc in (one, other)]
-                return "{}: sent was {}, arrived is {}".format(self.name, *words)
+        for (*one, first), (*other, second) in zip(self.tensors, arrived.tensors, strict=True):
+            words = f"{self.name}: sent was {one[1]}"
+            if one != other:
+                return f"{words}, arrived is {other[1]}"
+            if None not in (first, second) and first != second:
+                return f"{words}, checksum {first:08x}, arrived is checksum {second:08x}"
         return ""
 
 

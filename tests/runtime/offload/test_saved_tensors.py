@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipectl.runtime.offload import DiskStore, HostStore, Mover
+from pipectl.runtime.offload import DiskStore, Mover
 from pipectl.runtime.saved_tensors import SavedTensors, unpack
 from pipectl.schedule import Kind
 
@@ -63,7 +63,7 @@ def test_parameters_small_and_strange_tensors_stay():
 @pytest.fixture(params=["host", "disk"])
 def mover(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(SavedTensors, "min_bytes", 0)
-    mover = Mover(HostStore() if request.param == "host" else DiskStore(tmp_path, 0), CPU)
+    mover = Mover(None if request.param == "host" else DiskStore(tmp_path, 0), CPU)
     yield mover
     mover.close()
 
