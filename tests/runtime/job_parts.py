@@ -449,15 +449,6 @@ class Large(nn.Module):
         return x
 
 
-class LargeSamples(Dataset):
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        draw = torch.Generator().manual_seed(index)
-        return torch.randn(LARGE_WIDTH, generator=draw), torch.randn(LARGE_WIDTH, generator=draw)
-
-
 class Pausing(nn.Module):
     """Takes its time, in one forward; kept as one operator by ``model.opaque``."""
 

@@ -212,26 +212,6 @@ def test_with_a_slow_rank_training_goes_on_with_the_same_bits_and_names_it(
     assert found.laggard.others > 0.5
 
 
-def test_two_copies_that_share_out_their_optimizer_train_what_one_rank_trains(
-    make_spec: Any,
-    make_run: Any,
-    train: Any,
-) -> None:
-    one = make_run(make_spec(1, loss=VALID))
-    pipeline = {"micro_batches": 2, "stages": 1, "replicas": 2, "shard_optimizer": True}
-    spec = make_spec(2, loss=VALID, pipeline=pipeline)
-    two = make_run(spec)
-    plan = Plan.load(two.plan)
-    assert ([stage.replicas for stage in plan.stages], plan.shard_optimizer) == ([2], True)
-    train(one, two)
-    expected, found = (checkpoint.load(run.checkpoints / "step-000005") for run in (one, two))
-    assert all(torch.allclose(found[name], expected[name], atol=1e-6) for name in expected)
-    losses = [[line["loss"] for line in read_metrics(run)] for run in (one, two)]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-    heartbeat = read_heartbeat(two)
-    assert [rank["stages"] for rank in heartbeat["ranks"]] == [[0], [0]]
-
-
 def test_a_collate_fn_draws_for_a_split_micro_batch_what_it_draws_on_one_rank(
     make_spec: Any, make_run: Any, train: Any
 ) -> None:
@@ -283,33 +263,6 @@ def all_figures(run: RunDirectory) -> list[tuple[Any, ...]]:
             keys = ("loss", "learning_rate", "gradient_norm")
             found.append((line["step"], "step", *(line[key] for key in keys)))
     return sorted(found)
-
-
-def test_messages_of_several_pieces_change_no_bit(
-    make_spec: Any, make_run: Any, train: Any
-) -> None:
-    sections = {
-        "model": {"factory": f"{PARTS}:Large"},
-        "loss": {"factory": "torch.nn:MSELoss"},
-        "training": {"steps": 3, "batch_size": 12},
-    }
-    data = {"factory": f"{PARTS}:LargeSamples"}
-    runs = [
-        make_run(
-            make_spec(
-                ranks,
-                data,
-                pipeline={"micro_batches": 6, "schedule": "gpipe", "stages": ranks},
-                launch={"progress": progress},
-                **sections,
-            )
-        )
-        for ranks, progress in ((1, "auto"), (2, "poll"), (2, "thread"))
-    ]
-    train(*runs)
-    one, *others = (checkpoint.load(run.checkpoints / "step-000003") for run in runs)
-    for two in others:
-        assert [name for name in one if not torch.equal(one[name], two[name])] == []
 
 
 def test_a_parameter_that_a_step_leaves_out_is_left_alone(

@@ -83,11 +83,6 @@ def test_the_job_may_force_a_choice(mode: str) -> None:
     assert (choice.mode, choice.why) == (mode, "set in the job")
 
 
-def test_an_mpi_for_one_thread_gets_no_helper(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MPI, "Query_thread", lambda: MPI.THREAD_SERIALIZED)
-    assert choose_progress(MPI.COMM_SELF, "thread", Circumstances([1], 0)).mode == "poll"
-
-
 @pytest.mark.parametrize(
     ("mode", "staged", "pieces"),
     [
