@@ -56,8 +56,7 @@ class Bucket:
         self.leaves = tuple(leaves)
         self._owner = owner
         self._tag = tag
-        self._counts = [leaf.numel() for leaf in leaves]
-        ends = torch.tensor([0, *self._counts]).cumsum(0).tolist()
+        ends = torch.tensor([0, *(leaf.numel() for leaf in leaves)]).cumsum(0).tolist()
         self._edges = list(pairwise(ends))
         self._parts = parts_of_bucket(ends[-1] + len(self.leaves), wire.size, owner)
         self._flat: Tensor | None = None
@@ -82,12 +81,9 @@ class Bucket:
             else:
                 flat[start:stop].zero_()
                 flags[index].zero_()
-        mine = self._parts[self._wire.rank]
-        for replica in self._wire.others:
-            if len(mine):
-                self._incoming[replica] = self._receive(len(mine), replica, self._tag)
-            if len(self._parts[replica]):
-                self._sent.append(self._send(self._parts[replica], replica, self._tag))
+        mine, others = len(self._parts[self._wire.rank]), self._wire.others
+        outgoing = {replica: self._part(replica) for replica in others}
+        self._incoming = self._exchange(self._tag, dict.fromkeys(others, mine), outgoing)
 
     def advance(self) -> bool:
         """Add up one's own part once all have sent it, and send it on; whether that is done."""
@@ -107,8 +103,7 @@ class Bucket:
         self._wire.wait([*self._sent, *self._sums.values()])
         assert self._flat is not None
         for replica, transfer in self._sums.items():
-            part = self._parts[replica]
-            self._flat[part.start : part.stop] = self._wire.arrived(transfer)
+            self._part(replica).copy_(self._wire.arrived(transfer))
         is_here = self._owner in (None, self._wire.rank)
         flags = self._flat[-len(self.leaves) :].tolist() if is_here else [0] * len(self.leaves)
         for leaf, (start, stop), flag in zip(self.leaves, self._edges, flags, strict=True):
@@ -121,56 +116,61 @@ class Bucket:
         self._flat, self._summed = None, False
         self._sums, self._sent = {}, []
 
-    def start_sharing(self) -> list[Transfer]:
-        """Send the leaves themselves from their owner to the others; what is under way."""
-        wire, first, count = self._wire, self.leaves[0], self._edges[-1][1]
-        if self._owner is None:
-            return []
-        if self._owner != wire.rank:
-            what = partial("parameters of replica {}".format, self._owner)
-            return [wire.receive(count, first.dtype, self._owner, self._tag, what)]
-        vector = torch.cat([leaf.detach().reshape(-1) for leaf in self.leaves])
-        return [wire.send(vector, other, self._tag) for other in wire.others]
-
-    def take_shared(self, transfers: Sequence[Transfer]) -> None:
-        """Take the leaves that arrived from their owner."""
-        if self._owner in (None, self._wire.rank):
+    def start_sharing(self) -> None:
+        """Send the leaves themselves from their owner to the others."""
+        wire, owner = self._wire, self._owner
+        if owner is None:
             return
-        parts = torch.split(self._wire.arrived(transfers[0]), self._counts)
-        with torch.no_grad():
-            for leaf, part in zip(self.leaves, parts, strict=True):
-                leaf.copy_(part.view(leaf.shape))
+        if owner != wire.rank:
+            self._incoming = self._exchange(self._tag, {owner: self._edges[-1][1]}, {})
+        else:
+            vector = torch.cat([leaf.detach().reshape(-1) for leaf in self.leaves])
+            self._exchange(self._tag, {}, dict.fromkeys(wire.others, vector))
+
+    def finish_sharing(self) -> None:
+        """Take the leaves that arrived from their owner."""
+        self._wire.wait([*self._sent, *self._incoming.values()])
+        for transfer in self._incoming.values():
+            vector = self._wire.arrived(transfer)
+            with torch.no_grad():
+                for leaf, (start, stop) in zip(self.leaves, self._edges, strict=True):
+                    leaf.copy_(vector[start:stop].view(leaf.shape))
+        self._incoming, self._sent = {}, []
 
     def _sum(self) -> None:
         """One's own part; the others receive it, unless it is nobody else's."""
-        assert self._flat is not None
-        wire, mine = self._wire, self._parts[self._wire.rank]
-        if len(mine):
-            own = self._flat[mine.start : mine.stop]
-            parts = {
-                replica: wire.arrived(transfer) for replica, transfer in self._incoming.items()
-            }
+        wire, own = self._wire, self._part(self._wire.rank)
+        if len(own):
+            parts = {replica: wire.arrived(each) for replica, each in self._incoming.items()}
             parts[wire.rank] = own
             own.copy_(_added([parts[replica] for replica in sorted(parts)]))
         self._incoming, self._summed = {}, True
-        if self._owner is not None:
-            return
-        for replica in wire.others:
-            theirs = self._parts[replica]
-            if len(theirs):
-                self._sums[replica] = self._receive(len(theirs), replica, self._tag + 1)
-            if len(mine):
-                self._sent.append(self._send(mine, replica, self._tag + 1))
+        if self._owner is None:
+            incoming = {replica: len(self._parts[replica]) for replica in wire.others}
+            outgoing = dict.fromkeys(wire.others, own)
+            self._sums = self._exchange(self._tag + 1, incoming, outgoing)
 
-    def _send(self, part: range, replica: int, tag: int) -> Transfer:
+    def _part(self, replica: int) -> Tensor:
+        """The part of the gradients that a replica sums."""
         assert self._flat is not None
-        return self._wire.send(self._flat[part.start : part.stop], replica, tag)
+        part = self._parts[replica]
+        return self._flat[part.start : part.stop]
 
-    def _receive(self, count: int, replica: int, tag: int) -> Transfer:
-        def what() -> str:
-            return f"a sum of gradients, from replica {replica} of the stage to {self._wire.rank},"
-
-        return self._wire.receive(count, self.leaves[0].dtype, replica, tag, what)
+    def _exchange(
+        self, tag: int, incoming: Mapping[int, int], outgoing: Mapping[int, Tensor]
+    ) -> dict[int, Transfer]:
+        """Begin to send vectors to replicas, and to receive as many numbers from replicas."""
+        wire, dtype = self._wire, self.leaves[0].dtype
+        what = "a bucket of gradients or parameters, from replica {} of the stage to {},".format
+        received = {
+            replica: wire.receive(count, dtype, replica, tag, partial(what, replica, wire.rank))
+            for replica, count in incoming.items()
+            if count
+        }
+        self._sent += [
+            wire.send(each, replica, tag) for replica, each in outgoing.items() if len(each)
+        ]
+        return received
 
 
 def _added(parts: Sequence[Tensor]) -> Tensor:
@@ -215,7 +215,6 @@ class StageReduction:
             Bucket(wire, group, owner, ROUNDS * index)
             for index, (owner, group) in enumerate(groups)
         ]
-        self._wire = wire
         self._arriving: list[Bucket] = []
         self._missing: dict[int, int] = {}
         self._has_hooks = self._armed = False
@@ -251,10 +250,10 @@ class StageReduction:
 
     def share(self) -> None:
         """Give every replica the parameters that their owners have updated."""
-        transfers = [bucket.start_sharing() for bucket in self._buckets]
-        self._wire.wait([transfer for each in transfers for transfer in each])
-        for bucket, each in zip(self._buckets, transfers, strict=True):
-            bucket.take_shared(each)
+        for bucket in self._buckets:
+            bucket.start_sharing()
+        for bucket in self._buckets:
+            bucket.finish_sharing()
 
     def _count(self, index: int, _: Tensor) -> None:
         """A leaf of a bucket has its gradient."""

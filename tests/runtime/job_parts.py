@@ -436,19 +436,6 @@ class Branching(nn.Module):
 LARGE_WIDTH = 600_000
 
 
-class Large(nn.Module):
-    """Every operator gives, for two samples, more than 4 MiB."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scales = nn.ParameterList(torch.linspace(0.5, 1.5, LARGE_WIDTH) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for scale in self.scales:
-            x = torch.tanh(x * scale)
-        return x
-
-
 class Pausing(nn.Module):
     """Takes its time, in one forward; kept as one operator by ``model.opaque``."""
 
