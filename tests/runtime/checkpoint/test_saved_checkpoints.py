@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -126,41 +127,34 @@ def saved(tmp_path: Path, states: dict[str, Tensor]) -> Path:
     return save(tmp_path, 3, states)
 
 
-def refused(directory: Path) -> str:
+DAMAGE: dict[str, tuple[str, Callable[[bytes], bytes | None], str]] = {
+    "flipped bit": (
+        "rank-0000.safetensors",
+        lambda old: bytes([*old[:-1], old[-1] ^ 1]),
+        "damaged",
+    ),
+    "truncated": ("rank-0000.safetensors", lambda old: old[:-8], "missing or damaged"),
+    "missing": ("rank-0000.safetensors", lambda _: None, "missing or damaged"),
+    "no manifest": ("manifest.json", lambda _: None, "no such file"),
+    "no JSON": ("manifest.json", lambda _: b"{", ""),
+    "no object": ("manifest.json", lambda _: b"[]", ""),
+    "no shards": ("manifest.json", lambda _: b"{}", ""),
+    "no shard": ("manifest.json", lambda _: b'{"shards": [{}], "aliases": {}}', ""),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_found(saved: Path, damage: str) -> None:
+    name, change, words = DAMAGE[damage]
+    content = change((saved / name).read_bytes())
+    (saved / name).unlink()
+    if content is not None:
+        (saved / name).write_bytes(content)
     with pytest.raises(DataFileError) as raised:
-        checkpoint.load(directory)
+        checkpoint.load(saved)
+    assert str(saved / name) in raised.value.message
+    assert raised.value.message.endswith(words)
     assert raised.value.cure == "use another checkpoint of the run"
-    return raised.value.message
-
-
-def test_a_flipped_bit_is_found(saved: Path) -> None:
-    shard = saved / "rank-0000.safetensors"
-    content = bytearray(shard.read_bytes())
-    content[-1] ^= 1
-    shard.write_bytes(content)
-    assert refused(saved) == f"{shard}: missing or damaged"
-
-
-def test_a_truncated_shard_is_found(saved: Path) -> None:
-    shard = saved / "rank-0000.safetensors"
-    shard.write_bytes(shard.read_bytes()[:-8])
-    assert refused(saved) == f"{shard}: missing or damaged"
-
-
-def test_a_missing_shard_is_found(saved: Path) -> None:
-    (saved / "rank-0000.safetensors").unlink()
-    assert refused(saved).endswith("rank-0000.safetensors: missing or damaged")
-
-
-def test_a_missing_manifest_is_found(saved: Path) -> None:
-    (saved / "manifest.json").unlink()
-    assert refused(saved) == f"{saved / 'manifest.json'}: no such file"
-
-
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"shards": [{}], "aliases": {}}'])
-def test_a_damaged_manifest_is_found(saved: Path, text: str) -> None:
-    (saved / "manifest.json").write_text(text)
-    assert str(saved / "manifest.json") in refused(saved)
 
 
 def test_an_interrupted_save_leaves_the_old_one(

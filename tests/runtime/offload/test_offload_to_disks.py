@@ -1,4 +1,4 @@
-"""Offload to a file system that is too small, or that somebody else fills meanwhile."""
+"""Ranks that offload to a disk, also to one that is too small, or that somebody fills meanwhile."""
 
 from __future__ import annotations
 
@@ -62,6 +62,26 @@ def offloading(
         return run
 
     return make
+
+
+def test_it_trains_and_leaves_no_file(offloading: Any, work: Any, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    done = work(2, offloading(disk))
+    assert done.returncode == 0, done.stderr
+    assert list(disk.iterdir()) == []
+
+
+def test_a_missing_directory_ends_the_job_by_name(
+    offloading: Any, work: Any, tmp_path: Path
+) -> None:
+    run = offloading(tmp_path / "missing")
+    done = work(2, run)
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    report = read_errors(run)[0]
+    assert f"no space for offload in {tmp_path}/missing on" in report.message
+    assert "TMPDIR" in report.cure
 
 
 def test_a_disk_that_is_too_small_is_refused_before_anything_starts(
