@@ -257,6 +257,7 @@ class Engine:
         stage, number, rows = self._stages[index], micro_batch.number, micro_batch.rows
         key, trains = (False, index, number), kind is Kind.FORWARD
         draws, names = stage.draws(trains, rows), stage.inputs(trains, rows)
+        size, is_whole = rows.size, rows.is_whole
         deliver = self._bind_delivery(step, TransferKind.ACTIVATION, index, micro_batch)
         if names and rows.shape not in self._readers:
             graph = self._graphs.get(rows.shape, self.cut.graph)
@@ -270,7 +271,7 @@ class Engine:
             if is_last_reader:
                 run.drop(number)
             if names and reader is not None:
-                reader.check(known, rows.size, names, is_whole=rows.is_whole)
+                reader.check(known, size, names, is_whole=is_whole)
             return seeded, {name: known[name].to(self._device) for name in names}, arrived
 
         def forward(run: StepRun) -> None:
@@ -334,13 +335,13 @@ class Engine:
     ) -> Callable[[StepRun], Tensors]:
         """What a message takes from the results of the last computation."""
         slots = self.cut.lanes[lane_of(step.channels[channel])]
-        leads = step.heads.get((channel, number)) == rows.start
+        leads, is_whole = step.heads.get((channel, number)) == rows.start, rows.is_whole
 
         def content(run: StepRun) -> Tensors:
             assert run.outbox is not None
             origin, results = run.outbox
             tensors = {slot: results.get(slot) for slot in slots}
-            if rows.is_whole:
+            if is_whole:
                 return tensors
             return self._slicing.part(tensors, origin, rows, leads=leads)
 
