@@ -42,7 +42,7 @@ def main(folder: Path) -> None:
         }
         times = in_turns(trainings, WARM_UP, case["rounds"], case["steps"], UNMEASURED)
     if MPI.COMM_WORLD.rank == 0:
-        rows = len(lower(Plan.load(folder / "plan.json"), 0).body)
+        rows = len(lower(Plan.load(folder / "plan.json"), 0))
         (folder / "result.json").write_text(json.dumps({**times, "rows": rows}))
 
 
