@@ -12,9 +12,9 @@ from rich.console import Group, RenderableType
 
 from pipectl.batch import LOCAL, allocation
 from pipectl.cli import options as opt
+from pipectl.cli.commands.submit import describe_job, note_origin, print_submission, submission_json
 from pipectl.cli.console import note, output, plain, say, say_json, short_path, table, warn
 from pipectl.cli.follow import follow_or_exit, profiling_progress
-from pipectl.cli.submission import describe_job, note_origin, print_submission, submission_json
 from pipectl.cluster import Cluster
 from pipectl.errors import UsageError
 from pipectl.jobs.job_files import cluster_path, profile_path

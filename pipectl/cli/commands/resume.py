@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from pipectl.cli import options as opt
-from pipectl.cli import submission as view
+from pipectl.cli.commands import submit as view
 from pipectl.cli.console import say, say_json
 from pipectl.cli.follow import follow_or_exit
 from pipectl.cli.views.run import print_run

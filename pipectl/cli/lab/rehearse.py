@@ -7,9 +7,9 @@ from pathlib import Path
 
 from pipectl.batch import LOCAL
 from pipectl.cli import options as opt
+from pipectl.cli.commands.submit import print_notes, submission_json
 from pipectl.cli.console import note, say, say_json, short_path, warn
 from pipectl.cli.follow import follow_or_exit, profiling_progress
-from pipectl.cli.submission import print_notes, submission_json
 from pipectl.jobs.measuring import plan_rehearsal, result_of
 from pipectl.jobs.prepare import warning_of_code
 from pipectl.jobs.submit import submit
