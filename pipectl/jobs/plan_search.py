@@ -15,10 +15,9 @@ from pipectl.plan import Plan
 from pipectl.planner import PlanRequest
 from pipectl.planner.baselines import OWN
 from pipectl.planner.baselines.plans import policy_plans
-from pipectl.planner.explain.busiest_link import LinkLoad, busiest_link
+from pipectl.planner.explain.bottleneck import LinkLoad, StepParts, busiest_link, step_parts
 from pipectl.planner.explain.data_parallel import WithoutPipeline, without_pipeline
 from pipectl.planner.explain.explain import Explanation, explain
-from pipectl.planner.explain.step_parts import StepParts, step_parts
 from pipectl.planner.explain.what_if import step_range
 from pipectl.planner.search import MAX_ALTERNATIVES, Found, search_plans
 from pipectl.profile import Profile

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from pipectl.planner.bounds import longest_path_s, outlook_s
+from pipectl.planner.bounds import Bound, longest_path_s, outlook_s
 from pipectl.planner.costs.devices import (
     Mix,
     every_placement,
@@ -21,9 +21,8 @@ from pipectl.planner.costs.devices import (
     placements,
 )
 from pipectl.planner.graph.blocks import bitset
-from pipectl.planner.graph.downsets import Enumeration, Partition
-from pipectl.planner.partition.cut_space import CutSpace
-from pipectl.planner.partition.cutter import Bound, Cut, Cutter
+from pipectl.planner.graph.downsets import CutSpace, Enumeration, Partition
+from pipectl.planner.partition.cutter import Cut, Cutter
 from pipectl.planner.partition.layout import Layout
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import Order, micro_batch_sizes, open_orders

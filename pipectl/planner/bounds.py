@@ -1,4 +1,4 @@
-"""The least that a step can take with so many stages and such micro-batches, however it is cut.
+"""What is known of how good plans are, and the least that a step can take however it is cut.
 
 A stage waits for its first input, works, and then its last gradient travels back. Along a path of
 operators whose gradients come back, let stage s have the load l(s) of one micro-batch, of ``full``
@@ -13,15 +13,31 @@ which is smallest when all stages take equally long, each load 1 - r/full of the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import ceil
 
 from pipectl.cluster import Cluster
-from pipectl.plan import Plan
+from pipectl.plan import Plan, Search, Stage
 from pipectl.planner.costs.operator_times import OperatorTimes
 from pipectl.planner.graph.blocks import BlockGraph, bits
 from pipectl.planner.request import PlanRequest, micro_batch_sizes
 from pipectl.profile import Profile
+
+PLANNER = "pipectl"
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What is known of the smallest possible bottleneck.
+
+    Args:
+        load_s: no partition has a smaller one.
+        exact: whether a partition has this one.
+    """
+
+    load_s: float
+    exact: bool
 
 
 def outlook_s(
@@ -90,3 +106,61 @@ def work_s(
     times = OperatorTimes(profile)
     samples_s = (sum(map(sum, times.at(size).cached)) / size for size in sorted(slices))
     return min(samples_s) * request.batch_size / speed
+
+
+def largest_load_s(plan: Plan, cluster: Cluster) -> float:
+    """What the most loaded rank computes for one micro-batch, which replicas share evenly."""
+    loads = [0.0] * plan.ranks
+    for stage in plan.stages:
+        for ranks, load_s in _shares(stage):
+            for rank in ranks:
+                loads[rank] += load_s / cluster.device(rank).speed
+    return max(loads)
+
+
+def largest_stage_load_s(plan: Plan, cluster: Cluster) -> float:
+    """The same of one stage, whatever else its ranks hold."""
+    return max(
+        load_s / cluster.device(rank).speed
+        for stage in plan.stages
+        for ranks, load_s in _shares(stage)
+        for rank in ranks
+    )
+
+
+def _shares(stage: Stage) -> Iterator[tuple[tuple[int, ...], float]]:
+    """Ranks, and what each of them computes for a micro-batch at speed 1."""
+    if not stage.backward_ranks:
+        yield stage.ranks, stage.load_s
+        return
+    yield stage.ranks, stage.cost.forward_s / stage.replicas
+    yield stage.backward_ranks, stage.cost.backward_s / stage.replicas
+
+
+def with_findings(
+    plan: Plan,
+    cluster: Cluster,
+    bound_s: float,
+    *,
+    load_bound: Bound | None = None,
+    finished: bool = True,
+    planner: str = PLANNER,
+) -> Plan:
+    """A plan with what is known of how good it is.
+
+    Args:
+        plan: with a prediction; what is known of it already stays.
+        bound_s: no step takes less.
+        load_bound: of the largest stage; by default what follows from ``bound_s`` of the most
+            loaded rank.
+        finished: whether the search came to its end.
+        planner: who chose.
+    """
+    if plan.search is not None:
+        known = plan.search
+    else:
+        bound = load_bound or Bound(bound_s / plan.micro_batches, False)
+        load_s = (largest_stage_load_s if load_bound else largest_load_s)(plan, cluster)
+        known = Search(planner, load_s, bound.load_s, bound.exact, planning_s=0.0)
+    known = known.bounded(plan.predicted_step_s, bound_s)
+    return replace(plan, search=replace(known, finished=known.finished and finished))

@@ -13,9 +13,8 @@ from math import inf
 import numpy as np
 
 from pipectl.plan import Plan
-from pipectl.planner.activations.modes import ModeSearch
-from pipectl.planner.costs.stage_costs import least_peaks_bytes
 from pipectl.planner.evaluate import TIE, Evaluator
+from pipectl.planner.modes import ModeSearch
 from pipectl.planner.partition.estimate import ROUNDING
 from pipectl.planner.partition.layout import Choice, Layout, Ranks
 from pipectl.planner.problem import Problem
@@ -39,26 +38,32 @@ class Candidate:
         size: samples of a micro-batch that the layout was estimated with; replicas that take whole
             micro-batches may have smaller ones.
         micro_batches: of a step.
+        may_fit: whether the parts of the memory that no schedule avoids are within the limits.
     """
 
     choice: Choice
-    layout: Layout
     size: int
     micro_batches: int
     estimate_s: float
+    may_fit: bool = True
+
+    @property
+    def layout(self) -> Layout:
+        """Stages and their ranks."""
+        return self.choice.layout
 
     @property
     def simplicity(self) -> Simplicity:
         """What is preferred if times tie."""
         choice = self.choice
-        again = sum(choice.recompute)
-        return len(choice.ranks), again, sum(choice.warm_up), self.micro_batches
+        again = sum(choice.layout.recompute)
+        return len(choice.layout.ranks), again, sum(choice.warm_up), self.micro_batches
 
     @property
     def family(self) -> Family:
         """What tells candidates apart that differ in more than their cuts."""
         choice = self.choice
-        return tuple(map(len, choice.ranks)), choice.size, choice.schedule, choice.warm_up
+        return choice.replicas, choice.size, choice.schedule, choice.warm_up
 
 
 class Candidates:
@@ -98,8 +103,8 @@ class Candidates:
             self._orders += fresh
             chosen, warm_ups = [self._layouts[place] for place in places], [w for _, w in fresh]
             steps_s = problem.estimator.steps_s(chosen, size, warm_ups)
-            if with_replicas and problem.has_limits:
-                excess = problem.estimator.excess(chosen, size, warm_ups)
+            excess = problem.estimator.excess(chosen, size, warm_ups)
+            if with_replicas:
                 steps_s = np.where(excess > 0, steps_s * (DOES_NOT_FIT + excess), steps_s)
             columns.append(
                 (
@@ -108,13 +113,14 @@ class Candidates:
                     np.repeat([sum(layout.recompute) for layout in chosen], len(fresh)),
                     np.tile(list(map(sum, warm_ups)), len(places)),
                     steps_s.ravel(),
+                    excess.ravel() <= 0,
                 )
             )
-        self._ranking: list[tuple[int, int, float]] = []
+        self._ranking: list[tuple[int, int, float, bool]] = []
         if columns:
             joined = [np.concatenate(column) for column in zip(*columns, strict=True)]
             ranked = np.lexsort((joined[3], joined[2], joined[4]))
-            rows = (joined[column][ranked].tolist() for column in (0, 1, 4))
+            rows = (joined[column][ranked].tolist() for column in (0, 1, 4, 5))
             self._ranking = list(zip(*rows, strict=True))
 
     @property
@@ -139,22 +145,22 @@ class Candidates:
 
     def best_of_orders(self) -> Iterator[Candidate]:
         """The most promising layout in every order; takes none."""
-        best: dict[int, tuple[int, int, float]] = {}
+        best: dict[int, tuple[int, int, float, bool]] = {}
         for row in self._ranking:
             best.setdefault(row[1], row)
         return (self._candidate(*row) for row in best.values())
 
     def best_of_layouts(self) -> Iterator[Candidate]:
         """Every layout in its most promising order; takes none."""
-        best: dict[int, tuple[int, int, float]] = {}
+        best: dict[int, tuple[int, int, float, bool]] = {}
         for row in self._ranking:
             best.setdefault(row[0], row)
         return (self._candidate(*row) for row in best.values())
 
-    def _candidate(self, place: int, number: int, estimate_s: float) -> Candidate:
-        layout, count = self._layouts[place], self._problem.micro_batches(self._size)
-        choice = self._problem.choice(layout, self._size, self._orders[number])
-        return Candidate(choice, layout, self._size, count, estimate_s)
+    def _candidate(self, place: int, number: int, estimate_s: float, may_fit: bool) -> Candidate:
+        choice = Choice(self._layouts[place], self._size, *self._orders[number])
+        count = self._problem.micro_batches(self._size)
+        return Candidate(choice, self._size, count, estimate_s, may_fit)
 
 
 MAX_ACTIONS_OF_SEARCH = 200_000
@@ -202,7 +208,7 @@ class Judge:
         known = self._outcomes.get(candidate.choice)
         if known is not None:
             return known < inf
-        if not self.may_fit(candidate):
+        if not candidate.may_fit:
             self._outcomes[candidate.choice] = inf
             return False
         if self.is_beaten(candidate.estimate_s) or self._ties_at_best(candidate):
@@ -220,7 +226,7 @@ class Judge:
             return self._outcomes[choice] < inf
         plan = self.evaluator.run(self._problem.plan(choice))
         fits = self.evaluator.fits(plan)
-        if not fits and max(map(len, choice.ranks)) > 1 and plan.predicted_step_s < self.fastest_s:
+        if not fits and max(choice.replicas) > 1 and plan.predicted_step_s < self.fastest_s:
             held = self._modes.within_memory(plan)
             plan, fits = held or plan, held is not None
         self._outcomes[choice] = plan.predicted_step_s if fits else inf
@@ -270,20 +276,7 @@ class Judge:
         equal = candidate.simplicity == best.candidate.simplicity
         return not equal or candidate.estimate_s >= best.step_s * (1 - 2 * ROUNDING)
 
-    def may_fit(self, candidate: Candidate) -> bool:
-        """Whether the parts of the memory that no schedule avoids are within the limits."""
-        problem, choice = self._problem, candidate.choice
-        if not problem.has_limits:
-            return True
-        table = problem.table(choice.members, choice.size)
-        shares = problem.shares(choice.size)
-        peaks = least_peaks_bytes(table, choice.warm_up, shares, choice.recompute)
-        return all(
-            problem.baseline_bytes + peak <= problem.limit_bytes(rank)
-            for peak, (rank,) in zip(peaks.tolist(), choice.ranks, strict=True)
-        )
-
 
 def _preference(verdict: Verdict) -> tuple[Simplicity, float, Ranks]:
     candidate = verdict.candidate
-    return candidate.simplicity, verdict.step_s, candidate.choice.ranks
+    return candidate.simplicity, verdict.step_s, candidate.choice.layout.ranks

@@ -6,14 +6,13 @@ those whose steps differ by less than ``TIE`` are equal, and the simplest of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from pipectl.cluster import Cluster
 from pipectl.errors import OutOfTimeError
-from pipectl.plan import Plan, Search, Stage
-from pipectl.planner.assumptions import baseline_bytes
-from pipectl.planner.partition.cutter import Bound
+from pipectl.plan import Plan
+from pipectl.planner.costs.footprint import baseline_bytes
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import PlanRequest
 from pipectl.profile import Profile
@@ -95,79 +94,16 @@ class Evaluator:
 
     def fits(self, tried: Plan) -> bool:
         """Whether every rank of a plan that was run stays within its limit."""
-        return self._fit(tried, range(tried.ranks))
+        return self.problem.excess_bytes(tried) <= 0
 
     def stage_fits(self, tried: Plan, stage: int) -> bool:
         """Whether the ranks of a stage do."""
-        held = tried.stages[stage]
-        return self._fit(tried, (*held.ranks, *held.backward_ranks))
-
-    def _fit(self, tried: Plan, ranks: Iterable[int]) -> bool:
         assert tried.prediction is not None
-        peaks = tried.prediction.peak_memory_bytes
+        held, peaks = tried.stages[stage], tried.prediction.peak_memory_bytes
+        ranks = (*held.ranks, *held.backward_ranks)
         return all(peaks[rank] <= self.problem.limit_bytes(rank) for rank in ranks)
-
-
-PLANNER = "pipectl"
 
 
 def preference(plan: Plan) -> tuple[float, int, int, int]:
     """Lower is better: the predicted step, then the simpler plan."""
     return plan.predicted_step_s, len(plan.stages), sum(plan.warm_up), plan.micro_batches
-
-
-def largest_load_s(plan: Plan, cluster: Cluster) -> float:
-    """What the most loaded rank computes for one micro-batch, which replicas share evenly."""
-    loads = [0.0] * plan.ranks
-    for stage in plan.stages:
-        for ranks, load_s in _shares(stage):
-            for rank in ranks:
-                loads[rank] += load_s / cluster.device(rank).speed
-    return max(loads)
-
-
-def largest_stage_load_s(plan: Plan, cluster: Cluster) -> float:
-    """The same of one stage, whatever else its ranks hold."""
-    return max(
-        load_s / cluster.device(rank).speed
-        for stage in plan.stages
-        for ranks, load_s in _shares(stage)
-        for rank in ranks
-    )
-
-
-def _shares(stage: Stage) -> Iterator[tuple[tuple[int, ...], float]]:
-    """Ranks, and what each of them computes for a micro-batch at speed 1."""
-    if not stage.backward_ranks:
-        yield stage.ranks, stage.load_s
-        return
-    yield stage.ranks, stage.cost.forward_s / stage.replicas
-    yield stage.backward_ranks, stage.cost.backward_s / stage.replicas
-
-
-def with_findings(
-    plan: Plan,
-    cluster: Cluster,
-    bound_s: float,
-    *,
-    load_bound: Bound | None = None,
-    finished: bool = True,
-    planner: str = PLANNER,
-) -> Plan:
-    """A plan with what is known of how good it is.
-
-    Args:
-        plan: with a prediction; what is known of it already stays.
-        bound_s: no step takes less.
-        load_bound: of the largest load; by default what follows from ``bound_s``.
-        finished: whether the search came to its end.
-        planner: who chose.
-    """
-    if plan.search is not None:
-        known = plan.search
-    else:
-        bound = load_bound or Bound(bound_s / plan.micro_batches, False)
-        load_s = largest_load_s(plan, cluster)
-        known = Search(planner, load_s, bound.load_s, bound.exact, planning_s=0.0)
-    known = known.bounded(plan.predicted_step_s, bound_s)
-    return replace(plan, search=replace(known, finished=known.finished and finished))

@@ -38,34 +38,33 @@ from pipectl.cluster import Cluster
 from pipectl.errors import OutOfTimeError
 from pipectl.plan import Plan, Replication
 from pipectl.planner.areas import Area, Areas, first_choices
-from pipectl.planner.bounds import work_s
+from pipectl.planner.bounds import Bound, with_findings, work_s
 from pipectl.planner.candidates import Candidate, Candidates, Judge, Verdict
-from pipectl.planner.evaluate import out_of_time, with_findings
+from pipectl.planner.evaluate import out_of_time
 from pipectl.planner.graph.blocks import condense
+from pipectl.planner.graph.downsets import CutSpace
 from pipectl.planner.infeasible import infeasible, least_demanding
-from pipectl.planner.partition.cut_space import CutSpace
-from pipectl.planner.partition.cutter import MANY_RANKS, Bound, Cutter, cut_request
+from pipectl.planner.partition.cutter import MANY_RANKS, Cutter, cut_request
 from pipectl.planner.partition.estimate import ROUNDING
 from pipectl.planner.partition.layout import (
+    FAR,
+    FEW,
     POLICIES,
     Choice,
     Layout,
     consecutive,
     device_orders,
-    placed,
-)
-from pipectl.planner.partition.moves import (
-    FAR,
-    FEW,
     kicks,
     near_partitions,
     neighbours,
+    placed,
     replica_moves,
 )
 from pipectl.planner.partition.programme import Check
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import (
     PlanRequest,
+    choices,
     micro_batch_sizes,
     open_orders,
     stage_counts,
@@ -182,7 +181,7 @@ class Explorer:
         for candidate in sorted(options, key=lambda each: (each.estimate_s, each.simplicity)):
             if len(known) > most:
                 break
-            if candidate.family not in known and self.judge.may_fit(candidate):
+            if candidate.family not in known and candidate.may_fit:
                 self.judge.examine(candidate)
                 known = self.judge.families()
         return self.judge.alternatives(best, most)
@@ -200,8 +199,8 @@ class Explorer:
         else:
             layouts = list(first_choices(problem, counts))
         for layout, size, order in layouts:
-            choice, count = problem.choice(layout, size, order), problem.micro_batches(size)
-            self.judge.examine(Candidate(choice, layout, size, count, 0.0))
+            choice, count = Choice(layout, size, *order), problem.micro_batches(size)
+            self.judge.examine(Candidate(choice, size, count, 0.0))
         best = self.judge.best()
         if best is None:
             raise infeasible(problem, self.cutter, demand) if demand else out_of_time()
@@ -235,7 +234,7 @@ class Explorer:
             candidates = self._complete[area] = self._candidates(everything, area)
         self._opened.append(candidates)
         self._push_candidates(candidates)
-        if not self._memory_is_short and not any(map(self.judge.may_fit, candidates)):
+        if not self._memory_is_short and not any(each.may_fit for each in candidates):
             self._memory_is_short = self.problem.has_limits
 
     def _judge_next(self, candidates: Candidates) -> None:
@@ -277,7 +276,7 @@ class Explorer:
         """Judge the partitions that fit best, without and with recomputation; are there any?"""
         area, any_cuts = fit.area, False
         for mix in self._areas.mixes(area.stages):
-            for recompute in self.problem.request.recompute_choices:
+            for recompute in choices(self.problem.request.recompute):
                 wanted = cut_request(self.problem, area.size, fit.warm_up, mix, recompute=recompute)
                 cuts = self.cutter.balanced(wanted)
                 any_cuts |= bool(cuts)
@@ -407,7 +406,10 @@ class Explorer:
         for start in starts[: 2 * PROPOSALS]:
             replicas = tuple(map(len, start.layout.ranks))
             policies = POLICIES.values() if few else ()
-            places = [start.layout.ranks, *(placed(nodes, replicas, take) for take in policies)]
+            places = [
+                start.layout.ranks,
+                *(placed(nodes, replicas, take) for take in policies),
+            ]
             layouts = (start.layout._replace(ranks=ranks) for ranks in places)
             proposals.append(next(iter(self._rate(layouts, start.size))))
         for proposal in _best_first(proposals)[:PROPOSALS]:
@@ -443,7 +445,12 @@ class Explorer:
             self._check()
             seen.add((size, candidate.layout))
             near = replica_moves(
-                candidate.layout, problem.graph, loads, ranks, min(size, ranks), keep_stages=fixed
+                candidate.layout,
+                problem.graph,
+                loads,
+                ranks,
+                min(size, ranks),
+                keep_stages=fixed,
             )
             best = Candidates(problem, list(near), size, with_replicas=True)
             if best.next_s >= candidate.estimate_s * (1 - ROUNDING):
@@ -454,8 +461,8 @@ class Explorer:
     def _ways(self, proposal: Candidate) -> Iterator[Candidate]:
         """A layout with replicas in every way that is allowed, none of which has nothing to do."""
         request, layout = self.problem.request, proposal.layout
-        members = self.problem.members(layout.partition)
-        again = (True,) * len(members) if request.recompute else ()
+        stages = len(layout.partition)
+        again = (True,) * stages if request.recompute else ()
         for way in request.replications:
             sizes = {proposal.size}
             if way is Replication.WHOLE and request.micro_batches is None:
@@ -467,8 +474,9 @@ class Explorer:
                 replicas = tuple(map(len, ranks))
                 in_turn = replicas if way is Replication.WHOLE else None
                 if max(replicas) > 1:
-                    for order in open_orders(request, len(members), count, in_turn):
-                        choice = Choice(members, ranks, size, *order, way, again)
+                    fewer = Layout(layout.partition, ranks, again)
+                    for order in open_orders(request, stages, count, in_turn):
+                        choice = Choice(fewer, size, *order, way)
                         yield replace(proposal, choice=choice, micro_batches=count)
 
     def _consider_near_replicas(self, candidate: Candidate) -> None:
@@ -488,11 +496,11 @@ class Explorer:
 
     def _area_of(self, candidate: Candidate) -> Area:
         choice = candidate.choice
-        return self._areas.of(len(choice.ranks), choice.size)
+        return self._areas.of(len(choice.layout.ranks), choice.size)
 
 
 def _is_replicated(choice: Choice) -> bool:
-    return max(map(len, choice.ranks)) > 1
+    return max(choice.replicas) > 1
 
 
 def _best_first(candidates: Sequence[Candidate]) -> list[Candidate]:

@@ -7,12 +7,11 @@ from dataclasses import replace
 from math import ceil
 
 from pipectl.errors import InfeasibleError
-from pipectl.plan import Plan
+from pipectl.plan import Plan, StageCost, StagePeaks
 from pipectl.planner.costs.devices import Mix, mixes, one_each, placements
-from pipectl.planner.costs.stage_costs import largest_peak_bytes
 from pipectl.planner.evaluate import predicted
 from pipectl.planner.partition.cutter import CutRequest, Cutter, cut_request
-from pipectl.planner.partition.layout import Layout
+from pipectl.planner.partition.layout import Choice, Layout
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import Order, PlanRequest, micro_batch_sizes, open_orders
 from pipectl.schedule.gpipe import GPIPE
@@ -46,7 +45,7 @@ def least_demanding(
                 for placement in placements(problem.cluster, problem.devices, cut.kinds):
                     recompute = (True,) * stages if request.recompute else cut.recompute
                     layout = Layout(cut.partition, one_each(placement), recompute)
-                    plan = problem.plan(problem.choice(layout, size, order))
+                    plan = problem.plan(Choice(layout, size, *order))
                     tried = predicted(plan, problem.cluster, problem.baseline_bytes)
                     assert tried.prediction is not None
                     demand = tried, tried.prediction.peak_memory_bytes
@@ -140,10 +139,14 @@ def _estimate(
     size = micro_batch_sizes(request, request.batch_size)[-1]
     _, warm_up = open_orders(request, stages, problem.micro_batches(size))[0]
     wanted = CutRequest(size, warm_up, Mix.ordered([0] * stages, 1), (limit,))
-    count, baseline = problem.micro_batches(size), problem.baseline_bytes
-    return min(
-        largest_peak_bytes(
-            problem.table(problem.members(cut.partition), size).costs, warm_up, baseline, count
-        )
+    return problem.baseline_bytes + min(
+        max(map(_peak_bytes, problem.costs(cut.partition, size), warm_up))
         for cut in cutter.smallest_peak(wanted)
     )
+
+
+def _peak_bytes(cost: StageCost, flying: int) -> int:
+    """Of a stage that keeps what it saves, without buffers of messages."""
+    peaks = cost.peaks or StagePeaks(0, 0, cost.accumulated_bytes, 0)
+    backward = max(peaks.first_backward_bytes, cost.accumulated_bytes + peaks.backward_bytes)
+    return cost.resident_bytes + flying * cost.saved_bytes + backward

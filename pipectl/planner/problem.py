@@ -13,21 +13,21 @@ from pipectl.arrays import Floats, Integers
 from pipectl.cluster import Cluster
 from pipectl.link import Link
 from pipectl.plan import Plan, Replication, Stage, StageCost
-from pipectl.planner.assumptions import (
-    assumptions_of,
+from pipectl.planner.costs.devices import Pool, one_each, pools
+from pipectl.planner.costs.footprint import (
+    DEFAULT_BASELINE_BYTES,
+    Footprint,
+    Footprints,
     baseline_bytes,
-    count_assumptions,
-    size_assumptions,
 )
-from pipectl.planner.costs.devices import Pool, pools
-from pipectl.planner.costs.footprint import Footprint, Footprints
 from pipectl.planner.costs.liveness import parameter_gradients
 from pipectl.planner.costs.operator_times import OperatorTimes
-from pipectl.planner.costs.stage_costs import StageTable, scaled_transfers, stage_costs
-from pipectl.planner.graph.blocks import BlockGraph, condense
+from pipectl.planner.costs.stage_costs import scaled_transfers, stage_costs
+from pipectl.planner.graph.blocks import BlockGraph, bitset, condense
+from pipectl.planner.graph.downsets import Partition
 from pipectl.planner.partition.estimate import Estimator
-from pipectl.planner.partition.layout import Choice, Layout, Members, Ranks
-from pipectl.planner.request import Order, PlanRequest, open_orders
+from pipectl.planner.partition.layout import Choice, Layout, Ranks
+from pipectl.planner.request import PlanRequest, open_orders
 from pipectl.profile import Profile
 from pipectl.schedule import default_warm_up
 from pipectl.schedule.one_f_one_b import ONE_F_ONE_B
@@ -56,8 +56,8 @@ class Problem:
             self.graph = graph
         self._operators_of: dict[int, tuple[int, ...]] = {}
         self._footprints = Footprints(profile)
-        self._parts: dict[Members, Footprint] = {}
-        self._tables: dict[tuple[Members, int], StageTable] = {}
+        self._parts: dict[Partition, Footprint] = {}
+        self._costs: dict[tuple[Partition, int], tuple[StageCost, ...]] = {}
 
     @cached_property
     def graph(self) -> BlockGraph:
@@ -72,6 +72,12 @@ class Problem:
     def limit_bytes(self, rank: int) -> float:
         """Memory that a rank may take: the smaller of the job's limit and its device's memory."""
         return self.cluster.memory_of(rank, self.request.memory_limit_bytes)
+
+    def excess_bytes(self, plan: Plan) -> float:
+        """The most that a rank of a plan with a prediction holds beyond its limit."""
+        assert plan.prediction is not None
+        peaks = plan.prediction.peak_memory_bytes
+        return max(peak - self.limit_bytes(rank) for rank, peak in enumerate(peaks))
 
     @cached_property
     def has_limits(self) -> bool:
@@ -154,57 +160,62 @@ class Problem:
         """Memory that a rank of each kind may take."""
         return tuple(self.limit_bytes(pool.ranks[0]) for pool in self.devices)
 
-    @cached_property
-    def assumptions(self) -> tuple[str, ...]:
-        """What neither the profile nor the cluster says."""
-        return assumptions_of(self.profile, self.cluster)
+    def assumptions(self, size: int) -> tuple[str, ...]:
+        """What neither profile nor cluster says of micro-batches of ``size`` samples, and why there
+        are not as many as were asked for."""
+        profile, request, measured = self.profile, self.request, self.profile.micro_batch_size
+        said = list(profile.assumptions)
+        if profile.process_baseline_bytes is None:
+            mebibytes = DEFAULT_BASELINE_BYTES >> 20
+            said.append(f"a process without a stage takes {mebibytes} MiB")
+        sizes = profile.edge_bytes.items()
+        if any(held != profile.by_id[source].output_bytes for (source, _), held in sizes):
+            said.append("a message has the output_bytes of its operator: edge_bytes are not used")
+        said += self.cluster.assumptions
+        if size != measured and not profile.has_several_sizes:
+            said.append(f"times of {size} samples are taken as proportional to those of {measured}")
+        count, copies = self.micro_batches(size), request.replicas or 1
+        if request.micro_batches not in (None, count):
+            equally = f" and be shared evenly by {copies} replicas" if copies > 1 else ""
+            said.append(
+                f"{request.micro_batches} micro-batches of {request.batch_size} samples cannot be "
+                f"of one size with a smaller last one{equally}: {count} of {size} samples instead"
+            )
+        return tuple(said)
 
-    def members(self, partition: Sequence[int]) -> Members:
-        """The operators of the stages of a partition."""
-        known = self._operators_of
-        for blocks in partition:
-            if blocks not in known:
-                known[blocks] = tuple(self.graph.operators_of(blocks))
-        return tuple(known[blocks] for blocks in partition)
+    def partition_of(self, stages: Iterable[Iterable[str]]) -> Partition:
+        """The blocks of stages that are given by the ids of their operators."""
+        index_of, home = self.profile.index_of, self.graph.block_of
+        return tuple(bitset({home[index_of[node]] for node in nodes}) for nodes in stages)
 
-    def members_of(self, stages: Iterable[Iterable[str]]) -> Members:
-        """The operators of stages that are given by their ids."""
-        index_of = self.profile.index_of
-        return tuple(tuple(sorted(index_of[node] for node in nodes)) for nodes in stages)
-
-    def members_of_plan(self, plan: Plan) -> Members:
-        """The operators of the stages of a plan."""
-        return self.members_of(stage.nodes for stage in plan.stages)
-
-    def footprint(self, members: Members) -> Footprint:
+    def footprint(self, partition: Partition) -> Footprint:
         """What stages need, at the profile's micro-batch size."""
-        if members not in self._parts:
-            self._parts[members] = self._footprints.of(members)
-        return self._parts[members]
+        if partition not in self._parts:
+            known = self._operators_of
+            for blocks in partition:
+                if blocks not in known:
+                    known[blocks] = tuple(self.graph.operators_of(blocks))
+            self._parts[partition] = self._footprints.of([known[blocks] for blocks in partition])
+        return self._parts[partition]
 
-    def table(self, members: Members, size: int) -> StageTable:
-        """Costs of stages with one replica each, and the messages between them."""
-        if (members, size) not in self._tables:
-            parts, scale = self.footprint(members), self.scale(size)
+    def costs(self, partition: Partition, size: int) -> tuple[StageCost, ...]:
+        """Of stages with one replica each."""
+        if (partition, size) not in self._costs:
+            parts, scale = self.footprint(partition), self.scale(size)
             costs = stage_costs(parts, self.times.at(size), scale, self.profile)
-            self._tables[members, size] = StageTable(costs, scaled_transfers(parts, scale))
-        return self._tables[members, size]
-
-    def choice(self, layout: Layout, size: int, order: Order) -> Choice:
-        """A layout with micro-batches of ``size`` samples in an order."""
-        members = self.members(layout.partition)
-        return Choice(members, layout.ranks, size, *order, recompute=layout.recompute)
+            self._costs[partition, size] = costs
+        return self._costs[partition, size]
 
     def plan(self, choice: Choice) -> Plan:
         """The plan a choice makes, without prediction."""
-        request, size, count = self.request, choice.size, len(choice.members)
-        micro_batches = self.micro_batches(size)
+        request, size, layout = self.request, choice.size, choice.layout
+        micro_batches, count = self.micro_batches(size), len(layout.partition)
         stages = zip(
-            self.footprint(choice.members).nodes,
-            choice.ranks,
-            self._costs(choice),
+            self.footprint(layout.partition).nodes,
+            layout.ranks,
+            self._costs_of(choice),
             choice.backward_ranks or ((),) * count,
-            choice.recompute or (False,) * count,
+            layout.recompute or (False,) * count,
             strict=True,
         )
         return Plan(
@@ -219,18 +230,14 @@ class Problem:
                 Stage(nodes, ranks, cost, elsewhere, recompute=again)
                 for nodes, ranks, cost, elsewhere, again in stages
             ),
-            transfers=self.table(choice.members, size).transfers,
+            transfers=scaled_transfers(self.footprint(layout.partition), self.scale(size)),
             node_of_rank=self.cluster.node_of_rank,
             memory_limit_bytes=request.memory_limit_bytes,
             key=request.key,
             offload_to=request.offload_to,
             replication=choice.replication,
             shard_optimizer=request.shard_optimizer,
-            assumptions=(
-                *self.assumptions,
-                *size_assumptions(self.profile, size),
-                *count_assumptions(request, micro_batches, size),
-            ),
+            assumptions=self.assumptions(size),
         )
 
     def stages_in_turn(self, stages: Sequence[Sequence[str]]) -> Plan:
@@ -239,10 +246,10 @@ class Problem:
         own = ceil(request.batch_size / self.profile.micro_batch_size)
         size = ceil(request.batch_size / (request.micro_batches or own))
         warm_up = default_warm_up(ONE_F_ONE_B.name, len(stages), self.micro_batches(size))
-        ranks = tuple((rank,) for rank in range(len(stages)))
-        return self.plan(Choice(self.members_of(stages), ranks, size, ONE_F_ONE_B.name, warm_up))
+        layout = Layout(self.partition_of(stages), one_each(tuple(range(len(stages)))))
+        return self.plan(Choice(layout, size, ONE_F_ONE_B.name, warm_up))
 
-    def flushed(self, members: Members, ranks: Ranks, size: int) -> Iterator[Plan]:
+    def flushed(self, partition: Partition, ranks: Ranks, size: int) -> Iterator[Plan]:
         """Plans with every schedule and warm-up that is open.
 
         If backwards have ranks of their own, one more micro-batch is in flight between the two
@@ -252,7 +259,7 @@ class Problem:
             ranks: of each stage: one, or that of its forward and that of its backward.
         """
         request = self.request
-        stages, count = len(members), self.micro_batches(size)
+        stages, count = len(partition), self.micro_batches(size)
         orders = open_orders(request, stages, count)
         apart = max(map(len, ranks)) > 1
         if apart and request.warm_up is None and request.schedule in (None, ONE_F_ONE_B.name):
@@ -260,22 +267,23 @@ class Problem:
             orders = [*orders, (ONE_F_ONE_B.name, deeper)]
         firsts, others = tuple(held[:1] for held in ranks), tuple(held[1:] for held in ranks)
         for order in dict.fromkeys(orders):
-            yield self.plan(Choice(members, firsts, size, *order, backward_ranks=others))
+            choice = Choice(Layout(partition, firsts), size, *order, backward_ranks=others)
+            yield self.plan(choice)
 
-    def _costs(self, choice: Choice) -> Sequence[StageCost]:
+    def _costs_of(self, choice: Choice) -> Sequence[StageCost]:
         """Of every stage; of split micro-batches with the speed and the peaks of the replica that
         gets most of one."""
-        size, replicas = choice.size, tuple(map(len, choice.ranks))
-        costs = self.table(choice.members, size).costs
+        size, replicas, partition = choice.size, choice.replicas, choice.layout.partition
+        costs = self.costs(partition, size)
         if max(replicas) == 1 and not self.request.shard_optimizer:
             return costs
         shared = []
-        memory = self.footprint(choice.members).memory
+        memory = self.footprint(partition).memory
         state = self.profile.optimizer_cost.state_bytes_per_parameter_byte
         for stage, (cost, count) in enumerate(zip(costs, replicas, strict=True)):
             if choice.replication is Replication.SPLIT:
                 samples = ceil(size / count)
-                part, factor = self.table(choice.members, samples).costs[stage], size / samples
+                part, factor = self.costs(partition, samples)[stage], size / samples
                 forward_s, backward_s = part.forward_s * factor, part.backward_s * factor
                 cost = replace(cost, forward_s=forward_s, backward_s=backward_s, peaks=part.peaks)
             if self.request.shard_optimizer:

@@ -40,6 +40,11 @@ _NAMES = {
 """Settings in a job file, and without one."""
 
 
+def choices(asked: bool | None) -> tuple[bool, ...]:
+    """Of a setting that may be left open, in the order to try."""
+    return (False, True) if asked is None else (asked,)
+
+
 @dataclass(frozen=True)
 class PlanRequest:
     """A job as the planner sees it; None leaves a choice to the planner.
@@ -163,28 +168,14 @@ class PlanRequest:
         return _NAMES[setting][0 if self.from_job else 1]
 
     @property
-    def recompute_choices(self) -> tuple[bool, ...]:
-        """Whether stages may recompute, in the order to try."""
-        return (False, True) if self.recompute is None else (self.recompute,)
-
-    @property
-    def block_choices(self) -> tuple[bool, ...]:
-        """Whether stages may recompute block by block, in the order to try."""
-        return (False, True) if self.blocks is None else (self.blocks,)
-
-    @property
-    def offload_choices(self) -> tuple[bool, ...]:
-        """Whether stages may offload, in the order to try."""
-        return (False, True) if self.offload is None else (self.offload,)
-
-    @property
     def has_variants(self) -> bool:
         """Whether more may be varied, or is asked, than the search itself does.
 
-        Blocks that are left open count only where memory is short.
+        Blocks that are left open count for one rank per stage.
         """
         varied = self.offload is not False or self.backward_apart is not False
-        return varied or self.every_schedule or self.blocks is True
+        plain = self.replicas == 1 and self.schedule not in PLACED
+        return varied or self.every_schedule or self.blocks or (plain and self.blocks is None)
 
     @property
     def without_variants(self) -> PlanRequest:

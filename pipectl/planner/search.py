@@ -1,33 +1,78 @@
 """The planner: the best plan with whatever a request allows.
 
 - Stages, their ranks and replicas: :mod:`pipectl.planner.explorer`.
-- Equally many replicas of every stage: :mod:`pipectl.planner.copies`.
-- Named schedules with several stages per rank: :mod:`pipectl.planner.schedules.named`.
-- With offload, blocks, backwards on other ranks, or any schedule: :mod:`pipectl.planner.variants`.
-- Schedules that no step flushes: :mod:`pipectl.planner.schedules.unflushed`.
+- Named schedules besides 1F1B and GPipe: :mod:`pipectl.planner.named`.
+- Equally many replicas of every stage are copies of a whole pipeline, each with its share of a
+  step: one copy is planned for its share of the ranks and samples, and then all are simulated
+  together.
+- Plans that offload, run backwards on ranks of their own, recompute block by block, or have any
+  schedule, start from what the search finds without, with the memory there is and as if there
+  were enough. From these, proposals are derived: deeper warm-ups, looser cuts, backwards elsewhere,
+  other schedules. Each is simulated as if its stages kept everything, and in the order of these
+  times gets modes with which it stays within memory, until no proposal can be better than the best.
+  What the search found stays if nothing is faster.
+
+If some operator takes longer than its share, no cut balances the stages; with the forward on one
+rank and the backward on another (PipeFB), what takes longest is the longer of the two, as long as
+the saved values of a micro-batch travel in no more time. The dynamic programme cuts stages for that
+(:meth:`pipectl.planner.partition.cutter.Cutter.with_backwards_elsewhere`), and the largest stages
+of plans that were found without use ranks that are left.
+
+With offload a device holds about two micro-batches of a stage, whatever its warm-up; so stages are
+cut for the memory limit as if no more were in flight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import ceil
 from time import perf_counter
 
-from pipectl.cluster import Cluster
+from pipectl.cluster import Cluster, OffloadTarget
 from pipectl.errors import InfeasibleError, OutOfTimeError
-from pipectl.plan import Plan
-from pipectl.planner.copies import MAX_ALTERNATIVES, plain_plans
-from pipectl.planner.evaluate import TIE
-from pipectl.planner.request import PLACED, PlanRequest
-from pipectl.planner.schedules.named import named_plan
-from pipectl.planner.schedules.unflushed import unflushed_plan
-from pipectl.planner.variants import varied_plans
+from pipectl.plan import Plan, Replication
+from pipectl.planner.bounds import PLANNER, with_findings, work_s
+from pipectl.planner.costs.devices import mixes, one_each, placements
+from pipectl.planner.costs.stage_costs import with_halves
+from pipectl.planner.evaluate import TIE, out_of_time, preference
+from pipectl.planner.explain.what_if import with_enough_memory, with_ranks
+from pipectl.planner.explorer import MAX_ACTIONS_OF_REPLICAS, explore
+from pipectl.planner.graph.downsets import CutSpace
+from pipectl.planner.modes import Shortlist
+from pipectl.planner.named import (
+    PLACED_GAIN,
+    SPLIT_GAIN,
+    every_schedule,
+    named_plan,
+    placed_orders,
+)
+from pipectl.planner.partition.cutter import Cutter, cut_request
+from pipectl.planner.partition.layout import Choice, Layout, ranks_of
+from pipectl.planner.problem import Problem
+from pipectl.planner.request import (
+    PLACED,
+    PlanRequest,
+    choices,
+    micro_batch_sizes,
+    open_orders,
+    stage_counts,
+)
 from pipectl.profile import Profile
 from pipectl.schedule import SCHEDULES
 
-__all__ = ["MAX_ALTERNATIVES", "Found", "make_plan", "search_plans"]
+MAX_ALTERNATIVES = 5
+"""Plans besides the best."""
+MAX_RANKS = 64
+"""With more, backwards elsewhere and several stages per rank are not looked for."""
+MICRO_BATCHES = 8
+"""Per rank at most, with backwards elsewhere."""
+ON_THE_DEVICE = 2
+"""Micro-batches of an offloading stage."""
+
 Expired = Callable[[], bool]
+Key = tuple[object, ...]
 
 
 @dataclass(frozen=True)
@@ -77,14 +122,11 @@ def _ranked(
 ) -> list[Plan]:
     """The best plan, and the next best."""
     started_s = perf_counter()
-    if request.listed is not None:
+    schedule = SCHEDULES.get(request.schedule or "")
+    if request.listed is not None or (schedule is not None and not schedule.flushes):
         plans = [named_plan(profile, cluster, request, expired)]
-    elif request.schedule is not None and not SCHEDULES[request.schedule].flushes:
-        plans = [unflushed_plan(profile, cluster, request, expired)]
     elif request.has_variants:  # a job usually leaves schedule, offload and backwards open
         plans = varied_plans(profile, cluster, request, expired)
-    elif request.blocks is None and request.replicas == 1 and request.schedule not in PLACED:
-        plans = _blocks_if_short(profile, cluster, request, expired, alternatives)
     else:
         plans = plain_plans(profile, cluster, request, expired, alternatives)
     best = plans[0]
@@ -94,25 +136,372 @@ def _ranked(
     return [best, *plans[1:]]
 
 
-def _blocks_if_short(
-    profile: Profile, cluster: Cluster, request: PlanRequest, expired: Expired, alternatives: int
+def plain_plans(
+    profile: Profile,
+    cluster: Cluster,
+    request: PlanRequest,
+    expired: Expired,
+    alternatives: int = MAX_ALTERNATIVES,
 ) -> list[Plan]:
-    """Plans with one rank per stage; if memory is short, also with stages in blocks.
+    """The best plan, and the next best of other shapes, with predictions.
+
+    Args:
+        request: without variants: no offload, no backwards on other ranks, one schedule or two.
+        expired: asked now and then; once it is true, the search ends.
+        alternatives: how many plans besides the best.
 
     Raises:
         InfeasibleError, OutOfTimeError: there is none.
     """
-    plans: list[Plan] = []
-    reason: InfeasibleError | None = None
-    try:
-        plans = plain_plans(profile, cluster, request, expired, alternatives)
-    except InfeasibleError as error:
-        reason = error
-    if not plans or any(stage.recompute for stage in plans[0].stages):
-        with suppress(InfeasibleError, OutOfTimeError):
-            others = varied_plans(profile, cluster, request, expired)
-            limit_s = plans[0].predicted_step_s * (1 - TIE) if plans else float("inf")
-            plans = others if others[0].predicted_step_s < limit_s else plans
-    if reason is not None and not plans:
-        raise reason
+    copies = request.replicas
+    if copies in (None, 1):
+        if request.schedule in PLACED:
+            return [named_plan(profile, cluster, request, expired)]
+        return explore(profile, cluster, request, expired, alternatives)
+    assert copies is not None
+    return _copied_plans(profile, cluster, request, expired, copies)
+
+
+def judged(
+    problem: Problem,
+    choices: Iterable[Choice],
+    expired: Expired = lambda: False,
+    *,
+    planner: str = PLANNER,
+) -> list[Plan]:
+    """The plans of choices that fit, with predictions, the fastest first.
+
+    Of plans with equal numbers of stages, replicas and micro-batches the best stands there. Those
+    that do not fit recompute if they may, as long as that could be faster than what does.
+
+    Args:
+        expired: asked now and then; once it is true, what was found so far is returned.
+        planner: who chose.
+    """
+    shortlist = Shortlist(problem, expired, max_actions=MAX_ACTIONS_OF_REPLICAS)
+    shortlist.consider(with_halves(problem.plan(each), problem.profile) for each in choices)
+    shapes: dict[object, Plan] = {}
+    for plan in sorted(shortlist.plans, key=preference):
+        replicas = tuple(stage.replicas for stage in plan.stages)
+        shapes.setdefault((replicas, plan.micro_batches, plan.replication), plan)
+    # Of the step, nothing is known but the work there is.
+    bound_s = work_s(problem.profile, problem.cluster, problem.request)
+    return [
+        with_findings(plan, problem.cluster, bound_s, finished=shortlist.finished, planner=planner)
+        for plan in shapes.values()
+    ]
+
+
+def _copied_plans(
+    profile: Profile, cluster: Cluster, request: PlanRequest, expired: Expired, copies: int
+) -> list[Plan]:
+    """Plans of all copies together, with predictions, fastest first.
+
+    Raises:
+        InfeasibleError: there are more copies than ranks, or nothing fits.
+    """
+    if copies > cluster.ranks:
+        raise InfeasibleError(
+            f"no feasible plan: {copies} replicas of every stage, but only {cluster.ranks} ranks",
+            cure="use fewer replicas, or ask for more ranks",
+        )
+    own = profile
+    if request.shard_optimizer:  # a copy has its share of the optimizer's state
+        optimizer = profile.optimizer_cost
+        state = optimizer.state_bytes_per_parameter_byte / copies
+        own = replace(profile, optimizer=replace(optimizer, state_bytes_per_parameter_byte=state))
+    count = request.micro_batches
+    one = replace(
+        request,
+        replicas=1,
+        batch_size=ceil(request.batch_size / copies),
+        micro_batches=None if count is None else ceil(count / copies),
+    )
+    alone = plain_plans(own, with_ranks(cluster, cluster.ranks // copies), one, expired)
+    problem = Problem(profile, cluster, request)
+    plans = judged(problem, (choice for plan in alone for choice in _copied(problem, plan, copies)))
+    if not plans:
+        raise InfeasibleError(
+            f"no feasible plan: {copies} replicas of every stage take too much memory",
+            cure="use fewer replicas, so that every pipeline has more ranks",
+        )
     return plans
+
+
+def _copied(problem: Problem, plan: Plan, copies: int) -> Iterator[Choice]:
+    """With replicas that are neighbours, and with copies one after the other."""
+    request, partition = problem.request, problem.partition_of(s.nodes for s in plan.stages)
+    firsts = [stage.ranks[0] for stage in plan.stages]
+    together = tuple(tuple(first * copies + copy for copy in range(copies)) for first in firsts)
+    apart = tuple(tuple(first + copy * plan.ranks for copy in range(copies)) for first in firsts)
+    for ranks in (together, apart):
+        for way in request.replications:
+            size = plan.micro_batch_size
+            if way is Replication.SPLIT and request.micro_batches is None:
+                size *= copies
+            elif way is Replication.SPLIT:
+                assert request.micro_batches is not None
+                size = max(copies, ceil(request.batch_size / request.micro_batches))
+            count = problem.micro_batches(size)
+            in_turn = (copies,) * len(plan.stages) if way is Replication.WHOLE else None
+            if request.schedule in PLACED:
+                stages, held = len(plan.stages), len(set(firsts))
+                orders = placed_orders(plan.schedule, stages, held, request, count, in_turn)
+            else:
+                orders = open_orders(request, len(plan.stages), count, in_turn)
+            for order in orders:
+                yield Choice(Layout(partition, ranks), size, *order, way)
+
+
+def varied_plans(
+    profile: Profile,
+    cluster: Cluster,
+    request: PlanRequest,
+    expired: Expired = lambda: False,
+) -> list[Plan]:
+    """Plans with variants and predictions, the fastest first; of equals, those without variants.
+
+    Raises:
+        InfeasibleError, OutOfTimeError: nothing fits, or nothing was found in time.
+    """
+    search = _VariantSearch(Problem(profile, cluster, request), expired)
+    plans, bound_s = search.run(), work_s(profile, cluster, request)
+    finished = not search.shortlist.evaluator.is_exhausted
+    return [
+        replace(
+            with_findings(plan, cluster, bound_s, finished=finished),
+            assumptions=tuple(dict.fromkeys((*plan.assumptions, *_assumed_host(plan, cluster)))),
+        )
+        for plan in plans
+    ]
+
+
+class _VariantSearch:
+    """One search for variants.
+
+    Args:
+        problem: its request says which variants are allowed.
+    """
+
+    def __init__(self, problem: Problem, expired: Expired) -> None:
+        self._problem = problem
+        self._request = problem.request
+        self._cluster = problem.cluster
+        self._expired = expired
+        self.shortlist = Shortlist(
+            problem, expired, choices(self._request.offload), self._is_as_asked
+        )
+        self._cutter = Cutter(problem, CutSpace.plain(problem.graph), self._check)
+        self._offloaded_areas: set[tuple[int, int]] = set()
+        self._seen: set[Key] = set()
+        self._unlimited: list[Plan] = []
+        self._is_short = problem.has_limits
+
+    def _check(self) -> None:
+        if self._expired():
+            raise OutOfTimeError("planning was ended while stages were cut", cure="allow more time")
+
+    def run(self) -> list[Plan]:
+        """The best plan of every shape that fits, the fastest first."""
+        request, plans = self._request, self.shortlist.plans
+        plain, reason = self._plain()
+        if not request.blocks:
+            plans += [plan for plan in plain if self._is_as_asked(plan)]
+        if not self._expired() or (plain and not plans and request.blocks):
+            self._try_all(plain)
+        if not plans:
+            raise out_of_time() if self._expired() else reason or self._nothing()
+        ordered = sorted(plans, key=preference)
+        # What the search found comes first if it is not slower.
+        kept = [
+            plan
+            for plan in plain[:1]
+            if plan in ordered and self.shortlist.fastest_s >= plan.predicted_step_s * (1 - TIE)
+        ]
+        shapes: dict[Key, Plan] = {}
+        for plan in [*kept, *ordered]:
+            shapes.setdefault(_shape(plan), plan)
+        return list(shapes.values())
+
+    def _plain(self) -> tuple[list[Plan], Exception | None]:
+        """What there is without variants, or why there is nothing.
+
+        Memory is not short if the best plan without regard to it fits, and no stage has to save
+        any: then that is what there is.
+        """
+        request, wanted = self._request, self._request.without_variants
+        if self._is_short:
+            self._unlimited = self._without_limits(wanted)
+            fitting = [plan for plan in self._unlimited if self.shortlist.evaluator.fits(plan)]
+            saves = request.offload or request.blocks
+            if fitting and fitting[0] is self._unlimited[0] and not saves:
+                self._is_short = False
+                return fitting, None
+        try:
+            plans = plain_plans(self._problem.profile, self._cluster, wanted, self._expired)
+        except (InfeasibleError, OutOfTimeError) as error:
+            return [], error
+        return sorted(plans, key=preference), None
+
+    def _without_limits(self, request: PlanRequest) -> list[Plan]:
+        """Plans as if memory were no matter."""
+        cluster = with_enough_memory(self._cluster)
+        free = replace(request, memory_limit_bytes=None)
+        with suppress(InfeasibleError, OutOfTimeError):
+            plans = plain_plans(self._problem.profile, cluster, free, self._expired)
+            return [replace(plan, memory_limit_bytes=request.memory_limit_bytes) for plan in plans]
+        return []
+
+    def _try_all(self, plain: Sequence[Plan]) -> None:
+        """Everything that can be derived from what the search found."""
+        request = self._request
+        offloads = self._is_short and request.offload is not False
+        again = request.recompute is None or request.blocks is not False
+        saves = offloads or (self._is_short and again)
+        start = [*plain, *(self._unlimited if saves else [])]
+        one_replica = request.replicas in (None, 1) and self._cluster.ranks <= MAX_RANKS
+        self._consider([*start, *(self._deeper(start) if saves else [])])
+        if one_replica:
+            self._consider(self._elsewhere(start))
+            self._consider(self._other_schedules(start, splits_backward=False), PLACED_GAIN)
+            self._consider(self._other_schedules(start, splits_backward=True), SPLIT_GAIN)
+        if offloads:
+            areas = [(len(plan.stages), plan.micro_batch_size) for plan in start]
+            self._consider(plan for area in areas for plan in self._offloaded(*area))
+            self._offload_smaller_micro_batches()
+
+    def _consider(self, proposed: Iterable[Plan], gain: float = TIE) -> None:
+        """Shortlist what is new and could be best."""
+        self.shortlist.consider([plan for plan in proposed if self._is_new(plan)], gain)
+
+    def _is_new(self, plan: Plan) -> bool:
+        stages = tuple((s.nodes, s.ranks, s.backward_ranks) for s in plan.stages)
+        key = (stages, plan.micro_batch_size, plan.schedule, plan.warm_up, plan.replication)
+        is_new = key not in self._seen
+        self._seen.add(key)
+        return is_new
+
+    def _is_as_asked(self, plan: Plan) -> bool:
+        """Whether it has what must be everywhere."""
+        request, stages = self._request, plan.stages
+        return (not request.offload or all(stage.offload for stage in stages)) and (
+            not request.backward_apart or all(stage.backward_ranks for stage in stages)
+        )
+
+    def _nothing(self) -> InfeasibleError:
+        ranks = self._cluster.ranks
+        if self._request.backward_apart and ranks > MAX_RANKS:
+            return InfeasibleError(
+                f"no feasible plan: all backwards on other ranks are planned for at most "
+                f"{MAX_RANKS} ranks, not {ranks}",
+                cure=f"set {self._request.named('backward')} to together, or ask for fewer ranks",
+            )
+        asked, key = "all backwards on other ranks", "backward"
+        if self._request.offload:
+            asked, key = "all its stages offload", "offload"
+        return InfeasibleError(
+            f"no feasible plan: none has {asked}",
+            cure=f"leave {self._request.named(key)} to the planner (auto), or ask for more ranks",
+        )
+
+    def _deeper(self, plans: Sequence[Plan]) -> Iterator[Plan]:
+        """Other warm-ups of the same stages, which stages that hold less may have room for."""
+        for plan in plans if self._request.schedule not in PLACED else ():
+            if all(stage.replicas == 1 for stage in plan.stages):
+                yield from self._on_ranks(plan, tuple(stage.ranks for stage in plan.stages))
+
+    def _on_ranks(self, plan: Plan, ranks: tuple[tuple[int, ...], ...]) -> Iterator[Plan]:
+        """The stages of a plan, or their forwards and backwards, on other ranks."""
+        partition = self._problem.partition_of(stage.nodes for stage in plan.stages)
+        return self._problem.flushed(partition, ranks, plan.micro_batch_size)
+
+    def _elsewhere(self, plans: Sequence[Plan]) -> Iterator[Plan]:
+        """With backwards on ranks that plans leave free."""
+        request, ranks = self._request, self._cluster.ranks
+        if request.backward_apart is not False and request.schedule not in PLACED:
+            every = request.backward_apart is True
+            for plan in plans:
+                for apart in some_apart(plan, self._cluster, every=every):
+                    yield from self._on_ranks(plan, ranks_of(apart, self._cluster))
+            sizes = micro_batch_sizes(request, MICRO_BATCHES * ranks)
+            for size in sizes if request.fixed_stages is None else ():
+                if not self._expired():
+                    yield from self._cut_for_apart(size, every=every)
+
+    def _cut_for_apart(self, size: int, *, every: bool) -> Iterator[Plan]:
+        with suppress(OutOfTimeError):
+            again = self._request.recompute
+            cut = self._cutter.with_backwards_elsewhere(size, every=every, recompute=again)
+            if cut is not None and max(cut.devices) > 1:
+                ranks = ranks_of([count > 1 for count in cut.devices], self._cluster)
+                yield from self._problem.flushed(cut.partition, ranks, size)
+
+    def _other_schedules(self, plans: Sequence[Plan], *, splits_backward: bool) -> Iterator[Plan]:
+        if self._request.every_schedule:
+            yield from every_schedule(
+                self._problem, self._cutter, plans, splits_backward=splits_backward
+            )
+
+    def _offload_smaller_micro_batches(self) -> None:
+        """Smaller and smaller micro-batches, until something fits."""
+        problem, request = self._problem, self._request
+        with suppress(InfeasibleError):
+            counts = stage_counts(request, problem.cluster.ranks, len(problem.graph))
+            for size in micro_batch_sizes(request, request.batch_size):
+                if self.shortlist.plans or self._expired():
+                    return
+                self._consider(
+                    plan for stages in reversed(counts) for plan in self._offloaded(stages, size)
+                )
+
+    def _offloaded(self, stages: int, size: int) -> Iterator[Plan]:
+        """Stages cut for the memory there is, if all of them offload."""
+        problem = self._problem
+        if (stages, size) in self._offloaded_areas or not problem.could_hold(stages):
+            return
+        self._offloaded_areas.add((stages, size))
+        orders = open_orders(self._request, stages, problem.micro_batches(size))
+        held = tuple(min(depth, ON_THE_DEVICE) for depth in orders[0][1])
+        again = self._request.recompute is not False
+        for mix in mixes(problem.devices, len(problem.graph) + 1, stages, stages):
+            with suppress(OutOfTimeError):
+                for cut in self._cutter.balanced(
+                    cut_request(problem, size, held, mix, recompute=again)
+                ):
+                    for place in placements(problem.cluster, problem.devices, cut.kinds):
+                        layout = Layout(cut.partition, one_each(place))
+                        for order in orders:
+                            yield problem.plan(Choice(layout, size, *order))
+
+
+def some_apart(plan: Plan, cluster: Cluster, *, every: bool) -> Iterator[tuple[bool, ...]]:
+    """Stages of a plan that may use ranks it leaves free: the largest, one or more of them."""
+    stages, spare = len(plan.stages), cluster.ranks - len(plan.stages)
+    loads = [stage.cost.forward_s + stage.cost.backward_s for stage in plan.stages]
+    largest = sorted(range(stages), key=lambda index: (-loads[index], index))
+    most = min(stages, spare)
+    for count in sorted({most, *(1 << power for power in range(most.bit_length()))}):
+        if 0 < count <= most and (count == stages or not every):
+            chosen = set(largest[:count])
+            yield tuple(index in chosen for index in range(stages))
+
+
+def _shape(plan: Plan) -> Key:
+    stages = tuple(
+        (
+            *(stage.replicas, bool(stage.backward_ranks), stage.recompute, stage.offload),
+            stage.blocks is not None,
+        )
+        for stage in plan.stages
+    )
+    return stages, plan.schedule, plan.warm_up, plan.micro_batches, plan.replication
+
+
+def _assumed_host(plan: Plan, cluster: Cluster) -> tuple[str, ...]:
+    """Whether stages offload over a link that nobody measured."""
+    devices = [cluster.device(r) for stage in plan.stages if stage.offload for r in stage.ranks]
+    if not any(device.offload_link(plan.offload_to).assumed for device in devices):
+        return ()
+    if plan.offload_to is OffloadTarget.DISK:
+        return ("the bandwidth of the nodes' disks is assumed, not measured",)
+    return ("the link between a device and its host's memory is assumed, not measured",)

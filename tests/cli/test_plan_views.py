@@ -26,11 +26,10 @@ from pipectl.jobs.plan_search import StepAnswer
 from pipectl.jobs.planning import PlanInputs
 from pipectl.plan import Blocks, Plan, Prediction, Replication, Search, StageCost
 from pipectl.planner import PlanRequest
-from pipectl.planner.explain.busiest_link import LinkLoad
+from pipectl.planner.explain.bottleneck import LinkLoad, StepParts
 from pipectl.planner.explain.data_parallel import Estimate, WithoutPipeline
 from pipectl.planner.explain.explain import Alternative, Explanation, Offer
 from pipectl.planner.explain.scaling import Count, Scaling
-from pipectl.planner.explain.step_parts import StepParts
 from pipectl.profile import Profile
 from pipectl.simulate import simulate
 

@@ -16,7 +16,7 @@ from replay import peak_of_stage, plan_of, record
 from pipectl.capture import CapturedJob
 from pipectl.cluster import OffloadTarget
 from pipectl.plan import Plan
-from pipectl.planner.activations.blocks import BlockPlans
+from pipectl.planner.recomputed_blocks import BlockPlans
 from pipectl.profile import Profile
 from pipectl.profiler import profile_job
 from pipectl.profiler.effort import Effort

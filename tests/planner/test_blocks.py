@@ -10,7 +10,7 @@ from pipectl.cluster import Cluster, Device, Node
 from pipectl.errors import InfeasibleError, InvalidInputError
 from pipectl.link import Link
 from pipectl.planner import PlanRequest, make_plan
-from pipectl.planner.activations.blocks import BlockCuts, BlockPlans
+from pipectl.planner.recomputed_blocks import BlockCuts, BlockPlans
 from pipectl.schedule import lower
 from pipectl.simulate import simulate
 

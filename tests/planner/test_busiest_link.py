@@ -8,7 +8,7 @@ import pytest
 from pipectl.cluster import Cluster, Device, Node, assumed_cluster
 from pipectl.link import Link
 from pipectl.plan import Plan, Replication, StageCost
-from pipectl.planner.explain.busiest_link import busiest_link
+from pipectl.planner.explain.bottleneck import busiest_link
 
 COST = StageCost(1.0, 2.0, 0.5, 0, 0, 0)
 

@@ -2,6 +2,7 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pipectl.planner.partition.moves import EVERY, FAR, FEW, neighbours
 
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
@@ -10,7 +11,6 @@ from pipectl.planner.candidates import Candidates
 from pipectl.planner.graph.blocks import condense
 from pipectl.planner.graph.downsets import Enumeration, all_downsets
 from pipectl.planner.partition.layout import Layout
-from pipectl.planner.partition.moves import EVERY, FAR, FEW, neighbours
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import open_orders
 

@@ -1,5 +1,6 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pipectl.planner.partition.cut_space import CutSpace
 
 from pipectl.cluster import (
     ASSUMED_BETWEEN,
@@ -13,7 +14,6 @@ from pipectl.planner import PlanRequest
 from pipectl.planner.costs.devices import Mix
 from pipectl.planner.costs.stage_costs import largest_peak_bytes
 from pipectl.planner.graph.blocks import condense
-from pipectl.planner.partition.cut_space import CutSpace
 from pipectl.planner.partition.cutter import CutRequest, Cutter
 from pipectl.planner.problem import Problem
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pipectl.planner.partition.cut_space import CutSpace
 
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link, measured_link
@@ -14,7 +15,6 @@ from pipectl.planner import PlanRequest
 from pipectl.planner.costs.devices import Mix
 from pipectl.planner.costs.links import hold_s
 from pipectl.planner.graph.blocks import bits, condense
-from pipectl.planner.partition.cut_space import CutSpace
 from pipectl.planner.partition.cutter import Cutter
 from pipectl.planner.problem import Problem
 from pipectl.profile import StageOverhead

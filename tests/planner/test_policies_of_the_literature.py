@@ -4,12 +4,12 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from pipectl.planner.baselines.contiguous import balanced
 from published import DappleRules
 
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
 from pipectl.planner.baselines import NAMES, POLICIES, Work
-from pipectl.planner.baselines.contiguous import balanced
 from pipectl.planner.baselines.pipedream import antichain_states
 from pipectl.planner.costs.links import Links
 

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from pipectl.planner.partition.cut_space import CutSpace
 
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.errors import InfeasibleError, OutOfTimeError
@@ -11,7 +12,6 @@ from pipectl.plan import Plan
 from pipectl.planner import Found, PlanRequest, make_plan, search_plans
 from pipectl.planner.costs.devices import Mix
 from pipectl.planner.graph.blocks import condense
-from pipectl.planner.partition.cut_space import CutSpace
 from pipectl.planner.partition.cutter import Cutter, cut_request
 from pipectl.planner.problem import Problem
 

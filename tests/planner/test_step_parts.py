@@ -9,7 +9,7 @@ from pipectl.cluster import Cluster, assumed_cluster
 from pipectl.link import Link
 from pipectl.plan import Plan, StageCost
 from pipectl.planner import PlanRequest, make_plan
-from pipectl.planner.explain.step_parts import StepParts, step_parts
+from pipectl.planner.explain.bottleneck import StepParts, step_parts
 from pipectl.profile import Profile
 from pipectl.simulate import simulate
 

@@ -7,6 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pipectl.planner.partition.cut_space import CutSpace
+from pipectl.planner.schedules.named import SPLIT_GAIN
+from pipectl.planner.variants import ranks_of
 from validator import validate
 
 from pipectl.cluster import Cluster, Device, Node
@@ -14,11 +17,8 @@ from pipectl.errors import InfeasibleError
 from pipectl.link import Link
 from pipectl.planner import PlanRequest, make_plan, search_plans
 from pipectl.planner.graph.blocks import condense
-from pipectl.planner.partition.cut_space import CutSpace
 from pipectl.planner.partition.cutter import Cutter
 from pipectl.planner.problem import Problem
-from pipectl.planner.schedules.named import SPLIT_GAIN
-from pipectl.planner.variants import ranks_of
 from pipectl.schedule import lower
 from pipectl.schedule.interleaved import INTERLEAVED
 from pipectl.simulate import simulate

@@ -21,7 +21,7 @@ from pipectl.units import format_bytes, format_ranges, format_time, plural
 
 if TYPE_CHECKING:  # `status` shows plans, too, and loads no planner
     from pipectl.jobs.plan_search import StepAnswer
-    from pipectl.planner.explain.busiest_link import End, LinkLoad
+    from pipectl.planner.explain.bottleneck import End, LinkLoad
     from pipectl.planner.explain.data_parallel import WithoutPipeline
     from pipectl.planner.explain.explain import Explanation
     from pipectl.planner.explain.scaling import Count, Scaling

@@ -27,8 +27,7 @@ from pipectl.arrays import Floats, Integers
 from pipectl.planner.baselines.policy import PolicyPlan, Prefixes, Work
 from pipectl.planner.costs.links import Links
 from pipectl.planner.graph.blocks import BlockGraph, bits, bitset, condense
-from pipectl.planner.graph.downsets import prefix_downsets
-from pipectl.planner.partition.cut_space import CutSpace
+from pipectl.planner.graph.downsets import CutSpace, prefix_downsets
 from pipectl.planner.partition.layout import consecutive
 from pipectl.profile import Profile
 

@@ -14,12 +14,12 @@ from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError
 from pipectl.plan import Plan, Replication
 from pipectl.planner.baselines import POLICIES, PolicyPlan, Work, dapple, pipedream
-from pipectl.planner.copies import judged
 from pipectl.planner.costs.links import Links
 from pipectl.planner.explain.what_if import with_ranks
-from pipectl.planner.partition.layout import Choice
+from pipectl.planner.partition.layout import Choice, Layout
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import PLACED, PlanRequest, micro_batch_sizes, open_orders
+from pipectl.planner.search import judged
 from pipectl.profile import Profile
 
 _MICRO_BATCHES_PER_RANK = 4
@@ -71,13 +71,13 @@ def _choices(
     way = REPLICATING.get(name, Replication.WHOLE)
     for size in micro_batch_sizes(request, _MICRO_BATCHES_PER_RANK * cluster.ranks):
         chosen = _given(name, profile, cluster, request, size)
-        members, replicas = chosen.members, tuple(map(len, chosen.ranks))
+        layout, replicas = Layout(chosen.partition, chosen.ranks), tuple(map(len, chosen.ranks))
         if way is Replication.SPLIT and max(replicas) > size:
             continue
         in_turn = replicas if way is Replication.WHOLE else None
         count = ceil(request.batch_size / size)
         for schedule, warm_up in open_orders(request, len(replicas), count, in_turn):
-            yield Choice(members, chosen.ranks, size, schedule, warm_up, way)
+            yield Choice(layout, size, schedule, warm_up, way)
 
 
 def _given(

@@ -1,17 +1,28 @@
-"""What the planners of the literature have in common here."""
+"""What the planners of the literature have in common here, and the simplest of them.
+
+These look at one figure, or at none, and cut contiguous blocks in graph order:
+
+- *uniform*: as many blocks in every stage as in any other;
+- *parameters*: the least largest sum of parameter bytes;
+- *hash*: as many blocks in a stage as names hash to it.
+
+They are what the antichain line of work compares itself with besides PipeDream.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
+from hashlib import sha256
+from itertools import accumulate
 
 import numpy as np
 
 from pipectl.arrays import Floats
 from pipectl.planner.costs.links import Links
-from pipectl.planner.partition.cut_space import CutSpace
-from pipectl.planner.partition.layout import Ranks
+from pipectl.planner.graph.blocks import condense
+from pipectl.planner.graph.downsets import CutSpace, Partition, prefix_downsets
+from pipectl.planner.partition.layout import Ranks, consecutive
 from pipectl.profile import Profile
 
 
@@ -49,9 +60,9 @@ class PolicyPlan:
     value_s: float
 
     @property
-    def members(self) -> tuple[tuple[int, ...], ...]:
-        """Indices of the operators of every stage, in graph order."""
-        return tuple(tuple(self.states.between(*ends)) for ends in pairwise(self.cuts))
+    def partition(self) -> Partition:
+        """The blocks of every stage."""
+        return self.states.partition(self.cuts)
 
 
 Policy = Callable[[Profile, Links, Work], PolicyPlan]
@@ -87,3 +98,82 @@ class Prefixes:
             members @ np.array([float(o.parameter_bytes) for o in operators]),
             crossing @ np.array([float(o.output_bytes) for o in operators]) * scale,
         )
+
+
+def chain_states(profile: Profile) -> CutSpace:
+    """The prefixes of the graph's own order."""
+    graph = condense(profile)
+    downsets = prefix_downsets(graph, 0)
+    return CutSpace(graph, tuple(downsets), False)
+
+
+def balanced(sums: Floats, count: int) -> tuple[tuple[int, ...], float]:
+    """Cuts of rising sums into ``count`` blocks, none empty, with the least largest block.
+
+    Args:
+        sums: shape (blocks + 1); what lies before every possible cut.
+    """
+    size = len(sums)
+    apart = np.where(np.arange(size)[:, None] < np.arange(size)[None, :], 0.0, np.inf)
+    block = sums[None, :] - sums[:, None] + apart
+    largest = block[0]
+    begins = []
+    for _ in range(count - 1):
+        values = np.maximum(largest[:, None], block)
+        begins.append(values.argmin(axis=0))
+        largest = values.min(axis=0)
+    cuts = [size - 1]
+    for begin in reversed(begins):
+        cuts.append(int(begin[cuts[-1]]))
+    return (0, *cuts[::-1]), float(largest[-1])
+
+
+def by_count(profile: Profile, links: Links, work: Work) -> PolicyPlan:
+    """Equal numbers of blocks; the objective is the largest stage's time."""
+    states, count = _states(profile, links)
+    cuts = tuple(int(at) for at in np.round(np.linspace(0, len(states) - 1, count + 1)))
+    return _plan(profile, states, cuts, work)
+
+
+def by_parameters(profile: Profile, links: Links, work: Work) -> PolicyPlan:
+    """Parameter bytes as even as can be; the objective is the most of a stage."""
+    states, count = _states(profile, links)
+    sums = Prefixes.of(profile, states, work.micro_batch_size).parameter_bytes
+    cuts, largest = balanced(sums, count)
+    return PolicyPlan(states, cuts, consecutive((1,) * count), largest)
+
+
+def by_hash(profile: Profile, links: Links, work: Work) -> PolicyPlan:
+    """As many blocks as names hash to each stage, at least one."""
+    states, count = _states(profile, links)
+    names = [profile.operators[b.operators[0]].id for b in condense(profile).blocks]
+    spare = len(names) - count
+    sizes = [1] * count
+    for name in names[:spare]:
+        sizes[int.from_bytes(sha256(name.encode()).digest()[:8], "big") % count] += 1
+    return _plan(profile, states, (0, *accumulate(sizes)), work)
+
+
+def by_time(profile: Profile, links: Links, work: Work) -> PolicyPlan:
+    """Time as even as can be, as torchgpipe does; messages do not count.
+
+    Source: Kim et al., "torchgpipe: On-the-fly Pipeline Parallelism for Training Giant Models",
+    2020, section on automatic balancing, which cites Barany and Grinberg, "Block Partitions of
+    Sequences", 2015. Here the least largest sum is found exactly.
+    """
+    states, count = _states(profile, links)
+    times = Prefixes.of(profile, states, work.micro_batch_size).time_s
+    cuts, largest_s = balanced(times, count)
+    return PolicyPlan(states, cuts, consecutive((1,) * count), largest_s)
+
+
+def _states(profile: Profile, links: Links) -> tuple[CutSpace, int]:
+    """Where to cut, and the number of stages: one per device, if there are blocks enough."""
+    states = chain_states(profile)
+    return states, min(len(links.node_of_rank), len(states) - 1)
+
+
+def _plan(profile: Profile, states: CutSpace, cuts: tuple[int, ...], work: Work) -> PolicyPlan:
+    times = Prefixes.of(profile, states, work.micro_batch_size).time_s
+    largest_s = float(np.diff(times[list(cuts)]).max())
+    return PolicyPlan(states, cuts, consecutive((1,) * (len(cuts) - 1)), largest_s)

@@ -23,6 +23,15 @@ from pipectl.planner.costs.liveness import (
 )
 from pipectl.profile import Operator, OptimizerCost, Profile, StageOverhead, StepMemory
 
+DEFAULT_BASELINE_BYTES = 240 * 2**20
+"""A process with Python, torch and MPI, where the profile does not say."""
+
+
+def baseline_bytes(profile: Profile) -> int:
+    """Memory of a process without a stage."""
+    measured = profile.process_baseline_bytes
+    return DEFAULT_BASELINE_BYTES if measured is None else measured
+
 
 @dataclass
 class Values:

@@ -151,6 +151,13 @@ class RankGroups:
 
     Args:
         limit_bytes: memory of any rank, besides its device's.
+
+    Attributes:
+        sizes: ranks of every group.
+        slowness: of the slowest rank of every group, relative to the profile's device.
+        limits_bytes: of the rank of every group with the least memory.
+        after_s: what its quickest rank takes after each forward and backward.
+        on_nodes: ranks on every node; shape [groups, nodes].
     """
 
     def __init__(self, links: Links, limit_bytes: float | None = None) -> None:
@@ -159,14 +166,15 @@ class RankGroups:
         self._numbers: dict[Ranks, int] = {}
         self._classes = np.full((8, 8), -1, dtype=np.int64)
         self._reductions: dict[int, tuple[float, float]] = {}
-        self._arrays: dict[str, Floats] = {}
+        self.sizes = self.slowness = self.limits_bytes = self.after_s = np.zeros(0)
+        self.on_nodes: Floats = np.zeros((0, 0))
 
     def number(self, layouts: Sequence[Sequence[Ranks]]) -> Integers:
         """The groups of layouts with equally many stages; shape [layouts, stages]."""
         numbers, before = self._numbers, len(self._numbers)
         rows = [[numbers.setdefault(held, len(numbers)) for held in each] for each in layouts]
         if len(numbers) > before:
-            self._arrays.clear()
+            self._describe()
         if len(numbers) > len(self._classes):
             larger = np.full((2 * len(numbers),) * 2, -1, dtype=np.int64)
             larger[: len(self._classes), : len(self._classes)] = self._classes
@@ -183,31 +191,6 @@ class RankGroups:
             self._classes[sender, receiver] = number
         return self._classes
 
-    @property
-    def sizes(self) -> Floats:
-        """Ranks of every group."""
-        return self._by_group("sizes")
-
-    @property
-    def slowness(self) -> Floats:
-        """Of the slowest rank of every group, relative to the profile's device."""
-        return self._by_group("slowness")
-
-    @property
-    def limits_bytes(self) -> Floats:
-        """Of the rank of every group with the least memory."""
-        return self._by_group("limits")
-
-    @property
-    def after_s(self) -> Floats:
-        """Of every group, what its quickest rank takes after each forward and backward."""
-        return self._by_group("after")
-
-    @property
-    def on_nodes(self) -> Floats:
-        """Ranks on every node; shape [groups, nodes]."""
-        return self._by_group("nodes")
-
     def reduce_s(self, groups: Integers, size_bytes: Floats) -> Floats:
         """Sums of gradients; linear between none and the reference size."""
         if (self.sizes[groups] == 1).all():
@@ -220,23 +203,21 @@ class RankGroups:
         sum_s: Floats = rates[groups, 0] + size_bytes * rates[groups, 1]
         return np.where(size_bytes > 0, sum_s, 0.0)
 
-    def _by_group(self, figure: str) -> Floats:
-        if figure not in self._arrays:
-            cluster, groups = self._links.cluster, list(self._numbers)
-            rows: list[float] | list[Integers]
-            if figure == "sizes":
-                rows = [float(len(ranks)) for ranks in groups]
-            elif figure == "slowness":
-                rows = [1.0 / min(cluster.device(rank).speed for rank in held) for held in groups]
-            elif figure == "limits":
-                limit = self._limit_bytes
-                rows = [min(cluster.memory_of(rank, limit) for rank in held) for held in groups]
-            elif figure == "after":
-                known = [[cluster.device(rank).rows for rank in held] for held in groups]
-                rows = [min(0.0 if each is None else each.compute for each in of) for of in known]
-            else:
-                nodes = np.array(cluster.node_of_rank)
-                count = len(cluster.nodes)
-                rows = [np.bincount(nodes[list(held)], minlength=count) for held in groups]
-            self._arrays[figure] = np.array(rows, dtype=np.float64)
-        return self._arrays[figure]
+    def _describe(self) -> None:
+        """What is known of every group."""
+        cluster, groups, limit = self._links.cluster, list(self._numbers), self._limit_bytes
+        nodes, count = np.array(cluster.node_of_rank), len(cluster.nodes)
+        rows = [[cluster.device(rank).rows for rank in held] for held in groups]
+        self.sizes = np.array([float(len(held)) for held in groups])
+        self.slowness = np.array(
+            [1.0 / min(cluster.device(rank).speed for rank in held) for held in groups]
+        )
+        self.limits_bytes = np.array(
+            [min(cluster.memory_of(rank, limit) for rank in held) for held in groups]
+        )
+        self.after_s = np.array(
+            [min(0.0 if row is None else row.compute for row in each) for each in rows]
+        )
+        self.on_nodes = np.array(
+            [np.bincount(nodes[list(held)], minlength=count) for held in groups], dtype=np.float64
+        )

@@ -16,7 +16,7 @@ import numpy as np
 from pipectl.arrays import Floats, Integers, Records, record
 from pipectl.planner.costs.liveness import parameter_gradients, trained_parameters
 from pipectl.planner.graph.blocks import bits
-from pipectl.planner.partition.cut_space import CutSpace
+from pipectl.planner.graph.downsets import CutSpace
 from pipectl.profile import Profile
 
 SUMS = record(

@@ -15,8 +15,7 @@ from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.plan import Plan
 from pipectl.planner.baselines import OWN
-from pipectl.planner.explain.busiest_link import LinkLoad, busiest_link
-from pipectl.planner.explain.step_parts import StepParts, step_parts
+from pipectl.planner.explain.bottleneck import LinkLoad, StepParts, busiest_link, step_parts
 from pipectl.planner.explain.what_if import with_faster_links, with_memory, with_nodes
 from pipectl.planner.request import COMPARED, Planner, PlanRequest
 from pipectl.profile import Profile

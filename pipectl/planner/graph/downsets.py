@@ -4,24 +4,51 @@ A set of blocks is a downset (an ideal) if it holds every predecessor of its mem
 is a chain of downsets from the empty set to the whole graph, a stage the difference of two of
 them. Few downsets are Python integers: bit b is block b; many are rows of 64-bit words. Of small
 graphs, all partitions are listed.
+
+If there are too many downsets to search them, blocks that cost next to nothing are merged first. A
+block without edges doubles the number of downsets, and models have many such operators: counters of
+batch norms, shapes, masks. Merging one into a neighbour is harmless if every partition can be
+turned into one that keeps the two together by moving the small block alone:
+
+- all its predecessors are ancestors of one of them: it can move back to that one's stage;
+- all its successors are descendants of one of them: it can move ahead to that one's stage;
+- it has neither: it can move anywhere, and goes to the block after it.
+
+The other blocks stay where they are. So the smallest bottleneck of the merged graph, the moved
+blocks counted as free, is a lower bound for the graph itself.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from pipectl.arrays import Integers, Words
-from pipectl.planner.graph.blocks import BlockGraph, bits, membership
+from pipectl.arrays import Flags, Floats, Integers, Words
+from pipectl.planner.graph.blocks import (
+    BlockGraph,
+    bits,
+    contract,
+    follows,
+    membership,
+    words_of,
+)
+from pipectl.profile import Profile
 
 Partition = tuple[int, ...]
 """Bitset of blocks of every stage, in pipeline order."""
 Neighbours = Sequence[Sequence[int]]
 """Predecessors or successors of every block."""
+Neighbour = Callable[[BlockGraph, int], int | None]
+MAX_DOWNSETS = 4000
+"""Above, only a sample of the downsets is searched."""
+NEGLIGIBLE = (0.001, 0.01)
+"""Shares of the whole time that small blocks may take to be merged into others."""
 
 
 class Lattice(NamedTuple):
@@ -196,3 +223,165 @@ class Enumeration:
             chains = np.column_stack((chains[before], after))
         held = [[self._downsets[state] for state in chain] for chain in chains.tolist()]
         return [tuple(after & ~before for before, after in pairwise(chain)) for chain in held]
+
+
+@dataclass(frozen=True)
+class Merged:
+    """A graph with small blocks merged into others.
+
+    Args:
+        moved: indices of the operators of the merged blocks.
+    """
+
+    graph: BlockGraph
+    moved: tuple[int, ...]
+
+
+def merge_negligible(graph: BlockGraph, profile: Profile, share: float) -> Merged:
+    """Merge the cheapest blocks that can be, which together take ``share`` of the whole time."""
+    small = _cheapest(graph, profile, share)
+    moved: set[int] = set()
+    for neighbour in (_behind, _ahead, _beside):
+        graph, more = _merge(graph, profile, small, neighbour)
+        moved |= more
+    return Merged(graph, tuple(sorted(moved)))
+
+
+def _cheapest(graph: BlockGraph, profile: Profile, share: float) -> frozenset[int]:
+    """Operators of the cheapest blocks."""
+    times = [
+        sum(profile.operators[i].forward_s + profile.operators[i].backward_s for i in b.operators)
+        for b in graph.blocks
+    ]
+    left = share * sum(times)
+    cheapest: list[int] = []
+    for position in sorted(range(len(times)), key=lambda index: (times[index], index)):
+        left -= times[position]
+        if left < 0:
+            break
+        cheapest += graph.blocks[position].operators
+    return frozenset(cheapest)
+
+
+def _merge(
+    graph: BlockGraph, profile: Profile, small: frozenset[int], neighbour: Neighbour
+) -> tuple[BlockGraph, set[int]]:
+    """Merge every small block into its neighbour, if it has one; also the operators that moved."""
+    home = list(range(len(graph)))
+    moved: set[int] = set()
+    for position, block in enumerate(graph.blocks):
+        other = neighbour(graph, position) if small.issuperset(block.operators) else None
+        if other is not None:
+            home[position] = other
+            moved.update(block.operators)
+    labels = [_final(home, block) for block in graph.block_of]
+    return contract(profile.operators, profile.edge_indices, labels), moved
+
+
+def _final(home: Sequence[int], block: int) -> int:
+    """Where a chain of merges ends; all of them go in one direction."""
+    while home[block] != block:
+        block = home[block]
+    return block
+
+
+def _behind(graph: BlockGraph, block: int) -> int | None:
+    """The predecessor of which all others are ancestors."""
+    before = graph.predecessors[block]
+    last = before.bit_length() - 1
+    return last if before and not before & ~(graph.ancestors[last] | 1 << last) else None
+
+
+def _ahead(graph: BlockGraph, block: int) -> int | None:
+    """The successor of which all others are descendants."""
+    after = graph.successors[block]
+    first = next(bits(after), 0)
+    return first if after and not after & ~(graph.descendants[first] | 1 << first) else None
+
+
+def _beside(graph: BlockGraph, block: int) -> int | None:
+    """The next block, if this one has no edges."""
+    alone = not graph.predecessors[block] | graph.successors[block]
+    return block + 1 if alone and block + 1 < len(graph) else None
+
+
+@dataclass(frozen=True)
+class CutSpace:
+    """The downsets of a graph in an order in which smaller ones come first.
+
+    Args:
+        complete: whether these are all downsets.
+        moved: operators of negligible blocks that were merged into others to get there.
+    """
+
+    graph: BlockGraph
+    downsets: tuple[int, ...]
+    complete: bool
+    moved: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, graph: BlockGraph, profile: Profile, cap: int = MAX_DOWNSETS) -> CutSpace:
+        """All downsets if there are at most ``cap``, or else as many as can be.
+
+        That is those which part no negligible block from its neighbour, and if these are still too
+        many, prefixes of several topological orders.
+        """
+        everything = all_downsets(graph, cap)
+        if everything is not None:
+            return cls(graph, tuple(everything), True)
+        for share in NEGLIGIBLE:
+            merged = merge_negligible(graph, profile, share)
+            everything = all_downsets(merged.graph, cap)
+            if everything is not None:
+                return cls(merged.graph, tuple(everything), True, merged.moved)
+        return cls.sample(graph, cap)
+
+    @classmethod
+    def plain(cls, graph: BlockGraph) -> CutSpace:
+        """All downsets if they are few, or else prefixes: no block is merged into another."""
+        everything = all_downsets(graph, MAX_DOWNSETS)
+        return cls.sample(graph) if everything is None else cls(graph, tuple(everything), True)
+
+    @classmethod
+    def sample(cls, graph: BlockGraph, cap: int = MAX_DOWNSETS) -> CutSpace:
+        """Prefixes of several topological orders."""
+        return cls(graph, tuple(prefix_downsets(graph, cap)), False)
+
+    def __len__(self) -> int:
+        return len(self.downsets)
+
+    @cached_property
+    def rows(self) -> Flags:
+        """Whether each downset holds each block; shape [downsets, blocks]."""
+        return membership(self.downsets, len(self.graph))
+
+    @cached_property
+    def words(self) -> Words:
+        """The same as packed bits; shape [downsets, words]."""
+        return words_of(self.rows)
+
+    @cached_property
+    def operators(self) -> Flags:
+        """Whether each downset holds each operator; shape [downsets, operators]."""
+        inside: Flags = self.rows[:, list(self.graph.block_of)]
+        return inside
+
+    @cached_property
+    def follows(self) -> Flags:
+        """Whether each downset holds all of another, and more; the larger one last."""
+        return follows(self.rows)
+
+    def between(self, start: int, end: int) -> list[int]:
+        """Indices of the operators of the stage between two downsets, ascending."""
+        inside = self.operators[end] & ~self.operators[start]
+        return [int(index) for index in np.flatnonzero(inside)]
+
+    def sums(self, figures: Sequence[float]) -> Floats:
+        """The sum of figures of the blocks that each downset holds."""
+        sums: Floats = self.rows.astype(np.float64) @ np.asarray(figures, dtype=np.float64)
+        return sums
+
+    def partition(self, chain: Sequence[int]) -> Partition:
+        """The stages between the downsets at some places."""
+        ends = [self.downsets[place] for place in chain]
+        return tuple(after & ~before for before, after in pairwise(ends))

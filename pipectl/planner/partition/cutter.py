@@ -24,12 +24,12 @@ from math import inf, isfinite
 import numpy as np
 
 from pipectl.arrays import Integers
+from pipectl.planner.bounds import Bound
 from pipectl.planner.costs.devices import Mix
 from pipectl.planner.costs.links import REFERENCE_BYTES
 from pipectl.planner.costs.liveness import memory_of
 from pipectl.planner.costs.table import CostTable, cost_table
-from pipectl.planner.graph.downsets import Partition
-from pipectl.planner.partition.cut_space import CutSpace
+from pipectl.planner.graph.downsets import CutSpace, Partition
 from pipectl.planner.partition.programme import (
     ADDED,
     DEVICES,
@@ -91,19 +91,6 @@ class Cut:
     kinds: tuple[int, ...]
     recompute: tuple[bool, ...] = ()
     devices: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Bound:
-    """What is known of the smallest possible bottleneck.
-
-    Args:
-        load_s: no partition has a smaller one.
-        exact: whether a partition has this one.
-    """
-
-    load_s: float
-    exact: bool
 
 
 @dataclass(frozen=True)
@@ -194,14 +181,13 @@ class Cutter:
         Balanced ones come with those that have the shortest way and are nearly as balanced. What
         stays within memory if more is counted stays the best: it is not looked for again.
         """
-        limited = any(map(isfinite, request.limits_bytes))
         space, stages = self._fitting_space, len(request.warm_up)
         mix = request.mix.up_to(stages) if request.mix.kinds == 1 else request.mix
         table, tallies = self._table(space, request.size), mix.tallies(stages)
         options, modes = self._fitting_options(request, mix, request.limits_bytes)
         cuts: list[Cut] = []
         before: list[tuple[float, Chain]] = []  # with what was counted before, by goal
-        for place, (entering, buffers) in enumerate(_HELD if limited else _HELD[-1:]):
+        for place, (entering, buffers) in enumerate(_HELD):
             goal = self._fitting_goal(request, LOAD, entering, buffers, request.limits_bytes)
             same = place and (not table.cache_bytes or entering == _HELD[place - 1][0])
             chains: list[tuple[float, Chain]] = []

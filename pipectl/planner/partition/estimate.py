@@ -19,7 +19,7 @@ import numpy as np
 from pipectl.arrays import Floats, Integers, Records
 from pipectl.cluster import Cluster
 from pipectl.compiled import compiled_in_place, part_of_kernel
-from pipectl.planner.assumptions import baseline_bytes
+from pipectl.planner.costs.footprint import baseline_bytes
 from pipectl.planner.costs.links import Links, RankGroups
 from pipectl.planner.costs.operator_times import OperatorTimes
 from pipectl.planner.graph.blocks import BlockGraph
@@ -120,8 +120,8 @@ class Estimator:
     def excess(
         self, layouts: Sequence[Layout], size: int, warm_ups: Sequence[Sequence[int]]
     ) -> Floats:
-        """By which share the fullest rank is above its limit, messages and temporary values left
-        out; shape [layouts, warm-ups]."""
+        """By which share the fullest rank is above its limit messages and temporary
+        values left out, or 0 if a stage recomputes; shape [layouts, warm-ups]."""
         cut, cuts = self._cut(layouts)
         group = self._groups.number([one.ranks for one in layouts])
         limits = self._groups.limits_bytes[group]
@@ -133,15 +133,16 @@ class Estimator:
         state = profile.optimizer_cost.state_bytes_per_parameter_byte
         state_share = 1.0 / replicas if self._request.shard_optimizer else 1.0
         resident = baseline_bytes(profile) + sums["parameter_bytes"]
-        resident = resident + summed * (1 + state * state_share)
+        resident = resident + summed + state * state_share * sums["trained_bytes"]
         saved = sums["saved_bytes"] * (size / profile.micro_batch_size) / replicas
         summing = np.where(replicas > 1, summed * (2 - 1 / replicas), 0.0)
+        whole = self._request.batch_size / size  # the last micro-batch may be smaller
         shares = [
-            (resident + np.maximum(saved * np.array(depths), summing)) / limits - 1
+            (resident + np.maximum(saved * np.minimum(depths, whole), summing)) / limits - 1
             for depths in warm_ups
         ]
         excess: Floats = np.maximum(0.0, np.stack([each.max(axis=1) for each in shares], axis=1))
-        return excess
+        return np.where(_recomputing(layouts).any(axis=1, keepdims=True), 0.0, excess)
 
     def _cut(self, layouts: Sequence[Layout]) -> tuple[Integers, Cuts]:
         """Which partition each layout has, and their sums: several sizes have the same."""

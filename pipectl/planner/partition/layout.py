@@ -1,22 +1,37 @@
 """What searches choose: stages and their ranks, and everything that makes a plan.
 
-Also which ranks stages with replicas take: the next ones of an order, or by DAPPLE's policies.
+Also which ranks stages with replicas take: the next ones of an order, or by DAPPLE's policies; and
+the layouts one move away from a given one. Balance alone does not make a step short: with few
+micro-batches the way of the first one in and of the last one out counts as much, and so does what
+is sent. Moving a border back and forth finds what the balanced partitions miss, and so does
+exchanging the ranks of two stages where ranks differ. Where stages may have replicas, these move,
+too, and stages are split and merged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, combinations, pairwise
 from typing import NamedTuple
 
+from pipectl.cluster import Cluster
 from pipectl.plan import Replication
+from pipectl.planner.graph.blocks import BlockGraph, bits, bitset
 from pipectl.planner.graph.downsets import Partition
 
-Members = tuple[tuple[int, ...], ...]
-"""Indices of the operators of every stage, ascending."""
 Ranks = tuple[tuple[int, ...], ...]
 """The ranks of every stage."""
+
+FRACTIONS = (1 / 2, 1 / 4, 1 / 8, 1 / 16, 0.0)
+"""Of a stage's load that moves to its neighbour; 0 is a single block."""
+MANY_BLOCKS = 60
+"""With more, replicas are moved with some fractions of the load."""
+SPLITS = 8
+"""Parts of a stage's load at whose borders it is split."""
+FEW, EVERY, FAR = range(3)
+"""What moves are made; see :func:`neighbours`."""
+_MAX_EXCHANGES = 16
+"""Stages up to which any two exchange their ranks; of more, only neighbours do."""
 
 
 class Layout(NamedTuple):
@@ -31,26 +46,26 @@ class Layout(NamedTuple):
     recompute: tuple[bool, ...] = ()
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """Everything a plan decides.
 
     Args:
-        ranks: of every stage, one per replica.
         size: samples of a micro-batch.
         replication: how replicas share the work.
-        recompute: whether each stage computes its forward again for its backward; empty if none.
         backward_ranks: where the backward of each stage runs, if elsewhere; empty if none does.
     """
 
-    members: Members
-    ranks: Ranks
+    layout: Layout
     size: int
     schedule: str
     warm_up: tuple[int, ...]
     replication: Replication = Replication.WHOLE
-    recompute: tuple[bool, ...] = ()
     backward_ranks: Ranks = ()
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """Of every stage."""
+        return tuple(map(len, self.layout.ranks))
 
 
 Take = Callable[[Sequence[list[int]], Sequence[int], int], list[int]]
@@ -129,3 +144,249 @@ def device_orders(node_of_rank: Sequence[int]) -> list[tuple[int, ...]]:
         place[node] = turn[-1] + 1
     around = tuple(sorted(by_node, key=lambda rank: (turn[rank], node_of_rank[rank])))
     return list(dict.fromkeys([by_node, around]))
+
+
+def ranks_of(apart: Sequence[bool], cluster: Cluster) -> Ranks:
+    """One rank for each stage, or two, in the same node if one has them."""
+    free: list[list[int]] = [[] for _ in cluster.nodes]
+    for rank, node in enumerate(cluster.node_of_rank):
+        free[node].append(rank)
+    chosen, last = [], 0
+    for needs in (1 + alone for alone in apart):
+        nodes = [*range(last, len(free)), *range(last)]
+        last = next((node for node in nodes if len(free[node]) >= needs), -1)
+        if last < 0:  # no node has two
+            last = next(node for node in nodes if free[node])
+            left = sorted(rank for ranks in free for rank in ranks)
+            taken = [free[last][0], next(rank for rank in left if rank != free[last][0])]
+        else:
+            taken = free[last][:needs]
+        free = [[rank for rank in ranks if rank not in taken] for ranks in free]
+        chosen.append(tuple(taken))
+    return tuple(chosen)
+
+
+def neighbours(
+    layout: Layout, graph: BlockGraph, loads: Sequence[float], reach: int = FEW
+) -> Iterator[Layout]:
+    """Every layout that is one move away, borders of the stages with the most load first.
+
+    Args:
+        loads: of every block.
+        reach: FEW: one stage gives some fractions of its load to a neighbour, or two exchange
+            ranks; EVERY: any number of blocks moves; FAR: two neighbours exchange their places, or
+            a single block moves further.
+    """
+    fractions = FRACTIONS if reach == FEW else ()
+    partitions = near_partitions(layout.partition, graph, loads, fractions)
+    if reach == FAR:
+        partitions = _far_partitions(layout.partition, graph)
+    for partition in partitions:
+        yield layout._replace(partition=partition)
+    if reach == FAR:
+        return
+    for ranks in _exchanges(layout.ranks):
+        yield layout._replace(ranks=ranks)
+
+
+def near_partitions(
+    partition: Partition, graph: BlockGraph, loads: Sequence[float], fractions: Sequence[float]
+) -> Iterator[Partition]:
+    """Every partition in which one stage gives some load to the next or to the previous one.
+
+    What moves is the end (or the beginning) of the stage in graph order, or a single block
+    after (or before) which nothing is left in the stage; so stages stay convex.
+
+    Args:
+        fractions: of a stage's load that move; if empty, any number of blocks does.
+    """
+    totals = [sum(loads[block] for block in bits(stage)) for stage in partition]
+    borders = range(1, len(partition))
+    for border in sorted(borders, key=lambda at: (-max(totals[at - 1 : at + 1]), at)):
+        before, after = partition[border - 1 : border + 1]
+        tail = _ends(list(bits(before))[::-1], loads, fractions)
+        for moved in dict.fromkeys((*tail, *_free(before, graph.successors))):
+            yield _with_border(partition, border, before & ~moved, after | moved)
+        head = _ends(list(bits(after)), loads, fractions)
+        for moved in dict.fromkeys((*head, *_free(after, graph.predecessors))):
+            yield _with_border(partition, border, before | moved, after & ~moved)
+
+
+def _far_partitions(partition: Partition, graph: BlockGraph) -> Iterator[Partition]:
+    """Every partition in which two neighbours exchange their places, or a single block moves
+    further than to the next stage."""
+    for border in range(1, len(partition)):
+        before, after = partition[border - 1 : border + 1]
+        if not any(graph.successors[block] & after for block in bits(before)):
+            yield _with_border(partition, border, after, before)
+    stage_of = {block: place for place, stage in enumerate(partition) for block in bits(stage)}
+    for block, home in stage_of.items():
+        if partition[home] == 1 << block:
+            continue
+        first = max((stage_of[each] for each in bits(graph.predecessors[block])), default=0)
+        uses = [stage_of[each] for each in bits(graph.successors[block])]
+        for target in range(first, min(uses, default=len(partition) - 1) + 1):
+            if abs(target - home) > 1:
+                changed = list(partition)
+                changed[home] &= ~(1 << block)
+                changed[target] |= 1 << block
+                yield tuple(changed)
+
+
+def _free(stage: int, onward: Sequence[int]) -> Iterator[int]:
+    """Single blocks of a stage with several that no other block of it is after (or before)."""
+    if stage & (stage - 1):
+        yield from (1 << block for block in bits(stage) if not onward[block] & stage)
+
+
+def _ends(
+    blocks: Sequence[int], loads: Sequence[float], fractions: Sequence[float]
+) -> Iterator[int]:
+    """The first few of some blocks, for each fraction of their load, never all of them."""
+    total = sum(loads[block] for block in blocks)
+    counts = {_count(blocks, loads, fraction * total) for fraction in fractions}
+    wanted = sorted(counts) if fractions else range(1, len(blocks))
+    return (bitset(blocks[:count]) for count in wanted if count < len(blocks))
+
+
+def _count(blocks: Sequence[int], loads: Sequence[float], amount: float) -> int:
+    """How many blocks from the front have at least some load; at least one."""
+    for count, block in enumerate(blocks, start=1):
+        amount -= loads[block]
+        if amount <= 0:
+            return count
+    return len(blocks)
+
+
+def _with_border(partition: Partition, border: int, before: int, after: int) -> Partition:
+    return (*partition[: border - 1], before, after, *partition[border + 1 :])
+
+
+def _exchanges(ranks: Ranks) -> Iterator[Ranks]:
+    """With the ranks of two stages exchanged."""
+    stages = range(len(ranks))
+    near = len(ranks) > _MAX_EXCHANGES
+    for one, other in combinations(stages, 2):
+        if not near or other == one + 1:
+            changed = list(ranks)
+            changed[one], changed[other] = ranks[other], ranks[one]
+            yield tuple(changed)
+
+
+def replica_moves(
+    layout: Layout,
+    graph: BlockGraph,
+    loads: Sequence[float],
+    ranks: int,
+    max_replicas: int,
+    *,
+    keep_stages: bool,
+) -> Iterator[Layout]:
+    """Layouts one move away, in which stages take the next ranks in the order that they have now.
+
+    A border moves, alone or with a replica to or from the neighbour; a replica moves from any stage
+    to any other, to a spare rank or from it; two stages exchange their replicas; a stage is split
+    with any share of its replicas; two neighbours are merged.
+
+    Args:
+        loads: of every block.
+        ranks: of the cluster.
+        max_replicas: of a stage.
+        keep_stages: whether none is split or merged.
+    """
+    partition, replicas = layout.partition, tuple(map(len, layout.ranks))
+    stages, spare = len(partition), ranks - sum(replicas)
+    fractions = () if len(graph) <= MANY_BLOCKS else FRACTIONS
+    changes: list[tuple[Partition, Sequence[int]]] = []
+    for moved in near_partitions(partition, graph, loads, fractions):
+        border = next(at for at in range(stages) if moved[at] != partition[at])
+        for shift in (0, -1, 1):
+            changed = list(replicas)
+            changed[border] += shift
+            changed[border + 1] -= shift
+            changes.append((moved, changed))
+    changes += [(partition, changed) for changed in _shifts(replicas, spare)]
+    if not keep_stages:
+        changes += _splits(partition, replicas, loads, spare)
+        changes += _merges(partition, replicas, max_replicas)
+    order = _order(layout, ranks)
+    for cut, counts in changes:
+        if min(counts) > 0 and max(counts) <= max_replicas:
+            yield Layout(cut, consecutive(counts, order))
+
+
+def kicks(layout: Layout, loads: Sequence[float], ranks: int) -> Iterator[Layout]:
+    """Every merge of two stages, and every stage split evenly; to start again from."""
+    partition, replicas = layout.partition, tuple(map(len, layout.ranks))
+    changes = list(_merges(partition, replicas, ranks))
+    for stage, count in enumerate(replicas):
+        blocks = list(bits(partition[stage]))
+        half = _count(blocks, loads, sum(loads[block] for block in blocks) / 2)
+        if count > 1 and half < len(blocks):
+            pair = count // 2, count - count // 2
+            changes.append(_split(partition, replicas, stage, bitset(blocks[:half]), pair))
+    order = _order(layout, ranks)
+    for cut, counts in changes:
+        yield Layout(cut, consecutive(counts, order))
+
+
+def _order(layout: Layout, ranks: int) -> tuple[int, ...]:
+    """The ranks in the order in which the stages have them, then those that none has."""
+    used = [rank for held in layout.ranks for rank in held]
+    return (*used, *sorted(set(range(ranks)).difference(used)))
+
+
+def _shifts(replicas: Sequence[int], spare: int) -> Iterator[list[int]]:
+    """One replica from any stage to any other or away, a spare one to any, any two exchanged."""
+    for one in range(len(replicas)):
+        for gained in (1, -1)[not spare :]:
+            changed = list(replicas)
+            changed[one] += gained
+            yield changed
+        for other in range(len(replicas)):
+            if other != one:
+                changed = list(replicas)
+                changed[one], changed[other] = replicas[one] - 1, replicas[other] + 1
+                yield changed
+            if one < other:
+                changed = list(replicas)
+                changed[one], changed[other] = replicas[other], replicas[one]
+                yield changed
+
+
+def _splits(
+    partition: Partition, replicas: Sequence[int], loads: Sequence[float], spare: int
+) -> Iterator[tuple[Partition, Sequence[int]]]:
+    """Every stage split in graph order, at even steps of its load, with any share of replicas."""
+    for stage, count in enumerate(replicas):
+        blocks, room = list(bits(partition[stage])), count + spare
+        total = sum(loads[block] for block in blocks)
+        places = {_count(blocks, loads, total * step / SPLITS) for step in range(1, SPLITS)}
+        for place in sorted(places - {len(blocks)}):
+            for first in range(1, room, max(1, room // SPLITS)):
+                pair = first, room - first
+                yield _split(partition, replicas, stage, bitset(blocks[:place]), pair)
+
+
+def _split(
+    partition: Partition, replicas: Sequence[int], stage: int, first: int, pair: tuple[int, int]
+) -> tuple[Partition, Sequence[int]]:
+    """With a stage in two, the first of which has some blocks."""
+    halves = first, partition[stage] & ~first
+    return (
+        (*partition[:stage], *halves, *partition[stage + 1 :]),
+        (*replicas[:stage], *pair, *replicas[stage + 1 :]),
+    )
+
+
+def _merges(
+    partition: Partition, replicas: Sequence[int], max_replicas: int
+) -> Iterator[tuple[Partition, Sequence[int]]]:
+    """Every two neighbours as one stage."""
+    for stage in range(len(partition) - 1):
+        both = partition[stage] | partition[stage + 1]
+        count = min(max_replicas, replicas[stage] + replicas[stage + 1])
+        yield (
+            (*partition[:stage], both, *partition[stage + 2 :]),
+            (*replicas[:stage], count, *replicas[stage + 2 :]),
+        )

@@ -24,7 +24,7 @@ import numpy as np
 from pipectl.arrays import Floats, Integers, Records, Words, record
 from pipectl.compiled import compiled_in_place, part_of_kernel
 from pipectl.planner.costs.table import CostTable
-from pipectl.planner.partition.cut_space import CutSpace
+from pipectl.planner.graph.downsets import CutSpace
 
 LOAD, LATENCY, MEMORY, DEVICES = range(4)
 """What a chain is judged by."""

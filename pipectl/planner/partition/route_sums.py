@@ -31,12 +31,13 @@ value if that is sent, and the parameters' gradients that it makes."""
 STORAGE = record("maker maker_end saver saver_end saved_bytes")
 """Of every storage: where the operators are whose values lie in it, and those that save it for
 their backward."""
-PARAMETER = record("owner end size_bytes")
-"""Of every parameter: where the operators are that use it."""
+PARAMETER = record("owner end size_bytes trained_bytes")
+"""Of every parameter: where the operators are that use it; trained bytes are 0 if it is frozen."""
 STAGE_SUMS = record(
-    "parameter_bytes gradient_bytes saved_bytes received sent gradients_received gradients_sent"
+    "parameter_bytes trained_bytes gradient_bytes saved_bytes"
+    " received sent gradients_received gradients_sent"
 )
-"""Of every stage: bytes, the second of the parameters' gradients, and numbers of values."""
+"""Of every stage: bytes, the third of the parameters' gradients, and numbers of values."""
 TRANSFER = record("source target size_bytes")
 
 
@@ -163,6 +164,7 @@ def _tables(profile: Profile) -> Graph:
         users.extend(held)
         return len(users) - len(held), len(users)
 
+    trained_names = {name for each in operators for name, _ in parameter_gradients(each)}
     trained = [sum(size for _, size in parameter_gradients(each)) for each in operators]
     return Graph(
         operators=np.array(
@@ -182,7 +184,11 @@ def _tables(profile: Profile) -> Graph:
             dtype=STORAGE,
         ),
         parameters=np.array(
-            [(*span(owners[name]), parameters[name]) for name in owners], dtype=PARAMETER
+            [
+                (*span(owners[name]), size, size * (name in trained_names))
+                for name, size in parameters.items()
+            ],
+            dtype=PARAMETER,
         ),
         users=np.array(users, dtype=np.int64),
     )
@@ -221,6 +227,7 @@ def sum_cuts(graph: Graph, stage_of: Integers, sums: Sums, seen: Integers, moved
                 if seen[KEPT, stage] != mark:
                     seen[KEPT, stage] = mark
                     stages[stage].parameter_bytes += parameter.size_bytes
+                    stages[stage].trained_bytes += parameter.trained_bytes
         for number in range(len(graph.storages)):
             mark += 1
             first = partition * len(home)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from pipectl.planner import PlanRequest
 from pipectl.planner.baselines.pipedream import antichain_states
 from pipectl.planner.costs.links import Message
 from pipectl.planner.graph.imported import prepared
-from pipectl.planner.partition.layout import Choice, consecutive
+from pipectl.planner.partition.layout import Choice, Layout, consecutive
 from pipectl.planner.problem import Problem
 from pipectl.profile import Profile
 from pipectl.schedule.one_f_one_b import policy_a, policy_b
@@ -120,7 +119,6 @@ def plans_of(profile: Profile, entry: dict[str, Any], cluster: Cluster) -> Itera
     """A listed plan with both warm-up policies; its replicas split micro-batches."""
     states = antichain_states(profile)
     cuts = (0, *(state + 1 for state, _ in entry["plan"]))
-    members = tuple(tuple(states.between(*ends)) for ends in pairwise(cuts))
     size = entry["profile_micro_batch"] * entry["micro_batch_multiple"]
     count = entry["global_batch"] // size
     request = PlanRequest("listed", entry["global_batch"], replicas=None)
@@ -129,4 +127,6 @@ def plans_of(profile: Profile, entry: dict[str, Any], cluster: Cluster) -> Itera
         consecutive([n for _, n in entry["plan"]]),
     )
     for warm_up in (policy_a(len(ranks), count), policy_b(len(ranks), count)):
-        yield builder.plan(Choice(members, ranks, size, "1f1b", warm_up, Replication.SPLIT))
+        yield builder.plan(
+            Choice(Layout(states.partition(cuts), ranks), size, "1f1b", warm_up, Replication.SPLIT)
+        )

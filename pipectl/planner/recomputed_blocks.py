@@ -29,7 +29,6 @@ from pipectl.planner.costs.footprint import Footprint, Footprints
 from pipectl.planner.costs.liveness import memory_of
 from pipectl.planner.costs.operator_times import operator_times
 from pipectl.planner.costs.stage_costs import stage_times
-from pipectl.planner.partition.layout import Members
 from pipectl.profile import Operator, Profile
 
 LIMITS = tuple(0.7**power for power in range(1, 13))
@@ -133,7 +132,7 @@ class BlockPlans:
         self._profile = profile
         self._cuts = BlockCuts(profile)
         self._footprints = Footprints(profile)
-        self._known: dict[tuple[Members, tuple[int, ...], int], list[list[Blocks]]] = {}
+        self._known: dict[object, list[list[Blocks]]] = {}
 
     def of(self, plan: Plan) -> list[Blocks | None]:
         """The blocks of every stage if it recomputes; None where it is better not cut."""
@@ -149,7 +148,7 @@ class BlockPlans:
         return [_least(stage, flying, candidates) for stage, flying, candidates in rows]
 
     def _candidates(
-        self, members: Members, samples: Sequence[int], size: int
+        self, members: Sequence[Sequence[int]], samples: Sequence[int], size: int
     ) -> list[list[Blocks]]:
         """Blocks of every stage that it may be cut into."""
         cuts = [self._cuts.of(inside) for inside in members]

@@ -15,21 +15,25 @@ a slower one, the bottleneck of a stage is the shorter of
     saved values:   longest of forward, backward, copy of saved values
     inputs alone:   longest of forward + backward, copy of inputs
 
-This says which stages might recompute. Messages of several stages share links, so the simulator
-judges: that choice, none, all, and single stages that change theirs.
+Messages of several stages share links, so the simulator judges: none, all, and single stages that
+change theirs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
+from math import inf
 from typing import NamedTuple
 
 from pipectl.cluster import OffloadTarget
 from pipectl.plan import Plan, Stage
-from pipectl.planner.activations.blocks import BlockPlans
-from pipectl.planner.evaluate import TIE, Evaluator
+from pipectl.planner.bounds import least_step_s
+from pipectl.planner.evaluate import TIE, Evaluator, preference
+from pipectl.planner.problem import Problem
+from pipectl.planner.recomputed_blocks import BlockPlans
+from pipectl.planner.request import choices
 
 
 class Mode(NamedTuple):
@@ -63,24 +67,30 @@ class ModeSearch:
 
     def __init__(self, evaluator: Evaluator, offload: Sequence[bool]) -> None:
         request = evaluator.problem.request
-        combinations = product(
-            sorted(request.recompute_choices), sorted(request.block_choices), sorted(offload)
-        )
+        combinations = product(choices(request.recompute), choices(request.blocks), sorted(offload))
         self._allowed = [
             Mode(again, away, cut) for again, cut, away in combinations if again or not cut
         ]
         self._evaluator = evaluator
         self._cluster = evaluator.problem.cluster
         self._block_plans = BlockPlans(evaluator.problem.profile)
-        self._may_recompute = len(request.recompute_choices) > 1  # and need not
+        self._may_recompute = request.recompute is None  # and need not
 
     def simplest(self, plan: Plan) -> Plan:
         """Simulated with the first of the allowed modes for all stages.
 
-        If backwards are elsewhere, and stages may recompute, they do if less traffic pays.
+        If backwards are elsewhere, and stages may recompute, these do if that is better.
         """
-        tried = self._evaluator.run(self._alike(plan, self._allowed[0]))
-        return _guess_traffic(tried, self._evaluator) if self._may_recompute else tried
+        first = self._allowed[0]
+        tried = self._evaluator.run(self._with_modes(plan, [first] * len(plan.stages)))
+        apart = [bool(stage.backward_ranks) for stage in plan.stages]
+        if any(apart) and self._may_recompute:
+            chosen = [first._replace(recompute=two) for two in apart]
+            again = self._evaluator.run(self._with_modes(plan, chosen))
+            fit = self._evaluator.fits(tried), self._evaluator.fits(again)
+            if fit[1] > fit[0] or (fit[1] == fit[0] and _is_faster(again, tried)):
+                return again
+        return tried
 
     def within_memory(self, plan: Plan) -> Plan | None:
         """The fastest of the plans found that differ in the modes of their stages.
@@ -92,14 +102,16 @@ class ModeSearch:
             None if none fits.
         """
         evaluator = self._evaluator
-        if evaluator.fits(plan):
-            return _settle_traffic(plan, evaluator) if self._may_recompute else plan
+        fitting: dict[Mode, list[bool]] = {}
+        if evaluator.fits(plan):  # only what streams between two ranks of a stage is open
+            apart = [bool(stage.backward_ranks) for stage in plan.stages]
+            fitting = {mode: apart for mode in self._allowed if not mode.blocks}
+            return self._improved(plan, fitting) if any(apart) else plan
         if len(self._allowed) == 1:
             return None
         stages = range(len(plan.stages))
-        fitting: dict[Mode, list[bool]] = {}
         for mode in self._allowed:
-            alike = evaluator.run(self._alike(plan, mode))
+            alike = evaluator.run(self._with_modes(plan, [mode] * len(stages)))
             fitting[mode] = [evaluator.stage_fits(alike, index) for index in stages]
         best: Plan | None = None
         for price in (self._cost_of(plan.offload_to), _offload_first, _recompute_first):
@@ -108,9 +120,6 @@ class ModeSearch:
             if tried is not None and evaluator.fits(tried) and _is_faster(tried, best):
                 best = tried
         return None if best is None else self._improved(best, fitting)
-
-    def _alike(self, plan: Plan, mode: Mode) -> Plan:
-        return self._with_modes(plan, [mode] * len(plan.stages))
 
     def _with_modes(self, plan: Plan, chosen: Sequence[Mode]) -> Plan:
         in_blocks = any(mode.blocks for mode in chosen)
@@ -127,7 +136,10 @@ class ModeSearch:
         return replace(plan, stages=tuple(stages), prediction=None)
 
     def _improved(self, best: Plan, fitting: Mapping[Mode, Sequence[bool]]) -> Plan:
-        """With cheaper modes for single stages, as long as that makes the step shorter."""
+        """With other modes for single stages, as long as that makes the step shorter.
+
+        Only cheaper ones are tried of stages whose forward and backward share a rank.
+        """
         evaluator, before, cost_s = self._evaluator, None, self._cost_of(best.offload_to)
         while best is not before and not evaluator.is_exhausted:
             before = best
@@ -135,12 +147,15 @@ class ModeSearch:
                 for mode, fits in fitting.items():
                     stage, chosen = best.stages[index], list(map(Mode.of, best.stages))
                     cheaper = cost_s(mode, stage) < cost_s(chosen[index], stage)
+                    cheaper |= bool(stage.backward_ranks)
                     may_fit = fits[index] or _shares_ranks(best, index)
                     if not (cheaper and may_fit) or chosen[index] == mode or evaluator.is_exhausted:
                         continue
                     chosen[index] = mode
                     tried = evaluator.run(self._with_modes(best, chosen))
-                    if evaluator.fits(tried) and _is_faster(tried, best):
+                    simpler = stage.recompute and not mode.recompute
+                    simpler &= tried.predicted_step_s <= best.predicted_step_s
+                    if evaluator.fits(tried) and (simpler or _is_faster(tried, best)):
                         best = tried
         return best
 
@@ -192,59 +207,71 @@ def _shares_ranks(plan: Plan, index: int) -> bool:
     )
 
 
-def _guess_traffic(plan: Plan, evaluator: Evaluator) -> Plan:
-    """The fastest if no stages, those with slow links, or all recompute; of equals the first.
+class Shortlist:
+    """Plans that fit, with predictions.
 
     Args:
-        plan: with a prediction, and nothing recomputed.
+        expired: asked now and then; once it is true, no more is tried.
+        offload: whether stages may offload, all that is allowed.
+        accepts: whether a plan is as it was asked for.
+        max_actions: to simulate, forwards and backwards of all replicas in all.
+
+    Attributes:
+        plans: in the order in which they were accepted.
+        closest: of all that were simulated before they were made to fit, the one that exceeds its
+            limits least.
+        finished: whether nothing was left out for want of time.
     """
-    apart = [index for index, stage in enumerate(plan.stages) if stage.backward_ranks]
-    slow = [index for index in apart if _has_slow_link(plan.stages[index], evaluator)]
-    best = plan
-    for chosen in (slow, apart) if slow != apart else (apart,):
-        if chosen:
-            again = (
-                replace(stage, recompute=index in chosen) if stage.backward_ranks else stage
-                for index, stage in enumerate(plan.stages)
-            )
-            best = _better(best, tuple(again), evaluator)
-    return best
 
+    def __init__(
+        self,
+        problem: Problem,
+        expired: Callable[[], bool],
+        offload: tuple[bool, ...] = (False,),
+        accepts: Callable[[Plan], bool] = lambda _: True,
+        **limits: int,
+    ) -> None:
+        self.evaluator = Evaluator(problem, expired, **limits)
+        self.plans: list[Plan] = []
+        self.closest: Plan | None = None
+        self.finished = True
+        self._modes = ModeSearch(self.evaluator, offload)
+        self._cluster = problem.cluster
+        self._accepts = accepts
 
-def _settle_traffic(plan: Plan, evaluator: Evaluator) -> Plan:
-    """With other choices of single stages, as long as that makes the step shorter.
+    @property
+    def fastest_s(self) -> float:
+        """The shortest step so far."""
+        return min((plan.predicted_step_s for plan in self.plans), default=inf)
 
-    Args:
-        plan: with a prediction.
-    """
-    best, before = plan, None
-    while best is not before and not evaluator.is_exhausted:
-        before = best
-        for index, stage in enumerate(plan.stages):
-            if stage.backward_ranks and not evaluator.is_exhausted:
-                changed = list(best.stages)
-                changed[index] = replace(changed[index], recompute=not changed[index].recompute)
-                best = _better(best, tuple(changed), evaluator)
-    return best
+    def consider(self, proposed: Iterable[Plan], gain: float = TIE) -> None:
+        """Accept what fits; of what does not, what could be the fastest if it saves memory.
 
+        Args:
+            proposed: without predictions.
+            gain: share of the shortest step by which others must be faster; if it is more than a
+                tie, no slower ones are accepted.
+        """
+        simulated: list[Plan] = []
+        for plan in proposed:
+            if self.evaluator.is_exhausted and (self.plans or simulated):
+                self.finished = False
+                break
+            if least_step_s(plan, self._cluster) < self.fastest_s * (1 - gain):
+                simulated.append(self._modes.simplest(plan))
+                excess, closest = self.evaluator.problem.excess_bytes, self.closest
+                if closest is None or excess(simulated[-1]) < excess(closest):
+                    self.closest = simulated[-1]
+        self.settle(simulated, gain)
 
-def _has_slow_link(stage: Stage, evaluator: Evaluator) -> bool:
-    """Whether sending its inputs and computing once more seems to take less than what it saves."""
-    cluster = evaluator.problem.cluster
-    ends = stage.ranks[0], stage.backward_ranks[0]
-    link, speeds = cluster.link(*ends), [cluster.device(rank).speed for rank in ends]
-    forward_s, again_s = (stage.cost.forward_s / speed for speed in speeds)
-    backward_s = stage.cost.backward_s / speeds[1]
-    saved_s = max(forward_s, backward_s, link.hold_s(stage.cost.saved_bytes))
-    inputs_s = max(forward_s, again_s + backward_s, link.hold_s(stage.cost.input_bytes))
-    return inputs_s < saved_s
-
-
-def _better(best: Plan, stages: tuple[Stage, ...], evaluator: Evaluator) -> Plan:
-    """The plan, or that with other stages: what fits, and of what both do, what is faster by more
-    than a tie."""
-    tried = evaluator.run(replace(best, stages=stages, prediction=None))
-    fit = evaluator.fits(best), evaluator.fits(tried)
-    if fit[0] != fit[1]:
-        return tried if fit[1] else best
-    return tried if _is_faster(tried, best) else best
+    def settle(self, simulated: Iterable[Plan], gain: float = TIE) -> None:
+        """The same for plans with predictions."""
+        for plan in sorted(simulated, key=preference):
+            limit_s = self.fastest_s * (1 - gain)
+            held: Plan | None = plan if self.evaluator.fits(plan) else None
+            if plan.predicted_step_s < limit_s and not (self.plans and self.evaluator.is_exhausted):
+                held = self._modes.within_memory(plan)
+            if held is None or not self._accepts(held):
+                continue
+            if gain == TIE or held.predicted_step_s < limit_s:
+                self.plans.append(held)

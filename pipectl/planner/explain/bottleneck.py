@@ -1,4 +1,4 @@
-"""Where the time of a predicted step goes, and which rank the others wait for.
+"""What limits a plan: where the busiest rank's time goes, and which link carries messages longest.
 
 What messages cost is found by simulating the plan once more with messages that take no time: what
 is hidden behind computation costs nothing, however long it takes.
@@ -6,15 +6,25 @@ is hidden behind computation costs nothing, however long it takes.
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from pipectl.cluster import Cluster
+from pipectl.graph import TransferKind
+from pipectl.link import Link
 from pipectl.plan import Plan
 from pipectl.planner.explain.what_if import with_slower_links
-from pipectl.schedule import is_unflushed
+from pipectl.schedule import Channel, channels, is_unflushed, messages
 from pipectl.schedule.actions import COMPUTE_KINDS
 from pipectl.simulate import Simulation, simulate
+from pipectl.simulate.network import way_between
 from pipectl.timeline import Timeline
+
+End = int | str | None
+_KINDS = {"within": "rank", "nodes": "node", "switches": "switch"}
+"""What the parts of a way connect where several ranks share them."""
 
 
 @dataclass(frozen=True)
@@ -99,3 +109,68 @@ def _of_one_step(spent: dict[str, float], busy_s: float) -> dict[str, float]:
     all_s = sum(spent.get(kind, 0.0) for kind in COMPUTE_KINDS)
     share = busy_s / all_s if all_s else 0.0
     return {kind: time_s * share for kind, time_s in spent.items()}
+
+
+@dataclass(frozen=True)
+class LinkLoad:
+    """The busiest connection in one direction, or in both if these share it.
+
+    Args:
+        between: what it connects: ``rank``, ``node`` or ``switch``.
+        source, target: numbers of ranks or nodes, or names of switches. All that leaves one has no
+            target, all that enters one no source; where one link takes both, the two are the same.
+        busy_s: time of a step in which it carries messages.
+    """
+
+    between: str
+    source: End
+    target: End
+    busy_s: float
+    bytes_per_step: float
+
+
+def busiest_link(plan: Plan, cluster: Cluster) -> LinkLoad | None:
+    """The connection that carries messages longest; None if there is no message.
+
+    Messages take the ways that they take in the simulator.
+    """
+    busy: dict[Hashable, tuple[float, float]] = {}
+    links: dict[Hashable, Link] = {}
+    for channel in channels(plan):
+        if channel.is_local:
+            continue
+        ends, sizes = (channel.source_rank, channel.target_rank), list(_sizes(plan, channel))
+        moved = sum(number * size for size, number in sizes)
+        for key, link in way_between(cluster, plan.node_of_rank, *ends):
+            before_s, before = busy.get(key, (0.0, 0.0))
+            time_s = sum(number * link.hold_s(size) for size, number in sizes)
+            busy[key], links[key] = (before_s + time_s, before + moved), link
+    if not busy:
+        return None
+    key = max(busy, key=busy.__getitem__)
+    return LinkLoad(*_ends(key, links[key]), *busy[key])
+
+
+def _sizes(plan: Plan, channel: Channel) -> Iterator[tuple[float, int]]:
+    """Bytes of the messages of a channel in a step, and how many there are of each size."""
+    if channel.kind is TransferKind.WEIGHT:
+        yield channel.size_bytes, 1
+        return
+    held = messages(plan, channel, plan.micro_batches)
+    if isinstance(held.start, int):
+        parts = np.array(plan.micro_batch_shares)[held.micro_batches]
+    else:
+        parts = (held.stop - held.start) / plan.micro_batch_size
+    for part, number in zip(*np.unique(parts, return_counts=True), strict=True):
+        yield channel.size_bytes * float(part), int(number)
+
+
+def _ends(key: Hashable, link: Link) -> tuple[str, End, End]:
+    """What a part of a way lies between; see :func:`pipectl.simulate.network.way_between`."""
+    assert isinstance(key, tuple)
+    where, ends, *side = key
+    kind = _KINDS[where]
+    if side:
+        return kind, None if side == ["in"] else ends, None if side == ["out"] else ends
+    source, target = ends if link.duplex else sorted(ends, key=str)
+    return kind if link.shared else "rank", source, target

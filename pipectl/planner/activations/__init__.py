@@ -1,1 +1,0 @@
-"""What stages do with the values their backward needs."""

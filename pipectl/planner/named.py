@@ -1,0 +1,448 @@
+"""Plans for schedules that say which stages a rank holds, split backwards, or are never flushed.
+
+:func:`named_plan` makes that of a named schedule or of lists, :func:`every_schedule` proposes those
+of all that keep the results of one rank if none is named.
+
+Stages are cut for balance on the devices of the ranks that they lie on: round, for interleaved 1F1B
+and looped breadth-first, in a V for ZB-V and DualPipeV, one per rank for ZB-H1 and for schedules
+without flushes, of which several numbers of stages are tried. Few micro-batches suffice, as these
+schedules shorten start and end; several numbers are simulated. If none of these plans fits, stages
+are cut once more: for balance within the memory that the other stages of their rank leave them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from math import ceil, inf
+
+from pipectl.cluster import Cluster
+from pipectl.errors import InfeasibleError, OutOfTimeError
+from pipectl.plan import Plan
+from pipectl.planner.areas import even_partition
+from pipectl.planner.bounds import Bound, with_findings, work_s
+from pipectl.planner.costs.devices import Mix, mixes, one_each, placements
+from pipectl.planner.costs.stage_costs import with_halves
+from pipectl.planner.evaluate import out_of_time
+from pipectl.planner.graph.downsets import CutSpace
+from pipectl.planner.modes import Shortlist
+from pipectl.planner.partition.cutter import Cutter, cut_request
+from pipectl.planner.partition.layout import Choice, Layout, Ranks, ranks_of
+from pipectl.planner.problem import Problem
+from pipectl.planner.request import PLACED, Order, PlanRequest, micro_batch_sizes, stage_counts
+from pipectl.profile import Profile
+from pipectl.schedule import SCHEDULES, default_warm_up
+from pipectl.schedule.listed import Listed
+from pipectl.schedule.order import Placement, Schedule, Shape
+from pipectl.units import format_bytes
+
+MICRO_BATCHES_PER_RANK = (1, 2, 4, 8)
+"""Numbers to try if it is open."""
+MAX_ACTIONS = 150_000
+"""Forwards and backwards of a step; longer ones, which these schedules help least, are not tried if
+the schedule is open."""
+MAX_CUTS_FOR_MEMORY = 4
+"""Times that the stages of a plan are cut again, each time by what the last plan held."""
+PLACED_GAIN = 0.01
+"""By which share a step with several stages per rank must be faster if the schedule is open. It has
+more messages, and smaller gains are less than what predictions are off by."""
+SPLIT_GAIN = 0.08
+"""By which share a step with split backwards must be faster if the schedule is open. No profile
+says what the halves take: ZB-H1 was measured 8 % slower than predicted (docs/benchmarks.md)."""
+
+
+def named_plan(
+    profile: Profile, cluster: Cluster, request: PlanRequest, expired: Callable[[], bool]
+) -> Plan:
+    """The fastest plan found that fits into memory.
+
+    Args:
+        request: with a schedule of this module, or with lists, which say how many stages there are,
+            on which ranks, in which order: what is left is where to cut.
+        expired: once it is true, what was found so far is good enough.
+
+    Raises:
+        InfeasibleError: the stages do not suit the ranks, there are too few ranks or micro-batches
+            for the lists, or nothing fits.
+        OutOfTimeError: nothing fits of what was found in time.
+    """
+
+    def check() -> None:
+        if expired():
+            raise out_of_time()
+
+    problem = Problem(profile, cluster, request)
+    cutter = Cutter(problem, CutSpace.plain(problem.graph), check)
+    shortlist = Shortlist(problem, expired, (bool(request.offload),))
+    pipelines = _pipelines(problem)
+    sizes = {size for _, size in pipelines}
+    shortlist.consider(
+        plan for places, size in pipelines for plan in _proposals(problem, cutter, places, size)
+    )
+    closest = shortlist.closest
+    assert closest is not None
+    if problem.excess_bytes(closest) > 0 and not request.backward_apart:
+        shortlist.settle(_cut_for_memory(closest, cutter, shortlist))
+    if not shortlist.plans and expired():
+        raise out_of_time()
+    if not shortlist.plans:
+        missing = format_bytes(round(problem.excess_bytes(closest)))
+        raise InfeasibleError(
+            f"no feasible plan: schedule {closest.schedule} needs {missing} "
+            "more than the memory limit of a rank",
+            cure="set pipeline.schedule to auto, use more ranks, or raise the limit",
+        )
+    plan = min(shortlist.plans, key=lambda plan: plan.predicted_step_s)
+    bound_s, load_bound = (
+        work_s(profile, cluster, request, sizes),
+        _load_bound(plan, cutter, problem),
+    )
+    finished = shortlist.finished and not expired()
+    return with_findings(plan, cluster, bound_s, load_bound=load_bound, finished=finished)
+
+
+def _pipelines(problem: Problem) -> list[tuple[list[int], int]]:
+    """The rank of every stage and the samples of a micro-batch, in all ways that are tried.
+
+    Raises:
+        InfeasibleError: stages or micro-batches do not suit the schedule.
+    """
+    request, ranks = problem.request, problem.cluster.ranks
+    if request.listed is not None:
+        size = _size_of_lists(request.listed, request, problem.cluster)
+        return [(list(request.listed.rank_of_stage), size)]
+    staleness = SCHEDULES[request.schedule or ""].staleness
+    if staleness is None:
+        places = _places(request, ranks, len(problem.graph))
+        return [(places, size) for size in pipeline_sizes(request, len(set(places)))]
+    if staleness.one_micro_batch and request.micro_batches not in (None, 1):
+        raise InfeasibleError(
+            f"no feasible plan: schedule {request.schedule} updates after every micro-batch, "
+            f"so a batch cannot be divided into {request.micro_batches}",
+            cure=f"leave {request.named('micro_batches')} out, or use another schedule",
+        )
+    if request.backward_apart:  # two ranks per stage
+        ranks //= 2
+    return [
+        (list(range(stages)), size)
+        for stages in reversed(stage_counts(request, ranks, len(problem.graph)))
+        for size in (
+            [request.batch_size]
+            if staleness.one_micro_batch
+            else pipeline_sizes(request, stages * (2 if request.backward_apart else 1))
+        )
+    ]
+
+
+def pipeline_sizes(request: PlanRequest, ranks: int) -> list[int]:
+    """Micro-batch sizes to try for a pipeline of so many ranks, the largest first."""
+    if request.micro_batches is not None:
+        return micro_batch_sizes(request, request.batch_size)
+    sizes = {ceil(request.batch_size / (count * ranks)) for count in MICRO_BATCHES_PER_RANK}
+    return sorted(sizes, reverse=True)
+
+
+def _proposals(
+    problem: Problem, cutter: Cutter, places: Sequence[int], size: int
+) -> Iterator[Plan]:
+    """Plans without predictions for stages on some ranks; with even cuts if time is up."""
+    request = problem.request
+    schedule = None if request.listed else SCHEDULES[request.schedule or ""]
+    fixed = schedule is None or schedule.placement is not Placement.STRAIGHT
+    layouts = layouts_for(problem, cutter, places, size, fixed=fixed)
+    if not layouts:
+        layouts = [Layout(even_partition(problem, len(places), size), one_each(tuple(places)))]
+    for layout in layouts:
+        yield from _in_order(problem, layout, size, request.schedule)
+
+
+def layouts_for(
+    problem: Problem, cutter: Cutter, ranks: Sequence[int], size: int, *, fixed: bool = True
+) -> list[Layout]:
+    """Stages with the smallest bottleneck, whatever they hold; none if time is up.
+
+    Args:
+        ranks: of every stage; several may be the same.
+        size: samples of a micro-batch.
+        fixed: whether stages lie on these ranks, or on any that suit them.
+    """
+    devices, count = problem.devices, len(ranks)
+    if fixed:
+        ways = [_mix_of(problem, ranks)]
+    else:
+        ways = mixes(devices, len(problem.graph) + 1, count, count)
+    layouts: dict[Layout, None] = {}
+    with suppress(OutOfTimeError):
+        for mix in ways:
+            for cut in cutter.partitions(count, size, mix):
+                places = [tuple(ranks)]
+                if not fixed:
+                    places = placements(problem.cluster, devices, cut.kinds)
+                layouts |= {Layout(cut.partition, one_each(place)): None for place in places}
+    return list(layouts)
+
+
+def _mix_of(problem: Problem, ranks: Sequence[int]) -> Mix:
+    """The kinds of device of stages on these ranks."""
+    kind_of = {rank: kind for kind, pool in enumerate(problem.devices) for rank in pool.ranks}
+    return Mix.ordered([kind_of[rank] for rank in ranks], len(problem.devices))
+
+
+def every_schedule(
+    problem: Problem, cutter: Cutter, known: Sequence[Plan], *, splits_backward: bool
+) -> Iterator[Plan]:
+    """Plans without predictions for all schedules that flush, if the request leaves it open.
+
+    The stages of a rank share its speed, so stages are cut for the devices of their ranks, and for
+    the micro-batch size of the best plan. With one stage per rank they are those of that plan.
+
+    Args:
+        known: plans of other schedules, the best first, or none.
+        splits_backward: of the schedules to propose.
+    """
+    ranks, request = problem.cluster.ranks, problem.request
+    if ranks == 1 or request.warm_up is not None or request.schedule is not None:
+        return
+    cuts: dict[tuple[int, ...], list[Layout]] = {}
+    straight = [
+        (
+            Layout(
+                problem.partition_of(stage.nodes for stage in plan.stages),
+                tuple(stage.ranks for stage in plan.stages),
+            ),
+            plan.micro_batch_size,
+        )
+        for plan in known[:1]
+        if all(stage.replicas == 1 for stage in plan.stages)
+    ]
+    sizes = pipeline_sizes(request, ranks)
+    if request.micro_batches is None:
+        sizes = list(dict.fromkeys([*(plan.micro_batch_size for plan in known[:1]), *sizes]))
+    for name in PLACED:
+        schedule = SCHEDULES[name]
+        if not schedule.flushes or schedule.splits_backward != splits_backward:
+            continue
+        layouts = straight
+        if schedule.placement is not Placement.STRAIGHT:
+            layouts = _several_stages(problem, cutter, schedule, sizes, cuts)
+        for layout, size in layouts:
+            if 2 * len(layout.ranks) * problem.micro_batches(size) <= MAX_ACTIONS:
+                yield from _in_order(problem, layout, size, name)
+
+
+def _several_stages(
+    problem: Problem,
+    cutter: Cutter,
+    schedule: Schedule,
+    sizes: Sequence[int],
+    cuts: dict[tuple[int, ...], list[Layout]],
+) -> list[tuple[Layout, int]]:
+    """Several stages on every rank, with their micro-batch sizes.
+
+    Args:
+        sizes: to try, the first one to cut for.
+        cuts: for that size by the ranks of all stages, known from other schedules.
+    """
+    ranks, asked, layouts = problem.cluster.ranks, problem.request.stages, []
+    for chunks in schedule.stages_per_rank:
+        stages = chunks * ranks
+        if asked in (None, stages) and stages <= len(problem.graph):
+            places = schedule.placement.ranks(stages, ranks)
+            assert places is not None
+            if places not in cuts:
+                cuts[places] = layouts_for(problem, cutter, places, sizes[0])
+            layouts += [(layout, size) for layout in cuts[places] for size in sizes]
+    return layouts
+
+
+def _cut_for_memory(plan: Plan, cutter: Cutter, shortlist: Shortlist) -> list[Plan]:
+    """Other stages on the same ranks.
+
+    Stages are cut for balance within limits of their own. These share out the limit of a rank among
+    its stages as the last plan did, and allow for what only a simulation shows.
+
+    Args:
+        plan: with a prediction; does not fit.
+
+    Returns:
+        Plans with predictions, the last of which may fit.
+    """
+    evaluator, problem, last = shortlist.evaluator, shortlist.evaluator.problem, plan
+    size, order = last.micro_batch_size, (last.schedule, last.warm_up)
+    ranks = tuple(stage.ranks for stage in last.stages)
+    mix = _mix_of(problem, [rank for (rank,) in ranks])
+    again = problem.request.recompute
+    others: list[Plan] = []
+    with suppress(OutOfTimeError):
+        for _ in range(MAX_CUTS_FOR_MEMORY):
+            wanted = replace(
+                cut_request(problem, size, last.warm_up, mix, recompute=again is not False),
+                reserved_bytes=_reserved_bytes(last, problem),
+            )
+            tried = []
+            for cut in cutter.balanced(wanted) or cutter.smallest_peak(wanted):
+                if evaluator.is_exhausted:
+                    break
+                recompute = (True,) * len(ranks) if again else cut.recompute
+                changed = problem.plan(
+                    Choice(Layout(cut.partition, ranks, recompute), size, *order)
+                )
+                changed = replace(changed, actions=last.actions, assumptions=last.assumptions)
+                tried.append(evaluator.run(with_halves(changed, problem.profile)))
+            if not tried:
+                break
+            others += tried
+            before, last = last, min(tried, key=problem.excess_bytes)
+            if problem.excess_bytes(last) <= 0:
+                break
+            if problem.excess_bytes(last) >= problem.excess_bytes(before):
+                break
+    return others
+
+
+def _reserved_bytes(plan: Plan, problem: Problem) -> tuple[float, ...]:
+    """What every stage leaves to the others of its rank, and to what no stage is known to hold, if
+    all that the ranks hold grows or shrinks to their limits."""
+    assert plan.prediction is not None
+    peaks, baseline = plan.prediction.peak_memory_bytes, problem.baseline_bytes
+    reserved = []
+    for stage, flying in zip(plan.stages, plan.warm_up, strict=True):
+        (rank,), cost = stage.ranks, stage.cost
+        limit = problem.limit_bytes(rank)
+        held = cost.resident_bytes + cost.accumulated_bytes + flying * stage.kept_bytes
+        held += stage.recompute * cost.saved_bytes
+        share = held / max(1, peaks[rank] - baseline)
+        reserved.append((limit - baseline) * (1 - share) if limit < inf else 0.0)
+    return tuple(reserved)
+
+
+def _in_order(problem: Problem, layout: Layout, size: int, schedule: str | None) -> Iterator[Plan]:
+    """The stages in every order to try.
+
+    Args:
+        schedule: None for lists.
+    """
+    request, listed, count = problem.request, problem.request.listed, problem.micro_batches(size)
+    if schedule is None:
+        assert listed is not None
+        plan = problem.plan(Choice(layout, size, listed.name, listed.warm_up))
+        yield replace(plan, actions=listed.text, assumptions=(*plan.assumptions, *notices(listed)))
+        return
+    staleness, stages = SCHEDULES[schedule].staleness, len(layout.ranks)
+    elsewhere: Ranks = ()
+    apart = (staleness is not None and bool(request.backward_apart),) * stages
+    if apart[0]:
+        pairs = ranks_of(apart, problem.cluster)
+        layout = layout._replace(ranks=tuple(pair[:1] for pair in pairs))
+        elsewhere = tuple(pair[1:] for pair in pairs)
+    if staleness is None:
+        ranks = len(set(layout.ranks))
+        orders = placed_orders(schedule, stages, ranks, request, count)
+    else:
+        warm_up = default_warm_up(schedule, stages, count, apart=apart)
+        orders = [(schedule, warm_up)]
+    for order in orders:
+        plan = problem.plan(Choice(layout, size, *order, backward_ranks=elsewhere))
+        if staleness is not None:
+            words = f"schedule {schedule} is asynchronous: {staleness.words(order[1])}"
+            plan = replace(plan, assumptions=(*plan.assumptions, words))
+        yield with_halves(plan, problem.profile)
+
+
+def _load_bound(plan: Plan, cutter: Cutter, problem: Problem) -> Bound:
+    """What is known of the largest stage of such plans."""
+    size, ranks = plan.micro_batch_size, [stage.ranks[0] for stage in plan.stages]
+    speeds = sorted((problem.cluster.device(rank).speed for rank in ranks), reverse=True)
+    if len(problem.devices) == 1:
+        with suppress(OutOfTimeError):
+            return cutter.bound(len(ranks), size, [Mix.ordered([0] * len(ranks), 1)], speeds)
+    least = problem.block_times(size, cached=True)
+    return Bound(max(sum(least) / sum(speeds), max(least) / speeds[0]), False)
+
+
+def _size_of_lists(listed: Listed, request: PlanRequest, cluster: Cluster) -> int:
+    """Samples of a micro-batch.
+
+    Raises:
+        InfeasibleError: the batch cannot be cut into as many as the lists have, or there are too
+            few ranks.
+    """
+    size = ceil(request.batch_size / listed.micro_batches)
+    if ceil(request.batch_size / size) != listed.micro_batches:
+        raise InfeasibleError(
+            f"no feasible plan: schedule {listed.name} has {listed.micro_batches} micro-batches, "
+            f"into which a batch of {request.batch_size} cannot be divided",
+            cure="change the schedule, or training.batch_size: best is a multiple",
+        )
+    if len(listed.ranks) > cluster.ranks:
+        raise InfeasibleError(
+            f"no feasible plan: schedule {listed.name} has {len(listed.ranks)} ranks, "
+            f"but there are {cluster.ranks}",
+            cure="use more ranks, or a schedule for fewer",
+        )
+    return size
+
+
+def notices(listed: Listed) -> tuple[str, ...]:
+    """What changes with the lists besides time and memory."""
+    stages = listed.unordered_stages()
+    if not stages:
+        return ()
+    return (
+        f"{listed.name} adds up the gradients of stage {stages[0]}"
+        f"{f' and {len(stages) - 1} more' if stages[1:] else ''} in another order than by "
+        "micro-batch: results equal those of other schedules within rounding, not to the bit",
+    )
+
+
+def _places(request: PlanRequest, ranks: int, blocks: int) -> list[int]:
+    """The rank of every stage.
+
+    Args:
+        blocks: that the graph can be cut into.
+
+    Raises:
+        InfeasibleError: that number of stages has no place in the schedule.
+    """
+    assert request.schedule is not None
+    fixed, schedule = request.fixed_stages, SCHEDULES[request.schedule]
+    placement, chunks = schedule.placement, schedule.stages_per_rank[0]
+    stages = fixed or min(chunks * ranks, blocks)
+    if fixed is None and placement is Placement.V_SHAPED:
+        stages -= stages % 2
+    elif fixed is None:
+        stages -= stages % min(ranks, stages)
+    places = placement.fit(stages, ranks)
+    if places is None:
+        suitable = {
+            Placement.STRAIGHT: f"{ranks}",
+            Placement.ROUND: f"a multiple of {min(stages, ranks)}",
+            Placement.V_SHAPED: f"{2 * ranks}",
+        }
+        raise InfeasibleError(
+            f"no feasible plan: {placement.misfit(stages, ranks)}",
+            cure=f"set pipeline.stages to {suitable[placement]}, or to auto",
+        )
+    return list(places)
+
+
+def placed_orders(
+    schedule: str,
+    stages: int,
+    ranks: int,
+    request: PlanRequest,
+    micro_batches: int,
+    replicas: tuple[int, ...] | None = None,
+) -> list[Order]:
+    """Orders to try with one of these schedules.
+
+    Args:
+        ranks: over which the stages lie.
+        replicas: of every stage, if they take whole micro-batches in turn.
+    """
+    warm_ups = SCHEDULES[schedule].warm_ups(Shape(stages, ranks, micro_batches, replicas))
+    if request.warm_up is not None:
+        warm_ups = [request.warm_up]
+    depths = (tuple(min(depth, micro_batches) for depth in each) for each in warm_ups)
+    return [(schedule, warm_up) for warm_up in dict.fromkeys(depths)]

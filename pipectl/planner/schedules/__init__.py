@@ -1,1 +1,0 @@
-"""Schedules with several stages per rank, or that split backwards."""
