@@ -9,9 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipectl.planner.balance.balance import balance
-from pipectl.planner.balance.decide import Decider
-from pipectl.planner.balance.load_model import BalanceRequest, load_model
-from pipectl.planner.graph.downsets import enumerate_downsets
+from pipectl.planner.balance.load_model import BalanceRequest
 from pipectl.profile import Operator, Profile
 
 SEARCHES = settings(
@@ -160,19 +158,6 @@ def test_value_of_ten_operators_on_four_devices_is_that_of_the_enumeration(profi
 
 
 @SEARCHES
-@given(profiles(), requests)
-def test_a_bound_just_above_the_enumeration_is_kept_and_one_below_is_not(profile, request):
-    expected = enumerated(profile, request)
-    model = load_model(profile, request)
-    lattice = enumerate_downsets(*model.neighbours, 10_000)
-    decider = Decider(model, request.devices, lattice)
-    if 0 < expected < float("inf"):
-        found = decider.below(expected * (1 + 1e-9) + 1e-12, lambda: False)
-        assert model.value_s(found) == pytest.approx(expected, rel=1e-8, abs=1e-11)
-        assert decider.below(expected * (1 - 1e-9), lambda: False) is None
-
-
-@SEARCHES
 @given(profiles(), requests, st.integers(0, 6))
 def test_bound_holds_wherever_the_search_ends(profile, request, looks):
     remaining = iter(range(looks))
@@ -199,18 +184,6 @@ def test_chain_is_cut_evenly():
     found = balance(chain(6), BalanceRequest(3))
     assert [stage.nodes for stage in found.stages] == [("n0", "n1"), ("n2", "n3"), ("n4", "n5")]
     assert (found.value_s, found.lower_bound_s) == (2.0, pytest.approx(2.0))
-
-
-def test_a_larger_first_stage_is_worse_where_its_value_takes_longer_to_move():
-    seconds, moved = (1.0, 1.0, 5.0, 5.0), (0.5, 3.0, 0.5, 0.0)
-    costs = zip(seconds, moved, strict=True)
-    operators = [operator(n, forward_s=s, transfer_s=t) for n, (s, t) in enumerate(costs)]
-    profile = profile_of(operators, [(f"n{n}", f"n{n + 1}") for n in range(3)])
-    model = load_model(profile, BalanceRequest(3))
-    decider = Decider(model, 3, enumerate_downsets(*model.neighbours, 10))
-    found = decider.below(7.1, lambda: False)
-    assert found == ((0,), (1, 2), (3,))
-    assert [model.load_s(blocks) for blocks in found] == [1.5, 7.0, 5.5]
 
 
 def test_bandwidth_counts_both_ways_at_both_ends():
@@ -240,11 +213,6 @@ def test_backward_operator_without_a_forward_one_stands_where_its_forward_would(
 
 def test_nothing_fits():
     assert balance(chain(2, memory_bytes=5), BalanceRequest(4, memory_limit_bytes=4)) is None
-
-
-def test_same_answer_twice():
-    profile = profile_of([operator(i) for i in range(9)], [("n0", "n8")])
-    assert balance(profile, BalanceRequest(4)) == balance(profile, BalanceRequest(4))
 
 
 def test_many_downsets():

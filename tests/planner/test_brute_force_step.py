@@ -14,7 +14,7 @@ from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.costs.devices import one_each
 from pipectl.planner.evaluate import TIE
 from pipectl.planner.graph.blocks import bits, condense
-from pipectl.planner.partition.layout import Layout
+from pipectl.planner.partition.layout import Choice, Layout
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import micro_batch_sizes, open_orders
 from pipectl.simulate import simulate
@@ -37,7 +37,7 @@ def every_choice(problem, partitions_of, size):
             for placement in permutations(ranks, stages):
                 micro_batches = problem.micro_batches(size)
                 for order in open_orders(problem.request, stages, micro_batches):
-                    yield problem.choice(Layout(partition, one_each(placement)), size, order)
+                    yield Choice(Layout(partition, one_each(placement)), size, *order)
 
 
 def best_step_s(problem, partitions_of, sizes):
@@ -157,7 +157,7 @@ def test_the_best_plan_of_mixed_devices_is_nearly_always_found(
         best_s = min(
             simulate(problem.plan(choice), cluster).step_time_s
             for choice in every_choice(problem, partitions_of, 8)
-            if len(choice.ranks) == request.stages
+            if len(choice.replicas) == request.stages
         )
         gaps.append(make_plan(profile, cluster, request).prediction.step_time_s / best_s - 1)
     assert sum(gap <= TIE for gap in gaps) >= 5

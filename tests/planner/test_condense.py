@@ -67,31 +67,10 @@ def assert_is_ordered(graph: BlockGraph) -> None:
             assert graph.predecessors[after] >> position & 1
 
 
-def test_order_follows_the_operators(make_profile, make_operator) -> None:
-    graph = condense(make_profile([make_operator(i) for i in range(5)], [(0, 3), (1, 2), (2, 4)]))
-    assert [block.operators for block in graph.blocks] == [(0,), (1,), (2,), (3,), (4,)]
-
-
 def test_operator_between_two_members_of_a_group_joins_them(make_profile, make_operator) -> None:
     operators = [make_operator(i, group="tied" if i in (0, 2) else None) for i in range(4)]
     graph = condense(make_profile(operators, [(0, 1), (1, 2), (2, 3)]))
     assert [block.operators for block in graph.blocks] == [(0, 1, 2), (3,)]
-
-
-def test_parameters_and_saved_values_count_once_within_a_block(make_profile, make_operator) -> None:
-    shared = {"parameters": (("w", 40),), "saved": (("x", 7),), "group": "g"}
-    graph = condense(
-        make_profile([make_operator(0, **shared), make_operator(1, **shared)], [(0, 1)])
-    )
-    assert graph.blocks[0].parameters == {"w": 40}
-    assert graph.blocks[0].saved == {"x": 7}
-
-
-def test_values_are_outputs_that_several_blocks_use(make_profile, make_operator) -> None:
-    operators = [make_operator(i, group="g" if i < 2 else None) for i in range(4)]
-    graph = condense(make_profile(operators, [(0, 1), (1, 2), (1, 3)]))
-    (value,) = graph.values
-    assert (value.producer, value.blocks) == (0, 0b111)
 
 
 def test_a_deep_chain_needs_no_recursion(chain) -> None:

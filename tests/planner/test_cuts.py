@@ -58,6 +58,7 @@ def test_arrays_say_the_same_as_footprints(
         sums = cuts.sums.stages[place]
         assert sums["parameter_bytes"].tolist() == [c.parameter_bytes for c in costs]
         assert sums["gradient_bytes"].tolist() == [c.accumulated_bytes for c in costs]
+        assert sums["trained_bytes"].tolist() == [m.trained_bytes for m in parts.memory]
         assert sums["saved_bytes"].tolist() == list(parts.saved_bytes)
         assert times[0, place].tolist() == pytest.approx([cost.forward_s for cost in costs])
         assert times[1, place].tolist() == pytest.approx([cost.backward_s for cost in costs])

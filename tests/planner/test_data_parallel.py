@@ -40,39 +40,36 @@ def test_one_rank_is_one_whatever_a_stage_has(
     assert estimates(chain(4), cluster(1, 1), **asked) == estimates(chain(4), cluster(1, 1))
 
 
-def test_measured_sums_count(chain: Callable[..., Profile]):
-    measured = replace(cluster(1, 1), allreduce=((2, 1, 5.0), (2, 10**6, 5.0)))
-    found = estimates(chain(4), measured).data_parallel
+MEASURED = replace(cluster(1, 1), allreduce=((2, 1, 5.0), (2, 10**6, 5.0)))
+FAR = replace(
+    cluster(1, 1),
+    nodes=tuple(Node(name, 1, 1, Device("cpu"), switch=name) for name in "ab"),
+    between_switches=Link(1.0, 1e6),
+)
+MIXED = replace(
+    cluster(1, 1), nodes=(Node("a", 1, 1, Device("cpu")), Node("b", 1, 1, Device("old", speed=0.5)))
+)
+
+
+@pytest.mark.parametrize(
+    ("machines", "parameters", "reduction_s", "computing_s"),
+    [
+        pytest.param(MEASURED, {}, 5.0, 48e-3, id="measured sums"),
+        pytest.param(FAR, {}, 2.0 + 400 / 1e6, 48e-3, id="links between switches"),
+        pytest.param(
+            cluster(1, 1), {"parameters": (("shared", 1000),)}, 1e-3, 48e-3, id="tied once"
+        ),
+        pytest.param(MIXED, {}, 400 / 1e6, 96e-3, id="the slowest device"),
+        pytest.param(cluster(2, cores=1), {}, 400 / 1e6, 96e-3, id="ranks that share cores"),
+    ],
+)
+def test_what_data_parallelism_takes(
+    chain: Callable[..., Profile], machines: Cluster, parameters, reduction_s, computing_s
+):
+    found = estimates(chain(4, **parameters), machines).data_parallel
     assert found is not None
-    assert found.reduction_s == pytest.approx(5.0)
-
-
-def test_sums_pass_the_links_between_switches(chain: Callable[..., Profile]):
-    nodes = tuple(Node(name, 1, 1, Device("cpu"), switch=name) for name in "ab")
-    far = replace(cluster(1, 1), nodes=nodes, between_switches=Link(1.0, 1e6))
-    found = estimates(chain(4), far).data_parallel
-    assert found is not None
-    assert found.reduction_s == pytest.approx(2 * 1.0 + 400 / 1e6)
-
-
-def test_tied_parameters_are_summed_once(chain: Callable[..., Profile]):
-    tied = chain(4, parameters=(("shared", 1000),))
-    found = estimates(tied, cluster(1, 1)).data_parallel
-    assert found is not None
-    assert found.reduction_s == pytest.approx(1000 / 1e6)
-
-
-def test_the_slowest_device_is_waited_for(chain: Callable[..., Profile]):
-    fast, slow = Node("a", 1, 1, Device("cpu")), Node("b", 1, 1, Device("old", speed=0.5))
-    found = estimates(chain(4), replace(cluster(1, 1), nodes=(fast, slow))).data_parallel
-    assert found is not None
-    assert found.step_s - found.reduction_s == pytest.approx(2 * 4 * 12e-3, rel=1e-3)
-
-
-def test_ranks_that_share_cores_slow_each_other_down(chain: Callable[..., Profile]):
-    found = estimates(chain(4), cluster(2, cores=1)).data_parallel
-    assert found is not None
-    assert found.step_s - found.reduction_s == pytest.approx(2 * 4 * 12e-3, rel=1e-3)
+    assert found.reduction_s == pytest.approx(reduction_s)
+    assert found.step_s - found.reduction_s == pytest.approx(computing_s, rel=1e-3)
 
 
 def test_a_model_that_fits_no_rank_has_no_estimate(chain: Callable[..., Profile]):

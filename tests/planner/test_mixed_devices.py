@@ -2,12 +2,9 @@
 
 from dataclasses import replace
 
-import pytest
-
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
 from pipectl.planner import PlanRequest, make_plan
-from pipectl.planner.costs.devices import Mix, mixes, pools
 from pipectl.simulate import simulate
 
 LINK = Link(1e-5, 1e9)
@@ -51,28 +48,3 @@ def test_large_parts_go_where_memory_is(make_operator, make_profile) -> None:
     plan = make_plan(profile, cluster_of(SLOW, FAST), PlanRequest("job", 64, micro_batches=8))
     assert plan.stages[0].ranks[0] in (0, 1)
     assert {2, 3} & {stage.ranks[0] for stage in plan.stages}
-
-
-@pytest.mark.parametrize(
-    ("available", "most", "tallies"), [([2, 1], 3, 6), ([2, 1], 2, 5), ([4], 3, 4)]
-)
-def test_tallies_count_devices_of_each_kind(available, most, tallies) -> None:
-    mix = Mix.free(available, most)
-    assert len(mix) == tallies
-    assert mix.used.tolist() == sorted(mix.used)
-    for tally, used in enumerate(mix.used):
-        for after in mix.following[tally]:
-            assert after < 0 or mix.used[after] == used + 1
-
-
-def test_many_mixed_devices_are_tried_in_a_few_orders() -> None:
-    cluster = cluster_of(SLOW, FAST, SLOW, ranks=200)
-    devices = pools(cluster)
-    assert [pool.speed for pool in devices] == [3.0, 1.0]
-    found = mixes(devices, 2000, 2, 400)
-    assert not any(mix.complete for mix in found)
-    orders = [[int((row >= 0).argmax()) for row in mix.following[:-1]] for mix in found]
-    assert orders == [
-        [0] * 200 + [1] * 200,
-        [1] * 200 + [0] * 200,
-    ]

@@ -1,13 +1,11 @@
 """Cuts of the dynamic programme against trying every partition."""
 
 from dataclasses import replace
-from math import isfinite
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pipectl.planner.partition.cut_space import CutSpace
 
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link, measured_link
@@ -15,6 +13,7 @@ from pipectl.planner import PlanRequest
 from pipectl.planner.costs.devices import Mix
 from pipectl.planner.costs.links import hold_s
 from pipectl.planner.graph.blocks import bits, condense
+from pipectl.planner.graph.downsets import CutSpace
 from pipectl.planner.partition.cutter import Cutter
 from pipectl.planner.problem import Problem
 from pipectl.profile import StageOverhead
@@ -38,21 +37,6 @@ def equal(stages):
 
 def bottleneck(times, partition):
     return max(sum(times[block] for block in bits(stage)) for stage in partition)
-
-
-def crossing_bytes(graph, partition):
-    """Of the values that cross each border, there and back."""
-    found, before = [], 0
-    for stage in partition[:-1]:
-        before |= stage
-        found.append(
-            sum(
-                value.size_bytes + value.gradient_bytes
-                for value in graph.values
-                if before >> value.producer & 1 and value.blocks & ~before
-            )
-        )
-    return found
 
 
 @settings(max_examples=60, deadline=None)
@@ -81,25 +65,6 @@ def test_no_partition_is_below_the_bound_and_the_first_has_the_least_bottleneck(
         assert bottleneck(own_times, found) == pytest.approx(best, abs=1e-11)
 
 
-@settings(max_examples=60, deadline=None)
-@given(data=st.data(), stages=st.integers(2, 4))
-def test_of_the_best_balanced_the_one_that_sends_least_comes_first(
-    data, stages, profiles, partitions_of
-) -> None:
-    profile = data.draw(profiles())
-    graph = condense(profile)
-    everything = list(partitions_of(graph, stages))
-    if not everything:
-        return
-    times = problem_of(profile, graph).block_times(8)
-    best = min(bottleneck(times, one) for one in everything)
-    balanced = [one for one in everything if bottleneck(times, one) <= best * (1 + 1e-12)]
-    least = min(sum(crossing_bytes(graph, one)) for one in balanced)
-    cutter = cutter_of(profile, CutSpace.plain(graph))
-    first = cutter.partitions(stages, 8, equal(stages))[0].partition
-    assert sum(crossing_bytes(graph, first)) == least
-
-
 def test_blocks_without_edges_are_merged_instead_of_searched(make_profile, make_operator) -> None:
     tiny = {"forward_s": 1e-7, "backward_s": 0.0}
     operators = [make_operator(i, **(tiny if i % 2 else {})) for i in range(60)]
@@ -117,16 +82,6 @@ def test_stages_that_stay_in_the_cache_are_faster(chain, cache_bytes, load_s) ->
     profile = replace(profile, stage=StageOverhead(cache_bytes=cache_bytes))
     cutter = cutter_of(profile, CutSpace.plain(condense(profile)))
     assert cutter.bound(2, 8, [equal(2)], [1.0, 1.0]).load_s == pytest.approx(load_s)
-
-
-def test_faster_devices_take_more(chain) -> None:
-    profile = chain(8)
-    problem = problem_of(profile, condense(profile), (1.0, 3.0))
-    cutter = Cutter(problem, CutSpace.plain(problem.graph))
-    cut = cutter.partitions(2, 8, Mix.free([1, 1], 2))[0]
-    held = {kind: stage.bit_count() for kind, stage in zip(cut.kinds, cut.partition, strict=True)}
-    assert held == {0: 6, 1: 2}
-    assert isfinite(cutter.bound(2, 8, [Mix.free([1, 1], 2)], [3.0, 1.0]).load_s)
 
 
 @given(

@@ -5,7 +5,6 @@
 
 import json
 import os
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -45,8 +44,8 @@ def test_listed_stages_are_those_of_the_listed_states(name):
     for entry in known(name):
         cuts = (0, *(state + 1 for state, _ in entry["plan"]))
         listed = [set(stage["nodes"]) for stage in entry["plan_stages"]]
-        found = [{profile.operators[i].id for i in states.between(a, b)} for a, b in pairwise(cuts)]
-        assert found == listed
+        found = [states.graph.operators_of(blocks) for blocks in states.partition(cuts)]
+        assert [{profile.operators[i].id for i in inside} for inside in found] == listed
 
 
 @pytest.mark.parametrize("name", CHAINS + OTHERS)

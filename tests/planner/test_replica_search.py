@@ -1,7 +1,5 @@
 """Plans with replicas against trying everything, and what their search rests on."""
 
-from dataclasses import replace
-from itertools import pairwise
 from math import gcd
 
 import numpy as np
@@ -15,13 +13,10 @@ from pipectl.plan import Replication
 from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.costs.links import Links, shares
 from pipectl.planner.graph.blocks import condense
-from pipectl.planner.partition.cutter import replica_counts
 from pipectl.planner.partition.layout import (
-    POLICIES,
+    Choice,
     Layout,
     consecutive,
-    device_orders,
-    placed,
 )
 from pipectl.planner.problem import Problem
 from pipectl.schedule.one_f_one_b import policy_a, policy_b
@@ -62,7 +57,7 @@ def layouts_of(problem, stages, partitions_of):
 
 
 def simulated_s(problem, layout, warm_up):
-    choice = replace(problem.choice(layout, 8, ("1f1b", warm_up)), replication=Replication.SPLIT)
+    choice = Choice(layout, 8, "1f1b", warm_up, Replication.SPLIT)
     return simulate(problem.plan(choice), problem.cluster).step_time_s
 
 
@@ -134,23 +129,6 @@ def test_messages_that_share_a_link_follow_each_other() -> None:
     apart = Links(cluster_of([2, 2], shared=False))
     assert apart.transfer_s(1e6, [0, 1], [2, 3]) == pytest.approx((0.5, 1e-4))
     assert links.transfer_s(1e6, [0], [0]) == (0.0, 0.0)
-
-
-def test_placement_policies() -> None:
-    node_of = [0] * 4 + [1] * 4
-    replicas = (2, 2, 3, 1)
-    assert placed(node_of, replicas, POLICIES["append"]) == ((0, 1), (2, 3), (4, 5, 6), (7,))
-    assert placed(node_of, replicas, POLICIES["fresh"]) == ((0, 1), (4, 5), (2, 3, 6), (7,))
-    assert placed(node_of, replicas, POLICIES["scatter"]) == ((0, 4), (1, 5), (2, 3, 6), (7,))
-    assert device_orders(node_of) == [(0, 1, 2, 3, 4, 5, 6, 7), (0, 4, 1, 5, 2, 6, 3, 7)]
-    assert device_orders([0, 1, 2]) == [(0, 1, 2)]
-
-
-def test_every_number_of_replicas_is_tried_if_they_are_few() -> None:
-    assert replica_counts(24) == list(range(1, 25))
-    many = replica_counts(1024)
-    assert many[-1] == 1024
-    assert all(after <= 1.2 * before for before, after in pairwise(many[24:]))
 
 
 @pytest.mark.parametrize(("left", "right"), [(1, 1), (1, 3), (2, 3), (4, 2), (5, 3)])

@@ -15,7 +15,7 @@ from pipectl.planner import PlanRequest, make_plan
 from pipectl.planner.bounds import work_s
 from pipectl.planner.graph.blocks import condense
 from pipectl.planner.partition.cutter import MANY_RANKS
-from pipectl.planner.partition.layout import Choice
+from pipectl.planner.partition.layout import Choice, Layout
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import micro_batch_sizes
 from pipectl.planner.search import search_plans
@@ -48,7 +48,6 @@ def every_plan(profile, cluster, request, partitions_of):
     graph, makers = condense(profile), Problem(profile, cluster, request)
     for stages in range(1, cluster.ranks + 1):
         for partition in partitions_of(graph, stages):
-            members = tuple(tuple(graph.operators_of(blocks)) for blocks in partition)
             for counts in splits(cluster.ranks, stages):
                 free = iter(range(cluster.ranks))
                 ranks = tuple(tuple(next(free) for _ in range(count)) for count in counts)
@@ -57,7 +56,7 @@ def every_plan(profile, cluster, request, partitions_of):
                         replicas = counts if way is Replication.WHOLE else None
                         depths = policy_a(stages, -(-request.batch_size // size), replicas)
                         yield makers.plan(
-                            Choice(members, ranks, size, ONE_F_ONE_B.name, depths, way)
+                            Choice(Layout(partition, ranks), size, ONE_F_ONE_B.name, depths, way)
                         )
 
 
@@ -293,8 +292,8 @@ def test_the_owner_of_most_state_counts(make_operator, make_profile, sizes, repl
     """Parameters stay whole, and go to whoever has least so far, the largest first."""
     profile = owning(make_operator, make_profile, sizes)
     request = PlanRequest("job", 16, replicas=replicas, shard_optimizer=True)
-    members, ranks = (tuple(range(len(sizes))),), (tuple(range(replicas)),)
-    choice = Choice(members, ranks, 4, ONE_F_ONE_B.name, (1,))
+    layout = Layout(((1 << len(sizes)) - 1,), (tuple(range(replicas)),))
+    choice = Choice(layout, 4, ONE_F_ONE_B.name, (1,))
     plan = Problem(profile, cluster_of(replicas), request).plan(choice)
     assert plan.stages[0].cost.optimizer_bytes == 6 * most
 
@@ -306,6 +305,6 @@ def test_all_replicas_keep_the_state_of_parameters_with_several_uses(
     tied = [replace(o, parameters=(*o.parameters, ("tied", 1000))) for o in profile.operators[:2]]
     profile = replace(profile, operators=(*tied, profile.operators[2]))
     request = PlanRequest("job", 16, replicas=2, shard_optimizer=True)
-    choice = Choice(((0, 1), (2,)), ((0, 1), (2, 3)), 4, "1f1b", (2, 1))
+    choice = Choice(Layout((0b011, 0b100), ((0, 1), (2, 3))), 4, "1f1b", (2, 1))
     plan = Problem(profile, cluster_of(4), request).plan(choice)
     assert [stage.cost.optimizer_bytes for stage in plan.stages] == [6 * 1100, 6 * 100]

@@ -3,17 +3,12 @@
 from dataclasses import replace
 
 import pytest
-from pipectl.planner.partition.cut_space import CutSpace
 
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.errors import InfeasibleError, OutOfTimeError
 from pipectl.link import Link
 from pipectl.plan import Plan
 from pipectl.planner import Found, PlanRequest, make_plan, search_plans
-from pipectl.planner.costs.devices import Mix
-from pipectl.planner.graph.blocks import condense
-from pipectl.planner.partition.cutter import Cutter, cut_request
-from pipectl.planner.problem import Problem
 
 LINK = Link(1e-4, 1e7)
 CLUSTER = Cluster("c", "test", (Node("n", 4, 4, Device("cpu")),), LINK, LINK)
@@ -113,11 +108,8 @@ def test_stages_recompute_where_nothing_else_fits(hungry) -> None:
     request = PlanRequest("job", 64, micro_batches=8, stages=4, memory_limit_bytes=200_000)
     with pytest.raises(InfeasibleError):
         make_plan(hungry, CLUSTER, request)
-    problem = Problem(hungry, CLUSTER, request, condense(hungry))
-    cutter, mix = Cutter(problem, CutSpace.plain(problem.graph)), Mix.free([4], 4)
-    assert cutter.balanced(cut_request(problem, 8, (4, 3, 2, 1), mix)) == []
-    cuts = cutter.balanced(cut_request(problem, 8, (4, 3, 2, 1), mix, recompute=True))
-    again = cuts[0].recompute
+    plan = make_plan(hungry, CLUSTER, replace(request, recompute=None))
+    again = [stage.recompute for stage in plan.stages]
     assert any(again)
     assert not all(again), "the last stage has one micro-batch in flight and need not"
 

@@ -3,22 +3,14 @@
 from dataclasses import replace
 from itertools import pairwise
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from pipectl.planner.partition.cut_space import CutSpace
-from pipectl.planner.schedules.named import SPLIT_GAIN
-from pipectl.planner.variants import ranks_of
 from validator import validate
 
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.errors import InfeasibleError
 from pipectl.link import Link
 from pipectl.planner import PlanRequest, make_plan, search_plans
-from pipectl.planner.graph.blocks import condense
-from pipectl.planner.partition.cutter import Cutter
-from pipectl.planner.problem import Problem
+from pipectl.planner.named import SPLIT_GAIN
 from pipectl.schedule import lower
 from pipectl.schedule.interleaved import INTERLEAVED
 from pipectl.simulate import simulate
@@ -87,59 +79,6 @@ def test_saved_values_that_travel_too_long_stay(lopsided) -> None:
     cluster = cluster_of([4], within=Link(1e-3, 1e5))
     plan = planned(lopsided, cluster, backward_apart=None)
     assert not any(stage.backward_ranks for stage in plan.stages)
-
-
-@settings(max_examples=40, deadline=None)
-@given(data=st.data())
-def test_no_chain_has_a_smaller_bottleneck(profiles, data) -> None:
-    profile = data.draw(profiles(6))
-    ranks = data.draw(st.integers(2, 5))
-    graph = condense(profile)
-    states = CutSpace.plain(graph)
-    cluster = cluster_of([ranks])
-    every = data.draw(st.booleans())
-    problem = Problem(profile, cluster, PlanRequest("job", 64), graph)
-    cut = Cutter(problem, states).with_backwards_elsewhere(8, every=every, recompute=False)
-    least_s = _least_s(profile, states, ranks, every=every)
-    assert cut is not None
-    stages = problem.members(cut.partition)
-    loads = [_loads(profile, members) for members in stages]
-    apart = [count > 1 for count in cut.devices]
-    pairs = zip(loads, apart, strict=True)
-    found_s = max(max(pair) if alone else sum(pair) for pair, alone in pairs)
-    assert sum(cut.devices) <= ranks
-    assert found_s <= least_s + 1e-5
-    assert sorted(i for members in stages for i in members) == list(range(len(profile.operators)))
-
-
-def _loads(profile, members):
-    operators = [profile.operators[index] for index in members]
-    return sum(o.forward_s for o in operators), sum(o.backward_s for o in operators)
-
-
-def _least_s(profile, states, ranks, *, every):
-    """By trying everything."""
-
-    def best(state, left):
-        if state == len(states) - 1:
-            return 0.0
-        found = [np.inf]
-        for end in np.flatnonzero(states.follows[state]):
-            forward, backward = _loads(profile, states.between(state, int(end)))
-            if left >= 1 and not every:
-                found.append(max(forward + backward, best(int(end), left - 1)))
-            if left >= 2:
-                found.append(max(forward, backward, best(int(end), left - 2)))
-        return min(found)
-
-    return best(0, ranks)
-
-
-def test_pairs_of_ranks_share_a_node_where_one_has_two() -> None:
-    cluster = cluster_of([2, 2])
-    assert ranks_of([False, True, False], cluster) == ((0,), (2, 3), (1,))
-    assert ranks_of([True, True], cluster) == ((0, 1), (2, 3))
-    assert ranks_of([True, False], cluster_of([1, 1, 1])) == ((0, 1), (2,))
 
 
 def test_several_stages_a_rank_are_faster_with_few_micro_batches(chain) -> None:
