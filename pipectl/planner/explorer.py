@@ -15,14 +15,12 @@ estimate.
 
 If stages may have replicas, the programme proposes these for every micro-batch size, and they are
 rated on consecutive ranks, machine by machine and round the machines. From the best estimates, the
-best move is made until none is left; merges and even splits of the best few are improved once more,
-although they are worse at first. The ranks of the best are also chosen by DAPPLE's policies. Their
-replicas share every micro-batch, or take whole ones in turn, which do the same work on smaller
-micro-batches: so each is tried in the ways that are allowed, the second with the samples that one
-replica got of a split micro-batch.
+best move is made until none is left. Their replicas share every micro-batch, or take whole ones in
+turn, which do the same work on smaller micro-batches: so each is tried in the ways that are
+allowed, the second with the samples that one replica got of a split micro-batch.
 
-In the end, the borders of the best plan move once more, while that makes its simulated step
-shorter.
+In the end, the borders of the best plan without replicas move once more, while that makes its
+simulated step shorter.
 """
 
 from __future__ import annotations
@@ -49,15 +47,11 @@ from pipectl.planner.partition.estimate import ROUNDING
 from pipectl.planner.partition.layout import (
     FAR,
     FEW,
-    POLICIES,
     Choice,
     Layout,
     consecutive,
     device_orders,
-    kicks,
-    near_partitions,
     neighbours,
-    placed,
     replica_moves,
 )
 from pipectl.planner.partition.programme import Check
@@ -86,14 +80,10 @@ MAX_ACTIONS_OF_REPLICAS = 400_000
 MICRO_BATCHES_PER_RANK = 8
 MAX_SIZES = 8
 """Micro-batch sizes that are tried on very many ranks, the smallest ones."""
-PER_SIZE, DESCENTS, KICKED = 5, 20, 6
-"""Layouts with replicas that are improved, of one micro-batch size and in all, and that are
-disturbed and improved again."""
+PER_SIZE, DESCENTS = 5, 20
+"""Layouts with replicas that are improved, of one micro-batch size and in all."""
 PROPOSALS = 8
 """Layouts with replicas that are tried in every way."""
-NEAR = 12
-"""Of what is one move away from the best of them, so many are simulated, those with the least
-estimates."""
 
 
 @dataclass(frozen=True)
@@ -302,19 +292,15 @@ class Explorer:
     def _improve(self) -> None:
         """Move borders of the best layout while that makes its simulated step shorter."""
         best = self.judge.best()
-        if best is None:
+        if best is None or _is_replicated(best.candidate.choice):
             return
-        replicated = _is_replicated(best.candidate.choice)
-        if replicated and self.problem.cluster.ranks > MANY_RANKS:
+        area = self._area_of(best.candidate)
+        if area in self._complete:
             return
-        if not replicated:
-            area = self._area_of(best.candidate)
-            if area in self._complete:
-                return
-            if self.problem.has_limits:
-                self.judge.consider(self._recut(area))
-            else:
-                self._polish(best.candidate)
+        if self.problem.has_limits:
+            self.judge.consider(self._recut(area))
+        else:
+            self._polish(best.candidate)
         while not self.judge.is_beaten(0.0):
             before = self.judge.best()
             assert before is not None
@@ -322,10 +308,7 @@ class Explorer:
             exact = before.step_s <= candidate.estimate_s * (1 + MIN_GAIN)
             if exact and candidate.choice in self._minima:
                 return  # the estimates are what is simulated: no neighbour can be better
-            if replicated:
-                self._consider_near_replicas(candidate)
-            else:
-                self.judge.consider(self._near(candidate))
+            self.judge.consider(self._near(candidate))
             if self.judge.best() is before:
                 return
 
@@ -385,10 +368,9 @@ class Explorer:
 
     def _replicate(self) -> None:
         """Judge layouts with replicas: the best by their estimates, in every way."""
-        problem, few = self.problem, self.problem.cluster.ranks <= MANY_RANKS
         self.judge.evaluator.extend(MAX_ACTIONS_OF_REPLICAS)
         starts = self._replicated()
-        if few:
+        if self.problem.cluster.ranks <= MANY_RANKS:
             chosen: list[Candidate] = []
             for start in starts:
                 same = [each.layout for each in chosen if each.size == start.size]
@@ -396,24 +378,12 @@ class Explorer:
                     chosen.append(start)
             seen: set[tuple[int, Layout]] = set()
             improved = [self._descend(start, seen) for start in chosen]
-            kicked = _best_first(improved)[:KICKED] if problem.request.fixed_stages is None else []
-            for start in kicked:
-                loads = problem.block_times(start.size)
-                layouts = kicks(start.layout, loads, problem.cluster.ranks)
-                improved += [self._descend(each, seen) for each in self._rate(layouts, start.size)]
             starts = _best_first([*improved, *starts])
-        proposals, nodes = [], problem.cluster.node_of_rank
-        for start in starts[: 2 * PROPOSALS]:
-            replicas = tuple(map(len, start.layout.ranks))
-            policies = POLICIES.values() if few else ()
-            places = [
-                start.layout.ranks,
-                *(placed(nodes, replicas, take) for take in policies),
-            ]
-            layouts = (start.layout._replace(ranks=ranks) for ranks in places)
-            proposals.append(next(iter(self._rate(layouts, start.size))))
-        for proposal in _best_first(proposals)[:PROPOSALS]:
-            self._examine(proposal)
+        for proposal in starts[:PROPOSALS]:
+            for changed in self._ways(proposal):
+                if not self.judge.is_beaten(0.0):
+                    self._check()
+                    self.judge.examine(changed)
 
     def _replicated(self) -> list[Candidate]:
         """What the programme proposes for every size, rated on every order of the ranks."""
@@ -478,21 +448,6 @@ class Explorer:
                     for order in open_orders(request, stages, count, in_turn):
                         choice = Choice(fewer, size, *order, way)
                         yield replace(proposal, choice=choice, micro_batches=count)
-
-    def _consider_near_replicas(self, candidate: Candidate) -> None:
-        """Judge what is one move of a border away, on the same ranks and shared in the same way."""
-        loads = self.problem.block_times(candidate.size)
-        near = near_partitions(candidate.layout.partition, self.problem.graph, loads, ())
-        layouts = (candidate.layout._replace(partition=each) for each in near)
-        for proposal in islice(self._rate(layouts, candidate.size), NEAR):
-            self._examine(proposal, candidate.choice.replication)
-
-    def _examine(self, proposal: Candidate, only: Replication | None = None) -> None:
-        """Judge a layout with replicas in every way, or in one."""
-        for changed in self._ways(proposal):
-            if only in (None, changed.choice.replication) and not self.judge.is_beaten(0.0):
-                self._check()
-                self.judge.examine(changed)
 
     def _area_of(self, candidate: Candidate) -> Area:
         choice = candidate.choice

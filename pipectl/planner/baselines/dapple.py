@@ -16,7 +16,7 @@ which replication of the whole pipeline is left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -25,7 +25,7 @@ import numpy as np
 from pipectl.planner.baselines.pipedream import antichain_states
 from pipectl.planner.baselines.policy import PolicyPlan, Prefixes, Work
 from pipectl.planner.costs.links import Links
-from pipectl.planner.partition.layout import POLICIES, Ranks
+from pipectl.planner.partition.layout import Ranks
 from pipectl.profile import Profile
 
 NAME = "dapple"
@@ -33,6 +33,56 @@ MAX_STATES = 32
 """Of more states, so many that share the work evenly are used."""
 LARGE_BYTES = 1e6
 """Messages and reductions of this size say what a byte takes."""
+
+Take = Callable[[Sequence[list[int]], Sequence[int], int], list[int]]
+"""(free ranks of every machine, sizes of the machines, replicas) to ranks, which are taken out."""
+
+
+def fresh_first(free: Sequence[list[int]], sizes: Sequence[int], count: int) -> list[int]:
+    """Ranks of unused machines, then of the others, machine by machine."""
+    in_use = [len(row) < size for row, size in zip(free, sizes, strict=True)]
+    return _take(free, sorted(range(len(free)), key=in_use.__getitem__), count)
+
+
+def append_first(free: Sequence[list[int]], sizes: Sequence[int], count: int) -> list[int]:
+    """Ranks of machines in use, then of unused ones, machine by machine."""
+    unused = [len(row) == size for row, size in zip(free, sizes, strict=True)]
+    return _take(free, sorted(range(len(free)), key=unused.__getitem__), count)
+
+
+def scatter_first(free: Sequence[list[int]], sizes: Sequence[int], count: int) -> list[int]:
+    """One rank of the machine with the fewest ranks taken, in turn."""
+    taken: list[int] = []
+    while len(taken) < count:
+        used = [size - len(row) for row, size in zip(free, sizes, strict=True)]
+        open_rows = [index for index, row in enumerate(free) if row]
+        taken.append(free[min(open_rows, key=lambda index: (used[index], index))].pop(0))
+    return sorted(taken)
+
+
+def _take(free: Sequence[list[int]], machines: Sequence[int], count: int) -> list[int]:
+    taken: list[int] = []
+    for machine in machines:
+        while free[machine] and len(taken) < count:
+            taken.append(free[machine].pop(0))
+    return taken
+
+
+PLACEMENTS: dict[str, Take] = {
+    "append": append_first,
+    "fresh": fresh_first,
+    "scatter": scatter_first,
+}
+"""DAPPLE's placement policies: which devices a stage takes, given what earlier stages took.
+
+Two machines of four devices, stages of 2, 2, 3 and 1 replicas (digits are stages)::
+
+    fresh first     0 0 2 2 | 1 1 2 3    whole unused machines while there are any
+    append first    0 0 1 1 | 2 2 2 3    the machine in use until it is full
+    scatter first   0 1 2 2 | 0 1 2 3    one device of every machine in turn
+
+Source: Fan et al., "DAPPLE", PPoPP 2021, section on device placement.
+"""
 
 
 @dataclass(frozen=True)
@@ -133,7 +183,7 @@ class _Planner:
         """
         seen = set()
         for count in range(1, sum(map(len, partial.free))):
-            for take in POLICIES.values():
+            for take in PLACEMENTS.values():
                 free = [list(ranks) for ranks in partial.free]
                 ranks = tuple(take(free, self._sizes, count))
                 shape = tuple(map(len, free))

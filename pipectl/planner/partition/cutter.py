@@ -47,7 +47,6 @@ from pipectl.planner.partition.programme import (
     Goal,
     Options,
     best_chains,
-    fits,
 )
 from pipectl.planner.problem import Problem
 
@@ -178,35 +177,24 @@ class Cutter:
     def balanced(self, request: CutRequest) -> list[Cut]:
         """Partitions with small bottlenecks that fit, or nearly; the caller checks exact peaks.
 
-        Balanced ones come with those that have the shortest way and are nearly as balanced. What
-        stays within memory if more is counted stays the best: it is not looked for again.
+        Balanced ones come with those that have the shortest way and are nearly as balanced.
         """
         space, stages = self._fitting_space, len(request.warm_up)
         mix = request.mix.up_to(stages) if request.mix.kinds == 1 else request.mix
         table, tallies = self._table(space, request.size), mix.tallies(stages)
         options, modes = self._fitting_options(request, mix, request.limits_bytes)
         cuts: list[Cut] = []
-        before: list[tuple[float, Chain]] = []  # with what was counted before, by goal
-        for place, (entering, buffers) in enumerate(_HELD):
-            goal = self._fitting_goal(request, LOAD, entering, buffers, request.limits_bytes)
-            same = place and (not table.cache_bytes or entering == _HELD[place - 1][0])
-            chains: list[tuple[float, Chain]] = []
-            for number in range(1 + len(SLACKS)):
-                if same and fits(table, options, goal, *before[number][1].arrays):
-                    chains.append(before[number])
-                    continue
-                if number:
-                    same = same and before[0] is chains[0]  # else the caps are others
-                    cap_s = chains[0][0] * SLACKS[number - 1]
-                    near = goal._replace(objective=LATENCY, cap_s=cap_s)
-                    best = best_chains(space, table, options, near, self._check)
-                    chains.append((best.value(tallies), best.chain(tallies)))
-                else:
-                    chains += self._least(request, table, options, goal, tallies)
-                    if not chains:
-                        return list(dict.fromkeys(cuts))
-            cuts += [self._cut(space, chain, modes) for _, chain in chains]
-            before = chains
+        for held in _HELD:
+            goal = self._fitting_goal(request, LOAD, *held, request.limits_bytes)
+            chains = self._least(request, table, options, goal, tallies)
+            if not chains:
+                break
+            (least_s, balanced), *_ = chains
+            cuts.append(self._cut(space, balanced, modes))
+            for slack in SLACKS:
+                near = goal._replace(objective=LATENCY, cap_s=least_s * slack)
+                best = best_chains(space, table, options, near, self._check)
+                cuts.append(self._cut(space, best.chain(tallies), modes))
         return list(dict.fromkeys(cuts))
 
     def smallest_peak(self, request: CutRequest) -> list[Cut]:

@@ -1,16 +1,15 @@
 """What searches choose: stages and their ranks, and everything that makes a plan.
 
-Also which ranks stages with replicas take: the next ones of an order, or by DAPPLE's policies; and
-the layouts one move away from a given one. Balance alone does not make a step short: with few
+Also the layouts one move away from a given one. Balance alone does not make a step short: with few
 micro-batches the way of the first one in and of the last one out counts as much, and so does what
 is sent. Moving a border back and forth finds what the balanced partitions miss, and so does
-exchanging the ranks of two stages where ranks differ. Where stages may have replicas, these move,
-too, and stages are split and merged.
+exchanging the ranks of two stages where ranks differ. Where stages may have replicas, which take
+the next ranks of an order, these move, too, and stages are split and merged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, combinations, pairwise
 from typing import NamedTuple
 
@@ -68,70 +67,10 @@ class Choice(NamedTuple):
         return tuple(map(len, self.layout.ranks))
 
 
-Take = Callable[[Sequence[list[int]], Sequence[int], int], list[int]]
-"""(free ranks of every machine, sizes of the machines, replicas) to ranks, which are taken out."""
-
-
-def fresh_first(free: Sequence[list[int]], sizes: Sequence[int], count: int) -> list[int]:
-    """Ranks of unused machines, then of the others, machine by machine."""
-    in_use = [len(row) < size for row, size in zip(free, sizes, strict=True)]
-    return _take(free, sorted(range(len(free)), key=in_use.__getitem__), count)
-
-
-def append_first(free: Sequence[list[int]], sizes: Sequence[int], count: int) -> list[int]:
-    """Ranks of machines in use, then of unused ones, machine by machine."""
-    unused = [len(row) == size for row, size in zip(free, sizes, strict=True)]
-    return _take(free, sorted(range(len(free)), key=unused.__getitem__), count)
-
-
-def scatter_first(free: Sequence[list[int]], sizes: Sequence[int], count: int) -> list[int]:
-    """One rank of the machine with the fewest ranks taken, in turn."""
-    taken: list[int] = []
-    while len(taken) < count:
-        used = [size - len(row) for row, size in zip(free, sizes, strict=True)]
-        open_rows = [index for index, row in enumerate(free) if row]
-        taken.append(free[min(open_rows, key=lambda index: (used[index], index))].pop(0))
-    return sorted(taken)
-
-
-def _take(free: Sequence[list[int]], machines: Sequence[int], count: int) -> list[int]:
-    taken: list[int] = []
-    for machine in machines:
-        while free[machine] and len(taken) < count:
-            taken.append(free[machine].pop(0))
-    return taken
-
-
-POLICIES: dict[str, Take] = {
-    "append": append_first,
-    "fresh": fresh_first,
-    "scatter": scatter_first,
-}
-"""DAPPLE's placement policies: which devices a stage takes, given what earlier stages took.
-
-Two machines of four devices, stages of 2, 2, 3 and 1 replicas (digits are stages)::
-
-    fresh first     0 0 2 2 | 1 1 2 3    whole unused machines while there are any
-    append first    0 0 1 1 | 2 2 2 3    the machine in use until it is full
-    scatter first   0 1 2 2 | 0 1 2 3    one device of every machine in turn
-
-Source: Fan et al., "DAPPLE", PPoPP 2021, section on device placement.
-"""
-
-
 def consecutive(replicas: Sequence[int], order: Sequence[int] | None = None) -> Ranks:
     """The next ranks of an order for every stage; by default of rising ranks."""
     ranks = range(sum(replicas)) if order is None else order
     return tuple(tuple(ranks[a:b]) for a, b in pairwise([0, *accumulate(replicas)]))
-
-
-def placed(node_of_rank: Sequence[int], replicas: Sequence[int], take: Take) -> Ranks:
-    """The ranks of every stage, stages one after another."""
-    free: list[list[int]] = [[] for _ in range(1 + max(node_of_rank))]
-    for rank, node in enumerate(node_of_rank):
-        free[node].append(rank)
-    sizes = [len(row) for row in free]
-    return tuple(tuple(take(free, sizes, count)) for count in replicas)
 
 
 def device_orders(node_of_rank: Sequence[int]) -> list[tuple[int, ...]]:
@@ -313,21 +252,6 @@ def replica_moves(
     for cut, counts in changes:
         if min(counts) > 0 and max(counts) <= max_replicas:
             yield Layout(cut, consecutive(counts, order))
-
-
-def kicks(layout: Layout, loads: Sequence[float], ranks: int) -> Iterator[Layout]:
-    """Every merge of two stages, and every stage split evenly; to start again from."""
-    partition, replicas = layout.partition, tuple(map(len, layout.ranks))
-    changes = list(_merges(partition, replicas, ranks))
-    for stage, count in enumerate(replicas):
-        blocks = list(bits(partition[stage]))
-        half = _count(blocks, loads, sum(loads[block] for block in blocks) / 2)
-        if count > 1 and half < len(blocks):
-            pair = count // 2, count - count // 2
-            changes.append(_split(partition, replicas, stage, bitset(blocks[:half]), pair))
-    order = _order(layout, ranks)
-    for cut, counts in changes:
-        yield Layout(cut, consecutive(counts, order))
 
 
 def _order(layout: Layout, ranks: int) -> tuple[int, ...]:

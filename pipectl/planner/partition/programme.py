@@ -130,11 +130,6 @@ class Chain:
     cuts: tuple[int, ...]
     options: tuple[int, ...]
 
-    @property
-    def arrays(self) -> tuple[Integers, Integers]:
-        """The same for kernels."""
-        return np.array(self.cuts, dtype=np.int64), np.array(self.options, dtype=np.int64)
-
 
 @dataclass(frozen=True)
 class Chains:
@@ -197,24 +192,6 @@ def best_chains(
         begin = max(0, stop - chunk)
         _extend(words, table, options, goal, best, reached, begin, stop, least_slow, plain)
     return Chains(best, order)
-
-
-@compiled_in_place
-def fits(costs: CostTable, options: Options, goal: Goal, cuts: Integers, chosen: Integers) -> bool:
-    """Whether the stages of a chain stay within memory.
-
-    Args:
-        cuts: places of the downsets of the table.
-        chosen: options of the stages between.
-    """
-    for place in range(len(chosen)):
-        stage = _stage(
-            costs.sums[cuts[place]], costs.sums[cuts[place + 1]], goal, costs.cache_bytes
-        )
-        depth = len(chosen) - 1 - place
-        if _excess_bytes(stage, options.each[chosen[place]], goal, depth) > 0.0:
-            return False
-    return True
 
 
 def _by_work(space: CutSpace, costs: CostTable) -> tuple[Integers, Words]:
