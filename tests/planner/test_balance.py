@@ -180,12 +180,6 @@ def test_bound_holds_for_graphs_with_too_many_downsets(profile, request):
         assert found.value_s >= expected * (1 - 1e-9)
 
 
-def test_chain_is_cut_evenly():
-    found = balance(chain(6), BalanceRequest(3))
-    assert [stage.nodes for stage in found.stages] == [("n0", "n1"), ("n2", "n3"), ("n4", "n5")]
-    assert (found.value_s, found.lower_bound_s) == (2.0, pytest.approx(2.0))
-
-
 def test_bandwidth_counts_both_ways_at_both_ends():
     found = balance(chain(2, output_bytes=3), BalanceRequest(2, bandwidth_bytes_per_s=60.0))
     assert found.value_s == pytest.approx(1.0 + 2 * 3 / 60.0)

@@ -15,7 +15,6 @@ from pipectl.errors import InfeasibleError
 from pipectl.link import Link
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest, make_plan
-from pipectl.schedule import channels, lower
 from pipectl.simulate import simulate
 
 SLOW = Link(latency_s=1e-4, bandwidth_bytes_per_s=1e7)
@@ -88,12 +87,6 @@ def test_stages_spread_over_nodes_with_one_core(chain) -> None:
     plan = make_plan(chain(8), cluster_of([2, 2], 1), request)
     assert ranks(plan) == [0, 2]
     assert plan.ranks == 4
-
-
-def test_links_that_cost_more_than_they_save_leave_one_stage(chain) -> None:
-    cluster = cluster_of([4], 4, link=Link(10.0, 1.0))
-    plan = make_plan(chain(8), cluster, PlanRequest("job", 64))
-    assert sizes(plan) == [8]
 
 
 def test_faster_devices_get_more(chain) -> None:
@@ -176,12 +169,6 @@ def test_everything_assumed_is_said(chain) -> None:
     assert "'guess' is assumed" in text
     assert "240 MiB" in text
     assert "4 samples are taken as proportional" in text
-
-
-def test_programs_of_the_plan_can_be_lowered(chain) -> None:
-    plan = make_plan(chain(8), cluster_of([2, 2], 1), PlanRequest("job", 30))
-    assert len(channels(plan)) == 2 * (len(plan.stages) - 1)
-    assert all(lower(plan, rank) is not None for rank in range(plan.ranks))
 
 
 @settings(max_examples=60, deadline=None)

@@ -116,11 +116,6 @@ def test_a_slow_link_is_not_worth_replicas(chain) -> None:
     assert all(stage.replicas == 1 for stage in plan.stages)
 
 
-def test_a_given_number_of_replicas_is_kept(chain) -> None:
-    plan = make_plan(chain(6), cluster_of(4), PlanRequest("job", 16, replicas=2))
-    assert {stage.replicas for stage in plan.stages} == {2}
-
-
 def test_more_replicas_than_ranks_are_refused(chain) -> None:
     with pytest.raises(InfeasibleError, match="3 replicas of every stage, but only 2 ranks"):
         make_plan(chain(6), cluster_of(2), PlanRequest("job", 16, replicas=3))

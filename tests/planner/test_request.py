@@ -39,10 +39,6 @@ def test_sizes_halve_and_divide_the_batch_where_they_can(batch, most, sizes) -> 
     assert micro_batch_sizes(PlanRequest("job", batch), most) == sizes
 
 
-def test_fixed_number_of_micro_batches_leaves_one_size() -> None:
-    assert micro_batch_sizes(PlanRequest("job", 10, micro_batches=4), 99) == [3]
-
-
 def test_more_micro_batches_than_samples_cannot_be() -> None:
     with pytest.raises(InfeasibleError, match="9 micro-batches of 8 samples"):
         micro_batch_sizes(PlanRequest("job", 8, micro_batches=9), 99)

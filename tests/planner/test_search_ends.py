@@ -70,13 +70,6 @@ def test_a_search_that_is_cut_short_returns_its_best_and_says_so(chain, tmp_path
     assert replace(plan, search=None) == replace(whole, search=None)
 
 
-def test_bound_and_gap_agree_with_the_prediction(chain) -> None:
-    plan = make_plan(chain(12), CLUSTER, REQUEST)
-    search = plan.search
-    assert search.step_lower_bound_s <= plan.prediction.step_time_s
-    assert search.gap == pytest.approx(plan.prediction.step_time_s / search.step_lower_bound_s - 1)
-
-
 def test_alternatives_differ_in_shape_and_are_no_better(chain) -> None:
     found = search_plans(chain(12), CLUSTER, REQUEST)
     assert isinstance(found, Found)
