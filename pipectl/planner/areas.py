@@ -23,7 +23,7 @@ from pipectl.planner.costs.devices import (
 from pipectl.planner.graph.blocks import bitset
 from pipectl.planner.graph.downsets import CutSpace, Enumeration, Partition
 from pipectl.planner.partition.cutter import Cut, Cutter
-from pipectl.planner.partition.layout import Layout
+from pipectl.planner.partition.layout import Choice, Layout
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import Order, micro_batch_sizes, open_orders
 
@@ -190,7 +190,7 @@ class Areas:
         return sum(times), max(times), longest_path_s(self._problem.graph, times)
 
 
-def first_choices(problem: Problem, counts: Sequence[int]) -> Iterator[tuple[Layout, int, Order]]:
+def first_choices(problem: Problem, counts: Sequence[int]) -> Iterator[Choice]:
     """Even cuts of the graph's own order into the most stages and the fewest.
 
     With micro-batches near the measured size, and with the smallest that are worth a try, which
@@ -209,7 +209,7 @@ def first_choices(problem: Problem, counts: Sequence[int]) -> Iterator[tuple[Lay
             again = (bool(request.recompute),) * stages if request.recompute else ()
             partition = even_partition(problem, stages, size)
             ranks = one_each(tuple(sorted(fastest[:stages])))
-            yield Layout(partition, ranks, again), size, order
+            yield Choice(Layout(partition, ranks, again), size, *order)
 
 
 def even_partition(problem: Problem, stages: int, size: int) -> Partition:

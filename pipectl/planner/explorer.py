@@ -183,14 +183,12 @@ class Explorer:
             InfeasibleError, OutOfTimeError: these do not fit.
         """
         problem, counts, demand = self.problem, self._areas.counts, None
+        tried = first_choices(problem, counts)
         if finished:
-            candidate, demand = least_demanding(problem, self.cutter, counts)
-            layouts = [candidate]
-        else:
-            layouts = list(first_choices(problem, counts))
-        for layout, size, order in layouts:
-            choice, count = Choice(layout, size, *order), problem.micro_batches(size)
-            self.judge.examine(Candidate(choice, size, count, 0.0))
+            choice, demand = least_demanding(problem, self.cutter, counts)
+            tried = iter((choice,))
+        for each in tried:
+            self.judge.examine(Candidate(each, each.size, problem.micro_batches(each.size), 0.0))
         best = self.judge.best()
         if best is None:
             raise infeasible(problem, self.cutter, demand) if demand else out_of_time()

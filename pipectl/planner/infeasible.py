@@ -13,22 +13,20 @@ from pipectl.planner.evaluate import predicted
 from pipectl.planner.partition.cutter import CutRequest, Cutter, cut_request
 from pipectl.planner.partition.layout import Choice, Layout
 from pipectl.planner.problem import Problem
-from pipectl.planner.request import Order, PlanRequest, micro_batch_sizes, open_orders
+from pipectl.planner.request import PlanRequest, micro_batch_sizes, open_orders
 from pipectl.schedule.gpipe import GPIPE
 from pipectl.schedule.one_f_one_b import ONE_F_ONE_B
 from pipectl.units import format_bytes
 
 MANY = 8
 """Numbers of stages: the fewest and the most of more are tried."""
-Candidate = tuple[Layout, int, Order]
-"""A layout, a micro-batch size and an order."""
 Demand = tuple[Plan, tuple[int, ...]]
 """A plan and the peak of each of its ranks."""
 
 
 def least_demanding(
     problem: Problem, cutter: Cutter, counts: Sequence[int]
-) -> tuple[Candidate, Demand]:
+) -> tuple[Choice, Demand]:
     """What was made for little memory and exceeds its limits least, or does not.
 
     Args:
@@ -45,11 +43,10 @@ def least_demanding(
                 for placement in placements(problem.cluster, problem.devices, cut.kinds):
                     recompute = (True,) * stages if request.recompute else cut.recompute
                     layout = Layout(cut.partition, one_each(placement), recompute)
-                    plan = problem.plan(Choice(layout, size, *order))
-                    tried = predicted(plan, problem.cluster, problem.baseline_bytes)
+                    choice = Choice(layout, size, *order)
+                    tried = predicted(problem.plan(choice), problem.cluster, problem.baseline_bytes)
                     assert tried.prediction is not None
-                    demand = tried, tried.prediction.peak_memory_bytes
-                    demands.append(((layout, size, order), demand))
+                    demands.append((choice, (tried, tried.prediction.peak_memory_bytes)))
     return min(demands, key=lambda each: _worst(problem, each[1][1])[0])
 
 
