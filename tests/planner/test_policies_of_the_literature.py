@@ -4,7 +4,6 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from pipectl.planner.baselines.contiguous import balanced
 from published import DappleRules
 
 from pipectl.cluster import Cluster, Device, Node
