@@ -1,9 +1,15 @@
 """Capture: a user's model, loss and data as a graph that can be cut anywhere."""
 
-from pipectl.capture.cut import Cut, Lane, Slot, evaluation_stages
 from pipectl.capture.graph import CapturedGraph, State
 from pipectl.capture.job import CapturedJob
-from pipectl.capture.stage import StageCode, build_stage
+from pipectl.capture.stage import (
+    Cut,
+    Lane,
+    Slot,
+    StageCode,
+    build_stage,
+    evaluation_stages,
+)
 
 __all__ = [
     "CapturedGraph",

@@ -15,7 +15,7 @@ that led to what it saw are seeded by their number in the whole factory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from pipectl.capture.operators import written_tensors
 from pipectl.capture.patches import copyable_without_values
 from pipectl.capture.randomness import seed_of
-from pipectl.capture.tensors import is_deferred
+from pipectl.capture.tensors import is_deferred, storage_of, storages_in
 from pipectl.errors import CaptureError
 
 
@@ -44,7 +44,6 @@ class Deferred:
         self._writes: list[Write] = []
         self._writes_of: dict[int, list[int]] = {}
         self._filled: set[int] = set()
-        self._alive: list[Any] = []
         self._draws = 0
         self._origins: dict[int, tuple[str | int, ...]] = {}
 
@@ -76,7 +75,7 @@ class Deferred:
         plain = {full: value for full, (_, _, value) in attributes.items()}
         for full, tensor in (*model.named_parameters(), *model.named_buffers(), *plain.items()):
             if is_deferred(tensor):  # a draw belongs to the first tensor that follows from it
-                history = self._history(Place.of(tensor))
+                history = self._history(storage_of(tensor))
                 draws = (write.draw for write in history if write.draw is not None)
                 for number, draw in enumerate(draws):
                     self._origins.setdefault(draw, (full, number))
@@ -93,7 +92,7 @@ class Deferred:
         Raises:
             CaptureError: the factory never gave it values, or they cannot be computed again.
         """
-        if tensor.untyped_storage()._cdata not in self._filled:
+        if storage_of(tensor) not in self._filled:
             raise CaptureError(
                 f"model: {name} is created in the factory but never initialised there",
                 cure="initialise it in the factory, or name a checkpoint: model.weights",
@@ -113,72 +112,58 @@ class Deferred:
         """The tensor with the values it has by now."""
         storages: dict[int, torch.UntypedStorage] = {}
 
-        def laid_out(place: Place) -> Tensor:
-            empty = torch.empty(0, dtype=place.dtype)
-            return empty.set_(storages[place.storage], place.offset, place.sizes, place.strides)
-
         def argument(leaf: Any) -> Any:
+            if isinstance(leaf, FakeTensor):
+                return _laid_out(leaf, storages[storage_of(leaf)])
             if isinstance(leaf, torch.Generator):
                 return None
             return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
-        target = Place.of(tensor)
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            for write in self._history(target):
-                leaves = [
-                    laid_out(leaf) if isinstance(leaf, Place) else argument(leaf)
-                    for leaf in write.arguments
-                ]
-                args, kwargs = pytree.tree_unflatten(leaves, write.structure)
+            for write in self._history(storage_of(tensor)):
+                args, kwargs = pytree.tree_map(argument, write.arguments)
                 if write.draw is not None:
                     origin = self._origins.setdefault(write.draw, (write.draw,))
                     seed = seed_of(self._seed, "initialise", *origin)
                     torch.default_generator.manual_seed(seed)
                 results = pytree.tree_leaves(write.function(*args, **kwargs))
-                for index, place in write.created.items():
-                    storages[place.storage] = place.storage_of(results[index])
-            return laid_out(target)
+                for index, outline in write.created.items():
+                    storages[storage_of(outline)] = _storage_like(outline, results[index])
+            return _laid_out(tensor, storages[storage_of(tensor)])
 
-    def note(self, function: Any, arguments: Any, places: Sequence[Any], result: Any) -> None:
+    def note(self, function: Any, arguments: Any, outlines: Any, result: Any) -> None:
         """Note a call, if it wrote anything.
 
         Args:
             arguments: (args, kwargs).
-            places: the same, flattened, with places for tensors, as they were before the call.
+            outlines: the same, with tensors as they were before the call.
         """
-        argument_storages = {place.storage for place in places if isinstance(place, Place)}
-        leaves = pytree.tree_leaves(result)
+        known = set(storages_in(outlines))
         created = {
-            index: Place.of(leaf)
-            for index, leaf in enumerate(leaves)
-            if isinstance(leaf, FakeTensor)
-            and leaf.untyped_storage()._cdata not in argument_storages
+            index: leaf.detach()
+            for index, leaf in enumerate(pytree.tree_leaves(result))
+            if isinstance(leaf, FakeTensor) and storage_of(leaf) not in known
         }
-        written = {
-            tensor.untyped_storage()._cdata
-            for tensor in written_tensors(function, *arguments)
-            if isinstance(tensor, FakeTensor)
-        }
-        if not created and not written:
+        written = written_tensors(function, *arguments)
+        storages = {storage_of(each) for each in written if isinstance(each, FakeTensor)}
+        storages.update(map(storage_of, created.values()))
+        if not storages:
             return
-        self._alive += [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, FakeTensor)]
         draw = None
         if torch.Tag.nondeterministic_seeded in getattr(function, "tags", ()):
             self._draws += 1
             draw = self._draws
-        structure = pytree.tree_structure(arguments)
-        self._writes.append(Write(function, places, structure, created, draw))
-        storages = written | {place.storage for place in created.values()}
+        self._writes.append(Write(function, outlines, created, draw))
         for storage in storages:
             self._writes_of.setdefault(storage, []).append(len(self._writes) - 1)
         if "empty" not in str(function):
             self._filled |= storages
 
-    def _history(self, target: Place) -> list[Write]:
-        """The calls that the values of a tensor follow from, in order."""
+    def _history(self, target: int) -> list[Write]:
+        """The calls that the values in a storage follow from, in order."""
         needed: set[int] = set()
         reached: dict[int, int] = {}
-        open_ends = [(target.storage, len(self._writes))]
+        open_ends = [(target, len(self._writes))]
         while open_ends:
             storage, before = open_ends.pop()
             if before <= reached.get(storage, 0):
@@ -187,7 +172,8 @@ class Deferred:
             for index in self._writes_of.get(storage, ()):
                 if index < before and index not in needed:
                     needed.add(index)
-                    open_ends += [(place.storage, index) for place in self._writes[index].places]
+                    read = self._writes[index].arguments
+                    open_ends += [(each, index) for each in storages_in(read)]
         return [self._writes[index] for index in sorted(needed)]
 
 
@@ -202,50 +188,15 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         arguments = (args, kwargs or {})
-        places = pytree.tree_map_only(FakeTensor, Place.of, pytree.tree_leaves(arguments))
+        outlines = pytree.tree_map_only(FakeTensor, FakeTensor.detach, arguments)
         try:
             result = function(*arguments[0], **arguments[1])
         except DataDependentOutputException:  # item(), equal(): the factory looks at values
             with _disable_current_modes():
                 args, kwargs = pytree.tree_map_only(FakeTensor, self._deferred.values, arguments)
                 return function(*args, **kwargs)
-        self._deferred.note(function, arguments, places, result)
+        self._deferred.note(function, arguments, outlines, result)
         return result
-
-
-@dataclass(frozen=True)
-class Place:
-    """A tensor without values: where it lies in which storage.
-
-    Args:
-        storage: identity of the storage.
-        storage_bytes: size of the whole storage.
-    """
-
-    storage: int
-    storage_bytes: int
-    dtype: torch.dtype
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Place:
-        """Where the tensor lies."""
-        storage = tensor.untyped_storage()
-        sizes, strides = tuple(tensor.shape), tensor.stride()
-        offset = int(tensor.storage_offset())
-        return cls(storage._cdata, storage.nbytes(), tensor.dtype, sizes, strides, offset)
-
-    def storage_of(self, tensor: Tensor) -> torch.UntypedStorage:
-        """The storage of a tensor with memory, in the size and layout that were noted."""
-        storage = tensor.untyped_storage()
-        same = (tensor.stride(), tensor.storage_offset()) == (self.strides, self.offset)
-        if not same or storage.nbytes() != self.storage_bytes:
-            storage = torch.empty(self.storage_bytes, dtype=torch.uint8).untyped_storage()
-            target = torch.empty(0, dtype=self.dtype)
-            target.set_(storage, self.offset, self.sizes, self.strides).copy_(tensor)
-        return storage
 
 
 @dataclass(frozen=True)
@@ -253,19 +204,28 @@ class Write:
     """A call that created or changed storages.
 
     Args:
-        arguments: (args, kwargs), flattened, with places for tensors without values.
-        structure: how to put the arguments together again.
-        created: place of every tensor of the result that has a storage of its own, by its index.
+        arguments: (args, kwargs).
+        created: every tensor of the result that has a storage of its own, by its index.
         draw: number of the random draw in the factory; None for operators that draw nothing.
     """
 
     function: Any
-    arguments: Sequence[Any]
-    structure: Any
-    created: dict[int, Place]
+    arguments: Any
+    created: dict[int, Tensor]
     draw: int | None
 
-    @property
-    def places(self) -> list[Place]:
-        """The tensors without values among the arguments."""
-        return [argument for argument in self.arguments if isinstance(argument, Place)]
+
+def _laid_out(outline: Tensor, storage: torch.UntypedStorage) -> Tensor:
+    """A tensor with memory that lies in it as one without values does in its own."""
+    layout = int(outline.storage_offset()), tuple(outline.shape), outline.stride()
+    return torch.empty(0, dtype=outline.dtype).set_(storage, *layout)
+
+
+def _storage_like(outline: Tensor, tensor: Tensor) -> torch.UntypedStorage:
+    """The storage of a tensor with memory, in the size and layout of one without values."""
+    storage, size_bytes = tensor.untyped_storage(), outline.untyped_storage().nbytes()
+    layout = outline.stride(), outline.storage_offset()
+    if (tensor.stride(), tensor.storage_offset()) != layout or storage.nbytes() != size_bytes:
+        storage = torch.empty(size_bytes, dtype=torch.uint8).untyped_storage()
+        _laid_out(outline, storage).copy_(tensor)
+    return storage

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from pipectl.capture.patches import (
     patched_export,
     refused_reads,
 )
-from pipectl.capture.python_state import Assignments, Attribute, later, numbers_in
+from pipectl.capture.python_state import Assignments, numbers_in
 from pipectl.capture.refusals import RefusedError, carried, explain, refuse_backward_hooks
 from pipectl.capture.step import Step
 from pipectl.errors import CaptureError
@@ -51,12 +52,12 @@ def export_step(
     Raises:
         CaptureError: the model cannot be exported; names the user's line.
     """
-    refuse_backward_hooks(step, kept.modules.values())
+    refuse_backward_hooks(step, map(step.get_submodule, kept.outlines))
     batch = (inputs, targets)
     failure: Exception | None = None
     # Some models fix a size (by a reshape to a constant, say): exported for this one.
     choices = [_free(batch, ()), None]
-    if padded and not kept.modules:
+    if padded and not kept.outlines:
         choices.insert(0, _free(batch, padded))
     for free in choices[kept.fixed :]:
         try:
@@ -94,8 +95,7 @@ def _refuse_counts(
     def rerun(values: Mapping[str, Any]) -> tuple[bool, Mapping[str, Any]]:
         """Whether the step has another graph with other numbers, and which it then changes."""
         try:
-            with later(step, values):
-                again, assignments = _program(step, batch, kept, free)
+            again, assignments = _program(step, batch, kept, free, values)
         except Exception as error:  # what else such a step needs is not known
             return isinstance(error, RefusedError) and bool(error.loop), {}
         return _text(again) != text, assignments.numbers
@@ -109,9 +109,9 @@ def _refuse_counts(
     if not matters:
         return
     name = next((n for n in values if rerun({n: values[n]})[0]), next(iter(values)))
-    number = numbers_in(step)[name]
-    if number.module is not None:
-        with refused_reads([Attribute(number.module, number.path, number.key)]):
+    attribute = numbers_in(step)[name].attribute
+    if attribute is not None:
+        with refused_reads([attribute]):
             _program(step, batch, kept, free)
     raise carried(name)
 
@@ -142,17 +142,22 @@ def _text(program: ExportedProgram) -> str:
 
 
 def _program(
-    step: Step, batch: tuple[Any, Any], kept: Kept, free: Any
+    step: Step,
+    batch: tuple[Any, Any],
+    kept: Kept,
+    free: Any,
+    numbers: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[ExportedProgram, Assignments]:
     """The program, and what every step assigns anew.
 
     Args:
         free: sizes, as torch.export takes them.
+        numbers: as in :class:`Assignments`.
     """
     with ExitStack() as stack:
         functions = stack.enter_context(patched_export(step, unrolls=kept.unrolls))
         calls = stack.enter_context(traced(step, kept))
-        assignments = stack.enter_context(Assignments(step))
+        assignments = stack.enter_context(Assignments(step, numbers))
         program = torch.export.export(step, batch, dynamic_shapes=free, strict=False)
     call_functions(program, functions)
     call_modules(program, calls)

@@ -26,15 +26,13 @@ from pipectl.capture.factories import is_torch_code
 from pipectl.capture.graph import CapturedGraph
 from pipectl.capture.opaque import Arguments, Opaque, Outline, States, anchored
 from pipectl.capture.patches import Mask, calls_of, replace_call
-from pipectl.capture.python_state import (
+from pipectl.capture.python_state import extra_states, refuse_extra_states, undisturbed
+from pipectl.capture.randomness import (
     SHARED_GENERATORS,
-    extra_states,
     own_generators,
-    refuse_extra_states,
+    seed_everything,
     states_of,
-    undisturbed,
 )
-from pipectl.capture.randomness import seed_everything
 from pipectl.capture.refusals import (
     AS_IT_IS,
     Keep,
@@ -60,15 +58,14 @@ library's, so that its user cannot put the line that breaks into a submodule."""
 
 @dataclass(frozen=True)
 class Kept:
-    """Submodules that become operators, by path.
+    """Submodules that become operators.
 
     Args:
-        outlines: what each of their calls gives, in order.
+        outlines: what each of their calls gives, in order, by path.
         fixed: whether that is known for one batch size alone.
         unrolls: whether the others may have loops as long as they like.
     """
 
-    modules: Mapping[str, nn.Module] = field(default_factory=dict)
     outlines: Mapping[str, Sequence[Outline]] = field(default_factory=dict)
     fixed: bool = False
     unrolls: bool = False
@@ -140,8 +137,8 @@ class Fallback:
 
     def _observe(self, size: int, example: Example) -> Kept:
         """The submodules that are kept by now, and what their calls give."""
-        modules = {path: self._modules[path] for path in self._paths()}
-        if not modules:
+        paths = self._paths()
+        if not paths:
             return Kept(unrolls=self._unrolls)
         failure: Exception | None = None
         for fixed in (False, True):  # perhaps it is a model for one batch size
@@ -151,8 +148,8 @@ class Fallback:
                 for start, stop in ([(0, size)] if fixed else _SAMPLES)
             ]
             try:
-                outlines = observe(self._step, modules, batches, self._make)
-                return Kept(modules, outlines, fixed, self._unrolls)
+                outlines = observe(self._step, paths, batches, self._make)
+                return Kept(outlines, fixed, self._unrolls)
             except CaptureError:
                 raise
             except Exception as error:
@@ -174,8 +171,6 @@ class Fallback:
         if part is None or part == "":
             part = culprit(error)
         path = part if isinstance(part, str) else self._path(part)
-        if path not in self._modules and f"{_ROOT}.{path}" in self._modules:
-            path = f"{_ROOT}.{path}"  # within a mask, torch tells paths from the model on
         if keep is Keep.AROUND:
             return self._widen(path, error.message, error.cure)
         whole = path == _ROOT and (keep is Keep.WHOLE or self._is_of_a_library())
@@ -243,9 +238,9 @@ def _rows(samples: Any, start: int, stop: int) -> Any:
 
 
 def observe(
-    step: Step, opaque: Mapping[str, nn.Module], batches: Sequence[tuple[int, Any]], make: Make
+    step: Step, paths: Sequence[str], batches: Sequence[tuple[int, Any]], make: Make
 ) -> dict[str, list[Outline]]:
-    """What every call of the opaque submodules gives, in order, by their paths.
+    """What every call of some submodules gives, in order, by their paths.
 
     The model runs once for every batch, in its current mode, and is left as it was.
 
@@ -258,20 +253,21 @@ def observe(
     sizes = [size for size, _ in batches]
     runs = []
     for seed, (_, batch) in enumerate(batches):  # with another seed it may give something else
-        calls: dict[str, list[Outline]] = {path: [] for path in opaque}
+        calls: dict[str, list[Outline]] = {path: [] for path in paths}
         buffers = [each for each in step.buffers() if not is_deferred(each)]
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             stack.enter_context(undisturbed(step, buffers))
-            for path, module in opaque.items():
-                stack.enter_context(_watch(path, module, make, calls[path]).worn())
+            for path in paths:
+                mask = _watch(path, step.get_submodule(path), make, calls[path])
+                stack.enter_context(mask.worn())
             before = extra_states(step)
             seed_everything(seed)
             step(*batch)
             refuse_extra_states(step, before)
         runs.append(calls)
     outlines: dict[str, list[Outline]] = {}
-    for path in opaque:
+    for path in paths:
         each = [run[path] for run in runs]
         with _named(path):
             if len({len(some) for some in each}) > 1:
@@ -294,7 +290,7 @@ def _named(path: str) -> Iterator[None]:
 def _watch(path: str, module: nn.Module, make: Make, calls: list[Outline]) -> Mask:
     """A mask that calls the module, and notes what it gave."""
     states = States(module)
-    count = len(states.places)
+    count = len(states.names)
     generators = [*SHARED_GENERATORS, *own_generators(module)]
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -302,17 +298,16 @@ def _watch(path: str, module: nn.Module, make: Make, calls: list[Outline]) -> Ma
             arguments = Arguments(args, kwargs)
             inputs = [*states.now(), *arguments.tensors]
             tensors = [*map(make, inputs[:count]), *map(_sample, inputs[count:])]
-            shapes = [tensor.shape for tensor in tensors]
-            versions = [tensor._version for tensor in tensors]
-            before = states_of(generators)
+            before = [(tensor.shape, tensor._version) for tensor in tensors]
+            random = states_of(generators)
             args, kwargs = arguments.filled(tensors[count:], [])
             with mask.lifted(), states.replaced(tensors[:count]):
                 result = make_known(call_module(args, kwargs))
-            for tensor, shape, places in zip(tensors, shapes, states.places, strict=False):
+            for name, tensor, (shape, _) in zip(states.names, tensors, before, strict=False):
                 if tensor.shape != shape:
-                    raise resized(places[0][2], shape, tensor.shape)
-            written = frozenset(i for i, t in enumerate(tensors) if t._version != versions[i])
-            draws = states_of(generators) != before
+                    raise resized(name, shape, tensor.shape)
+            written = frozenset(i for i, t in enumerate(tensors) if t._version != before[i][1])
+            draws = states_of(generators) != random
             calls.append(Outline.of_call(result, tensors, written, draws))
         mode = detect_fake_mode(inputs)
         if mode is None:
@@ -375,17 +370,19 @@ def traced(step: Step, kept: Kept) -> Iterator[dict[str, Opaque]]:
     Raises:
         RefusedError: from the export, if a submodule is called more often than is known.
     """
-    size: list[Any] = []  # of the batch, noted where the model is called
+    size: list[Any] = []  # of the batch
 
-    def note_size(*args: Any, **kwargs: Any) -> Any:
-        size[:] = [next(t.shape[0] for t in tensors_in((args, kwargs)) if t.dim())]
-        with noting.lifted():
-            return step.model(*args, **kwargs)
+    def note_size(_: nn.Module, batch: Any) -> None:
+        size[:] = [tensors_in(batch)[0].shape[0]]
 
     def stand_in(path: str, module: nn.Module) -> Callable[..., Any]:
-        states = States(module)
-        # Another call may write a buffer that the observed ones did not.
-        own = states.own_buffers(step) if module.training else frozenset[int]()
+        states, own = States(module), frozenset[int]()
+        if module.training:  # another call may write a buffer that the observed ones did not
+            inside = set(module.modules())
+            others = (other for other in step.modules() if other not in inside)
+            shared = {id(buffer) for other in others for buffer in other._buffers.values()}
+            buffers = {id(buffer) for buffer in module.buffers()} - shared
+            own = frozenset(i for i, state in enumerate(states.now()) if id(state) in buffers)
         waiting = iter(kept.outlines[path])
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -402,11 +399,11 @@ def traced(step: Step, kept: Kept) -> Iterator[dict[str, Opaque]]:
         return forward
 
     _calls.clear()
-    noting = Mask(step.model, note_size)
-    masks = [Mask(module, stand_in(path, module)) for path, module in kept.modules.items()]
     with ExitStack() as stack:
-        for mask in [*masks, noting] if masks else []:
-            stack.enter_context(mask.worn())
+        for path in kept.outlines:
+            module = step.get_submodule(path)
+            stack.enter_context(Mask(module, stand_in(path, module)).worn())
+        stack.callback(step.register_forward_pre_hook(note_size).remove)
         yield _calls
 
 

@@ -5,8 +5,8 @@ while a model is exported does an operator of torch stand for it; a stage calls 
 within the stage's autograd graph, with parameters and buffers as arguments like any other.
 
 A stage must know beforehand what it receives and sends. So the calls that are seen at a few batch
-sizes are put together to one outline of the result: which tensors, in whose memory, of which sizes,
-each linear in the batch size.
+sizes are put together to one outline of the result: which tensors, each in memory of its own, of
+which sizes, linear in the batch size.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from pipectl.capture.python_state import own_generators, reseed
+from pipectl.capture.randomness import own_generators, reseed
 from pipectl.capture.refusals import (
     UNSTEADY,
     cannot_capture,
@@ -34,8 +34,6 @@ from pipectl.capture.refusals import (
 from pipectl.capture.step import make_known, own_name
 from pipectl.capture.tensors import is_deferred, storage_of, storages_in, tensors_in
 
-Place = tuple[nn.Module, str, str]
-"""A module, ``_parameters`` or ``_buffers``, and the name of an entry."""
 _TENSOR, _NUMBER = object(), object()
 """Stand for tensors and symbolic sizes among the arguments of a call."""
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
@@ -43,24 +41,25 @@ _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
 
 
 class States:
-    """The parameters and buffers of a module and of those in it, tied ones once."""
+    """The parameters and buffers of a module and of those in it, tied ones once.
+
+    Attributes:
+        names: of each in the module that has it.
+    """
 
     def __init__(self, module: nn.Module) -> None:
-        self._found = _places(module)
-        self.places = tuple(self._found.values())
+        places: dict[int, list[tuple[dict[str, Any], str]]] = {}
+        for owner in module.modules():
+            for entries in (owner._parameters, owner._buffers):
+                for name, tensor in entries.items():
+                    if tensor is not None:
+                        places.setdefault(id(tensor), []).append((entries, name))
+        self._places = list(places.values())
+        self.names = [name for (_, name), *_ in self._places]
 
     def now(self) -> list[Tensor]:
         """What stands in the module at present."""
-        return [vars(owner)[kind][name] for (owner, kind, name), *_ in self.places]
-
-    def own_buffers(self, root: nn.Module) -> frozenset[int]:
-        """Indices of the buffers that no other part of ``root`` has."""
-        everywhere = _places(root)
-        return frozenset(
-            index
-            for index, (key, places) in enumerate(self._found.items())
-            if places[0][1] == "_buffers" and len(everywhere[key]) == len(places)
-        )
+        return [entries[name] for (entries, name), *_ in self._places]
 
     @contextmanager
     def replaced(self, tensors: Sequence[Tensor]) -> Iterator[None]:
@@ -77,20 +76,9 @@ class States:
             self._put(before)
 
     def _put(self, tensors: Sequence[Tensor]) -> None:
-        for places, tensor in zip(self.places, tensors, strict=True):
-            for owner, kind, name in places:
-                vars(owner)[kind][name] = tensor
-
-
-def _places(module: nn.Module) -> dict[int, list[Place]]:
-    """Where each tensor of a module stands."""
-    places: dict[int, list[Place]] = {}
-    for owner in module.modules():
-        for kind in ("_parameters", "_buffers"):
-            for name, tensor in vars(owner)[kind].items():
-                if tensor is not None:
-                    places.setdefault(id(tensor), []).append((owner, kind, name))
-    return places
+        for places, tensor in zip(self._places, tensors, strict=True):
+            for entries, name in places:
+                entries[name] = tensor
 
 
 class Arguments:
@@ -133,41 +121,26 @@ class Arguments:
 
 
 class Form(NamedTuple):
-    """A tensor of a result.
+    """A tensor of a result, in memory of its own.
 
     Args:
-        origin: index of the argument in whose memory it lies; None for memory of its own.
-        memory: number of the memory among those of arguments and result; several tensors may
-            share one.
-        layout: sizes, strides and offset in one row, each as (factor, rest) of the batch size.
+        layout: sizes and strides in one row, each as (factor, rest) of the batch size.
     """
 
     dtype: torch.dtype
     requires_grad: bool
-    origin: int | None
-    memory: int
     layout: tuple[tuple[int, int], ...]
 
-    def layout_at(self, batch: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], Any]:
-        """Sizes, strides and offset for ``batch`` samples; symbolic if ``batch`` is."""
+    def layout_at(self, batch: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Sizes and strides for ``batch`` samples; symbolic if ``batch`` is."""
         numbers = [factor * batch + rest if factor else rest for factor, rest in self.layout]
         dims = len(numbers) // 2
-        return tuple(numbers[:dims]), tuple(numbers[dims:-1]), numbers[-1]
+        return tuple(numbers[:dims]), tuple(numbers[dims:])
 
     def blank(self, batch: Any, device: torch.device | None = None) -> Tensor:
-        """A tensor of this form without values, in memory of its own."""
-        sizes, strides, _ = self.layout_at(batch)
+        """A tensor of this form without values."""
+        sizes, strides = self.layout_at(batch)
         return torch.empty_strided(sizes, strides, dtype=self.dtype, device=device)
-
-    def extent(self, batch: int) -> int:
-        """Elements of memory that it needs, up to its last."""
-        sizes, strides, offset = self.layout_at(batch)
-        pairs = zip(sizes, strides, strict=True)
-        return max(0, int(offset + 1 + sum((size - 1) * stride for size, stride in pairs)))
-
-    def in_own_memory(self, memory: int) -> Form:
-        """The same at the start of memory that no argument has."""
-        return self._replace(origin=None, memory=memory, layout=(*self.layout[:-1], (0, 0)))
 
 
 class Unsteady:
@@ -215,29 +188,18 @@ class Outline:
             RefusedError: the result holds something that is neither a tensor nor plain.
         """
         leaves, structure = pytree.tree_flatten(result)
-        memories: dict[int, int] = {}
-        for index, argument in enumerate(arguments):
-            memories.setdefault(storage_of(argument), index)
         trained = any(argument.requires_grad for argument in arguments)
         outlined: list[Any] = []
-        for leaf in leaves:
-            if not isinstance(leaf, Tensor):
-                if not isinstance(leaf, _PLAIN):
-                    raise unsuitable(f"gives a {type(leaf).__name__}, which is not a tensor")
-                outlined.append(leaf)
-                continue
-            number = len(arguments) + len(memories)
-            memory = memories.setdefault(storage_of(leaf), number)
-            origin = memory if memory < len(arguments) else None
-            numbers = (*leaf.shape, *leaf.stride(), int(leaf.storage_offset()))
-            layout = tuple((0, number) for number in numbers)
-            form = Form(leaf.dtype, leaf.requires_grad, origin, memory, layout)
-            if draws and origin not in written:
+        for leaf in in_own_memory(leaves, arguments):
+            if isinstance(leaf, Tensor):
+                layout = tuple((0, number) for number in (*leaf.shape, *leaf.stride()))
                 # Another draw may give more than an argument as it is.
-                form = form if origin is None else form.in_own_memory(-1 - memory)
-                if trained and form.dtype.is_floating_point:
-                    form = form._replace(requires_grad=True)
-            outlined.append(form)
+                grows = draws and trained and leaf.is_floating_point()
+                outlined.append(Form(leaf.dtype, leaf.requires_grad or grows, layout))
+            elif isinstance(leaf, _PLAIN):
+                outlined.append(leaf)
+            else:
+                raise unsuitable(f"gives a {type(leaf).__name__}, which is not a tensor")
         return cls(tuple(outlined), structure, written, draws)
 
     @classmethod
@@ -258,19 +220,24 @@ class Outline:
         """The forms of the tensors of the result, in order."""
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, Form))
 
-    def leaves_of(self, result: Any) -> list[Any] | None:
-        """The flat result of another call; None if its structure is not this one."""
-        try:
-            leaves: list[Any] = self.structure.flatten_up_to(result)
-        except ValueError:
-            return None
-        return leaves
-
     def result(self, tensors: Sequence[Any]) -> Any:
         """The result with these tensors in it."""
         waiting = iter(tensors)
         flat = [next(waiting) if isinstance(leaf, Form) else leaf for leaf in self.leaves]
         return self.structure.unflatten(flat)
+
+
+def in_own_memory(leaves: Sequence[Any], arguments: Sequence[Tensor]) -> list[Any]:
+    """The leaves of a result; tensors in memory of arguments or of other results are copies.
+
+    Whether they are may depend on values, and no stage would know it beforehand.
+    """
+    memories, own = set(storages_in(arguments)), list[Any]()
+    for leaf in leaves:
+        shares = isinstance(leaf, Tensor) and storage_of(leaf) in memories
+        own.append(leaf.clone() if shares else leaf)
+        memories.update(storages_in(leaf))
+    return own
 
 
 def _shared(
@@ -310,9 +277,6 @@ def _common(batches: Sequence[int], column: Sequence[Any]) -> Any:
         raise unsuitable("gives a tensor with another number of dimensions from call to call")
     if any(other.dtype != first.dtype for other in column):
         raise unsuitable("gives a tensor of another type from call to call")
-    if any(other.memory != first.memory for other in column):
-        # Sometimes an argument itself, sometimes not: taken to be none.
-        column = [other.in_own_memory(-1 - first.memory) for other in column]
     layout = []
     for numbers in zip(*([rest for _, rest in form.layout] for form in column), strict=True):
         pairs = sorted(zip(batches, numbers, strict=True))
@@ -323,7 +287,7 @@ def _common(batches: Sequence[int], column: Sequence[Any]) -> Any:
             raise unsuitable("gives a tensor whose size depends on the data, not on the batch size")
         layout.append((factor, rest))
     wants_gradient = any(other.requires_grad for other in column)
-    return column[0]._replace(layout=tuple(layout), requires_grad=wants_gradient)
+    return Form(first.dtype, wants_gradient, tuple(layout))
 
 
 class Opaque:
@@ -345,16 +309,6 @@ class Opaque:
         self._states = states
         self._modes = [(inner, inner.training) for inner in module.modules()]
         self._arguments = arguments
-        self._tensors = len(states.places) + len(arguments.tensors)
-        forms = outline.forms
-        memories = [form.memory for form in forms]
-        self._unshared = [  # what shares memory with nothing else
-            index
-            for index, form in enumerate(forms)
-            if form.origin is None and memories.count(form.memory) == 1
-        ]
-        lent = {form.origin for form in forms} | outline.written
-        self._entered = frozenset(range(len(states.places), self._tensors)) - lent
         self.__name__ = path.replace(".", "_")
 
     @cached_property
@@ -375,78 +329,69 @@ class Opaque:
         Raises:
             CaptureError: the result has other sizes than those that were captured.
         """
-        tensors, numbers = list(given[: self._tensors]), given[self._tensors :]
+        first = len(self._states.names)
+        count = first + len(self._arguments.tensors)
+        tensors, numbers = list(given[:count]), given[count:]
         if any(map(is_deferred, tensors)):
             results = self._imitate(batch, tensors)
+        elif not torch.is_grad_enabled():
+            results = self._run(tensors, numbers, batch)
         else:
-            anchor = None
-            if torch.is_grad_enabled():
-                # Aliases of the inputs that have a gradient and are not changed by that.
-                entered = [i for i in sorted(self._entered) if tensors[i].requires_grad]
-                aliases, anchor = enter([tensors[index] for index in entered])
-                for index, alias in zip(entered, aliases, strict=True):
-                    tensors[index] = alias
-                for index in range(len(self._states.places), len(tensors)):
-                    if not tensors[index].requires_grad:  # the module may ask for its gradient
-                        tensors[index] = tensors[index].detach()
-            results = self._checked(self._run(tensors, numbers), batch, tensors)
-            if anchor is not None:
-                forms = self.outline.forms
-                indices = [index for index in self._unshared if forms[index].requires_grad]
-                left = leave(anchor, [results[index] for index in indices])
-                for index, tensor in zip(indices, left, strict=True):
-                    results[index] = tensor
+            # Aliases of the inputs that have a gradient and are not changed by that.
+            inputs = range(first, count)
+            unwritten = [i for i in inputs if i not in self.outline.written]
+            entered = [i for i in unwritten if tensors[i].requires_grad]
+            aliases, anchor = enter([tensors[i] for i in entered])
+            for i, alias in zip(entered, aliases, strict=True):
+                tensors[i] = alias
+            for i in inputs:
+                if not tensors[i].requires_grad:  # the module may ask for its gradient
+                    tensors[i] = tensors[i].detach()
+            results = self._run(tensors, numbers, batch)
+            trained = [i for i, form in enumerate(self.outline.forms) if form.requires_grad]
+            left = leave(anchor, [results[i] for i in trained])
+            for i, tensor in zip(trained, left, strict=True):
+                results[i] = tensor
         return results[0] if len(results) == 1 else tuple(results)
 
     def _imitate(self, batch: int, arguments: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors that share memory and have gradients as those of a real call; values are none.
+        """Tensors without values that have gradients as those of a real call.
 
         Arguments that a call writes are marked as written.
         """
-        forms = self.outline.forms
         for index in self.outline.written:
             torch.autograd.graph.increment_version(arguments[index])
-        bases: dict[tuple[int | None, int], Tensor] = {
-            (index, index): argument for index, argument in enumerate(arguments)
-        }
-        results = []
-        for form in forms:
-            key = form.origin, form.memory
-            if key not in bases:
-                size = max(other.extent(batch) for other in forms if other.memory == form.memory)
-                base = torch.empty(size, dtype=form.dtype)
-                grad = form.requires_grad and torch.is_grad_enabled()
-                bases[key] = anchored(base) if grad else base
-            view = bases[key].as_strided(*form.layout_at(batch))
-            results.append(view if form.requires_grad else view.detach())
-        return results
+        forms, grad = self.outline.forms, torch.is_grad_enabled()
+        blanks = [(form.blank(batch), form.requires_grad and grad) for form in forms]
+        return [anchored(blank) if trained else blank for blank, trained in blanks]
 
-    def _run(self, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> Any:
-        count = len(self._states.places)
+    def _run(self, tensors: Sequence[Tensor], numbers: Sequence[Any], batch: int) -> list[Tensor]:
+        count = len(self._states.names)
         for module, training in self._modes:
             if module.training is not training:
                 module.training = training
         reseed(self._generators)
         args, kwargs = self._arguments.filled(tensors[count:], numbers)
         with self._states.replaced(tensors[:count]):
-            return self._module(*args, **kwargs)
+            return self._checked(self._module(*args, **kwargs), batch, tensors)
 
     def _checked(self, result: Any, batch: int, arguments: Sequence[Tensor]) -> list[Tensor]:
         """The tensors of a result, in the layouts that were captured."""
-        leaves = self.outline.leaves_of(result)
-        if leaves is None:
+        outline = self.outline
+        try:
+            leaves: list[Any] = outline.structure.flatten_up_to(result)
+        except ValueError:
             structure = pytree.tree_structure(result)
-            raise other_result(self.path, f"gave {structure}", f"{self.outline.structure}")
-        memories = set(storages_in(arguments))
-        tensors = []
-        for leaf, expected in zip(leaves, self.outline.leaves, strict=True):
+            raise other_result(self.path, f"gave {structure}", f"{outline.structure}") from None
+        results = []
+        for leaf, expected in zip(in_own_memory(leaves, arguments), outline.leaves, strict=True):
             if type(expected) is Unsteady:
                 continue
             if not isinstance(expected, Form):
                 if type(leaf) is not type(expected) or leaf != expected:
                     raise other_result(self.path, f"gave {leaf!r}", repr(expected))
                 continue
-            sizes, strides, _ = expected.layout_at(batch)
+            sizes, strides = expected.layout_at(batch)
             if not isinstance(leaf, Tensor):
                 raise other_result(self.path, f"gave a {type(leaf).__name__}", "a tensor")
             if (leaf.dtype, leaf.shape) != (expected.dtype, sizes):
@@ -457,11 +402,10 @@ class Opaque:
                 )
             if leaf.requires_grad and not expected.requires_grad:
                 raise other_gradient(self.path)
-            borrowed = expected.origin is None and storage_of(leaf) in memories
             if leaf.stride() != strides:
                 leaf = expected.blank(batch, leaf.device).copy_(leaf)
-            tensors.append(leaf.clone() if borrowed else leaf)
-        return tensors
+            results.append(leaf)
+        return results
 
 
 def enter(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:

@@ -13,8 +13,8 @@ import re
 import sys
 import traceback
 import warnings
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from types import CodeType, FrameType
 from typing import Any
@@ -39,12 +39,8 @@ from torch.utils.checkpoint import CheckpointFunction
 from pipectl.capture.checks import is_caught, mark_condition, passing_answer
 from pipectl.capture.factories import is_torch_code
 from pipectl.capture.operators import Applied
-from pipectl.capture.python_state import (
-    LIBRARY_GENERATORS,
-    Attribute,
-    generator_places,
-    states_of,
-)
+from pipectl.capture.python_state import Attribute
+from pipectl.capture.randomness import LIBRARY_GENERATORS, generator_places, states_of
 from pipectl.capture.refusals import (
     DRAW,
     PACKING,
@@ -461,50 +457,26 @@ def copyable_without_values() -> Iterator[None]:
         yield
 
 
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
-
-
 class Mask:
     """Lets calls of a module, its hooks included, go to a function with the same arguments."""
 
     def __init__(self, module: nn.Module, stand_in: Callable[..., Any]) -> None:
-        self._module = module
-        self._entries: dict[str, Any] = {name: OrderedDict() for name in _HOOKS}
-        self._entries["forward"] = stand_in
-        self._before: dict[str, Any] = {}
+        self._own = vars(module)
+        self._other: dict[str, Any] = {"_call_impl": stand_in, "forward": stand_in}
 
     @contextmanager
     def worn(self) -> Iterator[None]:
         """While the mask is on the module."""
-        self._before = self._swap(self._entries)
+        self._swap()
         try:
             yield
         finally:
-            self._swap(self._before)
+            self._swap()
 
-    @contextmanager
-    def lifted(self) -> Iterator[None]:
-        """Within :meth:`worn`: the module is itself for a while."""
-        mask = self._swap(self._before)
-        try:
-            yield
-        finally:
-            self._swap(mask)
+    lifted = worn  # within it, the module is itself for a while
 
-    def _swap(self, entries: Mapping[str, Any]) -> dict[str, Any]:
-        own = vars(self._module)
-        before = {name: own.get(name, _ABSENT) for name in entries}
-        for name, value in entries.items():
-            if value is _ABSENT:
-                del own[name]
-            else:
-                own[name] = value
-        return before
+    def _swap(self) -> None:
+        for name, value in self._other.items():
+            self._other[name] = self._own.pop(name, _ABSENT)
+            if value is not _ABSENT:
+                self._own[name] = value

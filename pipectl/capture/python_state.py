@@ -11,10 +11,9 @@ would assign the same (a table that is made when it is first needed).
 
 from __future__ import annotations
 
-import random
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -22,20 +21,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils import _pytree as pytree
 
+from pipectl.capture.randomness import SHARED_GENERATORS, comparable, generator_state, set_state
 from pipectl.capture.refusals import extra_state
 from pipectl.capture.tensors import tensors_in
-from pipectl.faults import is_user_code
 
 _PLAIN = (str, bytes, int, float, complex, type(None), type, FunctionType, ModuleType, nn.Parameter)
-_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
-_LIBRARIES: tuple[Any, ...] = (random.getstate, np.random.get_state)
-LIBRARY_GENERATORS = tuple(function.__self__ for function in _LIBRARIES)
-"""What the functions of ``random`` and ``numpy.random`` draw from."""
-SHARED_GENERATORS = (torch.default_generator, *LIBRARY_GENERATORS)
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 _CONTAINERS = (*_MAPPINGS, list, deque, set)
 _SHARED = frozenset({*sys.stdlib_module_names, "torch"})
@@ -45,25 +38,27 @@ _CONVERSIONS = {"to", "_to_copy", "type_as", "contiguous", "clone", "detach", "a
 _ABSENT = object()
 
 
+class Attribute(NamedTuple):
+    """A plain attribute of a module; ``path`` is the module's in the step."""
+
+    module: nn.Module
+    path: str
+    name: str
+
+
 class Number(NamedTuple):
     """A number or truth value in a Python object.
 
     Args:
         holder: the attributes, mapping or list that has it.
         key: its name, key or index there.
-        module: whose attribute it is; None if it lies deeper.
-        path: of that module.
+        attribute: it, if it is one of a module; None if it lies deeper.
     """
 
     value: Any
     holder: Any
     key: Any
-    module: nn.Module | None
-    path: str
-
-    def set(self, value: Any) -> None:
-        """Put another number in its place."""
-        self.holder[self.key] = value
+    attribute: Attribute | None
 
 
 class _Item(NamedTuple):
@@ -97,7 +92,8 @@ def numbers_in(model: nn.Module) -> dict[str, Number]:
             for key, item in value.items() if isinstance(value, dict) else enumerate(value):
                 if isinstance(item, int | float):
                     name = f"{path}.{key}" if are_attributes else f"{path}[{key!r}]"
-                    numbers[name] = Number(item, value, key, module, path)
+                    attribute = None if module is None else Attribute(module, path, str(key))
+                    numbers[name] = Number(item, value, key, attribute)
     return numbers
 
 
@@ -119,7 +115,7 @@ def _items(model: nn.Module) -> Iterator[_Item]:
             waiting += [_Item(v, path) for v in value if not isinstance(v, _PLAIN)]
         elif isinstance(value, MethodType):
             waiting.append(_Item(value.__self__, path))
-        elif isinstance(value, np.ndarray) or _generator_state(value) is not None:
+        elif isinstance(value, np.ndarray) or generator_state(value) is not None:
             yield item
         elif type(value) is Tensor:
             if _is_restorable(value):
@@ -146,9 +142,9 @@ def _copy(value: Any) -> Any:
         return value.detach().clone()
     if isinstance(value, np.ndarray):
         return value.copy()
-    if type(value) in _MAPPINGS:
-        return dict(value)
-    return list(value) if type(value) in _CONTAINERS else _generator_state(value)
+    if type(value) in _CONTAINERS:
+        return dict(value) if isinstance(value, dict) else list(value)
+    return generator_state(value)
 
 
 def _restore(value: Any, copy: Any) -> None:
@@ -166,12 +162,8 @@ def _restore(value: Any, copy: Any) -> None:
         if _identities(value) != _identities(copy):
             value.clear()
             (value.extend if isinstance(value, list | deque) else value.update)(copy)
-    elif isinstance(value, random.Random):
-        value.setstate(copy)
-    elif isinstance(value, np.random.Generator):
-        value.bit_generator.state = copy
     else:
-        value.set_state(copy)
+        set_state(value, copy)
 
 
 def _identities(container: Any) -> list[int]:
@@ -179,81 +171,28 @@ def _identities(container: Any) -> list[int]:
     return [number for key, value in pairs for number in (hash(key), id(value))]
 
 
-def _generator_state(value: Any) -> Any:
-    """The state of a generator of random numbers; None for all else, and for one that has none."""
-    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
-        return value.getstate()
-    if isinstance(value, np.random.Generator):
-        return value.bit_generator.state
-    return value.get_state() if isinstance(value, torch.Generator | np.random.RandomState) else None
-
-
-def own_generators(root: nn.Module) -> list[Any]:
-    """Generators that modules keep in attributes, and those among the globals of their code.
-
-    Those of the system are left out: they have neither a seed nor a state.
-    """
-    generators = {id(own[name]): own[name] for own, name in generator_places(root)}
-    return [each for each in generators.values() if not isinstance(each, random.SystemRandom)]
-
-
-def states_of(generators: Sequence[Any]) -> list[str]:
-    """What tells whether somebody drew from them."""
-
-    def in_bytes(array: Any) -> bytes:
-        return np.asarray(array).tobytes()
-
-    arrays = (Tensor, np.ndarray)
-    states = map(_generator_state, generators)
-    return [repr(pytree.tree_map_only(arrays, in_bytes, state)) for state in states]
-
-
-def reseed(generators: Sequence[Any]) -> None:
-    """Seed generators of a model's own from python's shared one, which was seeded just before."""
-    for generator in generators:
-        seed = random.getrandbits(32)
-        if isinstance(generator, torch.Generator):
-            generator.manual_seed(seed)
-        elif isinstance(generator, np.random.Generator):
-            fresh: Any = type(generator.bit_generator)
-            generator.bit_generator.state = fresh(seed).state
-        else:
-            generator.seed(seed)
-
-
-def generator_places(root: nn.Module) -> list[tuple[dict[str, Any], str]]:
-    """Where generators lie: dictionaries of modules and of the files of users' classes."""
-    spaces = [vars(module) for module in root.modules()]
-    for kind in {type(module): None for module in root.modules()}:
-        code = sys.modules.get(kind.__module__)
-        if is_user_code(getattr(code, "__file__", None) or "<"):
-            spaces.append(vars(code))
-    return [(own, name) for own in spaces for name in own if isinstance(own[name], _GENERATORS)]
-
-
-class Attribute(NamedTuple):
-    """A plain attribute of a module; ``path`` is the module's in the step."""
-
-    module: nn.Module
-    path: str
-    name: str
-
-
 class Assignments:
     """While a step is exported: finds what every step would assign anew to plain attributes.
+
+    Args:
+        numbers: others that numbers are during the export, by name, as later steps have them.
 
     Attributes:
         tensors: attributes that got tensors which follow from the batch, or from what was there.
         numbers: numbers that are others now, by name, with what they were and what they are.
     """
 
-    def __init__(self, step: nn.Module) -> None:
+    def __init__(self, step: nn.Module, numbers: Mapping[str, Any]) -> None:
         self.tensors: list[Attribute] = []
         self.numbers: dict[str, tuple[Any, Any]] = {}
         self._modules: dict[str, nn.Module] = dict(step.named_modules())
+        own_numbers = numbers_in(step)
+        self._to_restore = [own_numbers[name] for name in numbers]
+        for number, value in zip(self._to_restore, numbers.values(), strict=True):
+            number.holder[number.key] = value
+        self._numbers = numbers_in(step)
         self._before = {path: dict(vars(module)) for path, module in self._modules.items()}
         self._buffers = {path: dict(module._buffers) for path, module in self._modules.items()}
-        self._numbers = numbers_in(step)
         self._extra = extra_states(step)
         self._batch: set[fx.Node] = set()
         self._hooks = [
@@ -275,8 +214,9 @@ class Assignments:
             for name in vars(module).keys() - self._before[path].keys():
                 if tensors_in(vars(module)[name]):
                     del vars(module)[name]
-        for name in self.numbers:
-            self._numbers[name].set(self._numbers[name].value)
+        changed = [self._numbers[name] for name in self.numbers]
+        for number in (*changed, *self._to_restore):
+            number.holder[number.key] = number.value
 
     def _compare(self) -> None:
         refuse_extra_states(self._modules[""], self._extra)
@@ -293,7 +233,7 @@ class Assignments:
                     self.tensors.append(Attribute(module, path, name))
         for name, number in numbers_in(self._modules[""]).items():
             known = self._numbers.get(name)
-            if known is None or number.path in caching:
+            if known is None or (number.attribute and number.attribute.path in caching):
                 continue
             if type(number.value) is type(known.value) and number.value != known.value:
                 self.numbers[name] = known.value, number.value
@@ -342,36 +282,17 @@ def _kind(node: fx.Node) -> str:
     return str(getattr(node.target, "_opname", ""))
 
 
-@contextmanager
-def later(step: nn.Module, numbers: Mapping[str, Any]) -> Iterator[None]:
-    """While a step is exported once more: with other numbers, by name, as later steps have them."""
-    known = numbers_in(step)
-    for name, value in numbers.items():
-        known[name].set(value)
-    try:
-        yield
-    finally:
-        for name in numbers:
-            known[name].set(known[name].value)
-
-
-def extra_states(model: nn.Module) -> dict[str, Any]:
-    """What modules add to a state dict (``get_extra_state``), by their paths."""
+def extra_states(model: nn.Module) -> dict[str, str]:
+    """What modules add to a state dict (``get_extra_state``), as comparable texts by path."""
     plain = nn.Module.get_extra_state
-
-    def copied(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.clone()
-        return value.copy() if isinstance(value, np.ndarray) else value
-
     return {
-        path: pytree.tree_map(copied, module.get_extra_state())
+        path: comparable(module.get_extra_state())
         for path, module in model.named_modules()
         if type(module).get_extra_state is not plain
     }
 
 
-def refuse_extra_states(model: nn.Module, before: Mapping[str, Any]) -> None:
+def refuse_extra_states(model: nn.Module, before: Mapping[str, str]) -> None:
     """Raise if the extra state of a module is another one after a forward.
 
     One that stays the same comes from the factory on every rank.
@@ -379,28 +300,8 @@ def refuse_extra_states(model: nn.Module, before: Mapping[str, Any]) -> None:
     Raises:
         RefusedError: no checkpoint would hold it.
     """
-    if not before:
-        return
-    now, again = extra_states(model), extra_states(model)
+    now, again = (extra_states(model), extra_states(model)) if before else ({}, {})
     for path, old in before.items():
-        # Objects that are made anew for each call may never equal others.
-        if not _are_same(old, now[path]) and _are_same(now[path], again[path]):
+        # Objects that are made anew for each call never equal others.
+        if old != now[path] == again[path]:
             raise extra_state(path, type(model.get_submodule(path)).__name__)
-
-
-def _are_same(old: Any, new: Any) -> bool:
-    if pytree.tree_structure(old) != pytree.tree_structure(new):
-        return False
-    pairs = zip(pytree.tree_leaves(old), pytree.tree_leaves(new), strict=True)
-    return all(_is_same(*pair) for pair in pairs)
-
-
-def _is_same(old: Any, new: Any) -> bool:
-    if isinstance(old, Tensor) and isinstance(new, Tensor):
-        return isinstance(new, FakeTensor) or torch.equal(old, new)
-    if isinstance(old, np.ndarray) and isinstance(new, np.ndarray):
-        return np.array_equal(old, new)
-    try:
-        return old is new or bool(old == new)
-    except Exception:  # of the model's own __eq__
-        return False

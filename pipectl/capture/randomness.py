@@ -1,4 +1,4 @@
-"""Seeds for random operators: a function of (run seed, step, micro-batch, operator) alone.
+"""Generators of random numbers, and seeds: a function of (run seed, step, micro-batch, operator).
 
 So a dropout mask is the same in every plan, whatever ran before it on the same rank.
 """
@@ -7,14 +7,25 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
 
 from pipectl.capture.regions import accelerator, accelerator_in_use
+from pipectl.faults import is_user_code
 
 _MASK = (1 << 64) - 1
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+_LIBRARIES: tuple[Any, ...] = (random.getstate, np.random.get_state)
+LIBRARY_GENERATORS = tuple(function.__self__ for function in _LIBRARIES)
+"""What the functions of ``random`` and ``numpy.random`` draw from."""
+SHARED_GENERATORS = (torch.default_generator, *LIBRARY_GENERATORS)
 
 
 def seed_of(*parts: int | str) -> int:
@@ -73,3 +84,71 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def generator_state(value: Any) -> Any:
+    """The state of a generator of random numbers; None for all else, and for one that has none."""
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        return value.getstate()
+    if isinstance(value, np.random.Generator):
+        return value.bit_generator.state
+    return value.get_state() if isinstance(value, torch.Generator | np.random.RandomState) else None
+
+
+def set_state(generator: Any, state: Any) -> None:
+    """Give a generator a state that :func:`generator_state` gave."""
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
+def states_of(generators: Sequence[Any]) -> str:
+    """What tells whether somebody drew from them."""
+    return comparable([generator_state(each) for each in generators])
+
+
+def comparable(value: Any) -> str:
+    """A text that is the same for equal values; of arrays and tensors, all that they hold."""
+
+    def text(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor | np.ndarray) and not isinstance(leaf, FakeTensor):
+            return np.asarray(leaf).tobytes()
+        kind: Any = type(leaf)  # objects that are equal to none but themselves count as one
+        return kind.__name__ if kind.__repr__ is object.__repr__ else leaf
+
+    return repr(pytree.tree_map(text, value))
+
+
+def generator_places(root: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """Where generators lie: dictionaries of modules and of the files of users' classes."""
+    spaces = [vars(module) for module in root.modules()]
+    for kind in {type(module): None for module in root.modules()}:
+        code = sys.modules.get(kind.__module__)
+        if is_user_code(getattr(code, "__file__", None) or "<"):
+            spaces.append(vars(code))
+    return [(own, name) for own in spaces for name in own if isinstance(own[name], _GENERATORS)]
+
+
+def own_generators(root: nn.Module) -> list[Any]:
+    """Generators that modules keep in attributes, and those among the globals of their code.
+
+    Those of the system are left out: they have neither a seed nor a state.
+    """
+    generators = {id(own[name]): own[name] for own, name in generator_places(root)}
+    return [each for each in generators.values() if not isinstance(each, random.SystemRandom)]
+
+
+def reseed(generators: Sequence[Any]) -> None:
+    """Seed generators of a model's own from python's shared one, which was seeded just before."""
+    for generator in generators:
+        seed = random.getrandbits(32)
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(seed)
+        elif isinstance(generator, np.random.Generator):
+            fresh: Any = type(generator.bit_generator)
+            generator.bit_generator.state = fresh(seed).state
+        else:
+            generator.seed(seed)

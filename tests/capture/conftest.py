@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from torch import Tensor
 
-from pipectl.capture import CapturedGraph, CapturedJob
+from pipectl.capture import CapturedGraph, CapturedJob, Cut, build_stage
+from pipectl.capture.batch import by_name
+from pipectl.capture.regions import arithmetic
 from pipectl.spec import JobSpec, load
 
 MODELS = Path(__file__).with_name("models.py")
@@ -64,6 +67,60 @@ def _factory(name: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     return {"factory": place, "kwargs": kwargs} if kwargs else {"factory": place}
 
 
+MODULES = """\
+import contextlib, ctypes, random, types
+import numpy as np
+import torch
+from torch import nn
+"""
+MODULE = """
+class {name}(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.kept = {first}
+    def forward(self, x):
+        x = self.linear(x)
+        {code}
+        return x
+
+class Whole{name}({name}):
+    def forward(self, x):
+        return super().forward(x)[:, :3]
+"""
+
+
+@pytest.fixture
+def write_modules(tmp_path: Path) -> Callable[..., Path]:
+    """``write_modules(table)``: a file with modules by name, and a model of all of them.
+
+    The table has what each keeps and its code, or its code alone. ``Whole...`` are models whose own
+    code it is; ``layers`` has the modules between a first and a last layer.
+    """
+
+    def write(table: dict[str, Any], more: str = "") -> Path:
+        entries = {n: v if isinstance(v, tuple) else ("None", v) for n, v in table.items()}
+        modules = [MODULE.format(name=n, first=first, code=c) for n, (first, c) in entries.items()]
+        layers = ", ".join(f"{name}()" for name in entries)
+        last = f"def layers():\n    return [nn.Linear(6, 6), {layers}, nn.Linear(6, 3)]\n"
+        path = tmp_path / "modules.py"
+        path.write_text("\n".join([MODULES, *modules, last, more]))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def place_of() -> Callable[[Path, str], str]:
+    """Where the first line of a module's code is, as errors name it: file, line and text."""
+
+    def place(path: Path, code: str) -> str:
+        first = code.partition("\n")[0]
+        return f"(at {path}:{1 + path.read_text().splitlines().index(8 * ' ' + first)}: {first})"
+
+    return place
+
+
 @pytest.fixture(scope="session")
 def make_job(make_spec: Callable[..., JobSpec]) -> JobMaker:
     """A job of its own."""
@@ -99,3 +156,37 @@ def make_real_job(make_job: JobMaker) -> JobMaker:
 def real_job(make_real_job: JobMaker) -> Callable[[str], CapturedJob]:
     """The same, shared by all tests, which must leave it as it was."""
     return cache(make_real_job)
+
+
+@pytest.fixture(scope="session")
+def run_whole() -> Callable[..., Tensor]:
+    """``run_whole(job)``: the loss of its graph as one stage, on the first samples of its data."""
+
+    def run(job: CapturedJob, size: int = 4, *, seed: int = 0, training: bool = True) -> Tensor:
+        graph = job.training_graph(size) if training else job.evaluation_graph(size)
+        stage_of = {node.name: 0 for node in graph.operators}
+        code = build_stage(Cut(graph, stage_of, training), 0, size)
+        batch = by_name(graph, job.loader.example(size))
+        states = [job.states[graph.states[slot.value].name] for slot in code.states]
+        return code.module(seed, *states, *(batch[name] for name in code.inputs))[0]
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def assert_as_the_model(run_whole: Callable[..., Tensor]) -> Callable[..., None]:
+    """The graph as one stage gives the loss and the gradients of the model, to the bit."""
+
+    def check(job: CapturedJob, precision: str = "float32") -> None:
+        parameters, gradients = list(job.step.parameters()), []
+        batch = job.loader.example(4)
+        with arithmetic(precision, torch.device("cpu")):
+            losses = [run_whole(job), job.step(*batch)]
+        for loss in losses:
+            loss.backward()
+            gradients.append([parameter.grad for parameter in parameters])
+            job.step.zero_grad()
+        assert torch.equal(*losses)
+        assert all(map(torch.equal, *gradients))
+
+    return check

@@ -45,11 +45,6 @@ class Named(Vectors):
         return {"inputs": self.vectors[index], "targets": self.classes[index]}
 
 
-class Triples(Vectors):
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
-        return self.vectors[index], self.classes[index], index
-
-
 class Raising(Vectors):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         raise OSError("the disk is gone")
@@ -81,17 +76,38 @@ def mlp(width: int = 8) -> nn.Module:
     return nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, 3))
 
 
+class Inner(nn.Module):
+    """What most models wrap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+class Layers(nn.Module):
+    """Linear layers by name, with their sizes."""
+
+    layers = (("a", 6, 6), ("head", 6, 3))
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, entering, leaving in self.layers:
+            setattr(self, name, nn.Linear(entering, leaving))
+
+
 def deeper() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 3))
 
 
-class WithLoss(nn.Module):
+class WithLoss(Inner):
     """Returns its own loss, in one of the usual ways."""
 
     def __init__(self, form: str) -> None:
         super().__init__()
         self.form = form
-        self.inner = mlp()
 
     def forward(self, x: Tensor, y: Tensor) -> object:
         logits = self.inner(x)
@@ -121,11 +137,7 @@ class WithModelOutput(WithLoss):
         return ModelOutput(nn.functional.cross_entropy(logits, y), logits, cache=object())
 
 
-class Branching(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = mlp()
-
+class Branching(Inner):
     def forward(self, x: Tensor) -> Tensor:
         y = self.inner(x)
         if y.sum() > 0:  # data-dependent branch
@@ -133,23 +145,15 @@ class Branching(nn.Module):
         return y
 
 
-class FixedBatch(nn.Module):
+class FixedBatch(Inner):
     """Holds for batches of 4 alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = mlp()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x.reshape(4, 2, 3).flatten(1))
 
 
-class PerSize(nn.Module):
+class PerSize(Inner):
     """Another graph for every batch size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = mlp()
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(int(x.shape[0])):
@@ -157,14 +161,13 @@ class PerSize(nn.Module):
         return self.inner(x)
 
 
-class Inplace(nn.Module):
+class Inplace(Layers):
     """Every kind of write: relu_, add_, copy_, index_put_, and a buffer."""
+
+    layers = (("a", 6, 6), ("b", 6, 6), ("head", 6, 3))
 
     def __init__(self) -> None:
         super().__init__()
-        self.a = nn.Linear(6, 6)
-        self.b = nn.Linear(6, 6)
-        self.head = nn.Linear(6, 3)
         self.register_buffer("calls", torch.zeros(6))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -178,15 +181,14 @@ class Inplace(nn.Module):
         return self.head(w + z)
 
 
-class SharedNorm(nn.Module):
+class SharedNorm(Layers):
     """One BatchNorm used twice: its statistics are written and read in order."""
+
+    layers = (("a", 6, 6), ("b", 6, 6), ("head", 6, 3))
 
     def __init__(self) -> None:
         super().__init__()
-        self.a = nn.Linear(6, 6)
-        self.b = nn.Linear(6, 6)
         self.norm = nn.BatchNorm1d(6)
-        self.head = nn.Linear(6, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.norm(self.b(self.norm(self.a(x)))))
@@ -206,23 +208,17 @@ class Tied(nn.Module):
         return self.last(self.middle(self.first(x)).tanh())[:, :3]
 
 
-class Dropping(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(6, 16)
-        self.drop = nn.Dropout(0.5)
-        self.head = nn.Linear(16, 3)
+class Dropping(Layers):
+    layers = (("a", 6, 16), ("head", 16, 3))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.drop(self.a(x)))
+        return self.head(nn.functional.dropout(self.a(x), 0.5, self.training))
 
 
-class Sizes(nn.Module):
+class Sizes(Layers):
     """Shapes computed from the batch size."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(3, 3)
+    layers = (("inner", 3, 3),)
 
     def forward(self, x: Tensor) -> Tensor:
         b = x.shape[0]
@@ -230,39 +226,20 @@ class Sizes(nn.Module):
         return rows.view(b, 2, 3).mean(1) + torch.zeros(b, 3)
 
 
-class Masked(nn.Module):
-    """A tensor whose size depends on the data."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = mlp()
-
-    def forward(self, x: Tensor) -> Tensor:
-        kept = x[x[:, 0] > 0]
-        return self.inner(x) + self.inner(kept).sum(0) / kept.shape[0]
-
-
-class Tuples(nn.Module):
+class Tuples(Layers):
     """Splits into items that go different ways."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(6, 6)
-        self.head = nn.Linear(2, 3)
+    layers = (("a", 6, 6), ("head", 2, 3))
 
     def forward(self, x: Tensor) -> Tensor:
         p, q, r = self.a(x).split(2, dim=1)
         return self.head(p.sigmoid() * q + r.transpose(0, 1).contiguous().transpose(0, 1))
 
 
-class Crossing(nn.Module):
+class Crossing(Layers):
     """A value that is written through a view of itself, then read in several places."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(6, 6)
-        self.b = nn.Linear(6, 6)
-        self.head = nn.Linear(6, 3)
+    layers = (("a", 6, 6), ("b", 6, 6), ("head", 6, 3))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.a(x)
@@ -273,12 +250,8 @@ class Crossing(nn.Module):
         return self.head(y * right + left)
 
 
-class Filled(nn.Module):
+class Filled(Layers):
     """A value without gradient until it is filled through a view of itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.zeros_like(x)
@@ -286,24 +259,20 @@ class Filled(nn.Module):
         return self.head(y.tanh())
 
 
-class Skip(nn.Module):
+class Skip(Layers):
     """A value used right away and once more at the end."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+    layers = (("a", 6, 6), ("b", 6, 6), ("c", 6, 6))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.a(x).tanh()
         return (self.c(self.b(y)) + y)[:, :3]
 
 
-class TwoHeads(nn.Module):
+class TwoHeads(Layers):
     """Two ways from one value, either of which may come first in the pipeline."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(6, 6), nn.Linear(6, 3), nn.Linear(6, 3)
+    layers = (("a", 6, 6), ("b", 6, 3), ("c", 6, 3))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.a(x).tanh()
@@ -311,25 +280,20 @@ class TwoHeads(nn.Module):
         return self.c(y).sigmoid() + left
 
 
-class Reordered(nn.Module):
+class Reordered(Layers):
     """Another order of layers in evaluation."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+    layers = (("a", 6, 6), ("b", 6, 6))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.b(self.a(x)) if self.training else self.a(self.b(x))
         return y[:, :3]
 
 
-class Frozen(nn.Module):
+class Frozen(Inner):
     def __init__(self) -> None:
         super().__init__()
-        self.inner = mlp().requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
+        self.requires_grad_(False)
 
 
 def vector_loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -352,15 +316,13 @@ def not_a_module() -> str:
     return "a model"
 
 
-def failing() -> nn.Module:
-    raise ValueError("no such layer")
-
-
 LIMIT = 3
 
 
-class OwnBackward(nn.Module):
+class OwnBackward(Layers):
     """An autograd function of two tensors and a number, inside another class."""
+
+    layers = (("a", 6, 3), ("b", 6, 3))
 
     class Doubling(torch.autograd.Function):
         @staticmethod
@@ -372,53 +334,39 @@ class OwnBackward(nn.Module):
         def backward(ctx, for_x: Tensor, for_y: Tensor) -> tuple[Tensor, Tensor, None]:
             return for_x * 7.0 * ctx.scale, for_y, None
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(6, 3), nn.Linear(6, 3)
-
     def forward(self, x: Tensor) -> Tensor:
         left, right = self.Doubling.apply(self.a(x), self.b(x), 2.0)
         return left + right
 
 
-class Recomputed(nn.Module):
+class Recomputed(Layers):
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
         self.reentrant = reentrant
-        self.a, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         block = nn.Sequential(self.a, nn.Tanh())
         return self.head(checkpoint(block, x, use_reentrant=self.reentrant))
 
 
-class GradientHook(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = mlp()
-
+class GradientHook(Inner):
     def forward(self, x: Tensor) -> Tensor:
         y = self.inner(x)
         y.register_hook(lambda gradient: gradient * 0.5)
         return y
 
 
-class BackwardHook(nn.Module):
+class BackwardHook(Inner):
     def __init__(self) -> None:
         super().__init__()
-        self.inner = mlp()
         self.inner[0].register_full_backward_hook(lambda module, given, gradient: None)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
 
-
-class ParameterHook(nn.Module):
+class ParameterHook(Inner):
     """A hook on a parameter, set by the constructor."""
 
     def __init__(self, kind: str = "gradient", frozen: bool = False) -> None:
         super().__init__()
-        self.inner = mlp()
         weight = self.inner[0].weight
         if kind == "gradient":
             handle = weight.register_hook(lambda gradient: gradient * 0.5)
@@ -428,16 +376,12 @@ class ParameterHook(nn.Module):
             handle.remove()
         weight.requires_grad_(not frozen)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
 
-
-class Running(nn.Module):
+class Running(Layers):
     """Statistics that are assigned, not written in place."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
         self.register_buffer("mean", torch.zeros(6))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -452,12 +396,11 @@ class Resizing(Running):
         return self.head(self.a(x) - self.mean)
 
 
-class RunningScale(nn.Module):
+class RunningScale(Layers):
     """Divides by a buffer it has just written, which autograd keeps for the backward."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
         self.register_buffer("scale", torch.ones(6))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -466,24 +409,18 @@ class RunningScale(nn.Module):
         return self.head(y / self.scale)
 
 
-class WritingInput(nn.Module):
+class WritingInput(Layers):
     """Changes its input where it is."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(6, 3)
+    layers = (("head", 6, 3),)
 
     def forward(self, x: Tensor) -> Tensor:
         x += 1.5
         return self.head(x).relu()
 
 
-class NamingOutputs(nn.Module):
+class NamingOutputs(Inner):
     """Returns texts, one of which is the name of an operator."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = mlp()
 
     def forward(self, x: Tensor) -> dict[str, object]:
         return {"loss": self.inner(x).square().mean(), "kind": "linear", "note": "nothing"}
@@ -544,12 +481,8 @@ class AsksForSize(nn.Module):
         return self.linear(x) * 2 if doubles else self.linear(x)
 
 
-class DrawsByName(nn.Module):
+class DrawsByName(Inner):
     """A layer that is sometimes skipped, with a function that was imported by its name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = mlp()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x) * (2 if draw() < 0.5 else 3)
@@ -581,12 +514,11 @@ class DroppedLstm(nn.Module):
         return self.head(values[:, -1])
 
 
-class OneName(nn.Module):
+class OneName(Inner):
     """Two autograd functions that cannot be told apart by their names."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = mlp()
         self.functions = scaling(2.0), scaling(5.0)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -594,24 +526,19 @@ class OneName(nn.Module):
         return second.apply(first.apply(self.inner(x)))
 
 
-class Positions(nn.Module):
+class Positions(Inner):
     """Makes tensors of its own, on the device that it was captured on."""
 
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(6, 6)
-        self.inner = mlp()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x + self.table(torch.arange(6, device=x.device)).sum(1))
 
 
-class BranchPositions(nn.Module):
+class BranchPositions(Inner):
     """The same in a branch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = mlp()
 
     def forward(self, x: Tensor) -> Tensor:
         shifted = torch.cond(x.sum() > 0, self.shift, lambda x: x * 2, (x,))
@@ -621,13 +548,12 @@ class BranchPositions(nn.Module):
         return x + torch.arange(6, device=x.device)
 
 
-class WritesASlice(nn.Module):
+class WritesASlice(Inner):
     """Indices that are written through a view, from a buffer and twice, and no indices before."""
 
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(4, 6)
-        self.inner = mlp()
         self.register_buffer("indices", torch.arange(4) - 7)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -638,12 +564,11 @@ class WritesASlice(nn.Module):
         return self.inner(x + self.table(indices).sum(1))
 
 
-class ReturnsMore(nn.Module):
+class ReturnsMore(Inner):
     """Its result with the number of samples, or with a parameter."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
-        self.inner = mlp()
         self.extra = nn.Parameter(torch.ones(3))
         self.what = what
 
@@ -654,12 +579,10 @@ class ReturnsMore(nn.Module):
         )
 
 
-class WithEmbedding(nn.Module):
+class WithEmbedding(Layers):
     """Its result, and a second one with parameters of its own, which the loss does not read."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.head, self.project = nn.Linear(6, 6), nn.Linear(6, 3), nn.Linear(6, 2)
+    layers = (("a", 6, 6), ("head", 6, 3), ("project", 6, 2))
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         y = self.a(x)

@@ -2,52 +2,11 @@
 
 from __future__ import annotations
 
-import textwrap
-from pathlib import Path
-
 import pytest
 import torch
 
 from pipectl.capture import CapturedJob
 from pipectl.errors import CaptureError
-
-MODELS = Path(__file__).with_name("models.py")
-
-
-def test_control_flow_on_values_names_the_users_line(make_job) -> None:
-    with pytest.raises(CaptureError) as raised:
-        make_job("Branching").training_graph(4)
-    line = 1 + MODELS.read_text().splitlines().index(
-        "        if y.sum() > 0:  # data-dependent branch"
-    )
-    assert raised.value.message == (
-        f"model: cannot be captured (at {MODELS}:{line}: "
-        "if y.sum() > 0:  # data-dependent branch): "
-        "its control flow depends on the values of tensors"
-    )
-    assert raised.value.cure is not None
-    assert "torch.where" in raised.value.cure
-
-
-def test_a_forward_that_raises_names_the_users_line(make_job, tmp_path: Path) -> None:
-    path = tmp_path / "wrong_shape_model.py"
-    path.write_text(
-        textwrap.dedent(
-            """\
-            from torch import nn
-            class Wrong(nn.Module):
-                def __init__(self):
-                    super().__init__()
-                    self.a = nn.Linear(5, 5)
-                def forward(self, x):
-                    return self.a(x)
-            """
-        )
-    )
-    with pytest.raises(CaptureError) as raised:
-        make_job(f"{path}:Wrong").training_graph(4)
-    assert f"(at {path}:7: return self.a(x))" in raised.value.message
-    assert "\n" not in raised.value.message
 
 
 def test_torch_stays_silent_about_a_failed_export(make_job, capfd) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipectl.capture import Cut, build_stage
 from pipectl.capture.operators import Applied
 from pipectl.errors import CaptureError
 
@@ -19,37 +18,22 @@ def line_of(text: str) -> int:
     return 1 + MODELS.read_text().splitlines().index(text)
 
 
-def test_an_autograd_function_is_one_operator_with_its_own_backward(make_job) -> None:
-    job = make_job("OwnBackward")
-    graph = job.training_graph(4)
-    names = [node.name for node in graph.operators if "Doubling" in str(node.target)]
-    assert len(names) == 1
-    cut = Cut(graph, {node.name: 0 for node in graph.operators}, training=True)
-    code = build_stage(cut, 0, 4)
-    inputs, targets = job.loader.example(4)
-    states = [job.states[graph.states[slot.value].name] for slot in code.states]
-    known = dict(zip(graph.inputs, (inputs, targets), strict=True))
-    (loss,) = code.module(0, *states, *(known[name] for name in code.inputs))
-    loss.backward()
-    found = [state.grad.clone() for state in states]
-    for state in states:
-        state.grad = None
-    job.step(inputs, targets).backward()
-    assert all(torch.equal(state.grad, grad) for state, grad in zip(states, found, strict=True))
+def test_an_autograd_function_is_one_operator_with_its_own_backward(
+    job_of, assert_as_the_model
+) -> None:
+    job = job_of("OwnBackward")
+    operators = job.training_graph(4).operators
+    assert sum("Doubling" in str(node.target) for node in operators) == 1
+    assert_as_the_model(job)
 
 
-def test_the_fingerprint_names_the_function_and_no_address(make_job) -> None:
-    graphs = [make_job("OwnBackward").training_graph(4) for _ in range(2)]
-    assert graphs[0].fingerprint == graphs[1].fingerprint
-    assert "0x" not in "".join(str(node.target) for node in graphs[0].operators)
-
-
-def test_the_fingerprint_does_not_depend_on_where_the_file_lies(make_job, tmp_path: Path) -> None:
+def test_the_fingerprint_names_the_function_but_no_address_and_no_directory(
+    graph_of, make_job, tmp_path: Path
+) -> None:
     copy = shutil.copy(MODELS, tmp_path)
-    here = make_job("OwnBackward").training_graph(4)
-    there = make_job(f"{copy}:OwnBackward").training_graph(4)
-    assert there.signatures == here.signatures
-    assert there.fingerprint == here.fingerprint
+    here, there = graph_of("OwnBackward"), make_job(f"{copy}:OwnBackward").training_graph(4)
+    assert "0x" not in "".join(str(node.target) for node in here.operators)
+    assert (there.signatures, there.fingerprint) == (here.signatures, here.fingerprint)
 
 
 def test_export_leaves_autograd_as_it_was(make_job) -> None:

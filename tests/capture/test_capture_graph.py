@@ -8,11 +8,7 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
-import pytest
 import torch
-
-from pipectl.capture import CapturedJob
-from pipectl.errors import CaptureError
 
 MODELS = Path(__file__).with_name("models.py")
 
@@ -118,21 +114,6 @@ def test_sizes_follow_from_the_batch_size(graph_of) -> None:
     assert not {node.name for node in sizes} & set(graph.position)
 
 
-def test_a_size_from_the_data_is_refused(make_job) -> None:
-    with pytest.raises(CaptureError) as raised:
-        make_job("Masked").training_graph(4)
-    lines = MODELS.read_text().splitlines()
-    line = 1 + lines.index("        kept = x[x[:, 0] > 0]")
-    assert raised.value.message == (
-        "model: 'index' has a size that depends on the data "
-        f"(at {MODELS}:{line}: kept = x[x[:, 0] > 0])"
-    )
-    assert raised.value.cure is not None
-    assert raised.value.cure.startswith(
-        "give the tensor a fixed size (for example padding and a mask)"
-    )
-
-
 def test_integer_values_have_no_gradient(real_job) -> None:
     graph = real_job("gpt").training_graph(4)
     assert not graph.requires_grad["arange"]
@@ -174,18 +155,18 @@ print("MPI" if "mpi4py" in sys.modules else "no MPI")
 """
 
 
-def test_the_fingerprint_is_equal_in_another_process_which_needs_no_mpi(make_spec) -> None:
-    specs = [make_spec(name) for name in ("Inplace", "Tuples", "SharedNorm", "Tied")]
+def test_the_fingerprint_is_equal_in_another_process_which_needs_no_mpi(job_of) -> None:
+    jobs = [job_of(name) for name in ("Inplace", "Tuples", "SharedNorm", "Tied")]
     other = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
     lines = subprocess.run(
-        [sys.executable, "-c", CODE, *(str(spec.base / "job.yaml") for spec in specs)],
+        [sys.executable, "-c", CODE, *(str(job.spec.base / "job.yaml") for job in jobs)],
         env={**os.environ, "PYTHONHASHSEED": other},
         capture_output=True,
         text=True,
         check=True,
         timeout=200,
     ).stdout.splitlines()
-    graphs = [CapturedJob(spec).training_graph(4) for spec in specs]
+    graphs = [job.training_graph(4) for job in jobs]
     assert lines[:-1] == [f"{g.fingerprint} {sorted(g.groups.items())}" for g in graphs]
     assert len(set(lines)) == 5
     assert lines[-1] == "no MPI"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 import torch.nn.functional as F
 
@@ -51,64 +50,50 @@ def test_dropout_is_random_and_linear_is_not(graph_of, real_job) -> None:
     assert random_operators(graph_of("mlp")) == []
 
 
-@pytest.mark.parametrize(
-    ("function", "random"),
-    [
-        (lambda x: F.dropout(x, 0.1), True),
-        (lambda x: F.dropout(x, 0.0), False),
-        (lambda x: F.dropout(x, 0.1, training=False), False),
-        (lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1), True),
-        (lambda x: F.scaled_dot_product_attention(x, x, x), False),
-        (lambda x: F.rrelu(x, training=True), True),
-        (F.rrelu, False),
-        (lambda x: x + torch.rand_like(x), True),
-        (lambda x: torch.bernoulli(x.sigmoid()), True),
-    ],
-)
-def test_what_drops_nothing_draws_nothing(function, random: bool) -> None:
+def test_what_drops_nothing_draws_nothing() -> None:
     class Model(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return function(x)
+        def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+            return [
+                F.dropout(x, 0.1),
+                F.dropout(x, 0.0),
+                F.dropout(x, 0.1, training=False),
+                F.scaled_dot_product_attention(x, x, x, dropout_p=0.1),
+                F.scaled_dot_product_attention(x, x, x),
+                F.rrelu(x, training=True),
+                F.rrelu(x),
+                x + torch.rand_like(x),
+                torch.bernoulli(x.sigmoid()),
+            ]
 
     program = torch.export.export(Model(), (torch.randn(2, 3, 4, 5),), strict=False)
-    nodes = [node for node in program.graph.nodes if node.op == "call_function"]
-    assert any(is_random(node, program.graph_module) for node in nodes) is random
+    calls = [node for node in program.graph.nodes if node.op == "call_function"]
+    assert {node.name for node in calls if is_random(node, program.graph_module)} == {
+        "dropout", "scaled_dot_product_attention", "rrelu", "rand_like", "bernoulli"
+    }  # fmt: skip
 
 
-def test_dropout_in_evaluation_changes_nothing(job_of) -> None:
+def test_dropout_in_evaluation_changes_nothing(job_of, run_whole) -> None:
     job = job_of("Dropping")
-    graph = job.evaluation_graph(4)
-    code = build_stage(Cut(graph, {n.name: 0 for n in graph.operators}, training=False), 0, 4)
-    inputs, targets = job.loader.example(4)
-    states = [job.states[graph.states[slot.value].name] for slot in code.states]
-    losses = [float(code.module(seed, *states, inputs, targets)[0].detach()) for seed in (1, 2)]
-    assert losses[0] == losses[1]
+    losses = [run_whole(job, seed=seed, training=False) for seed in (1, 2)]
+    assert torch.equal(*losses)
 
 
-def test_a_mask_follows_from_the_seed_alone(job_of) -> None:
+def test_a_mask_follows_from_the_seed_alone(job_of, run_whole) -> None:
     job = job_of("Dropping")
     graph = job.training_graph(4)
-    cuts = [
-        Cut(graph, {n.name: 0 for n in graph.operators}, training=True),
-        Cut(graph, {n.name: int(n.name != "linear") for n in graph.operators}, training=True),
-    ]
+    cut = Cut(graph, {n.name: int(n.name != "linear") for n in graph.operators}, training=True)
+    first, second = build_stage(cut, 0, 4), build_stage(cut, 1, 4)
     inputs, targets = job.loader.example(4)
 
     def values(code) -> list[torch.Tensor]:
         return [job.states[graph.states[slot.value].name] for slot in code.states]
 
-    whole = build_stage(cuts[0], 0, 4)
-    first, second = build_stage(cuts[1], 0, 4), build_stage(cuts[1], 1, 4)
-
-    def in_two(seed: int) -> torch.Tensor:
-        (made,) = first.module(seed, *values(first), inputs)
-        torch.rand(11)
-        return second.module(seed, *values(second), targets, made)[0]
-
-    expected = whole.module(5, *values(whole), inputs, targets)[0]
-    assert torch.equal(in_two(5), expected)
-    assert torch.equal(whole.module(5, *values(whole), inputs, targets)[0], expected)
-    assert not torch.equal(whole.module(6, *values(whole), inputs, targets)[0], expected)
+    expected = run_whole(job, seed=5)
+    (sent,) = first.module(5, *values(first), inputs)
+    torch.rand(11)
+    assert torch.equal(second.module(5, *values(second), targets, sent)[0], expected)
+    assert torch.equal(run_whole(job, seed=5), expected)
+    assert not torch.equal(run_whole(job, seed=6), expected)
 
 
 DRAWN = """

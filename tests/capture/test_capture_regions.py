@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from pipectl.capture import CapturedGraph, CapturedJob, Cut, build_stage
-from pipectl.capture.regions import WHOLE, Autocast, Region, region_of
+from pipectl.capture import CapturedGraph, Cut, build_stage
+from pipectl.capture.regions import WHOLE, Autocast, Region, arithmetic, region_of
 
 HALF = Autocast("cpu", torch.bfloat16, enabled=True)
 FULL = Autocast("cpu", torch.bfloat16, enabled=False)
@@ -78,6 +78,24 @@ class Written(nn.Module):
         return self.head(z + y) + y.mean()
 
 
+class Asking(nn.Module):
+    """Asks for dtypes, switches autocast off in between, and uses a weight with a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 3)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        wide = x.float()
+        scaled = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+        with torch.autocast("cpu", enabled=False):
+            angle = torch.sin(scaled.float())
+        x = self.norm(scaled + angle.to(x.dtype))
+        return self.second(x * 1.5 if x.dtype == torch.bfloat16 else x)
+
+
 class Switched(nn.Module):
     def __init__(self, enabled: bool) -> None:
         super().__init__()
@@ -96,17 +114,19 @@ class Vectors(Dataset):
         return torch.sin(torch.arange(4.0) + index), index % 3
 
 
-def job_of(make_spec: Any, model: str, **kwargs: Any) -> CapturedJob:
-    here = Path(__file__)
-    return CapturedJob(make_spec(f"{here}:{model}", data=f"{here}:Vectors", kwargs=kwargs))
+@pytest.fixture(scope="module")
+def job_named(make_job: Any) -> Any:
+    """The job of a model of this file, shared by its tests."""
+    here = f"{Path(__file__)}"
+    return cache(lambda model: make_job(f"{here}:{model}", data=f"{here}:Vectors"))
 
 
 def regions(graph: CapturedGraph) -> dict[str, Region]:
     return {node.name: region_of(node) for node in graph.operators}
 
 
-def test_every_operator_knows_what_holds_for_it(make_spec: Any) -> None:
-    found = regions(job_of(make_spec, "Nested").training_graph(4))
+def test_every_operator_knows_what_holds_for_it(job_named: Any) -> None:
+    found = regions(job_named("Nested").training_graph(4))
     assert not any("autocast" in name or "grad" in name for name in found)
     assert found["linear"] == found["mul_2"] == Region((HALF,), gradients=True)
     assert found["softmax"] == Region((FULL,), gradients=True)
@@ -114,34 +134,33 @@ def test_every_operator_knows_what_holds_for_it(make_spec: Any) -> None:
     assert found["linear_3"] == found["cross_entropy_loss"] == WHOLE
 
 
-def test_no_grad_in_an_autocast_leaves_no_gradient(make_spec: Any) -> None:
-    graph = job_of(make_spec, "Nested").training_graph(4)
+def test_no_grad_in_an_autocast_leaves_no_gradient(job_named: Any) -> None:
+    graph = job_named("Nested").training_graph(4)
     assert not graph.requires_grad["mul_1"]
     assert graph.requires_grad["softmax"]
 
 
 @pytest.mark.parametrize("model", ["Nested", "Branches", "Written"])
-def test_one_stage_equals_the_model_to_the_bit(make_spec: Any, model: str) -> None:
-    job = job_of(make_spec, model)
-    graph = job.training_graph(4)
-    code = build_stage(Cut(graph, {n.name: 0 for n in graph.operators}, training=True), 0, 4)
-    inputs, targets = job.loader.example(4)
-    states = [job.states[graph.states[slot.value].name] for slot in code.states]
-    (loss,) = code.module(0, *states, inputs, targets)
+def test_one_stage_equals_the_model_to_the_bit(
+    job_named: Any, assert_as_the_model: Any, model: str
+) -> None:
+    assert_as_the_model(job_named(model))
     assert (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")) == (True, False)
-    loss.backward()
-    found = [parameter.grad for parameter in job.model.parameters()]
-    job.model.zero_grad()
-    expected = F.cross_entropy(job.model(inputs), targets)
-    expected.backward()
-    assert torch.equal(loss, expected)
-    for gradient, parameter in zip(found, job.model.parameters(), strict=True):
-        assert gradient is not None
-        assert torch.equal(gradient, parameter.grad)
 
 
-def test_regions_can_be_cut_and_are_entered_once_for_neighbours(make_spec: Any) -> None:
-    graph = job_of(make_spec, "Nested").training_graph(4)
+def test_a_graph_captured_in_half_precision_equals_the_model_to_the_bit(
+    make_job: Any, assert_as_the_model: Any
+) -> None:
+    here, training = Path(__file__), {"steps": 1, "batch_size": 8, "precision": "bf16"}
+    job = make_job(f"{here}:Asking", data=f"{here}:Vectors", training=training)
+    assert any(region.autocasts for region in regions(job.training_graph(4)).values())
+    assert_as_the_model(job, "bf16")
+    with arithmetic("bf16", torch.device("cpu")):
+        assert job.model(job.loader.example(4)[0]).dtype == torch.bfloat16
+
+
+def test_regions_can_be_cut_and_are_entered_once_for_neighbours(job_named: Any) -> None:
+    graph = job_named("Nested").training_graph(4)
     names = [node.name for node in graph.operators]
     half = names.index("softmax")
     cut = Cut(graph, {name: int(i >= half) for i, name in enumerate(names)}, training=True)
@@ -151,26 +170,27 @@ def test_regions_can_be_cut_and_are_entered_once_for_neighbours(make_spec: Any) 
         assert len(called) == entered
 
 
-def test_a_view_without_gradients_lets_none_through(make_spec: Any) -> None:
+def test_a_view_without_gradients_lets_none_through(job_named: Any) -> None:
     """Torch says of it that it requires one."""
-    graph = job_of(make_spec, "Written").training_graph(4)
+    graph = job_named("Written").training_graph(4)
     assert [name for name, passes in graph.requires_grad.items() if not passes] == [
         name for name, region in regions(graph).items() if not region.gradients
     ]
 
 
-def test_inference_mode_counts_as_no_grad(make_spec: Any) -> None:
+def test_inference_mode_counts_as_no_grad(job_named: Any) -> None:
     enter = torch.inference_mode.__enter__
-    graph = job_of(make_spec, "Inference").training_graph(4)
+    graph = job_named("Inference").training_graph(4)
     assert region_of(graph.operators[0]) == Region((), gradients=False)
     assert not graph.requires_grad[graph.operators[0].name]
     assert torch.inference_mode.__enter__ is enter
 
 
-def test_the_region_is_part_of_an_operators_signature(make_spec: Any) -> None:
+def test_the_region_is_part_of_an_operators_signature(make_job: Any) -> None:
     """The same operators in another arithmetic are another model."""
+    model, data = (f"{Path(__file__)}:{name}" for name in ("Switched", "Vectors"))
     one, other = (
-        job_of(make_spec, "Switched", enabled=enabled).training_graph(4)
+        make_job(model, data=data, kwargs={"enabled": enabled}).training_graph(4)
         for enabled in (True, False)
     )
     assert [n.name for n in one.operators] == [n.name for n in other.operators]

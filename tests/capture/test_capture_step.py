@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipectl.capture.batch import split_sample
-from pipectl.capture.step import check_loss
 from pipectl.errors import CaptureError
 
 MODELS = Path(__file__).with_name("models.py")
@@ -67,37 +65,6 @@ def test_a_frozen_model_cannot_be_trained(make_job) -> None:
     assert raised.value.message == "loss: depends on no parameter that requires a gradient"
 
 
-def test_a_half_precision_scalar_is_a_loss() -> None:
-    check_loss(torch.tensor(1.0, dtype=torch.bfloat16))
-
-
-@pytest.mark.parametrize(
-    ("batch", "found"),
-    [
-        ((1, 2, 3), "a tuple of 3"),
-        ([1], "a list of 1"),
-        (torch.zeros(3), "a Tensor"),
-        ("text", "a str"),
-    ],
-)
-def test_a_sample_that_is_no_pair(batch: object, found: str) -> None:
-    with pytest.raises(CaptureError) as raised:
-        split_sample(batch)
-    assert raised.value.message == (
-        f"data: a sample must be (inputs, targets) or a mapping, not {found}"
-    )
-
-
-def test_a_mapping_goes_to_model_and_loss_alike() -> None:
-    inputs, targets = split_sample({"x": 1, "y": 2})
-    assert inputs == targets == {"x": 1, "y": 2}
-
-
-def test_triples_are_refused_before_export(make_job) -> None:
-    with pytest.raises(CaptureError, match=r"not a (list|tuple) of 3"):
-        make_job("mlp", data="Triples").training_graph(4)
-
-
 def test_the_batch_must_come_first(make_job) -> None:
     with pytest.raises(CaptureError) as raised:
         make_job("mlp", data="Transposed").training_graph(4)
@@ -107,11 +74,6 @@ def test_the_batch_must_come_first(make_job) -> None:
 def test_a_factory_that_returns_no_module(make_job) -> None:
     with pytest.raises(CaptureError, match=r"returned a str, not a torch\.nn\.Module"):
         make_job("not_a_module")
-
-
-def test_a_factory_that_raises_names_its_line(make_job) -> None:
-    with pytest.raises(CaptureError, match=r"raised ValueError: no such layer \(at .*models"):
-        make_job("failing")
 
 
 def test_an_assigned_buffer_is_written(graph_of) -> None:

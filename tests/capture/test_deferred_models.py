@@ -51,7 +51,7 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def made() -> dict[str, Tensor]:
     notes, model = deferred(build)
     return {name: notes.make(tensor, name) for name, tensor in tensors(model).items()}
@@ -62,20 +62,16 @@ def test_no_tensor_has_memory_at_first() -> None:
     assert all(is_deferred(tensor) for tensor in tensors(model).values())
 
 
-def test_tensors_have_the_type_and_layout_they_have_in_an_ordinary_model(
+def test_tensors_are_those_of_an_ordinary_model_but_for_random_values(
     made: dict[str, Tensor],
 ) -> None:
     ordinary = tensors(build())
     assert made.keys() == ordinary.keys()
     for name, tensor in ordinary.items():
         assert type(made[name]) is type(tensor), name
-        assert (made[name].dtype, made[name].stride()) == (tensor.dtype, tensor.stride()), name
-        assert made[name].shape == tensor.shape, name
-        assert made[name].requires_grad == tensor.requires_grad, name
-
-
-def test_what_is_not_random_equals_an_ordinary_model(made: dict[str, Tensor]) -> None:
-    ordinary = tensors(build())
+        for trait in ("dtype", "shape", "requires_grad"):
+            assert getattr(made[name], trait) == getattr(tensor, trait), name
+        assert made[name].stride() == tensor.stride(), name
     fixed = [name for name in made if not any(part in name for part in ("linear", "drawn", "2."))]
     assert len(fixed) == 15
     assert all(torch.equal(made[name], ordinary[name]) for name in fixed)
@@ -94,32 +90,22 @@ def test_copies_are_equal_and_layers_are_not(made: dict[str, Tensor]) -> None:
     assert not torch.equal(made["0.linear.weight"].detach(), made["0.drawn"].detach())
 
 
-def test_a_tensor_does_not_depend_on_what_else_is_made_or_drawn(made: dict[str, Tensor]) -> None:
+def test_a_tensor_depends_on_the_seed_alone_and_no_generator_on_it(
+    made: dict[str, Tensor],
+) -> None:
     notes, model = deferred(build)
     torch.rand(7)
+    before = torch.get_rng_state()
     for name, tensor in reversed(tensors(model).items()):
         assert torch.equal(notes.make(tensor, name), made[name]), name
-
-
-def test_another_seed_draws_other_parameters(made: dict[str, Tensor]) -> None:
+    assert torch.equal(torch.get_rng_state(), before)
     notes, model = deferred(build, seed=4)
     assert not torch.equal(notes.make(model[0].drawn, "0.drawn"), made["0.drawn"])
 
 
-def test_making_a_tensor_leaves_the_random_generator_alone() -> None:
-    notes, model = deferred(build)
-    before = torch.get_rng_state()
-    notes.make(model[0].drawn, "0.drawn")
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_values_that_the_factory_reads_are_the_right_ones() -> None:
+def test_values_that_the_factory_reads_and_plain_attributes_are_made_at_once() -> None:
     _, model = deferred(build)
     assert model[0].dropout.p == pytest.approx(0.2)
-
-
-def test_plain_attributes_are_made_at_once() -> None:
-    _, model = deferred(build)
     assert torch.equal(model[0].levels, torch.tensor([0.5, 0.75]))
 
 
@@ -139,10 +125,10 @@ def test_a_parameter_without_values() -> None:
 
 
 @pytest.mark.parametrize("model", ["gpt", "tied", "cnn", "dense"])
-def test_the_graphs_are_those_of_an_ordinary_model(make_real_job, model: str) -> None:
-    eager, per_rank = (make_real_job(model, materialize=how) for how in ("eager", "per_rank"))
+def test_the_graphs_are_those_of_an_ordinary_model(make_real_job, real_job, model: str) -> None:
+    eager, per_rank = real_job(model), make_real_job(model, materialize="per_rank")
     for graph in ("training_graph", "evaluation_graph"):
-        expected, found = getattr(eager, graph)(2), getattr(per_rank, graph)(2)
+        expected, found = getattr(eager, graph)(4), getattr(per_rank, graph)(4)
         assert found.fingerprint == expected.fingerprint
         assert found.groups == expected.groups
         assert found.requires_grad == expected.requires_grad

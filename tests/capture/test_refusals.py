@@ -73,7 +73,6 @@ def nothing():
 """
 REFUSED = {
     "two steps": ("h.sum().backward(); self.optimizer.step()", "calls backward()", "a GAN"),
-    "branch": ("if h.mean() > 0: h = h * 2", "its control flow depends", "torch.where"),
     "packing": (
         "h = self.lstm(pack_padded_sequence(x[:, None], torch.ones(len(x)), batch_first=True))",
         "packs sequences",
@@ -103,11 +102,6 @@ REFUSED = {
         "h = h * GENERATOR.random()",
         "generator that is not torch's own",
         "draw with torch.rand",
-    ),
-    "stochastic depth": (
-        "h = x + h if random.random() < 0.5 else x",
-        "generator that is not torch's own",
-        "a submodule of its own",
     ),
     "moving average": (
         "self.target.weight.data.mul_(0.9).add_(self.first.weight.data, alpha=0.1)",
