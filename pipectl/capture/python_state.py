@@ -204,9 +204,9 @@ class Assignments:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Drop new attributes with tensors of the export, which torch leaves.
+        """Drop new attributes and buffers with tensors of the export, which torch leaves.
 
-        Others may say what a forward has done for good (put hooks on modules, say).
+        Other attributes may say what a forward has done for good (put hooks on modules, say).
         """
         for hook in self._hooks:
             hook.remove()
@@ -214,8 +214,10 @@ class Assignments:
             for name in vars(module).keys() - self._before[path].keys():
                 if tensors_in(vars(module)[name]):
                     del vars(module)[name]
+            for name in module._buffers.keys() - self._buffers[path].keys():
+                del module._buffers[name]
         changed = [self._numbers[name] for name in self.numbers]
-        for number in (*changed, *self._to_restore):
+        for number in (*changed, *reversed(self._to_restore)):  # what they were first comes last
             number.holder[number.key] = number.value
 
     def _compare(self) -> None:
@@ -233,9 +235,11 @@ class Assignments:
                     self.tensors.append(Attribute(module, path, name))
         for name, number in numbers_in(self._modules[""]).items():
             known = self._numbers.get(name)
-            if known is None or (number.attribute and number.attribute.path in caching):
+            if known is None:
                 continue
-            if type(number.value) is type(known.value) and number.value != known.value:
+            if number.attribute and number.attribute.path in caching:
+                self._to_restore.append(known)
+            elif type(number.value) is type(known.value) and number.value != known.value:
                 self.numbers[name] = known.value, number.value
 
     def _changes(self, old: Any, new: Any) -> bool:

@@ -230,44 +230,45 @@ class _Profiling:
         return measured
 
     def _time_operators(self, size: int, working_set: Mapping[str, float]) -> Timed:
-        entry = self._journal.find(str(size))
-        if entry is not None:
-            uncached, cached = (
-                {name: (forward_s, backward_s) for name, (forward_s, backward_s) in pairs.items()}
-                for pairs in (entry["uncached"], entry["cached"])
+        def measure() -> dict[str, Any]:
+            loader = self._job.loader
+            loaded: Iterator[Any] = iter(())
+            if not self._job.spec.data.workers:  # a rank loads it itself, between its computations
+                loader = loader.resized(size, drop_last=(loader.samples or 0) >= size)
+                loaded = loader.micro_batches(loader.batches(), size)
+            timed = time_operators(
+                Subject.of(self._job, size, self._device),
+                working_set,
+                self._cache_bytes(working_set),
+                self._effort.operators,
+                loaded,
+                lambda share: self._work.advance(_size(size), share),
             )
-            return Timed(uncached, cached, entry["loading_s"])
-        loader = self._job.loader
-        loaded: Iterator[Any] = iter(())
-        if not self._job.spec.data.workers:  # a rank loads it itself, between its computations
-            loader = loader.resized(size, drop_last=(loader.samples or 0) >= size)
-            loaded = loader.micro_batches(loader.batches(), size)
-        timed = time_operators(
-            Subject.of(self._job, size, self._device),
-            working_set,
-            self._cache_bytes(working_set),
-            self._effort.operators,
-            loaded,
-            lambda share: self._work.advance(_size(size), share),
+            return asdict(timed)
+
+        entry = self._journal.remember(str(size), measure)
+        uncached, cached = (
+            {name: (forward_s, backward_s) for name, (forward_s, backward_s) in pairs.items()}
+            for pairs in (entry["uncached"], entry["cached"])
         )
-        self._journal.note(str(size), asdict(timed))
-        return timed
+        return Timed(uncached, cached, entry["loading_s"])
 
     def _fit(self, profile: Profile, cache_bytes: int | None) -> Fit:
         """What stages take besides operators, and how operators are scaled to it."""
-        entry = self._journal.find("stages")
-        if entry is not None:
-            forward, backward = entry["factors"]
-            return Fit(StageOverhead(**entry["stage"]), (forward, backward), entry["error"])
-        samples = time_stages(
-            Subject.of(self._job, profile.micro_batch_size, self._device),
-            Footprints(profile),
-            self._effort.stages,
-            lambda share: self._work.advance(_STAGES, share),
-        )
-        fit = fit_stages(samples, operator_times(profile, profile.micro_batch_size), cache_bytes)
-        self._journal.note("stages", asdict(fit))
-        return fit
+
+        def measure() -> dict[str, Any]:
+            samples = time_stages(
+                Subject.of(self._job, profile.micro_batch_size, self._device),
+                Footprints(profile),
+                self._effort.stages,
+                lambda share: self._work.advance(_STAGES, share),
+            )
+            times = operator_times(profile, profile.micro_batch_size)
+            return asdict(fit_stages(samples, times, cache_bytes))
+
+        entry = self._journal.remember("stages", measure)
+        forward, backward = entry["factors"]
+        return Fit(StageOverhead(**entry["stage"]), (forward, backward), entry["error"])
 
     def _cache_bytes(self, working_set: Mapping[str, float]) -> int | None:
         """The last level cache; None on an accelerator, or if all data is in a small part of it."""

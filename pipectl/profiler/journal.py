@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,14 @@ class Journal:
             self._write()
         except UsageError:
             self._is_written = False
+
+    def remember(self, key: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What was noted under ``key``; if nothing was, what is measured now, which is kept."""
+        entry = self.find(key)
+        if entry is None:
+            entry = measure()
+            self.note(key, entry)
+        return entry
 
     def match(self, fingerprint: str) -> None:
         """Forget everything that was not measured for this graph."""

@@ -357,11 +357,11 @@ class Walk:
     def _times(self, node: fx.Node, call: Call) -> tuple[float, float]:
         if self._budget_s is None:
             return 0.0, 0.0
-        key = f"{self._subject.size}:{node.name}"
-        entry = self._journal.find(key)
-        if entry is None:
-            entry = {"times": time_alone(call, self._subject.device, self._budget_s)}
-            self._journal.note(key, entry)
+        device, budget_s = self._subject.device, self._budget_s
+        entry = self._journal.remember(
+            f"{self._subject.size}:{node.name}",
+            lambda: {"times": time_alone(call, device, budget_s)},
+        )
         forward_s, backward_s = entry["times"]
         return forward_s, backward_s
 

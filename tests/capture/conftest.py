@@ -72,6 +72,8 @@ import contextlib, ctypes, random, types
 import numpy as np
 import torch
 from torch import nn
+
+GENERATOR = np.random.default_rng(0)
 """
 MODULE = """
 class {name}(nn.Module):
@@ -101,8 +103,8 @@ def write_modules(tmp_path: Path) -> Callable[..., Path]:
     def write(table: dict[str, Any], more: str = "") -> Path:
         entries = {n: v if isinstance(v, tuple) else ("None", v) for n, v in table.items()}
         modules = [MODULE.format(name=n, first=first, code=c) for n, (first, c) in entries.items()]
-        layers = ", ".join(f"{name}()" for name in entries)
-        last = f"def layers():\n    return [nn.Linear(6, 6), {layers}, nn.Linear(6, 3)]\n"
+        layers = ", ".join(["nn.Linear(6, 6)", *(f"{name}()" for name in entries)])
+        last = f"def layers():\n    return [{layers}, nn.Linear(6, 3)]\n"
         path = tmp_path / "modules.py"
         path.write_text("\n".join([MODULES, *modules, last, more]))
         return path

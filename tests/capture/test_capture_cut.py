@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from pipectl.capture import Cut, Lane, Slot, evaluation_stages
 from pipectl.errors import CaptureError, MismatchError
 from pipectl.graph import TransferKind
 
+MODELS = Path(__file__).with_name("models.py")
 ACTIVATION, GRADIENT = TransferKind.ACTIVATION, TransferKind.GRADIENT
 
 
@@ -77,42 +80,25 @@ def test_a_value_is_sent_once_however_often_a_stage_uses_it(graph_of) -> None:
     assert cut.lanes[Lane(ACTIVATION, 0, 1)] == [Slot("tanh")]
 
 
-def test_outputs_travel_to_the_stage_of_the_loss(make_job, make_spec) -> None:
-    spec = make_spec("mlp")
-    data = {"factory": spec.data.factory}
-    job = make_job("mlp", evaluation={"data": data, "metrics": {"m": "builtins:max"}})
-    graph = job.evaluation_graph(4)
-    (output,) = graph.outputs
-    stage_of = stages(graph, graph.loss)
-    cut = Cut(graph, stage_of, training=False)
-    assert cut.result_names == {graph.loss, output}
-    assert Slot(output) in cut.lanes[Lane(ACTIVATION, 0, 1)]
-
-
-def test_an_operator_without_stage_is_refused(graph_of) -> None:
-    stage_of = stages(graph_of("mlp"))
-    del stage_of["relu"]
+@pytest.mark.parametrize(
+    ("model", "stage_of", "message"),
+    [
+        ("mlp", {"linear": 0, "linear_1": 0}, "has no stage for operator 'relu'"),
+        (
+            "mlp",
+            {"linear": 0, "relu": 1, "linear_1": 0, "cross_entropy_loss": 1},
+            "'linear_1' (stage 0) reads 'relu', which a later stage (1) computes",
+        ),
+        ("Inplace", "relu_", "'relu_' shares memory with 'linear' but is in another stage"),
+    ],
+    ids=["without a stage", "not convex", "through a group"],
+)
+def test_a_plan_that_is_no_cut_is_refused(graph_of, model: str, stage_of, message: str) -> None:
+    graph = graph_of(model)
+    stage_of = stages(graph, stage_of) if isinstance(stage_of, str) else stage_of
     with pytest.raises(MismatchError) as raised:
-        Cut(graph_of("mlp"), stage_of, training=True)
-    assert raised.value.message == "plan: has no stage for operator 'relu'"
-
-
-def test_a_cut_that_is_not_convex_is_refused(graph_of) -> None:
-    stage_of = {"linear": 0, "relu": 1, "linear_1": 0, "cross_entropy_loss": 1}
-    with pytest.raises(MismatchError) as raised:
-        Cut(graph_of("mlp"), stage_of, training=True)
-    assert raised.value.message == (
-        "plan: 'linear_1' (stage 0) reads 'relu', which a later stage (1) computes"
-    )
-
-
-def test_a_cut_through_a_group_is_refused(graph_of) -> None:
-    graph = graph_of("Inplace")
-    with pytest.raises(MismatchError) as raised:
-        Cut(graph, stages(graph, "relu_"), training=True)
-    assert raised.value.message == (
-        "plan: 'relu_' shares memory with 'linear' but is in another stage"
-    )
+        Cut(graph, stage_of, training=True)
+    assert raised.value.message == f"plan: {message}"
 
 
 def test_evaluation_goes_where_the_parameters_are(job_of) -> None:
@@ -126,24 +112,22 @@ def test_evaluation_goes_where_the_parameters_are(job_of) -> None:
     }
 
 
-def test_the_loss_of_an_evaluation_waits_for_outputs_that_it_does_not_read(
-    make_job, make_spec
-) -> None:
-    data = {"factory": make_spec("mlp").data.factory}
-    evaluation = {"data": data, "metrics": {"m": "builtins:max"}}
+def test_outputs_travel_to_the_loss_of_an_evaluation_which_waits_for_them(make_job) -> None:
+    evaluation = {"data": f"{MODELS}:Vectors", "metrics": {"m": "builtins:max"}}
     job = make_job("WithEmbedding", loss="loss_of_y", evaluation=evaluation)
     training, graph = job.training_graph(4), job.evaluation_graph(4)
     found = evaluation_stages(graph, training, stages(training, "linear_2"))
     cut = Cut(graph, found, training=False)
     assert (found["linear_1"], found["linear_2"], cut.loss_stage) == (0, 1, 1)
+    assert cut.result_names == {graph.loss, *graph.outputs}
     assert list(cut.lanes) == [Lane(ACTIVATION, 0, 1)]
+    assert Slot("linear_1") not in cut.received(0)
 
 
 @pytest.mark.parametrize("name", ["gpt", "tied", "cnn", "dense"])
 def test_evaluation_can_follow_every_cut_of_training(real_job, name: str) -> None:
     job = real_job(name)
     training, graph = job.training_graph(4), job.evaluation_graph(4)
-    holders: dict[str, set[int]] = {}
     for operator in training.operators[1:]:
         plan = stages(training, operator.name)
         try:
@@ -152,7 +136,7 @@ def test_evaluation_can_follow_every_cut_of_training(real_job, name: str) -> Non
             continue
         found = evaluation_stages(graph, training, plan)
         cut = Cut(graph, found, training=False)
-        holders = {}
+        holders: dict[str, set[int]] = {}
         for placeholder, users in training.users.items():
             if placeholder in training.states:
                 state = training.states[placeholder].name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from pathlib import Path
 
@@ -23,32 +24,25 @@ def message(factory: str, base: Path) -> str:
     return raised.value.message
 
 
-def test_finds_a_function_in_a_file_beside_the_spec(tmp_path: Path) -> None:
-    written(tmp_path / "sum.py", "def build(a, b=1):\n    return a + b\n")
-    assert find("./sum.py:build", tmp_path)(2, b=3) == 5
-
-
-def test_finds_a_class_in_an_importable_module() -> None:
-    assert find("torch.nn:Linear", Path()).__name__ == "Linear"
-
-
-def test_finds_an_attribute_of_an_attribute(tmp_path: Path) -> None:
-    written(
-        tmp_path / "nested.py",
-        """
-        class Models:
-            @staticmethod
-            def small():
-                return 7
-        """,
-    )
-    assert find("./nested.py:Models.small", tmp_path)() == 7
-
-
-def test_a_file_may_import_its_neighbour(tmp_path: Path) -> None:
-    written(tmp_path / "the_neighbour_module.py", "WIDTH = 12\n")
-    written(tmp_path / "uses.py", "from the_neighbour_module import WIDTH\ndef f(): return WIDTH\n")
-    assert find("./uses.py:f", tmp_path)() == 12
+@pytest.mark.parametrize(
+    ("text", "factory"),
+    [
+        ("def build(a, b=1): return a + b", "./own.py:build"),
+        ("class Models:\n    build = lambda a, b: a + b", "./own.py:Models.build"),
+        ("from operator import add as build", "./own.py:build"),
+        ("from the_neighbour_module import build", "./own.py:build"),
+        ("", "operator:add"),
+    ],
+    ids=["function", "attribute of an attribute", "imported", "of a neighbour", "package"],
+)
+def test_a_name_in_a_file_beside_the_spec_or_in_a_package_is_found(
+    text: str, factory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    written(tmp_path / "the_neighbour_module.py", "def build(a, b): return a + b\n")
+    written(tmp_path / "own.py", text)
+    assert find(factory, tmp_path)(2, 3) == 5
+    sys.modules.pop("the_neighbour_module", None)
 
 
 def test_a_file_is_run_once_however_often_it_is_named(tmp_path: Path) -> None:
@@ -64,55 +58,40 @@ def test_files_of_one_name_in_two_folders_are_two_modules(tmp_path: Path) -> Non
     assert find("./b/model.py:build", tmp_path)() == 2
 
 
-def test_missing_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "name", "expected"),
+    [
+        ("def build(): ...", "biuld", "./own.py has no 'biuld'; did you mean 'build'?"),
+        ("def build(): ...", "xyzzy", "./own.py has no 'xyzzy'"),
+        ("LIMIT = 3", "LIMIT", "is a int, not a function or class"),
+        (
+            "import math\nmath.sqrt(-1)",
+            "build",
+            "cannot be imported: ValueError: math domain error (at {path}:2)",
+        ),
+        ("import sys\nsys.exit(2)", "build", "cannot be imported: SystemExit: 2 (at {path}:2)"),
+        (
+            "def build():\n    return (\n",
+            "build",
+            "cannot be imported: SyntaxError: '(' was never closed (own.py, line 2) (at {path}:2)",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_name_is_said(
+    text: str, name: str, expected: str, tmp_path: Path
+) -> None:
+    path = written(tmp_path / "own.py", text)
+    assert message(f"./own.py:{name}", tmp_path) == f"./own.py:{name}: " + expected.format(
+        path=path
+    )
+
+
+def test_files_and_modules_that_are_missing_are_named(tmp_path: Path) -> None:
     found = message("./absent.py:build", tmp_path)
     assert found == f"./absent.py:build: no such file: {tmp_path / 'absent.py'}"
-
-
-def test_missing_module() -> None:
     assert message("no_such_package.models:build", Path()) == (
         "no_such_package.models:build: cannot be imported: ModuleNotFoundError: "
         "No module named 'no_such_package'"
-    )
-
-
-def test_missing_name_with_a_near_one(tmp_path: Path) -> None:
-    written(tmp_path / "near.py", "def build(): ...\n")
-    assert message("./near.py:biuld", tmp_path) == (
-        "./near.py:biuld: ./near.py has no 'biuld'; did you mean 'build'?"
-    )
-
-
-def test_missing_name_without_a_near_one(tmp_path: Path) -> None:
-    written(tmp_path / "far.py", "def build(): ...\n")
-    assert message("./far.py:xyzzy", tmp_path) == "./far.py:xyzzy: ./far.py has no 'xyzzy'"
-
-
-def test_a_name_that_is_not_callable(tmp_path: Path) -> None:
-    written(tmp_path / "number.py", "LIMIT = 3\n")
-    assert message("./number.py:LIMIT", tmp_path) == (
-        "./number.py:LIMIT: is a int, not a function or class"
-    )
-
-
-def test_a_syntax_error_names_file_and_line(tmp_path: Path) -> None:
-    path = written(tmp_path / "broken.py", "def build():\n    return (\n")
-    found = message("./broken.py:build", tmp_path)
-    assert found.startswith("./broken.py:build: cannot be imported: SyntaxError: '(' was never")
-    assert found.endswith(f"(at {path}:2)")
-
-
-def test_an_import_that_raises_names_the_users_line(tmp_path: Path) -> None:
-    path = written(tmp_path / "raises.py", "import math\nmath.sqrt(-1)\n")
-    assert message("./raises.py:build", tmp_path) == (
-        f"./raises.py:build: cannot be imported: ValueError: math domain error (at {path}:2)"
-    )
-
-
-def test_a_script_that_exits_at_import_is_an_error_not_an_exit(tmp_path: Path) -> None:
-    path = written(tmp_path / "script.py", "import sys\nsys.exit(2)\n")
-    assert message("./script.py:build", tmp_path) == (
-        f"./script.py:build: cannot be imported: SystemExit: 2 (at {path}:2)"
     )
 
 

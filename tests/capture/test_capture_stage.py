@@ -127,17 +127,10 @@ def test_a_stage_reads_only_what_it_needs(graph_of: Any) -> None:
     assert len(second.inputs) == 1
 
 
-def test_a_free_graph_serves_other_batch_sizes(graph_of: Any) -> None:
-    graph = graph_of("Sizes")
-    cut = Cut(graph, whole(graph), training=True)
-    for size in (1, 3, 9):
-        code = build_stage(cut, 0, size)
-        job_states = [
-            torch.ones(3, 3) if "weight" in s.value else torch.ones(3) for s in code.states
-        ]
-        given = [torch.ones(size, 6), torch.zeros(size, dtype=torch.long)]
-        (loss,) = code.module(0, *job_states, *given)
-        assert loss.shape == ()
+@pytest.mark.parametrize("size", [1, 3, 9])
+def test_a_free_graph_serves_other_batch_sizes(job_of: Any, run_whole: Any, size: int) -> None:
+    job = job_of("Sizes")
+    assert torch.equal(run_whole(job, size), job.step(*job.loader.example(size)))
 
 
 def test_a_fixed_graph_refuses_other_batch_sizes(graph_of: Any) -> None:
@@ -156,16 +149,16 @@ def test_a_written_buffer_outlives_the_next_forward(job_of: Any) -> None:
     assert differences(in_turn, found) == []
 
 
-def test_tensors_that_a_stage_makes_are_on_its_device(job_of: Any) -> None:
-    job, device = job_of("Positions"), torch.device("meta")
+@pytest.mark.parametrize("name", ["Positions", "BranchPositions"])
+def test_tensors_that_a_stage_and_its_branches_make_are_on_its_device(
+    job_of: Any, name: str
+) -> None:
+    job, device = job_of(name), torch.device("meta")
     graph = job.training_graph(4)
     code = build_stage(Cut(graph, whole(graph), training=True), 0, 4, device)
-    states = [job.states[graph.states[slot.value].name].to(device) for slot in code.states]
-    batch = {
-        name: value.to(device) for name, value in by_name(graph, job.loader.example(4)).items()
-    }
-    (loss,) = code.module(0, *states, *(batch[name] for name in code.inputs))
-    assert loss.device == device
+    graphs = [module.graph for module in code.module.modules() if hasattr(module, "graph")]
+    makers = [node for inner in graphs for node in inner.nodes if "arange" in str(node.target)]
+    assert [node.kwargs["device"] for node in makers] == [device]
 
 
 def evaluated(make_job: Any, what: str) -> CapturedJob:
@@ -199,12 +192,3 @@ def test_a_parameter_that_is_returned_but_not_used_is_refused(make_job: Any) -> 
     graph = evaluated(make_job, "parameter").evaluation_graph(4)
     with pytest.raises(CaptureError, match=r"^model: returns 'model\.extra'"):
         build_stage(Cut(graph, whole(graph), training=False), 0, 4)
-
-
-def test_so_are_those_of_the_branches_that_it_calls(make_job: Any) -> None:
-    device = torch.device("meta")
-    graph = make_job("BranchPositions").training_graph(4)
-    code = build_stage(Cut(graph, whole(graph), training=True), 0, 4, device)
-    inner = [module for name, module in code.module.named_modules() if name]
-    made = [n for module in inner for n in module.graph.nodes if "arange" in str(n.target)]
-    assert [node.kwargs["device"] for node in made] == [device]

@@ -64,22 +64,22 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
-def test_one_file(start: Start, tmp_path: Path) -> None:
-    save_file(contents(), tmp_path / "w.safetensors")
-    assert_equal(start(tmp_path / "w.safetensors"), contents())
-
-
-@pytest.mark.parametrize("path", ["", "model.safetensors.index.json"])
-def test_shards_with_an_index(start: Start, tmp_path: Path, path: str) -> None:
-    shards(tmp_path, contents())
-    save_file({"stray": torch.ones(1)}, tmp_path / "other.safetensors")
+@pytest.mark.parametrize(
+    ("path", "is_indexed"),
+    [("", True), ("model.safetensors.index.json", True), ("", False), ("w.safetensors", False)],
+)
+def test_one_file_or_shards_with_an_index_or_without(
+    start: Start, tmp_path: Path, path: str, is_indexed: bool
+) -> None:
+    if path == "w.safetensors":
+        save_file(contents(), tmp_path / path)
+    else:
+        shards(tmp_path, contents())
+    if is_indexed:
+        save_file({"stray": torch.ones(1)}, tmp_path / "other.safetensors")
+    else:
+        (tmp_path / "model.safetensors.index.json").unlink(missing_ok=True)
     assert_equal(start(tmp_path / path), contents())
-
-
-def test_a_directory_without_index(start: Start, tmp_path: Path) -> None:
-    shards(tmp_path, contents())
-    (tmp_path / "model.safetensors.index.json").unlink()
-    assert_equal(start(tmp_path), contents())
 
 
 def test_a_tied_parameter_is_stored_under_one_of_its_names(start: Start, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from torch import fx
 
 from pipectl.capture.randomness import seed_operator
 from pipectl.capture.stage import StageCode
-from pipectl.profiler.marks import Cost, Marked, cost_of_measuring
+from pipectl.profiler.bench import Cost, Marked, cost_of_measuring
 
 
 def ticking():

@@ -18,10 +18,9 @@ import yaml
 from pipectl.capture import CapturedJob
 from pipectl.errors import CaptureError
 from pipectl.profiler import profile_job
-from pipectl.profiler.bench import Bench, Subject, random_stages, whole, windows
+from pipectl.profiler.bench import Bench, Cost, Subject, random_stages, whole, windows
 from pipectl.profiler.journal import Journal
 from pipectl.profiler.machine import last_level_bytes
-from pipectl.profiler.marks import Cost
 from pipectl.profiler.neighbours import Neighbours, _compute, has_room, neighbour_count
 from pipectl.profiler.operators import Measured, Walk
 from pipectl.profiler.optimizer import optimizer_cost
@@ -100,7 +99,6 @@ def test_neighbours_compute_until_the_measurement_is_over(
 KILLED_AT_ONCE = """
 import os, signal, sys
 from pathlib import Path
-from pipectl.profiler.marks import Cost
 from pipectl.profiler.neighbours import Neighbours
 from pipectl.spec import load
 
