@@ -193,7 +193,7 @@ class Assignments:
         self._numbers = numbers_in(step)
         self._before = {path: dict(vars(module)) for path, module in self._modules.items()}
         self._buffers = {path: dict(module._buffers) for path, module in self._modules.items()}
-        self._extra = extra_states(step)
+        self._extra = extra_states(step, tensors=False)
         self._batch: set[fx.Node] = set()
         self._hooks = [
             step.register_forward_pre_hook(lambda _, batch: self._batch.update(_nodes(batch))),
@@ -221,7 +221,7 @@ class Assignments:
             number.holder[number.key] = number.value
 
     def _compare(self) -> None:
-        refuse_extra_states(self._modules[""], self._extra)
+        refuse_extra_states(self._modules[""], self._extra, tensors=False)
         caching: set[str] = set()  # modules that assigned tensors: numbers may say of what they are
         for path, module in self._modules.items():
             before = {**self._before[path], **self._buffers[path]}
@@ -286,17 +286,19 @@ def _kind(node: fx.Node) -> str:
     return str(getattr(node.target, "_opname", ""))
 
 
-def extra_states(model: nn.Module) -> dict[str, str]:
+def extra_states(model: nn.Module, *, tensors: bool = True) -> dict[str, str]:
     """What modules add to a state dict (``get_extra_state``), as comparable texts by path."""
     plain = nn.Module.get_extra_state
     return {
-        path: comparable(module.get_extra_state())
+        path: comparable(module.get_extra_state(), tensors=tensors)
         for path, module in model.named_modules()
         if type(module).get_extra_state is not plain
     }
 
 
-def refuse_extra_states(model: nn.Module, before: Mapping[str, str]) -> None:
+def refuse_extra_states(
+    model: nn.Module, before: Mapping[str, str], *, tensors: bool = True
+) -> None:
     """Raise if the extra state of a module is another one after a forward.
 
     One that stays the same comes from the factory on every rank.
@@ -304,8 +306,9 @@ def refuse_extra_states(model: nn.Module, before: Mapping[str, str]) -> None:
     Raises:
         RefusedError: no checkpoint would hold it.
     """
-    now, again = (extra_states(model), extra_states(model)) if before else ({}, {})
+    if not before:
+        return
+    now, again = (extra_states(model, tensors=tensors) for _ in range(2))
     for path, old in before.items():
-        # Objects that are made anew for each call never equal others.
-        if old != now[path] == again[path]:
+        if old != now[path] == again[path]:  # some texts name objects that each call makes anew
             raise extra_state(path, type(model.get_submodule(path)).__name__)

@@ -110,12 +110,20 @@ def states_of(generators: Sequence[Any]) -> str:
     return comparable([generator_state(each) for each in generators])
 
 
-def comparable(value: Any) -> str:
-    """A text that is the same for equal values; of arrays and tensors, all that they hold."""
+def comparable(value: Any, *, tensors: bool = True) -> str:
+    """A text that is the same for equal values.
+
+    Args:
+        tensors: whether to compare what tensors hold, which those of an export do not.
+    """
 
     def text(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor | np.ndarray) and not isinstance(leaf, FakeTensor):
-            return np.asarray(leaf).tobytes()
+        if isinstance(leaf, np.ndarray):
+            return leaf.tobytes()
+        if isinstance(leaf, Tensor):
+            if isinstance(leaf, FakeTensor) or not tensors:
+                return "tensor"
+            return leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         kind: Any = type(leaf)  # objects that are equal to none but themselves count as one
         return kind.__name__ if kind.__repr__ is object.__repr__ else leaf
 
