@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +174,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(end)
 
 
-def start_server(folder: Path, stdin: Any, *files: Path) -> subprocess.Popen[bytes]:
+def start_server(
+    folder: Path, stdin: Any, *files: Path, interpreter: str = sys.executable
+) -> subprocess.Popen[bytes]:
     """Start a Python that has loaded torch; ``folder / "python" -m MODULE`` is a fork of it.
 
     See tests/warm.
@@ -181,20 +184,18 @@ def start_server(folder: Path, stdin: Any, *files: Path) -> subprocess.Popen[byt
     Args:
         stdin: the server ends with it.
         files: modules whose work is done for all that is started in this way.
+        interpreter: with pipectl and the packages of the tests.
     """
     folder.mkdir()
     program, address, here = folder / "python", folder / "socket", Path(__file__).parent / "warm"
-    client = [sys.executable, "-IS", str(here / "client.py"), sys.executable, str(address)]
+    client = [interpreter, "-IS", str(here / "client.py"), interpreter, str(address)]
     program.write_text(f'#!/bin/sh\nexec {shlex.join(client)} "$@"\n')
     program.chmod(0o755)
     launcher = Path(sys.prefix) / "bin" / "mpiexec"
     if launcher.exists():  # jobs look for it beside Python
         (folder / "mpiexec").write_text(f'#!/bin/sh\nexec {shlex.quote(str(launcher))} "$@"\n')
         (folder / "mpiexec").chmod(0o755)
-    server = subprocess.Popen(
-        [sys.executable, here / "server.py", address, *files],
-        stdin=stdin,
-    )
+    server = subprocess.Popen([interpreter, here / "server.py", address, *files], stdin=stdin)
     while not address.exists():
         assert server.poll() is None
         time.sleep(0.05)
@@ -211,6 +212,9 @@ def shared_server(name: str, *files: Path) -> str:
     return str(shared / name / "python")
 
 
+COMMANDS = Path(__file__).parent / "warm" / "commands.py"
+
+
 @pytest.fixture(scope="session")
 def warm_python() -> str:
     """Python with nothing loaded but torch, see :func:`start_server`.
@@ -224,17 +228,20 @@ def warm_python() -> str:
 @pytest.fixture(scope="session")
 def warm_commands() -> str:
     """Python for ``-m pipectl`` and what it starts, see :func:`start_server`."""
-    return shared_server("commands", Path(__file__).parent / "warm" / "commands.py")
+    return shared_server("commands", COMMANDS)
 
 
 @pytest.fixture(scope="session")
-def warm_python_of() -> Callable[[Path], AbstractContextManager[str]]:
-    """``with warm_python_of(file) as python``: with the work of a module done, for a while."""
+def warm_python_of() -> Callable[..., AbstractContextManager[str]]:
+    """``with warm_python_of(file) as python``: with the work of a module done, for a while.
+
+    Without a file, that of ``warm_commands``; ``interpreter=`` is as for :func:`start_server`.
+    """
 
     @contextmanager
-    def start(file: Path) -> Iterator[str]:
+    def start(file: Path = COMMANDS, **how: str) -> Iterator[str]:
         folder = Path(tempfile.mkdtemp(prefix="pipectl-"))
-        server = start_server(folder / "server", subprocess.PIPE, file)
+        server = start_server(folder / "server", subprocess.PIPE, file, **how)
         yield str(folder / "server" / "python")
         server.communicate()
         shutil.rmtree(folder)
@@ -305,23 +312,27 @@ def train(launch: Callable[..., Any]) -> Callable[..., None]:
 
 @pytest.fixture(scope="session")
 def profile_of() -> Callable[[Any], Any]:
-    """``profile_of(spec)``: measured once per model, and as if for one rank without neighbours.
+    """``profile_of(spec)``: as if for one rank without neighbours; once per model and run of tests.
 
-    Other data of the same shapes, and other optimizers, would change its times alone.
+    Other data of the same shapes, and other optimizers, would change its times alone, which are
+    those of two rounds.
     """
-    from pipectl.profiler import profile_job
-    from pipectl.profiler.effort import Effort, measured_sizes
+    from pipectl.profile import Profile
+    from pipectl.profiler import effort, measured_sizes, profile_job
 
-    profiles: dict[str, Any] = {}
+    twice = effort.Rounds(2, 2, 1e-6)
 
     def profile(spec: Any) -> Any:
         alone = spec.resources.model_copy(update={"tasks_per_node": 1})
         spec = spec.model_copy(update={"resources": alone})
-        precision, sizes = spec.training.precision, measured_sizes(spec, Effort.FAST)
+        precision, sizes = spec.training.precision, measured_sizes(spec, effort.Effort.FAST)
         key = f"{spec.model!r} {spec.loss!r} {precision} {sizes} {alone.gpus_per_node}"
-        if key not in profiles:
-            profiles[key] = profile_job(spec, effort=Effort.FAST)
-        return profiles[key]
+        file = Path(os.environ[WARM]) / f"{sha256(key.encode()).hexdigest()}.json"
+        if not file.exists():  # no process has measured it yet
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setitem(effort._LIMITS, effort.Effort.FAST, (twice, twice, None))
+                profile_job(spec, effort=effort.Effort.FAST).save(file)
+        return Profile.load(file)
 
     return profile
 

@@ -7,7 +7,9 @@ import subprocess
 import sys
 import sysconfig
 import venv
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from distribution import wheel
@@ -46,20 +48,27 @@ def python(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def reader(tmp_path: Path, python: Path) -> Path:
+def warm(python: Path, warm_python_of: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """That Python, which has loaded what its wheel installed."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")  # to compile takes longer than so small a plan
+    with warm_python_of(interpreter=str(python)) as program:
+        yield program
+
+
+@pytest.fixture
+def reader(tmp_path: Path, python: Path, warm: str) -> Path:
     """An empty directory outside of the checkout, and on PATH what the page has installed."""
     folder = tmp_path / "reader"
     basic_commands(folder)
-    for name in ("python", "pipectl"):
+    for name, command in {"python": python, "pipectl": f"{warm} -m pipectl"}.items():
         program = folder / "bin" / name
-        program.write_text(f'#!/bin/sh\nexec {python.with_name(name)} "$@"\n')
+        program.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
         program.chmod(0o755)
     return folder
 
 
-def test_the_walk(reader: Path, python: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")  # to compile takes longer than so small a plan
+def test_the_walk(reader: Path, python: Path, warm: str) -> None:
     files = re.findall(r"^```python (\S+\.py)\n(.*?)^```", PAGE.read_text("utf-8"), re.M | re.S)
     for name, body in files:
         (reader / name).write_text(body)
@@ -68,10 +77,11 @@ def test_the_walk(reader: Path, python: Path, monkeypatch: pytest.MonkeyPatch) -
     printed = [_CONTROL.sub("", line) for line in bash(text, reader)]
 
     (run,) = (reader / "runs").glob("2*")
-    assert str(python) in (run / "job.sh").read_text(), "the ranks have another Python"
+    assert warm in (run / "job.sh").read_text(), "the ranks have another Python"
     where = "import pipectl.runtime; print(pipectl.runtime.__file__)"
     found = subprocess.run([python, "-c", where], cwd=reader, capture_output=True, text=True)
     assert Path(found.stdout).is_relative_to(python.parents[1]), found
+    subprocess.run([python.with_name("pipectl"), "check", "job.yaml"], cwd=reader, check=True)
 
     gists = [_gist(line) for line in printed]
     missing = [line for line in shown(PAGE, "walk") if _gist(line) not in gists]
