@@ -7,8 +7,10 @@ JOB := configs/gpt-stdlib.yaml
 WITH_RANKS := tests/configs
 TORCH ?= 2.15
 QUICK := tests/test_*.py $(addprefix tests/,batch docs fuzz planner report runs schedule simulate spec)
-NOT_QUICK := planner/test_variants.py planner/test_make_plan.py planner/test_replicated_plans.py \
-    planner/test_published_plans.py schedule/test_random_plans.py runs/test_hostile_runs.py
+NOT_QUICK := $(addprefix planner/test_,variants.py variants_of_ranks.py make_plan.py replicated_plans.py \
+    published_plans.py known_optima.py brute_force_step.py balance.py) schedule/test_random_plans.py \
+    schedule/test_unflushed_steps.py simulate/test_reference_simulation.py runs/test_hostile_runs.py \
+    spec/test_spec_fuzz.py
 
 .DEFAULT_GOAL := help
 .PHONY: help demo quick test test-equality test-lowest test-newest coverage torture check docs bench bench-planner mutants golden clean

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("warm")]
 def test_links_between_virtual_nodes_are_measured_in_a_job(
     pipectl: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipectl.jobs.measuring.LINKS_BUDGET_S", {"fast": 1.0})
+    monkeypatch.setattr("pipectl.jobs.measuring.LINKS_BUDGET_S", {"fast": 0.2})
     (tmp_path / "job.yaml").write_text(JOB)
     command = ("profile", "job.yaml", "--links", "--effort", "fast", "--scheduler", "slurm")
     assert "cluster: runs/tiny.cluster.json" in pipectl(*command)

@@ -64,7 +64,7 @@ BUCKETS = {
     "loss": {"factory": f"{EQUALITY}:token_loss", "weight": f"{EQUALITY}:valid_tokens"},
     "data": {
         "factory": f"{EQUALITY}:Sentences",
-        "buckets": [5, 8, 12],
+        "buckets": [5, 12],
         "pad": {"inputs": 0, "targets": -100},
     },
 }
