@@ -6,7 +6,6 @@ import pytest
 
 from pipectl.cluster import assumed_cluster
 from pipectl.plan import StageCost, StagePeaks
-from pipectl.planner.costs.stage_costs import StageTable, least_peaks_bytes
 from pipectl.schedule import Kind, lower
 from pipectl.simulate import simulate
 
@@ -64,24 +63,6 @@ def test_sums_over_replicas_hold_a_copy_of_the_gradients_and_what_arrives(pipeli
 def test_frozen_parameters_have_no_gradient_and_buffers_stay(pipeline):
     cost = replace(COST, gradient_bytes=0, buffer_bytes=5)
     assert peaks_of(pipeline(1, 1, costs=[cost])) == [5 + 10]
-
-
-def test_the_lower_bound_is_the_peak_of_a_stage_alone_and_below_it_in_a_pipeline(pipeline):
-    for micro_batches, warm_up in ((1, 1), (2, 2), (4, 2), (3, 1)):
-        for peaks in (None, StagePeaks(30, 40, 120, 60), StagePeaks(10, 5, 101, 200)):
-            costs = [replace(COST, peaks=peaks)] * 2
-            for stages, size in ((1, 0), (2, 3)):
-                plan = pipeline(
-                    stages,
-                    micro_batches,
-                    costs=costs[:stages],
-                    warm_up=[warm_up] * stages,
-                    size_bytes=size,
-                )
-                table = StageTable(tuple(costs[:stages]), ())
-                least = least_peaks_bytes(table, plan.warm_up, plan.micro_batch_shares)[0]
-                assert least <= peaks_of(plan)[0] + RESIDENT
-                assert stages == 2 or peaks is None or least == peaks_of(plan)[0] + RESIDENT
 
 
 def test_a_rank_without_stages_holds_only_its_process(pipeline):
