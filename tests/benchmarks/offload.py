@@ -25,12 +25,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import yaml
-from in_turns import Job, cluster_of, gpt, peak_of, profiled, spread, train_in_turns
+from in_turns import Job, cluster_of, gpt, peak_of, profiled, train_in_turns
 from planner_scale import cluster_of as accelerators
 from planner_scale import gpt_profile
 
@@ -152,36 +153,54 @@ def disk(rounds: int) -> None:
 
 
 def show(ways: Mapping[str, Way]) -> None:
-    """Peaks and throughput of all ways against the first."""
-    columns = ["", "ranks", "predicted peak", "", "predicted step s", "throughput"]
+    """Print a :func:`table`."""
+    for line in table(ways):
+        print(line, flush=True)
+
+
+def table(ways: Mapping[str, Way]) -> Iterator[str]:
+    """Lines of a table: peaks and throughput of all ways against the first."""
+    columns = ["", "ranks", "predicted peak", "", "predicted samples/s", ""]
     if any(way.peaks for way in ways.values()):
-        columns += ["measured peak", "", "measured step s", "throughput"]
-    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+        columns += ["measured peak", "", "measured samples/s", ""]
+    yield f"| {' | '.join(columns)} |"
+    yield f"|{'---|' * len(columns)}"
     first = next(iter(ways.values()))
     for way, one in ways.items():
-        peak, full = peak_of(one.plan), peak_of(first.plan)
-        step_s, least_s = one.plan.predicted_step_s, first.plan.predicted_step_s
-        cells = [way, str(one.plan.ranks), format_bytes(peak), f"{peak / full - 1:+.0%}"]
-        cells += [f"{step_s:.3f}", f"{least_s / step_s - 1:+.1%}", *measured_cells(one, first)]
-        print(f"| {' | '.join(cells)} |", flush=True)
+        cells = [way, str(one.plan.ranks)]
+        cells += _against(format_bytes, peak_of(one.plan), peak_of(first.plan))
+        cells += _against(
+            _rate, *(rate(each.plan, [each.plan.predicted_step_s])[0] for each in (one, first))
+        )
+        if one.peaks:
+            peaks = (round(statistics.median(each.peaks)) for each in (one, first))
+            cells += _against(format_bytes, *peaks)
+            rates = (statistics.median(rate(each.plan, each.steps_s)) for each in (one, first))
+            cells += _against(_rate, *rates)
+        yield f"| {' | '.join(cells)} |"
 
 
-def measured_cells(one: Way, first: Way) -> Iterator[str]:
-    if not one.peaks:
-        return
-    peak, full = (statistics.median(way.peaks) for way in (one, first))
-    step_s, least_s = (statistics.median(way.steps_s) for way in (one, first))
-    yield format_bytes(round(peak))
-    yield f"{peak / full - 1:+.0%}"
-    yield spread(one.steps_s)
-    yield f"{least_s / step_s - 1:+.1%}"
+def rate(plan: Plan, steps_s: Sequence[float]) -> list[float]:
+    """Samples per second of some steps."""
+    return [plan.batch_size / step_s for step_s in steps_s]
+
+
+def _against(form: Callable[[Any], str], value: float, first: float) -> tuple[str, str]:
+    return form(value), f"{value / first - 1:+.1%}"
+
+
+def _rate(value: float) -> str:
+    return f"{value:.4g}"
 
 
 def as_job(plan: Plan, profile: Profile, folder: Path, name: str) -> Way:
     """What the metrics and the heartbeat of a job say that trains a plan."""
     run = RunDirectory.create(folder / "runs", name, 0.0)
     document = yaml.safe_load((folder / "job.yaml").read_text())
-    document["training"]["steps"] = JOB_STEPS
+    document["training"]["steps"] = (
+        JOB_STEPS * document["training"]["batch_size"] // plan.batch_size
+    )
+    document["training"]["batch_size"] = plan.batch_size
     run.job.write_text(yaml.safe_dump(document))
     profile.save(run.profile)
     plan.save(run.plan)
@@ -199,6 +218,13 @@ def as_job(plan: Plan, profile: Profile, folder: Path, name: str) -> Way:
 
 
 def jobs() -> None:
+    """Print the table of :func:`trained_jobs`."""
+    print(f"\n### Jobs on {JOB_RANKS} ranks, {JOB_MICRO_BATCHES} micro-batches a step, "
+          f"{JOB_STEPS - 2} steps\n")  # fmt: skip
+    show(trained_jobs())
+
+
+def trained_jobs() -> dict[str, Way]:
     """1F1B, PipeDream and PipeFB on as many ranks."""
     job = gpt(layers=4, width=256, batch=32)
     with tempfile.TemporaryDirectory() as name:
@@ -206,22 +232,30 @@ def jobs() -> None:
         job.write(folder, JOB_RANKS)
         profile = profiled(folder, JOB_MICRO_BATCHES)
         request = PlanRequest("gpt", job.batch, micro_batches=JOB_MICRO_BATCHES, stages=JOB_RANKS)
-        request = replace(request, schedule="pipedream", offload_to=OffloadTarget.DISK)
-        apart = replace(request, stages=JOB_RANKS // 2, backward_apart=True)
-        wanted = {
-            "1F1B": replace(request, schedule="1f1b"),
-            "PipeDream": request,
-            "PipeDream, offloaded": replace(request, offload=True),
-            "PipeFB": apart,
-            "PipeFB, offloaded": replace(apart, offload=True),
-        }
         ways = {}
-        for way, each in wanted.items():
+        for way, each in thesis(replace(request, offload_to=OffloadTarget.DISK)).items():
             plan = make_plan(profile, cluster_of(JOB_RANKS), each)
             ways[way] = as_job(plan, profile, folder, way.replace(", ", "-").lower())
-    print(f"\n### Jobs on {JOB_RANKS} ranks, {JOB_MICRO_BATCHES} micro-batches a step, "
-          f"{JOB_STEPS - 2} steps\n")  # fmt: skip
-    show(ways)
+    return ways
+
+
+def thesis(request: PlanRequest) -> dict[str, PlanRequest]:
+    """1F1B and PipeDream on so many stages, PipeFB with PipeDream's schedule on half of them.
+
+    A step of PipeDream is one micro-batch, of the same size as for 1F1B.
+    """
+    assert request.stages is not None
+    assert request.micro_batches is not None
+    size = request.batch_size // request.micro_batches
+    pipedream = replace(request, schedule="pipedream", batch_size=size, micro_batches=1)
+    apart = replace(pipedream, stages=request.stages // 2, backward_apart=True)
+    return {
+        "1F1B": replace(request, schedule="1f1b"),
+        "PipeDream": pipedream,
+        "PipeDream, offloaded": replace(pipedream, offload=True),
+        "PipeFB": apart,
+        "PipeFB, offloaded": replace(apart, offload=True),
+    }
 
 
 def cluster_with(devices: int, host: float, peer: float) -> Cluster:
