@@ -53,6 +53,8 @@ _WITHOUT_FIRST = 2.0
 _NEVER = float("-inf")
 _VERSION = 1
 _MAX_BYTES = 1 << 24
+Stamp = tuple[int, int]
+"""Number and time of change of a file, which differ whenever it was written."""
 
 
 class Settings(NamedTuple):
@@ -81,39 +83,30 @@ class Settings(NamedTuple):
     predicted_s: float
 
 
-class NodeFile:
-    """The file of one node."""
+def write_report(path: Path, report: NodeReport) -> None:
+    """Replace the file of a node; if the disk is full, at least renew its time of change."""
+    text = json.dumps({"version": _VERSION, **report._asdict()})
+    try:
+        write_text(path, f"{text}\n", mode=0o600, durable=False)
+    except (UsageError, OSError):
+        with suppress(OSError):
+            os.utime(path)
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._stamp: tuple[int, int] | None = None
 
-    def write(self, report: NodeReport) -> None:
-        """Replace it; if the disk is full, at least renew its time of change."""
-        text = json.dumps({"version": _VERSION, **report._asdict()})
-        try:
-            write_text(self.path, f"{text}\n", mode=0o600, durable=False)
-        except (UsageError, OSError):
-            with suppress(OSError):
-                os.utime(self.path)
+def read_report(path: Path, last: Stamp | None = None) -> tuple[Stamp, NodeReport] | None:
+    """What is in the file of a node, with its stamp; None if that is the last one, or if the file
+    cannot be read.
 
-    def read(self) -> NodeReport | None:
-        """The report; None if it was not written since the last call, or cannot be read.
-
-        It is opened each time: network file systems look for changes only then.
-        """
-        with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):  # it is damaged
-            with os.fdopen(open_regular(self.path, os.O_NOFOLLOW), "rb") as stream:
-                status = os.fstat(stream.fileno())
-                stamp = status.st_ino, status.st_mtime_ns
-                if stamp == self._stamp:
-                    return None
-                document = json.loads(stream.read(_MAX_BYTES))
-            self._stamp = stamp
-            if document["version"] == _VERSION:
-                report: NodeReport = read_value(NodeReport, document)
-                return report
-        return None
+    It is opened each time: network file systems look for changes only then.
+    """
+    with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):  # it is damaged
+        with os.fdopen(open_regular(path, os.O_NOFOLLOW), "rb") as stream:
+            status = os.fstat(stream.fileno())
+            stamp = status.st_ino, status.st_mtime_ns
+            document = {} if stamp == last else json.loads(stream.read(_MAX_BYTES))
+        if stamp != last and document["version"] == _VERSION:
+            return stamp, read_value(NodeReport, document)
+    return None
 
 
 class Watcher:
@@ -130,8 +123,7 @@ class Watcher:
         self._folder = Path(settings.folder)
         self._has_folder = self._folder.is_dir()
         others = range(1, settings.nodes) if self._is_first else [0]
-        self._files = {node: NodeFile(node_path(self._folder, node)) for node in others}
-        self._own_file = NodeFile(node_path(self._folder, settings.node))
+        self._stamps: dict[int, Stamp | None] = dict.fromkeys(others)
         self._own = self._written = NodeReport(settings.name)
         self._heard = {settings.node: (self._own, 0.0)}
         self._now, self._suspended_at, self._written_at, self._read_at = 0.0, _NEVER, _NEVER, _NEVER
@@ -165,7 +157,7 @@ class Watcher:
         if is_news or now - self._written_at >= 0.9 * self._interval_s:
             if self._is_replaced():
                 return True
-            self._own_file.write(self._own)
+            write_report(node_path(self._folder, settings.node), self._own)
             self._written, self._written_at = self._own, now
         states = {rank.state for rank in self._own.ranks}
         if states == {LEFT} or (settings.size == 1 and states & {FAILS, FAILED}):
@@ -200,8 +192,9 @@ class Watcher:
         pause_s = self._interval_s * (_SHORT_TICK_S if self._is_ending() else 1.0)
         if self._now - self._read_at >= 0.9 * pause_s:
             self._read_at = self._now
-            for number, file in self._files.items():
-                if (report := file.read()) is not None:
+            for number, last in self._stamps.items():
+                if (news := read_report(node_path(self._folder, number), last)) is not None:
+                    self._stamps[number], report = news
                     self._take(number, report)
 
     def _known(self) -> list[NodeReport]:

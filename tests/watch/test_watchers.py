@@ -25,7 +25,7 @@ from pipectl.watch import node_path
 from pipectl.watch.board import Activity, Board
 from pipectl.watch.judge import NodeReport
 from pipectl.watch.rank import BYE, DIED, FAILING, STOPPED, LocalRanks, RankReport
-from pipectl.watch.watcher import NodeFile, Settings
+from pipectl.watch.watcher import Settings, read_report, write_report
 
 LONG_S = 60.0
 CRASH, TERM = b"Fatal Python error: Aborted\nThread 1", bytes([signal.SIGTERM])
@@ -93,9 +93,9 @@ class Job:
 
     def report_of(self, node: int) -> NodeReport:
         """What a watcher has written."""
-        report = NodeFile(node_path(self.folder, node)).read()
-        assert report is not None
-        return report
+        news = read_report(node_path(self.folder, node))
+        assert news is not None
+        return news[1]
 
     @property
     def reports(self) -> dict[int, str]:
@@ -349,28 +349,31 @@ def test_nobody_else_can_write_what_watchers_read_and_they_hold_no_socket(job: J
 
 def test_a_file_is_read_once_and_a_link_never(tmp_path: Path) -> None:
     path, link = tmp_path / "node-0001.json", tmp_path / "link"
-    file = NodeFile(path)
-    assert file.read() is None
-    file.write(NodeReport("n", ends=True))
+    assert read_report(path) is None
+    write_report(path, NodeReport("n", ends=True))
     link.symlink_to(path)
-    assert NodeFile(link).read() is None
-    assert file.read() == NodeReport("n", ends=True)
-    assert file.read() is None  # nothing new
+    assert read_report(link) is None
+    news = read_report(path)
+    assert news is not None
+    assert news[1] == NodeReport("n", ends=True)
+    assert read_report(path, news[0]) is None, "nothing new"
 
 
 def test_a_full_disk_still_shows_that_a_watcher_lives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = NodeFile(tmp_path / "node-0001.json")
+    path = tmp_path / "node-0001.json"
     report = NodeReport("n", ranks=(RankReport(3, activity=Activity(step=2, action="saving")),))
-    file.write(report)
-    assert file.read() == report
+    write_report(path, report)
 
     def fails(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("pipectl.watch.watcher.write_text", fails)
-    os.utime(file.path, (1.0, 1.0))
-    assert file.read() is not None
-    file.write(NodeReport("n"))
-    assert file.read() == report
+    os.utime(path, (1.0, 1.0))
+    before = read_report(path)
+    assert before is not None
+    write_report(path, NodeReport("n"))
+    after = read_report(path, before[0])
+    assert after is not None
+    assert after[1] == before[1] == report
