@@ -56,9 +56,6 @@ class LocalScheduler(Scheduler):
     def __init__(self, grace_s: float = 5.0) -> None:
         self._grace_s = grace_s
 
-    def ping(self) -> None:
-        """Nothing to ask: there is no queue."""
-
     def _template_values(self, request: JobRequest) -> Mapping[str, str]:
         if request.after:
             raise SchedulerError(

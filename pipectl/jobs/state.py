@@ -503,11 +503,6 @@ def add_next_job(run: RunDirectory, record: Record, now: float) -> Record:
     return record.after(now, "submitted", job_id=words[-1], detail=detail)
 
 
-def _is_by_tag(record: Record) -> bool:
-    """Whether the job was found by its tag, and not noted by a submission beside this one."""
-    return record.job_id is not None and record.history[-1].detail == BY_TAG
-
-
 def refuse_duplicate(base: Path, name: str, now: float) -> None:
     """Raise if an earlier submission of a job was interrupted, but reached the queue.
 
@@ -524,8 +519,11 @@ def refuse_duplicate(base: Path, name: str, now: float) -> None:
             record = Record.load(run.record)
             if record.name == name:
                 count += 1
-                if record.job_id is None and _is_by_tag(record := recover(run, now)):
-                    newest = newest or (run, record)
+                if record.job_id is None:
+                    record = recover(run, now)
+                    # Another detail is of a submission beside this one that has just noted it.
+                    if BY_TAG in {event.detail for event in record.history[-1:]}:
+                        newest = newest or (run, record)
         if count == _MAX_RUNS:
             break
     if newest is not None:

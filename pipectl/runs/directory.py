@@ -7,11 +7,11 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 
 from pipectl.errors import DataFileError, UnknownRunError, UsageError
@@ -112,11 +112,7 @@ class RunDirectory(Directory):
         Raises:
             UsageError: ``base`` cannot be written; no directory of a run or sweep is left in it.
         """
-        for stem in _stems(name, now):
-            run = cls(base / stem)
-            if _make_all(base, {run.path: _FOLDERS}):
-                return run
-        raise AssertionError("unreachable")
+        return cls(base / _make_all(base, name, now, lambda stem: {base / stem: _FOLDERS}))
 
     def rank_log(self, rank: int) -> Path:
         """What a rank printed."""
@@ -160,21 +156,18 @@ class SweepDirectory(Directory):
     def create(
         cls, base: Path, name: str, points: int, now: float
     ) -> tuple[SweepDirectory, list[RunDirectory]]:
-        """A new directory and those of its runs, ``<YYYYMMDD-HHMMSS>-<name>-0`` and so on.
+        """A new directory and those of its runs, ``<YYYYMMDD-HHMMSS>-<name>-0`` and so on; see
+        :meth:`RunDirectory.create`."""
 
-        Args:
-            now: seconds since the epoch; written in local time.
+        def runs_of(stem: str) -> list[RunDirectory]:
+            return [RunDirectory(base / f"{stem}-{index}") for index in range(points)]
 
-        Raises:
-            UsageError: ``base`` cannot be written; no directory of a run or sweep is left in it.
-        """
-        for stem in _stems(name, now):
-            sweep = cls.beside(base / stem)
-            runs = [RunDirectory(base / f"{stem}-{index}") for index in range(points)]
-            folders = dict.fromkeys((run.path for run in runs), _FOLDERS)
-            if _make_all(base, {sweep.path: ("logs",), **folders}):
-                return sweep, runs
-        raise AssertionError("unreachable")
+        def folders_of(stem: str) -> dict[Path, Sequence[str]]:
+            runs = dict.fromkeys((run.path for run in runs_of(stem)), _FOLDERS)
+            return {cls.beside(base / stem).path: ("logs",), **runs}
+
+        stem = _make_all(base, name, now, folders_of)
+        return cls.beside(base / stem), runs_of(stem)
 
     @classmethod
     def beside(cls, run: Path) -> SweepDirectory:
@@ -228,41 +221,44 @@ def stem_of(name: str, now: float) -> str:
     return f"{datetime.fromtimestamp(now):%Y%m%d-%H%M%S}-{name}"
 
 
-def _stems(name: str, now: float) -> Iterator[str]:
-    """The stem, then ``stem-2``, ``stem-3``… without end."""
-    stem = stem_of(name, now)
-    yield stem
-    yield from (f"{stem}-{number}" for number in count(2))
+def _make_all(
+    base: Path, name: str, now: float, folders_of: Callable[[str], Mapping[Path, Sequence[str]]]
+) -> str:
+    """Make directories with their folders for us alone, all or none; two callers never share one.
 
+    Args:
+        folders_of: the directories of a stem.
 
-def _make_all(base: Path, folders: Mapping[Path, Sequence[str]]) -> bool:
-    """Make directories with their folders for us alone, all or none; False if one exists.
-
-    Two callers never share one.
+    Returns:
+        The first stem of which there is no directory yet: the usual one, or ``stem-2``, ``stem-3``…
     """
-    new: list[Path] = []
-    is_complete = False
-    try:
-        for path in folders:
-            make_private_directory(path.parent)
-        for path, names in folders.items():
-            try:
-                path.mkdir(0o700)
-            except FileExistsError:
-                return False
-            new.append(path)
-            for name in names:
-                (path / name).mkdir(0o700)
-        is_complete = True
-    except OSError as error:
-        raise UsageError(
-            f"{base}: no run directory can be made: {error.strerror or error}",
-            cure="set output.directory to a directory with room that you may write to",
-        ) from error
-    finally:
-        for path in () if is_complete else new:
-            shutil.rmtree(path, ignore_errors=True)
-    return True
+    usual = stem_of(name, now)
+    for stem in chain([usual], (f"{usual}-{number}" for number in count(2))):
+        folders = folders_of(stem)
+        new: list[Path] = []
+        try:
+            for path in folders:
+                make_private_directory(path.parent)
+            for path, names in folders.items():
+                try:
+                    path.mkdir(0o700)
+                except FileExistsError:
+                    break
+                new.append(path)
+                for inner in names:
+                    (path / inner).mkdir(0o700)
+            else:
+                new = []
+                return stem
+        except OSError as error:
+            raise UsageError(
+                f"{base}: no run directory can be made: {error.strerror or error}",
+                cure="set output.directory to a directory with room that you may write to",
+            ) from error
+        finally:
+            for path in new:
+                shutil.rmtree(path, ignore_errors=True)
+    raise AssertionError("unreachable")
 
 
 @contextmanager
