@@ -6,11 +6,11 @@ MEASURED := .venv/measured
 JOB := configs/gpt-stdlib.yaml
 WITH_RANKS := tests/configs
 TORCH ?= 2.15
-QUICK := tests/test_*.py $(addprefix tests/,batch docs fuzz planner report runs schedule simulate spec)
+QUICK := tests/test_*.py $(addprefix tests/,batch docs planner report runs schedule simulate spec)
 NOT_QUICK := $(addprefix planner/test_,variants.py variants_of_ranks.py make_plan.py replicated_plans.py \
-    published_plans.py known_optima.py brute_force_step.py balance.py) schedule/test_random_plans.py \
-    schedule/test_unflushed_steps.py simulate/test_reference_simulation.py runs/test_hostile_runs.py \
-    spec/test_spec_fuzz.py
+    published_plans.py known_optima.py brute_force_step.py balance.py named_schedules.py) planner/gate \
+    schedule/test_random_plans.py schedule/test_unflushed_steps.py \
+    simulate/test_reference_simulation.py runs/test_hostile_runs.py spec/test_spec_fuzz.py report/test_page.py
 
 .DEFAULT_GOAL := help
 .PHONY: help demo quick test test-equality test-lowest test-newest coverage torture check docs bench bench-planner mutants golden clean
@@ -38,7 +38,7 @@ demo: $(INSTALLED) ## train a small GPT in a pipeline of two ranks on this machi
 	@echo
 	$(BIN)/pipectl status last
 
-quick: $(INSTALLED) ## run the tests that start no ranks and capture no model; a minute of processor time
+quick: $(INSTALLED) ## run short tests that start no ranks and capture no model; a minute of processor time
 	$(BIN)/python -m pytest -n auto -m 'not mpi and not slurm and not corpus and not product and not torture' $(addprefix --ignore=tests/,$(NOT_QUICK)) $(QUICK)
 
 test: $(INSTALLED) ## run all tests
