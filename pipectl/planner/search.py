@@ -338,10 +338,9 @@ class _VariantSearch:
                 self._is_short = False
                 return fitting, None
         try:
-            plans = plain_plans(self._problem.profile, self._cluster, wanted, self._expired)
+            return plain_plans(self._problem.profile, self._cluster, wanted, self._expired), None
         except (InfeasibleError, OutOfTimeError) as error:
             return [], error
-        return sorted(plans, key=preference), None
 
     def _without_limits(self, request: PlanRequest) -> list[Plan]:
         """Plans as if memory were no matter."""
