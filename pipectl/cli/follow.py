@@ -99,7 +99,7 @@ class Lines:
     def tick(self) -> None:
         """Print a line if it is time, with the time left at the pace so far."""
         passed_s, done, total = monotonic() - self._began_s, self._done, self._total
-        if not self._phase or passed_s < self._pause_s:
+        if not self._phase or passed_s < self._pause_s or (total and done >= total):
             return
         self._pause_s *= 2
         text = format_time(passed_s)

@@ -149,7 +149,8 @@ def submit(
     Raises:
         UsageError: an earlier submission was interrupted, but reached the queue; or the job cannot
             wait for a run of ``after``.
-        SchedulerError: see :func:`hand_over`; the run directories are removed again.
+        SchedulerError: see :func:`hand_over`; the run directories are removed again, unless the
+            batch system may have the job.
     """
     job = jobs[0]
     base = Path(job.spec.output.directory)

@@ -106,6 +106,7 @@ def verify(
             spec = spec.model_copy(update=changes)
         ours = Trained.of_run(_train(pipeline, changes, progress))
         if reference.job is None:
+            progress(0, 0, "training in one process")
             _train_plainly(spec, plan.micro_batch_size, directory / "plain")
             theirs = Trained.of_process(directory / "plain")
         else:
@@ -221,7 +222,7 @@ def _plan_here(spec: JobSpec, progress: Progress | None = None) -> tuple[Job, Pl
 
 def _like(spec: JobSpec, plan: Plan, ranks: int) -> JobSpec:
     """The job with a stage on each of so many ranks, and the micro-batches of a plan."""
-    from pipectl.planner.request import PLACED  # the planner is large, see above
+    from pipectl.planner.request import PLACED  # not before the model is measured, see `prepare`
 
     pipeline = {
         "micro_batches": plan.micro_batches,

@@ -24,7 +24,7 @@ from pipectl.planner.areas import even_partition
 from pipectl.planner.bounds import Bound, with_findings, work_s
 from pipectl.planner.costs.devices import Mix, mixes, one_each, placements
 from pipectl.planner.costs.stage_costs import with_halves
-from pipectl.planner.evaluate import out_of_time
+from pipectl.planner.evaluate import out_of_time, preference
 from pipectl.planner.graph.downsets import CutSpace
 from pipectl.planner.modes import Shortlist
 from pipectl.planner.partition.cutter import Cutter, cut_request
@@ -77,12 +77,13 @@ def named_plan(
     shortlist = Shortlist(problem, expired, (bool(request.offload),))
     pipelines = _pipelines(problem)
     sizes = {size for _, size in pipelines}
-    shortlist.consider(
-        plan for places, size in pipelines for plan in _proposals(problem, cutter, places, size)
-    )
+    for places, size in pipelines:
+        shortlist.consider(_proposals(problem, cutter, places, size))
     closest = shortlist.closest
     assert closest is not None
-    if problem.excess_bytes(closest) > 0 and not request.backward_apart:
+    # Stages cut for memory keep what they save, or recompute it whole.
+    may_cut = not (request.backward_apart or request.offload or request.blocks)
+    if may_cut and problem.excess_bytes(closest) > 0:
         shortlist.settle(_cut_for_memory(closest, cutter, shortlist))
     if not shortlist.plans and expired():
         raise out_of_time()
@@ -93,11 +94,10 @@ def named_plan(
             "more than the memory limit of a rank",
             cure="set pipeline.schedule to auto, use more ranks, or raise the limit",
         )
-    plan = min(shortlist.plans, key=lambda plan: plan.predicted_step_s)
-    bound_s, load_bound = (
-        work_s(profile, cluster, request, sizes),
-        _load_bound(plan, cutter, problem),
-    )
+    plan = min(shortlist.plans, key=preference)
+    bound_s, load_bound = work_s(profile, cluster, request, sizes), None
+    if not request.backward_apart:
+        load_bound = _load_bound(plan, cutter, problem)
     finished = shortlist.finished and not expired()
     return with_findings(plan, cluster, bound_s, load_bound=load_bound, finished=finished)
 
@@ -122,7 +122,14 @@ def _pipelines(problem: Problem) -> list[tuple[list[int], int]]:
             f"so a batch cannot be divided into {request.micro_batches}",
             cure=f"leave {request.named('micro_batches')} out, or use another schedule",
         )
-    if request.backward_apart:  # two ranks per stage
+    if request.backward_apart:
+        stages = request.fixed_stages or 1
+        if 2 * stages > ranks:
+            raise InfeasibleError(
+                f"no feasible plan: backwards apart take two ranks per stage, which is "
+                f"{2 * stages} ranks in all, and the job has {ranks}",
+                cure="set pipeline.backward to together, use fewer stages, or more ranks",
+            )
         ranks //= 2
     return [
         (list(range(stages)), size)

@@ -271,9 +271,11 @@ def main() -> None:
     settings = Settings(**json.load(sys.stdin))
     try:
         watcher = Watcher(settings)
-    except OSError as error:
-        # A rank whose start has failed reports that itself, and has closed what it shares.
-        has_closed = isinstance(error, FileNotFoundError) and not error.filename.endswith("/-1")
+    except (OSError, ValueError) as error:
+        # A rank whose start has failed reports that itself, and has closed what it shares; another
+        # file may have its number by now.
+        is_missing = isinstance(error, FileNotFoundError) and not error.filename.endswith("/-1")
+        has_closed = is_missing or isinstance(error, ValueError)
         if not has_closed:
             write_log(_LOG, f"pipectl: the ranks of this node cannot be watched: {error}\n")
     else:

@@ -99,9 +99,9 @@ def command(
         )
     if model is None:
         opt.refuse(context, "--data --loss", "needs --model")
-    code = model and _read_code(model, loss, data, directory)
+    code = None if model is None else _read_code(model, loss, data, directory)
     job, schema, example = (directory / n for n in ("job.yaml", _SCHEMA, "model.py"))
-    targets = [job, schema, *([] if code else [example])]
+    targets = [job, schema, *([example] if code is None else [])]
     _check_new(targets, force=force)
     installed = find_scheduler()
     where = scheduler or installed
@@ -123,7 +123,7 @@ def command(
     site = {_QUEUE_KEYS.get(where): queue.name, "account": account}
     text = _render_job(
         name=name,
-        code=code or None,
+        code=code,
         resources=resources,
         scheduler=where,
         named=where != installed,
@@ -136,7 +136,7 @@ def command(
         make_directory_of(target)
     write_text(job, text)
     write_json(schema, json_schema())
-    if not code:
+    if code is None:
         write_text(example, _starter_file("model.py.txt"))
     for target in targets:
         say(f"written: {target}")

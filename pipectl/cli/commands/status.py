@@ -100,7 +100,7 @@ def _watch(
             while not all_over:
                 began_s, width = time.monotonic(), console.width
                 height = max(1, console.height - _MARGIN)
-                runs = named or list_runs(directory)
+                runs = list_runs(directory) if one is None and not named else named
                 runs = runs if one is not None else runs[-min(limit, height) :]
                 statuses = poller.get_statuses(runs, time.time())
                 all_over = all(status.job.state.final for status in statuses)

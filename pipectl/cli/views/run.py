@@ -348,7 +348,9 @@ def sweep_picture(
     """
     states = Counter(status.job.state.value for status in statuses)
     counts = ", ".join(f"{count} {state}" for state, count in states.items())
-    head = plain(f"{sweep.name}  {len(statuses)} runs: {counts}", "bold")
+    head = plain(f"{sweep.name}  {len(statuses)} runs{counts and ': '}{counts}", "bold")
+    if not statuses:
+        return head
     best = find_best(statuses)
     if height is not None:
         statuses = sorted(statuses, key=lambda status: status.job.state.final)

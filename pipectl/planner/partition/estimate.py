@@ -120,8 +120,8 @@ class Estimator:
     def excess(
         self, layouts: Sequence[Layout], size: int, warm_ups: Sequence[Sequence[int]]
     ) -> Floats:
-        """By which share the fullest rank is above its limit messages and temporary
-        values left out, or 0 if a stage recomputes; shape [layouts, warm-ups]."""
+        """By which share the fullest rank is above its limit, without messages and temporary
+        values; 0 if any stage recomputes. Shape [layouts, warm-ups]."""
         cut, cuts = self._cut(layouts)
         group = self._groups.number([one.ranks for one in layouts])
         limits = self._groups.limits_bytes[group]
@@ -133,14 +133,17 @@ class Estimator:
         state = profile.optimizer_cost.state_bytes_per_parameter_byte
         state_share = 1.0 / replicas if self._request.shard_optimizer else 1.0
         resident = baseline_bytes(profile) + sums["parameter_bytes"]
-        resident = resident + summed + state * state_share * sums["trained_bytes"]
+        resident = resident + state * state_share * sums["trained_bytes"]
         saved = sums["saved_bytes"] * (size / profile.micro_batch_size) / replicas
-        summing = np.where(replicas > 1, summed * (2 - 1 / replicas), 0.0)
+        summing = np.where(replicas > 1, summed * (3 - 1 / replicas), summed)
         whole = self._request.batch_size / size  # the last micro-batch may be smaller
-        shares = [
-            (resident + np.maximum(saved * np.minimum(depths, whole), summing)) / limits - 1
-            for depths in warm_ups
-        ]
+        shares = []
+        for depths in warm_ups:
+            # Gradients exist from the first backward on. It frees what one micro-batch has saved,
+            # which the next forward saves again if there is one.
+            later = np.where(np.asarray(depths) < whole, saved * depths, saved * (whole - 1))
+            most = np.maximum(saved * np.minimum(depths, whole), summed + later)
+            shares.append((resident + np.maximum(most, summing)) / limits - 1)
         excess: Floats = np.maximum(0.0, np.stack([each.max(axis=1) for each in shares], axis=1))
         return np.where(_recomputing(layouts).any(axis=1, keepdims=True), 0.0, excess)
 
