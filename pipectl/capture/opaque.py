@@ -5,8 +5,8 @@ while a model is exported does an operator of torch stand for it; a stage calls 
 within the stage's autograd graph, with parameters and buffers as arguments like any other.
 
 A stage must know beforehand what it receives and sends. So the calls that are seen at a few batch
-sizes are put together to one outline of the result: which tensors, each in memory of its own, of
-which sizes, linear in the batch size.
+sizes are put together to one outline of the result: which tensors, in whose memory, of which sizes,
+each linear in the batch size.
 """
 
 from __future__ import annotations
@@ -121,26 +121,41 @@ class Arguments:
 
 
 class Form(NamedTuple):
-    """A tensor of a result, in memory of its own.
+    """A tensor of a result.
 
     Args:
-        layout: sizes and strides in one row, each as (factor, rest) of the batch size.
+        origin: index of the argument in whose memory it lies; None for memory of its own.
+        memory: number of the memory among those of arguments and result; several tensors may
+            share one.
+        layout: sizes, strides and offset in one row, each as (factor, rest) of the batch size.
     """
 
     dtype: torch.dtype
     requires_grad: bool
+    origin: int | None
+    memory: int
     layout: tuple[tuple[int, int], ...]
 
-    def layout_at(self, batch: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Sizes and strides for ``batch`` samples; symbolic if ``batch`` is."""
+    def layout_at(self, batch: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], Any]:
+        """Sizes, strides and offset for ``batch`` samples; symbolic if ``batch`` is."""
         numbers = [factor * batch + rest if factor else rest for factor, rest in self.layout]
         dims = len(numbers) // 2
-        return tuple(numbers[:dims]), tuple(numbers[dims:])
+        return tuple(numbers[:dims]), tuple(numbers[dims:-1]), numbers[-1]
 
     def blank(self, batch: Any, device: torch.device | None = None) -> Tensor:
-        """A tensor of this form without values."""
-        sizes, strides = self.layout_at(batch)
+        """A tensor of this form without values, in memory of its own."""
+        sizes, strides, _ = self.layout_at(batch)
         return torch.empty_strided(sizes, strides, dtype=self.dtype, device=device)
+
+    def extent(self, batch: int) -> int:
+        """Elements of memory that it needs, up to its last."""
+        sizes, strides, offset = self.layout_at(batch)
+        pairs = zip(sizes, strides, strict=True)
+        return max(0, int(offset + 1 + sum((size - 1) * stride for size, stride in pairs)))
+
+    def in_own_memory(self, memory: int) -> Form:
+        """The same at the start of memory that no argument has."""
+        return self._replace(origin=None, memory=memory, layout=(*self.layout[:-1], (0, 0)))
 
 
 class Unsteady:
@@ -188,18 +203,29 @@ class Outline:
             RefusedError: the result holds something that is neither a tensor nor plain.
         """
         leaves, structure = pytree.tree_flatten(result)
+        memories: dict[int, int] = {}
+        for index, argument in enumerate(arguments):
+            memories.setdefault(storage_of(argument), index)
         trained = any(argument.requires_grad for argument in arguments)
         outlined: list[Any] = []
-        for leaf in in_own_memory(leaves, arguments):
-            if isinstance(leaf, Tensor):
-                layout = tuple((0, number) for number in (*leaf.shape, *leaf.stride()))
-                # Another draw may give more than an argument as it is.
-                grows = draws and trained and leaf.is_floating_point()
-                outlined.append(Form(leaf.dtype, leaf.requires_grad or grows, layout))
-            elif isinstance(leaf, _PLAIN):
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor):
+                if not isinstance(leaf, _PLAIN):
+                    raise unsuitable(f"gives a {type(leaf).__name__}, which is not a tensor")
                 outlined.append(leaf)
-            else:
-                raise unsuitable(f"gives a {type(leaf).__name__}, which is not a tensor")
+                continue
+            number = len(arguments) + len(memories)
+            memory = memories.setdefault(storage_of(leaf), number)
+            origin = memory if memory < len(arguments) else None
+            numbers = (*leaf.shape, *leaf.stride(), int(leaf.storage_offset()))
+            layout = tuple((0, number) for number in numbers)
+            form = Form(leaf.dtype, leaf.requires_grad, origin, memory, layout)
+            if draws and origin not in written:
+                # Another draw may give more than an argument as it is.
+                form = form if origin is None else form.in_own_memory(-1 - memory)
+                if trained and form.dtype.is_floating_point:
+                    form = form._replace(requires_grad=True)
+            outlined.append(form)
         return cls(tuple(outlined), structure, written, draws)
 
     @classmethod
@@ -220,24 +246,19 @@ class Outline:
         """The forms of the tensors of the result, in order."""
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, Form))
 
+    def leaves_of(self, result: Any) -> list[Any] | None:
+        """The flat result of another call; None if its structure is not this one."""
+        try:
+            leaves: list[Any] = self.structure.flatten_up_to(result)
+        except ValueError:
+            return None
+        return leaves
+
     def result(self, tensors: Sequence[Any]) -> Any:
         """The result with these tensors in it."""
         waiting = iter(tensors)
         flat = [next(waiting) if isinstance(leaf, Form) else leaf for leaf in self.leaves]
         return self.structure.unflatten(flat)
-
-
-def in_own_memory(leaves: Sequence[Any], arguments: Sequence[Tensor]) -> list[Any]:
-    """The leaves of a result; tensors in memory of arguments or of other results are copies.
-
-    Whether they are may depend on values, and no stage would know it beforehand.
-    """
-    memories, own = set(storages_in(arguments)), list[Any]()
-    for leaf in leaves:
-        shares = isinstance(leaf, Tensor) and storage_of(leaf) in memories
-        own.append(leaf.clone() if shares else leaf)
-        memories.update(storages_in(leaf))
-    return own
 
 
 def _shared(
@@ -277,6 +298,9 @@ def _common(batches: Sequence[int], column: Sequence[Any]) -> Any:
         raise unsuitable("gives a tensor with another number of dimensions from call to call")
     if any(other.dtype != first.dtype for other in column):
         raise unsuitable("gives a tensor of another type from call to call")
+    if any(other.memory != first.memory for other in column):
+        # Sometimes an argument itself, sometimes not: taken to be none.
+        column = [other.in_own_memory(-1 - first.memory) for other in column]
     layout = []
     for numbers in zip(*([rest for _, rest in form.layout] for form in column), strict=True):
         pairs = sorted(zip(batches, numbers, strict=True))
@@ -287,7 +311,7 @@ def _common(batches: Sequence[int], column: Sequence[Any]) -> Any:
             raise unsuitable("gives a tensor whose size depends on the data, not on the batch size")
         layout.append((factor, rest))
     wants_gradient = any(other.requires_grad for other in column)
-    return Form(first.dtype, wants_gradient, tuple(layout))
+    return column[0]._replace(layout=tuple(layout), requires_grad=wants_gradient)
 
 
 class Opaque:
@@ -309,6 +333,16 @@ class Opaque:
         self._states = states
         self._modes = [(inner, inner.training) for inner in module.modules()]
         self._arguments = arguments
+        self._tensors = len(states.names) + len(arguments.tensors)
+        forms = outline.forms
+        memories = [form.memory for form in forms]
+        self._unshared = [  # what shares memory with nothing else
+            index
+            for index, form in enumerate(forms)
+            if form.origin is None and memories.count(form.memory) == 1
+        ]
+        lent = {form.origin for form in forms} | outline.written
+        self._entered = frozenset(range(len(states.names), self._tensors)) - lent
         self.__name__ = path.replace(".", "_")
 
     @cached_property
@@ -329,43 +363,53 @@ class Opaque:
         Raises:
             CaptureError: the result has other sizes than those that were captured.
         """
-        first = len(self._states.names)
-        count = first + len(self._arguments.tensors)
-        tensors, numbers = list(given[:count]), given[count:]
+        tensors, numbers = list(given[: self._tensors]), given[self._tensors :]
         if any(map(is_deferred, tensors)):
             results = self._imitate(batch, tensors)
-        elif not torch.is_grad_enabled():
-            results = self._run(tensors, numbers, batch)
         else:
-            # Aliases of the inputs that have a gradient and are not changed by that.
-            inputs = range(first, count)
-            unwritten = [i for i in inputs if i not in self.outline.written]
-            entered = [i for i in unwritten if tensors[i].requires_grad]
-            aliases, anchor = enter([tensors[i] for i in entered])
-            for i, alias in zip(entered, aliases, strict=True):
-                tensors[i] = alias
-            for i in inputs:
-                if not tensors[i].requires_grad:  # the module may ask for its gradient
-                    tensors[i] = tensors[i].detach()
-            results = self._run(tensors, numbers, batch)
-            trained = [i for i, form in enumerate(self.outline.forms) if form.requires_grad]
-            left = leave(anchor, [results[i] for i in trained])
-            for i, tensor in zip(trained, left, strict=True):
-                results[i] = tensor
+            anchor = None
+            if torch.is_grad_enabled():
+                # Aliases of the inputs that have a gradient and are not changed by that.
+                entered = [i for i in sorted(self._entered) if tensors[i].requires_grad]
+                aliases, anchor = enter([tensors[index] for index in entered])
+                for index, alias in zip(entered, aliases, strict=True):
+                    tensors[index] = alias
+                for index in range(len(self._states.names), len(tensors)):
+                    if not tensors[index].requires_grad:  # the module may ask for its gradient
+                        tensors[index] = tensors[index].detach()
+            results = self._checked(self._run(tensors, numbers), batch, tensors)
+            if anchor is not None:
+                forms = self.outline.forms
+                indices = [index for index in self._unshared if forms[index].requires_grad]
+                left = leave(anchor, [results[index] for index in indices])
+                for index, tensor in zip(indices, left, strict=True):
+                    results[index] = tensor
         return results[0] if len(results) == 1 else tuple(results)
 
     def _imitate(self, batch: int, arguments: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors without values that have gradients as those of a real call.
+        """Tensors that share memory and have gradients as those of a real call; values are none.
 
         Arguments that a call writes are marked as written.
         """
+        forms = self.outline.forms
         for index in self.outline.written:
             torch.autograd.graph.increment_version(arguments[index])
-        forms, grad = self.outline.forms, torch.is_grad_enabled()
-        blanks = [(form.blank(batch), form.requires_grad and grad) for form in forms]
-        return [anchored(blank) if trained else blank for blank, trained in blanks]
+        bases: dict[tuple[int | None, int], Tensor] = {
+            (index, index): argument for index, argument in enumerate(arguments)
+        }
+        results = []
+        for form in forms:
+            key = form.origin, form.memory
+            if key not in bases:
+                size = max(other.extent(batch) for other in forms if other.memory == form.memory)
+                base = torch.empty(size, dtype=form.dtype)
+                grad = form.requires_grad and torch.is_grad_enabled()
+                bases[key] = anchored(base) if grad else base
+            view = bases[key].as_strided(*form.layout_at(batch))
+            results.append(view if form.requires_grad else view.detach())
+        return results
 
-    def _run(self, tensors: Sequence[Tensor], numbers: Sequence[Any], batch: int) -> list[Tensor]:
+    def _run(self, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> Any:
         count = len(self._states.names)
         for module, training in self._modes:
             if module.training is not training:
@@ -373,25 +417,24 @@ class Opaque:
         reseed(self._generators)
         args, kwargs = self._arguments.filled(tensors[count:], numbers)
         with self._states.replaced(tensors[:count]):
-            return self._checked(self._module(*args, **kwargs), batch, tensors)
+            return self._module(*args, **kwargs)
 
     def _checked(self, result: Any, batch: int, arguments: Sequence[Tensor]) -> list[Tensor]:
         """The tensors of a result, in the layouts that were captured."""
-        outline = self.outline
-        try:
-            leaves: list[Any] = outline.structure.flatten_up_to(result)
-        except ValueError:
+        leaves = self.outline.leaves_of(result)
+        if leaves is None:
             structure = pytree.tree_structure(result)
-            raise other_result(self.path, f"gave {structure}", f"{outline.structure}") from None
-        results = []
-        for leaf, expected in zip(in_own_memory(leaves, arguments), outline.leaves, strict=True):
+            raise other_result(self.path, f"gave {structure}", f"{self.outline.structure}")
+        memories = set(storages_in(arguments))
+        tensors = []
+        for leaf, expected in zip(leaves, self.outline.leaves, strict=True):
             if type(expected) is Unsteady:
                 continue
             if not isinstance(expected, Form):
                 if type(leaf) is not type(expected) or leaf != expected:
                     raise other_result(self.path, f"gave {leaf!r}", repr(expected))
                 continue
-            sizes, strides = expected.layout_at(batch)
+            sizes, strides, _ = expected.layout_at(batch)
             if not isinstance(leaf, Tensor):
                 raise other_result(self.path, f"gave a {type(leaf).__name__}", "a tensor")
             if (leaf.dtype, leaf.shape) != (expected.dtype, sizes):
@@ -402,10 +445,11 @@ class Opaque:
                 )
             if leaf.requires_grad and not expected.requires_grad:
                 raise other_gradient(self.path)
+            borrowed = expected.origin is None and storage_of(leaf) in memories
             if leaf.stride() != strides:
                 leaf = expected.blank(batch, leaf.device).copy_(leaf)
-            results.append(leaf)
-        return results
+            tensors.append(leaf.clone() if borrowed else leaf)
+        return tensors
 
 
 def enter(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:

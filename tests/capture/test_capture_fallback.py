@@ -314,6 +314,34 @@ def test_a_result_that_may_be_the_input_can_be_written(captured: CapturedJob) ->
     assert torch.equal(x.grad, torch.full((4, 6), 2.0))
 
 
+WRITES_OUTSIDE = """
+class Gate(nn.Module):
+    def forward(self, x):
+        return x.mul_(2 if x.sum() > 0 else 3)
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.gate = nn.Linear(6, 6), Gate()
+        self.head, self.beside = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x):
+        x = self.first(x)
+        y = self.gate(x)
+        y.add_(1)
+        return self.head(y) + self.beside(x)
+"""
+
+
+def test_what_is_written_into_a_result_is_written_into_the_input_that_it_is(
+    make_job, write_modules, assert_as_the_model
+) -> None:
+    path = write_modules({}, WRITES_OUTSIDE)
+    job = make_job(f"{path}:Outer")
+    assert operators(job.training_graph(4)) == ["gate"]
+    assert_as_the_model(job)
+
+
 def test_another_size_than_captured_is_an_error(captured: CapturedJob) -> None:
     operator = opaque_of(captured.training_graph(4))
     states = [t for name, t in captured.states.items() if name.startswith("model.1.")]
