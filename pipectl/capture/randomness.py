@@ -124,8 +124,13 @@ def comparable(value: Any, *, tensors: bool = True) -> str:
             if isinstance(leaf, FakeTensor) or not tensors:
                 return "tensor"
             return leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        kind: Any = type(leaf)  # objects that are equal to none but themselves count as one
-        return kind.__name__ if kind.__repr__ is object.__repr__ else leaf
+        if isinstance(leaf, set | frozenset):
+            return sorted(map(repr, leaf))
+        kind: Any = type(leaf)
+        if kind.__repr__ is not object.__repr__:
+            return leaf
+        # Objects that are equal to none but themselves count as one.
+        return kind.__name__, None if kind.__eq__ is object.__eq__ else comparable(vars(leaf))
 
     return repr(pytree.tree_map(text, value))
 

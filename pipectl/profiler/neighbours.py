@@ -24,6 +24,8 @@ from pipectl.spec import JobSpec
 
 _PATIENCE_S = 60.0
 _STEP_S = 0.05
+_END_S = 10.0
+"""For all of them to end by themselves."""
 
 
 class Neighbours:
@@ -60,8 +62,9 @@ class Neighbours:
         self._stop.set()
         for process in self._processes:
             process.terminate()
+        deadline = time.monotonic() + _END_S
         for process in self._processes:
-            process.join(_PATIENCE_S)
+            process.join(max(0.0, deadline - time.monotonic()))
             process.kill()
             process.join()
 

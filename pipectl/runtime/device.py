@@ -1,4 +1,5 @@
-"""What differs between CPU and accelerator ranks, behind one small interface, and the process.
+"""What differs between CPU and accelerator ranks, behind one small interface, and settings
+of a process that computes.
 
 By default glibc gives every large block back to the system when it is freed, and the next tensor
 of that size is made of fresh pages, each of which the system clears at its first use. A training

@@ -1,4 +1,4 @@
-"""What a rank checks before it builds anything: its world, and its plan. No torch is imported."""
+"""The nodes of a job, and what is checked of them and of the plan before torch is imported."""
 
 from __future__ import annotations
 

@@ -255,9 +255,10 @@ class Mover:
             if self._stream is not None:
                 copies = [_pinned(piece).copy_(piece, non_blocking=True) for piece in pieces]
                 self._stream.synchronize()
-            elif self._store is None:
-                copies = [piece.clone() for piece in pieces]
-            return copies if self._store is None else self._store.write(copies)
+            if self._store is not None:
+                return self._store.write(copies)
+            # Pinned memory comes in powers of two, and is needed for the next copies.
+            return [copy.clone() for copy in copies]
 
         return self._begin(self._out, work)
 

@@ -50,7 +50,8 @@ class Step:
         actions: of one step; empty if steps overlap and come in parts.
         channels: what the channel column refers to.
         sizes: every micro-batch as a whole.
-        plan: of this step; None if it is not a step of training, and no micro-batch is split.
+        plan: of this step; None for evaluations, renewals and overlapping steps, which take every
+            micro-batch as a whole.
         pieces: what is loaded at once: some rows of each micro-batch that is needed, by rising
             micro-batch; None for every micro-batch as a whole.
     """
