@@ -112,6 +112,7 @@ def test_flags_for_everything(cli: Command, slurm: Pretend) -> None:
         (["--walltime", "0"], "more than 0"),
         (["--name", "a b"], "cannot name a job"),
         (["--model", "model"], "--model: 'model' names no function"),
+        (["--model", ""], "--model: '' names no function"),
         (["--model", "gone.py:build"], "--model: no such file"),
     ],
 )

@@ -141,6 +141,22 @@ def test_what_does_not_fit_is_refused_with_what_is_missing(chain, schedule, wher
         make_plan(chain(12), cluster, request(schedule, **given))
 
 
+def test_stages_with_backwards_apart_need_two_ranks_each(chain) -> None:
+    apart = request("pipedream", backward_apart=True)
+    with pytest.raises(InfeasibleError, match="2 ranks in all, and the job has 1"):
+        make_plan(chain(12), cluster_of(1), apart)
+    with pytest.raises(InfeasibleError, match="6 ranks in all, and the job has 4"):
+        make_plan(chain(12), cluster_of(4), replace(apart, stages=3))
+    found = make_plan(chain(12), cluster_of(4), replace(apart, stages=2)).search
+    assert found.lower_bound_s <= found.max_stage_load_s
+
+
+def test_a_plan_that_fits_is_found_without_time(hungry) -> None:
+    wanted = request("interleaved", memory_limit_bytes=3_000_000)
+    plan = make_plan(hungry, cluster_of(2), wanted, expired=lambda: True)
+    assert max(plan.prediction.peak_memory_bytes) <= 3_000_000
+
+
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "interleaved", "pipedream-2bw"])
 def test_plans_do_what_they_predict(chain, schedule) -> None:
     plan = check(make_plan(chain(12), cluster_of(2), request(schedule, 8)), cluster_of(2))
