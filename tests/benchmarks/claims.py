@@ -287,7 +287,7 @@ def activations(plan: Plan) -> float:
     return max(peak - held - baseline for peak, held in zip(peaks, resident, strict=True))
 
 
-NETWORKS = ("vgg16", "resnet18", "resnet50", "densenet121")
+NETWORKS = ("vgg16", "resnet18")
 IMAGES = 1024
 """Per step."""
 PAPER = {4: 3.4, 8: 3.76}
