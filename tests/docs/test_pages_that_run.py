@@ -63,7 +63,7 @@ def test_the_table_of_exit_codes_is_that_of_the_errors() -> None:
 def test_the_other_exit_codes_are_there() -> None:
     text = text_of("exit-codes.md")
     assert f"| {INTERRUPTED} | | interrupted" in text
-    assert f"| {CHECKPOINTED} | they stopped" in text
+    assert f"| {CHECKPOINTED} | the ranks stopped" in text
 
 
 def test_the_codes_of_signals_are_those_of_the_script(make_job: Callable[..., JobRequest]) -> None:
