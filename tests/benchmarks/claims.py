@@ -318,7 +318,7 @@ def network(name: str, devices: int) -> Sequence[object]:
     plan = make_plan(profile, cluster, request)
     copies = make_plan(profile, cluster, replace(request, replicas=None, replication=None))
     with tempfile.TemporaryDirectory() as folder:
-        real_s = rehearsal.rehearsed(plan, cluster, Path(folder)).step_s
+        real_s = rehearsal.rehearsed(plan, cluster, Path(folder))["rehearsed_step_time_s"]
     times_s = (plan.predicted_step_s, real_s, copies.predicted_step_s)
     return name, devices, *(f"{alone_s / each:.2f}x" for each in times_s), f"{PAPER[devices]}x"
 
@@ -340,7 +340,7 @@ def offload_and_pipefb() -> Iterator[str]:
     plans = {way: make_plan(profile, cluster, each) for way, each in ways.items()}
     yield from offload.table({way: offload.Way(plan) for way, plan in plans.items()})
     yield "\nA small GPT, trained by jobs on 4 ranks of this machine, which share two cores: only"
-    yield "the peaks count, and they include 350 MiB of the process itself.\n"
+    yield "the peaks count. They include the memory of the process itself.\n"
     yield from offload.table(offload.trained_jobs())
 
 
