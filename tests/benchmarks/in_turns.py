@@ -167,6 +167,11 @@ def peak_of(plan: Plan) -> int:
     return max(plan.prediction.peak_memory_bytes)
 
 
+def rates(plan: Plan, steps_s: Sequence[float]) -> list[float]:
+    """Samples per second of some steps."""
+    return [plan.batch_size / step_s for step_s in steps_s]
+
+
 def may_shape() -> bool:
     """Whether links can be shaped here."""
     return os.geteuid() == 0 and bool(shutil.which("ip") and shutil.which("tc"))

@@ -25,13 +25,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
-from in_turns import Job, cluster_of, gpt, peak_of, profiled, train_in_turns
+from in_turns import Job, cluster_of, gpt, peak_of, profiled, rates, train_in_turns
 from planner_scale import cluster_of as accelerators
 from planner_scale import gpt_profile
 
@@ -170,19 +170,14 @@ def table(ways: Mapping[str, Way]) -> Iterator[str]:
         cells = [way, str(one.plan.ranks)]
         cells += _against(format_bytes, peak_of(one.plan), peak_of(first.plan))
         cells += _against(
-            _rate, *(rate(each.plan, [each.plan.predicted_step_s])[0] for each in (one, first))
+            _rate, *(rates(each.plan, [each.plan.predicted_step_s])[0] for each in (one, first))
         )
         if one.peaks:
             peaks = (round(statistics.median(each.peaks)) for each in (one, first))
             cells += _against(format_bytes, *peaks)
-            rates = (statistics.median(rate(each.plan, each.steps_s)) for each in (one, first))
-            cells += _against(_rate, *rates)
+            found = (statistics.median(rates(each.plan, each.steps_s)) for each in (one, first))
+            cells += _against(_rate, *found)
         yield f"| {' | '.join(cells)} |"
-
-
-def rate(plan: Plan, steps_s: Sequence[float]) -> list[float]:
-    """Samples per second of some steps."""
-    return [plan.batch_size / step_s for step_s in steps_s]
 
 
 def _against(form: Callable[[Any], str], value: float, first: float) -> tuple[str, str]:

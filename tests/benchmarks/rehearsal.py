@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from in_turns import cluster_of, gpt, peak_of, profiled, ratio, spread, train_in_turns
+from in_turns import cluster_of, gpt, peak_of, profiled, rates, ratio, spread, train_in_turns
 from planner_scale import cluster_of as accelerators
 from planner_scale import gpt_profile
 
@@ -175,11 +175,6 @@ def described(name: str, plan: Plan) -> str:
 
 def _step_s(plan: Plan) -> float:
     return plan.predicted_step_s
-
-
-def rates(plan: Plan, steps_s: Sequence[float]) -> list[float]:
-    """Samples a second."""
-    return [plan.batch_size / step_s for step_s in steps_s]
 
 
 def show_dapple(
