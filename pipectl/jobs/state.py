@@ -293,14 +293,14 @@ class Poller:
         return is_running and run.exit_code.exists()
 
 
-def poll(run: RunDirectory) -> Iterator[RunStatus]:
-    """The status of a run, twice a second until the run is over, or unknown for long."""
+def poll(run: RunDirectory, max_unknown_s: float = _MAX_UNKNOWN_S) -> Iterator[RunStatus]:
+    """The status of a run, twice a second until the run is over, or unknown for so long."""
     poller, unknown_s = Poller(), 0.0
     while True:
         (status,) = poller.get_statuses([run], time.time())
         yield status
         unknown_s = unknown_s + POLL_S if status.job.state is JobState.UNKNOWN else 0.0
-        if status.job.state.final or unknown_s >= _MAX_UNKNOWN_S:
+        if status.job.state.final or unknown_s >= max_unknown_s:
             return
         time.sleep(POLL_S)
 

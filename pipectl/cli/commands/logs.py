@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable
+from math import inf
 from pathlib import Path
 
 from pipectl.batch import CHECKPOINTED, JobState
@@ -105,18 +106,16 @@ def _follow(run: RunDirectory, logs: Logs, show: Callable[[Iterable[Line]], None
     from pipectl.jobs.state import POLL_S, poll
 
     bytes_before, silent_s = logs.bytes_read, 0.0
-    while True:
-        for status in poll(run):
-            if read_exit_code(run) not in (None, CHECKPOINTED):  # a checkpointed run may go on
-                return None
-            show(logs.read_lines())
-            silent_s += POLL_S
-            if status.job.state is not JobState.UNKNOWN or logs.bytes_read != bytes_before:
-                bytes_before, silent_s = logs.bytes_read, 0.0
-            elif silent_s > _PATIENCE_S:
-                return status.job.reason
-        if status.job.state.final:
-            return None
+    for status in poll(run, max_unknown_s=inf):
+        if read_exit_code(run) not in (None, CHECKPOINTED):  # a checkpointed run may go on
+            break
+        show(logs.read_lines())
+        silent_s += POLL_S
+        if status.job.state is not JobState.UNKNOWN or logs.bytes_read != bytes_before:
+            bytes_before, silent_s = logs.bytes_read, 0.0
+        elif silent_s > _PATIENCE_S:
+            return status.job.reason
+    return None
 
 
 def _check_ranks(run: RunDirectory, ranks: Iterable[int]) -> None:
