@@ -31,6 +31,11 @@ def fake(place: Path, command: str, text: str, rc: int = 0) -> None:
     path.chmod(0o755)
 
 
+@pytest.fixture(autouse=True)
+def torch_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(init, "installed_version", lambda _: "2.13.0")
+
+
 @pytest.fixture
 def slurm(place: Path) -> Callable[[str], None]:
     """Pretend that `sinfo` prints this."""
@@ -238,6 +243,19 @@ def test_a_partition_with_gpus_is_asked_for_one_per_rank(cli: Command, slurm: Pr
     assert (found.nodes, found.tasks_per_node, found.gpus_per_node) == (2, 1, 1)
     assert cli("init", "none", "--gpus-per-node", "0").code == 0
     assert written("none/job.yaml").resources.gpus_per_node == 0
+
+
+def test_gpus_are_not_proposed_to_a_torch_that_cannot_use_them(
+    cli: Command, slurm: Pretend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(init, "installed_version", lambda _: "2.13.0+cpu")
+    slurm("gpus*|1:00:00|4|32|64000|gpu:1|up")
+    result = cli("init", "cpu")
+    assert (result.code, written("cpu/job.yaml").resources.gpus_per_node) == (0, 0)
+    assert "nodes of gpus have GPUs, but torch 2.13.0+cpu computes on CPUs only" in result.err
+    result = cli("init", "gpu", "--gpus-per-node", "1")
+    assert written("gpu/job.yaml").resources.gpus_per_node == 1
+    assert "CPUs only" not in result.err
 
 
 def test_little_memory_is_what_was_asked_for(cli: Command) -> None:

@@ -24,6 +24,7 @@ from pipectl.spec import json_schema
 from pipectl.spec.models import Resources
 from pipectl.spec.references import fault_of, parse
 from pipectl.units import did_you_mean, format_bytes, format_clock, is_name
+from pipectl.versions import installed_version
 
 LOSS = "torch.nn:CrossEntropyLoss"
 LOSS_OF_MODEL = "model"
@@ -257,17 +258,24 @@ def _find_queue(scheduler: str, name: str | None, *, ask: bool) -> Queue:
 
 def _choose_resources(queue: Queue, values: dict[str, Any], *, ask: bool) -> Resources:
     """What options say, and for the rest answers, or what is proposed: two ranks with a core each,
-    and an accelerator if nodes have some, within the queue.
+    and an accelerator if nodes have some that the installed torch can use, within the queue.
 
     Args:
         values: of options, by the keys of the resources.
     """
     tasks = values.get("tasks_per_node")
-    tasks = tasks or min(_RANKS, queue.cores or _RANKS, queue.gpus or _RANKS)
+    torch = installed_version("torch") or ""
+    gpus = 0 if torch.endswith("+cpu") else queue.gpus
+    if gpus < queue.gpus and "gpus_per_node" not in values:
+        note(
+            f"nodes of {queue.name} have GPUs, but torch {torch} computes on CPUs only: to use "
+            "them, install a build of PyTorch for GPUs, or say --gpus-per-node N"
+        )
+    tasks = tasks or min(_RANKS, queue.cores or _RANKS, gpus or _RANKS)
     proposal: dict[str, Any] = {
         "nodes": min(-(-_RANKS // tasks), queue.nodes or 1),
         "tasks_per_node": tasks,
-        "gpus_per_node": min(tasks, queue.gpus),
+        "gpus_per_node": min(tasks, gpus),
         "walltime": min(_WALLTIME_S, queue.walltime_s or _WALLTIME_S),
     }
     if queue.memory_bytes is not None:
