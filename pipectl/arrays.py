@@ -1,4 +1,4 @@
-"""Names for the types of NumPy arrays, and tables: arrays of records."""
+"""Types of NumPy arrays, and tables (arrays of records)."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 Words = npt.NDArray[np.uint64]
-"""Sets of small numbers, 64 per word."""
+"""Sets of small integers, one bit each, 64 per word."""
 Records = npt.NDArray[np.void]
-"""A table; the fields of its records are attributes."""
+"""A table: an array of records whose fields can be read as attributes."""
 
 
 def record(integers: str = "", floats: str = "") -> np.dtype[np.void]:
-    """The type of the records of a table, by the names of their fields.
+    """Return the record type of a table from the names of its fields.
 
-    Kernels take few tables rather than many arrays: what one takes to compile grows with these.
+    Kernels take a few tables instead of many arrays, which would take longer to compile.
     """
     fields: list[tuple[str, type]] = [(name, np.int64) for name in integers.split()]
     fields += [(name, np.float64) for name in floats.split()]
-    # Without numba, NumPy would give its own attribute of such a name.
+    # Without numba, an attribute of np.record would hide a field of the same name.
     assert not [name for name, _ in fields if hasattr(np.record, name)], fields
     return np.dtype((np.record, fields))

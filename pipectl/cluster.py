@@ -1,4 +1,4 @@
-"""``cluster.json``: nodes, device kinds and links. Measured, or assumed and said so."""
+"""``cluster.json``: nodes, devices and links, with measured or assumed figures."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from pipectl.fields import Count, DataFile, Positive, read_fields
 from pipectl.link import Link, RowTimes
 
 ASSUMED_WITHIN = Link(latency_s=20e-6, bandwidth_bytes_per_s=2e9, assumed=True)
-"""Shared memory, if nobody measured."""
+"""Assumed link within a node: shared memory."""
 ASSUMED_BETWEEN = Link(latency_s=50e-6, bandwidth_bytes_per_s=1.1e9, assumed=True)
-"""Ethernet of 10 Gbit/s, if nobody measured."""
+"""Assumed link between nodes: 10 Gbit/s Ethernet."""
 ASSUMED_HOST = Link(latency_s=10e-6, bandwidth_bytes_per_s=10e9, assumed=True)
-"""A device's way to its host's memory, if nobody measured: PCIe 3.0 with 16 lanes."""
+"""Assumed link from a device to host memory: PCIe 3.0 with 16 lanes."""
 ASSUMED_DISK = Link(latency_s=100e-6, bandwidth_bytes_per_s=1e9, assumed=True)
-"""A rank's way to a disk of its node and back, if nobody measured."""
+"""Assumed link from a rank to a local disk."""
 
 
 class OffloadTarget(StrEnum):
-    """Where what stages offload waits: memory of their host, or a disk of their node."""
+    """Where stages offload to: host memory or a local disk of the node."""
 
     HOST = "host"
     DISK = "disk"
@@ -32,15 +32,15 @@ class OffloadTarget(StrEnum):
 
 @dataclass(frozen=True)
 class Device:
-    """What one rank computes with.
+    """The device of one rank.
 
     Args:
-        speed: relative to the device the profile was measured on.
-        memory_bytes: of one rank; None if unknown.
-        host_link: the rank's way to the memory of its host, for offloading; None if unknown.
-        disk_link: its way to a disk of its node, likewise.
-        rows: what its program takes besides computing; None if unknown, and taken as nothing.
-        peak_flops_per_s: most floating-point operations per second, as its maker says.
+        speed: relative to the device that the profile was measured on.
+        memory_bytes: memory per rank; None if unknown.
+        host_link: link to host memory, for offloading; None if unknown.
+        disk_link: link to a local disk, for offloading; None if unknown.
+        rows: time of program rows in addition to computation; None if unknown (counts as zero).
+        peak_flops_per_s: peak floating-point operations per second, as stated by the manufacturer.
     """
 
     kind: str
@@ -52,7 +52,7 @@ class Device:
     peak_flops_per_s: Positive | None = None
 
     def offload_link(self, target: OffloadTarget) -> Link:
-        """The way of what is offloaded; an assumed one if nobody measured."""
+        """Return the link to the offload target, or an assumed link if it was not measured."""
         if target is OffloadTarget.DISK:
             return self.disk_link or ASSUMED_DISK
         return self.host_link or ASSUMED_HOST
@@ -60,12 +60,12 @@ class Device:
 
 @dataclass(frozen=True)
 class Node:
-    """A machine.
+    """A compute node.
 
     Args:
-        ranks: ranks it hosts.
-        cores: how many of its ranks can compute at once without slowing each other.
-        switch: name of the switch it is connected to; None if all nodes share one.
+        ranks: number of ranks on the node.
+        cores: number of ranks that can compute at the same time without slowing each other down.
+        switch: name of the node's switch; None if all nodes share one switch.
     """
 
     name: str
@@ -76,23 +76,23 @@ class Node:
 
     @staticmethod
     def complete_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The fields, with defaults for what a file may leave out."""
+        """Return the fields with defaults for those that a file may omit."""
         return {"cores": fields.get("ranks"), **fields}
 
 
 @dataclass(frozen=True)
 class Cluster(DataFile):
-    """Machines and the links within and between them.
+    """The nodes of a cluster and the links within and between them.
 
     Ranks are numbered node by node (block distribution).
 
     Args:
-        source: where the figures are from, for people.
-        assumed: whether the figures are guesses rather than measurements.
-        allreduce: (ranks, bytes, seconds) of sums over the first ranks, as replicas make them.
-        key: hash of what it was measured for; None if it comes from elsewhere.
-        between_switches: the way from one switch to another, which a message between nodes of
-            different switches takes besides ``between_nodes``; None if it costs nothing.
+        source: origin of the figures, shown to users.
+        assumed: whether the figures are assumptions rather than measurements.
+        allreduce: (ranks, bytes, seconds) of gradient sums over the first ranks.
+        key: hash of what the measurement depends on; None for a file from elsewhere.
+        between_switches: link between two switches, which a message between nodes of different
+            switches passes in addition to ``between_nodes``; None if it costs nothing.
     """
 
     cure: ClassVar[str] = (
@@ -111,24 +111,24 @@ class Cluster(DataFile):
 
     @cached_property
     def node_of_rank(self) -> tuple[int, ...]:
-        """Index of the node of every rank."""
+        """Node index of each rank."""
         return tuple(index for index, node in enumerate(self.nodes) for _ in range(node.ranks))
 
     def peak_flops_per_s(self, nodes: Sequence[int]) -> float | None:
-        """Most floating-point operations per second of ranks on these nodes; None if unknown."""
+        """Return the total peak FLOP/s of ranks on these nodes; None if unknown."""
         peaks = self._peaks
         return None if peaks is None else sum(peaks[node] for node in nodes)
 
     @cached_property
     def _peaks(self) -> tuple[float, ...] | None:
-        """Peak of a rank, per node."""
+        """Peak FLOP/s per rank, for each node."""
         values = [node.device.peak_flops_per_s for node in self.nodes]
         peaks = tuple(peak for peak in values if peak is not None)
         return peaks if len(peaks) == len(values) else None
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """What is assumed of the parts that are used."""
+        """Sentences that name the assumed links that are in use."""
         if self.assumed:
             return (f"cluster {self.name!r} is assumed, not measured",)
         switches = len({node.switch for node in self.nodes}) > 1
@@ -149,26 +149,26 @@ class Cluster(DataFile):
         return sum(node.ranks for node in self.nodes)
 
     def link(self, source_rank: int, target_rank: int) -> Link:
-        """The link between two ranks, or, for two nodes, that to their switches."""
+        """Return the link between two ranks: the one within their node or between nodes."""
         same = self.node_of_rank[source_rank] == self.node_of_rank[target_rank]
         return self.within_node if same else self.between_nodes
 
     def device(self, rank: int) -> Device:
-        """The device of a rank."""
+        """Return the device of a rank."""
         return self.nodes[self.node_of_rank[rank]].device
 
     @property
     def widest_link(self) -> Link:
-        """The link between nodes, or within the only one."""
+        """The link between nodes, or the link within the node if there is only one."""
         return self.between_nodes if len(self.nodes) > 1 else self.within_node
 
     def memory_of(self, rank: int, limit_bytes: float | None) -> float:
-        """Bytes that a rank may take: the smaller of a limit and its device's memory."""
+        """Return the bytes that a rank may use: the minimum of the limit and its memory."""
         limits = (limit_bytes, self.device(rank).memory_bytes)
         return min((limit for limit in limits if limit is not None), default=inf)
 
     def with_rows(self, rows: RowTimes | None) -> Cluster:
-        """The cluster with a profile's times of rows for the devices that have none."""
+        """Return the cluster with ``rows`` set on the devices that have no row times."""
         if rows is None or all(node.device.rows is not None for node in self.nodes):
             return self
         nodes = tuple(
@@ -178,14 +178,14 @@ class Cluster(DataFile):
         return replace(self, nodes=nodes)
 
     def to_json(self) -> dict[str, Any]:
-        """The documented JSON object."""
+        """Return the documented JSON object."""
         document = super().to_json()
         links = {name: document.pop(name) for name in _Links._fields if name in document}
         return {**document, "links": links}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any], *, file: str = "cluster") -> Cluster:
-        """A cluster from its JSON object; see :meth:`load`."""
+        """Read a cluster from its JSON object; see :meth:`load`."""
         links = read_fields(_Linked, document, file=file, cure=cls.cure).links
         fields = {**document, "source": document.get("source") or "unknown", **links._asdict()}
         cluster = super().from_json(fields, file=file)
@@ -207,7 +207,7 @@ class _Linked(NamedTuple):
 def assumed_cluster(
     name: str, ranks_per_node: Sequence[int], cores_per_node: int, memory_bytes: int | None
 ) -> Cluster:
-    """A cluster nobody measured, of nodes that differ in nothing but their ranks."""
+    """Return an unmeasured cluster of nodes that differ only in their number of ranks."""
     device = Device("cpu", memory_bytes=memory_bytes)
     nodes = (
         Node(f"node{index}", ranks, cores_per_node, device)

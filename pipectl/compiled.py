@@ -1,12 +1,13 @@
-"""Machine code for the inner loops of planner and simulator.
+"""Compilation of the inner loops of the planner and the simulator with numba.
 
-A kernel is a plain function of numbers and NumPy arrays. numba compiles it when it is first called
-with given types, and keeps the result on disk, so a fresh installation is slow once. Kernels follow
-IEEE arithmetic in the order written (no ``fastmath``, no threads): results are the same on every
-machine, and the same as Python's with ``NUMBA_DISABLE_JIT=1``, which is the way to debug one.
-A stale cache shows by the time of a kernel's own file: after a change, touch those that call it.
+A kernel is a plain function of numbers and NumPy arrays. numba compiles it on the first call with
+given argument types and caches the result on disk, so only the first run after an installation is
+slow. Kernels follow IEEE arithmetic in the order written (no ``fastmath``, no threads), so results
+are the same on every machine, and the same as in Python with ``NUMBA_DISABLE_JIT=1``, which is how
+to debug a kernel. numba checks only the modification time of a kernel's own file: after a change to
+a kernel, touch the files of the kernels that call it.
 
-Importing numba takes a third of a second: only what plans or simulates imports this module.
+Importing numba takes a third of a second; only modules that plan or simulate import this module.
 """
 
 from __future__ import annotations
@@ -30,34 +31,34 @@ _PART = {"no_cpython_wrapper": True, **_IN_PLACE}
 
 
 def compiling_s() -> float:
-    """Seconds that this process has spent on compiling kernels which it did not find on disk."""
+    """Return the seconds that this process has spent compiling kernels that were not cached."""
     return float(_TIMER.duration) if _TIMER.done else 0.0
 
 
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a kernel; kernels may call each other."""
+    """Compile a kernel (decorator). Kernels may call each other."""
     return _jit(function, _FROM_PYTHON)
 
 
 def compiled_in_place(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a kernel that makes no arrays.
+    """Compile a kernel that allocates no arrays (decorator).
 
-    It does not count references to the arrays it is given, which for many small steps takes longer
-    than the steps. (``_nrt`` is an option that numba has but does not document.)
+    The kernel does not count references to its arguments, which would take longer than many small
+    steps. (``_nrt`` is an undocumented option of numba.)
     """
     return _jit(function, _IN_PLACE)
 
 
 def part_of_kernel(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function that makes no arrays and that only kernels call.
+    """Compile a function that allocates no arrays and is called only by kernels (decorator).
 
-    It needs no way in from Python, which takes longest to compile.
+    It gets no entry point for Python, which is the slowest part to compile.
     """
     return _jit(function, _PART)
 
 
 class _Index(IndexDataCacheFile):
-    """The kernels on disk, none if a version left them whose types were in other modules."""
+    """A cache index that reads as empty if this version cannot load it."""
 
     def _load_index(self) -> Any:
         try:
@@ -70,12 +71,12 @@ def _jit(function: Callable[P, R], options: dict[str, Any]) -> Callable[P, R]:
     kernel: Callable[P, R]
     try:
         kernel = numba.njit(cache=True, **options)(function)
-        if cache := getattr(kernel, "_cache", None):  # not where NUMBA_DISABLE_JIT is set
+        if cache := getattr(kernel, "_cache", None):  # absent if NUMBA_DISABLE_JIT is set
             cache._cache_file.__class__ = _Index
-    except RuntimeError:  # no folder can be written: compile in every process
+    except RuntimeError:  # no cache directory is writable: compile in every process
         kernel = numba.njit(**options)(function)
     if template := getattr(kernel, "get_call_template", None):
-        # Calls with a constant would compile a kernel of their own.
+        # Otherwise a call with a constant compiles a kernel of its own.
         vars(kernel)["get_call_template"] = lambda given, named: template(
             tuple(map(types.unliteral, given)), named
         )

@@ -1,4 +1,4 @@
-"""Options of sbatch and qsub: which a job or a template may set."""
+"""Options of sbatch and qsub that a job spec or a template may set."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from itertools import chain
 from typing import NamedTuple
 
 Value = str | bool | tuple[str, ...]
-"""Value of an option: a text; true for an option without a value; false for an option that is not
+"""Value of an option: text; true for an option without a value; false for an option that is not
 written; several texts for an option that is written several times."""
 
 RESOURCES = re.compile(r"[A-Za-z0-9_=:.,+*~/@-]*")
-"""What may stand in ``-l`` of qsub, where nothing is quoted."""
+"""Characters allowed in ``-l`` of qsub, which is not quoted."""
 REPLACEMENTS = {
     "cpus-per-task": ("cpus-per-task",),
     "gpus-per-node": ("gpus-per-node",),
     "mem": ("mem", "mem-per-cpu", "mem-per-gpu"),
     "time": ("time",),
 }
-"""Options of sbatch that are written from ``resources``. If ``slurm.options`` has one of the names
-on the right, even with the value false, the option on the left is not written."""
+"""Options of sbatch that are derived from ``resources``. If ``slurm.options`` contains a name on
+the right, even with the value false, the option on the left is not written."""
 _LETTERS = {"c": "cpus-per-task", "t": "time"}
 _LOG = "remove it; output and errors are in logs/job.log"
 
@@ -30,15 +30,15 @@ class Syntax(NamedTuple):
     """How a batch system reads options.
 
     Args:
-        mark: begins a line of options in a script.
-        command: reads them.
-        example: an option as it is written in a line.
-        name: pattern of an option without its dashes.
-        flags: letters of options without a value: others may follow in the same word.
-        refused: options that could overrule pipectl's wherever they stand, and what to do instead.
-        own: options that pipectl overrules, since it writes them last, and what to do instead.
-        dependencies: options that pipectl writes if a job waits for others.
-        spells: whether an option, as it is written, is that of an entry of these tables.
+        mark: prefix of an option line in a script.
+        command: command that reads the options.
+        example: an option as written in a line.
+        name: pattern of an option name without dashes.
+        flags: letters of options without a value; other letters may follow in the same word.
+        refused: options that could override pipectl's at any place, and what to do instead.
+        own: options that pipectl's own options override, and what to do instead.
+        dependencies: options that pipectl writes if a job waits for other jobs.
+        spells: takes an option as written and a table entry; whether they are the same option.
     """
 
     mark: str
@@ -52,13 +52,13 @@ class Syntax(NamedTuple):
     spells: Callable[[str, str], bool]
 
     def find(self, name: str, text: str | None, table: Iterable[str]) -> str | None:
-        """The entry of a table for an option with its dashes."""
+        """Return the table entry for an option with its dashes, or None."""
         written = f"{name} {text or ''}"
         return next((entry for entry in table if self.spells(written, entry)), None)
 
 
 def _spells_sbatch(written: str, option: str) -> bool:
-    """Long options may be abbreviated; if it is not clear to what, sbatch refuses them itself."""
+    """Long options may be abbreviated; sbatch itself refuses an ambiguous abbreviation."""
     name = written.replace("=", " ").split()[0]
     long, _, short = option.partition(" ")
     return (name.startswith("--") and long.startswith(name)) or bool(
@@ -67,10 +67,10 @@ def _spells_sbatch(written: str, option: str) -> bool:
 
 
 def _spells_qsub(written: str, option: str) -> bool:
-    """An option may be of one letter, or a resource or attribute in one of ``-l`` or ``-W``."""
+    """An entry is a one-letter option, or a resource or attribute of ``-l`` or ``-W``."""
     letter, _, name = option.partition(" ")
     parts = re.split(r"[,\s]+", written[2:].strip())
-    names = [part.partition("=")[0].lower() for part in parts]  # as PBS compares them
+    names = [part.partition("=")[0].lower() for part in parts]  # PBS ignores case
     return written.startswith(letter) and (not name or name in names)
 
 
@@ -129,7 +129,7 @@ QSUB = Syntax(
         "-z": "remove it; pipectl needs the job's id",
         "-W block": "remove it; `pipectl submit --wait` waits",
         "-W interactive": "remove it; pipectl's jobs are not interactive",
-        # Of two resources, qsub takes the first.
+        # If a resource is given twice, qsub uses the first.
         "-l nodes": "set resources.nodes in the job spec",
         "-l select": "set resources, or pbs.select, in the job spec",
         "-l walltime": "set resources.walltime in the job spec",
@@ -151,11 +151,11 @@ QSUB = Syntax(
 
 
 SYNTAXES = {"slurm": SBATCH, "pbs": QSUB}
-"""By the name of the batch system."""
+"""The syntax of each batch system by name."""
 
 
 def fault_of_option(syntax: Syntax, name: str, value: Value) -> str:
-    """Why a job may not set an option to a value, and what to do; empty if it may."""
+    """Return why a job may not set an option to a value and what to do; empty if it may."""
     if not re.fullmatch(syntax.name, name):
         plain = name.lstrip("-").replace("_", "-")
         form = "of one letter" if syntax is QSUB else "such as mail-type, or of one letter"
@@ -173,7 +173,7 @@ def fault_of_option(syntax: Syntax, name: str, value: Value) -> str:
     faults = (_fault_of_text(syntax, *option) for option in options_of(name, value))
     if (fault := next(filter(None, faults), "")) or syntax is QSUB or len(name) == 1:
         return fault
-    for whole in chain(*REPLACEMENTS.values()):  # before its last word, a prefix is of others too
+    for whole in chain(*REPLACEMENTS.values()):  # a shorter prefix is ambiguous
         if whole != name and whole.startswith(name) and len(name) > whole.rfind("-") + 1:
             return f"cannot be abbreviated; write {whole}"
     return ""
@@ -194,7 +194,7 @@ def _fault_of_text(syntax: Syntax, dashed: str, text: str | None) -> str:
 
 
 def find_option(syntax: Syntax, options: Mapping[str, Value], table: Iterable[str]) -> str | None:
-    """The name of the first option that is that of an entry of a table."""
+    """Return the name of the first option that matches a table entry, or None."""
     for name, value in options.items():
         if any(syntax.find(*written, table) for written in options_of(name, value)):
             return name
@@ -202,7 +202,7 @@ def find_option(syntax: Syntax, options: Mapping[str, Value], table: Iterable[st
 
 
 def options_of(name: str, value: Value) -> Iterator[tuple[str, str | None]]:
-    """An option with its dashes, and its value, for each time that it is written."""
+    """Yield the option with its dashes, and its value, once for each time that it is written."""
     if value is not False:
         dashed = f"-{name}" if len(name) == 1 else f"--{name}"
         for text in value if isinstance(value, tuple) else (value,):
@@ -210,7 +210,7 @@ def options_of(name: str, value: Value) -> Iterator[tuple[str, str | None]]:
 
 
 def fault_of_line(syntax: Syntax, line: str) -> tuple[str, str] | None:
-    """What is wrong with a line of options without its mark, and what to do; None if nothing is."""
+    """Return the fault of an option line (without its mark) and what to do; None if it is valid."""
     if not line.startswith("-"):
         how = f"write it as on {syntax.command}'s command line, for example {syntax.example}"
         return f"{line!r} is no option of {syntax.command}", how
@@ -218,13 +218,13 @@ def fault_of_line(syntax: Syntax, line: str) -> tuple[str, str] | None:
         if entry := syntax.find(option, None, syntax.refused):
             name = entry if syntax is QSUB else entry.partition(" ")[0]
             return f"{name} cannot be set here", syntax.refused[entry]
-        if "\\" in option and syntax is SBATCH:  # in quotes Slurm takes more for an escape
+        if "\\" in option and syntax is SBATCH:  # Slurm reads more escapes inside quotes
             return f"{option!r} cannot be set here", "write the option without a backslash"
     return None
 
 
 def _split(line: str, flags: str) -> list[str]:
-    """The options of a line, each with its value."""
+    """Split a line into options, each with its value."""
     try:
         words = shlex.split(line, comments=True)
     except ValueError:

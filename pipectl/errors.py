@@ -1,9 +1,9 @@
-"""The exception tree. Every class owns the exit code of the command that fails with it.
+"""Exceptions. Each class defines the exit code of the command that fails with it.
 
-    PipectlError                1   a job or a worker failed, or anything not named below
+    PipectlError                1   a job or a worker failed, or any error not named below
     ├── WorkerError             1   training failed on a rank
     ├── FaultError              1   a fault of pipectl itself, not of the user's job
-    ├── OutOfTimeError          1   planning was ended before there was a plan
+    ├── OutOfTimeError          1   planning ended before there was a plan
     ├── UsageError              2   a wrong command line, a directory that cannot be written
     ├── InvalidInputError       3   a spec, profile, cluster or plan that cannot be used
     │   ├── SpecError           3   the job spec; lists every problem with line and column
@@ -12,10 +12,10 @@
     │   ├── ScheduleError       3   a schedule or plan whose ranks could not work together
     │   └── MismatchError       3   files or processes that do not belong together
     ├── InfeasibleError         4   no plan fits the ranks and the memory
-    ├── SchedulerError          5   the batch system is missing, rejects or cannot be reached
-    └── UnknownRunError         6   no such run, or its state cannot be told
+    ├── SchedulerError          5   the batch system is missing, unreachable, or rejects a request
+    └── UnknownRunError         6   no such run, or its state cannot be determined
 
-Exit code 75 (checkpointed, requeue) belongs to the job script alone; 130 is an interrupt.
+Only job scripts exit with 75 (checkpointed, requeue); 130 is an interrupt.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from dataclasses import dataclass
 
 
 class PipectlError(Exception):
-    """An error meant for people: what was wrong, and what to do about it.
+    """An error shown to the user: what is wrong and what to do about it.
 
     Args:
-        message: what was wrong, naming the file, field or object.
-        cure: what the user can do; shown on a line of its own.
+        message: what is wrong, with the name of the file, field or object.
+        cure: what the user can do; printed on a line of its own.
     """
 
     exit_code = 1
@@ -48,34 +48,34 @@ class WorkerError(PipectlError):
 
 
 class FaultError(PipectlError):
-    """A fault of pipectl itself; nothing in the user's job explains it.
+    """A fault of pipectl itself, which nothing in the user's job explains.
 
     Attributes:
-        has_details: whether the cure says where the details are.
+        has_details: whether the cure names the place of the details.
     """
 
     has_details = False
 
 
 class OutOfTimeError(PipectlError):
-    """A search was ended, by its budget or the user, before it had found anything."""
+    """The budget or the user ended a search before it had a result."""
 
 
 class UsageError(PipectlError):
-    """The command line cannot be carried out as given."""
+    """The command line cannot be carried out."""
 
     exit_code = 2
 
 
 class InvalidInputError(PipectlError):
-    """A file or object the user supplied cannot be used."""
+    """A file or object from the user cannot be used."""
 
     exit_code = 3
 
 
 @dataclass(frozen=True, order=True)
 class Problem:
-    """One fault in a file; ``line`` and ``column`` count from 1; 0 if there is no place."""
+    """One fault in a file. ``line`` and ``column`` count from 1; 0 means no position."""
 
     file: str
     line: int
@@ -88,7 +88,7 @@ class Problem:
 
 
 class SpecError(InvalidInputError):
-    """The job spec is wrong. Carries every problem once, in file order."""
+    """The job spec is invalid. Holds every problem once, in file order."""
 
     def __init__(self, problems: Sequence[Problem], *, cure: str | None = None) -> None:
         self.problems = tuple(sorted(set(problems)))
@@ -100,7 +100,7 @@ class DataFileError(InvalidInputError):
 
 
 class CaptureError(InvalidInputError):
-    """A factory fails, or its model cannot be captured as a graph."""
+    """A model factory fails, or its model cannot be captured as a graph."""
 
 
 class ScheduleError(InvalidInputError):
@@ -112,7 +112,7 @@ class MismatchError(InvalidInputError):
 
 
 class InfeasibleError(PipectlError):
-    """No plan satisfies the constraints; the message says how much is missing."""
+    """No plan satisfies the constraints; the message states how much is missing."""
 
     exit_code = 4
 
@@ -130,7 +130,7 @@ class UnknownRunError(PipectlError):
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether an error of Python or torch says that there is no memory left."""
+    """Return whether an error of Python or torch reports that memory is exhausted."""
     text = str(error).lower()
     words = ("allocate memory", "out of memory", "bad_alloc")
     return isinstance(error, MemoryError) or any(each in text for each in words)

@@ -1,4 +1,4 @@
-"""Whose fault an exception is, the user's code or pipectl's, and what is said of one of ours."""
+"""Whether an exception is a fault of the user's code or of pipectl, and how to report it."""
 
 from __future__ import annotations
 
@@ -25,28 +25,27 @@ _LIBRARIES = (
 )
 _STANDARD_LIBRARY = str(Path(os.__file__).parent)
 _CAPTURED = "<eval_with_key>"
-"""Begins the names of files that torch gives to the code of captured graphs."""
+"""Prefix of the file names that torch gives to the code of captured graphs."""
 
 
 def is_user_code(filename: str) -> bool:
-    """Whether a file is neither of this package nor of Python or an installed one."""
+    """Return whether a file belongs neither to pipectl, to Python nor to an installed package."""
     if filename.startswith((_PACKAGE, _STANDARD_LIBRARY, "<")):
         return False
     return not any(library in filename for library in _LIBRARIES)
 
 
 def user_line(trace: TracebackType | None) -> str:
-    """``" (at file.py:12)"`` for the deepest frame outside installed packages, or nothing."""
+    """Return ``" (at file.py:12)"`` for the deepest frame of user code, or an empty string."""
     frames = [frame for frame in traceback.extract_tb(trace) if is_user_code(frame.filename)]
     return f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
 
 
 def is_ours(error: BaseException) -> bool:
-    """Whether nothing explains an exception but a fault of pipectl.
+    """Return whether only a fault of pipectl can explain an exception.
 
-    What the user's code calls counts as the user's, and so does an operator of the captured model;
-    but not a function of pipectl that one of them calls. Missing files, memory or messages are
-    faults of the machine.
+    Code that the user's code or an operator of the captured model calls counts as the user's,
+    except functions of pipectl. Missing files, memory or messages count as faults of the machine.
     """
     if not isinstance(error, Exception) or isinstance(error, PipectlError | OSError):
         return False
@@ -62,7 +61,7 @@ def is_ours(error: BaseException) -> bool:
 
 
 def fault_of(error: BaseException) -> FaultError:
-    """What to say of such an exception; where its details are is for the caller to add."""
+    """Return the error that reports an exception as a fault of pipectl, without its details."""
     from pipectl.versions import installed_versions, untested_torch
 
     first = next(iter(str(error).strip().splitlines()), "")
@@ -75,11 +74,11 @@ def fault_of(error: BaseException) -> FaultError:
 
 
 def with_details(error: BaseException, file: Path | None, *, write: bool = False) -> BaseException:
-    """An exception, or the fault of pipectl that it is, which says which file holds its details.
+    """Return the exception, or the error that reports it as a fault of pipectl, with its details.
 
     Args:
-        file: None for one among the system's temporary files, if it is to be written.
-        write: whether to write the details, so that only their owner can read them.
+        file: file of the details; if None and ``write`` is true, a temporary file.
+        write: whether to write the details; only their owner can read the file.
     """
     fault = fault_of(error) if is_ours(error) else error
     if isinstance(fault, FaultError) and not fault.has_details:
@@ -93,14 +92,14 @@ def with_details(error: BaseException, file: Path | None, *, write: bool = False
 
 @dataclass(frozen=True)
 class ErrorReport:
-    """Why a rank, or the preparation of a job, failed: a file in the folder of errors of its run.
+    """Why a rank, or the preparation of a job, failed: one file in the run's error directory.
 
     Args:
         rank: None for the preparation.
-        stage, step, action: what it did; stage and step are None for what belongs to none.
-        type: class of the exception; None for a rank that was lost.
+        stage, step, action: what the rank was doing; stage and step are None if there is none.
+        type: class of the exception; None if the rank was lost.
         time: seconds since the epoch.
-        exit_code: that commands have.
+        exit_code: exit code of the command.
     """
 
     message: str = "no message"
@@ -117,10 +116,10 @@ class ErrorReport:
 
     @classmethod
     def of(cls, error: BaseException, cure: str | None = None, **place: Any) -> ErrorReport:
-        """What is to be said of an exception.
+        """Make the report of an exception.
 
         Args:
-            cure: of one that has none itself.
+            cure: used if the exception has none.
             place: ``rank``, ``stage``, ``step`` and ``action``.
         """
         own_error = error if isinstance(error, PipectlError) else None
@@ -138,7 +137,7 @@ class ErrorReport:
 
     @property
     def where(self) -> str:
-        """``rank 3 on n1, stage 2, BACKWARD micro-batch 5, step 17``."""
+        """For example ``rank 3 on n1, stage 2, BACKWARD micro-batch 5, step 17``."""
         host = f" on {self.host}" if self.host else ""
         if self.rank is None:
             return f"preparation{host}"
@@ -151,18 +150,18 @@ class ErrorReport:
 
     @property
     def what(self) -> str:
-        """The message, after the class of the exception."""
+        """The class of the exception and the message."""
         return f"{self.type}: {self.message}" if self.type else self.message
 
     @property
     def text(self) -> str:
-        """All of it for people, fit for terminals; it ends with a line end."""
+        """The whole report, safe to print on a terminal; ends with a newline."""
         cure = f"pipectl: {self.cure}" if self.cure else ""
         parts = (f"pipectl: {self.where}: {self.what}", self.traceback, cure)
         return "".join(f"{printable(part.rstrip())}\n" for part in parts if part)
 
     def save(self, path: Path) -> None:
-        """Write its file, if that is possible: the disk may fail, too."""
+        """Write the report. Errors are ignored, because the disk may be what failed."""
         with suppress(PipectlError, OSError):
             write_json(path, {"version": 1, **asdict(self)})
 

@@ -1,15 +1,16 @@
-"""Dataclasses and named tuples as JSON: read and checked by their type hints, and written.
+"""Conversion between JSON and dataclasses or named tuples, checked by type hints.
 
-A hint says what a value must be. An ``int`` is whole (3.0 is, too) and at least 0, a ``float`` is
-finite and at least 0; ``tuple[X, ...]`` is a list, ``tuple[X, Y]`` a list of two values, and
-``Mapping[str, X]`` an object. A named tuple may also stand in the file as a list. Null counts as
-absent, and unknown keys are ignored. In an ``Annotated`` hint, a :class:`Rule` narrows what is
-allowed, and a function takes the place of what the type says: it makes the value, or raises
-:class:`FieldError`. ``{"key": name}`` as metadata of a dataclass's field is its name in the file; a
-static method ``complete_fields`` of the class adds what a file may leave out. A
-:class:`DataFile` is a whole file.
+- ``int`` is a whole number of at least 0 (3.0 is valid), ``float`` a finite number of at least 0.
+- ``tuple[X, ...]`` is a list, ``tuple[X, Y]`` a list of two values, ``Mapping[str, X]`` an object.
+- A named tuple may also be written as a list.
+- Null means absent. Unknown keys are ignored.
+- In ``Annotated[X, ...]``, a :class:`Rule` restricts the value; a function replaces the conversion
+  of X and raises :class:`FieldError` if the value is wrong.
+- The metadata ``{"key": name}`` of a dataclass field sets its name in the file.
+- A static method ``complete_fields`` of the class adds fields that a file may omit.
 
-pydantic does the same, and takes half as long to import as ``pipectl status`` does to answer.
+A :class:`DataFile` is a whole file. pydantic does the same, but takes too long to import for
+``pipectl status``.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ from pipectl.errors import DataFileError
 T = TypeVar("T")
 Convert = Callable[[Any], Any]
 VERSION = 1
-"""Of the format of all files; one that names none has this."""
+"""Format version of all files; a file without a version has this one."""
 LARGEST = 2**63 - 1
 MAX_BYTES = 2**50
-"""Bytes of one object; a sum over thousands still fits into eight bytes."""
+"""Maximum size of one object; a sum over thousands of objects fits into 64 bits."""
 
 
 class FieldError(ValueError):
     """A value is wrong.
 
     Attributes:
-        path: keys and indices that lead to it, the last one first.
+        path: keys and indices that lead to the value, innermost first.
     """
 
     def __init__(self, message: str, *path: str | int) -> None:
@@ -51,29 +52,29 @@ class FieldError(ValueError):
 
 
 class Rule(NamedTuple):
-    """What must hold of a value; the words complete "must be ..."."""
+    """A condition on a value; ``words`` complete the sentence "must be ..."."""
 
     holds: Callable[[Any], bool]
     words: str
 
 
 class DataFile:
-    """A data class that is a file: a JSON object with its fields, and the version of the format."""
+    """A dataclass stored as a JSON object of its fields and the format version."""
 
     cure: ClassVar[str]
-    """How to get a good file."""
+    """How to obtain a valid file; shown in errors."""
 
     def to_json(self) -> dict[str, Any]:
-        """The documented JSON object."""
+        """Return the documented JSON object."""
         return {"version": VERSION, **write_value(self)}
 
     def save(self, path: Path) -> None:
-        """Write the file whole; see :func:`pipectl.files.write_json`."""
+        """Replace the file atomically; see :func:`pipectl.files.write_json`."""
         files.write_json(path, self.to_json())
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any], *, file: str = "file") -> Self:
-        """The inverse of :meth:`to_json`; see :meth:`load`."""
+        """Convert a JSON object, the inverse of :meth:`to_json`; see :meth:`load`."""
         return read_fields(cls, document, file=file, cure=cls.cure)
 
     @classmethod
@@ -81,21 +82,21 @@ class DataFile:
         """Read and check the file.
 
         Raises:
-            DataFileError: naming the file, and the field that is missing or wrong.
+            DataFileError: the file is unreadable, or a field is missing or wrong.
         """
         document = files.read_json(path, cure=cls.cure)
         return cls.from_json(document, file=str(path))
 
 
 def read_fields(kind: type[T], document: Mapping[str, Any], *, file: str, cure: str) -> T:
-    """The dataclass or named tuple that a JSON object describes.
+    """Convert a JSON object to a dataclass or named tuple.
 
     Args:
-        file: named in errors.
-        cure: how to get a good file.
+        file: name of the file, for errors.
+        cure: how to obtain a valid file, for errors.
 
     Raises:
-        DataFileError: it is of another version, or a field is missing or wrong.
+        DataFileError: the file has another version, or a field is missing or wrong.
     """
     try:
         if (version := document.get("version", VERSION)) != VERSION:
@@ -109,17 +110,17 @@ def read_fields(kind: type[T], document: Mapping[str, Any], *, file: str, cure: 
 
 
 def read_value(hint: Any, value: Any) -> Any:
-    """The value that JSON describes, of the type of a hint.
+    """Convert a JSON value to the type of a hint.
 
     Raises:
-        FieldError: it is wrong.
+        FieldError: the value is wrong.
     """
     return _converter(hint)(value)
 
 
 @cache
 def _converter(hint: Any) -> Convert:
-    """What makes a value of some type from that in a file."""
+    """Return the function that converts a JSON value to the type of a hint."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint in _PLAIN:
         return _PLAIN[hint]
@@ -146,7 +147,7 @@ def _converter(hint: Any) -> Convert:
 
 
 class _Field(NamedTuple):
-    """A field: its name, its key in the file, and what it needs when it is read and written."""
+    """A field: its name, its key in the file, and how to read and write it."""
 
     name: str
     key: str
@@ -197,11 +198,7 @@ def _to_narrowed(convert: Convert, rules: list[Rule], value: Any) -> Any:
 
 
 def _to_items(converters: Iterable[Convert], size: int | None, value: Any) -> tuple[Any, ...]:
-    """The items of a list, each by its converter.
-
-    Args:
-        size: number of items; None for any.
-    """
+    """Convert the items of a list; ``size`` is their number, or None for any number."""
     if not isinstance(value, list | tuple) or size not in (None, len(value)):
         raise _fault(value, "a list" if size is None else f"a list of {size} values")
     return tuple(map(_convert_at, count(), converters, value))
@@ -242,7 +239,7 @@ def _to_whole(value: Any) -> int:
 
 
 def _to_size(value: Any) -> int:
-    """Bytes; part of a byte counts as one."""
+    """Convert to bytes; a fraction is rounded up."""
     size = _to_number(value)
     if size > MAX_BYTES:
         raise _fault(value, f"at most {MAX_BYTES} bytes")
@@ -257,7 +254,7 @@ _PLAIN: Mapping[Any, Convert] = {
     float: _to_number,
 }
 Size = Annotated[int, _to_size]
-"""Bytes, which files of others may give as a fraction."""
+"""Bytes; files of other tools may contain fractions."""
 NamedBytes = tuple[tuple[str, Size], ...]
 Positive = Annotated[float, Rule(lambda number: number > 0, "above 0")]
 Count = Annotated[int, Rule(lambda number: number >= 1, "at least 1")]
@@ -272,10 +269,10 @@ def _convert_at(key: str | int, convert: Convert, value: Any) -> Any:
 
 
 def write_value(value: Any) -> Any:
-    """JSON that :func:`read_value` reads as the same value.
+    """Return the JSON value that :func:`read_value` converts back.
 
-    A named tuple is a list. Fields of dataclasses are left out if they are None, or if they are
-    empty and have a default, unless ``{"explicit": True}`` is in their metadata.
+    A named tuple becomes a list. A dataclass field is omitted if it is None, or if it is empty and
+    has a default, unless its metadata contains ``{"explicit": True}``.
     """
     if is_dataclass(value):
         kind: Any = type(value)
@@ -291,7 +288,7 @@ def write_value(value: Any) -> Any:
 
 
 def leaves(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of a JSON object and of the objects in it, by dotted key."""
+    """Yield the values of a JSON object and of the objects in it, with their dotted keys."""
     for key, value in document.items():
         if isinstance(value, Mapping):
             yield from leaves(value, f"{prefix}{key}.")

@@ -1,8 +1,8 @@
-"""Reading and writing files where others may have put something.
+"""Reading and writing of files in directories that other users can write to.
 
-A reader sees the old content or the new, never half. Directories of other users hold whatever they
-like: links to files of ours, pipes that nobody writes to, devices, files of any size. Nothing here
-waits for them, or follows their links to write.
+A reader sees the old content or the new content, never a mix. A directory of another user may
+contain links to our files, pipes without a writer, devices and files of any size. The functions
+here never block on them and never write through their links.
 """
 
 from __future__ import annotations
@@ -23,36 +23,35 @@ from typing import Any
 from pipectl.errors import DataFileError, UsageError
 
 RUNS_VARIABLE = "PIPECTL_RUNS"
-"""Variable of the environment: the directory of the runs, unless a job or an option names one."""
+"""Environment variable that names the directory of runs; a job or an option overrides it."""
 MAX_BYTES = 2**28
-"""Limit for a data file, which another user may have written."""
+"""Maximum size of a data file, which another user may have written."""
 _ROOT = 0
 _MAX_LINKS = 40
 _PIECE, _PATIENCE_MS = 4096, 1000
-"""Bytes that a pipe takes at once if it is writable, and the wait until it is."""
+"""Bytes that a writable pipe accepts at once, and how long to wait until it is writable."""
 _STREAMS = (Path("/dev/fd"), Path("/proc/self/fd"))
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-"""Half of a character in JSON, which cannot be written again."""
+"""Half of a surrogate pair in JSON, which cannot be encoded as UTF-8."""
 
 
 def write_text(path: Path, text: str, *, mode: int = 0o666, durable: bool = True) -> None:
-    """Replace ``path`` by ``text`` at once (temporary file, fsync, rename).
+    """Replace the content of ``path`` atomically (temporary file, fsync, rename).
 
-    A new file is as private as its directory. Links stay; so does what is no file, such as
-    ``/dev/stdout``: that is written to, even if it leads to a file. Links and pipes of other users
-    are refused.
+    A new file is as private as its directory. Symbolic links are kept. Streams such as
+    ``/dev/stdout`` are written in place. Links and pipes of other users are refused.
 
     Args:
-        durable: whether to wait for the disk, so that the text outlives a crash of the machine.
+        durable: whether to wait for the disk, so that the content survives a crash of the machine.
 
     Raises:
-        UsageError: the directory cannot be written; the previous file is untouched.
+        UsageError: the file cannot be written; the previous file is unchanged.
     """
     try:
         place = _follow_links(path)
         number = _descriptor_of(place)
         if number is not None:
-            sys.stdout.flush()  # what was printed before comes before it
+            sys.stdout.flush()  # keep the order of the output
             with os.fdopen(os.dup(number), "w", encoding="utf-8") as stream:
                 stream.write(text)
         elif place.exists() and not place.is_file():
@@ -62,16 +61,16 @@ def write_text(path: Path, text: str, *, mode: int = 0o666, durable: bool = True
                 stream.write(text)
         else:
             _replace(place, text, mode, durable=durable)
-    except BrokenPipeError:  # nobody reads it
+    except BrokenPipeError:  # the reader is gone
         raise
     except OSError as error:
         raise _unwritable(path, error) from error
 
 
 def write_log(log: int, text: str) -> None:
-    """Write to a file descriptor as far as its reader takes it, without waiting long.
+    """Write to a file descriptor as long as its reader accepts data, without waiting long.
 
-    The reader of a job's log may be gone or frozen; the caller must neither end nor hang.
+    The reader of a job's log may be gone or frozen; the caller must neither fail nor hang.
     """
     data = text.encode(errors="replace")
     poll = select.poll()
@@ -82,11 +81,10 @@ def write_log(log: int, text: str) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Create a directory and its parents, for us alone; one that exists is fine if it can be
-    written.
+    """Create a private directory and its parents, or check that the existing one is writable.
 
     Raises:
-        UsageError: it cannot be created, or not be written.
+        UsageError: the directory cannot be created or written.
     """
     cure = "choose a directory you may write to"
     try:
@@ -100,10 +98,10 @@ def make_directory(path: Path) -> None:
 
 
 def make_private_directory(path: Path) -> None:
-    """Create a directory and those above it that are missing, which nobody else may look into.
+    """Create a directory and its missing parents with mode 0700.
 
     Raises:
-        OSError: it cannot be created.
+        OSError: the directory cannot be created.
     """
     try:
         path.mkdir(0o700)
@@ -116,10 +114,10 @@ def make_private_directory(path: Path) -> None:
 
 
 def is_stream(path: Path) -> bool:
-    """Whether a path is no place for a file: ``/dev/stdout``, a device, or a pipe."""
+    """Return whether a path is an open stream such as ``/dev/stdout``, a device or a pipe."""
     try:
         place = _follow_links(path)
-    except OSError:  # whoever writes there says so
+    except OSError:  # the write reports the error
         return False
     if _descriptor_of(place) is not None:
         return True
@@ -127,10 +125,10 @@ def is_stream(path: Path) -> bool:
 
 
 def make_directory_of(path: Path) -> None:
-    """Make the directory in which :func:`write_text` is to write ``path``, before long work.
+    """Create the directory of a file before the long work that ends with :func:`write_text`.
 
     Raises:
-        UsageError: it could not be written there.
+        UsageError: the file could not be written.
     """
     try:
         place = _follow_links(path)
@@ -148,18 +146,19 @@ def make_directory_of(path: Path) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace ``path`` by ``value`` as indented JSON; see :func:`write_text`."""
+    """Replace the content of ``path`` by ``value`` as indented JSON; see :func:`write_text`."""
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
 def read_json(path: Path, *, cure: str, limit: int = MAX_BYTES) -> dict[str, Any]:
-    """The JSON object in ``path``, a file or an open one such as ``/dev/stdin``.
+    """Read the JSON object in ``path``, a file or an open stream such as ``/dev/stdin``.
 
     Args:
-        limit: bytes that it may have.
+        cure: how to obtain the file, for errors.
+        limit: maximum size in bytes.
 
     Raises:
-        DataFileError: missing, unreadable, truncated or no object; ``cure`` says how to get it.
+        DataFileError: the file is missing, unreadable, truncated, or not a JSON object.
     """
     error: Exception | None = None
     try:
@@ -200,7 +199,7 @@ def _unwritable(path: Path, error: OSError) -> UsageError:
 
 def _replace(path: Path, text: str, mode: int, *, durable: bool) -> None:
     new = path.with_name(f".{path.name}.{os.urandom(4).hex()}")
-    # The system applies the umask, which no thread can ask for without changing that of all.
+    # The system applies the umask; a thread cannot read it without changing it for all threads.
     mode = _private_mode(path.parent, mode)
     handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
@@ -216,12 +215,12 @@ def _replace(path: Path, text: str, mode: int, *, durable: bool) -> None:
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Open a regular file; its descriptor.
+    """Open a regular file and return its descriptor.
 
-    To write, no link of another user is followed, and a new file is as private as its directory.
+    For writing, links of other users are refused, and a new file is as private as its directory.
 
     Raises:
-        OSError: as ``open`` does; or it is a pipe, a device, or a link that is not followed.
+        OSError: ``open`` fails, or the path is a directory, a pipe, a device or a refused link.
     """
     directory = path.parent
     if flags & os.O_ACCMODE == os.O_RDONLY:
@@ -240,10 +239,10 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def read_limited(path: Path, limit: int) -> bytes:
-    """All of a regular file.
+    """Read a whole regular file.
 
     Raises:
-        OSError: it cannot be read, is not a regular file, or has more than ``limit`` bytes.
+        OSError: the file is unreadable, not regular, or larger than ``limit`` bytes.
     """
     with open(open_regular(path), "rb") as stream:
         content = stream.read(limit + 1)
@@ -253,14 +252,14 @@ def read_limited(path: Path, limit: int) -> bytes:
 
 
 def _follow_links(path: Path) -> Path:
-    """The path, without links, to which a path to be written leads.
+    """Resolve the symbolic links of a path that is to be written.
 
-    A link of another user at its end is refused, and so is one on the way, in a directory where
-    others can put links. What stands for an open file of this process, such as ``/dev/stdout``,
-    leads to its place in ``/proc``, and no further.
+    A link of another user is refused if it is the last component, or if other users can create
+    links in its directory. A path to an open file of this process, such as ``/dev/stdout``,
+    resolves to its entry in ``/proc`` and no further.
 
     Raises:
-        OSError: it leads through a link of another user, or through too many.
+        OSError: a link is refused, or there are too many links.
     """
     waiting = list(reversed(path.absolute().parts))
     place, links = Path(waiting.pop()), 0
@@ -268,7 +267,7 @@ def _follow_links(path: Path) -> Path:
         part = waiting.pop()
         inner = place / part if part != ".." else place.parent
         entry = None
-        with suppress(FileNotFoundError, NotADirectoryError):  # whoever opens it says so
+        with suppress(FileNotFoundError, NotADirectoryError):  # opening the file reports the error
             entry = inner.lstat()
         is_link = entry is not None and stat.S_ISLNK(entry.st_mode)
         if entry is None or not is_link or _descriptor_of(inner) is not None:
@@ -287,16 +286,16 @@ def _follow_links(path: Path) -> Path:
 
 
 def _descriptor_of(place: Path) -> int | None:
-    """The number of this process's open file, if that is what a path without links stands for."""
+    """Return the file descriptor of this process that a resolved path stands for, or None."""
     is_one = place.name.isdecimal() and str(place.parent) == f"/proc/{os.getpid()}/fd"
     return int(place.name) if is_one else None
 
 
 def _refuse_pipe_of_others(status: os.stat_result, path: Path) -> None:
-    """Whoever made a pipe or socket reads what is written to it, or has the writer wait forever.
+    """Refuse a pipe or socket of another user, who could read the data or block the writer.
 
     Raises:
-        OSError: it is one of another user.
+        OSError: the pipe or socket belongs to another user.
     """
     is_pipe = stat.S_ISFIFO(status.st_mode) or stat.S_ISSOCK(status.st_mode)
     if is_pipe and status.st_uid not in (os.geteuid(), _ROOT):
@@ -304,7 +303,7 @@ def _refuse_pipe_of_others(status: os.stat_result, path: Path) -> None:
 
 
 def _private_mode(directory: Path, mode: int) -> int:
-    """The mode for something new: for others as private as the directory that it is in."""
+    """Return the mode without the permissions that the directory denies to others."""
     try:
         around = directory.stat().st_mode
     except OSError:
@@ -313,16 +312,16 @@ def _private_mode(directory: Path, mode: int) -> int:
 
 
 def fault_of_owner(path: Path, *, root: bool = True, groups: bool = True) -> str | None:
-    """Who else may have written a file or directory, in words; None if nobody else can have.
+    """Return who else may have written a file or directory, in words; None if nobody else can.
 
     Args:
-        root: whether files of the system's administrator are as good as ours.
-        groups: whether members of a group that may write it count.
+        root: whether to trust files of the system administrator.
+        groups: whether write permission of a group counts, unless it is the user's private group.
     """
     try:
         owners = {path.lstat().st_uid, (status := path.stat()).st_uid}
     except OSError:
-        return None  # whoever opens it says why
+        return None  # opening the file reports the error
     for owner in owners - {os.geteuid(), *({_ROOT} if root else ())}:
         name = f"the user {owner}"
         with suppress(KeyError):
@@ -346,7 +345,7 @@ def _refuse_special(status: os.stat_result, path: Path) -> None:
 
 
 def _is_of_one(group: int, user: int) -> bool:
-    """Whether a group is a user's own, as many systems give one of the same name to everybody."""
+    """Return whether a group is the user's private group: same name, no other members."""
     if group == _ROOT:
         return True
     try:

@@ -1,8 +1,7 @@
-"""What crosses a cut, and what replicas of a stage send each other to sum their gradients.
+"""Messages across a cut, and messages that sum gradients over the replicas of a stage.
 
-Both the planner (on profile costs) and the runtime (on tensors) take their messages from
-:func:`routes`, and the parts of sums from :func:`parts_of_bucket`, so what is simulated is what is
-sent.
+The planner (on profile costs) and the runtime (on tensors) both take the messages from
+:func:`routes` and the parts of sums from :func:`parts_of_bucket`, so both have the same ones.
 """
 
 from __future__ import annotations
@@ -13,18 +12,17 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 BUCKET_BYTES = 4 * 2**20
-"""Gradients are summed in buckets: small enough that the first leave while the backward goes on,
-large enough that a message's latency does not count."""
+"""Size of the buckets in which gradients are summed: small enough that the first bucket is sent
+while the backward is running, large enough that the latency of a message does not matter."""
 ROUNDS = 2
-"""Of messages per sum: the parts to their owners, and the sums to all."""
+"""Rounds of messages per sum: the parts to their owners, then the sums to all replicas."""
 
 
 class TransferKind(StrEnum):
-    """What a message holds.
+    """What a message contains.
 
-    Activations go to later stages, gradients to earlier ones. Where forward and backward of a
-    stage have ranks of their own, saved values go from the first to the second, and new weights
-    back.
+    Activations go to later stages and gradients to earlier stages. If the forward and the backward
+    of a stage run on different ranks, saved values go to the backward and new weights come back.
     """
 
     ACTIVATION = "activation"
@@ -35,7 +33,7 @@ class TransferKind(StrEnum):
 
 @dataclass(frozen=True, order=True)
 class Route:
-    """One value, or its gradient, on its way from stage ``source`` to stage ``target``."""
+    """One value, or its gradient, sent from stage ``source`` to stage ``target``."""
 
     kind: TransferKind
     value: str
@@ -44,12 +42,12 @@ class Route:
 
 
 def is_chained(producer: int, uses: Sequence[int]) -> bool:
-    """Whether the gradient of a value can be summed on its way back.
+    """Return whether the gradient of a value can be summed stage by stage on its way back.
 
-    Autograd adds the gradients of a value's uses last use first. Where the uses, in graph order,
-    lie in stages that never decrease, each consumer stage can add its own uses to the partial sum
-    of the next later consumer, and the result equals one process to the bit. Otherwise every
-    use's gradient travels to the producer on its own and is summed there in that order.
+    Autograd adds the gradients of a value's uses, the last use first. If the stages of the uses, in
+    graph order, never decrease, each consumer stage adds its own uses to the partial sum of the
+    next later consumer, and the result is bitwise equal to that of one process. Otherwise the
+    gradient of every use goes to the producer, which adds them in that order.
 
     Args:
         producer: stage that computes the value.
@@ -59,9 +57,9 @@ def is_chained(producer: int, uses: Sequence[int]) -> bool:
 
 
 def routes(value: str, producer: int, uses: Sequence[int], *, has_gradient: bool) -> list[Route]:
-    """The messages one value needs under a cut.
+    """Return the messages that one value needs under a cut.
 
-    A picture, for a value made in stage 0 and used in stages 1 and 3::
+    For example, for a value produced in stage 0 and used in stages 1 and 3::
 
         activation   0 ---> 1        gradient   0 <--- 1 <--- 3
                      0 -----------> 3
@@ -69,11 +67,11 @@ def routes(value: str, producer: int, uses: Sequence[int], *, has_gradient: bool
     Args:
         value: id of the value.
         producer: stage that computes it.
-        uses: stage of every use, in graph order; the producer's own uses included.
-        has_gradient: whether a gradient comes back.
+        uses: stage of every use, in graph order, including uses in the producer's stage.
+        has_gradient: whether the value has a gradient.
 
     Returns:
-        Activation routes by rising target, then gradient routes by falling source.
+        Activation routes by ascending target, then gradient routes by descending source.
     """
     consumers = sorted({stage for stage in uses if stage != producer})
     forward = [Route(TransferKind.ACTIVATION, value, producer, stage) for stage in consumers]
@@ -89,11 +87,11 @@ def routes(value: str, producer: int, uses: Sequence[int], *, has_gradient: bool
 
 
 def topological_order(nodes: Sequence[int], arcs: Iterable[tuple[int, int]]) -> list[int]:
-    """The topological order that always takes the smallest node that is ready.
+    """Return the topological order that always takes the smallest ready node.
 
     Args:
-        nodes: ascending.
-        arcs: distinct (from, to) pairs; one from a node to itself counts for nothing.
+        nodes: in ascending order.
+        arcs: distinct (source, target) pairs; arcs from a node to itself are ignored.
 
     Returns:
         ``nodes``, without those on a cycle or after one.
@@ -118,21 +116,21 @@ def topological_order(nodes: Sequence[int], arcs: Iterable[tuple[int, int]]) -> 
 
 
 def parts_of_bucket(count: int, replicas: int, owner: int | None = None) -> list[range]:
-    """The elements of a bucket of gradients that each replica owns.
+    """Return the elements of a gradient bucket that each replica owns.
 
-    Every replica receives its part of all others, adds them up in the order of the replicas, and
+    Each replica receives its part from all others, adds the parts in the order of the replicas, and
     sends the sum to all (three replicas, parts a, b and c)::
 
         replica 0   a0 b0 c0    sends b0, c0    a = a0 + a1 + a2    sends a    a b c
         replica 1   a1 b1 c1    sends a1, c1    b = b0 + b1 + b2    sends b    a b c
         replica 2   a2 b2 c2    sends a2, b2    c = c0 + c1 + c2    sends c    a b c
 
-    A replica sends and receives as many bytes as in a ring, 2 (r - 1) / r of the bucket, in two
-    rounds instead of 2 (r - 1). Every sum is formed once, in one order: its bits do not depend on
-    MPI, and all replicas have the same ones. An all-reduce of MPI promises neither.
+    A replica sends and receives 2 (r - 1) / r of the bucket, as in a ring all-reduce, but in two
+    rounds instead of 2 (r - 1). Each sum is computed once, in a fixed order, so its bits are the
+    same on all replicas and do not depend on MPI. An all-reduce of MPI guarantees neither.
 
     Args:
-        owner: the replica that owns all of them.
+        owner: replica that owns the whole bucket; None to split it.
     """
     if owner is not None:
         return [range(count if index == owner else 0) for index in range(replicas)]
@@ -143,10 +141,10 @@ def parts_of_bucket(count: int, replicas: int, owner: int | None = None) -> list
 
 
 def owners_of(sizes: Mapping[str, int], replicas: int) -> dict[str, int]:
-    """The replica that updates each parameter: the largest first, to who has least so far.
+    """Assign each parameter to the replica that updates it, largest first, to the smallest load.
 
     Args:
-        sizes: bytes of the parameters by name.
+        sizes: bytes of each parameter by name.
     """
     load = [0] * replicas
     owners: dict[str, int] = {}

@@ -1,7 +1,7 @@
-"""What messages take, by size: on a link between ranks, and of the time of the ranks themselves.
+"""Times of messages by size.
 
-How long a message is on its way is a matter of the :class:`Link`. :class:`RowTimes` are seconds of
-a rank's own time, which nothing hides.
+A rank can compute during the time that a message takes on a :class:`Link`. It cannot compute during
+its :class:`RowTimes`, which are the rank's own time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Rows = tuple[tuple[int, float], ...]
 BySize = Annotated[
     Rows, Rule(lambda rows: all(a[0] < b[0] for a, b in pairwise(rows)), "of rising sizes")
 ]
-"""(bytes, seconds), by rising size; empty if nothing was measured."""
+"""(bytes, seconds) by ascending size; empty if nothing was measured."""
 Timings = Annotated[
     BySize,
     Rule(
@@ -27,20 +27,19 @@ Timings = Annotated[
         "of rising sizes, and times that do not fall",
     ),
 ]
-"""(bytes, seconds) of single messages."""
+"""(bytes, seconds) of single messages by ascending size."""
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What measuring found besides; neither planner nor simulator reads it.
+    """Further measurements of a link, which neither the planner nor the simulator uses.
 
     Args:
-        both_ways: time of a message while one travels the other way, over its time alone.
-        pairs: pairs of ranks that were measured at once; 0 if there was only one.
-        at_once: time of a message while all these pairs send, over its time alone.
-        overlap: (bytes, plain, polled): the share of a message's time that is hidden while both
-            ranks compute, without and with calls of MPI in between; ``launch.progress: auto``
-            goes by it.
+        both_ways: time of a message during opposite traffic, relative to its time alone.
+        pairs: number of rank pairs that were measured at the same time; 0 if there was only one.
+        at_once: time of a message while all these pairs send, relative to its time alone.
+        overlap: (bytes, plain, polled): share of a message's time that is hidden while both ranks
+            compute, without and with MPI calls in between; ``launch.progress: auto`` depends on it.
     """
 
     both_ways: float | None = None
@@ -51,20 +50,18 @@ class Observed:
 
 @dataclass(frozen=True)
 class Link:
-    """A connection between two ranks, or two nodes.
+    """A connection between two ranks or two nodes.
 
     Args:
-        latency_s: of the smallest message.
-        bandwidth_bytes_per_s: of large messages, in each direction.
-        duplex: whether both directions run at once at full bandwidth.
-        shared: between nodes, whether all ranks of two nodes share one link; within a node every
-            two ranks have their own.
-        interface: between nodes, whether all that a node sends, and all that it receives, passes
-            one network interface of this link, whatever the other node; goes before ``shared``.
-            Both hold between switches, too, with "switch" for "node".
-        timings: of single messages by size; without them a message takes the latency and its bytes
-            over the bandwidth.
-        assumed: whether the figures are guesses rather than measurements.
+        latency_s: time of the smallest message.
+        bandwidth_bytes_per_s: bandwidth of large messages, per direction.
+        duplex: whether both directions have full bandwidth at the same time.
+        shared: whether all ranks of two nodes share a link; within a node, each pair has its own.
+        interface: whether all messages that leave a node, and all that enter it, pass one network
+            interface, whatever the other node; overrides ``shared``. For links between switches,
+            read switch instead of node.
+        timings: by message size; if empty, a message takes the latency plus bytes / bandwidth.
+        assumed: whether the figures are assumptions rather than measurements.
     """
 
     latency_s: float
@@ -77,14 +74,14 @@ class Link:
     interface: bool = False
 
     def transfer_s(self, size_bytes: float) -> float:
-        """Time of one message that has the link to itself."""
+        """Return the seconds of one message that has the link to itself."""
         return self.latency_s + self.hold_s(size_bytes)
 
     def hold_s(self, size_bytes: float) -> float:
-        """The part of this time in which no other message can use the link.
+        """Return the part of :meth:`transfer_s` in which no other message can use the link.
 
-        Linear between measured sizes; a smaller message takes as long as the smallest, a larger
-        one passes what exceeds the largest at full bandwidth.
+        The transfer time is linear between measured sizes, constant below them, and follows the
+        bandwidth above them.
         """
         if not self.timings:
             return size_bytes / self.bandwidth_bytes_per_s
@@ -98,10 +95,9 @@ class Link:
 
 
 def measured_link(timings: Sequence[tuple[int, float]]) -> Link:
-    """A link from times of messages by size, at least one.
+    """Make a link from times of messages by size (at least one).
 
-    Disturbances only ever make a message slower, and a smaller one takes no longer than a larger
-    one: if it seems to, it gets the larger one's time.
+    Disturbances only slow messages down, so a message gets at most the time of any larger one.
     """
     times = list(accumulate((time_s for _, time_s in reversed(timings)), min))[::-1]
     rising = tuple((size, time_s) for (size, _), time_s in zip(timings, times, strict=True))
@@ -112,16 +108,15 @@ def measured_link(timings: Sequence[tuple[int, float]]) -> Link:
 
 @dataclass(frozen=True)
 class RowTimes:
-    """Seconds that rows take on a rank of one kind of node.
+    """Seconds that program rows take on a rank of one kind of node.
 
     Args:
-        send_start, send_wait: of a message, for its sender, by bytes.
-        receive_start, receive_wait: the same for its receiver; ``receive_wait`` counts from when
-            the message is there.
+        send_start, send_wait: on the sender of a message, by its bytes.
+        receive_start, receive_wait: on the receiver; ``receive_wait`` counts from the arrival.
         compute: from the end of a forward or backward to the next row.
-        begin: from the begin of a step to its first row.
-        end: of an update, besides what the optimizer takes for parameters.
-        agree: from when the last rank comes to its update until all go on.
+        begin: from the start of a step to its first row.
+        end: of an update, in addition to the optimizer's time for the parameters.
+        agree: from the moment the last rank reaches its update until all ranks continue.
     """
 
     send_start: BySize = ()
@@ -135,12 +130,12 @@ class RowTimes:
 
 
 FREE_ROWS = RowTimes()
-"""Taken where nobody measured."""
+"""Row times if none were measured: zero."""
 
 
 @lru_cache(maxsize=4096)
 def seconds_of(rows: BySize, size_bytes: float) -> float:
-    """The time for a size: linear between measured sizes, and on beyond the last two of them."""
+    """Return the time for a size, linear between measured sizes and beyond the last two."""
     if not rows:
         return 0.0
     if len(rows) == 1 or size_bytes <= rows[0][0]:
@@ -150,6 +145,6 @@ def seconds_of(rows: BySize, size_bytes: float) -> float:
 
 
 def _interpolate(rows: Rows, above: int, size_bytes: float) -> float:
-    """The time for a size on the line through a row and the one before it."""
+    """Interpolate linearly between row ``above`` and the row before it."""
     (low, low_s), (high, high_s) = rows[above - 1 : above + 1]
     return low_s + (high_s - low_s) * (size_bytes - low) / (high - low)

@@ -1,4 +1,4 @@
-"""``plan.json``: the stages, their ranks, the schedule, and what was predicted of them."""
+"""``plan.json``: the stages, their ranks, the schedule and the prediction."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipectl.units import format_flops, plural
 T = TypeVar("T")
 
 MAX_MICRO_BATCHES = 2**16
-"""More are a mistake, and would fill memory with rows of programs."""
+"""More micro-batches are a mistake and would fill the memory with program rows."""
 MAX_NODES = 2**20
 _BETWEEN_STAGES = Rule(
     lambda kind: kind in (TransferKind.ACTIVATION, TransferKind.GRADIENT),
@@ -28,12 +28,12 @@ _BETWEEN_STAGES = Rule(
 
 @dataclass(frozen=True)
 class StagePeaks:
-    """Most bytes a stage allocates at once, above what it held before; full micro-batches.
+    """Peak bytes that a stage allocates in addition to what it holds, for full micro-batches.
 
     Args:
-        forward_bytes: in a forward; saved bytes included, received values not.
-        backward_bytes: in a backward that adds to gradients from before.
-        first_backward_bytes: in a backward that makes the parameters' gradients.
+        forward_bytes: in a forward, including saved bytes, excluding received values.
+        backward_bytes: in a backward that adds to existing gradients.
+        first_backward_bytes: in a backward that allocates the parameter gradients.
         update_bytes: in an optimizer step.
     """
 
@@ -45,24 +45,19 @@ class StagePeaks:
 
 @dataclass(frozen=True)
 class StageCost:
-    """Predicted cost of a stage: seconds for one full micro-batch, and resident bytes.
+    """Predicted cost of a stage: seconds per full micro-batch, and resident bytes.
 
     Args:
-        update_s: optimizer step of the stage, once per step.
-        parameter_bytes: parameters.
+        update_s: optimizer step, once per step.
         optimizer_bytes: optimizer state.
-        saved_bytes: kept from forward to backward by one micro-batch, without recomputation.
-        input_bytes: the part of them that recomputation starts from.
-        gradient_bytes: of the parameters, from the first backward of a step to its end; as much
-            as the parameters if None.
-        buffer_bytes: buffers, such as BatchNorm's statistics.
-        peaks: of the most samples that a replica takes at once; None where nothing is known of
-            temporary values.
-        weight_s: the part of ``backward_s`` in which a split backward makes the gradients of the
-            parameters; half of it if None.
-        deferred_bytes: kept by one micro-batch between the halves of a split backward; as much as
-            ``saved_bytes`` if None.
-        flops: floating-point operations of forward and backward; None if nobody counted.
+        saved_bytes: kept per micro-batch from forward to backward, without recomputation.
+        input_bytes: the part of ``saved_bytes`` from which recomputation starts.
+        gradient_bytes: gradients, from first backward to update; None: ``parameter_bytes``.
+        buffer_bytes: buffers, such as the statistics of BatchNorm.
+        peaks: for the largest share of a micro-batch on a replica; None if unknown.
+        weight_s: weight half of a split backward, a part of ``backward_s``; None: half of it.
+        deferred_bytes: kept per micro-batch between these halves; None: as ``saved_bytes``.
+        flops: floating-point operations of forward and backward; None if unknown.
     """
 
     forward_s: float
@@ -81,52 +76,52 @@ class StageCost:
 
     @property
     def halves_s(self) -> tuple[float, float]:
-        """Seconds of the input half and of the weight half of a split backward."""
+        """Seconds of the input half and the weight half of a split backward."""
         weight_s = self.backward_s / 2 if self.weight_s is None else self.weight_s
         return self.backward_s - weight_s, weight_s
 
     @property
     def between_bytes(self) -> int:
-        """Kept by one micro-batch between the halves of a split backward."""
+        """Bytes kept per micro-batch between the halves of a split backward."""
         return self.saved_bytes if self.deferred_bytes is None else self.deferred_bytes
 
     @property
     def grown_bytes(self) -> int:
-        """By how much one micro-batch keeps more between these halves than before them."""
+        """Bytes that an input half adds to what is kept per micro-batch."""
         return max(0, self.between_bytes - self.saved_bytes)
 
     @property
     def freed_bytes(self) -> int:
-        """By how much one micro-batch keeps less between these halves than before them."""
+        """Bytes that an input half releases of what is kept per micro-batch."""
         return max(0, self.saved_bytes - self.between_bytes)
 
     @property
     def accumulated_bytes(self) -> int:
-        """The parameters' gradients."""
+        """Bytes of the parameter gradients."""
         return self.parameter_bytes if self.gradient_bytes is None else self.gradient_bytes
 
     @property
     def resident_bytes(self) -> int:
-        """What is there from one step to the next: parameters, optimizer state and buffers."""
+        """Bytes kept between steps: parameters, optimizer state and buffers."""
         return self.parameter_bytes + self.optimizer_bytes + self.buffer_bytes
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Parts of a stage that recompute one after the other, each just before its own backward.
+    """Parts of a stage that are recomputed one after another, each just before its own backward.
 
-    Only the forward of the last one can run again before the gradients of the stage's results are
-    there; those of the others are within the stage's backward.
+    Only the forward of the last block can be recomputed before the gradients of the stage's outputs
+    arrive. The other forwards are recomputed within the stage's backward.
 
     Args:
-        firsts: the first operator of every block but the first one, in graph order.
-        forward_s: of all blocks.
-        recompute_s: the forward of the last block.
-        backward_s: backwards of all blocks, and forwards of all but the last.
-        kept_bytes: what one micro-batch keeps from forward to backward: the inputs of all blocks.
-        last_bytes: what the last block saves besides its inputs.
-        peaks: as :attr:`StageCost.peaks`.
-        recompute_peak_bytes: most bytes that the forward of the last block allocates at once.
+        firsts: first operator of every block except the first, in graph order.
+        forward_s: forwards of all blocks.
+        recompute_s: forward of the last block.
+        backward_s: backwards of all blocks, and forwards of all blocks except the last.
+        kept_bytes: kept per micro-batch from forward to backward: the inputs of all blocks.
+        last_bytes: saved by the last block in addition to its inputs.
+        peaks: see :attr:`StageCost.peaks`.
+        recompute_peak_bytes: peak bytes that the forward of the last block allocates.
     """
 
     firsts: tuple[str, ...]
@@ -139,7 +134,7 @@ class Blocks:
     recompute_peak_bytes: int = 0
 
     def running(self, cost: StageCost) -> StageCost:
-        """The cost of a stage that runs in these blocks."""
+        """Return the cost of a stage that runs in these blocks."""
         return replace(
             cost,
             forward_s=self.forward_s,
@@ -154,16 +149,15 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Stage:
-    """A convex part of the graph, the ranks that hold it, and what they keep for its backward.
+    """A convex part of the graph, its ranks, and what they keep for the backward.
 
     Args:
         nodes: operator ids in graph order.
         ranks: one per replica.
-        backward_ranks: where the backward of each replica runs, and its optimizer step; empty
-            if on the same rank as its forward.
-        recompute: whether only the stage's inputs are kept, and the rest computed once more.
-        offload: whether what is kept leaves the device's memory until the backward.
-        blocks: parts that recompute one after the other; None if all of the stage at once.
+        backward_ranks: ranks of the backward and the optimizer step; empty if equal to ``ranks``.
+        recompute: whether to keep only the stage's inputs and to recompute the rest.
+        offload: whether kept values leave the device's memory until the backward.
+        blocks: parts that are recomputed one after another; None: the whole stage at once.
     """
 
     nodes: tuple[str, ...]
@@ -181,54 +175,53 @@ class Stage:
 
     @property
     def load_s(self) -> float:
-        """Time of a micro-batch on the replicas, which work side by side."""
+        """Seconds per micro-batch, divided by the number of replicas."""
         return (self.cost.forward_s + self.cost.backward_s) / self.replicas
 
     @property
     def updating_ranks(self) -> tuple[int, ...]:
-        """Where the backward of each replica runs."""
+        """Rank of the backward of each replica."""
         return self.backward_ranks or self.ranks
 
     @property
     def kept_bytes(self) -> int:
-        """Kept from forward to backward by one full micro-batch, on the device or elsewhere."""
+        """Bytes kept per full micro-batch from forward to backward, on the device or elsewhere."""
         return self.running.input_bytes if self.recompute else self.running.saved_bytes
 
     @cached_property
     def running(self) -> StageCost:
-        """What it costs as it runs: in blocks if it has any; without the time of RECOMPUTE."""
+        """Cost of the stage as it runs (in blocks if it has any), without the time of RECOMPUTE."""
         return self.cost if self.blocks is None else self.blocks.running(self.cost)
 
     @property
     def recompute_s(self) -> float:
-        """Seconds of what runs again before the gradients of its results are there."""
+        """Seconds of the forward that is recomputed before the gradients of its outputs arrive."""
         return self.cost.forward_s if self.blocks is None else self.blocks.recompute_s
 
     @property
     def recompute_peak_bytes(self) -> int:
-        """The most that this allocates at once; 0 where nothing is known of temporary values."""
+        """Peak bytes that this forward allocates; 0 if temporary values are unknown."""
         if self.blocks is not None:
             return self.blocks.recompute_peak_bytes
         return 0 if self.cost.peaks is None else self.cost.peaks.forward_bytes
 
     @property
     def input_half_bytes(self) -> int:
-        """What the first half of a split backward holds at once more than a whole backward."""
-        # Of blocks, what weights need adds up while one after the other is recomputed.
+        """Peak bytes of the input half of a split backward beyond those of a whole one."""
+        # With blocks, the values for the weight halves accumulate over the recomputed blocks.
         return self.running.grown_bytes if self.blocks is None else self.running.between_bytes
 
     @property
     def reduction_bytes(self) -> int:
-        """Held by each replica, besides its gradients, while these are summed: a copy to send from,
-        and what arrives, first the others' versions of its part, then the sums of theirs."""
+        """Bytes that each replica needs to sum gradients: a copy to send, and a buffer for the
+        others' versions of its part and then for the sums of their parts."""
         if self.replicas == 1:
             return 0
         return self.cost.accumulated_bytes * (2 * self.replicas - 1) // self.replicas
 
 
 class Replication(StrEnum):
-    """How the replicas of a stage share the work: whole micro-batches in turn, or the samples of
-    every micro-batch."""
+    """How replicas share work: whole micro-batches in turn, or samples of each micro-batch."""
 
     WHOLE = "whole"
     SPLIT = "split"
@@ -236,7 +229,7 @@ class Replication(StrEnum):
 
 @dataclass(frozen=True)
 class Transfer:
-    """Bytes that one full micro-batch moves from one stage to another."""
+    """Bytes that one full micro-batch sends from one stage to another."""
 
     kind: Annotated[TransferKind, _BETWEEN_STAGES]
     source: int
@@ -246,14 +239,14 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the simulator says of the plan.
+    """Prediction of the simulator for a plan.
 
     Args:
-        step_time_s: one optimizer step.
-        bubble: share of the ranks' time in which they do not compute.
-        utilisation: share of the step each rank computes.
-        peak_memory_bytes: resident bytes of each rank, process baseline included.
-        peak_flops_per_s: most floating-point operations per second of all ranks; None if unknown.
+        step_time_s: seconds of one optimizer step.
+        bubble: share of the ranks' time without computation.
+        utilisation: share of the step in which each rank computes.
+        peak_memory_bytes: peak bytes of each rank, including the process baseline.
+        peak_flops_per_s: total peak FLOP/s of all ranks; None if unknown.
     """
 
     step_time_s: float
@@ -265,17 +258,17 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Search:
-    """How the stages were found.
+    """How the planner chose the stages.
 
     Args:
-        max_stage_load_s: bottleneck of the chosen stages.
-        lower_bound_s: no partition into as many stages has a lower bottleneck.
-        exact: whether a partition attains the bound; the chosen one may still have a larger
-            bottleneck, where the simulator found it faster.
-        step_lower_bound_s: no plan with the numbers of stages and the micro-batch sizes that were
-            tried has a shorter step, whatever its cuts, ranks and order; None if not known.
-        gap: how far the plan's step is above that at most; 0.1 is 10 percent.
-        finished: whether the search came to its end, and was not cut short by its budget.
+        max_stage_load_s: bottleneck (largest stage load) of the chosen stages.
+        lower_bound_s: lower bound of the bottleneck of any partition into as many stages.
+        exact: whether a partition attains the bound; the chosen partition may have a larger
+            bottleneck if the simulator predicts a shorter step for it.
+        step_lower_bound_s: lower bound of the step time for any cuts, ranks and order, with the
+            numbers of stages and the micro-batch sizes that were tried; None if unknown.
+        gap: maximum relative excess of the plan's step time over the best; 0.1 is 10 percent.
+        finished: whether the search was completed within its budget.
     """
 
     planner: str
@@ -288,7 +281,10 @@ class Search:
     finished: bool = True
 
     def bounded(self, step_s: float, least_s: float) -> Search:
-        """With a bound of the step, which a plan's own may undercut by what floats are rounded."""
+        """Return the search with a lower bound of the step time, in seconds.
+
+        The gap is 0 if, by rounding, the plan's step is shorter than the bound.
+        """
         gap = max(0.0, step_s / least_s - 1) if least_s else None
         return replace(self, step_lower_bound_s=least_s, gap=gap)
 
@@ -299,17 +295,17 @@ class Plan(DataFile):
 
     Args:
         fingerprint: of the captured graph; None if the profile was imported (cannot be submitted).
-        warm_up: forwards each stage runs before its first backward, over all its replicas.
-        micro_batch_size: samples of every micro-batch but the last, which may be smaller.
-        node_of_rank: node index of every rank, for which the plan was made.
-        key: of the spec sections and factory files it was made from; tells a stale plan.
-        assumptions: what the planner had to assume.
-        offload_to: where what stages offload waits.
-        replication: with whole micro-batches, replica i of r takes the micro-batches i, i + r, ...
-        actions: where ``schedule`` is a user's own: what every rank computes, in its order; see
+        warm_up: forwards of each stage before its first backward, over all its replicas.
+        micro_batch_size: samples per micro-batch; the last one may have fewer.
+        node_of_rank: node index of each rank.
+        key: hash of the spec sections and factory files it depends on; detects a stale plan.
+        assumptions: assumptions of the planner, one sentence each.
+        offload_to: where stages offload to.
+        replication: with whole micro-batches, replica i of r takes micro-batches i, i + r, ...
+        actions: computations per rank of the user's own schedule; see
             :mod:`pipectl.schedule.listed`.
-        shard_optimizer: whether each replica keeps the optimizer state of a part of its stage's
-            parameters; the costs of the stages then count that part.
+        shard_optimizer: whether each replica keeps the optimizer state of only a part of its
+            stage's parameters; the costs of the stages count that part.
     """
 
     cure: ClassVar[str] = "write a new one with: pipectl plan JOB.yaml"
@@ -335,14 +331,17 @@ class Plan(DataFile):
 
     @property
     def predicted_step_s(self) -> float:
-        """Predicted time of one optimizer step; only plans with a prediction have one."""
+        """Predicted seconds of one optimizer step; the plan must have a prediction."""
         assert self.prediction is not None
         return self.prediction.step_time_s
 
     def describe_flops(self, step_s: float | None) -> str:
-        """``3.41 TFLOP/s (12% of the peak)`` of a step so long; empty if nobody counted.
+        """Return for example ``3.41 TFLOP/s (12% of the peak)``; empty if the FLOPs are unknown.
 
         Recomputed forwards do not count.
+
+        Args:
+            step_s: measured or predicted seconds of a step.
         """
         counts = [stage.cost.flops for stage in self.stages]
         flops = sum(count or 0 for count in counts) * sum(self.micro_batch_shares)
@@ -354,12 +353,12 @@ class Plan(DataFile):
 
     @property
     def ranks(self) -> int:
-        """Number of MPI ranks the plan needs."""
+        """Number of MPI ranks."""
         return len(self.node_of_rank)
 
     @property
     def summary(self) -> str:
-        """``2 stages on 2 ranks, 1f1b, 8 micro-batches of 4 (batch 32)``."""
+        """For example ``2 stages on 2 ranks, 1f1b, 8 micro-batches of 4 (batch 32)``."""
         used = {rank for stage in self.stages for rank in (*stage.ranks, *stage.backward_ranks)}
         ranks = plural(self.ranks, "rank")
         ranks = ranks if len(used) == self.ranks else f"{len(used)} of {ranks}"
@@ -371,7 +370,7 @@ class Plan(DataFile):
 
     @property
     def most_sent_bytes(self) -> int:
-        """The most that one stage sends another at once, or replicas of one each other."""
+        """Most bytes that one stage sends to another, or that the replicas of a stage sum."""
         between = (transfer.size_bytes for transfer in self.transfers)
         sums = (stage.cost.accumulated_bytes for stage in self.stages if stage.replicas > 1)
         return max((*between, *sums), default=0)
@@ -384,11 +383,11 @@ class Plan(DataFile):
 
     @cached_property
     def stage_of(self) -> Mapping[str, int]:
-        """Stage index of every operator id."""
+        """Stage index of each operator id."""
         return {node: index for index, stage in enumerate(self.stages) for node in stage.nodes}
 
     def stages_of_rank(self, rank: int) -> tuple[int, ...]:
-        """Stages of which a rank runs a forward or a backward, ascending."""
+        """Return the stages, ascending, of which a rank runs the forward or the backward."""
         return tuple(
             index
             for index, stage in enumerate(self.stages)
@@ -396,7 +395,7 @@ class Plan(DataFile):
         )
 
     def derived(self, make: Callable[[Plan], T]) -> T:
-        """``make(self)``, made once: what a module finds out about a plan is kept with it."""
+        """Return ``make(self)``, computed once per plan."""
         if make not in self._derived:
             self._derived[make] = make(self)
         result: T = self._derived[make]
@@ -407,12 +406,12 @@ class Plan(DataFile):
         return {}
 
     def to_json(self) -> dict[str, Any]:
-        """The documented JSON object."""
+        """Return the documented JSON object."""
         return {"version": VERSION, **asdict(self)}
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any], *, file: str = "plan") -> Plan:
-        """A plan from its JSON object; see :meth:`load`."""
+        """Read a plan from its JSON object; see :meth:`load`."""
         plan = super().from_json(document, file=file)
         if faults := list(_faults(plan)):
             raise DataFileError(f"{file}: {'; '.join(faults)}", cure=cls.cure)
@@ -420,7 +419,7 @@ class Plan(DataFile):
 
 
 def _faults(plan: Plan) -> Iterator[str]:
-    """What does not fit together, in words, with the field."""
+    """Yield every inconsistency in words, with the name of the field."""
     if not plan.stages:
         yield "stages: there is none"
     if len(plan.warm_up) != len(plan.stages):

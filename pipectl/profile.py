@@ -1,4 +1,4 @@
-"""``profile.json``: the measured operator graph of a model. The input of the planner.
+"""``profile.json``: the measured operator graph of a model, the input of the planner.
 
 Times are in seconds and sizes in bytes, for one micro-batch of ``micro_batch_size`` samples.
 """
@@ -33,7 +33,7 @@ _NO_TEMPORARIES = "the memory of temporary values is not given: taken as none"
 
 
 def _to_times(value: Any) -> dict[int, tuple[float, float]]:
-    """From ``{micro-batch size: [forward_s, backward_s]}``."""
+    """Convert ``{micro-batch size: [forward_s, backward_s]}``."""
     times = read_value(Mapping[str, tuple[float, float]], value)
     if not all(re.fullmatch("0*[1-9][0-9]{0,17}", size) for size in times):
         raise FieldError("must be {micro-batch size: [forward_s, backward_s]}")
@@ -50,16 +50,16 @@ Phase = Literal["forward", "backward"]
 
 @dataclass(frozen=True)
 class OperatorMemory:
-    """Live bytes of one operator, for one micro-batch of the profile's size.
+    """Memory of one operator, for one micro-batch of the profile's size.
 
     Args:
-        made_bytes: storages that its value brings; 0 where it lies in memory of another value.
-        storage: the value whose memory its own lies in; its own id if it brings storages.
-        forward_bytes: most it allocates at once in its forward, value and saved bytes included.
-        backward_bytes: most it allocates at once in its backward, gradients included.
-        gradients: (value or parameter, bytes) of what its backward gives; 0 bytes where that is
-            the memory of the gradient it got.
-        buffers: (full name, bytes) of each buffer it uses.
+        made_bytes: storage that its value adds; 0 if it lies in the storage of another value.
+        storage: id of the value whose storage its value lies in; its own id if it adds storage.
+        forward_bytes: peak bytes allocated in its forward, including its value and saved bytes.
+        backward_bytes: peak bytes allocated in its backward, including gradients.
+        gradients: (value or parameter, bytes) of each gradient that its backward returns; 0 bytes
+            if it lies in the storage of the incoming gradient.
+        buffers: (full name, bytes) of each buffer that it uses.
     """
 
     made_bytes: int
@@ -72,28 +72,26 @@ class OperatorMemory:
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator of the graph with the cost of its forward and backward.
+    """One operator of the graph, with the cost of its forward and backward.
 
     Args:
-        id: unique within the profile; the graph node's name.
-        name: what people read, e.g. ``blocks.3.attention.linear``.
-        parameters: (full name, bytes) of each parameter used; a parameter that several operators
-            of one stage use is stored once.
-        output_bytes: what crosses a cut behind this operator, once per consumer stage.
-        gradient_bytes: what comes back; 0 for integer values and values without gradient.
-        saved: (value, bytes) kept from forward to backward; equal values are one storage.
-        timings: micro-batch size to (forward_s, backward_s), for sizes besides the profile's own.
-        cached: the same for a stage whose data stays in the processor's cache between two
-            micro-batches, for every measured size; empty where that makes no difference.
-        group: operators of an equal group must share a stage.
-        signature: digest of the operator and its arguments; tells where two graphs differ.
-        memory: what it allocates while it runs; None where that was not measured.
-        flops: floating-point operations of one forward and backward; None if nobody counted.
-        phase: ``forward`` or ``backward`` in graphs where the two are operators of their own, whose
-            values go one way; None where one operator does both.
-        memory_bytes: all memory it takes in a stage, where only that is known.
-        transfer_s: to move its output between an accelerator and the host; None if it follows
-            from ``output_bytes``.
+        id: name of the graph node, unique within the profile.
+        name: name shown to users, e.g. ``blocks.3.attention.linear``.
+        parameters: (full name, bytes) of each parameter used; stored once per stage.
+        output_bytes: bytes that cross a cut after this operator, once per consumer stage.
+        gradient_bytes: bytes of the gradient that comes back; 0 if the value has no gradient.
+        saved: (value, bytes) kept from forward to backward; equal values share one storage.
+        timings: micro-batch size to (forward_s, backward_s), for sizes besides the profile's.
+        cached: as ``timings``, for every measured size, in a stage whose data stays in the
+            processor's cache between two micro-batches; empty if this makes no difference.
+        group: operators of the same group must share a stage.
+        signature: digest of the operator and its arguments, to find where two graphs differ.
+        memory: memory that it allocates while it runs; None if not measured.
+        flops: floating-point operations of one forward and backward; None if unknown.
+        phase: ``forward`` or ``backward`` in graphs with separate operators for the two, whose
+            values go one way; None if one operator does both.
+        memory_bytes: all memory that it takes in a stage, if only that is known.
+        transfer_s: seconds to move its output between device and host; None: from ``output_bytes``.
     """
 
     id: str
@@ -116,7 +114,7 @@ class Operator:
     transfer_s: float | None = None
 
     def scaled(self, forward: float, backward: float) -> Operator:
-        """With the times of forward and backward multiplied, at every size."""
+        """Return the operator with its forward and backward times multiplied by these factors."""
 
         def times(known: Times) -> Times:
             return {size: (f * forward, b * backward) for size, (f, b) in known.items()}
@@ -131,7 +129,11 @@ class Operator:
 
     @staticmethod
     def complete_fields(fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """With what a file may leave out."""
+        """Return the fields with defaults for those that a file may omit.
+
+        Raises:
+            FieldError: the operator is marked as ``cpu_only``.
+        """
         if fields.get("cpu_only"):
             raise FieldError(
                 "stages on CPUs in addition to the devices are not supported", "cpu_only"
@@ -145,19 +147,19 @@ class Operator:
             "name": node_id,
             "gradient_bytes": 0 if "phase" in known else output_bytes,
             "saved": [[node_id, output_bytes]],
-            "group": known.get("colocate"),  # as some call it, and number it
+            "group": known.get("colocate"),  # other tools use this name, and numbers
             **known,
         }
 
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Temporary values of an optimizer's step, in bytes per byte of parameters.
+    """Temporary memory of an optimizer step, in bytes per byte of parameters.
 
     Args:
-        current: of the parameter that is being updated.
-        previous: of the one before it, whose temporary values a loop may still hold.
-        everything: of all parameters, where they are updated together.
+        current: for the parameter that is being updated.
+        previous: for the parameter before it, whose temporary values a loop may still hold.
+        everything: for all parameters, if they are updated together.
     """
 
     current: float = 0.0
@@ -165,7 +167,7 @@ class StepMemory:
     everything: float = 0.0
 
     def peak_bytes(self, parameters: Sequence[int]) -> int:
-        """The most at once, for parameters of these sizes in the optimizer's order."""
+        """Return the peak bytes for parameters of these sizes, in the optimizer's order."""
         pairs = pairwise((0, *parameters))
         alone = max((self.current * now + self.previous * last for last, now in pairs), default=0)
         return ceil(alone + self.everything * sum(parameters))
@@ -173,11 +175,7 @@ class StepMemory:
 
 @dataclass(frozen=True)
 class OptimizerCost:
-    """Optimizer state per parameter byte, and the time of a step per parameter byte.
-
-    Args:
-        step_memory: temporary values of a step.
-    """
+    """Cost of the optimizer per byte of parameters."""
 
     state_bytes_per_parameter_byte: float = field(metadata={"key": "state_bytes_per_parameter"})
     step_s_per_byte: float
@@ -186,13 +184,13 @@ class OptimizerCost:
 
 @dataclass(frozen=True)
 class StageOverhead:
-    """What a stage takes besides its operators, in seconds; and when its data stays in the cache.
+    """Seconds that a stage takes in addition to its operators, and the size of the cache.
 
     Args:
-        forward_s, backward_s: of every forward and backward.
-        received_s, sent_s: of every value with gradient that enters and leaves a stage.
-        gradient_received_s, gradient_sent_s: of every gradient.
-        cache_bytes: a stage that works on less finds its data in the cache; None if unknown.
+        forward_s, backward_s: per forward and per backward.
+        received_s, sent_s: per value with gradient that enters or leaves the stage.
+        gradient_received_s, gradient_sent_s: per gradient that enters or leaves the stage.
+        cache_bytes: a stage with a smaller working set runs from the cache; None if unknown.
     """
 
     forward_s: float = 0.0
@@ -204,10 +202,10 @@ class StageOverhead:
     cache_bytes: int | None = None
 
     def uncached(self, working_set_bytes: float) -> float:
-        """Share of its operators' way from cached to other times that a stage goes.
+        """Return how far operators are from cached times (0) to the others (1).
 
         Args:
-            working_set_bytes: what it touches in one forward and backward.
+            working_set_bytes: bytes that the stage touches in one forward and backward.
         """
         if not self.cache_bytes:
             return 1.0
@@ -216,15 +214,15 @@ class StageOverhead:
 
 @dataclass(frozen=True)
 class MeasuredOn:
-    """What a profile was measured on.
+    """The device that a profile was measured on.
 
     Args:
-        kind: of the device, as ``cluster.json`` calls it, e.g. ``cpu``.
-        model: of the processor or accelerator, in its maker's words.
-        cores: that the measuring process could use.
-        threads: that an operator could use.
-        torch: version.
-        neighbours: processes that computed beside the measured one.
+        kind: device kind as in ``cluster.json``, e.g. ``cpu``.
+        model: name of the processor or accelerator.
+        cores: number of cores that the measuring process could use.
+        threads: number of threads that an operator could use.
+        torch: version of torch.
+        neighbours: number of processes that computed at the same time.
     """
 
     kind: str
@@ -241,19 +239,18 @@ class Profile(DataFile):
 
     Args:
         operators: in graph order, which is a topological order.
-        stage: what a stage adds to its operators.
+        stage: overhead of a stage.
         edges: (producer id, consumer id), without duplicates.
         fingerprint: of the captured graph; None for an imported profile, which cannot be submitted.
-        key: of the spec sections and factory files it was measured from; tells a stale profile.
-        assumptions: what was assumed in measuring, or in reading a file that did not say.
-        device: None where an imported profile does not say.
-        edge_bytes: what crosses an edge where that is not its producer's ``output_bytes``.
-        cluster: what an imported profile says of the devices it is meant for, as it says it.
-        loading_s: to load a micro-batch, which the forwards of the operators that read inputs and
-            targets first contain; 0 where processes beside the ranks load.
-        rows: what rows of programs take on the node it was measured on; None if nobody measured.
-        coupled: names of the operators that compute over all samples of a micro-batch, as batch
-            norm does, besides the loss.
+        key: hash of the spec sections and factory files it depends on; detects a stale profile.
+        assumptions: assumptions of the measurement, or of the import of an incomplete file.
+        device: None if an imported profile does not name it.
+        edge_bytes: bytes across an edge, if they differ from the producer's ``output_bytes``.
+        cluster: description of the devices in an imported profile, unchanged.
+        loading_s: time to load a micro-batch, which is part of the forwards of the operators that
+            read inputs and targets first; 0 if separate processes load.
+        rows: row times on the node that the profile was measured on; None if not measured.
+        coupled: operators besides the loss that compute over all samples (e.g. batch norm).
     """
 
     cure: ClassVar[str] = "write a new one with: pipectl profile JOB.yaml"
@@ -277,22 +274,22 @@ class Profile(DataFile):
 
     @cached_property
     def by_id(self) -> dict[str, Operator]:
-        """Operators by their id."""
+        """Operators by id."""
         return {operator.id: operator for operator in self.operators}
 
     @cached_property
     def index_of(self) -> dict[str, int]:
-        """Place of every operator by its id."""
+        """Index of each operator by id."""
         return {operator.id: index for index, operator in enumerate(self.operators)}
 
     @cached_property
     def edge_indices(self) -> list[tuple[int, int]]:
-        """The edges between places of operators."""
+        """Edges as pairs of operator indices."""
         return [(self.index_of[source], self.index_of[target]) for source, target in self.edges]
 
     @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
-        """Places of the operators that read each operator's value, ascending."""
+        """Indices of the operators that read each operator's value, in ascending order."""
         found: list[list[int]] = [[] for _ in self.operators]
         for source, target in self.edge_indices:
             found[source].append(target)
@@ -305,13 +302,13 @@ class Profile(DataFile):
 
     @property
     def optimizer_cost(self) -> OptimizerCost:
-        """That of the optimizer: no state and no time where the profile does not say."""
+        """Cost of the optimizer; no state and no time if the profile does not contain it."""
         return self.optimizer or OptimizerCost(0.0, 0.0)
 
     def to_json(self) -> dict[str, Any]:
-        """The documented JSON object, without absent options."""
+        """Return the documented JSON object, without absent optional fields."""
         document = {"version": VERSION, "units": {"time": "s", "bytes": "B"}, **write_value(self)}
-        for key in ("nodes", "edges"):  # the long ones come last
+        for key in ("nodes", "edges"):  # the long lists come last
             document[key] = document.pop(key)
         if self.edge_bytes:
             document["edge_bytes"] = [self.edge_bytes[edge] for edge in self.edges]
@@ -319,7 +316,7 @@ class Profile(DataFile):
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any], *, file: str = "profile") -> Profile:
-        """A profile from its JSON object; see :meth:`load`."""
+        """Read a profile from its JSON object; see :meth:`load`."""
         given = {key: value for key, value in document.items() if value is not None}
         links = read_fields(_Edges, given, file=file, cure=cls.cure)
         edge_bytes = dict(zip(links.edges, links.edge_bytes, strict=False))
@@ -345,7 +342,7 @@ class _Edges(NamedTuple):
 
 
 def _assumptions(given: Mapping[str, Any]) -> Iterator[str]:
-    """What is taken for fields that a file, which is sound, leaves out."""
+    """Yield the assumptions for fields that a valid file omits."""
     if not given.keys() & {"micro_batch_size", "profile_batch_size"}:
         yield "the micro-batch size is not given: taken as 1 sample"
     for node in given["nodes"]:
@@ -358,10 +355,10 @@ def _assumptions(given: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _sorted(profile: Profile, file: str) -> Profile:
-    """The profile with its operators in the topological order that changes theirs least.
+    """Return the profile with its operators in the topological order closest to the file's order.
 
     Raises:
-        DataFileError: ids are not unique, edges name none, or there is a cycle.
+        DataFileError: ids are not unique, an edge names an unknown id, or there is a cycle.
     """
     fault = ""
     if not profile.operators:

@@ -1,7 +1,7 @@
-"""``rehearsal.json``: how long the ranks of a rehearsal wait, where a training computes and sends.
+"""``rehearsal.json``: how long the ranks of a rehearsal wait instead of computing and sending.
 
-Written by whoever starts a rehearsal, so that its ranks need neither the simulator nor the model.
-All times are those of the plan; ``stretch`` says how many times as long the ranks take.
+The process that starts a rehearsal writes this file, so the ranks need neither the simulator nor
+the model. Times are those of the plan; the ranks multiply them by ``stretch``.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pipectl.fields import Count, DataFile, Positive
 
 
 class Passage(NamedTuple):
-    """What moving one full micro-batch of something takes.
+    """Time to move the data of one full micro-batch.
 
     Args:
-        hold_s: in which nothing else moves the same way.
-        latency_s: from then on until it has arrived.
+        hold_s: time in which nothing else moves the same way.
+        latency_s: time from then until the arrival.
     """
 
     size_bytes: float
@@ -27,11 +27,11 @@ class Passage(NamedTuple):
 
 
 class Meeting(NamedTuple):
-    """What a rank does of a stage in the background, besides messages.
+    """A background operation of a rank for a stage, other than a message.
 
     Args:
-        kind: of its rows, without ``_START`` or ``_WAIT``: ``REDUCE``, ``OFFLOAD``, ``FETCH``.
-        ranks: that take part; the rank alone for copies.
+        kind: kind of its rows without ``_START`` or ``_WAIT``: ``REDUCE``, ``OFFLOAD``, ``FETCH``.
+        ranks: ranks that take part; for copies only the rank itself.
     """
 
     rank: int
@@ -43,21 +43,20 @@ class Meeting(NamedTuple):
 
 @dataclass(frozen=True)
 class Rehearsal(DataFile):
-    """The waits of all ranks.
+    """The waiting times of all ranks.
 
     Args:
-        stretch: time of the rehearsal over time of the plan.
-        message_share: bytes of messages over those of the plan.
-        pause_s: between two looks at messages on their way, in time of the rehearsal.
-        late_s: a rank that wakes up so much too late makes up for it, likewise.
-        steps: to rehearse.
-        predicted_s: what the simulator expects of a step where ranks share no cores or links, as
-            here.
-        work_s: of a full micro-batch on a device of speed 1, by kind, then by stage.
-        update_s: by rank, on a device of speed 1.
-        speed: of every rank's device.
+        stretch: time of the rehearsal relative to that of the plan.
+        message_share: bytes of messages relative to those of the plan.
+        pause_s: pause between two polls of messages, in time of the rehearsal.
+        late_s: maximum delay of a wake-up that a rank makes up for, in time of the rehearsal.
+        steps: number of steps.
+        predicted_s: predicted step time if ranks share no cores or links, as in a rehearsal.
+        work_s: seconds per full micro-batch on a device of speed 1, by kind, then by stage.
+        update_s: seconds of an update by rank, on a device of speed 1.
+        speed: speed of the device of each rank.
         messages: by channel.
-        meetings: what else ranks start and wait for.
+        meetings: background operations other than messages.
     """
 
     cure: ClassVar[str] = "rehearse the job again"
@@ -75,5 +74,5 @@ class Rehearsal(DataFile):
 
     @property
     def expected_s(self) -> float:
-        """About how long all steps take, in time of the rehearsal."""
+        """Approximate seconds of all steps, in time of the rehearsal."""
         return self.steps * self.stretch * self.predicted_s

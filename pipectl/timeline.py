@@ -1,4 +1,4 @@
-"""What each rank did when: the one record that the simulator and the engine both write."""
+"""What each rank did and when: the record that both the simulator and the engine write."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pipectl.files import write_text
 
 
 class Event(NamedTuple):
-    """One action of one rank; ``start_s`` counts from the start of the step.
+    """One action of one rank. ``start_s`` counts from the start of the step.
 
     Args:
         kind: name of the action's kind in lower case, e.g. ``forward``.
         stage: -1 if the action belongs to no stage.
         micro_batch: -1 if the action belongs to no micro-batch.
-        channel: of messages, index among the plan's channels; -1 for all else.
+        channel: index of a message's channel among the plan's channels; otherwise -1.
     """
 
     rank: int
@@ -38,9 +38,9 @@ class Timeline(DataFile):
     """Events of one optimizer step, by rank and start.
 
     Args:
-        ranks: of the plan; of very many, only some have events.
-        step: number of a measured step.
-        clock_error_s: most by which times of different nodes may be apart.
+        ranks: number of ranks of the plan; in large plans only some of them have events.
+        step: number of the step, if it was measured.
+        clock_error_s: maximum difference between the clocks of two nodes.
     """
 
     cure: ClassVar[str] = "it is written again when the job runs again"
@@ -55,15 +55,15 @@ class Timeline(DataFile):
         return max((event.end_s for event in self.events), default=0.0)
 
     def of_rank(self, rank: int) -> Iterator[Event]:
-        """The events of one rank."""
+        """Return the events of one rank."""
         return (event for event in self.events if event.rank == rank)
 
     def to_json(self) -> dict[str, Any]:
-        """Columns, so that long timelines stay small and readable."""
+        """Return the JSON object, in which each event is a list, to keep long timelines small."""
         return {**self._head(), "events": [list(event) for event in self.events]}
 
     def save(self, path: Path) -> None:
-        """Write the file whole, one line per event."""
+        """Replace the file atomically; each event is one line."""
         rows = ",\n".join(map(_row, self.events))
         head = "".join(f'"{key}": {json.dumps(value)},\n' for key, value in self._head().items())
         write_text(path, f'{{\n{head}"events": [\n{rows}\n]\n}}\n', durable=False)
@@ -79,10 +79,10 @@ class Timeline(DataFile):
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any], *, file: str = "timeline") -> Timeline:
-        """The inverse of :meth:`to_json`.
+        """Convert a JSON object, the inverse of :meth:`to_json`.
 
         Raises:
-            DataFileError: naming the file and the field.
+            DataFileError: a field or an event is missing or wrong.
         """
         columns = read_fields(_Columns, document, file=file, cure=cls.cure)
         try:
@@ -101,14 +101,14 @@ class Timeline(DataFile):
 
 
 def shown_ranks(ranks: int, max_ranks: int) -> Sequence[int]:
-    """At most ``max_ranks`` ranks, spread evenly from the first to the last."""
+    """Return at most ``max_ranks`` ranks, spread evenly from the first to the last."""
     if ranks <= max_ranks:
         return range(ranks)
     return sorted({round(row * (ranks - 1) / (max_ranks - 1)) for row in range(max_ranks)})
 
 
 class _Columns(NamedTuple):
-    """The file: one row of values per event."""
+    """The JSON object; each event is a list of values."""
 
     columns: tuple[str, ...]
     events: tuple[tuple[Any, ...], ...]
@@ -118,7 +118,7 @@ class _Columns(NamedTuple):
 
 
 def _is_sound(event: Event, ranks: int) -> bool:
-    """Whether values are of their types, times are finite, and the rank is one of so many."""
+    """Return whether an event has valid types, finite times and an existing rank."""
     rank, start_s, end_s, kind, stage, micro_batch, channel = event
     return (
         type(rank) is type(stage) is type(micro_batch) is type(channel) is int
@@ -132,5 +132,5 @@ def _is_sound(event: Event, ranks: int) -> bool:
 
 
 def _row(event: Event) -> str:
-    """One line of the file; times are rounded to nanoseconds."""
+    """Format one line of the file, with times in nanosecond resolution."""
     return '[%d, %.9f, %.9f, "%s", %d, %d, %d]' % event  # noqa: UP031 - much the fastest

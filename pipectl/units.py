@@ -1,4 +1,4 @@
-"""Bytes, durations, names and texts: parsing what people write, printing what people read."""
+"""Parsing and formatting of bytes, durations, names and text."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _BYTE_UNITS = {
 _BYTES = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 _CLOCK = re.compile(r"(?:(\d+)-)?(\d+):(\d{1,2}):(\d{1,2})")
 _DURATION = re.compile(r"(?:(\d+)d(?!\d+$))?(?:(\d+)h(?!\d+$))?(?:(\d+)m)?(?:(\d+)s?)?")
-"""A number without a unit is seconds, alone or after minutes; ``1h30`` means minutes to most."""
+"""A number without a unit is seconds, alone or after minutes. ``1h30`` is ambiguous."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _HARMFUL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-"""What moves the cursor, changes colours or turns text around, apart from newlines and tabs."""
+"""Characters that move the cursor, change colours or reverse text, except newlines and tabs."""
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes in ``"4GiB"``, ``"512 MB"`` or ``"1024"``; one-letter units are binary.
+    """Parse ``"4GiB"``, ``"512 MB"`` or ``"1024"`` as bytes; one-letter units are binary.
 
     Raises:
-        ValueError: the text is no size.
+        ValueError: the text is not a size.
     """
     match = _BYTES.fullmatch(text)
     unit = _BYTE_UNITS.get(match[2].upper()) if match else None
@@ -41,7 +41,7 @@ def parse_bytes(text: str) -> int:
 
 
 def format_bytes(size_bytes: float) -> str:
-    """A size with three significant digits and a binary unit: ``1.50 GiB``."""
+    """Format a size with three significant digits and a binary unit: ``1.50 GiB``."""
     size = float(size_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
@@ -51,7 +51,7 @@ def format_bytes(size_bytes: float) -> str:
 
 
 def format_flops(flops_per_s: float) -> str:
-    """Floating-point operations per second, with three significant digits: ``3.41 TFLOP/s``."""
+    """Format FLOP/s with three significant digits: ``3.41 TFLOP/s``."""
     rate = flops_per_s / 1e6
     for unit in ("M", "G", "T"):
         if rate < 999.5:
@@ -61,10 +61,10 @@ def format_flops(flops_per_s: float) -> str:
 
 
 def parse_duration(text: str) -> int:
-    """Seconds in ``"00:30:00"``, ``"2-12:00:00"``, ``"3m"``, ``"1h30m"`` or ``"90"``.
+    """Parse ``"00:30:00"``, ``"2-12:00:00"``, ``"3m"``, ``"1h30m"`` or ``"90"`` as seconds.
 
     Raises:
-        ValueError: the text is no duration.
+        ValueError: the text is not a duration.
     """
     stripped = text.strip()
     if clock := _CLOCK.fullmatch(stripped):
@@ -78,24 +78,24 @@ def parse_duration(text: str) -> int:
 
 
 def parse_walltime(text: str) -> int:
-    """As :func:`parse_duration`, but a number without a unit is minutes, as for ``sbatch --time``.
+    """As :func:`parse_duration`, but a number without a unit is minutes (``sbatch --time``).
 
     Raises:
-        ValueError: the text is no duration.
+        ValueError: the text is not a duration.
     """
     stripped = text.strip()
     return 60 * int(stripped) if stripped.isdecimal() else parse_duration(text)
 
 
 def format_clock(duration_s: int) -> str:
-    """``H:MM:SS`` with two-digit hours, as both Slurm and PBS accept it."""
+    """Format seconds as ``HH:MM:SS``, which both Slurm and PBS accept."""
     minutes, seconds = divmod(int(duration_s), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours:02d}:{minutes:02d}:{seconds:02d}"
 
 
 def format_time(time_s: float) -> str:
-    """A measured time with three significant digits: ``12.3 ms``, ``1.25 s``, ``3 min 05 s``."""
+    """Format a time with three significant digits: ``12.3 ms``, ``1.25 s``, ``3 min 05 s``."""
     if time_s >= 120:
         minutes, seconds = divmod(round(time_s), 60)
         return f"{minutes} min {seconds:02d} s"
@@ -107,25 +107,25 @@ def format_time(time_s: float) -> str:
 
 
 def _decimals(value: float) -> int:
-    """Digits after the point for three significant ones."""
+    """Return the number of decimals that gives three significant digits."""
     size = abs(value)
     return 2 if size < 9.995 else 1 if size < 99.95 else 0
 
 
 def plural(number: int, noun: str) -> str:
-    """A number with its noun in the plural if it needs one."""
+    """Return a number and its noun, in the plural unless the number is 1."""
     plural = "es" if noun.endswith("ch") else "s"
     return f"{number} {noun}" if number == 1 else f"{number} {noun}{plural}"
 
 
 def shorten(items: Sequence[str], limit: int) -> list[str]:
-    """The first items, and how many more there are."""
+    """Return the first items, followed by ``and N more`` if there are more."""
     more = len(items) - limit
     return [*items[:limit], *([f"and {more} more"] if more > 0 else [])]
 
 
 def format_ranges(numbers: Iterable[int], separator: str = ", ") -> str:
-    """Whole numbers with neighbours put together: ``0, 2-5`` for 0, 2, 3, 4, 5."""
+    """Format whole numbers with consecutive ones joined: ``0, 2-5`` for 0, 2, 3, 4, 5."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and number == runs[-1][-1] + 1:
@@ -136,22 +136,22 @@ def format_ranges(numbers: Iterable[int], separator: str = ", ") -> str:
 
 
 def is_name(text: str) -> bool:
-    """Whether ``text`` can name a job: letters, digits, ``. _ -``, at most 64."""
+    """Return whether ``text`` is a valid job name: at most 64 letters, digits and ``. _ -``."""
     return _NAME.fullmatch(text) is not None
 
 
 def did_you_mean(word: str, known: Iterable[str], *, similarity: float = 0.6) -> str:
-    """``"; did you mean 'x'?"`` for the nearest known word, or an empty string.
+    """Return ``"; did you mean 'x'?"`` for the closest known word, or an empty string.
 
     Args:
-        similarity: from 0 to 1; the least of a word that is named.
+        similarity: minimum similarity of that word, from 0 to 1.
     """
     nearest = difflib.get_close_matches(word, list(known), n=1, cutoff=similarity)
     return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
 
 def first_harmful(text: str) -> str | None:
-    """The first such character of a text."""
+    """Return the first character that could control a terminal, or None."""
     if text.isascii() and text.isprintable():
         return None
     match = _HARMFUL.search(text)
@@ -159,12 +159,12 @@ def first_harmful(text: str) -> str | None:
 
 
 def printable(text: object) -> str:
-    """A text without what a terminal would obey instead of show."""
+    """Return a text without the characters that could control a terminal."""
     string = str(text)
     return string if string.isascii() and string.isprintable() else _HARMFUL.sub("", string)
 
 
 def printable_json(value: Any, indent: int | None = None) -> str:
-    """JSON in which such characters are escaped: programs get the very text."""
+    """Return JSON with these characters escaped, so that programs read the exact text."""
     text = json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False)
     return _HARMFUL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)

@@ -1,4 +1,4 @@
-"""Versions: those of torch that pipectl was tested with, and those of this installation."""
+"""The versions of torch that pipectl supports, and the versions that are installed."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import re
 from pipectl import __version__
 
 OLDEST_TORCH, NEWEST_TORCH = "2.13", "2.15"
-"""The first and the last release of torch with which the tests ran; both count."""
+"""The first and the last release of torch with which the tests pass."""
 
 
 def tested_torch() -> str:
-    """The range in words: ``torch 2.13 to 2.15``."""
+    """Return the supported range: ``torch 2.13 to 2.15``."""
     return f"torch {OLDEST_TORCH} to {NEWEST_TORCH}"
 
 
 def untested_torch() -> str | None:
-    """What to say if the installed torch is none of those tested, else None."""
+    """Return a warning if the installed torch is outside the tested range, else None."""
     installed = installed_version("torch")
     release, oldest, newest = (
         [int(number) for number in re.findall(r"\d+", text or "")[:2]]  # major and minor
@@ -29,9 +29,9 @@ def untested_torch() -> str | None:
 
 
 def installed_versions() -> str:
-    """What a report of a fault needs: ``pipectl 0.1.0, torch 2.13.0, mpi4py 4.1.1, Python 3.12.3``.
+    """Return for example ``pipectl 0.1.0, torch 2.13.0, mpi4py 4.1.1, Python 3.12.3``, for reports.
 
-    Reads what is installed; imports nothing.
+    Reads the metadata of packages without importing them.
     """
     others = {name: installed_version(name) or "not installed" for name in ("torch", "mpi4py")}
     versions = {"pipectl": __version__, **others, "Python": platform.python_version()}
@@ -39,7 +39,7 @@ def installed_versions() -> str:
 
 
 def installed_version(package: str) -> str | None:
-    """The version of an installed package, None if there is none."""
+    """Return the version of an installed package, or None."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
