@@ -1,8 +1,8 @@
-"""Actions and the integer columns that hold them.
+"""Actions: the rows of a rank's program.
 
-A schedule says what each rank computes, in which order; lowering adds the messages. The program of
-a rank that results is :class:`Actions`, rows of small integers. An :class:`Action` is a view of one
-row, for people and tests: an object per row would dominate the planning of large models.
+A schedule says what each rank computes and in which order; lowering adds the messages. The result
+is :class:`Actions`, rows of small integers. An :class:`Action` is a view of one row, for people and
+tests; an object per row would dominate the planning time of large models.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import numpy.typing as npt
 
 
 class Kind(IntEnum):
-    """What an action does. ``START`` begins work in the background, ``WAIT`` ends it.
+    """Kind of an action. ``START`` begins a background operation, ``WAIT`` ends it.
 
-    ``REDUCE`` sums the gradients of a stage over its replicas; ``OFFLOAD`` moves what a
-    micro-batch saved for its backward out of the device's memory, ``FETCH`` brings it back.
+    ``REDUCE`` sums the gradients of a stage over its replicas. ``OFFLOAD`` moves what a micro-batch
+    saved for its backward out of the device's memory, ``FETCH`` moves it back.
     """
 
     FORWARD = 0
@@ -48,24 +48,21 @@ class Kind(IntEnum):
 
 
 EVENT_NAMES = (*(kind.name.lower() for kind in Kind), "update_wait")
-"""What timelines call every kind; the last is the wait for all other ranks before UPDATE."""
+"""Name of each kind in timelines; the last one is the wait for all other ranks before UPDATE."""
 COMPUTE_KINDS = tuple(kind.name.lower() for kind in Kind if kind.is_compute)
-"""Names of the timeline's events in which a rank computes; in all others it waits."""
+"""Names of the timeline events in which a rank computes; in all others it waits."""
 
 
 class Action(NamedTuple):
-    """One row.
+    """One row of a program.
 
     Args:
-        stage: stage that computes; for transfers the local stage.
-        micro_batch: index within the step; -1 for what belongs to all: UPDATE, reductions, and
-            messages of weights. Where steps overlap, it counts through from step to step, and an
-            UPDATE has that of the last backward before it.
-        channel: index into the plan's channels for messages, else -1.
-        start: first sample of the micro-batch that is computed or moved, with ``stop`` a
-            half-open range; both -1 for all of it.
-        weight_version: version of the weights that a computation uses, by its age in updates; 0
-            is the newest.
+        stage: stage that computes; for transfers, the local stage.
+        micro_batch: index within the step; -1 for UPDATE, reductions and messages of weights. If
+            steps overlap, indices continue from step to step, also of UPDATE.
+        channel: index of a message's channel among the plan's channels; otherwise -1.
+        start, stop: half-open range of samples that are computed or moved; both -1 for all.
+        weight_version: age, in updates, of the weights that a computation uses; 0 is the newest.
     """
 
     kind: Kind
@@ -92,16 +89,16 @@ class Actions:
 
     @classmethod
     def of(cls, actions: Iterable[Action]) -> Actions:
-        """Columns from action objects."""
+        """Make an array of action objects."""
         rows = np.array([tuple(a) for a in actions], dtype=np.int32)
         return cls(rows.reshape(-1, len(Action._fields)))
 
     def column(self, name: str) -> Columns:
-        """One column by its :class:`Action` field name."""
+        """Return one column by its :class:`Action` field name."""
         return self.rows[:, Action._fields.index(name)]
 
     def shifted(self, more: int) -> Actions:
-        """The same for later micro-batches; what belongs to none stays."""
+        """Return the actions with ``more`` added to their micro-batches, except to -1."""
         rows = self.rows.copy()
         index = rows[:, Action._fields.index("micro_batch")]
         index += more * (index >= 0)

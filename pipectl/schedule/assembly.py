@@ -1,30 +1,30 @@
-"""Where the rows of messages, copies and sums stand among the computations of a rank.
+"""Messages, copies and sums among the computations of a rank.
 
-Around each computation stand, in this order::
+The rows around each computation are, in this order::
 
     RECEIVE_START   of a message that is consumed ``RECEIVE_AHEAD`` messages later
     FETCH_START     of what the next computation needs
     RECEIVE_WAIT    for saved values, FETCH_WAIT, RECOMPUTE: what a backward starts from
-    RECEIVE_WAIT    for what else the computation reads
+    RECEIVE_WAIT    for the other inputs of the computation
     RECEIVE_START   of the weights after those that have just arrived
     SEND_WAIT       for the activations whose memory a backward is about to release
     the computation
     SEND_WAIT       for an earlier message of the same channel, usually two before
-    OFFLOAD_WAIT    for what the computation before saved
-    SEND_START      of what the computation made
+    OFFLOAD_WAIT    for what the previous computation saved
+    SEND_START      of the outputs of the computation
     RECEIVE_WAIT    for saved values that are offloaded until their backward
-    OFFLOAD_START   of what the computation saved, or of these
+    OFFLOAD_START   of what the computation saved, or of these values
     REDUCE_START    after the last backward of a stage with several replicas
 
-so a receive is in place before its message can arrive, a send starts at once, and a wait comes
-as late as the memory of its buffer allows: an activation is sent from the values that its
-backward needs anyway, and few other messages of a channel are on their way at once. All is done
-before UPDATE. Where a schedule splits backwards, their input halves receive, recompute, release and
-send; gradients are summed after the last weight half.
+A receive is posted before its message can arrive, a send starts at once, and a wait comes as late
+as the memory of its buffer allows: an activation is sent from the values that its backward needs
+anyway, and only a few other messages per channel are in flight. All operations end before UPDATE.
+If a schedule splits backwards, their input halves receive, recompute, release and send; gradients
+are summed after the last weight half.
 
-Why no wait can close a circle: all ranks compute in one order (see ``order``), in which a receive
-starts by the turn of the computation that it is posted before. A send is awaited after a later
-turn, and by then, in that order, its receive has started. Reductions are awaited at the end only.
+Waits cannot form a cycle: all ranks compute in one order (see ``order``), in which a receive starts
+no later than the computation before which it is posted. A send is awaited after a later turn, and
+by then, in that order, its receive has started. Reductions are awaited only at the end.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ from pipectl.schedule.order import Order
 from pipectl.schedule.placement import Column, Portion
 
 RECEIVE_AHEAD = 1
-"""Receives posted on a channel beyond the one whose message is next. Double buffering: the next
-message can arrive while one is waited for and used."""
+"""Receives posted per channel in addition to that of the next message (double buffering): one
+message can arrive while the previous one is used."""
 SENDS_ON_THE_WAY = 2
-"""At least, on a channel without backwards to wait for: one moves while the next is made."""
+"""Sends in flight per channel, at least: one message moves while the next is computed."""
 SAVED_ON_THE_WAY = 1
-"""The same for saved values, which are large: one moves during the next forward."""
+"""As ``SENDS_ON_THE_WAY`` for saved values, which are large: they move during the next forward."""
 COPIED_BESIDE = 1
-"""Computations during which a copy to or from the host runs."""
+"""Number of computations during which a copy to or from the host runs."""
 _WITHIN = 4
 """Rows per micro-batch of saved values that arrive and leave while a rank waits to compute."""
 _ONCE = Portion(np.array([-1]))
-"""Of a row that belongs to no micro-batch."""
+"""Portion of a row that belongs to no micro-batch."""
 
 
 class Phase(IntEnum):
-    """The order of what stands around the computation of a slot."""
+    """Order of the rows around the computation of a slot."""
 
     RECEIVE_START = 0
     FETCH_START = 1
@@ -81,13 +81,13 @@ class Phase(IntEnum):
 
 
 class Block(NamedTuple):
-    """The actions of one kind and stage by rising micro-batch, and the slot of each."""
+    """The actions of one kind and stage by ascending micro-batch, and the slot of each."""
 
     portion: Portion
     slots: Integers
 
     def slots_of(self, micro_batches: Integers) -> Integers:
-        """Slots of some of its micro-batches."""
+        """Return the slots of some of its micro-batches."""
         if len(micro_batches) == len(self.slots):
             return self.slots
         slots: Integers = self.slots[np.searchsorted(self.portion.micro_batches, micro_batches)]
@@ -95,11 +95,11 @@ class Block(NamedTuple):
 
 
 class Assembly:
-    """Puts the rows of one program together. A *slot* is the place of a computation of the rank.
+    """Assembles the rows of one program. A *slot* is the position of a computation of the rank.
 
     Args:
-        parts: what the rank computes, by kind and stage.
-        micro_batches: of the step, or of the steps that are lowered as one.
+        parts: computations of the rank, by kind and stage.
+        micro_batches: number in the step, or in all steps that are lowered together.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Assembly:
             first = last
 
     def sorted(self) -> Actions:
-        """All rows by slot and phase; those of one slot and phase as they were added."""
+        """Return all rows by slot and phase; rows of the same slot and phase keep their order."""
         total = sum(len(slots) for slots, *_ in self._rows)
         rows = np.empty((total, len(Action._fields)), dtype=np.int32)
         places, order = np.empty((2, total), dtype=np.int64)
@@ -142,12 +142,12 @@ class Assembly:
     def add_messages(
         self, index: int, channel: Channel, portion: Portion, *, kept: bool, offload: bool = False
     ) -> None:
-        """The messages of a channel that starts or ends at this rank and leaves it.
+        """Add the messages of a channel between this rank and another one.
 
         Args:
-            portion: what they hold.
-            kept: whether the sender holds it until its backward anyway.
-            offload: whether the receiver offloads it until its backward.
+            portion: content of the messages.
+            kept: whether the sender keeps the content until its backward anyway.
+            offload: whether the receiver offloads the content until its backward.
         """
         if channel.source_rank == self._rank:
             self._add_sends(index, channel, portion, kept)
@@ -157,14 +157,15 @@ class Assembly:
     def add_weights(
         self, index: int, channel: Channel, uses: Integers | None, micro_batches: int
     ) -> None:
-        """The messages of weights, from where they were updated.
+        """Add the messages of weights, from the rank that updates them.
 
-        A step begins with one. In a stretch of steps, each belongs to the last micro-batch of the
-        update that made its version; the first, with what the stretch begins with, to none (-1).
+        A step begins with one message. In a stretch of steps, each message belongs to the last
+        micro-batch of the update that made its version; the first one, with the initial weights, to
+        none (-1).
 
         Args:
-            uses: the first micro-batch to use each of them; None for a step alone.
-            micro_batches: of a step.
+            uses: first micro-batch that uses each version; None for a single step.
+            micro_batches: number per step.
         """
         made = np.arange(1 if uses is None else len(uses)) * micro_batches - 1
         portion, later = Portion(made), Portion(made[1:])
@@ -189,10 +190,10 @@ class Assembly:
     def add_stage(
         self, stage: int, *, elsewhere: bool, recompute: bool, offload: bool, reduce: bool
     ) -> None:
-        """What the backward of a stage on this rank needs, and the sum of its gradients.
+        """Add what the backward of a stage on this rank needs, and the sum of its gradients.
 
         Args:
-            elsewhere: whether its forwards have another rank.
+            elsewhere: whether its forwards run on another rank.
         """
         back = self._backward(stage)
         if recompute:
@@ -210,11 +211,11 @@ class Assembly:
             self._add(Phase.REDUCE_WAIT, self._end, Kind.REDUCE_WAIT, stage)
 
     def add_updates(self, stage: int, micro_batches: int | None) -> None:
-        """UPDATE, at the end of the step, or after the last backward of every step of a stretch.
+        """Add UPDATE at the end of the step, or after the last backward of each step of a stretch.
 
         Args:
-            stage: -1 for a rank that updates none: after the last forward, if it has any.
-            micro_batches: of each step of a stretch; None for a step alone.
+            stage: -1 for a rank that updates no stage: UPDATE follows its last forward, if any.
+            micro_batches: number per step of a stretch; None for a single step.
         """
         if micro_batches is None:
             self._add(Phase.UPDATE, self._end, Kind.UPDATE, stage)
@@ -235,10 +236,10 @@ class Assembly:
         channel: int = -1,
         within: Column = 0,
     ) -> None:
-        """A row at each of some slots, of one kind, stage and channel.
+        """Add rows of one kind, stage and channel at some slots.
 
         Args:
-            within: the order of rows of one slot and phase.
+            within: order of the rows of one slot and phase.
         """
         index, start, stop = portion
         values = (kind, stage, index, channel, start, stop, 0)
@@ -273,8 +274,8 @@ class Assembly:
         self._add(wait, slots, Kind.RECEIVE_WAIT, stage, portion, channel=index)
 
     def _add_sends(self, index: int, channel: Channel, portion: Portion, kept: bool) -> None:
-        """Sends are awaited before a backward releases what they hold, else a few messages later,
-        after their receives have started."""
+        """Add sends and their waits: before a backward releases the content if it is kept, else a
+        few messages later, after their receives have started."""
         stage = channel.source_stage
         slots = self._user(channel, stage).slots_of(portion.micro_batches)
         self._add(Phase.SEND_START, slots, Kind.SEND_START, stage, portion, channel=index)
@@ -297,21 +298,21 @@ class Assembly:
     def _add_offload(
         self, stage: int, begun: Integers, backward: Block, early: npt.NDArray[np.bool_]
     ) -> None:
-        """The rows that offload and fetch what one stage saves.
+        """Add the rows that offload and fetch what one stage saves.
 
-        Both copies run beside one computation each; steady 1F1B, ``o`` and ``f`` the copies of one
-        micro-batch::
+        Each copy runs during one computation; in steady 1F1B, with the copies ``o`` and ``f`` of
+        micro-batch 0::
 
             compute   F0  F1  F2  B?  F3  B?  F4  B0
             copies        o0                  f0
 
         The device holds about two micro-batches of the stage, whatever the warm-up. If the forward
-        has another rank, what it sends leaves after the computation beside which it arrives, or at
-        once if the rank waits for what it computes next.
+        runs on another rank, its saved values are offloaded after the computation during which they
+        arrive, or at once if the rank is waiting for its next computation.
 
         Args:
-            begun: slots of the forwards, or beside which what they saved arrives.
-            early: whether it arrives before the computation of that slot.
+            begun: slots of the forwards, or of the computations during which saved values arrive.
+            early: whether saved values arrive before the computation of that slot.
         """
         away = _away(begun, backward.slots, early)
         chosen = np.flatnonzero(away)
@@ -335,21 +336,21 @@ class Assembly:
         self._add(Phase.FETCH_WAIT, back, Kind.FETCH_WAIT, stage, portion)
 
     def _arrivals(self, stage: int, portion: Portion) -> Integers:
-        """Slots beside whose computation the saved values of a forward elsewhere arrive."""
+        """Return the slots during which saved values of forwards on other ranks arrive."""
         turns = self._order.turns(Kind.FORWARD, stage, portion.micro_batches)
         slots: Integers = np.searchsorted(self._turns, turns)
         return slots
 
     def _made(self, channel: Channel, portion: Portion) -> Integers:
-        """Turns at which the messages of a channel are made, and sent."""
+        """Return the turns in which the messages of a channel are computed and sent."""
         return self._order.turns(_maker(channel), channel.source_stage, portion.micro_batches)
 
     def _backward(self, stage: int) -> Block:
-        """The actions of a stage here with which its backwards begin."""
+        """Return the actions that begin the backwards of a stage."""
         return self._blocks[self._order.first_half, stage]
 
     def _user(self, channel: Channel, stage: int) -> Block:
-        """The actions of a stage here that make or read the messages of a channel."""
+        """Return the actions of a stage that compute or read the messages of a channel."""
         if channel.kind is TransferKind.GRADIENT:
             return self._backward(stage)
         forward = self._blocks.get((Kind.FORWARD, stage))
@@ -357,12 +358,12 @@ class Assembly:
 
 
 def _maker(channel: Channel) -> Kind:
-    """What makes the messages of a channel; what reads those between stages has its turn, too."""
+    """Return the kind of action that computes and, at the other end, reads the messages."""
     return Kind.BACKWARD if channel.kind is TransferKind.GRADIENT else Kind.FORWARD
 
 
 def _behind(values: Integers, count: int, first: int) -> Integers:
-    """Of every value the one that is ``count`` places below it, ``first`` for the lowest ones."""
+    """Return for each value the one ``count`` places below it; ``first`` for the lowest ones."""
     rising = values.argsort()
     behind = np.empty_like(values)
     behind[rising] = np.concatenate([np.full(count, first), values[rising]])[: len(values)]
@@ -370,13 +371,12 @@ def _behind(values: Integers, count: int, first: int) -> Integers:
 
 
 def _posted(read: Integers, made: Integers, count: int, first: int) -> Integers:
-    """When receives start: in the order of the sends, ``count`` messages before each is read.
+    """Return when receives start: in the order of sends, ``count`` messages before each is read.
 
-    Where messages are read in another order than they are sent, the earliest of all later ones
-    counts, so that receives start in the order of the sends and in time.
+    If messages are read in another order than sent, the earliest read of all later ones counts.
 
     Args:
-        read, made: when each message is read, and made.
+        read, made: when each message is read and computed.
     """
     rising = made.argsort()
     needed = np.minimum.accumulate(read[rising][::-1])[::-1]
@@ -386,12 +386,11 @@ def _posted(read: Integers, made: Integers, count: int, first: int) -> Integers:
 
 
 def _early(arrivals: Integers) -> npt.NDArray[np.bool_]:
-    """Whether saved values arrive while their rank waits for what it computes next: the forward
-    after theirs is there before that, too."""
+    """Return whether saved values arrive in the same slot as those of the next forward."""
     return np.append(arrivals[1:] == arrivals[:-1], False)
 
 
 def _away(begun: Integers, back: Integers, early: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Whether something runs while each micro-batch is away; else nothing would be gained."""
+    """Return whether any computation runs while each micro-batch is offloaded."""
     away: npt.NDArray[np.bool_] = begun + COPIED_BESIDE * ~early + 1 < back - COPIED_BESIDE
     return away

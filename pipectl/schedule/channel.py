@@ -16,15 +16,14 @@ from pipectl.schedule.placement import Portion, common, is_apart, pairs
 
 @dataclass(frozen=True)
 class Channel:
-    """All that a replica of one stage sends one of another: messages by rising micro-batch.
+    """All messages from one replica of a stage to one replica of another, by ascending micro-batch.
 
-    Messages of a channel travel first in, first out. Its index in :func:`channels` is what the
-    ``channel`` column of a program holds. Where the forward and the backward of a replica have
-    ranks of their own, saved values go from the first to the second, and once a step weights back.
+    Messages of a channel travel first in, first out. The ``channel`` column of a program holds the
+    index in :func:`channels`. If the forward and the backward of a replica run on different ranks,
+    saved values go from the first to the second, and once per step weights go back.
 
     Args:
-        size_bytes: of the message of one full micro-batch with all its samples, all its values
-            together.
+        size_bytes: bytes of the message of one full micro-batch, with all its samples and values.
     """
 
     kind: TransferKind
@@ -38,7 +37,7 @@ class Channel:
 
     @property
     def is_local(self) -> bool:
-        """Whether both ends share a rank, so that nothing is sent."""
+        """Whether both ends are on the same rank, so that nothing is sent."""
         return self.source_rank == self.target_rank
 
     def __str__(self) -> str:
@@ -48,27 +47,27 @@ class Channel:
 
 
 def channels(plan: Plan) -> tuple[Channel, ...]:
-    """The channels of a plan: activations, gradients, saved values, weights.
+    """Return the channels of a plan: activations, gradients, saved values, weights.
 
-    Each by rising (source, target) stage, then by replica. Transfers with the same kind and
-    stages share a channel. Replicas that exchange nothing have none.
+    Each group is sorted by (source, target) stage, then by replica. Transfers of the same kind and
+    stages share a channel. Replicas that exchange nothing have no channel.
     """
     return plan.derived(_channels)
 
 
 def channels_of_rank(plan: Plan, rank: int) -> tuple[tuple[int, Channel], ...]:
-    """The channels that start or end at a rank, local ones included, with their indices."""
+    """Return the channels that start or end at a rank, including local ones, with their indices."""
     return plan.derived(_by_rank)[rank]
 
 
 def carries_weights(plan: Plan, rows: Actions) -> npt.NDArray[np.bool_]:
-    """Whether each row of a program starts or ends a message of weights."""
+    """Return whether each row of a program starts or ends a message of weights."""
     kinds = [channel.kind is TransferKind.WEIGHT for channel in channels(plan)]
-    return np.array([*kinds, False])[rows.column("channel")]  # what has no channel has -1
+    return np.array([*kinds, False])[rows.column("channel")]  # -1 if there is no channel
 
 
 def is_kept(plan: Plan, channel: Channel) -> bool:
-    """Whether the sender holds what it sends until the backward of its stage anyway."""
+    """Return whether the sender keeps what it sends until the backward of its stage anyway."""
     stage = plan.stages[channel.source_stage]
     stays = not (stage.recompute or stage.offload)
     apart = is_apart(plan, channel.source_stage, channel.source_replica)
@@ -76,7 +75,7 @@ def is_kept(plan: Plan, channel: Channel) -> bool:
 
 
 def messages(plan: Plan, channel: Channel, micro_batches: int) -> Portion:
-    """What a channel carries in a step of so many micro-batches; not for weights."""
+    """Return what a channel, other than of weights, carries in a step of so many micro-batches."""
     source = channel.source_stage, channel.source_replica
     target = channel.target_stage, channel.target_replica
     return common(plan, source, target, micro_batches)
@@ -100,7 +99,7 @@ def _channels(plan: Plan) -> tuple[Channel, ...]:
 def _between(
     plan: Plan, kind: TransferKind, source: int, target: int, size_bytes: int
 ) -> Iterator[Channel]:
-    """Between the replicas of two stages."""
+    """Yield the channels between the replicas of two stages."""
     ends = plan.stages[source], plan.stages[target]
     forward = kind is TransferKind.ACTIVATION
     ranks = [end.ranks if forward else end.updating_ranks for end in ends]
@@ -110,7 +109,7 @@ def _between(
 
 
 def _within(plan: Plan, kind: TransferKind) -> Iterator[Channel]:
-    """Between the forward and the backward of replicas that have them on ranks of their own."""
+    """Yield the channels of replicas whose forward and backward run on different ranks."""
     for index, stage in enumerate(plan.stages):
         for replica, ends in enumerate(zip(stage.ranks, stage.updating_ranks, strict=True)):
             if not is_apart(plan, index, replica):

@@ -1,4 +1,4 @@
-"""Plans for one schedule: of equal stages, or with the stages of another plan."""
+"""Plans of a given schedule, with equal stages or with the stages of another plan."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from pipectl.schedule.registry import NAMES, default_ranks, default_warm_up, mak
 def plan_equal_stages(
     schedule: str, listed: Listed | None, numbers: Mapping[str, int | None], cost: StageCost
 ) -> Plan:
-    """A schedule on equal stages, whose messages have no bytes.
+    """Return a plan of a schedule with equal stages, whose messages have no bytes.
 
     Args:
-        schedule: its name.
-        listed: of a file; None if the schedule is built in, or a package offers it.
-        numbers: of ``stages``, ``micro-batches`` and ``ranks``; None if the schedule has its own.
+        schedule: name of the schedule.
+        listed: schedule read from a file; None if it is built in or offered by a package.
+        numbers: ``stages``, ``micro-batches`` and ``ranks``; None if the schedule has its own.
         cost: of every stage.
 
     Raises:
-        UsageError: numbers that the schedule needs are missing, or contradict it.
-        ScheduleError: it is none.
+        UsageError: a number that the schedule needs is missing, or contradicts it.
+        ScheduleError: the schedule is invalid.
     """
     stages, micro_batches, ranks = numbers.values()
     if listed is None:
@@ -72,10 +72,10 @@ def plan_equal_stages(
 
 
 def reorder(plan: Plan, listed: Listed) -> Plan:
-    """The plan's stages in the order, and on the ranks, of a user's schedule.
+    """Return the plan with its stages in the order, and on the ranks, of a user's schedule.
 
     Raises:
-        UsageError: it is not of as many stages and micro-batches.
+        UsageError: the schedule has other numbers of stages, micro-batches or ranks.
     """
     schedule = listed.name
     if any(stage.replicas > 1 or stage.backward_ranks for stage in plan.stages):

@@ -1,29 +1,29 @@
-"""All forwards, then all backwards: GPipe, and looped breadth-first with several stages per rank.
+"""GPipe and looped breadth-first: all forwards, then all backwards.
 
-GPipe with four stages, four micro-batches, a backward drawn twice as long as a forward; digits are
-forwards, letters (a = micro-batch 0) are backwards::
+GPipe with four stages and four micro-batches. A backward is drawn twice as long as a forward;
+digits are forwards, letters (a = micro-batch 0) are backwards::
 
     stage 0  0123.........aabbccdd
     stage 1  .0123......aabbccdd
     stage 2  ..0123...aabbccdd
     stage 3  ...0123aabbccdd
 
-Activations of every micro-batch are kept; gradients accumulate in ascending micro-batch order
-like in every schedule here (the paper runs the backwards in reverse). Source: Huang et al.,
-"GPipe", NeurIPS 2019.
+Activations of every micro-batch are kept. Gradients accumulate in ascending order of the
+micro-batches, as in every schedule here (in the paper, backwards run in reverse). Source: Huang et
+al., "GPipe", NeurIPS 2019.
 
-Looped breadth-first takes every micro-batch through one stage before the next. Stage s is on rank
-s mod p; on two ranks, stages 0 and 2 are the first rank's::
+Looped breadth-first sends all micro-batches through one stage before the next. Stage s is on rank s
+mod p. On two ranks, with stages 0 and 2 on the first::
 
     stage 0  0123...............aabbccdd
     stage 1  .0123............aabbccdd
     stage 2  ....0123...aabbccdd
     stage 3  .....0123aabbccdd
 
-The bubble is that of GPipe in v-th parts, (p - 1) / (v m + p - 1) of the step; a stage's gradients
-are complete early, one stage after the other, so sums over replicas have most of the backward to
-hide behind. Source: Lamy-Poirier, "Breadth-First Pipeline Parallelism", MLSys 2023 (there the
-backwards run by falling micro-batch).
+The bubble is (p - 1) / (v m + p - 1) of the step, with v stages per rank and m micro-batches. The
+gradients of one stage after another are complete early, so their sums over replicas overlap with
+most of the backward. Source: Lamy-Poirier, "Breadth-First Pipeline Parallelism", MLSys 2023 (there,
+backwards run in descending order of the micro-batches).
 """
 
 from __future__ import annotations
@@ -36,17 +36,16 @@ from pipectl.schedule.order import Order, Placement, Schedule, Shape, WarmUp
 
 
 def _every_forward_first(shape: Shape) -> list[WarmUp]:
-    """Every forward comes before the first backward."""
     return [(shape.micro_batches,) * shape.stages]
 
 
 def _order(shape: Shape, _: Sequence[int]) -> Order:
-    """1F1B that never leaves its warm-up."""
+    """Return 1F1B whose warm-up is the whole step."""
     return one_f_one_b.order(shape, *_every_forward_first(shape))
 
 
 def _looped_order(shape: Shape, _: Sequence[int]) -> Order:
-    """Stage s, chunk c = s // p: forward of micro-batch i at c g + i + s mod p, g = max(m, p).
+    """Stage s, chunk c = s // p: forward of micro-batch i at turn c g + i + s mod p, g = max(m, p).
 
     Backwards follow after all forwards, in the same way from the last stage to the first.
     """

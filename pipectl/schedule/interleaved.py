@@ -1,22 +1,21 @@
-"""Interleaved 1F1B: several chunks of the model a rank, which shorten the pipeline's start and end.
+"""Interleaved 1F1B: several chunks of the model per rank, which shorten the warm-up and cool-down.
 
-Stage s is chunk s // p of rank s mod p. Micro-batches go in groups of as many as there are ranks;
-a group passes through a rank's first chunk, then its second, and so on, and back in reverse. Two
-ranks, four micro-batches; stages 0 and 2 are the first rank's, which runs one of them at a time; a
-backward is drawn twice as long as a forward; digits are forwards, letters (a = micro-batch 0) are
-backwards::
+Stage s is chunk s // p of rank s mod p. Micro-batches form groups of p. A group passes through a
+rank's first chunk, then its second, and so on, and back in reverse. With two ranks and four
+micro-batches, stages 0 and 2 are on the first rank, which runs one of them at a time. A backward is
+drawn twice as long as a forward; digits are forwards, letters (a = micro-batch 0) are backwards::
 
     stage 0  01..2...3...aa.bb......ccdd
     stage 1  .01......2aa3bb......ccdd
     stage 2  ..01..aa.bb2..3...cc.dd
     stage 3  ...0aa1bb......2cc3dd
 
-A rank runs 2 (p - 1 - r) + (v - 1) p + 1 forwards before its first backward and then alternates
-them; the bubble is (p - 1) / (v m + p - 1) of the step, for v times as many messages. Source:
-Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters", SC 2021.
+Rank r runs 2 (p - 1 - r) + (v - 1) p + 1 forwards before its first backward and then alternates.
+The bubble is (p - 1) / (v m + p - 1) of the step, with v times as many messages. Source: Narayanan
+et al., "Efficient Large-Scale Language Model Training on GPU Clusters", SC 2021.
 
-The paper asks for a multiple of p micro-batches. Here any number works: a last group that is not
-full keeps its turns, and those without a micro-batch are left out.
+The paper requires a multiple of p micro-batches. Here any number works: an incomplete last group
+keeps its turns, and the turns of missing micro-batches are left out.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from pipectl.schedule.order import Order, Placement, Schedule, Shape, WarmUp
 def _order(shape: Shape, _: Sequence[int] = ()) -> Order:
     """The n-th forward of rank r at turn n + r; its j-th backward half a turn after j + w - r.
 
-    w is the turn of the last forward that the first backward of the last rank waits for, plus
-    p - 1. Turns are counted double, to be whole numbers.
+    w is p - 1 plus the turn of the last forward that the last rank's first backward waits for.
+    Turns are doubled, to be whole numbers.
     """
     ranks, shared_by = shape.ranks, min(shape.replicas or (1,))
     chunks = shape.stages // ranks

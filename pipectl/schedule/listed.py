@@ -1,15 +1,15 @@
-"""Schedules of users: lists of what every rank computes, one after the other.
+"""Schedules of users: lists of the computations of every rank.
 
-A line a rank; its actions are a stage, a letter and a micro-batch::
+Each rank has one line. An action is a stage, a letter and a micro-batch::
 
     0F0,0F1,0B0,0B1
     1F0,1B0,1F1,1B1
 
-``F`` is a forward and ``B`` a backward; ``I`` and ``W`` are the halves of one, for inputs and for
-weights. Blanks stand for nothing, lines that are empty or begin with ``#`` are left out. This is
-what torch.distributed.pipelining writes and reads as *compute only*. Of what else it knows,
-``(0F1;1B0)OVERLAP_F_B`` is read as both, one after the other, and ``0REDUCE_GRAD`` is left out:
-messages and sums follow from the lists.
+``F`` is a forward and ``B`` a backward; ``I`` and ``W`` are the halves of a backward, for inputs
+and weights. Blank cells, blank lines and lines that begin with ``#`` are ignored. This is the
+*compute only* format of torch.distributed.pipelining. Of its other actions,
+``(0F1;1B0)OVERLAP_F_B`` is read as both actions in sequence, and ``0REDUCE_GRAD`` is ignored,
+because messages and sums follow from the lists.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _CURE = "see docs/schedules.md: every action once, after all that it depends on"
 
 
 class Entry(NamedTuple):
-    """One action where it stands; line and position count from 1."""
+    """One action and its position in the file; line and position count from 1."""
 
     kind: Kind
     stage: int
@@ -58,7 +58,7 @@ class Entry(NamedTuple):
 
     @property
     def key(self) -> tuple[Kind, int, int]:
-        """What it does."""
+        """Kind, stage and micro-batch."""
         return self.kind, self.stage, self.micro_batch
 
     def __str__(self) -> str:
@@ -66,17 +66,17 @@ class Entry(NamedTuple):
 
     @property
     def place(self) -> str:
-        """Where it stands, in words."""
+        """Line and position in words."""
         return f"line {self.line}, action {self.position}"
 
 
 @dataclass(frozen=True)
 class Listed:
-    """A schedule as it was written.
+    """A schedule as the user wrote it.
 
     Args:
         name: of the file, or of the function that made it.
-        ranks: what each computes.
+        ranks: actions of each rank.
     """
 
     name: str
@@ -87,7 +87,7 @@ class Listed:
         """Read and check the lists.
 
         Raises:
-            ScheduleError: naming file, line and action.
+            ScheduleError: the lists are invalid; names the file, line and action.
         """
         reader, ranks = csv.reader(text.splitlines()), list[tuple[Entry, ...]]()
         try:
@@ -102,7 +102,7 @@ class Listed:
 
     @property
     def text(self) -> tuple[str, ...]:
-        """A line a rank, as :meth:`read` reads it."""
+        """One line per rank, as :meth:`read` reads it."""
         return tuple(",".join(map(str, entries)) for entries in self.ranks)
 
     @cached_property
@@ -117,18 +117,18 @@ class Listed:
 
     @cached_property
     def rank_of_stage(self) -> tuple[int, ...]:
-        """The rank of every stage."""
+        """Rank of each stage."""
         rank_of = {entry.stage: rank for rank, held in enumerate(self.ranks) for entry in held}
         return tuple(rank_of[stage] for stage in range(self.stages))
 
     @cached_property
     def splits(self) -> bool:
-        """Whether backwards are in halves."""
+        """Whether backwards are split into halves."""
         return any(e.kind is Kind.BACKWARD_WEIGHT for held in self.ranks for e in held)
 
     @cached_property
     def warm_up(self) -> tuple[int, ...]:
-        """Forwards of every stage before its first backward."""
+        """Forwards of each stage before its first backward."""
         counts, over = [0] * self.stages, [False] * self.stages
         for entry in (entry for held in self.ranks for entry in held):
             forward = entry.kind is Kind.FORWARD
@@ -137,20 +137,20 @@ class Listed:
         return tuple(counts)
 
     def unordered_stages(self) -> list[int]:
-        """Stages whose gradients do not add up by rising micro-batch."""
-        halves = Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # the first has those of norms
+        """Return the stages whose gradients do not accumulate by ascending micro-batch."""
+        halves = Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # input halves compute those of norms
         kinds = halves if self.splits else (Kind.BACKWARD,)
         return sorted({entry.stage for kind in kinds for entry in self._falling(kind)})
 
     def sequences(self) -> list[Integers]:
-        """Kind, stage and micro-batch of every rank's actions; shape [actions, 3]."""
+        """Return kind, stage and micro-batch of the actions, per rank; shape [actions, 3]."""
         return [
             np.array([entry.key for entry in self._halved(held)], dtype=np.int64).reshape(-1, 3)
             for held in self.ranks
         ]
 
     def _halved(self, held: Sequence[Entry]) -> Iterator[Entry]:
-        """Whole backwards as both halves, where others are in halves."""
+        """Yield the actions, with whole backwards as both halves if other backwards are split."""
         for entry in held:
             if self.splits and entry.kind is Kind.BACKWARD:
                 yield entry._replace(kind=Kind.BACKWARD_INPUT)
@@ -159,7 +159,7 @@ class Listed:
                 yield entry
 
     def _falling(self, kind: Kind) -> Iterator[Entry]:
-        """Actions of a kind that come after one of a later micro-batch."""
+        """Yield the actions of a kind that come after one of a later micro-batch."""
         latest = [-1] * self.stages
         for entry in (entry for held in self.ranks for entry in self._halved(held)):
             if entry.kind is kind:
@@ -168,7 +168,7 @@ class Listed:
                 latest[entry.stage] = max(latest[entry.stage], entry.micro_batch)
 
     def _check(self) -> None:
-        """Every action is there once, a stage is on one rank, and forwards rise."""
+        """Check that every action occurs once, a stage is on one rank, and forwards ascend."""
         if not self.ranks:
             raise ScheduleError(f"{self.name}: no action", cure=_CURE)
         known: dict[tuple[Kind, int, int], Entry] = {}
@@ -198,7 +198,7 @@ class Listed:
 
 
 def _entries(row: Sequence[str], line: int, name: str) -> Iterator[Entry]:
-    """What a rank computes: something, as blank lines stand for no rank."""
+    """Yield the actions of one line; a line must have at least one."""
     actions: list[str] = []
     for cell in map(str.strip, row):
         both = _BOTH.fullmatch(cell)
@@ -218,10 +218,10 @@ def _entries(row: Sequence[str], line: int, name: str) -> Iterator[Entry]:
 
 
 def schedule_of_lists(plan: Plan) -> Schedule:
-    """The schedule of a plan that holds lists.
+    """Return the schedule of a plan that contains lists.
 
     Raises:
-        ScheduleError: the lists are wrong, or not of this plan's stages and ranks.
+        ScheduleError: the lists are invalid, or do not fit the plan's stages and ranks.
     """
     listed = Listed.read("\n".join(plan.actions), plan.schedule)
     held = tuple(stage.ranks for stage in plan.stages)
@@ -246,10 +246,10 @@ def schedule_of_lists(plan: Plan) -> Schedule:
 
 
 def order_of(listed: Listed) -> Order:
-    """Turns that follow from the lists.
+    """Return the order that follows from the lists.
 
     Raises:
-        ScheduleError: ranks would wait for each other, and for what.
+        ScheduleError: ranks would wait for each other; names the actions.
     """
     execution = execute(listed.sequences(), listed.stages, listed.micro_batches)
     halved = [list(listed._halved(held)) for held in listed.ranks]
@@ -257,7 +257,7 @@ def order_of(listed: Listed) -> Order:
     rank = next((rank for rank, held in enumerate(halved) if at[rank] < len(held)), -1)
     if rank < 0:
         return execution.order
-    path, waits = list[int](), list[str]()  # from a rank that waits to the one it waits for
+    path, waits = list[int](), list[str]()  # each rank waits for the next
     while rank not in path:
         path.append(rank)
         entry = halved[rank][at[rank]]
@@ -272,7 +272,7 @@ def order_of(listed: Listed) -> Order:
 
 
 def _needs(listed: Listed, entry: Entry) -> Iterator[tuple[int, int, int]]:
-    """What comes before an action: in a chain of stages, the strictest there can be."""
+    """Yield the dependencies of an action in a chain of stages, the strictest case."""
     kind, stage, index = entry.key
     if kind is Kind.BACKWARD_WEIGHT:
         yield BACKWARD, stage, index

@@ -1,16 +1,15 @@
-"""Lowering: from what a rank computes to what it does, messages and memory included.
+"""Lowering: from the computations of a rank to its program, with messages and memory operations.
 
-What a rank computes comes from its schedule; :mod:`pipectl.schedule.assembly` puts the rows of
-messages, recomputation, copies and sums around it.
+The schedule provides the computations, :mod:`pipectl.schedule.assembly` the other rows.
 
-Where steps are not flushed, several are lowered as if they were one, with an UPDATE after the last
-backward of each. From some step on all do the same, so a long stretch repeats the rows of one.
+If steps are not flushed, several steps are lowered as one, with an UPDATE after the last backward
+of each. From some step on all steps are alike, so a long stretch repeats the rows of one.
 
-Where forward and backward of a stage have ranks of their own, the second starts to receive saved
-values by the turn of the forward that makes them, so that the first can drop them soon; and a step
-begins with the weights of the last one on their way back. Where steps are not flushed, they follow
-their UPDATE, into buffers that are posted before the first forward with the weights before; an
-UPDATE of a rank that only runs forwards says that a step has had its last one there.
+If the forward and the backward of a stage run on different ranks, the second rank starts to receive
+saved values by the turn of the forward that computes them, so that the first can release them soon.
+A step begins with the return of the last step's weights. If steps are not flushed, weights are sent
+after their UPDATE, into buffers that are posted before the first forward with the previous weights;
+a rank that only runs forwards has an UPDATE after the last forward of each step.
 """
 
 from __future__ import annotations
@@ -36,18 +35,17 @@ from pipectl.schedule.unflushed import first_uses, with_versions
 
 
 def lower(plan: Plan, rank: int, micro_batches: int | None = None) -> Actions:
-    """The program of one rank; costs time in proportion to that rank's actions.
+    """Return the program of one rank, in time proportional to the number of its actions.
 
-    Every rank gets exactly one UPDATE a step, the last row, with the first stage it updates, or -1
-    if there is none: idle ranks take part in what all ranks do together at the end of a step.
-    Where steps are not flushed, it is the shortest stretch of them that has a steady one.
+    Every rank has exactly one UPDATE per step, the last row, with the first stage that it updates
+    or -1: idle ranks take part in the collective operations at the end of a step. If steps are not
+    flushed, the program is the shortest stretch with a steady step.
 
     Args:
-        micro_batches: of this step; by default the plan's. A schedule without flushes has no
-            others.
+        micro_batches: number in this step; by default the plan's, the only one without flushes.
 
     Raises:
-        ScheduleError: for an unknown schedule, or stages that do not suit it.
+        ScheduleError: the schedule is unknown, or the stages do not suit it.
     """
     if is_unflushed(plan):
         return lower_stretch(plan, rank, 1 + unflushed.steps_apart(plan))
@@ -55,7 +53,7 @@ def lower(plan: Plan, rank: int, micro_batches: int | None = None) -> Actions:
 
 
 def lower_stretch(plan: Plan, rank: int, steps: int) -> Actions:
-    """All that a rank does in some steps that are not flushed, from empty pipeline to empty one.
+    """Return the program of a rank for steps without flushes, between two empty pipelines.
 
     Raises:
         ScheduleError: see :func:`lower`.
@@ -64,7 +62,7 @@ def lower_stretch(plan: Plan, rank: int, steps: int) -> Actions:
 
 
 def stretch(plan: Plan, rank: int, steps: int) -> Iterator[tuple[Actions, int]]:
-    """:func:`lower_stretch` in parts, each with what is to be added to its micro-batches.
+    """Yield :func:`lower_stretch` in parts, each with the offset of its micro-batches.
 
     The steady steps of a long stretch share their rows.
 
@@ -85,7 +83,7 @@ def stretch(plan: Plan, rank: int, steps: int) -> Iterator[tuple[Actions, int]]:
 
 
 def _rows(plan: Plan, rank: int, micro_batches: int) -> Actions:
-    """The rows of a step, or of a stretch of steps that are not flushed."""
+    """Return the rows of a step, or of several steps that are not flushed."""
     order, held = order_of(plan, micro_batches), roles(plan, rank)
     parts = [
         (kind, role.stage, portion(plan, role.stage, role.replica, micro_batches))
@@ -125,9 +123,9 @@ def _rows(plan: Plan, rank: int, micro_batches: int) -> Actions:
 def lower_evaluation(
     connections: Sequence[Channel], stages: Sequence[int], rank: int, micro_batches: int
 ) -> Actions:
-    """The forward-only program of one rank, without UPDATE.
+    """Return the forward-only program of one rank, without UPDATE.
 
-    Micro-batch after micro-batch; four stages, four micro-batches::
+    One micro-batch follows another; four stages, four micro-batches::
 
         stage 0  0123
         stage 1  .0123
@@ -153,7 +151,7 @@ def lower_evaluation(
 
 
 def program_hash(plan: Plan) -> str:
-    """Hash of all that ranks do by a plan; they compare it at their start."""
+    """Return the hash of all that ranks do by a plan; ranks compare it when they start."""
     content = [
         __version__,
         plan.schedule,
@@ -170,9 +168,9 @@ def program_hash(plan: Plan) -> str:
 
 
 def lower_renewal(plan: Plan, rank: int) -> Actions:
-    """What a rank does so that every forward has the weights that its backward's rank updated.
+    """Return the rows that bring updated weights to forwards on other ranks than their backwards.
 
-    All messages are started before any is awaited, so no ranks wait for each other.
+    All messages are started before any is awaited, so ranks cannot wait for each other.
     """
     starts, waits = [], []
     for index, channel in channels_of_rank(plan, rank):

@@ -1,4 +1,4 @@
-"""What rows of programs take, read from steps that ranks have recorded."""
+"""Row times from the recorded steps of a measurement."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pipectl.timeline import Event, Timeline
 
 _MESSAGES = ("send_start", "send_wait", "receive_start", "receive_wait")
 _MARGIN_S = 100e-6
-"""A message is there if its sender has sent it so long before."""
+"""A message has arrived if it was sent at least this long ago."""
 _LEAST = 5
-"""Of messages that were there before their receiver; of fewer, the quickest tenth of all count."""
+"""Messages that arrived before their receiver waited, at least; else the fastest tenth counts."""
 
 
 class Steps(NamedTuple):
@@ -25,9 +25,9 @@ class Steps(NamedTuple):
 
     Args:
         channels: of the plan.
-        recorded: what its ranks did.
-        time_s: of every recorded step, on rank 0.
-        update_s: what the optimizer takes for the parameters of rank 0, by the plan.
+        recorded: timelines of the steps.
+        time_s: seconds of each recorded step, on rank 0.
+        update_s: predicted seconds of the optimizer on rank 0.
     """
 
     channels: Sequence[Channel]
@@ -37,10 +37,10 @@ class Steps(NamedTuple):
 
 
 def row_times_of(measured: Sequence[Steps]) -> RowTimes:
-    """Medians over all steps, and by the size of messages.
+    """Return the medians over all steps, by message size.
 
-    The time between computations and the rows after them holds what MPI does for messages that
-    are under way. What is more of it than with the smallest messages counts as receiving.
+    The time between a computation and the next row contains MPI's work on messages in flight. Its
+    excess over the time with the smallest messages counts as receiving.
     """
     rows: dict[str, dict[int, list[float]]] = {name: defaultdict(list) for name in _MESSAGES}
     after: dict[int, list[float]] = defaultdict(list)
@@ -66,7 +66,7 @@ def row_times_of(measured: Sequence[Steps]) -> RowTimes:
             else:
                 end.append(-steps.update_s)
             meetings = (e.end_s - e.start_s for e in timeline.events if e.kind == EVENT_NAMES[-1])
-            agree.append(min(meetings, default=0.0))  # the last rank waits for messages alone
+            agree.append(min(meetings, default=0.0))  # the last rank to arrive waits for no other
     for size, waited in waits.items():
         if len(rows["receive_wait"][size]) < _LEAST:
             rows["receive_wait"][size] = sorted(waited)[: 1 + len(waited) // 10]
@@ -88,7 +88,7 @@ def row_times_of(measured: Sequence[Steps]) -> RowTimes:
 
 
 def _by_rank(timeline: Timeline) -> dict[int, list[Event]]:
-    """The events of every rank that has some, in order."""
+    """Return the events of each rank in order, without ranks that have none."""
     ranks: dict[int, list[Event]] = defaultdict(list)
     for event in sorted(timeline.events, key=lambda event: event.start_s):
         ranks[event.rank].append(event)
@@ -98,7 +98,7 @@ def _by_rank(timeline: Timeline) -> dict[int, list[Event]]:
 def _messages(
     timeline: Timeline, channels: Sequence[Channel], waits: Mapping[int, list[float]]
 ) -> Iterator[tuple[str, int, float]]:
-    """Name, bytes and seconds of every row of a message that waited for nobody.
+    """Yield name, bytes and seconds of each row of a message that did not wait for the other rank.
 
     Args:
         waits: collects the seconds of all ``receive_wait``, by bytes.

@@ -1,6 +1,6 @@
-"""What ranks hold from step to step and in the memory of their hosts, and micro-batches in flight.
+"""Memory that ranks hold between steps and on their hosts, and micro-batches in flight.
 
-How much memory a rank holds while it executes its program is in :mod:`pipectl.simulate.memory`.
+The memory of a rank during its program is in :mod:`pipectl.simulate.memory`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipectl.schedule.placement import roles, shares
 
 
 def host_bytes(plan: Plan, rows: Actions) -> Floats:
-    """Bytes that its rank has offloaded while it executes each row; shape [rows]."""
+    """Return the bytes that a rank has offloaded during each row; shape [rows]."""
     kind = rows.column("kind")
     if not (kind == Kind.OFFLOAD_START).any():
         return np.zeros(len(rows))
@@ -31,12 +31,12 @@ def host_bytes(plan: Plan, rows: Actions) -> Floats:
 
 
 def peak_host_bytes(plan: Plan, rows: Actions) -> int:
-    """The most its rank has offloaded at once."""
+    """Return the peak bytes that a rank has offloaded."""
     return round(float(host_bytes(plan, rows).max(initial=0)))
 
 
 def stage_peaks_in_flight(plan: Plan) -> tuple[int, ...]:
-    """The most micro-batches that wait at once for their backward of each stage, on one rank.
+    """Return, by stage, the maximum number of micro-batches that wait on a rank for their backward.
 
     Raises:
         ScheduleError: see :func:`pipectl.schedule.lower`.
@@ -63,7 +63,7 @@ def stage_peaks_in_flight(plan: Plan) -> tuple[int, ...]:
 
 
 def resident_bytes(plan: Plan, rank: int) -> int:
-    """What a rank holds from step to step; optimizer state only where it updates."""
+    """Return the bytes that a rank holds between steps; optimizer state only if it updates."""
     costs = {role.stage: plan.stages[role.stage].cost for role in roles(plan, rank)}
     updated = {role.stage for role in roles(plan, rank) if role.kind is Kind.BACKWARD}
     return sum(
@@ -73,14 +73,14 @@ def resident_bytes(plan: Plan, rank: int) -> int:
 
 
 def room_bytes(plan: Plan, rank: int, limit_bytes: float | None) -> int | None:
-    """What a rank's copy of what it saves may take while a checkpoint is written.
+    """Return the bytes that a rank's copy of its state may take while a checkpoint is written.
 
-    Ranks copy between two steps, when all that a step holds at its peak is still with the process.
-    So the copy comes on top of the peak; without room for it, the rank writes from where it is.
-    None if nothing limits the copy, or the peak is not known.
+    Ranks copy between two steps, when the process still holds the peak memory of a step, so the
+    copy adds to the peak. Without room for it, the rank writes from the original memory. None if
+    nothing limits the copy, or the peak is unknown.
 
     Args:
-        limit_bytes: of this rank, which may be less than that of the job.
+        limit_bytes: memory limit of this rank, which may be below that of the job.
     """
     if limit_bytes is None or limit_bytes == inf or plan.prediction is None:
         return None
@@ -88,6 +88,6 @@ def room_bytes(plan: Plan, rank: int, limit_bytes: float | None) -> int | None:
 
 
 def copy_bytes(plan: Plan, rank: int, limit_bytes: float | None) -> int:
-    """What it takes: parameters, buffers and optimizer state of the rank; 0 without room."""
+    """Return the bytes of this copy: parameters, buffers and optimizer state; 0 without room."""
     room, state = room_bytes(plan, rank, limit_bytes), resident_bytes(plan, rank)
     return state if room is None or state <= room else 0

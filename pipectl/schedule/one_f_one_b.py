@@ -1,29 +1,29 @@
-"""1F1B, and ZB-H1: after its warm-up a stage alternates one backward and one forward.
+"""1F1B and ZB-H1: after its warm-up, a stage alternates one backward and one forward.
 
-Four stages, eight micro-batches, warm-up (4, 3, 2, 1), a backward drawn twice as long as a
-forward; digits are forwards, letters (a = micro-batch 0) are backwards::
+1F1B with four stages, eight micro-batches and warm-up (4, 3, 2, 1). A backward is drawn twice as
+long as a forward; digits are forwards, letters (a = micro-batch 0) are backwards::
 
     stage 0  0123......aa4bb5cc6dd7ee.ff.gg.hh
     stage 1  .012....aa3bb4cc5dd6ee7ff.gg.hh
     stage 2  ..01..aa2bb3cc4dd5ee6ff7gg.hh
     stage 3  ...0aa1bb2cc3dd4ee5ff6gg7hh
 
-The warm-up of a stage, the forwards it runs before its first backward, bounds the micro-batches
-whose activations it keeps. Sources: PipeDream-Flush (Narayanan et al., 2021); the two warm-up
-policies are DAPPLE's (Fan et al., PPoPP 2021).
+The warm-up of a stage is the number of forwards before its first backward. It bounds the number of
+micro-batches whose activations the stage keeps. Sources: PipeDream-Flush (Narayanan et al., 2021);
+the two warm-up policies are DAPPLE's (Fan et al., PPoPP 2021).
 
-ZB-H1 is 1F1B whose weight gradients are made when it would idle. Forward, input half and weight
-half of a backward equally long; small letters are input halves, capitals weight halves::
+ZB-H1 is 1F1B that computes weight gradients in otherwise idle time. Forward, input half and weight
+half of a backward are drawn equally long; small letters are input halves, capitals weight halves::
 
     stage 0  0123...aA4bB5cC6dD7eEfFgGhH
     stage 1  .012..a3bA4cB5dC6eD7fEgFhGH
     stage 2  ..01.a2b3cA4dB5eC6fD7gEhFGH
     stage 3  ...0a1b2c3dA4eB5fC6gD7hEFGH
 
-Input halves go as soon as they can, since the stage before waits for their gradients. Stage s makes
-the weight gradients of a micro-batch s backwards later, so that no stage keeps more than the first
-one does in 1F1B; the bubble is (p - 1)(F + I - W) a step instead of (p - 1)(F + I + W). Source: Qi
-et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, handcrafted schedule 1.
+Input halves run as early as possible, since the previous stage waits for their gradients. Stage s
+computes the weight gradients of a micro-batch s backwards later, so that no stage keeps more than
+the first one does in 1F1B. The bubble is (p - 1)(F + I - W) per step instead of (p - 1)(F + I + W).
+Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, handcrafted schedule 1.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from pipectl.schedule.order import Order, Schedule, Shape, WarmUp
 
 
 def policy_a(stages: int, micro_batches: int, replicas: Sequence[int] | None = None) -> WarmUp:
-    """The shallowest warm-up that fills the pipeline: min(m, p - s); the least memory.
+    """Return the shortest warm-up that fills the pipeline, min(m, p - s), with the least memory.
 
     Args:
-        replicas: of each stage, if they take whole micro-batches: as many of these are needed as
-            there are replicas from the stage to the end (PipeDream's number of active ones).
+        replicas: number per stage, if they take whole micro-batches: the warm-up is then the number
+            of replicas from the stage to the end (PipeDream's number of active micro-batches).
     """
     return tuple(min(micro_batches, depth) for depth in _replicas_to_end(stages, replicas))
 
 
 def policy_b(stages: int, micro_batches: int, replicas: Sequence[int] | None = None) -> WarmUp:
-    """Deeper warm-up, min(m, 2 (p - s) - 1), which hides slow messages for more memory."""
+    """Return a longer warm-up, min(m, 2 (p - s) - 1), which hides slow messages in more memory."""
     counts = replicas or (1,) * stages
     depths = zip(_replicas_to_end(stages, replicas), counts, strict=True)
     return tuple(min(micro_batches, 2 * depth - count) for depth, count in depths)
 
 
 def policies(shape: Shape) -> list[WarmUp]:
-    """Both."""
+    """Return the warm-ups of both policies."""
     given = shape.stages, shape.micro_batches, shape.replicas
     return [policy_a(*given), policy_b(*given)]
 
@@ -65,10 +65,10 @@ def _replicas_to_end(stages: int, replicas: Sequence[int] | None) -> list[int]:
 def order(shape: Shape, warm_up: Sequence[int]) -> Order:
     """Forward of stage s, micro-batch i at (i, 1, s); its backward at (i + warm_up[s], 0, -s).
 
-    Where the warm-up never rises with the stage, this order agrees with every dependency.
+    If the warm-up never rises from a stage to the next, this order respects every dependency.
 
     Args:
-        warm_up: of every stage; more than there are micro-batches means all of them.
+        warm_up: of each stage; at most the number of micro-batches counts.
     """
     stages, micro_batches = len(warm_up), shape.micro_batches
     width = 2 * stages + 2
@@ -84,9 +84,9 @@ def order(shape: Shape, warm_up: Sequence[int]) -> Order:
 
 
 def _split_order(shape: Shape, warm_up: Sequence[int]) -> Order:
-    """1F1B with turns counted double; a weight half right after the s-th next input half.
+    """Return 1F1B with doubled turns, and each weight half right after the s-th next input half.
 
-    Those without so many input halves after them keep their distances.
+    Weight halves without as many input halves after them keep their distances.
     """
     whole = order(shape, warm_up)
 

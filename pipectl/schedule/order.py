@@ -1,12 +1,12 @@
-"""Orders, one sequence of all that all ranks compute in a step, and schedules, which make them.
+"""Orders (one sequence of all computations of all ranks in a step), and schedules, which make them.
 
-An order gives every action a *turn*. A rank computes its own actions by rising turn. An order is
-sound if an action has a later turn than each that it depends on, whichever ranks they are on; then
-any placement of the stages can run it, and a wait for something of an earlier turn cannot close a
-circle. Actions that do not depend on each other may share a turn unless they share a rank.
+An order assigns a *turn* to every action. A rank computes its own actions by ascending turn. An
+order is sound if every action has a later turn than each action that it depends on, on any rank.
+Then any placement of the stages can run it, and waits for earlier turns cannot form a cycle.
+Independent actions may share a turn unless they share a rank.
 
-A schedule may split backwards: the *input half* makes the gradients that earlier stages wait for,
-the *weight half* those of the parameters, which nobody waits for before the end of the step.
+A schedule may split backwards. The *input half* computes the gradients that earlier stages wait
+for; the *weight half* computes the parameter gradients, which are needed at the end.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import numpy as np
 from pipectl.schedule.actions import Integers, Kind
 
 Turns = Callable[[int, Integers], Integers]
-"""(stage, its micro-batches) -> turns, from 0, rising with the micro-batch."""
+"""(stage, its micro-batches) -> turns, from 0, ascending with the micro-batch."""
 WarmUp = tuple[int, ...]
-"""Forwards of every stage before its first backward."""
+"""Forwards of each stage before its first backward."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Order:
 
     Args:
         backward: of whole backwards, or of their input halves.
-        weight: of weight halves, each after its input half; None where backwards are whole.
+        weight: of weight halves, each after its input half; None if backwards are whole.
     """
 
     forward: Turns
@@ -40,29 +40,29 @@ class Order:
 
     @property
     def first_half(self) -> Kind:
-        """What a backward begins with: it reads gradients and makes those that are sent."""
+        """Kind of action that begins a backward: it reads and sends gradients."""
         return Kind.BACKWARD if self.weight is None else Kind.BACKWARD_INPUT
 
     @property
     def last_half(self) -> Kind:
-        """What a backward ends with: after it the parameters' gradients are complete."""
+        """Kind of action that ends a backward: it completes the parameter gradients."""
         return Kind.BACKWARD if self.weight is None else Kind.BACKWARD_WEIGHT
 
     def parts(self, kind: Kind) -> tuple[Kind, ...]:
-        """The kinds of action that make up a forward or a backward."""
+        """Return the kinds of action that make up a forward or a backward."""
         if kind is Kind.BACKWARD and self.weight is not None:
             return Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
         return (kind,)
 
     def turns(self, kind: Kind, stage: int, micro_batches: Integers) -> Integers:
-        """Turns of one stage's actions of a kind."""
+        """Return the turns of one stage's actions of a kind."""
         if kind is Kind.BACKWARD_WEIGHT and self.weight is not None:
             return self.weight(stage, micro_batches)
         backward = kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
         return (self.backward if backward else self.forward)(stage, micro_batches)
 
     def warm_up(self, stages: int, micro_batches: int) -> WarmUp:
-        """Forwards of each stage before its first backward."""
+        """Return the forwards of each stage before its first backward."""
         index = np.arange(micro_batches)
         return tuple(
             int((self.forward(stage, index) < self.backward(stage, index[:1])).sum())
@@ -75,10 +75,10 @@ class Shape:
     """What an order and its warm-ups depend on.
 
     Args:
-        ranks: over which the stages lie, one replica each.
-        micro_batches: of the step; where steps overlap, of several.
-        replicas: of every stage, if they take whole micro-batches in turn.
-        apart: stages whose backward has a rank of its own.
+        ranks: number of ranks, with one replica per stage.
+        micro_batches: number in the step, or in several steps if they overlap.
+        replicas: number per stage, if they take whole micro-batches in turn.
+        apart: whether the backward of each stage runs on a rank of its own.
     """
 
     stages: int
@@ -89,17 +89,17 @@ class Shape:
 
 
 class Placement(StrEnum):
-    """How the stages lie on the ranks, four stages for example."""
+    """How stages are placed on ranks, for example four stages."""
 
     STRAIGHT = "straight"
-    """0, 1, 2, 3: each has a rank of its own."""
+    """0, 1, 2, 3: one stage per rank."""
     ROUND = "round"
-    """0, 1, 0, 1."""
+    """0, 1, 0, 1: round-robin."""
     V_SHAPED = "v"
-    """0, 1, 1, 0: the rank that computes the loss also begins the model."""
+    """0, 1, 1, 0: the rank that begins the model also computes the loss."""
 
     def ranks(self, stages: int, ranks: int) -> tuple[int, ...] | None:
-        """The rank of every stage; None if the stages do not lie so on as many ranks."""
+        """Return the rank of each stage; None if the stages do not fit on exactly these ranks."""
         if self is Placement.STRAIGHT:
             return tuple(range(stages)) if stages == ranks else None
         if self is Placement.ROUND:
@@ -108,12 +108,12 @@ class Placement(StrEnum):
         return (*down, *reversed(down)) if stages == 2 * ranks else None
 
     def fit(self, stages: int, ranks: int) -> tuple[int, ...] | None:
-        """As :meth:`ranks`, on as many of the ranks as the stages need; None if they do not fit."""
+        """Return the rank of each stage, on as many ranks as needed; None if there are too few."""
         needed = stages // 2 if self is Placement.V_SHAPED else min(stages, ranks)
         return self.ranks(stages, needed) if needed <= ranks else None
 
     def misfit(self, stages: int, ranks: int) -> str:
-        """What to say of stages that do not fit on ranks."""
+        """Return a message for stages that do not fit on ranks."""
         words = {
             Placement.STRAIGHT: "need as many ranks",
             Placement.ROUND: f"cannot go round over {ranks} ranks",
@@ -124,15 +124,14 @@ class Placement(StrEnum):
 
 @dataclass(frozen=True)
 class Staleness:
-    """Which weights are used where steps overlap. Versions are counted by updates.
+    """The weights in use if steps overlap. Versions count updates.
 
     Args:
-        version: (warm-up of the stage, steps) -> the version that the steps use, from 0 where the
-            pipeline was empty.
-        kept: (warm-up of the stage, whether its backward is apart) -> of how many of the newest
-            versions a forward or backward may ask on the rank that updates.
-        words: (warm-up of all stages) -> how old gradients are.
-        one_micro_batch: whether a step has no more than one.
+        version: (warm-up of the stage, steps) -> version that the steps use, from 0.
+        kept: (warm-up of the stage, whether its backward is apart) -> number of newest versions
+            that a forward or backward may request on the rank that updates.
+        words: (warm-up of all stages) -> description of the age of the gradients.
+        one_micro_batch: whether a step has only one micro-batch.
     """
 
     version: Callable[[int, Integers], Integers]
@@ -143,18 +142,16 @@ class Staleness:
 
 @dataclass(frozen=True)
 class Schedule:
-    """All that tells a schedule from others.
+    """A pipeline schedule.
 
     Args:
-        order: of a shape and a warm-up; schedules whose warm-up follows from the shape do not look
-            at it.
-        warm_ups: of a shape, those worth trying; the first, with the least memory, is the default.
-        placement: of the stages.
-        stages_per_rank: numbers worth trying; the first is the default.
-        splits_backward: whether backwards are made in halves.
-        chooses_warm_up: whether any warm-up that does not rise from stage to stage will do.
-        is_local: whether what a rank does follows from its stages and their neighbours alone.
-        staleness: if steps overlap; None if each is flushed.
+        order: (shape, warm-up) -> order; ignores the warm-up if it follows from the shape.
+        warm_ups: shape -> warm-ups to try; the first, with the least memory, is the default.
+        stages_per_rank: numbers to try; the first is the default.
+        splits_backward: whether backwards are split into halves.
+        chooses_warm_up: whether any warm-up that does not rise from stage to stage is valid.
+        is_local: whether a rank's program depends only on its stages and their neighbours.
+        staleness: if steps overlap; None if each step is flushed.
     """
 
     name: str
@@ -174,5 +171,5 @@ class Schedule:
 
     @property
     def allows_backward_elsewhere(self) -> bool:
-        """Whether backwards may have ranks of their own."""
+        """Whether backwards may run on ranks of their own."""
         return self.placement is Placement.STRAIGHT and not self.splits_backward

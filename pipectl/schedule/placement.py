@@ -1,8 +1,8 @@
-"""Which rank does what: replicas of a stage, their part of the work, and what they exchange.
+"""The replicas of stages on ranks: their part of the work, and the messages between them.
 
-Replicas that take whole micro-batches take them in turn; between a stage with two replicas and one
+Replicas that take whole micro-batches take them in turn: from a stage with two replicas to a stage
 with three, a message of micro-batch i goes from replica i mod 2 to replica i mod 3. Otherwise every
-micro-batch is split by samples, six samples for example like this::
+micro-batch is split by samples, for example six samples::
 
     replica of two      0 0 0 1 1 1
     replica of three    0 0 1 1 2 2      messages 0-0, 0-1, 1-1, 1-2
@@ -21,14 +21,11 @@ from pipectl.plan import Plan, Replication
 from pipectl.schedule.actions import Actions, Integers, Kind
 
 Column = Integers | int
-"""One value a micro-batch, or one for all."""
+"""One value per micro-batch, or one value for all."""
 
 
 class Role(NamedTuple):
-    """One replica's part of a stage on one rank; ``kind`` is FORWARD or BACKWARD.
-
-    Where a schedule splits backwards, what a rank computes has a role for each half.
-    """
+    """The part of one replica of a stage on one rank; ``kind`` is FORWARD or BACKWARD."""
 
     kind: Kind
     stage: int
@@ -36,11 +33,10 @@ class Role(NamedTuple):
 
 
 class Portion(NamedTuple):
-    """What of a step one replica computes, or one message holds, by rising micro-batch.
+    """The part of a step that a replica computes or a channel carries, by ascending micro-batch.
 
     Args:
-        start: first sample of each micro-batch, with ``stop`` a half-open range; -1 for whole
-            micro-batches.
+        start, stop: half-open range of samples of each micro-batch; both -1 for all.
     """
 
     micro_batches: Integers
@@ -48,7 +44,7 @@ class Portion(NamedTuple):
     stop: Column = -1
 
     def some(self, chosen: Integers) -> Portion:
-        """The micro-batches at some places."""
+        """Return the part with the micro-batches at these indices."""
         start, stop = (
             edge if isinstance(edge, int) else edge[chosen] for edge in (self.start, self.stop)
         )
@@ -56,17 +52,17 @@ class Portion(NamedTuple):
 
 
 def plan_of_step(plan: Plan, samples: int) -> Plan:
-    """The plan of a step that may have fewer samples than others, as the last of an epoch."""
+    """Return the plan of a step that may have fewer samples, such as the last of an epoch."""
     if samples == plan.batch_size:
         return plan
     return replace(plan, batch_size=samples, micro_batches=ceil(samples / plan.micro_batch_size))
 
 
 def plan_of_trial(plan: Plan, size: int) -> Plan:
-    """The plan of a short step with micro-batches of one size, which uses every channel.
+    """Return the plan of a short step that uses every channel.
 
     Args:
-        size: samples of each.
+        size: samples of each micro-batch.
     """
     count = 1
     if plan.replication is Replication.WHOLE:
@@ -75,25 +71,25 @@ def plan_of_trial(plan: Plan, size: int) -> Plan:
 
 
 def roles(plan: Plan, rank: int) -> tuple[Role, ...]:
-    """What a rank computes, forwards first, by rising stage."""
+    """Return what a rank computes, forwards first, by ascending stage."""
     return plan.derived(_roles)[rank]
 
 
 def is_apart(plan: Plan, stage: int, replica: int) -> bool:
-    """Whether forward and backward of a replica have ranks of their own."""
+    """Return whether the forward and the backward of a replica run on different ranks."""
     held = plan.stages[stage]
     return held.updating_ranks[replica] != held.ranks[replica]
 
 
 def portion(plan: Plan, stage: int, replica: int, micro_batches: int) -> Portion:
-    """What a replica computes of a step of so many micro-batches."""
+    """Return what a replica computes in a step of so many micro-batches."""
     return common(plan, (stage, replica), (stage, replica), micro_batches)
 
 
 def shares(plan: Plan, rows: Actions) -> Floats:
-    """The samples each row computes or moves, relative to a full micro-batch; shape [rows].
+    """Return the samples of each row relative to a full micro-batch; shape [rows].
 
-    1 for rows that belong to no micro-batch.
+    The share of a row that belongs to no micro-batch is 1.
     """
     micro_batch = rows.column("micro_batch")
     sizes = np.ones(1 + micro_batch.max(initial=plan.micro_batches - 1) + 1)
@@ -104,10 +100,10 @@ def shares(plan: Plan, rows: Actions) -> Floats:
 
 
 def common(plan: Plan, source: tuple[int, int], target: tuple[int, int], number: int) -> Portion:
-    """What two (stage, replica) have in common: the messages between them.
+    """Return the messages between two (stage, replica): the samples that both compute.
 
     Args:
-        number: of the step's micro-batches.
+        number: micro-batches in the step.
     """
     (first, one), (second, other) = source, target
     counts = plan.stages[first].replicas, plan.stages[second].replicas
@@ -125,7 +121,7 @@ def common(plan: Plan, source: tuple[int, int], target: tuple[int, int], number:
 
 
 def pairs(plan: Plan, source: int, target: int) -> list[tuple[int, int]]:
-    """Replicas of two stages that exchange something, by rising replica."""
+    """Return the pairs of replicas of two stages that exchange messages, in ascending order."""
     one, other = plan.stages[source].replicas, plan.stages[target].replicas
     if plan.replication is Replication.WHOLE:
         period = min(plan.micro_batches, lcm(one, other))
@@ -138,7 +134,6 @@ def pairs(plan: Plan, source: int, target: int) -> list[tuple[int, int]]:
 
 
 def _roles(plan: Plan) -> list[tuple[Role, ...]]:
-    """Of every rank."""
     by_rank: list[list[Role]] = [[] for _ in range(plan.ranks)]
     for kind in (Kind.FORWARD, Kind.BACKWARD):
         for index, stage in enumerate(plan.stages):
@@ -149,7 +144,7 @@ def _roles(plan: Plan) -> list[tuple[Role, ...]]:
 
 
 def _sizes(plan: Plan, micro_batches: int) -> Integers:
-    """Samples of each micro-batch."""
+    """Return the number of samples of each micro-batch."""
     sizes = np.full(micro_batches, plan.micro_batch_size)
     if micro_batches == plan.micro_batches:
         sizes[-1] = plan.batch_size - (micro_batches - 1) * plan.micro_batch_size
@@ -157,6 +152,6 @@ def _sizes(plan: Plan, micro_batches: int) -> Integers:
 
 
 def _edges(sizes: Integers, replicas: int) -> Integers:
-    """Where the samples of each replica begin, and the end; shape [replicas + 1, sizes]."""
+    """Return the first sample of each replica, and the end; shape [replicas + 1, sizes]."""
     edges: Integers = np.arange(replicas + 1)[:, None] * sizes // replicas
     return edges

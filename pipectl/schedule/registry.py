@@ -1,8 +1,8 @@
-"""The schedules there are, by name; that of a plan; and where users' own ones come from.
+"""The built-in schedules by name, the schedule of a plan, and schedules of users.
 
-These are a file, or a function that a package offers by name, an entry point of the group
-``pipectl.schedules``: it takes the numbers of ranks, stages and micro-batches, and gives the
-actions of every rank, as in a file.
+A user's schedule is a file, or a function that a package offers as an entry point of the group
+``pipectl.schedules``. The function takes the numbers of ranks, stages and micro-batches, and
+returns the actions of every rank as in a file.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ _EXAMPLES = {
 
 
 def schedule_of(plan: Plan) -> Schedule:
-    """The schedule of a plan, which may be a user's own.
+    """Return the schedule of a plan, which may be the user's own.
 
     Raises:
-        ScheduleError: there is none of this name, or its lists are wrong.
+        ScheduleError: the name is unknown, or the lists are invalid.
     """
     if plan.actions:
         return plan.derived(schedule_of_lists)
@@ -63,37 +63,37 @@ def schedule_of(plan: Plan) -> Schedule:
 
 
 def order_of(plan: Plan, micro_batches: int) -> Order:
-    """The order of a plan's step.
+    """Return the order of a plan's step.
 
     Args:
-        micro_batches: of the step; may be fewer than the plan's. Of a schedule without flushes, of
-            all steps of a stretch.
+        micro_batches: number in the step, at most the plan's; without flushes, in all steps of a
+            stretch.
 
     Raises:
-        ScheduleError: if the plan names no known schedule, or its stages do not suit it.
+        ScheduleError: the schedule is unknown, or the plan's stages do not suit it.
     """
     shape = replace(plan.derived(_shape_of), micro_batches=micro_batches)
     return schedule_of(plan).order(shape, plan.warm_up)
 
 
 def splits_backwards(plan: Plan) -> bool:
-    """Whether a plan's backwards are made in two halves; see :class:`Order`."""
+    """Return whether a plan's backwards are split into halves; see :class:`Order`."""
     return schedule_of(plan).splits_backward
 
 
 def is_unflushed(plan: Plan) -> bool:
-    """Whether steps overlap, so that gradients are of older weights than they update."""
+    """Return whether steps overlap, so that gradients belong to older weights than they update."""
     return not plan.actions and plan.schedule in SCHEDULES and not schedule_of(plan).flushes
 
 
 def default_ranks(schedule: str, stages: int, ranks: int | None = None) -> tuple[int, ...]:
-    """The rank of every stage, one replica each.
+    """Return the rank of each stage, with one replica per stage.
 
     Args:
-        ranks: over which the stages go round, if they do; by default every rank gets two.
+        ranks: number of ranks if stages go round-robin; by default two stages per rank.
 
     Raises:
-        ScheduleError: the stages do not lie so on as many ranks.
+        ScheduleError: the stages do not fit on these ranks.
     """
     placement = SCHEDULES[schedule].placement
     if placement is Placement.STRAIGHT:
@@ -118,12 +118,12 @@ def default_warm_up(
     replicas: Sequence[int] | None = None,
     apart: Sequence[bool] = (),
 ) -> tuple[int, ...]:
-    """The warm-up of a schedule where none is chosen (for 1F1B policy A).
+    """Return the default warm-up of a schedule (for 1F1B, policy A).
 
     Args:
-        ranks: over which the stages lie.
-        replicas: of every stage, if they take whole micro-batches in turn.
-        apart: stages whose backward has a rank of its own, where steps overlap.
+        ranks: number of ranks, with one replica per stage.
+        replicas: number per stage, if they take whole micro-batches in turn.
+        apart: whether the backward of each stage runs on a rank of its own, if steps overlap.
     """
     known = SCHEDULES[schedule]
     if known.placement is Placement.V_SHAPED:
@@ -133,10 +133,10 @@ def default_warm_up(
 
 
 def _shape_of(plan: Plan) -> Shape:
-    """What the order of a plan depends on.
+    """Return what the order of a plan depends on.
 
     Raises:
-        ScheduleError: if its stages do not suit the schedule.
+        ScheduleError: the plan's stages do not suit the schedule.
     """
     schedule, held = schedule_of(plan), [stage.ranks for stage in plan.stages]
     if schedule.staleness is not None:
@@ -157,11 +157,11 @@ def _shape_of(plan: Plan) -> Shape:
 
 
 def _check_overlapping_steps(plan: Plan, schedule: Schedule) -> None:
-    """Refuse what no formula for the versions of weights is known for.
+    """Refuse plans for which the versions of the weights are not defined.
 
     Raises:
-        ScheduleError: replicas, several stages on a rank, warm-ups that the schedule cannot have,
-            or several micro-batches in a step that has one.
+        ScheduleError: the plan has replicas, several stages per rank, or unsuitable warm-ups or
+            micro-batches.
     """
     assert schedule.staleness is not None
     ranks = [rank for stage in plan.stages for rank in {*stage.ranks, *stage.updating_ranks}]
@@ -181,15 +181,15 @@ def _check_overlapping_steps(plan: Plan, schedule: Schedule) -> None:
 
 
 def packaged_names() -> frozenset[str]:
-    """Names of the schedules that installed packages offer."""
+    """Return the names of the schedules that installed packages offer."""
     return frozenset(entry_points(group=_GROUP).names)
 
 
 def read_listed(path: Path, name: str) -> Listed:
-    """The schedule in a file; messages and plans call it by ``name``.
+    """Read the schedule in a file; messages and plans call it ``name``.
 
     Raises:
-        ScheduleError: naming line and action.
+        ScheduleError: the lists are invalid; names the line and action.
         UsageError: the file cannot be read.
     """
     try:
@@ -201,11 +201,11 @@ def read_listed(path: Path, name: str) -> Listed:
 
 
 def make_listed(name: str, ranks: int, stages: int, micro_batches: int) -> Listed:
-    """The schedule that an entry point makes.
+    """Return the schedule that an entry point makes.
 
     Raises:
-        UsageError: there is none of this name, or it fails.
-        ScheduleError: what it makes is no schedule.
+        UsageError: there is no entry point of this name, or its function fails.
+        ScheduleError: the lists are invalid.
     """
     entries = entry_points(group=_GROUP, name=name)
     if not entries:

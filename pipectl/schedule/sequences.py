@@ -1,8 +1,8 @@
-"""Schedules that are lists: for every rank, all that it computes, one after the other.
+"""Orders of schedules that are lists of the computations of every rank.
 
-Turns follow from the lists: they are the times at which the actions would start if messages took
-no time, a forward and each half of a backward one unit, and a whole backward two. So lists that can
-run give a sound order, and those that wait for each other are found out.
+The turn of an action is the time at which it would start if messages took no time, a forward and
+each half of a backward one unit, and a whole backward two units. Lists that can run give a sound
+order; ranks that wait for each other are detected.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pipectl.schedule.order import Order, Turns
 
 Table = npt.NDArray[np.int64]
 FORWARD, BACKWARD, WEIGHT = range(3)
-"""Parts of a micro-batch in a stage; ``BACKWARD`` is a whole one, or its input half."""
+"""Parts of a micro-batch in a stage; ``BACKWARD`` is a whole backward or its input half."""
 PART = np.full(len(Kind), -1, dtype=np.int64)
 PART[[Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT]] = FORWARD, BACKWARD, BACKWARD
 PART[Kind.BACKWARD_WEIGHT] = WEIGHT
@@ -28,9 +28,9 @@ class Execution(NamedTuple):
     """How far lists can be executed.
 
     Args:
-        order: that follows; of all that is done.
-        position: of every rank, its first action that is not done.
-        is_done: of every part of every stage and micro-batch.
+        order: order of the executed actions.
+        position: index of each rank's first action that was not executed.
+        is_done: whether each part was executed; shape [parts, stages, micro-batches].
     """
 
     order: Order
@@ -39,13 +39,13 @@ class Execution(NamedTuple):
 
 
 def execute(sequences: Sequence[Integers], stages: int, micro_batches: int) -> Execution:
-    """Compute on every rank what its list says, in a chain of stages.
+    """Execute the list of every rank, for a chain of stages.
 
     Args:
-        sequences: of every rank: kind, stage and micro-batch of its actions; shape [actions, 3].
-            Backwards are all whole, or all in halves, and all there.
+        sequences: kind, stage and micro-batch of each rank's actions; shape [actions, 3] per rank.
+            Backwards are all whole or all split, and complete.
     """
-    from pipectl.schedule.sequences_kernel import run  # a compiler: only lists need it
+    from pipectl.schedule.sequences_kernel import run  # imports numba; only lists need it
 
     rows = np.concatenate(sequences).astype(np.int64)
     splits = bool((rows[:, 0] == Kind.BACKWARD_INPUT).any())

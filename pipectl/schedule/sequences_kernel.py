@@ -1,4 +1,4 @@
-"""Executes lists of actions without time for messages. Compiled."""
+"""Execution of lists of actions without time for messages (compiled)."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def run(
     over_at: Table,
     turns: Table,
 ) -> None:
-    """Start every action when its rank and what it depends on are ready; fills ``turns``.
+    """Start every action when its rank and its dependencies are ready; fills ``turns``.
 
     Args:
         clock: zeros, one per rank.
-        position: of every rank, its next row; at its end when it is done.
-        over_at: below 0 for what is not done.
+        position: next row of each rank.
+        over_at: end of each part; below 0 if it was not executed.
     """
     moved = True
     while moved:
@@ -48,7 +48,7 @@ def run(
 
 @part_of_kernel
 def _ready_at(over_at: Table, part: int, stage: int, index: int) -> int:
-    """When all that an action depends on is over; below 0 if that is not known."""
+    """Return when all dependencies of an action are over; below 0 if unknown."""
     if part == FORWARD:
         return 0 if stage == 0 else int(over_at[FORWARD, stage - 1, index])
     if part == WEIGHT:

@@ -1,9 +1,9 @@
-"""Schedules that no step flushes: which weights each action uses, and when steps are alike.
+"""Schedules without flushes: the weights that each action uses, and the steps that are alike.
 
-Steps overlap, so a rank updates after the last backward of a step, before that of the next, while
-micro-batches of later steps wait for their backwards. From a moment at which the pipeline is empty
-to the next is a *stretch*: evaluation and checkpoints end one. Versions of the weights are counted
-by updates from the start of the stretch; the schedules say which one a step uses.
+Steps overlap, so a rank updates between the last backward of a step and that of the next, while
+micro-batches of later steps wait for their backwards. A *stretch* lasts from one moment at which
+the pipeline is empty to the next; evaluation and checkpoints end a stretch. Versions of the weights
+count updates from the start of the stretch; the schedule defines which version a step uses.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from pipectl.schedule.order import Staleness
 from pipectl.schedule.registry import schedule_of
 
 _FIRST_SENDS_AWAITED = 3
-"""Steps after which a rank awaits, in every step, a send of two messages before."""
+"""Steps after which a rank waits in every step for the send of two messages before."""
 
 _USES_WEIGHTS = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD)
 
 
 def versions_kept(plan: Plan, stage: int) -> int:
-    """Of how many of the newest versions a forward or backward may ask on the rank that updates.
+    """Return how many of the newest versions may be requested on the rank that updates.
 
-    Where forwards run there, too, they hold older versions that their backwards need by themselves.
+    If forwards run on the same rank, they hold the older versions that their backwards need.
     """
     apart = plan.stages[stage].ranks != plan.stages[stage].updating_ranks
     return _staleness(plan).kept(plan.warm_up[stage], apart)
 
 
 def first_uses(plan: Plan, stage: int, micro_batches: int) -> Integers:
-    """The first of a stretch's micro-batches to use each version that it uses in a stage."""
+    """Return the first micro-batch of a stretch that uses each version in a stage."""
     steps = np.arange(micro_batches // plan.micro_batches)
     versions = _staleness(plan).version(plan.warm_up[stage], steps)
     uses: Integers = np.unique(versions, return_index=True)[1] * plan.micro_batches
@@ -42,7 +42,7 @@ def first_uses(plan: Plan, stage: int, micro_batches: int) -> Integers:
 
 
 def with_versions(plan: Plan, rows: Actions) -> Actions:
-    """Rows of a stretch of one rank, with the age of the weights that each uses."""
+    """Return the rows of a stretch of one rank, with the age of the weights that each uses."""
     kind, versions = rows.column("kind"), rows.rows.copy()
     users = np.flatnonzero(np.isin(kind, _USES_WEIGHTS))
     if len(users):
@@ -56,7 +56,7 @@ def with_versions(plan: Plan, rows: Actions) -> Actions:
 
 
 def steady_from(plan: Plan) -> int:
-    """Steps of a stretch after which every rank does the same in each, with weights as old.
+    """Return the number of steps after which all steps of a stretch are alike on every rank.
 
     A rank that only runs forwards waits for the next weights after the first that arrived.
     """
@@ -65,12 +65,12 @@ def steady_from(plan: Plan) -> int:
 
 
 def steps_apart(plan: Plan) -> int:
-    """Steps of a stretch besides those that are alike."""
+    """Return the number of steps of a stretch besides those that are alike."""
     return steady_from(plan) + _overlap(plan) + 1
 
 
 def _overlap(plan: Plan) -> int:
-    """Steps that the deepest warm-up reaches into."""
+    """Return the number of steps that the longest warm-up covers."""
     return ceil(max(plan.warm_up) / plan.micro_batches)
 
 

@@ -1,33 +1,33 @@
 """Two stages per rank in a V: ZB-V, DualPipeV, V-Half and V-Min.
 
-Of 2p stages, rank r holds stages r and 2p - 1 - r: its first and its second *chunk*. Activations go
+Of 2p stages, rank r holds stages r and 2p - 1 - r, its first and its second *chunk*. Activations go
 down the ranks and come back up, so the rank that begins the model also computes its loss. Forward,
 input half and weight half of a backward are drawn equally long; digits are forwards, small letters
 (a = micro-batch 0) input halves, capitals weight halves.
 
-ZB-V has no idle time but at the start and the end. Four stages on two ranks, six micro-batches::
+ZB-V has idle time only at the start and the end. Four stages on two ranks, six micro-batches::
 
     stage 0  012......3aA...4bB...5cC...dD...eEfF
     stage 1  .0.1...2aA...3bB...4cC...5dD...e.fE.F
     stage 2  ..0.1aA...2bB...3cC...4dD...5eE.f..F
     stage 3  ...0aA1bB...2cC...3dD...4eE..5fF
 
-A rank keeps at most p whole micro-batches, as the first stage of 1F1B does, and every rank keeps
-the same. Sources: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, and "Pipeline
-Parallelism with Controllable Memory", NeurIPS 2024.
+Every rank keeps at most p whole micro-batches, as the first stage of 1F1B does. Sources: Qi et al.,
+"Zero Bubble Pipeline Parallelism", ICLR 2024, and "Pipeline Parallelism with Controllable Memory",
+NeurIPS 2024.
 
-DualPipeV runs a forward of one stage beside every backward of the other::
+DualPipeV pairs a forward of one stage with every backward of the other::
 
     stage 0  012....3...aA4...bB5...cC...dD..eE.fF
     stage 1  .0.1.2...aA3...bB4...cC5...dD..eE.f.F
     stage 2  ..0.1.aA2...bB3...cC4...dD5..eE..f.F
     stage 3  ...0aA1.bB2...cC3...dD4..eE5..fF
 
-In its long middle part a rank goes through forward of the first stage, backward of the second,
-forward of the second, backward of the first: what one of them sends has the next to hide behind. A
-rank keeps p + 1/2 whole micro-batches. Source: DeepSeek-AI's DualPipe, cut in half (DualPipeV);
-here a forward and a backward run one after the other instead of at the same time, and every
-backward is split.
+In the long middle part, a rank repeats the forward of its first stage, the backward of the second,
+the forward of the second and the backward of the first, so that each hides the messages of the one
+before it. A rank keeps p + 1/2 whole micro-batches. Source: DeepSeek-AI's DualPipe, cut in half
+(DualPipeV); here a forward and a backward run one after the other instead of at the same time, and
+every backward is split.
 
 V-Half and V-Min keep a half and a third of the activations of 1F1B. Six stages on three ranks, four
 micro-batches. V-Half::
@@ -49,13 +49,14 @@ V-Min::
     stage 5  .....0.aA..1..bB.2..cC.3..dD
 
 Every micro-batch takes the same path through the ranks, six turns (the six actions of a rank) after
-the micro-batch before it. A rank therefore keeps as many activations as one lives, divided by six
-turns. The path is given by the turns between neighbouring ranks. With one turn everywhere,
-activations of both stages of a rank together live about 4p turns: a third of the p whole
-micro-batches that 1F1B keeps (V-Min). V-Half takes two turns for each step down the ranks, forwards
-and backwards, and about 6p turns. If two actions of a rank would share a turn, micro-batches wait
-at an end of the V. A rank keeps at most p/2 + 3/2 (V-Half) or p/3 + 4/3 (V-Min) micro-batches.
-Source: Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024, section 3.
+the previous micro-batch. A rank therefore keeps as many activations as the lifetime of one, divided
+by six turns. The path is defined by the turns between neighbouring ranks. With one turn everywhere
+(V-Min), the activations of both stages of a rank together live about 4p turns: a third of the p
+whole micro-batches that 1F1B keeps. V-Half takes two turns for each step down the ranks, in
+forwards and backwards, and about 6p turns. If two actions of a rank would share a turn,
+micro-batches wait at an end of the V. A rank keeps at most p/2 + 3/2 (V-Half) or p/3 + 4/3 (V-Min)
+micro-batches. Source: Qi et al., "Pipeline Parallelism with Controllable Memory", NeurIPS 2024,
+section 3.
 """
 
 from __future__ import annotations
@@ -71,19 +72,19 @@ from pipectl.schedule.order import Order, Placement, Schedule, Shape, Turns, War
 from pipectl.schedule.sequences import execute
 
 Step = tuple[Kind, int]
-"""What is done, and to which chunk."""
+"""Kind of action, and its chunk."""
 Orders = Callable[[int, int], Order]
-"""(ranks, micro-batches) -> the order of a V's stages."""
+"""(ranks, micro-batches) -> the order of the stages of a V."""
 
 F0, F1 = (Kind.FORWARD, 0), (Kind.FORWARD, 1)
 I0, I1 = (Kind.BACKWARD_INPUT, 0), (Kind.BACKWARD_INPUT, 1)
 W0, W1 = (Kind.BACKWARD_WEIGHT, 0), (Kind.BACKWARD_WEIGHT, 1)
 _INTERVAL = 6
-"""Turns of V-Half and V-Min from one micro-batch to the next."""
+"""Turns from one micro-batch to the next in V-Half and V-Min."""
 
 
 class Listing:
-    """The actions of one rank of a V, while they are listed; a step takes the next micro-batch."""
+    """Builds the list of one rank of a V; each step takes the next micro-batch."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self._stages = rank, 2 * ranks - 1 - rank
@@ -91,7 +92,7 @@ class Listing:
         self._parts: list[Integers] = []
 
     def repeat(self, times: int, *steps: Step) -> None:
-        """So many times, one after the other, some different steps."""
+        """Append different steps, in sequence, so many times."""
         rows = np.empty((times, len(steps), 3), dtype=np.int64)
         for place, (kind, chunk) in enumerate(steps):
             first = self._next.get((kind, chunk), 0)
@@ -101,17 +102,17 @@ class Listing:
         self._parts.append(rows.reshape(-1, 3))
 
     def up_to(self, micro_batches: int) -> Integers:
-        """What was listed, without further micro-batches; shape [actions, 3]."""
+        """Return the list without further micro-batches; shape [actions, 3]."""
         rows = np.concatenate(self._parts)
         kept: Integers = rows[rows[:, 2] < micro_batches]
         return kept
 
 
 def _orders_of(listed: Callable[[int, int, int], Integers]) -> Orders:
-    """The orders of lists for a V.
+    """Return a function that makes the orders of a V from lists.
 
     Args:
-        listed: called with (rank, ranks, micro_batches); gives the rank's actions.
+        listed: (rank, ranks, micro_batches) -> actions of the rank.
     """
 
     @lru_cache(maxsize=16)
@@ -123,7 +124,7 @@ def _orders_of(listed: Callable[[int, int, int], Integers]) -> Orders:
 
 
 def _v_shaped(name: str, orders: Orders) -> Schedule:
-    """The schedule of orders for a V, whose backwards are split."""
+    """Return the schedule of orders for a V, with split backwards."""
 
     def warm_ups(shape: Shape) -> list[WarmUp]:
         order = orders(shape.ranks, shape.micro_batches)
@@ -140,7 +141,7 @@ def _v_shaped(name: str, orders: Orders) -> Schedule:
 
 
 def _zb_v(rank: int, ranks: int, micro_batches: int) -> Integers:
-    """With fewer than 2p - 1 micro-batches, the turns of the missing ones are empty."""
+    """With fewer than 2p - 1 micro-batches, the turns of missing ones stay empty."""
     count, behind = max(micro_batches, 2 * ranks - 1), ranks - rank
     listing = Listing(rank, ranks)
     listing.repeat(2 * behind - 1, F0)
@@ -155,7 +156,7 @@ def _zb_v(rank: int, ranks: int, micro_batches: int) -> Integers:
 
 
 def _dual_pipe_v(rank: int, ranks: int, micro_batches: int) -> Integers:
-    """With fewer than 2p micro-batches, the turns of the missing ones are empty."""
+    """With fewer than 2p micro-batches, the turns of missing ones stay empty."""
     count, behind = max(micro_batches, 2 * ranks), ranks - rank - 1
     listing = Listing(rank, ranks)
     listing.repeat(2 * behind, F0)
@@ -182,10 +183,10 @@ def _dual_pipe_v(rank: int, ranks: int, micro_batches: int) -> Integers:
 
 @lru_cache(maxsize=64)
 def _path(ranks: int, down: int) -> tuple[tuple[int, ...], ...]:
-    """Turns of the forward, the input half and the weight half of micro-batch 0, by stage.
+    """Return the turns of forward, input half and weight half of micro-batch 0, by stage.
 
     Args:
-        down: turns from a rank to the next, for forwards and backwards down the ranks; up it is 1.
+        down: turns from a rank to the next down the ranks; up the ranks it is 1.
     """
     last = ranks - 1
     for waits in sorted(product(range(_INTERVAL), repeat=3), key=sum):
