@@ -1,4 +1,4 @@
-"""The simulator: what a plan's programs would take on a cluster, without running them."""
+"""The simulator: step time and memory of a plan on a cluster, without running the plan."""
 
 from pipectl.simulate.simulation import Simulation, simulate
 

@@ -1,18 +1,18 @@
-"""The event loop: executes the rows of all ranks in the order of time.
+"""The event loop: executes the rows of all ranks in the order of time (compiled).
 
-Compiled; the tables are described in :mod:`pipectl.simulate.tables`. The queue holds (time, number,
-rank or pool of cores); numbers rise with every event foreseen, so events at one time are taken in
-the order they were foreseen.
+:mod:`pipectl.simulate.tables` describes the tables. The queue holds (time, number, rank or pool of
+cores). Numbers ascend, so simultaneous events are processed in the order in which they were
+scheduled.
 
-Every part of a way carries one transfer at a time, in the order in which they were ready, for a
-time that depends on the part's link and the bytes. A transfer begins on a part when it has begun on
-the one before and the part is free, and is over a latency after all parts have carried it: parts
-work at once, as the switches of a network do, and a fast part that waits for a slow one is free for
-others.
+Each part of a way carries one transfer at a time, in the order in which they were ready, for a time
+that depends on the part's link and the bytes. A transfer starts on a part when it has started on
+the previous part and the part is free. It is over one latency after all parts have carried it.
+Parts work at the same time, like switches, and a fast part that waits for a slow one is free for
+other transfers.
 
 On nodes with fewer cores than ranks, n computing ranks each run at min(1, cores / n). Work is
-measured on a virtual clock that runs at this rate, so a change of n moves the clock and not the end
-of every rank's work.
+measured on a virtual clock that runs at this rate, so a change of n moves the clock, not the end of
+every rank's work.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from pipectl.simulate.tables import (
 
 @compiled_in_place
 def advance(tables: Tables, events: int) -> int:
-    """Take the next events, at most so many; returns how many are known to come."""
+    """Process at most so many events; return the number of events in the queue."""
     clock, queue, pools, count = tables.clock[0], tables.queue, tables.pools, len(tables.ranks)
     for _ in range(events):
         if clock.queued == 0:
@@ -52,7 +52,7 @@ def advance(tables: Tables, events: int) -> int:
             if pools[pool].alarm != number:
                 continue
             work, first = tables.work, pools[pool].start
-            item = work[first].target  # of several whose work ends now, the lowest
+            item = work[first].target  # the lowest rank if several end now
             pools[pool].clock, pools[pool].time = work[first].time, now
             drop_first(work, first, pools[pool].busy)
             pools[pool].busy -= 1
@@ -66,8 +66,8 @@ def advance(tables: Tables, events: int) -> int:
 def _go_on(tables: Tables, number: int, event_s: float) -> None:
     """Execute rows of a rank until one takes time.
 
-    What follows a wait or a computation takes time of the rank alone, by which it runs ahead of the
-    queue; what others see, the start of a transfer, happens when the queue is there, too.
+    After a wait or a computation, a rank spends time that concerns no other rank and runs ahead of
+    the queue. A transfer, which others see, starts only when the queue has reached its time.
     """
     rank, rows = tables.ranks[number], tables.rows
     begun, position = rank.since, rank.position
@@ -114,10 +114,10 @@ def _begin_row(
     now: float,
     event_s: float,
 ) -> bool:
-    """Whether a row is not over yet; the rank goes on when it is.
+    """Return whether a row is not over yet; the rank continues when it is over.
 
     Args:
-        begun: when the rank began it, if it has; else below 0.
+        begun: when the rank began the row; below 0 if it has not.
     """
     ranks, queue, clock = tables.ranks, tables.queue, tables.clock[0]
     if operation == WAIT:
@@ -146,7 +146,7 @@ def _begin_row(
 
 @part_of_kernel
 def _own_s(rank: Any, time_s: float) -> float:
-    """Time by which a rank runs ahead; nothing on shared cores, where it is work that it owes."""
+    """Return the time by which a rank runs ahead; on shared cores, defer it and return 0."""
     if rank.pool < 0:
         return time_s
     rank.owed_s += time_s
@@ -172,7 +172,7 @@ def _record(
 
 @part_of_kernel
 def _foresee(queue: Records, clock: Any, time: float, item: int) -> None:
-    """Put an event into the queue."""
+    """Schedule an event."""
     clock.number += 1
     push(queue, 0, clock.queued, time, clock.number, item)
     clock.queued += 1
@@ -180,7 +180,7 @@ def _foresee(queue: Records, clock: Any, time: float, item: int) -> None:
 
 @part_of_kernel
 def _wait(transfer: Any, ranks: Records, number: int) -> None:
-    """Put a rank after those that wait for a transfer."""
+    """Append a rank to those that wait for a transfer."""
     last = transfer.waiting
     ranks[number].waiting = number if last < 0 else ranks[last].waiting
     if last >= 0:
@@ -190,7 +190,7 @@ def _wait(transfer: Any, ranks: Records, number: int) -> None:
 
 @part_of_kernel
 def _start(tables: Tables, position: int, number: int, now: float) -> None:
-    """Start a transfer; it moves once all of its ends have."""
+    """Start a transfer; it moves when all of its ends have started it."""
     stream, row = tables.streams[number], tables.rows[position]
     transfer = tables.transfers[stream.first + 1 + row[MICRO_BATCH]]
     transfer.started += 1
@@ -215,7 +215,7 @@ def _start(tables: Tables, position: int, number: int, now: float) -> None:
 
 @part_of_kernel
 def _meet(ranks: Records, queue: Records, clock: Any, number: int, now: float) -> None:
-    """All ranks go on when the last one is there, and they have agreed."""
+    """Let all ranks continue when the last one is there and they have agreed."""
     ranks[clock.met].met = number
     clock.met += 1
     clock.met_s = max(clock.met_s, now)
@@ -227,7 +227,7 @@ def _meet(ranks: Records, queue: Records, clock: Any, number: int, now: float) -
 
 @part_of_kernel
 def _compute(tables: Tables, number: int, position: int, operation: int, now: float) -> None:
-    """Begin to compute; the rank goes on at the end of it."""
+    """Begin a computation; the rank continues at its end."""
     rank, row, pools = tables.ranks[number], tables.rows[position], tables.pools
     if operation == UPDATE:
         work_s = rank.update_s / rank.speed
@@ -250,7 +250,7 @@ def _compute(tables: Tables, number: int, position: int, operation: int, now: fl
 
 @part_of_kernel
 def _set_alarm(tables: Tables, number: int) -> None:
-    """Return to a pool of cores when its next work ends; voids its older alarms."""
+    """Schedule the end of a pool's next work and void the pool's older alarms."""
     pool, clock = tables.pools[number], tables.clock[0]
     pool.alarm = clock.number + 1
     if pool.busy:
@@ -288,7 +288,7 @@ def push(heap: Records, base: int, size: int, time: float, number: int, item: in
 
 @part_of_kernel
 def drop_first(heap: Records, base: int, size: int) -> None:
-    """Remove the first entry, which is at ``base``, of a heap of ``size`` entries."""
+    """Remove the first entry of the heap of ``size`` entries that starts at index ``base``."""
     last = heap[base + size - 1]
     place, below = 0, 1
     while below < size - 1:

@@ -1,4 +1,4 @@
-"""What the event loop needs of a plan and a cluster, and what it found."""
+"""The tables of a plan and a cluster for the event loop, and its results."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ Record = tuple[int, float, float, int, int, int, int]
 """Rank, start, end, kind, stage, micro-batch, channel."""
 
 EVENTS_AT_ONCE = 100_000
-"""After so many, the compiled loop returns to Python, which looks at signals."""
+"""Events per call of the compiled loop; between calls, Python handles signals."""
 
 
 class Machine:
-    """Ranks, links and cores, and a queue of events.
+    """Ranks, links, cores and a queue of events.
 
     Args:
         programs: of every rank; by default the plan's own.
-        steps: that they execute, one after the other, as if they were one.
-        record: whether to keep when every row began and ended.
+        steps: number of steps in the programs, executed as one.
+        record: whether to keep the start and the end of every row.
 
     Raises:
-        MismatchError: the plan uses nodes the cluster lacks.
+        MismatchError: the plan uses nodes that the cluster lacks.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Machine:
         self.tables = _new_tables(plan, cluster, numbering, self.programs, network, record=record)
 
     def run(self) -> float:
-        """Execute everything; returns the end of the last row.
+        """Execute everything; return the end of the last row, in seconds.
 
         Raises:
             ScheduleError: ranks wait forever.
@@ -92,24 +92,24 @@ class Machine:
         return float(self.tables.clock["now"][0])
 
     def busy_s(self) -> list[float]:
-        """Seconds each rank computes."""
+        """Return the seconds in which each rank computes."""
         busy_s: list[float] = self.tables.ranks["busy_s"].tolist()
         return busy_s
 
     def peak_memory_bytes(self, process_baseline_bytes: int) -> tuple[int, ...]:
-        """The most each rank holds at once, the process included."""
+        """Return the peak bytes of each rank, including the process baseline."""
         amounts = amounts_of(self._plan, self._connections, self._given or ())
         peaks = peak_bytes(self.programs, amounts)
         return tuple(process_baseline_bytes + round(peak) for peak in peaks.tolist())
 
     def records(self) -> list[Record]:
-        """What took time, by rank and start; nothing if it was not recorded."""
+        """Return the rows that took time, by rank and start; empty unless they were recorded."""
         records = self.tables.records[: self.tables.clock["recorded"][0]]
         rows, ranks = self.programs.rows[records["row"]], self.programs.ranks[records["rank"]]
         names = self.programs.names
 
         def named(base: Integers, slots: Rows) -> Integers:
-            """What slots of ranks stand for; -1 stays."""
+            """Return what the slots of ranks stand for in the plan; -1 stays -1."""
             places = np.minimum(base + slots, len(names) - 1)
             return np.where(slots < 0, -1, names[places])
 
@@ -122,7 +122,7 @@ class Machine:
 
 
 def _work_s(plan: Plan) -> Floats:
-    """Seconds of a full micro-batch by kind and stage, on a device of speed 1."""
+    """Return the seconds of a full micro-batch by kind and stage, on a device of speed 1."""
     work_s = np.zeros((len(Kind), len(plan.stages)))
     whole = [Kind.FORWARD, Kind.EVALUATE, Kind.RECOMPUTE, Kind.BACKWARD]
     for index, stage in enumerate(plan.stages):
@@ -133,10 +133,10 @@ def _work_s(plan: Plan) -> Floats:
 
 
 def _message_s(rows: Sequence[RowTimes], numbering: Numbering) -> Floats:
-    """Seconds of the rows of every message, by kind and stream.
+    """Return the seconds of the rows of messages for a full micro-batch, by kind and stream.
 
     Args:
-        rows: of every rank.
+        rows: row times of each rank.
     """
     if all(each is FREE_ROWS for each in rows):
         return np.zeros((len(Kind), 0))
@@ -162,7 +162,7 @@ def _new_tables(
     *,
     record: bool,
 ) -> Tables:
-    """Nothing has happened yet, and all ranks are about to begin, one after the other."""
+    """Return the tables at the start, when all ranks are about to begin, one after another."""
     nodes, cores = np.array(plan.node_of_rank), np.array([node.cores for node in cluster.nodes])
     ranks_of_node = np.bincount(nodes, minlength=len(cluster.nodes))
     crowded = ranks_of_node > cores
@@ -181,7 +181,7 @@ def _new_tables(
     ranks["after_s"] = [each.compute for each in row_times]
     ranks["position"], ranks["since"] = ranks["first"], -1.0
     rows = ranks["end"] - ranks["first"]
-    alarms = 2 * int(rows[ranks["pool"] >= 0].sum())  # at the begin and the end of computations
+    alarms = 2 * int(rows[ranks["pool"] >= 0].sum())  # at the start and the end of computations
     queue = np.zeros(len(ranks) + alarms, dtype=EVENT)
     queue["target"][: len(ranks)] = np.arange(len(ranks))
     queue["number"][: len(ranks)] = 1 + np.arange(len(ranks))

@@ -1,23 +1,20 @@
-"""How much memory ranks hold while they execute their programs; it follows from the order of rows.
+"""Memory of ranks while they execute their programs.
 
-From step to step: parameters, buffers and optimizer state; where steps are not flushed, also older
-versions of the parameters that a backward still uses. From the first backward of a stage to
-UPDATE: the gradients of its parameters; while they are summed over replicas, their copies on the
-way, and what other replicas send. A micro-batch adds, from its forward to the end of its
-backward, what the stage keeps: its saved bytes, or under recomputation its inputs, and the rest
-from RECOMPUTE on; of a stage in blocks the inputs of all, and the rest of the last. They include
-what the stage received and what it sends, since a backward needs both. While they are offloaded,
-they take the host's memory instead. Between the halves of a split backward, a micro-batch keeps
-what its weight half needs.
-
-On top come buffers of messages: from RECEIVE_START to the end of the action that reads a value,
-or of RECEIVE_WAIT for weights, which are then the stage's; and, unless the sender keeps the value
-anyway, from the action that makes it to SEND_WAIT. Where forward and backward of a stage have ranks
-of their own, what it keeps is such a message. A gradient between two stages of a rank lasts from
-one backward to the other.
-
-While an action runs, it holds more than it leaves behind: see :class:`pipectl.plan.StagePeaks`.
-Where these are not known, an action is taken to hold no temporary values.
+- Between steps: parameters, buffers and optimizer state; if steps are not flushed, also older
+  versions of the parameters that a backward still uses.
+- From the first backward of a stage to UPDATE: the gradients of its parameters; while they are
+  summed over replicas, also the copies to send and what other replicas send.
+- Per micro-batch, from its forward to the end of its backward: what the stage keeps. This is its
+  saved bytes; with recomputation its inputs, and the rest from RECOMPUTE on; in blocks the inputs
+  of all blocks, and the rest of the last block. It includes what the stage receives and sends,
+  because a backward needs both. While offloaded, it takes host memory instead. Between the halves
+  of a split backward, it is what the weight half needs.
+- Buffers of messages: on the receiver from RECEIVE_START to the end of the action that reads the
+  value, or to RECEIVE_WAIT for weights, which then belong to the stage; on the sender, unless it
+  keeps the value anyway, from the action that computes it to SEND_WAIT. If the forward and the
+  backward of a stage run on different ranks, what the stage keeps is such a message. A gradient
+  between two stages of one rank lasts from one backward to the other.
+- During an action: its temporary values (:class:`pipectl.plan.StagePeaks`); none if unknown.
 """
 
 from __future__ import annotations
@@ -46,7 +43,7 @@ from pipectl.simulate.tables import (
 )
 
 BY_STAGE, FORWARD, BACKWARD, UPDATE, RECEIVE, RECEIVED, SEND, SENT, OTHER = range(9)
-"""What a row does to memory."""
+"""Effect of a row on memory."""
 ROLES = np.full(MEET + 1, OTHER, dtype=np.int64)
 ROLES[[Kind.RECOMPUTE, Kind.OFFLOAD_WAIT, Kind.FETCH_START, Kind.BACKWARD_WEIGHT]] = BY_STAGE
 ROLES[[Kind.REDUCE_START, Kind.REDUCE_WAIT]] = BY_STAGE
@@ -58,27 +55,26 @@ _BACKWARDS = [Kind.BACKWARD, Kind.BACKWARD_INPUT]
 
 
 EFFECT = record("", "born dead most most_first")
-"""What a row of a kind and stage does, of a full micro-batch: bytes that it adds and frees, and the
-most it allocates, also if it is the stage's first; below 0 where that is not known."""
+"""Effect of a row of a kind and stage, for a full micro-batch: bytes that it adds and frees, and
+peak bytes that it allocates, also as the first backward of the stage; below 0 if unknown."""
 OF_STAGE = record("seen", "gradient update")
-"""Of every stage: the step whose first backward was seen last, what it holds from that to UPDATE,
-and the most that an update allocates."""
+"""Of each stage: the last step with a backward so far, bytes from its first backward to UPDATE, and
+peak bytes of an update."""
 OF_STREAM = record("activation", "received sent weights")
-"""Of every stream: whether it carries activations, bytes of full micro-batches (what is sent and
-kept anyway is 0), and those of messages of weights."""
+"""Of each stream: whether it carries activations, bytes of full micro-batches (as sent, 0 if kept
+anyway), and bytes of messages of weights."""
 MOVING = record("", "arrived leaving")
-"""Of every stage and micro-batch of a rank: activations that are not kept, by what reads and what
-makes them."""
+"""Of each stage and micro-batch of a rank: bytes of activations received, and sent but not kept."""
 
 
 class Amounts(NamedTuple):
-    """Bytes by which rows change what is held.
+    """Bytes by which rows change memory.
 
     Args:
         role: by kind.
         effects: by kind and stage.
         resident: by rank.
-        versions: of parameters, born and dead by row; no rows where steps are flushed.
+        versions: bytes of parameter versions added and freed by row; empty if steps are flushed.
     """
 
     role: Integers
@@ -90,7 +86,7 @@ class Amounts(NamedTuple):
 
 
 def peak_bytes(programs: Programs, amounts: Amounts) -> Floats:
-    """The most each rank holds; shape [ranks]."""
+    """Return the peak bytes of each rank; shape [ranks]."""
     peaks, largest = amounts.resident.copy(), programs.rows.max(axis=0, initial=0)
     moving = np.zeros((largest[STAGE] + 1, largest[MICRO_BATCH] + 2), dtype=MOVING)
     amounts.stages["seen"] = -1
@@ -104,7 +100,7 @@ def _execute(programs: Programs, amounts: Amounts, moving: Records, peaks: Float
 
     Args:
         moving: zeros.
-        peaks: what ranks hold from step to step.
+        peaks: bytes that ranks hold between steps.
     """
     step = 0
     for number in range(len(peaks)):
@@ -143,7 +139,7 @@ def _execute(programs: Programs, amounts: Amounts, moving: Records, peaks: Float
             if len(amounts.versions):
                 born += amounts.versions[position, 0]
                 dead += amounts.versions[position, 1]
-            # Of a row: what is known that it allocates, and versions of the parameters.
+            # The known peak of a row; UPDATE also adds versions of the parameters.
             at_once = born if most < 0 else most + born * (role == UPDATE)
             peaks[number] = max(peaks[number], held + at_once)
             held += born - dead
@@ -151,7 +147,7 @@ def _execute(programs: Programs, amounts: Amounts, moving: Records, peaks: Float
 
 @part_of_kernel
 def _note_leaving(programs: Programs, amounts: Amounts, rank: Any, moving: Records) -> None:
-    """Note the activations that a rank sends and does not keep, by stage and micro-batch."""
+    """Record the activations that a rank sends and does not keep, by stage and micro-batch."""
     for position in range(rank.first, rank.end):
         row = programs.rows[position]
         if amounts.role[row[KIND]] == SEND:
@@ -165,10 +161,10 @@ def _note_leaving(programs: Programs, amounts: Amounts, rank: Any, moving: Recor
 def amounts_of(
     plan: Plan, connections: Sequence[Channel], programs: Sequence[Actions] = ()
 ) -> Amounts:
-    """The tables of a plan.
+    """Return the tables of a plan.
 
     Args:
-        programs: the rows that are executed, if steps overlap.
+        programs: the executed rows, if steps overlap.
     """
     effects = np.zeros((MEET + 1, len(plan.stages)), dtype=EFFECT)
     effects["most"] = effects["most_first"] = -1.0
@@ -187,8 +183,8 @@ def amounts_of(
         born[Kind.REDUCE_START, index] = dead[Kind.REDUCE_WAIT, index] = stage.reduction_bytes
         if peaks is None:
             continue
-        # An input half holds what a whole backward does, and what it leaves; a weight half adds to
-        # gradients that are there, one operator's at a time.
+        # An input half holds what a whole backward holds, and what it leaves; a weight half adds to
+        # existing gradients, one operator at a time.
         half, weight = stage.input_half_bytes, stage.cost.accumulated_bytes
         most[Kind.FORWARD, index] = peaks.forward_bytes
         most[Kind.RECOMPUTE, index] = stage.recompute_peak_bytes
@@ -206,7 +202,7 @@ def amounts_of(
         elif not is_kept(plan, channel):
             stream["sent"] = channel.size_bytes
     gradients = (each for each in connections if each.kind is TransferKind.GRADIENT)
-    # Between replicas of two stages, every micro-batch goes once in all.
+    # All replicas of two stages together send every micro-batch once.
     for channel in {(each.source_stage, each.target_stage): each for each in gradients}.values():
         born[_BACKWARDS, channel.source_stage] += channel.size_bytes
         dead[_BACKWARDS, channel.target_stage] += channel.size_bytes
@@ -221,8 +217,8 @@ def amounts_of(
 
 
 def _versions(plan: Plan, programs: Sequence[Actions]) -> Floats:
-    """Versions of parameters beside the newest: from the UPDATE that outdates them to the last
-    backward that uses them; shape [rows of all programs, 2]."""
+    """Return the bytes of parameter versions besides the newest: added by the UPDATE that replaces
+    them, freed by the last backward that uses them; shape [rows of all programs, 2]."""
     versions = [np.zeros((len(rows), 2)) for rows in programs]
     for rows, changes in zip(programs, versions, strict=True):
         updates = np.flatnonzero(rows.column("kind") == Kind.UPDATE)

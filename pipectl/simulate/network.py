@@ -1,12 +1,11 @@
-"""What moves in a step, which way it takes, and who shares that.
+"""The transfers of a step, their ways, and what shares the parts of a way.
 
-What the runtime sends to sum gradients over the replicas of a stage is in
-:mod:`pipectl.graph`: in each of two rounds, every replica sends an n-th of every bucket to
-every other one. A round takes its latency and the time of whatever is busy longest with its
-messages: a rank, which sends one after another and receives one after another, or a link that
-ranks share. If the cluster has measured such sums over as many ranks, on as many nodes, these
-count instead; they hold the copies and the additions of every rank, too. A sum neither waits for
-messages and other sums on the same links nor slows them.
+:mod:`pipectl.graph` describes how replicas sum gradients: in each of two rounds, every replica
+sends 1/n of every bucket to every other replica. A round takes its latency plus the time of
+whatever is busy longest with its messages: a rank, which sends and receives one message after
+another, or a shared link. If the cluster has measured sums over as many ranks on as many nodes,
+these are used instead; they include the copies and additions on every rank. A sum neither waits for
+other transfers on the same links nor slows them.
 """
 
 from __future__ import annotations
@@ -30,19 +29,19 @@ from pipectl.schedule.channel import channels
 from pipectl.simulate.tables import STREAM_OF, TRANSFER, Network, Rows
 
 Part = tuple[Hashable, Link]
-"""A part of a way: what shares it with others, and its link."""
+"""A part of a way: what shares it with other ways, and its link."""
 Way = tuple[Part, ...]
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Transfers that follow the same way: one of no micro-batch (-1), then one for every one.
+    """Transfers along the same way: one without a micro-batch (-1), then one per micro-batch.
 
     Args:
         size_bytes: of a full micro-batch.
-        way: what carries them; nothing if they take only their latency.
-        starters: rows that must have started a transfer before it moves.
-        transfers: how many there are.
+        way: parts that carry the transfers; empty if they take only their latency.
+        starters: number of rows that must start a transfer before it moves.
+        transfers: number of transfers.
     """
 
     size_bytes: float
@@ -55,11 +54,10 @@ class Stream:
 def way_between(
     cluster: Cluster, node_of_rank: Sequence[int], source_rank: int, target_rank: int
 ) -> Way:
-    """The parts a message passes.
+    """Return the parts that a message passes.
 
-    Two ranks of one node have a link of their own. Between nodes, and on top of it between
-    switches, a link says who shares it: all ranks of the two nodes, every two ranks for
-    themselves, or all that leaves and all that enters a node.
+    Two ranks of a node have a link of their own. A link between nodes, or between switches, defines
+    what shares it: all ranks of both nodes, one pair of ranks, or all that leaves or enters a node.
     """
     ranks = source_rank, target_rank
     nodes = node_of_rank[source_rank], node_of_rank[target_rank]
@@ -73,14 +71,14 @@ def way_between(
 
 
 def way_latency_s(way: Way) -> float:
-    """Latency of a way: of every link on it once."""
+    """Return the latency of a way: the sum over its links, each once."""
     return sum({id(link): link.latency_s for _, link in way}.values())
 
 
 def _parts(
     where: str, link: Link, ranks: tuple[int, int], places: tuple[Hashable, Hashable]
 ) -> Way:
-    """One part, or, with interfaces, one where the message leaves and one where it enters."""
+    """Return one part, or with interfaces two: where the message leaves and where it enters."""
     if link.interface and where != "within":
         sides = ("out", "in") if link.duplex else ("", "")
         return tuple(
@@ -93,7 +91,7 @@ def _parts(
 def reduction_s(
     cluster: Cluster, node_of_rank: Sequence[int], ranks: Sequence[int], size_bytes: float
 ) -> float:
-    """Seconds from the start of the last rank to the end on all."""
+    """Return the seconds of a gradient sum, from the last rank's start to the end on all ranks."""
     if len(ranks) < 2:
         return 0.0
     measured = _measured(cluster, node_of_rank, ranks)
@@ -104,10 +102,10 @@ def reduction_s(
 
 @lru_cache(maxsize=4096)
 def _exchange_s(cluster: Cluster, nodes: tuple[int, ...], size_bytes: float) -> float:
-    """Seconds of both rounds, from the links.
+    """Return the seconds of both rounds, from the links.
 
     Args:
-        nodes: of every replica, in the order of their ranks.
+        nodes: node of each replica, by ascending rank.
     """
     buckets = max(1, ceil(size_bytes / BUCKET_BYTES))
     message_bytes = size_bytes / buckets / len(nodes)
@@ -132,9 +130,9 @@ def _exchange_s(cluster: Cluster, nodes: tuple[int, ...], size_bytes: float) -> 
 
 
 def _measured(cluster: Cluster, node_of_rank: Sequence[int], ranks: Sequence[int]) -> Link | None:
-    """Measured sums over the first ranks, if these are spread over nodes in the same way.
+    """Return measured sums over the first ranks, if these are distributed in the same way.
 
-    As a link: its timings are read for any size as those of messages are.
+    The result is a link, so that its timings are interpolated like those of messages.
     """
     rows = sorted((size, time_s) for n, size, time_s in cluster.allreduce if n == len(ranks))
     here = sorted(Counter(node_of_rank[rank] for rank in ranks).values())
@@ -146,10 +144,10 @@ def _measured(cluster: Cluster, node_of_rank: Sequence[int], ranks: Sequence[int
 
 
 class Numbering:
-    """Numbers of all streams: channels, then the sums of every stage, then its copies.
+    """Numbers of all streams: channels, then the sums of each stage, then its copies.
 
-    Copies are numbered by stage and replica, to the host and back, whether there are any or not: so
-    the numbers do not depend on which stages offload.
+    Copies are numbered by stage and replica, to the host and back, even if there are none, so that
+    numbers do not depend on which stages offload.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -162,7 +160,7 @@ class Numbering:
             self.streams += 2 * stage.replicas
 
     def of_rows(self, rank: int, actions: Actions) -> Rows:
-        """The stream of every row of a rank's program; -1 for computations."""
+        """Return the stream of each row of a rank's program; -1 for computations."""
         kind, stage = actions.column("kind"), actions.column("stage")
         numbers = actions.column("channel").copy()
         reduces = (kind == Kind.REDUCE_START) | (kind == Kind.REDUCE_WAIT)
@@ -178,9 +176,9 @@ class Numbering:
         return numbers
 
     def around(self, connections: Sequence[int], stages: Sequence[int], rank: int) -> list[int]:
-        """The streams of a plan of these channels and stages, as numbered in this one.
+        """Return the streams of a plan with only these channels and stages, in this numbering.
 
-        In that plan, stages of other ranks have their copies, too; they stand for nothing here.
+        In that plan, stages of other ranks also have copies, which have no meaning here.
         """
         numbers = [*connections, *(len(self.connections) + stage for stage in stages)]
         for stage in stages:
@@ -190,15 +188,15 @@ class Numbering:
         return numbers
 
     def copies_of(self, stage: int, rank: int) -> int:
-        """The stream of a rank's copies to the host; that back follows it."""
+        """Return the stream of a rank's copies to the host; the next one is the stream back."""
         return self._first_copy[stage] + 2 * self._plan.stages[stage].updating_ranks.index(rank)
 
 
 def streams_of(plan: Plan, cluster: Cluster, numbering: Numbering, steps: int = 1) -> list[Stream]:
-    """All streams in the order of their numbers.
+    """Return all streams in the order of their numbers.
 
     Args:
-        steps: that are executed as one.
+        steps: number of steps that are executed as one.
     """
     streams, count = [], 1 + steps * plan.micro_batches
     for channel in numbering.connections:
@@ -208,7 +206,7 @@ def streams_of(plan: Plan, cluster: Cluster, numbering: Numbering, steps: int = 
             ends = channel.source_rank, channel.target_rank
             way = way_between(cluster, plan.node_of_rank, *ends)
             streams.append(Stream(channel.size_bytes, way_latency_s(way), way, 2, count))
-    for stage in plan.stages:  # a sum starts with its last replica and takes as long as alone
+    for stage in plan.stages:  # a sum starts with its last replica and shares no link
         ranks = stage.updating_ranks
         time_s = reduction_s(cluster, plan.node_of_rank, ranks, stage.cost.accumulated_bytes)
         streams.append(Stream(0, time_s, (), len(ranks), int(len(ranks) > 1)))
@@ -226,10 +224,10 @@ def streams_of(plan: Plan, cluster: Cluster, numbering: Numbering, steps: int = 
 
 
 def tables(streams: Sequence[Stream], share: Floats) -> Network:
-    """The tables of the event loop; no transfer has begun.
+    """Return the tables of the event loop before any transfer has started.
 
     Args:
-        share: by the size of a row, its bytes over those of a full micro-batch.
+        share: bytes of a row of each size, relative to a full micro-batch.
     """
     numbers: dict[Hashable, int] = {}
     shares = share.tolist()

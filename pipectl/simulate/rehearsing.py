@@ -1,14 +1,13 @@
-"""What the ranks of a rehearsal wait for: the costs that the simulator works with, as plain data.
+"""What the ranks of a rehearsal wait for: the costs of the simulator, as plain data.
 
-A rehearsal runs many ranks on few cores, so it takes its time:
+A rehearsal runs many ranks on few cores and is slower than the plan:
 
-- Its ranks look at their messages with pauses, so long that looking takes little of the cores.
-- Time is stretched until an average computation is much longer than a pause, and 20 ms at least.
-- Messages are made smaller where ranks share cores, so that copying them takes little, too.
+- Ranks poll their messages with pauses, long enough that polling takes little of the cores.
+- Time is stretched until an average computation is much longer than a pause, and at least 20 ms.
+- If ranks share cores, messages are made smaller, so that copying takes little of the cores.
 
-What different pairs of ranks share on their way (a link between nodes, an interface, the two
-directions of a link) and cores that several ranks compute on are left to the simulator: the
-rehearsal is compared with :func:`as_rehearsed`, a cluster without these.
+Only the simulator covers shared links, interfaces, directions and cores. A rehearsal is compared
+with :func:`as_rehearsed`, a cluster without these.
 """
 
 from __future__ import annotations
@@ -32,33 +31,33 @@ from pipectl.simulate.machine import Machine
 from pipectl.simulate.network import Numbering, Stream, streams_of
 
 SHORTEST_S = 0.020
-"""Of an average computation, in time of the rehearsal."""
+"""Minimum length of an average computation, in time of the rehearsal."""
 PAUSES = 10
-"""The same in pauses, at least."""
+"""Minimum length of an average computation, in pauses."""
 PAUSE_S = 0.00025
 LOOK_S = 20e-6
-"""Processor time of one look at the messages (measured)."""
+"""Processor time of one poll of the messages (measured)."""
 LOOKING = 0.15
-"""Share of the cores that goes into looking."""
+"""Share of the cores that polling takes."""
 LATE = 0.5
-"""Lateness that a rank makes up for, over the time of an average computation."""
+"""Maximum delay that a rank makes up for, relative to an average computation."""
 BYTES_PER_S = 256 * 2**20
-"""Messages that a core may be busy with, where ranks share it."""
+"""Message bytes per second that a core handles, if ranks share it."""
 LARGEST_BYTES = 2**30
-"""Of a message; some MPIs do not take 2 GiB at once."""
+"""Maximum size of a message; some MPI libraries do not take 2 GiB at once."""
 MAX_STEPS, WANTED_S = 3, 30.0
 _IDLE = 0.1
 
 
 def rehearsal_of(plan: Plan, cluster: Cluster, ranks_per_core: float) -> Rehearsal:
-    """What to wait for.
+    """Return what the ranks of a rehearsal wait for.
 
     Args:
-        ranks_per_core: where the rehearsal runs.
+        ranks_per_core: on the machine of the rehearsal.
 
     Raises:
-        ScheduleError: steps that overlap, or see :func:`pipectl.schedule.lower`.
-        MismatchError: the plan uses nodes the cluster lacks.
+        ScheduleError: steps overlap; see also :func:`pipectl.schedule.lower`.
+        MismatchError: the plan uses nodes that the cluster lacks.
     """
     if is_unflushed(plan):
         raise ScheduleError(
@@ -91,8 +90,7 @@ def rehearsal_of(plan: Plan, cluster: Cluster, ranks_per_core: float) -> Rehears
 
 
 def as_rehearsed(cluster: Cluster) -> Cluster:
-    """The cluster with a core for every rank, links that nobody shares, and rows that take none of
-    the plan's time: those of the rehearsal take their own."""
+    """Return the cluster with a core per rank, unshared links, and no row times."""
     nodes = tuple(
         replace(node, cores=max(node.cores, node.ranks), device=replace(node.device, rows=None))
         for node in cluster.nodes
@@ -112,7 +110,7 @@ def as_rehearsed(cluster: Cluster) -> Cluster:
 
 
 def _average_s(programs: Sequence[Actions], busy_s: Sequence[float]) -> float:
-    """The shortest average of a rank's computations; of ranks that have much to do."""
+    """Return the shortest average computation of a rank, among ranks that are not mostly idle."""
     much_s = _IDLE * max(busy_s)
     counts = [int((program.column("kind") < Kind.UPDATE).sum()) for program in programs]
     averages = [
@@ -124,7 +122,7 @@ def _average_s(programs: Sequence[Actions], busy_s: Sequence[float]) -> float:
 
 
 def _rounded(stretch: float) -> float:
-    """Two digits, upwards; 1 stays."""
+    """Round up to two digits; at least 1."""
     if stretch <= 1.0:
         return 1.0
     unit = 10.0 ** (math.floor(math.log10(stretch)) - 1)
@@ -138,7 +136,7 @@ def _message_share(
     step_s: float,
     ranks_per_core: float,
 ) -> float:
-    """Bytes of messages over those of the plan."""
+    """Return the bytes of messages relative to those of the plan."""
     sizes = np.array([channel.size_bytes for channel in numbering.connections], dtype=float)
     largest = min(1.0, LARGEST_BYTES / sizes.max(initial=1.0))
     if ranks_per_core <= 1 or not len(sizes):
@@ -152,13 +150,13 @@ def _message_share(
 
 
 def _passage(stream: Stream) -> Passage:
-    """Of a full micro-batch; the parts of its way carry it at once."""
+    """Return the time of a full micro-batch; the parts of its way carry it at the same time."""
     hold_s = max((link.hold_s(stream.size_bytes) for _, link in stream.way), default=0.0)
     return Passage(stream.size_bytes, hold_s, stream.latency_s)
 
 
 def _meetings(plan: Plan, numbering: Numbering, streams: Sequence[Stream]) -> Iterator[Meeting]:
-    """Everything besides messages that a rank starts for a stage."""
+    """Yield the background operations of ranks for a stage, other than messages."""
     for index, stage in enumerate(plan.stages):
         ranks = stage.updating_ranks
         for rank in ranks if len(ranks) > 1 else ():

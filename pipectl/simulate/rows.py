@@ -1,10 +1,9 @@
-"""The programs of all ranks as the rows of the event loop.
+"""The programs of all ranks as rows of the event loop.
 
-What a rank executes follows from its stages and their neighbours, hardly ever from the rest of the
-plan. So the program of a rank is made from a plan that holds only those, and ranks for which these
-small plans are equal share it: of a pipeline with 10,000 stages, few programs differ. If a rank
-needs the whole plan, its program is made once for every way in which its own stages recompute and
-offload.
+The program of a rank almost always depends only on its stages and their neighbours. It is made from
+a small plan that contains only these, and ranks with equal small plans share a program: a pipeline
+with 10,000 stages has few different programs. If a rank needs the whole plan, its program is made
+once per combination of recomputation and offloading of its own stages.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ _NO_COST = StageCost(0.0, 0.0, 0.0, 0, 0, 0)
 def programs_of(
     plan: Plan, numbering: Numbering, given: Sequence[Actions] | None = None
 ) -> Programs:
-    """What every rank executes; rows that ranks share are held once.
+    """Return what every rank executes; rows that ranks share are stored once.
 
     Args:
-        given: programs that somebody else made; by default the plan's own.
+        given: programs of all ranks; by default the plan's own.
 
     Raises:
         ScheduleError: see :func:`pipectl.schedule.lower`.
     """
     count = plan.ranks
-    stages: list[Sequence[int]] = [range(len(plan.stages))] * count  # hashed in no time
+    stages: list[Sequence[int]] = [range(len(plan.stages))] * count  # fast to hash
     streams: list[Sequence[int]] = [range(numbering.streams)] * count
     number = list(range(count))
     if given is not None:
@@ -74,8 +73,8 @@ def programs_of(
 def _neighbourhoods(
     plan: Plan, numbering: Numbering
 ) -> Iterator[tuple[Plan, tuple[int, ...], tuple[int, ...]]]:
-    """Of every rank: a small plan in which it is rank 0 and others rank 1, and which stages and
-    streams of this plan those are. Costs time in proportion to the rank's channels."""
+    """Yield for each rank a small plan, in which it is rank 0 and all others are rank 1, and its
+    stages and streams in the whole plan. Takes time in proportion to the channels."""
     skeleton = _skeleton(plan)
     stages_of: list[list[int]] = [[] for _ in range(plan.ranks)]
     for index, stage in enumerate(plan.stages):
@@ -103,7 +102,7 @@ def _neighbourhoods(
 
 
 def _skeleton(plan: Plan) -> Plan:
-    """The plan without all that no program depends on, so that more plans are equal."""
+    """Return the plan without what programs do not depend on, so that more plans are equal."""
     return replace(
         plan,
         name="",
@@ -124,7 +123,7 @@ def _rows_of_first(plan: Plan) -> Rows:
 
 
 def _rows_of_all(plan: Plan, numbering: Numbering) -> list[Rows]:
-    """Of every rank; they follow from the modes of its own stages and from no others."""
+    """Return the rows of every rank; of all modes, they depend only on those of its own stages."""
     stages = tuple(replace(stage, recompute=False, offload=False) for stage in plan.stages)
     known = _rows_by_modes(replace(plan, stages=stages))
     modes: list[list[bool]] = [[] for _ in range(plan.ranks)]
@@ -142,12 +141,12 @@ def _rows_of_all(plan: Plan, numbering: Numbering) -> list[Rows]:
 
 @lru_cache(maxsize=16)
 def _rows_by_modes(_: Plan) -> dict[tuple[int, tuple[bool, ...]], Rows]:
-    """Rows by rank and by what its stages do, of plans that differ in nothing else."""
+    """Return the cache of rows by rank and modes, for plans that differ only in modes."""
     return {}
 
 
 def rows_of(plan: Plan, numbering: Numbering, rank: int, actions: Actions) -> Rows:
-    """The columns the loop reads, with a meeting before every UPDATE that ends a flushed step."""
+    """Return the columns that the loop reads; a meeting precedes every UPDATE of a flushed step."""
     kind, micro_batch = actions.column("kind"), actions.column("micro_batch")
     start, stop = actions.column("start"), actions.column("stop")
     is_last = (micro_batch >= 0) & ((micro_batch + 1) % plan.micro_batches == 0)
@@ -173,7 +172,7 @@ def rows_of(plan: Plan, numbering: Numbering, rank: int, actions: Actions) -> Ro
 
 
 def _joined(lists: Sequence[Sequence[int]]) -> tuple[Integers, Integers]:
-    """All lists in one array, and where each begins; equal ones are held once."""
+    """Join all lists in one array and return the start of each; equal lists are stored once."""
     bases: dict[Sequence[int], int] = {}
     joined: list[int] = []
     for items in lists:

@@ -1,26 +1,25 @@
 """Simulation of one optimizer step from the costs of a plan and the links of a cluster.
 
-What is modelled:
+The model:
 
-- A rank runs its rows in order. WAIT rows last until what was started is over. Computing takes its
-  share of what a full micro-batch takes, over the device's speed; a recomputation takes as long as
-  the forward, the halves of a split backward what the plan says.
-- Where the cluster knows it, the rows of messages take time of the rank itself, and so do the begin
-  of a step, what follows a computation, the meeting before an update and its end
+- A rank runs its rows in order. A WAIT row lasts until its operation is over. A computation takes
+  its share of the time of a full micro-batch, divided by the speed of the device. A recomputation
+  takes the time of its forward; the halves of a split backward take the times in the plan.
+- If the cluster has row times, these are time of the rank itself: of the rows of messages, at the
+  start of a step, after a computation, at the meeting before an update and at its end
   (:mod:`pipectl.link`). On shared cores the time of rows is added to the next computation.
-- A message moves once both ends have started it (rendezvous) and passes links that it may share
+- A message moves when both ends have started it (rendezvous), over links that it may share
   (:mod:`pipectl.simulate.network`, :mod:`pipectl.simulate.events`).
-- Copies to and from the memory of the host follow one another in each direction.
-- Gradients are summed over the replicas of a stage once all of them have started that, while they
-  compute on; sums do not share links with anything else (:mod:`pipectl.simulate.network`).
-- Ranks of a node share its cores evenly while more of them compute than there are cores.
-- At UPDATE all ranks meet, then each updates its stages.
-- Where steps are not flushed, ranks do not meet, and what is simulated is the steady state. Two
-  stretches are executed from empty pipeline to empty one, the second with as many steps more as the
-  first has steady ones. Both fill and drain alike, so what they differ in is the steady state.
+- Copies to and from host memory run one after another in each direction.
+- Gradients are summed over the replicas of a stage when all replicas have started the sum, while
+  they continue to compute. Sums share no link (:mod:`pipectl.simulate.network`).
+- Ranks of a node share its cores evenly while more ranks compute than there are cores.
+- At UPDATE all ranks meet, then each rank updates its stages.
+- If steps are not flushed, ranks do not meet, and the steady state is simulated: two stretches are
+  executed between empty pipelines, the second with twice as many steady steps. Both fill and drain
+  alike, so their difference is the steady state.
 
-Events at the same time are taken in the order they were foreseen, so equal inputs give equal
-results.
+Simultaneous events are processed in the order of scheduling, so equal inputs give equal results.
 """
 
 from __future__ import annotations
@@ -40,25 +39,24 @@ from pipectl.simulate.machine import Machine, Record
 from pipectl.timeline import Event, Timeline
 
 SETTLED = 4
-"""Micro-batches for every stage, by the end of which all wait as long as in all later steps, where
-steps overlap."""
+"""Micro-batches per stage after which waits do not change any more, if steps overlap."""
 
 
 @dataclass(frozen=True)
 class Simulation(Prediction):
-    """One simulated optimizer step; where steps overlap, one of many, from update to update.
+    """One simulated optimizer step; if steps overlap, one of many, from update to update.
 
     Args:
-        record: executes the step once more and says what every rank did.
+        record: executes the step again and returns what every rank did.
     """
 
     record: Callable[[], Sequence[Record]] = field(repr=False, compare=False, kw_only=True)
 
     @cached_property
     def timeline(self) -> Timeline:
-        """What took time, by rank and start; waits that lasted no time are left out.
+        """Events by rank and start, without waits that took no time.
 
-        Where steps overlap, that of several, from empty pipeline to empty one.
+        If steps overlap, the timeline has several steps, between two empty pipelines.
         """
         events = (
             Event(rank, start, end, EVENT_NAMES[kind], *rest)
@@ -69,7 +67,7 @@ class Simulation(Prediction):
 
     @property
     def prediction(self) -> Prediction:
-        """The figures a plan records."""
+        """The figures that a plan contains."""
         return Prediction(**{each.name: getattr(self, each.name) for each in fields(Prediction)})
 
 
@@ -80,16 +78,16 @@ def simulate(
     *,
     process_baseline_bytes: int = 0,
 ) -> Simulation:
-    """Execute one optimizer step.
+    """Simulate one optimizer step.
 
     Args:
-        programs: of every rank, with the plan's micro-batches or fewer; by default its own. Where
-            steps overlap, it is always its own.
-        process_baseline_bytes: what a process holds before it has a stage; added to the peaks.
+        programs: of every rank, with at most the plan's micro-batches; by default the plan's own,
+            which are always used if steps overlap.
+        process_baseline_bytes: memory of a process without a stage; added to the peaks.
 
     Raises:
-        MismatchError: if the plan uses nodes the cluster lacks.
-        ScheduleError: if the programs wait for each other for ever.
+        MismatchError: the plan uses nodes that the cluster lacks.
+        ScheduleError: the programs wait for each other forever.
     """
     if is_unflushed(plan):
         steady = max(2, ceil(SETTLED * len(plan.stages) / plan.micro_batches))
@@ -103,7 +101,7 @@ def simulate(
         step_time_s, busy_s = machine.run(), machine.busy_s()
 
     def record() -> list[Record]:
-        """What every rank does; where steps overlap, in the shortest stretch with a steady one."""
+        """Execute the step again; if steps overlap, the shortest stretch with a steady one."""
         if is_unflushed(plan):
             again = _stretch(plan, cluster, 1, record=True)
         else:
@@ -114,7 +112,7 @@ def simulate(
     utilisation = tuple(busy / step_time_s if step_time_s else 0.0 for busy in busy_s)
     return Simulation(
         step_time_s=step_time_s,
-        bubble=max(0.0, 1 - sum(utilisation) / len(utilisation)),  # sums round
+        bubble=max(0.0, 1 - sum(utilisation) / len(utilisation)),  # rounding
         utilisation=utilisation,
         peak_memory_bytes=machine.peak_memory_bytes(process_baseline_bytes),
         peak_flops_per_s=cluster.peak_flops_per_s(plan.node_of_rank),
@@ -123,7 +121,7 @@ def simulate(
 
 
 def _stretch(plan: Plan, cluster: Cluster, steady: int, *, record: bool = False) -> Machine:
-    """A machine that executes steps that overlap, from empty pipeline to empty one."""
+    """Return a machine that executes overlapping steps between two empty pipelines."""
     steps = steady + steps_apart(plan)
     programs = [lower_stretch(plan, rank, steps) for rank in range(plan.ranks)]
     return Machine(plan, cluster, programs, steps=steps, record=record)

@@ -1,11 +1,11 @@
-"""The tables the event loop works on: what ranks execute, what it costs, how far they are.
+"""The tables of the event loop: what ranks execute, what it costs, and how far they are.
 
-A table is an array of records, one for each rank, stream or whatever its name says. A row of a
-program is (kind, stage, stream, micro-batch, size); stage and stream are indices among those the
-rank knows, so ranks that do the same with other stages and streams share their rows.
+A table is an array of records, one per rank, stream and so on. A row of a program is (kind, stage,
+stream, micro-batch, size). Stage and stream are indices local to the rank, so ranks that do the
+same with different stages and streams share their rows.
 
-A *stream* is a sequence of transfers that follow the same way: the messages of a channel, the
-reduction of a stage's gradients, or the copies of a stage's activations between device and host.
+A *stream* is a sequence of transfers along the same way: the messages of a channel, the sums of a
+stage's gradients, or the copies of a stage's activations between device and host.
 """
 
 from __future__ import annotations
@@ -24,58 +24,57 @@ KIND, STAGE, STREAM, MICRO_BATCH, SIZE = range(5)
 """Columns of a row."""
 
 FULL, LAST, SAMPLES = range(3)
-"""What a row works on: a full micro-batch, the step's last, or ``SAMPLES + n`` samples. Rows have
-its place among those that occur in a simulation: their *size*."""
+"""What a row works on: a full micro-batch, the last of the step, or ``SAMPLES + n`` samples. A row
+holds the index of this among all that occur in a simulation: its *size*."""
 
 
 RANK = record(
     "first end stages streams pool position waiting met",
     "speed update_s begin_s after_s since busy_s owed_s",
 )
-"""Of every rank:
+"""Of each rank:
 
-- ``first``, ``end``: where its program is in the rows;
-- ``stages``, ``streams``: its stage s is ``names[stages + s]`` of the plan, streams likewise;
-- ``pool``: the shared cores it computes on, -1 if it has a core of its own;
-- ``speed`` of its device; seconds at speed 1 of its update, and before its first row and after a
-  forward or backward;
-- ``position``: its row; ``since``: when it began that, below 0 if it has not;
-- ``waiting``: the next rank that waits for the same transfer, after the last the first;
-- ``met``: the rank that came to a meeting in its place;
-- ``busy_s``: seconds of computations; ``owed_s``: on shared cores, what its rows take, for the next
-  computation.
+- ``first``, ``end``: range of its program in the rows;
+- ``stages``, ``streams``: its stage s is ``names[stages + s]`` of the plan; streams likewise;
+- ``pool``: shared cores on which it computes; -1 if it has a core of its own;
+- ``speed`` of its device; seconds of its update at speed 1, before its first row, and after a
+  computation;
+- ``position``: its row; ``since``: when it began the row, below 0 if it has not;
+- ``waiting``: next rank that waits for the same transfer; the first one follows the last;
+- ``met``: rank that was the n-th at a meeting, in the record of rank n;
+- ``busy_s``: seconds of computations; ``owed_s``: time of rows to add to the next one.
 """
 STREAM_OF = record("first starters way end", "latency_s")
-"""Of every stream: its first transfer, the rows that must start a transfer before it moves, where
-the parts of its way are, and what passes from the end of the last part to the arrival."""
+"""Of each stream: its first transfer, the number of rows that must start a transfer before it
+moves, the range of the parts of its way, and its latency."""
 TRANSFER = record("started waiting", "over_at")
-"""Of every transfer: rows that have started it, the last rank that waits for it (-1 if none does),
-and its end, infinite while it does not move."""
+"""Of each transfer: the number of rows that have started it, the last rank that waits for it (-1 if
+none does), and its end (infinite until it moves)."""
 POOL = record("start cores busy alarm", "clock time")
-"""Of every pool of cores: where its ranks are in the heap of work, the cores, the ranks that
-compute, the number of its valid event, its virtual clock, and when that was set."""
+"""Of each pool of cores: the start of its heap of work, the number of cores, the number of ranks
+that compute, the number of its valid event, its virtual clock, and when that was set."""
 EVENT = record("number target", "time")
-"""An entry of a heap: by time, then by a number that no two entries share."""
+"""An entry of a heap, sorted by time and then by a unique number."""
 CLOCK = record("queued number met recorded", "now met_s agree_s")
-"""Events in the queue and foreseen so far, ranks that met, records; the end of what is over, when
-the last rank that met came there, and how long all take to agree then."""
+"""Numbers of events in the queue, of events scheduled so far, of ranks that met, and of records;
+the end of what is over, the last arrival at a meeting, and the seconds to agree there."""
 RECORD = record("rank row", "start end")
 """A row that took time."""
 
 MEET = len(Kind)
-"""A row of the simulator's own: all ranks meet before UPDATE."""
+"""A kind of row that only the simulator has: all ranks meet before UPDATE."""
 
 COMPUTE, UPDATE, MEETING, START, WAIT = range(5)
-"""What the event loop does with a row; up to UPDATE the rank computes."""
+"""What the event loop does with a row; the rank computes in those up to UPDATE."""
 
 _STARTS = [kind for kind in Kind if kind.name.endswith("_START")]
 OPERATIONS = np.full(len(Kind) + 1, WAIT, dtype=np.int64)
 OPERATIONS[: Kind.SEND_START], OPERATIONS[Kind.UPDATE] = COMPUTE, UPDATE
 OPERATIONS[_STARTS], OPERATIONS[MEET] = START, MEETING
-"""Operation of every kind, MEET last."""
+"""Operation of each kind; MEET is the last."""
 
 MESSAGE_ROWS = (Kind.SEND_START, Kind.SEND_WAIT, Kind.RECEIVE_START, Kind.RECEIVE_WAIT)
-"""Rows that take time of their own; see :class:`pipectl.link.RowTimes`."""
+"""Rows that have times of their own; see :class:`pipectl.link.RowTimes`."""
 
 
 class Programs(NamedTuple):
@@ -83,9 +82,9 @@ class Programs(NamedTuple):
 
     Args:
         rows: of all different programs; shape [rows, 5].
-        ranks: see ``RANK``; what is not of programs is 0.
-        names: what the stages and streams of ranks are in the plan.
-        share: by the size of a row, its work and bytes over those of a full micro-batch.
+        ranks: see ``RANK``; fields that do not describe programs are 0.
+        names: stages and streams of the ranks, as indices in the plan.
+        share: work and bytes of a row of each size, relative to a full micro-batch.
     """
 
     rows: Rows
@@ -95,11 +94,11 @@ class Programs(NamedTuple):
 
 
 class Network(NamedTuple):
-    """What moves and how.
+    """The transfers and what carries them.
 
     Args:
-        queues: of every part of a way; parts with equal queues take turns.
-        hold_s: how long a transfer holds every part, by the size of its row; shape [parts, sizes].
+        queues: queue of each part of a way; parts with the same queue take turns.
+        hold_s: how long a transfer holds each part, by the size of its row; shape [parts, sizes].
     """
 
     streams: Records
@@ -109,19 +108,19 @@ class Network(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """Everything of one simulation.
+    """All tables of one simulation.
 
     Args:
         operation: by kind.
         work_s: seconds of a full micro-batch by kind and stage, on a device of speed 1.
         message_s: seconds of the rows of messages for a full micro-batch, by kind and stream; no
-            streams if no rows of any rank take time.
-        free_at: of every queue of the network.
-        queue: a heap of the events to come, of ranks, and after them of pools; alarms of pools
-            that are void stay in it until their time.
+            columns if no rank has row times.
+        free_at: when each queue of the network is free.
+        queue: heap of events of ranks and (higher targets) pools; void alarms stay until their
+            time.
         work: heaps of the ranks that compute on each pool.
         clock: one record.
-        records: none if nothing is recorded.
+        records: empty if nothing is recorded.
     """
 
     rows: Rows
