@@ -77,7 +77,7 @@ def _jit(function: Callable[P, R], options: dict[str, Any]) -> Callable[P, R]:
         kernel = numba.njit(**options)(function)
     if template := getattr(kernel, "get_call_template", None):
         # Otherwise a call with a constant compiles a kernel of its own.
-        vars(kernel)["get_call_template"] = lambda given, named: template(
-            tuple(map(types.unliteral, given)), named
+        vars(kernel)["get_call_template"] = lambda types_by_place, types_by_name: template(
+            tuple(map(types.unliteral, types_by_place)), types_by_name
         )
     return kernel

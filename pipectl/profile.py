@@ -290,10 +290,10 @@ class Profile(DataFile):
     @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
         """Indices of the operators that read each operator's value, in ascending order."""
-        found: list[list[int]] = [[] for _ in self.operators]
+        readers: list[list[int]] = [[] for _ in self.operators]
         for source, target in self.edge_indices:
-            found[source].append(target)
-        return tuple(tuple(sorted(readers)) for readers in found)
+            readers[source].append(target)
+        return tuple(tuple(sorted(each)) for each in readers)
 
     @cached_property
     def has_several_sizes(self) -> bool:
@@ -317,23 +317,23 @@ class Profile(DataFile):
     @classmethod
     def from_json(cls, document: Mapping[str, Any], *, file: str = "profile") -> Profile:
         """Read a profile from its JSON object; see :meth:`load`."""
-        given = {key: value for key, value in document.items() if value is not None}
-        links = read_fields(_Edges, given, file=file, cure=cls.cure)
+        present = {key: value for key, value in document.items() if value is not None}
+        links = read_fields(_Edges, present, file=file, cure=cls.cure)
         edge_bytes = dict(zip(links.edges, links.edge_bytes, strict=False))
         if edge_bytes and len(links.edge_bytes) != len(links.edges):
             sizes = f"has {len(links.edge_bytes)} sizes for {len(links.edges)} edges"
             raise DataFileError(f"{file}: edge_bytes: {sizes}", cure=cls.cure)
         fields = {
             "source": "unknown",
-            "micro_batch_size": given.get("profile_batch_size", 1),
-            **given,
+            "micro_batch_size": present.get("profile_batch_size", 1),
+            **present,
             "edges": list(dict.fromkeys(links.edges)),
             "edge_bytes": edge_bytes,
         }
         profile = super().from_json(fields, file=file)
-        assumptions = dict.fromkeys((*profile.assumptions, *_assumptions(given)))
+        assumptions = dict.fromkeys((*profile.assumptions, *_assumptions(present)))
         profile = replace(profile, assumptions=tuple(assumptions))
-        return _sorted(profile, file)
+        return _sort_operators(profile, file)
 
 
 class _Edges(NamedTuple):
@@ -341,20 +341,20 @@ class _Edges(NamedTuple):
     edge_bytes: tuple[int, ...] = ()
 
 
-def _assumptions(given: Mapping[str, Any]) -> Iterator[str]:
+def _assumptions(document: Mapping[str, Any]) -> Iterator[str]:
     """Yield the assumptions for fields that a valid file omits."""
-    if not given.keys() & {"micro_batch_size", "profile_batch_size"}:
+    if not document.keys() & {"micro_batch_size", "profile_batch_size"}:
         yield "the micro-batch size is not given: taken as 1 sample"
-    for node in given["nodes"]:
+    for node in document["nodes"]:
         if node.get("saved") is None:
             yield "saved bytes are not given: each operator is taken to keep its output"
         if node.get("memory") is None:
             yield _NO_TEMPORARIES
-    if "optimizer" not in given:
+    if "optimizer" not in document:
         yield "optimizer cost is not given: taken as no state and no time"
 
 
-def _sorted(profile: Profile, file: str) -> Profile:
+def _sort_operators(profile: Profile, file: str) -> Profile:
     """Return the profile with its operators in the topological order closest to the file's order.
 
     Raises:

@@ -195,12 +195,12 @@ class Assembly:
         Args:
             elsewhere: whether its forwards run on another rank.
         """
-        back = self._backward(stage)
+        back = self._backward_block(stage)
         if recompute:
             self._add(Phase.RECOMPUTE, back.slots, Kind.RECOMPUTE, stage, back.portion)
         if offload and elsewhere:
             arrivals = self._arrivals(stage, back.portion)
-            self._add_offload(stage, arrivals, back, early=_early(arrivals))
+            self._add_offload(stage, arrivals, back, early=_is_early(arrivals))
         elif offload:
             begun = self._blocks[Kind.FORWARD, stage].slots
             self._add_offload(stage, begun, back, early=np.zeros(len(begun), dtype=bool))
@@ -249,25 +249,25 @@ class Assembly:
         self, index: int, channel: Channel, portion: Portion, *, offload: bool
     ) -> None:
         stage, saved = channel.target_stage, channel.kind is TransferKind.SAVED
-        reader = self._backward(stage) if saved else self._user(channel, stage)
+        reader = self._backward_block(stage) if saved else self._end_block(channel, stage)
         slots = reader.slots_of(portion.micro_batches)
         if saved:
-            posted = self._arrivals(stage, portion)
+            posts = self._arrivals(stage, portion)
         else:
-            made = self._made(channel, portion)
-            rising = made.argsort()
+            sends = self._send_turns(channel, portion)
+            rising = sends.argsort()
             slots, portion = slots[rising], portion.some(rising)
-            posted = _posted(slots, made[rising], RECEIVE_AHEAD, 0)
+            posts = _receive_turns(slots, sends[rising], RECEIVE_AHEAD, 0)
         wait = Phase.RECEIVE_SAVED if saved else Phase.RECEIVE_WAIT
         start, number = Phase.RECEIVE_START, _WITHIN * offload * portion.micro_batches
-        self._add(start, posted, Kind.RECEIVE_START, stage, portion, channel=index, within=number)
+        self._add(start, posts, Kind.RECEIVE_START, stage, portion, channel=index, within=number)
         if offload:
-            early = _early(posted)
-            away = _away(posted, slots, early)
+            early = _is_early(posts)
+            away = _is_away(posts, slots, early)
             for phase, some in ((start, away & early), (Phase.RECEIVE_OFFLOADED, away & ~early)):
                 chosen = np.flatnonzero(some)
                 self._add(
-                    phase, posted[chosen], Kind.RECEIVE_WAIT, stage, portion.some(chosen),
+                    phase, posts[chosen], Kind.RECEIVE_WAIT, stage, portion.some(chosen),
                     channel=index, within=number[chosen] + _WITHIN + 1,
                 )  # fmt: skip
             slots, portion = slots[~away], portion.some(np.flatnonzero(~away))
@@ -277,22 +277,22 @@ class Assembly:
         """Add sends and their waits: before a backward releases the content if it is kept, else a
         few messages later, after their receives have started."""
         stage = channel.source_stage
-        slots = self._user(channel, stage).slots_of(portion.micro_batches)
+        slots = self._end_block(channel, stage).slots_of(portion.micro_batches)
         self._add(Phase.SEND_START, slots, Kind.SEND_START, stage, portion, channel=index)
         if kept:
-            phase, late = Phase.RELEASE, self._backward(stage).slots_of(portion.micro_batches)
+            phase, late = Phase.RELEASE, self._backward_block(stage).slots_of(portion.micro_batches)
         else:
             saved = channel.kind is TransferKind.SAVED
             on_the_way = SAVED_ON_THE_WAY if saved else SENDS_ON_THE_WAY
-            made = self._made(channel, portion)
-            posted = made  # turns by which the other end has started to receive
+            sends = self._send_turns(channel, portion)
+            posts = sends  # turns by which the other end has started to receive
             if not saved:
                 indices = portion.micro_batches
-                read = self._order.turns(_maker(channel), channel.target_stage, indices)
-                posted = _posted(read, made, RECEIVE_AHEAD, -1)
-            safe = np.searchsorted(self._turns, posted, "right")
+                reads = self._order.turns(_end_kind(channel), channel.target_stage, indices)
+                posts = _receive_turns(reads, sends, RECEIVE_AHEAD, -1)
+            safe = np.searchsorted(self._turns, posts, "right")
             phase = Phase.SEND_WAIT
-            late = np.maximum(-_behind(-slots, on_the_way, -self._end), safe)
+            late = np.maximum(-_lower_neighbours(-slots, on_the_way, -self._end), safe)
         self._add(phase, late, Kind.SEND_WAIT, stage, portion, channel=index)
 
     def _add_offload(
@@ -314,7 +314,7 @@ class Assembly:
             begun: slots of the forwards, or of the computations during which saved values arrive.
             early: whether saved values arrive before the computation of that slot.
         """
-        away = _away(begun, backward.slots, early)
+        away = _is_away(begun, backward.slots, early)
         chosen = np.flatnonzero(away)
         portion, number = backward.portion.some(chosen), _WITHIN * backward.portion.micro_batches
         for some, first, last in (
@@ -341,56 +341,58 @@ class Assembly:
         slots: Integers = np.searchsorted(self._turns, turns)
         return slots
 
-    def _made(self, channel: Channel, portion: Portion) -> Integers:
+    def _send_turns(self, channel: Channel, portion: Portion) -> Integers:
         """Return the turns in which the messages of a channel are computed and sent."""
-        return self._order.turns(_maker(channel), channel.source_stage, portion.micro_batches)
+        return self._order.turns(_end_kind(channel), channel.source_stage, portion.micro_batches)
 
-    def _backward(self, stage: int) -> Block:
+    def _backward_block(self, stage: int) -> Block:
         """Return the actions that begin the backwards of a stage."""
         return self._blocks[self._order.first_half, stage]
 
-    def _user(self, channel: Channel, stage: int) -> Block:
+    def _end_block(self, channel: Channel, stage: int) -> Block:
         """Return the actions of a stage that compute or read the messages of a channel."""
         if channel.kind is TransferKind.GRADIENT:
-            return self._backward(stage)
+            return self._backward_block(stage)
         forward = self._blocks.get((Kind.FORWARD, stage))
         return forward if forward is not None else self._blocks[Kind.EVALUATE, stage]
 
 
-def _maker(channel: Channel) -> Kind:
+def _end_kind(channel: Channel) -> Kind:
     """Return the kind of action that computes and, at the other end, reads the messages."""
     return Kind.BACKWARD if channel.kind is TransferKind.GRADIENT else Kind.FORWARD
 
 
-def _behind(values: Integers, count: int, first: int) -> Integers:
+def _lower_neighbours(values: Integers, count: int, first: int) -> Integers:
     """Return for each value the one ``count`` places below it; ``first`` for the lowest ones."""
     rising = values.argsort()
-    behind = np.empty_like(values)
-    behind[rising] = np.concatenate([np.full(count, first), values[rising]])[: len(values)]
-    return behind
+    lower = np.empty_like(values)
+    lower[rising] = np.concatenate([np.full(count, first), values[rising]])[: len(values)]
+    return lower
 
 
-def _posted(read: Integers, made: Integers, count: int, first: int) -> Integers:
+def _receive_turns(reads: Integers, sends: Integers, count: int, first: int) -> Integers:
     """Return when receives start: in the order of sends, ``count`` messages before each is read.
 
     If messages are read in another order than sent, the earliest read of all later ones counts.
 
     Args:
-        read, made: when each message is read and computed.
+        reads, sends: when each message is read and sent.
     """
-    rising = made.argsort()
-    needed = np.minimum.accumulate(read[rising][::-1])[::-1]
-    posted = np.empty_like(read)
-    posted[rising] = np.concatenate([np.full(count, first), needed])[: len(read)]
-    return posted
+    rising = sends.argsort()
+    needed = np.minimum.accumulate(reads[rising][::-1])[::-1]
+    posts = np.empty_like(reads)
+    posts[rising] = np.concatenate([np.full(count, first), needed])[: len(reads)]
+    return posts
 
 
-def _early(arrivals: Integers) -> npt.NDArray[np.bool_]:
+def _is_early(arrivals: Integers) -> npt.NDArray[np.bool_]:
     """Return whether saved values arrive in the same slot as those of the next forward."""
     return np.append(arrivals[1:] == arrivals[:-1], False)
 
 
-def _away(begun: Integers, back: Integers, early: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+def _is_away(
+    begun: Integers, back: Integers, early: npt.NDArray[np.bool_]
+) -> npt.NDArray[np.bool_]:
     """Return whether any computation runs while each micro-batch is offloaded."""
     away: npt.NDArray[np.bool_] = begun + COPIED_BESIDE * ~early + 1 < back - COPIED_BESIDE
     return away

@@ -87,16 +87,18 @@ def _channels(plan: Plan) -> tuple[Channel, ...]:
         key = item.kind, item.source, item.target
         sizes[key] = sizes.get(key, 0) + item.size_bytes
     between = [
-        channel for key, size in sorted(sizes.items()) for channel in _between(plan, *key, size)
+        channel
+        for key, size in sorted(sizes.items())
+        for channel in _channels_between(plan, *key, size)
     ]
     return (
         *between,
-        *_within(plan, TransferKind.SAVED),
-        *_within(plan, TransferKind.WEIGHT),
+        *_channels_within(plan, TransferKind.SAVED),
+        *_channels_within(plan, TransferKind.WEIGHT),
     )
 
 
-def _between(
+def _channels_between(
     plan: Plan, kind: TransferKind, source: int, target: int, size_bytes: int
 ) -> Iterator[Channel]:
     """Yield the channels between the replicas of two stages."""
@@ -108,7 +110,7 @@ def _between(
         yield Channel(kind, source, target, *held, size_bytes, one, other)
 
 
-def _within(plan: Plan, kind: TransferKind) -> Iterator[Channel]:
+def _channels_within(plan: Plan, kind: TransferKind) -> Iterator[Channel]:
     """Yield the channels of replicas whose forward and backward run on different ranks."""
     for index, stage in enumerate(plan.stages):
         for replica, ends in enumerate(zip(stage.ranks, stage.updating_ranks, strict=True)):

@@ -1,4 +1,4 @@
-"""Plans of a given schedule, with equal stages or with the stages of another plan."""
+"""Plans of one schedule, with equal stages or with the stages of another plan."""
 
 from __future__ import annotations
 

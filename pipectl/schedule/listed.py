@@ -140,16 +140,16 @@ class Listed:
         """Return the stages whose gradients do not accumulate by ascending micro-batch."""
         halves = Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # input halves compute those of norms
         kinds = halves if self.splits else (Kind.BACKWARD,)
-        return sorted({entry.stage for kind in kinds for entry in self._falling(kind)})
+        return sorted({entry.stage for kind in kinds for entry in self._out_of_order(kind)})
 
     def sequences(self) -> list[Integers]:
         """Return kind, stage and micro-batch of the actions, per rank; shape [actions, 3]."""
         return [
-            np.array([entry.key for entry in self._halved(held)], dtype=np.int64).reshape(-1, 3)
+            np.array([entry.key for entry in self._halves(held)], dtype=np.int64).reshape(-1, 3)
             for held in self.ranks
         ]
 
-    def _halved(self, held: Sequence[Entry]) -> Iterator[Entry]:
+    def _halves(self, held: Sequence[Entry]) -> Iterator[Entry]:
         """Yield the actions, with whole backwards as both halves if other backwards are split."""
         for entry in held:
             if self.splits and entry.kind is Kind.BACKWARD:
@@ -158,10 +158,10 @@ class Listed:
             else:
                 yield entry
 
-    def _falling(self, kind: Kind) -> Iterator[Entry]:
+    def _out_of_order(self, kind: Kind) -> Iterator[Entry]:
         """Yield the actions of a kind that come after one of a later micro-batch."""
         latest = [-1] * self.stages
-        for entry in (entry for held in self.ranks for entry in self._halved(held)):
+        for entry in (entry for held in self.ranks for entry in self._halves(held)):
             if entry.kind is kind:
                 if entry.micro_batch < latest[entry.stage]:
                     yield entry
@@ -188,7 +188,7 @@ class Listed:
                 words = ", ".join(f"{stage}{_LETTERS[kind]}{index}" for kind in there) or "nothing"
                 fault = f"micro-batch {index} lacks {missing} in stage {stage}: there is {words}"
                 raise ScheduleError(f"{self.name}: {fault}", cure=_CURE)
-        for entry in self._falling(Kind.FORWARD):
+        for entry in self._out_of_order(Kind.FORWARD):
             raise self._fault(entry, "comes after a later micro-batch; forwards of a stage rise")
 
     def _fault(self, entry: Entry, what: str) -> ScheduleError:
@@ -252,18 +252,18 @@ def order_of(listed: Listed) -> Order:
         ScheduleError: ranks would wait for each other; names the actions.
     """
     execution = execute(listed.sequences(), listed.stages, listed.micro_batches)
-    halved = [list(listed._halved(held)) for held in listed.ranks]
+    halves = [list(listed._halves(held)) for held in listed.ranks]
     at = execution.position
-    rank = next((rank for rank, held in enumerate(halved) if at[rank] < len(held)), -1)
+    rank = next((rank for rank, held in enumerate(halves) if at[rank] < len(held)), -1)
     if rank < 0:
         return execution.order
     path, waits = list[int](), list[str]()  # each rank waits for the next
     while rank not in path:
         path.append(rank)
-        entry = halved[rank][at[rank]]
+        entry = halves[rank][at[rank]]
         wanted = next(need for need in _needs(listed, entry) if not execution.is_done[need])
         rank = listed.rank_of_stage[wanted[1]]
-        awaited = next(e for e in halved[rank] if (PART[e.kind], *e.key[1:]) == wanted)
+        awaited = next(e for e in halves[rank] if (PART[e.kind], *e.key[1:]) == wanted)
         waits.append(f"{entry.place}, {entry} waits for {awaited} ({awaited.place})")
     raise ScheduleError(
         f"{listed.name}: ranks wait for each other: {'; '.join(waits[path.index(rank) :])}",

@@ -54,8 +54,8 @@ def policy_b(stages: int, micro_batches: int, replicas: Sequence[int] | None = N
 
 def policies(shape: Shape) -> list[WarmUp]:
     """Return the warm-ups of both policies."""
-    given = shape.stages, shape.micro_batches, shape.replicas
-    return [policy_a(*given), policy_b(*given)]
+    sizes = shape.stages, shape.micro_batches, shape.replicas
+    return [policy_a(*sizes), policy_b(*sizes)]
 
 
 def _replicas_to_end(stages: int, replicas: Sequence[int] | None) -> list[int]:

@@ -56,12 +56,12 @@ def execute(sequences: Sequence[Integers], stages: int, micro_batches: int) -> E
     first = np.concatenate([[0], ends[:-1]])
     turns, position = over_at.copy(), first.copy()
     run(rows, duration, position, ends, np.zeros_like(ends), over_at, turns)
-    weight = _looked_up(turns[WEIGHT]) if splits else None
-    order = Order(_looked_up(turns[FORWARD]), _looked_up(turns[BACKWARD]), weight)
+    weight = _turns_in(turns[WEIGHT]) if splits else None
+    order = Order(_turns_in(turns[FORWARD]), _turns_in(turns[BACKWARD]), weight)
     return Execution(order, position - first, over_at >= 0)
 
 
-def _looked_up(table: Table) -> Turns:
+def _turns_in(table: Table) -> Turns:
     def turns(stage: int, micro_batches: Integers) -> Integers:
         looked_up: Integers = table[stage, micro_batches]
         return looked_up

@@ -213,7 +213,7 @@ def _path(ranks: int, down: int) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, (forward, backward, weight)))
 
 
-def _bounded(name: str, down: int) -> Schedule:
+def _periodic_v(name: str, down: int) -> Schedule:
     def order(ranks: int, _: int) -> Order:
         def turns(first: tuple[int, ...]) -> Turns:
             return lambda stage, micro_batch: first[stage] + _INTERVAL * micro_batch
@@ -225,4 +225,4 @@ def _bounded(name: str, down: int) -> Schedule:
 
 ZB_V = _v_shaped("zb-v", _orders_of(_zb_v))
 DUAL_PIPE_V = _v_shaped("dualpipev", _orders_of(_dual_pipe_v))
-V_HALF, V_MIN = _bounded("v-half", down=2), _bounded("v-min", down=1)
+V_HALF, V_MIN = _periodic_v("v-half", down=2), _periodic_v("v-min", down=1)

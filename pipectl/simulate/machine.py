@@ -69,7 +69,7 @@ class Machine:
                 cure="plan again for this cluster",
             )
         numbering = Numbering(plan)
-        self._plan, self._given, self._connections = plan, programs, numbering.connections
+        self._plan, self._actions, self._connections = plan, programs, numbering.connections
         self.programs = programs_of(plan, numbering, programs)
         network = tables(streams_of(plan, cluster, numbering, steps), self.programs.share)
         self.tables = _new_tables(plan, cluster, numbering, self.programs, network, record=record)
@@ -98,7 +98,7 @@ class Machine:
 
     def peak_memory_bytes(self, process_baseline_bytes: int) -> tuple[int, ...]:
         """Return the peak bytes of each rank, including the process baseline."""
-        amounts = amounts_of(self._plan, self._connections, self._given or ())
+        amounts = amounts_of(self._plan, self._connections, self._actions or ())
         peaks = peak_bytes(self.programs, amounts)
         return tuple(process_baseline_bytes + round(peak) for peak in peaks.tolist())
 

@@ -94,7 +94,7 @@ def reduction_s(
     """Return the seconds of a gradient sum, from the last rank's start to the end on all ranks."""
     if len(ranks) < 2:
         return 0.0
-    measured = _measured(cluster, node_of_rank, ranks)
+    measured = _measured_sums(cluster, node_of_rank, ranks)
     if measured is not None:
         return measured.transfer_s(size_bytes)
     return _exchange_s(cluster, tuple(node_of_rank[rank] for rank in sorted(ranks)), size_bytes)
@@ -129,7 +129,9 @@ def _exchange_s(cluster: Cluster, nodes: tuple[int, ...], size_bytes: float) -> 
     return ROUNDS * (latency_s + max(busy_s.values()))
 
 
-def _measured(cluster: Cluster, node_of_rank: Sequence[int], ranks: Sequence[int]) -> Link | None:
+def _measured_sums(
+    cluster: Cluster, node_of_rank: Sequence[int], ranks: Sequence[int]
+) -> Link | None:
     """Return measured sums over the first ranks, if these are distributed in the same way.
 
     The result is a link, so that its timings are interpolated like those of messages.

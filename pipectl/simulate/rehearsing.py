@@ -70,7 +70,7 @@ def rehearsal_of(plan: Plan, cluster: Cluster, ranks_per_core: float) -> Rehears
     step_s = machine.run()
     pause_s = max(PAUSE_S, LOOK_S * ranks_per_core / LOOKING)
     average_s = _average_s(programs, machine.busy_s())
-    stretch = _rounded(max(1.0, max(SHORTEST_S, PAUSES * pause_s) / average_s))
+    stretch = _round_up(max(1.0, max(SHORTEST_S, PAUSES * pause_s) / average_s))
     numbering = Numbering(plan)
     costs, ranks = machine.tables.work_s, machine.tables.ranks
     streams = streams_of(plan, seen, numbering)
@@ -121,7 +121,7 @@ def _average_s(programs: Sequence[Actions], busy_s: Sequence[float]) -> float:
     return min(averages, default=SHORTEST_S)
 
 
-def _rounded(stretch: float) -> float:
+def _round_up(stretch: float) -> float:
     """Round up to two digits; at least 1."""
     if stretch <= 1.0:
         return 1.0

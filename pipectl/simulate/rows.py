@@ -28,12 +28,12 @@ _NO_COST = StageCost(0.0, 0.0, 0.0, 0, 0, 0)
 
 
 def programs_of(
-    plan: Plan, numbering: Numbering, given: Sequence[Actions] | None = None
+    plan: Plan, numbering: Numbering, programs: Sequence[Actions] | None = None
 ) -> Programs:
     """Return what every rank executes; rows that ranks share are stored once.
 
     Args:
-        given: programs of all ranks; by default the plan's own.
+        programs: programs of all ranks; by default the plan's own.
 
     Raises:
         ScheduleError: see :func:`pipectl.schedule.lower`.
@@ -42,8 +42,8 @@ def programs_of(
     stages: list[Sequence[int]] = [range(len(plan.stages))] * count  # fast to hash
     streams: list[Sequence[int]] = [range(numbering.streams)] * count
     number = list(range(count))
-    if given is not None:
-        rows = [rows_of(plan, numbering, rank, actions) for rank, actions in enumerate(given)]
+    if programs is not None:
+        rows = [rows_of(plan, numbering, rank, actions) for rank, actions in enumerate(programs)]
     elif not schedule_of(plan).is_local or any(
         len(stage.ranks) > 1 or stage.backward_ranks for stage in plan.stages
     ):
@@ -58,8 +58,8 @@ def programs_of(
     ranks = np.zeros(count, dtype=RANK)
     ranks["end"] = ends[number]
     ranks["first"] = (ends - [len(each) for each in rows])[number]
-    stage_names, ranks["stages"] = _joined(stages)
-    stream_names, places = _joined(streams)
+    stage_names, ranks["stages"] = _join(stages)
+    stream_names, places = _join(streams)
     ranks["streams"] = places + len(stage_names)
     every = np.concatenate(rows)
     sizes = np.flatnonzero(np.bincount(every[:, SIZE]))
@@ -171,7 +171,7 @@ def rows_of(plan: Plan, numbering: Numbering, rank: int, actions: Actions) -> Ro
     return np.ascontiguousarray(np.insert(rows, updates, meetings, axis=0))
 
 
-def _joined(lists: Sequence[Sequence[int]]) -> tuple[Integers, Integers]:
+def _join(lists: Sequence[Sequence[int]]) -> tuple[Integers, Integers]:
     """Join all lists in one array and return the start of each; equal lists are stored once."""
     bases: dict[Sequence[int], int] = {}
     joined: list[int] = []

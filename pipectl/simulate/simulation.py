@@ -38,7 +38,7 @@ from pipectl.schedule.unflushed import steps_apart
 from pipectl.simulate.machine import Machine, Record
 from pipectl.timeline import Event, Timeline
 
-SETTLED = 4
+MICRO_BATCHES_TO_STEADY = 4
 """Micro-batches per stage after which waits do not change any more, if steps overlap."""
 
 
@@ -90,7 +90,7 @@ def simulate(
         ScheduleError: the programs wait for each other forever.
     """
     if is_unflushed(plan):
-        steady = max(2, ceil(SETTLED * len(plan.stages) / plan.micro_batches))
+        steady = max(2, ceil(MICRO_BATCHES_TO_STEADY * len(plan.stages) / plan.micro_batches))
         machine, longer = (_stretch(plan, cluster, steady * n) for n in (1, 2))
         short_s, long_s = machine.run(), longer.run()
         step_time_s = (long_s - short_s) / steady
