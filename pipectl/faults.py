@@ -11,9 +11,10 @@ from dataclasses import asdict, dataclass
 from math import inf
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Annotated, Any
 
 from pipectl.errors import FaultError, PipectlError, lacks_memory
+from pipectl.fields import LenientFields, Rule
 from pipectl.files import write_json, write_text
 from pipectl.units import printable
 
@@ -91,7 +92,7 @@ def with_details(error: BaseException, file: Path | None, *, write: bool = False
 
 
 @dataclass(frozen=True)
-class ErrorReport:
+class ErrorReport(LenientFields):
     """Why a rank, or the preparation of a job, failed: one file in the run's error directory.
 
     Args:
@@ -112,7 +113,7 @@ class ErrorReport:
     cure: str | None = None
     traceback: str = ""
     time: float = inf
-    exit_code: int = 1
+    exit_code: Annotated[int, Rule(range(1, 128).__contains__, "from 1 to 127")] = 1
 
     @classmethod
     def of(cls, error: BaseException, cure: str | None = None, **place: Any) -> ErrorReport:

@@ -19,6 +19,7 @@ import math
 import sys
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from functools import cache, partial
@@ -58,11 +59,17 @@ class Rule(NamedTuple):
     words: str
 
 
+class LenientFields:
+    """A data class of what a job writes, which a crash may damage: a field that is not of its type
+    keeps its default, and from a list of such objects those are left out that cannot be read."""
+
+
 class DataFile:
     """A dataclass stored as a JSON object of its fields and the format version."""
 
     cure: ClassVar[str]
     """How to obtain a valid file; shown in errors."""
+    max_bytes: ClassVar[int] = files.MAX_BYTES
 
     def to_json(self) -> dict[str, Any]:
         """Return the documented JSON object."""
@@ -84,7 +91,7 @@ class DataFile:
         Raises:
             DataFileError: the file is unreadable, or a field is missing or wrong.
         """
-        document = files.read_json(path, cure=cls.cure)
+        document = files.read_json(path, cure=cls.cure, limit=cls.max_bytes)
         return cls.from_json(document, file=str(path))
 
 
@@ -134,6 +141,8 @@ def _converter(hint: Any) -> Convert:
         convert = _converter(present)
         return lambda value: None if value is None else convert(value)
     if origin is tuple and arguments[-1] is ...:
+        if isinstance(arguments[0], type) and issubclass(arguments[0], LenientFields):
+            return partial(_to_readable_items, partial(_to_instance, arguments[0]))
         return partial(_to_items, repeat(_converter(arguments[0])), None)
     if origin is tuple:
         return partial(_to_items, [_converter(each) for each in arguments], len(arguments))
@@ -180,12 +189,14 @@ def _to_instance(kind: Any, value: Any) -> Any:
         raise _fault(value, "an object")
     if (complete := getattr(kind, "complete_fields", None)) is not None:
         value = complete(value)
-    items = ((field, value.get(field.key)) for field in known)
-    values = {
-        field.name: _convert_at(field.key, field.convert, item)
-        for field, item in items
-        if item is not None or field.is_required
-    }
+    is_lenient, values = issubclass(kind, LenientFields), {}
+    for field in known:
+        if (item := value.get(field.key)) is not None or field.is_required:
+            try:
+                values[field.name] = _convert_at(field.key, field.convert, item)
+            except FieldError:
+                if field.is_required or not is_lenient:
+                    raise
     return kind(**values)
 
 
@@ -204,6 +215,14 @@ def _to_items(converters: Iterable[Convert], size: int | None, value: Any) -> tu
     return tuple(map(_convert_at, count(), converters, value))
 
 
+def _to_readable_items(convert: Convert, value: Any) -> tuple[Any, ...]:
+    items = []
+    for item in _to_same((list, tuple), "a list", value):
+        with suppress(FieldError):
+            items.append(convert(item))
+    return tuple(items)
+
+
 def _to_mapping(convert: Convert, value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise _fault(value, "an object")
@@ -216,7 +235,7 @@ def _to_member(members: Mapping[str, Any], value: Any) -> Any:
     return members[value]
 
 
-def _to_same(kind: type, words: str, value: Any) -> Any:
+def _to_same(kind: type | tuple[type, ...], words: str, value: Any) -> Any:
     if not isinstance(value, kind):
         raise _fault(value, words)
     return value

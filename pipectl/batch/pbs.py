@@ -12,13 +12,16 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 
 from pipectl.batch import process
-from pipectl.batch.command_line import (
+from pipectl.batch.request import JobRequest
+from pipectl.batch.scheduler import (
     QUEUES_TIMEOUT_S,
     CommandLineScheduler,
+    JobState,
+    JobStatus,
+    Queue,
     number_of,
     parse_limit,
 )
-from pipectl.batch.protocol import JobRequest, JobState, JobStatus, Queue
 from pipectl.errors import InvalidInputError, SchedulerError
 
 _UNKNOWN_ID, _FINISHED = 153, 35
@@ -29,9 +32,10 @@ _NAME_LENGTH = 200
 class PbsScheduler(CommandLineScheduler):
     """PBS Pro from version 13, or OpenPBS. (Torque is another system.)"""
 
-    name = "pbs"
+    name, title = "pbs", "PBS"
+    programs = ("qsub", "qselect")
+    node_variables = frozenset({"PBS_JOBID", "PBS_NODEFILE"})
     resubmits = True
-    title = "PBS"
     submit_command = ("qsub", "-C", "#PBS")
     id_pattern = re.compile(r"([0-9]{1,18}(?:\[[0-9]*\])?(?:\.[A-Za-z0-9._-]+)?)")
     list_command = "qstat -x -u $USER -w"

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from pipectl.batch import process
 from pipectl.batch.launchers import launch_command
-from pipectl.batch.protocol import CHECKPOINTED, JobRequest, Template
+from pipectl.batch.request import JobRequest, Template
+from pipectl.batch.scheduler import CHECKPOINTED
 from pipectl.directives import (
     REPLACEMENTS,
     SYNTAXES,

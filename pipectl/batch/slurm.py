@@ -15,13 +15,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipectl.batch import process
-from pipectl.batch.command_line import (
+from pipectl.batch.scheduler import (
     QUEUES_TIMEOUT_S,
     CommandLineScheduler,
+    JobState,
+    JobStatus,
+    Queue,
     number_of,
     parse_limit,
 )
-from pipectl.batch.protocol import JobState, JobStatus, Queue
 from pipectl.errors import SchedulerError
 
 SQUEUE_FORMAT = "%i|%T|%D|%S|%e|%N|%k|%r"
@@ -33,8 +35,10 @@ _CLOCK_SKEW_S = 60.0
 class SlurmScheduler(CommandLineScheduler):
     """Slurm, version 20.02 or later; jobs are submitted by :class:`CommandLineScheduler`."""
 
-    name = "slurm"
-    title = "Slurm"
+    name, title = "slurm", "Slurm"
+    programs = ("sbatch",)
+    # The shell that salloc starts on the login node has the first variable alone.
+    node_variables = frozenset({"SLURM_JOB_ID", "SLURMD_NODENAME"})
     submit_command = ("sbatch", "--parsable")
     id_pattern = re.compile(r"([0-9]{1,18})(?:;\S+)?")
     list_command = "squeue --me -o '%i %k'"

@@ -28,7 +28,7 @@ from pipectl.jobs.prepare import PERCENT
 from pipectl.jobs.profiles import measure
 from pipectl.plan import Plan
 from pipectl.profile import Profile
-from pipectl.runs import Record, RunDirectory, beat, last_checkpoint
+from pipectl.runs import Heartbeat, Record, RunDirectory, last_checkpoint
 from pipectl.units import printable
 
 if TYPE_CHECKING:
@@ -49,11 +49,12 @@ def progress_of(run: RunDirectory, steps: int, *, measures_only: bool = False) -
         nonlocal last_s
         now = time.monotonic()
         if not total:
-            beat(run, what, 0, steps)
+            Heartbeat(what, 0, steps).save(run.heartbeat)
         elif now - last_s >= _BEAT_S:
             last_s, percent = now, 100 * done // total
             state = "profiling" if measures_only else f"profiling {percent}%"
-            beat(run, state, percent if measures_only else 0, steps)
+            step = percent if measures_only else 0
+            Heartbeat(state, step, steps).save(run.heartbeat)
 
     return report
 
@@ -122,7 +123,7 @@ def main(arguments: Sequence[str]) -> int:
             measurement = measure(spec, run.profile, progress, effort, again=values.again)
             write_json(run.measurement, measurement.to_json())
             measurement.profile.save(values.output)
-            beat(run, "profiled", PERCENT, PERCENT)
+            Heartbeat("profiled", PERCENT, PERCENT).save(run.heartbeat)
     except Exception as raised:
         error = with_details(raised, run.preparation_error)
         report = ErrorReport.of(error, action="PREPARE")

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pipectl.batch import CHECKPOINTED, LOCAL, JobState, JobStatus, get_scheduler, process
 from pipectl.errors import DataFileError, PipectlError, UsageError
@@ -26,6 +26,9 @@ from pipectl.files import fault_of_owner, read_limited
 from pipectl.plan import Plan
 from pipectl.runs import (
     TRAINING,
+    Heartbeat,
+    Measured,
+    RankBeat,
     Record,
     RunDirectory,
     as_typed,
@@ -34,10 +37,11 @@ from pipectl.runs import (
     locked,
     read_errors,
     read_exit_code,
+    read_heartbeat,
+    read_measured,
     read_requeue_error,
     read_stall,
 )
-from pipectl.runs.readers import Measured, read_heartbeat, read_measured
 from pipectl.units import format_time
 
 _SHORT_PATIENCE_S = 10.0
@@ -102,7 +106,7 @@ class RunStatus:
     phase: str
     measured: Measured
     plan: Plan | None
-    ranks: tuple[Mapping[str, Any], ...]
+    ranks: tuple[RankBeat, ...]
     errors: Sequence[ErrorReport]
     restarts: int = 0
     query_error: str | None = None
@@ -157,23 +161,22 @@ class RunStatus:
         prediction = self.plan.prediction if self.plan else None
         predicted = dict(enumerate(prediction.peak_memory_bytes if prediction else ()))
         return [
-            Peak(rank["rank"], rank["peak_bytes"], predicted.get(rank["rank"]))
+            Peak(rank.rank, rank.peak_bytes, predicted.get(rank.rank))
             for rank in self.ranks
-            if rank.get("peak_bytes") is not None
+            if rank.peak_bytes is not None
         ]
 
     @property
     def laggard(self) -> Laggard | None:
         """The rank that the others wait for; None if all wait about alike, or little."""
-        ranks = [rank for rank in self.ranks if rank.get("waiting") is not None]
-        if len(ranks) < 2:
+        waiting = [(each.waiting, each) for each in self.ranks if each.waiting is not None]
+        if len(waiting) < 2:
             return None
-        slowest = min(ranks, key=lambda rank: rank["waiting"])
-        share = slowest["waiting"]
-        others = (sum(rank["waiting"] for rank in ranks) - share) / (len(ranks) - 1)
+        share, slowest = min(waiting, key=lambda pair: pair[0])
+        others = (sum(each for each, _ in waiting) - share) / (len(waiting) - 1)
         if others < _MIN_WAITING or share > _MAX_SHARE_OF_IT * others:
             return None
-        return Laggard(slowest["rank"], slowest.get("node") or "", share, others)
+        return Laggard(slowest.rank, slowest.node, share, others)
 
     @property
     def steps(self) -> int | None:
@@ -259,13 +262,13 @@ class Poller:
                     run=run,
                     record=record,
                     job=job,
-                    phase="" if job.state.waits else heartbeat.get("state") or "",
+                    phase=heartbeat.state if heartbeat and not job.state.waits else "",
                     # Nobody knows the pace of a start that is yet to come.
                     measured=replace(measured, steps=None) if job.state.waits else measured,
                     plan=_read_plan(run),
-                    ranks=tuple(heartbeat.get("ranks") or ()),
+                    ranks=heartbeat.ranks if heartbeat else (),
                     errors=read_errors(run),
-                    restarts=max(0, (heartbeat.get("attempt") or 1) - 1),
+                    restarts=max(0, heartbeat.attempt - 1) if heartbeat else 0,
                     query_error=answer.error,
                 )
             )
@@ -309,16 +312,14 @@ def _job_status(
     run: RunDirectory,
     record: Record,
     answer: Answer,
-    heartbeat: Mapping[str, Any],
+    heartbeat: Heartbeat | None,
     step_time_s: float | None,
     now: float,
 ) -> JobStatus:
     """The state of a run's job, from what the batch system said and what the files say now."""
     beat_at, words = None, "no details"
     if heartbeat:
-        words = "{state}, step {step} of {steps}".format_map(
-            {key: heartbeat.get(key) for key in ("state", "step", "steps")}
-        )
+        words = f"{heartbeat.state}, step {heartbeat.step} of {heartbeat.steps}"
         with suppress(OSError):  # by the clock of the file system, which all nodes share
             beat_at = run.heartbeat.stat().st_mtime
     # After the question, so that a job which ends in between is not taken for one that vanished.

@@ -21,17 +21,19 @@ from pipectl.runs.directory import (
     sweep_of,
 )
 from pipectl.runs.readers import (
+    Heartbeat,
     Line,
     Log,
     Logs,
-    beat,
+    Measured,
+    RankBeat,
     last_checkpoint,
     measured_steps,
     read_errors,
     read_exit_code,
     read_heartbeat,
+    read_measured,
     read_metrics,
-    read_report,
     read_requeue_error,
     read_stall,
     read_starts,
@@ -39,11 +41,11 @@ from pipectl.runs.readers import (
 from pipectl.runs.record import PROFILING, REHEARSAL, TRAINING, Event, Record, Setting, is_job_id
 
 __all__ = [
-    "ATTEMPT", "PROFILING", "REHEARSAL", "RUN_VARIABLE", "SCRIPT", "TRAINING", "Event", "Line",
-    "Log", "Logs", "Record", "RunDirectory", "Setting", "SweepDirectory", "as_typed",
-    "beat", "checkpoints", "find", "find_run", "find_runs", "is_job_id", "last_checkpoint",
-    "list_runs", "list_sweeps", "locked", "measured_steps", "one_of", "read_errors",
-    "read_exit_code", "read_heartbeat", "read_metrics", "read_report",
+    "ATTEMPT", "PROFILING", "REHEARSAL", "RUN_VARIABLE", "SCRIPT", "TRAINING", "Event", "Heartbeat",
+    "Line", "Log", "Logs", "Measured", "RankBeat", "Record", "RunDirectory", "Setting",
+    "SweepDirectory", "as_typed", "checkpoints", "find", "find_run", "find_runs", "is_job_id",
+    "last_checkpoint", "list_runs", "list_sweeps", "locked", "measured_steps", "one_of",
+    "read_errors", "read_exit_code", "read_heartbeat", "read_measured", "read_metrics",
     "read_requeue_error", "read_stall", "read_starts", "runs_directory", "stem_of", "step_of",
     "sweep_of",
 ]  # fmt: skip

@@ -7,11 +7,11 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 
 from pipectl.errors import DataFileError, UnknownRunError, UsageError
@@ -112,7 +112,10 @@ class RunDirectory(Directory):
         Raises:
             UsageError: ``base`` cannot be written; no directory of a run or sweep is left in it.
         """
-        return cls(base / _make_all(base, name, now, lambda stem: {base / stem: _FOLDERS}))
+        for stem in _stems(name, now):
+            if _make_all(base, {base / stem: _FOLDERS}):
+                return cls(base / stem)
+        raise AssertionError("unreachable")
 
     def rank_log(self, rank: int) -> Path:
         """What a rank printed."""
@@ -159,15 +162,13 @@ class SweepDirectory(Directory):
         """A new directory and those of its runs, ``<YYYYMMDD-HHMMSS>-<name>-0`` and so on; see
         :meth:`RunDirectory.create`."""
 
-        def runs_of(stem: str) -> list[RunDirectory]:
-            return [RunDirectory(base / f"{stem}-{index}") for index in range(points)]
-
-        def folders_of(stem: str) -> dict[Path, Sequence[str]]:
-            runs = dict.fromkeys((run.path for run in runs_of(stem)), _FOLDERS)
-            return {cls.beside(base / stem).path: ("logs",), **runs}
-
-        stem = _make_all(base, name, now, folders_of)
-        return cls.beside(base / stem), runs_of(stem)
+        for stem in _stems(name, now):
+            sweep = cls.beside(base / stem)
+            runs = [RunDirectory(base / f"{stem}-{index}") for index in range(points)]
+            folders = {sweep.path: ("logs",), **dict.fromkeys((r.path for r in runs), _FOLDERS)}
+            if _make_all(base, folders):
+                return sweep, runs
+        raise AssertionError("unreachable")
 
     @classmethod
     def beside(cls, run: Path) -> SweepDirectory:
@@ -221,44 +222,40 @@ def stem_of(name: str, now: float) -> str:
     return f"{datetime.fromtimestamp(now):%Y%m%d-%H%M%S}-{name}"
 
 
-def _make_all(
-    base: Path, name: str, now: float, folders_of: Callable[[str], Mapping[Path, Sequence[str]]]
-) -> str:
-    """Make directories with their folders for us alone, all or none; two callers never share one.
-
-    Args:
-        folders_of: the directories of a stem.
-
-    Returns:
-        The first stem of which there is no directory yet: the usual one, or ``stem-2``, ``stem-3``…
-    """
+def _stems(name: str, now: float) -> Iterator[str]:
+    """The usual stem, then ``stem-2``, ``stem-3``…"""
     usual = stem_of(name, now)
-    for stem in chain([usual], (f"{usual}-{number}" for number in count(2))):
-        folders = folders_of(stem)
-        new: list[Path] = []
-        try:
-            for path in folders:
-                make_private_directory(path.parent)
-            for path, names in folders.items():
-                try:
-                    path.mkdir(0o700)
-                except FileExistsError:
-                    break
-                new.append(path)
-                for inner in names:
-                    (path / inner).mkdir(0o700)
-            else:
-                new = []
-                return stem
-        except OSError as error:
-            raise UsageError(
-                f"{base}: no run directory can be made: {error.strerror or error}",
-                cure="set output.directory to a directory with room that you may write to",
-            ) from error
-        finally:
-            for path in new:
-                shutil.rmtree(path, ignore_errors=True)
-    raise AssertionError("unreachable")
+    yield usual
+    for number in count(2):
+        yield f"{usual}-{number}"
+
+
+def _make_all(base: Path, folders: Mapping[Path, Sequence[str]]) -> bool:
+    """Make directories with their folders for us alone, all or none; whether none was there."""
+    new: list[Path] = []
+    try:
+        for path in folders:
+            make_private_directory(path.parent)
+        for path, names in folders.items():
+            try:
+                path.mkdir(0o700)
+            except FileExistsError:
+                break
+            new.append(path)
+            for inner in names:
+                (path / inner).mkdir(0o700)
+        else:
+            new = []
+            return True
+    except OSError as error:
+        raise UsageError(
+            f"{base}: no run directory can be made: {error.strerror or error}",
+            cure="set output.directory to a directory with room that you may write to",
+        ) from error
+    finally:
+        for path in new:
+            shutil.rmtree(path, ignore_errors=True)
+    return False
 
 
 @contextmanager

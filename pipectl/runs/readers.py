@@ -13,25 +13,24 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 from pipectl.errors import DataFileError
 from pipectl.faults import ErrorReport
-from pipectl.fields import VERSION, FieldError, Rule, read_value
-from pipectl.files import open_regular, read_json, read_limited, write_json
+from pipectl.fields import DataFile, FieldError, LenientFields, Rule, read_value
+from pipectl.files import open_regular, read_json, read_limited
 from pipectl.runs.directory import RunDirectory, checkpoints
 from pipectl.runs.record import PROFILING, Record
 from pipectl.units import printable
-from pipectl.watch import node_path
+from pipectl.watch.report import node_path, read_report
 
 _EDGE = 40
 """Lines read at either end of a long file of metrics."""
 _MAX_BYTES, _MAX_REPORT_BYTES, _MAX_DIGITS = 2**28, 2**24, 100
-_CURE = "the running job writes it again within seconds"
 _WARM_UP_STEPS = 3
 _LABEL = re.compile(rb"\[(0|[1-9][0-9]{0,8})\] ")
 _OF_RANK = re.compile(r"rank-([0-9]{1,9})\.log")
@@ -40,67 +39,73 @@ _MAX_LINE = 1 << 16
 """Bytes of a line of a log; a longer one is broken."""
 
 
-def beat(
-    run: RunDirectory,
-    state: str,
-    step: int,
-    steps: int,
-    attempt: int = 1,
-    ranks: Sequence[dict[str, Any]] = (),
-    messages: Mapping[str, Any] | None = None,
-    now: float | None = None,
-) -> None:
-    """Write ``heartbeat.json``: what a job does now, and how its ranks are.
+@dataclass(frozen=True)
+class RankBeat(LenientFields):
+    """How a rank is, as of its last step; None before its first.
 
     Args:
-        attempt: number of the job's start, from 1.
-        messages: how they travel; None before that is known.
-        now: seconds since the epoch; None for this moment.
+        busy_s: time that it computed in the step.
+        waiting: share of its time that it waits for other ranks.
+        rss_bytes, peak_bytes: memory of its process, and the most that it has held.
     """
-    document = {
-        "version": VERSION,
-        "time": time.time() if now is None else now,
-        "attempt": attempt,
-        "state": state,
-        "step": step,
-        "steps": steps,
-        "ranks": list(ranks),
-        **({"messages": dict(messages)} if messages else {}),
-    }
-    write_json(run.heartbeat, document)
+
+    rank: int
+    host: str = ""
+    node: str = ""
+    pid: int | None = None
+    stages: tuple[int, ...] = ()
+    busy_s: float | None = None
+    waiting: Annotated[float, Rule(lambda share: share <= 1, "at most 1")] | None = None
+    rss_bytes: int | None = None
+    peak_bytes: int | None = None
 
 
-def read_heartbeat(run: RunDirectory) -> dict[str, Any]:
-    """The last heartbeat; empty before the first, or if it is damaged."""
-    return read_report(run.heartbeat)
+@dataclass(frozen=True)
+class Heartbeat(LenientFields, DataFile):
+    """What a job does now, and how its ranks are.
+
+    Args:
+        state: a phase, such as ``training``.
+        step, steps: that were done, and of the whole run; percent if it only measures.
+        attempt: number of the job's start, from 1.
+        messages: how they travel, empty before that is known: ``route``, ``progress`` and ``why``.
+        time: seconds since the epoch.
+    """
+
+    max_bytes: ClassVar[int] = _MAX_REPORT_BYTES
+    cure: ClassVar[str] = "the running job writes it again within seconds"
+    state: str = ""
+    step: int | None = None
+    steps: int | None = None
+    attempt: int = 1
+    ranks: tuple[RankBeat, ...] = ()
+    messages: Mapping[str, str] = field(default_factory=dict)
+    time: float = field(default_factory=time.time)
 
 
-def read_report(path: Path) -> dict[str, Any]:
-    """A heartbeat, or a report of a failure or a watcher; empty if it is missing or damaged."""
-    try:
-        return _sound(read_json(path, cure=_CURE, limit=_MAX_REPORT_BYTES))
-    except DataFileError:
-        return {}
+def read_heartbeat(run: RunDirectory) -> Heartbeat | None:
+    """The last heartbeat; None before the first, or if it is damaged."""
+    with suppress(DataFileError):
+        return Heartbeat.load(run.heartbeat)
+    return None
 
 
 def read_errors(run: RunDirectory) -> list[ErrorReport]:
     """Why the preparation and ranks failed, the first failure first; unreadable ones are left
     out."""
-    paths = [run.preparation_error, *sorted(run.errors.glob("rank-*.json"))]
-    names, errors = {each.name for each in fields(ErrorReport)}, []
-    for report in filter(None, map(read_report, paths)):
-        known = {key: value for key, value in report.items() if key in names and value is not None}
-        if not 0 < known.get("exit_code", 1) < 128:
-            known["exit_code"] = 1
-        errors.append(ErrorReport(**known))
+    errors = []
+    for path in (run.preparation_error, *sorted(run.errors.glob("rank-*.json"))):
+        with suppress(DataFileError):
+            document = read_json(path, cure="", limit=_MAX_REPORT_BYTES)
+            errors.append(read_value(ErrorReport, document))
     return sorted(errors, key=lambda error: (error.rank is not None, error.time))
 
 
 def read_stall(run: RunDirectory) -> str:
     """Who waits for whom, while no rank moves on; empty while all is well, or if nobody says so."""
     starts = sorted(run.watch.glob("[0-9]*"))
-    report = read_report(node_path(starts[-1], 0)) if starts else {}
-    return printable(report.get("stalled") or "")
+    news = read_report(node_path(starts[-1], 0)) if starts else None
+    return "" if news is None else printable(news[1].stalled)
 
 
 def read_exit_code(run: RunDirectory) -> int | None:
@@ -266,7 +271,8 @@ def read_measured(run: RunDirectory, record: Record | None) -> Measured:
     """What a run has done so far; the steps of one that only measures are percent."""
     if record is None or record.kind != PROFILING:
         return sum_up(read_metrics(run, whole=False))
-    return Measured(step=read_heartbeat(run).get("step") or 0, steps=record.steps)
+    heartbeat = read_heartbeat(run) or Heartbeat()
+    return Measured(step=heartbeat.step or 0, steps=record.steps)
 
 
 class Line(NamedTuple):
@@ -349,7 +355,7 @@ class Logs:
 
 
 def _sound(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a file of a job that are of their type, not known here, or null."""
+    """The fields of a line of metrics that are of their type, not known here, or null."""
     sound = {}
     for key, value in document.items():
         with suppress(FieldError):
@@ -369,15 +375,6 @@ def _to_finite(value: Any) -> float:
     return float(value)
 
 
-def _to_object(value: Any) -> dict[str, Any]:
-    return _sound(read_value(Mapping[str, Any], value))
-
-
-def _to_ranks(value: Any) -> list[dict[str, Any]]:
-    ranks = [_sound(item) for item in read_value(tuple[Any, ...], value) if isinstance(item, dict)]
-    return [rank for rank in ranks if rank.get("rank") is not None]
-
-
 def _to_figures(value: Any) -> dict[str, float | None]:
     figures: dict[str, float | None] = {}
     for name, figure in read_value(Mapping[str, Any], value).items():
@@ -387,22 +384,15 @@ def _to_figures(value: Any) -> dict[str, float | None]:
 
 
 _TYPES: Mapping[str, Any] = {
-    **dict.fromkeys(("step", "steps", "attempt", "rank", "stage", "pid", "exit_code"), int),
-    **dict.fromkeys(("rss_bytes", "peak_bytes", "loss_of_micro_batch"), int),
+    **dict.fromkeys(("step", "steps", "attempt", "stage", "loss_of_micro_batch"), int),
     **dict.fromkeys(
         ("time", "loss", "step_time_s", "samples_per_s", "tokens_per_s", "learning_rate",
-         "gradient_norm", "loss_scale", "busy_s"),
+         "gradient_norm", "loss_scale"),
         Annotated[float, _to_finite],
     ),
-    **dict.fromkeys(
-        ("state", "host", "node", "type", "message", "cure", "traceback", "action", "gradient_of",
-         "stalled", "early_stop"),
-        Annotated[str, _to_text],
-    ),
-    "stages": Annotated[list[int], lambda value: list(read_value(tuple[int, ...], value))],
-    "waiting": Annotated[float, Rule(lambda share: share <= 1, "at most 1")],
+    **dict.fromkeys(("gradient_of", "early_stop"), Annotated[str, _to_text]),
     "evaluation": Annotated[Mapping[str, float], _to_figures],
-    "not_finite": Annotated[Mapping[str, Any], _to_object],
-    "ranks": Annotated[tuple[Any, ...], _to_ranks],
-    "messages": Annotated[Mapping[str, Any], _to_object],
+    "not_finite": Annotated[
+        Mapping[str, Any], lambda value: _sound(read_value(Mapping[str, Any], value))
+    ],
 }  # fmt: skip

@@ -29,7 +29,7 @@ from mpi4py import MPI
 from pipectl.files import open_regular
 from pipectl.plan import Plan
 from pipectl.rehearsal import Passage, Rehearsal
-from pipectl.runs import RunDirectory, beat
+from pipectl.runs import Heartbeat, RunDirectory
 from pipectl.runtime import clock
 from pipectl.runtime.nodes import check_world
 from pipectl.runtime.process import Doing, run_rank
@@ -59,7 +59,7 @@ def rehearse(directory: RunDirectory, communicator: MPI.Intracomm, doing: Doing)
 
     def say(state: str, step: int) -> None:
         if communicator.rank == 0:
-            beat(directory, state, step, steps, 1)
+            Heartbeat(state, step, steps).save(directory.heartbeat)
 
     say("connecting", 0)
     replicas = max(stage.replicas for stage in plan.stages)

@@ -8,13 +8,13 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import psutil
 from mpi4py import MPI
 
-from pipectl.runs import RunDirectory, beat
+from pipectl.runs import Heartbeat, RankBeat, RunDirectory
 from pipectl.runtime.nodes import node_name
 from pipectl.runtime.process import say, warn
 from pipectl.runtime.reports import Attempts, Lines, Reports
@@ -72,10 +72,10 @@ class Telemetry:
         steps: int,
         attempt: int,
         stages: tuple[int, ...],
-        messages: Mapping[str, Any] | None = None,
+        messages: Mapping[str, str] | None = None,
         loss_ranks: Sequence[int] = (0,),
     ) -> None:
-        self._messages = messages
+        self._messages = messages or {}
         self.tell: Callable[[dict[str, Any]], object] | None = None
         self._loss_ranks = loss_ranks
         self._communicator = communicator
@@ -83,13 +83,8 @@ class Telemetry:
         self._steps = steps
         self._attempt = attempt
         self._process = psutil.Process()
-        me = {
-            "rank": communicator.rank,
-            "host": socket.gethostname(),
-            "node": node_name(),
-            "pid": os.getpid(),
-            "stages": list(stages),
-        }
+        host, node = socket.gethostname(), node_name()
+        me = RankBeat(communicator.rank, host, node, os.getpid(), stages)
         self._ranks = communicator.gather(me)
         self._reports = Reports[dict[str, Any]](communicator)
         self._beat_at = 0.0
@@ -218,18 +213,15 @@ class Telemetry:
         self._beat_at = now
         assert self._ranks is not None
         ranks = []
-        for identity in self._ranks:
-            latest, figures = self._reports.latest.get(identity["rank"]), {}
-            if latest is not None:
-                figures = {
-                    "busy_s": latest["busy_s"],
-                    "waiting": round(latest["waiting"], 3),
-                    "rss_bytes": latest["rss_bytes"],
-                    "peak_bytes": latest["peak_bytes"],
-                }
-            ranks.append({**identity, **figures})
-        state = self._state, self._step, self._steps, self._attempt, ranks, self._messages
-        self._beats(lambda: beat(self._run, *state))
+        for rank in self._ranks:
+            if (latest := self._reports.latest.get(rank.rank)) is not None:
+                names = "busy_s", "rss_bytes", "peak_bytes"
+                figures = {name: latest[name] for name in names}
+                rank = replace(rank, waiting=round(latest["waiting"], 3), **figures)
+            ranks.append(rank)
+        progress = self._state, self._step, self._steps, self._attempt
+        heartbeat = Heartbeat(*progress, tuple(ranks), self._messages)
+        self._beats(lambda: heartbeat.save(self._run.heartbeat))
 
 
 def _finite(value: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import nullcontext
 from itertools import islice, pairwise
-from typing import Any
 
 from pipectl.capture.data import Samples
 from pipectl.cluster import Cluster
@@ -45,7 +44,7 @@ class Trainer:
         setup: Setup,
         run: RunDirectory,
         attempt: int,
-        messages: Mapping[str, Any] | None = None,
+        messages: Mapping[str, str] | None = None,
         stored: Stored | None = None,
     ) -> None:
         self._setup = setup

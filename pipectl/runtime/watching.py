@@ -31,7 +31,7 @@ from pipectl.runtime.nodes import grouped, node_name
 from pipectl.runtime.process import Doing, job_log, warn
 from pipectl.runtime.waiting import broadcast, gather_all
 from pipectl.spec import JobSpec
-from pipectl.watch.rank import BYE, FAILING
+from pipectl.watch.rank import BYE, FAILING, LocalRank
 from pipectl.watch.watcher import Settings
 
 _LOOK_S = 1.0
@@ -56,13 +56,9 @@ def watched(
     # With both ends here, the pipe never breaks, whatever becomes of the watcher.
     reader, pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     process_id = os.getpid()
-    me = {
-        "rank": communicator.rank,
-        "pid": process_id,
-        "started": process.start_time(process_id) or 0,
-        "board": f"/proc/{process_id}/fd/{doing.board.handle}",
-        "words": f"/proc/{process_id}/fd/{reader}",
-    }
+    started, ours = process.start_time(process_id) or 0, f"/proc/{process_id}/fd"
+    board, words = f"{ours}/{doing.board.handle}", f"{ours}/{reader}"
+    me = LocalRank(communicator.rank, process_id, started, board, words)
     ranks = gather_all(communicator, me)
     if communicator.rank == nodes[number][0]:
         script = os.environ.get(SCRIPT, "")
@@ -71,7 +67,7 @@ def watched(
             node=number,
             nodes=len(nodes),
             size=communicator.size,
-            ranks=[ranks[rank] for rank in nodes[number]],
+            ranks=tuple(ranks[rank] for rank in nodes[number]),
             launched=RUN_VARIABLE in os.environ,
             script=int(script) if script.isdecimal() else 0,
             folder=folder,

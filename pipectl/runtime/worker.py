@@ -14,7 +14,7 @@ from pipectl.capture import CapturedJob
 from pipectl.cluster import Cluster
 from pipectl.plan import Plan
 from pipectl.profile import Profile
-from pipectl.runs import ATTEMPT, RunDirectory, beat
+from pipectl.runs import ATTEMPT, Heartbeat, RunDirectory
 from pipectl.runtime.agreement import (
     accelerators_of,
     check_alike,
@@ -70,7 +70,7 @@ def _train(
     if stored is not None:
         stored.check(plan.micro_batch_size)
     if rank == 0:
-        beat(directory, "capturing", 0, spec.training.steps, attempt)
+        Heartbeat("capturing", 0, spec.training.steps, attempt).save(directory.heartbeat)
     settle_process(spec.threads)
     doing.action = "choosing the device"
     nodes = neighbours_of(communicator)

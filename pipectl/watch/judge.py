@@ -9,11 +9,10 @@ has not begun to train, may take as long as it needs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
 
 from pipectl.units import format_ranges
 from pipectl.watch.board import Activity
-from pipectl.watch.rank import DIED, FAILED, FAILS, RESUME, STOPPED, RankReport
+from pipectl.watch.report import DIED, FAILED, FAILS, RESUME, STOPPED, NodeReport, RankReport
 
 PATIENCE = 20
 """A rank may compute for this many limits without moving on."""
@@ -32,33 +31,6 @@ _CIRCLE = 2
 _PACES = 3
 """The limit is at least this many steps."""
 _MAX_HOPS, _MAX_GROUPS = 6, 6
-
-
-class NodeReport(NamedTuple):
-    """The ranks of one node, as its watcher sees them.
-
-    Args:
-        node: its name.
-        ends: whether all ranks are to be killed.
-        stalled: who waits for whom, if no rank has moved on for long; only from the first node.
-        silent_s: age of the report; set by its reader.
-    """
-
-    node: str = ""
-    ends: bool = False
-    stalled: str = ""
-    ranks: tuple[RankReport, ...] = ()
-    silent_s: float = 0.0
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all of its ranks have ended."""
-        return all(rank.is_over for rank in self.ranks)
-
-    @property
-    def news(self) -> tuple[Any, ...]:
-        """What other watchers must learn at once when it changes."""
-        return self.ends, self.stalled, [rank.state for rank in self.ranks]
 
 
 Lost = tuple[NodeReport, RankReport]

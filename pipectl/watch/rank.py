@@ -7,21 +7,19 @@ import os
 import select
 import signal
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pipectl.units import printable
 from pipectl.watch import ProcessState, process_state
-from pipectl.watch.board import SIZE, Activity, read_activity
+from pipectl.watch.board import SIZE, read_activity
+from pipectl.watch.report import DIED, FAILED, FAILS, LEFT, LIVES, RESUME, STOPPED, RankReport
 
 BYE, FAILING = b"\xfe", b"\xfd"
 """What a rank writes to its pipe before it ends, or before it reports its error. Python writes the
 numbers of signals to the same pipe, and the stack when it crashes."""
-LIVES, STOPPED, FAILS, FAILED, DIED, LEFT = "lives", "stopped", "fails", "failed", "died", "left"
-"""A rank in ``FAILS`` or ``FAILED`` reports its error itself; a rank in ``DIED`` has not."""
-RESUME = "`pipectl resume RUN` continues from the last checkpoint"
 _MEMORY = (
     "resume it with a memory limit below what a rank gets: "
     "pipectl resume RUN --set pipeline.memory_limit=SIZE"
@@ -39,52 +37,38 @@ _SHARED_MEMORY = tuple(
 """Prefixes of the files by which MPI libraries share memory; killed ranks leave them behind."""
 
 
-class RankReport(NamedTuple):
-    """One rank, as its node's watcher sees it.
+class LocalRank(NamedTuple):
+    """What a rank tells of itself, so that it can be watched.
 
     Args:
-        state: one of the constants above.
-        still_s: time at this point of its program, stopped or not.
-        ended_at: seconds since the epoch, if it is in ``DIED``; else 0. Of the ranks of a node it
-            tells which ended first.
-        was_asked: whether it ended by the signal that cancels a job.
-        message: why it ended, or is lost; ``cure`` is what the user can do.
-        stack: its Python stack, if it crashed.
+        started: start of its process; see :class:`pipectl.watch.ProcessState`.
+        board, words: paths of its board, and of the pipe to which it writes.
     """
 
-    rank: int = 0
-    state: str = LIVES
-    still_s: float = 0.0
-    activity: Activity = Activity()
-    ended_at: float = 0.0
-    was_asked: bool = False
-    message: str = ""
-    cure: str = RESUME
-    stack: str = ""
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it has ended."""
-        return self.state in (FAILED, DIED, LEFT)
+    rank: int
+    pid: int
+    started: int
+    board: str
+    words: str
 
 
 class _Rank:
     """One rank: what it shares with this process, and what this process has seen of it."""
 
-    def __init__(self, rank: int, pid: int, started: int, board: str, words: str) -> None:
-        self.rank, self.pid, self.started = rank, pid, started
+    def __init__(self, local: LocalRank) -> None:
+        self.rank, self.pid, self.started, board, words = local
         handle = os.open(board, os.O_RDONLY)
         self.board = mmap.mmap(handle, SIZE, prot=mmap.PROT_READ)
         os.close(handle)
         self.words = os.open(words, os.O_RDONLY | os.O_NONBLOCK)
         self.handle: int | None = None  # None if the kernel has none of processes
         with suppress(OSError, AttributeError):
-            self.handle = os.pidfd_open(pid)
+            self.handle = os.pidfd_open(self.pid)
         # A launcher starts ranks by a process on each node, whose parent is on the first node.
-        process = process_state(pid, started)
+        process = process_state(self.pid, self.started)
         self.parent = process_state(process.parent) if process else None
         self.launcher = process_state(self.parent.parent) if self.parent else None
-        self.shared, self.is_training = shared_files(pid), False
+        self.shared, self.is_training = shared_files(self.pid), False
         self.heard, self.asked_at, self.lived_at = b"", float("-inf"), 0.0
         self.point, self.moved_at = (False, 0, 0), 0.0
         self.death: RankReport | None = None
@@ -112,28 +96,28 @@ class _Rank:
             lost_process: the launcher or job script, if that is gone; else empty.
             memory_kill: whether the kernel has just killed a process for lack of memory.
         """
-        dead = RankReport(self.rank, DIED, ended_at=ended_at)
         # It was seen alive last before the signal, or just after.
-        was_asked = self.lived_at - self.asked_at <= _END_SIGNAL_S
+        was_asked, cure, stack = self.lived_at - self.asked_at <= _END_SIGNAL_S, RESUME, ""
         words = printable(self.heard.decode(errors="replace")).replace("\ufffd", "").strip()
         if lost_process:
-            cure = f"it was killed, or its node is gone; {RESUME}"
             message = f"{lost_process} that started it is gone"
-            return dead._replace(was_asked=was_asked, message=message, cure=cure)
-        if words:
-            message = f"its process crashed: {words.splitlines()[0]}"
-            return dead._replace(message=message, stack=words[:_MAX_WORDS])
-        if memory_kill:
-            message = "killed by the kernel, for lack of memory on its node"
-            return dead._replace(message=message, cure=_MEMORY)
-        if was_asked:
+            cure = f"it was killed, or its node is gone; {RESUME}"
+        elif words:
+            message, stack = f"its process crashed: {words.splitlines()[0]}", words[:_MAX_WORDS]
+            was_asked = False
+        elif memory_kill:
+            message, cure = "killed by the kernel, for lack of memory on its node", _MEMORY
+            was_asked = False
+        elif was_asked:
             message = "its process alone received SIGTERM or SIGINT"
-            return dead._replace(was_asked=True, message=message)
-        too = "" if _lives(self.launcher) else "; the launcher is gone, too"
-        message = (
-            f"its process was killed (by SIGKILL, for example) or exited without a message{too}"
-        )
-        return dead._replace(message=message)
+        else:
+            message = "its process was killed (by SIGKILL, for example) or exited without a message"
+            if not _lives(self.launcher):
+                message += "; the launcher is gone, too"
+        return RankReport(
+            self.rank, DIED, ended_at=ended_at, was_asked=was_asked, message=message, cure=cure,
+            stack=stack,
+        )  # fmt: skip
 
 
 class LocalRanks:
@@ -145,8 +129,6 @@ class LocalRanks:
     pipe is watched besides its pidfd.
 
     Args:
-        ranks: for each its ``rank``, its ``pid``, when that ``started``, and the paths of its board
-            (``board``) and of the pipe to which it writes (``words``).
         launched: whether a job script started the ranks, so that their launcher must live.
         script: pid of the job script, if it runs on this machine and must live; else 0.
 
@@ -154,8 +136,8 @@ class LocalRanks:
         OSError: the memory or the pipe of a rank cannot be opened.
     """
 
-    def __init__(self, ranks: Iterable[Mapping[str, Any]], *, launched: bool, script: int) -> None:
-        self._ranks = [_Rank(**rank) for rank in ranks]
+    def __init__(self, ranks: Iterable[LocalRank], *, launched: bool, script: int) -> None:
+        self._ranks = [_Rank(rank) for rank in ranks]
         self._launched, self._needs_script = launched, bool(script and launched)
         self._script = process_state(script) if self._needs_script else None
         self._memory_kills, self._memory_kill_at = _count_memory_kills(), float("-inf")
@@ -163,11 +145,11 @@ class LocalRanks:
         self._rank_of: dict[int, int] = {}
         self._ended_at: dict[int, float] = {}
         for rank in self._ranks:
-            self._epoll.register(rank.words, 0)  # epoll reports its end unasked
-            self._rank_of[rank.words] = rank.rank
-            if rank.handle is not None:
-                self._epoll.register(rank.handle, select.EPOLLIN)
-                self._rank_of[rank.handle] = rank.rank
+            # Of the pipe, epoll reports the end unasked.
+            for handle, event in ((rank.words, 0), (rank.handle, select.EPOLLIN)):
+                if handle is not None:
+                    self._epoll.register(handle, event)
+                    self._rank_of[handle] = rank.rank
 
     def look(self, now: float) -> tuple[RankReport, ...]:
         """A report of each rank.

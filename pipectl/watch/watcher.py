@@ -12,31 +12,37 @@ talk in no other way.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from pipectl.errors import UsageError
 from pipectl.faults import ErrorReport
 from pipectl.fields import read_value
-from pipectl.files import open_regular, write_log, write_text
+from pipectl.files import write_log
 from pipectl.units import printable
-from pipectl.watch import node_path
 from pipectl.watch.judge import (
     SETTLE_S,
-    NodeReport,
     describe_stall,
     interval_s,
     is_suspended,
     judge,
     limit_s,
 )
-from pipectl.watch.rank import DIED, FAILED, FAILS, LEFT, LocalRanks, RankReport
+from pipectl.watch.rank import LocalRank, LocalRanks
+from pipectl.watch.report import (
+    DIED,
+    FAILED,
+    FAILS,
+    LEFT,
+    NodeReport,
+    RankReport,
+    Stamp,
+    node_path,
+    read_report,
+    write_report,
+)
 
 _TO_ALL = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that batch systems send to all processes of a job; the watcher outlives them."""
@@ -51,10 +57,6 @@ _UNHEARD_S = 5.0
 _WITHOUT_FIRST = 2.0
 """Factor of the limit if the first node's watcher is gone."""
 _NEVER = float("-inf")
-_VERSION = 1
-_MAX_BYTES = 1 << 24
-Stamp = tuple[int, int]
-"""Number and time of change of a file, which differ whenever it was written."""
 
 
 class Settings(NamedTuple):
@@ -64,7 +66,8 @@ class Settings(NamedTuple):
         name: name of the node.
         node: its number; there are ``nodes``.
         size: number of ranks of the run.
-        ranks: the ranks of this node; see :class:`LocalRanks`, also for ``launched``, ``script``.
+        ranks: of this node.
+        launched, script: see :class:`LocalRanks`.
         folder: of the watchers' files; it goes when the ranks are started again.
         errors: folder of error reports.
         min_s, predicted_s: see :func:`pipectl.watch.judge.limit_s`.
@@ -74,39 +77,13 @@ class Settings(NamedTuple):
     node: int
     nodes: int
     size: int
-    ranks: Sequence[Mapping[str, Any]]
+    ranks: tuple[LocalRank, ...]
     launched: bool
     script: int
     folder: str
     errors: str
     min_s: float
     predicted_s: float
-
-
-def write_report(path: Path, report: NodeReport) -> None:
-    """Replace the file of a node; if the disk is full, at least renew its time of change."""
-    text = json.dumps({"version": _VERSION, **report._asdict()})
-    try:
-        write_text(path, f"{text}\n", mode=0o600, durable=False)
-    except (UsageError, OSError):
-        with suppress(OSError):
-            os.utime(path)
-
-
-def read_report(path: Path, last: Stamp | None = None) -> tuple[Stamp, NodeReport] | None:
-    """What is in the file of a node, with its stamp; None if that is the last one, or if the file
-    cannot be read.
-
-    It is opened each time: network file systems look for changes only then.
-    """
-    with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):  # it is damaged
-        with os.fdopen(open_regular(path, os.O_NOFOLLOW), "rb") as stream:
-            status = os.fstat(stream.fileno())
-            stamp = status.st_ino, status.st_mtime_ns
-            document = {} if stamp == last else json.loads(stream.read(_MAX_BYTES))
-        if stamp != last and document["version"] == _VERSION:
-            return stamp, read_value(NodeReport, document)
-    return None
 
 
 class Watcher:
@@ -268,7 +245,7 @@ def main() -> None:
     """Watch the ranks that the standard input names."""
     for number in _TO_ALL:
         signal.signal(number, signal.SIG_IGN)
-    settings = Settings(**json.load(sys.stdin))
+    settings: Settings = read_value(Settings, json.load(sys.stdin))
     try:
         watcher = Watcher(settings)
     except (OSError, ValueError) as error:

@@ -11,7 +11,7 @@ import pytest
 
 from pipectl.cluster import Cluster
 from pipectl.plan import Plan
-from pipectl.runs import Record, RunDirectory, beat
+from pipectl.runs import Heartbeat, Record, RunDirectory
 from pipectl.spec import load
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ def test_what_the_earlier_start_told_is_out_of_the_way_while_the_next_one_waits(
     ended.attempt.write_text("2\n")
     failure = {"rank": 0, "type": "ValueError", "message": "bad news", "time": 1.0}
     ended.error_of(0).write_text(json.dumps(failure))
-    beat(ended, "training", 2, 4, attempt=2)
+    Heartbeat("training", 2, 4, attempt=2).save(ended.heartbeat)
     assert "bad news" in cli("status", "last").out
     assert cli("resume", "last").code == 0
     shown = cli("status", "last").out
@@ -250,7 +250,7 @@ def test_a_rejected_submission_leaves_the_run_as_it_was(
     program("sbatch", "echo 'sbatch: error: invalid partition' >&2; exit 1")
     ended.measured_of(2).write_text("{}")
     ended.error_of(0).write_text("{}")
-    beat(ended, "training", 2, 4)
+    Heartbeat("training", 2, 4).save(ended.heartbeat)
     before = contents(ended)
     result = cli("resume", "last", *FOUR_RANKS)
     assert (result.code, result.out) == (5, "")

@@ -19,7 +19,7 @@ from pipectl.cli.views.run import bar, format_long_time, run_json, run_lines, sp
 from pipectl.jobs.state import RunStatus
 from pipectl.plan import Prediction
 from pipectl.runs import RunDirectory
-from pipectl.runs.readers import Measured
+from pipectl.runs.readers import Measured, RankBeat
 
 if TYPE_CHECKING:
     from conftest import Command, Program, RunOf
@@ -259,7 +259,7 @@ def test_what_is_known_while_the_controller_of_the_scheduler_is_down(
         assert f"the scheduler could not be asked: squeue: {DOWN}" in result.out
 
 
-def status_of(folder: Path, ranks: Sequence[dict[str, Any]] = (), **fields: Any) -> RunStatus:
+def status_of(folder: Path, ranks: Sequence[RankBeat] = (), **fields: Any) -> RunStatus:
     job = JobStatus(JobState.RUNNING, source="test")
     run, shown = RunDirectory(folder), tuple(ranks)
     status = RunStatus(run, None, job, "training", Measured(step=3), None, shown, None)
@@ -306,8 +306,7 @@ def test_the_parts_of_a_difference_come_largest_first_and_small_ones_not_at_all(
 def test_the_rank_that_others_wait_for(
     tmp_path: Path, waiting: list[float | None], words: str | None, waits_for: dict[str, Any] | None
 ) -> None:
-    shares = [{} if share is None else {"waiting": share} for share in waiting]
-    ranks = [{"rank": r, "node": f"n{r}", **share} for r, share in enumerate(shares)]
+    ranks = [RankBeat(r, node=f"n{r}", waiting=share) for r, share in enumerate(waiting)]
     status = status_of(tmp_path, ranks)
     assert details(status).get("waiting") == words
     assert run_json(status)["waits_for"] == waits_for
@@ -339,8 +338,8 @@ def test_speed_progress_and_memory_against_the_prediction(
     stages = [replace(s, cost=replace(s.cost, flops=10**8)) for s in plan.stages]
     plan = replace(plan, stages=tuple(stages))
     measured = Measured(step=30, steps=40, step_time_s=step_s)
-    ranks = [{"rank": rank, "peak_bytes": peak} for rank, peak in enumerate((GIB, 2 * GIB))]
-    status = status_of(tmp_path, [*ranks, {"rank": 99}], plan=plan, measured=measured)
+    ranks = [RankBeat(rank, peak_bytes=peak) for rank, peak in enumerate((GIB, 2 * GIB))]
+    status = status_of(tmp_path, [*ranks, RankBeat(99)], plan=plan, measured=measured)
     assert details(status)[label].startswith(words)
     assert run_json(status)["peaks"] == [
         {"rank": rank, "measured_bytes": (1 + rank) * GIB, "predicted_bytes": expected}

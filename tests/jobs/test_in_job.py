@@ -14,7 +14,7 @@ from pipectl.jobs import in_job
 from pipectl.jobs.profiles import Measurement
 from pipectl.plan import Plan
 from pipectl.profile import Operator, OptimizerCost, Profile
-from pipectl.runs import Record, RunDirectory, readers
+from pipectl.runs import Heartbeat, Record, RunDirectory
 from pipectl.spec import JobSpec, dump, load
 
 MORE = "pipeline: {stages: 2, micro_batches: 4, memory_limit: 1GiB}", "resources: {nodes: 2}"
@@ -75,11 +75,11 @@ def test_a_heartbeat_tells_how_far_it_is(
     run: RunDirectory, measured: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     beats = []
-    monkeypatch.setattr(readers, "write_json", lambda path, value: beats.append((path, value)))
+    monkeypatch.setattr(Heartbeat, "save", lambda beat, path: beats.append((path, beat)))
     in_job.profile_and_plan(run)
     assert [path for path, _ in beats] == [run.heartbeat] * 2
-    assert [value["state"] for _, value in beats] == ["profiling 33%", "planning"]
-    assert [(value["step"], value["steps"]) for _, value in beats] == [(0, 4)] * 2
+    assert [beat.state for _, beat in beats] == ["profiling 33%", "planning"]
+    assert [(beat.step, beat.steps) for _, beat in beats] == [(0, 4)] * 2
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pipectl.batch import JobState, JobStatus
 from pipectl.jobs import state
 from pipectl.jobs.state import Poller, RunStatus, get_statuses
 from pipectl.plan import Plan, Stage, StageCost
-from pipectl.runs import Record, RunDirectory, beat
+from pipectl.runs import Heartbeat, Record, RunDirectory
 from pipectl.runs.readers import Measured, sum_up
 
 
@@ -96,7 +96,7 @@ def test_while_the_next_start_waits_nothing_is_going_on(
     state: JobState,
 ) -> None:
     waiting = run(tmp_path, "41")
-    beat(waiting, "training", 2, 9)
+    Heartbeat("training", 2, 9).save(waiting.heartbeat)
     line = {"attempt": 1, "step": 2, "steps": 9, "loss": 1.5, "step_time_s": 0.1}
     waiting.metrics.write_text(json.dumps(line) + "\n")
     monkeypatch.setattr(schedulers["slurm"], "query", lambda *_, **__: {"41": JobStatus(state)})

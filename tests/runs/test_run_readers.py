@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipectl.runs import RunDirectory, read_errors, read_exit_code, read_heartbeat, read_metrics
+from pipectl.runs import (
+    Heartbeat,
+    RankBeat,
+    RunDirectory,
+    read_errors,
+    read_exit_code,
+    read_heartbeat,
+    read_metrics,
+)
 from pipectl.runs.readers import merge_attempts, sum_up
 
 
@@ -122,11 +130,20 @@ def test_short_files_of_metrics_are_read_whole(run: RunDirectory) -> None:
 
 
 def test_heartbeat(run: RunDirectory) -> None:
-    assert read_heartbeat(run) == {}
-    run.heartbeat.write_text('{"version": 1, "state": "training"}')
-    assert read_heartbeat(run) == {"version": 1, "state": "training"}
+    assert read_heartbeat(run) is None
+    ranks = RankBeat(3, "h", "n1", 7, (0, 1), waiting=0.5), RankBeat(0)
+    heartbeat = Heartbeat("training", 2, 9, 1, ranks, {"route": "host"}, 1.7e9)
+    heartbeat.save(run.heartbeat)
+    assert read_heartbeat(run) == heartbeat
     run.heartbeat.write_text('{"version": 1, "sta')
-    assert read_heartbeat(run) == {}
+    assert read_heartbeat(run) is None
+
+
+def test_what_is_damaged_in_a_heartbeat_hides_nothing_else(run: RunDirectory) -> None:
+    ranks = [{"rank": 1, "waiting": 2, "pid": 5}, {"node": "n0"}, 7]
+    beat = {"state": 5, "step": 3, "steps": -1, "attempt": "x", "time": 1.0, "ranks": ranks}
+    run.heartbeat.write_text(json.dumps({**beat, "messages": [], "later": {}}))
+    assert read_heartbeat(run) == Heartbeat(step=3, ranks=(RankBeat(1, pid=5),), time=1.0)
 
 
 def test_errors_come_in_the_order_of_failure(run: RunDirectory) -> None:

@@ -51,7 +51,7 @@ def test_weights_of_micro_batches_are_the_same_on_one_and_two_ranks(
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     beat = read_heartbeat(two)
-    assert (beat["state"], beat["step"], len(beat["ranks"])) == ("done", 5, 2)
+    assert (beat.state, beat.step, len(beat.ranks)) == ("done", 5, 2)
     assert read_errors(two) == []
 
 
@@ -151,7 +151,7 @@ def test_help_and_checks_are_those_that_the_job_asks_for_and_change_no_bit(
     weights = [checkpoint.load(run.checkpoints / "step-000005") for run in (one, two)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     beat = read_heartbeat(two)
-    found = {key: beat["messages"][key] for key in ("route", "progress", "why")}
+    found = {key: beat.messages[key] for key in ("route", "progress", "why")}
     assert found == {"route": "in place", "progress": progress, "why": "set in the job"}
     assert "training begins: 5 steps of 4 samples on 2 ranks\n" in done.stderr
 
@@ -205,7 +205,7 @@ def test_with_a_slow_rank_training_goes_on_with_the_same_bits_and_names_it(
         if any("pausing" in node for node in stage.nodes)
     ]
     found = get_status(three, 0.0)
-    shares = {rank["rank"]: rank["waiting"] for rank in found.ranks}
+    shares = {rank.rank: rank.waiting for rank in found.ranks}
     assert shares.keys() == {0, 1, 2}
     assert found.laggard is not None, shares
     assert found.laggard.rank == laggard
@@ -342,7 +342,7 @@ def test_polling_takes_the_place_of_the_thread(
     done = work(2, two)
     assert done.returncode == 0, done.stderr
     beat = read_heartbeat(two)
-    assert (beat["messages"]["progress"], beat["messages"]["why"]) == ("poll", why)
+    assert (beat.messages["progress"], beat.messages["why"]) == ("poll", why)
     weights = [checkpoint.load(run.checkpoints / "step-000005") for run in (one, two)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 

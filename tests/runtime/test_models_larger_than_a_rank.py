@@ -44,7 +44,7 @@ def test_a_model_three_times_larger_than_a_rank(
     assert done.returncode == 0, done.stderr
 
     beat = read_heartbeat(run)
-    peaks = [rank["peak_bytes"] for rank in beat["ranks"]]
+    peaks = [rank.peak_bytes for rank in beat.ranks]
     assert len(peaks) == 4
     assert max(peaks) <= limit, [peak >> 20 for peak in peaks]
     weights = checkpoint.load(run.checkpoints / "step-000002")

@@ -40,7 +40,8 @@ def test_a_rank_that_fails_in_step_3_ends_all_and_is_named(
 
 def all_end_before(deadline: float, run: RunDirectory) -> bool:
     beat = read_heartbeat(run)
-    pids = [rank["pid"] for rank in beat["ranks"]]
+    assert beat is not None
+    pids = [rank.pid for rank in beat.ranks]
     assert len(pids) == 2
     while any(map(psutil.pid_exists, pids)) and time.time() < deadline:
         time.sleep(0.1)

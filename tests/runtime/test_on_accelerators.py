@@ -39,7 +39,7 @@ def trained(make_spec: Any, make_run: Any, train: Any) -> Any:
         train(run)
         assert read_errors(run) == []
         beat = read_heartbeat(run)
-        assert len(beat["ranks"]) == ranks
+        assert len(beat.ranks) == ranks
         return checkpoint.load(run.checkpoints / "step-000005")
 
     return weights

@@ -113,11 +113,12 @@ def test_lines_are_added_to_those_of_an_earlier_attempt(run: RunDirectory) -> No
 def test_the_heartbeat_says_who_does_what(run: RunDirectory) -> None:
     writer = telemetry(run)
     beat = read_heartbeat(run)
-    assert (beat["state"], beat["step"], beat["steps"]) == ("training", 0, 3)
-    (rank,) = beat["ranks"]
-    assert rank["stages"] == [0, 1]
-    assert rank["pid"] == os.getpid()
-    assert "busy_s" not in rank
+    assert beat is not None
+    assert (beat.state, beat.step, beat.steps) == ("training", 0, 3)
+    (rank,) = beat.ranks
+    assert rank.stages == (0, 1)
+    assert rank.pid == os.getpid()
+    assert rank.busy_s is None
     writer.report(report(1))
     writer.finish()
     beat = strict(run.heartbeat.read_text())

@@ -146,7 +146,7 @@ def test_training_goes_on_while_the_disk_fails(
     last, beat = last_checkpoint(run), read_heartbeat(run)
     assert last is not None
     assert last.name == f"step-{STEPS:06d}"
-    assert beat["state"] == "done"
+    assert beat.state == "done"
 
 
 def wait_for(process: subprocess.Popen[str], done: Callable[[], bool]) -> None:

@@ -124,10 +124,10 @@ class Continued:
         """The number of the present start, once its ranks have come so far as to say it."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
-            beat = read_heartbeat(self.run) or {}
+            beat = read_heartbeat(self.run)
             with suppress(OSError, ValueError):
                 started = int((self.run.path / "attempt").read_text())
-                if beat.get("attempt") == started > self.ended and beat.get("ranks"):
+                if beat and beat.attempt == started > self.ended and beat.ranks:
                     return started
             assert time.monotonic() < deadline, self.log()
             time.sleep(0.1)
@@ -186,14 +186,14 @@ def signal_script(job: Continued, number: signal.Signals) -> None:
 
 def kill_rank(job: Continued) -> None:
     beat = read_heartbeat(job.run)
-    os.kill(job.random.choice(beat["ranks"])["pid"], signal.SIGKILL)
+    os.kill(job.random.choice(beat.ranks).pid, signal.SIGKILL)
 
 
 def lose_a_node(job: Continued) -> None:
     """Slurm's daemon there, and all that it has started."""
     beat = read_heartbeat(job.run)
     assert job.lab is not None
-    node = job.random.choice(beat["ranks"])["node"]
+    node = job.random.choice(beat.ranks).node
     daemon = psutil.Process(int((job.lab / f"slurmd.{node}.pid").read_text()))
     lost = [daemon, *filter(lambda process: is_of(process, node), psutil.process_iter())]
     for process in lost:

@@ -10,7 +10,6 @@ from pipectl.watch.board import Activity
 from pipectl.watch.judge import (
     MAX_WAIT_S,
     SETTLE_S,
-    NodeReport,
     describe_stall,
     describe_waits,
     interval_s,
@@ -18,7 +17,7 @@ from pipectl.watch.judge import (
     judge,
     limit_s,
 )
-from pipectl.watch.rank import DIED, FAILS, LEFT, LIVES, STOPPED, RankReport
+from pipectl.watch.report import DIED, FAILS, LEFT, LIVES, STOPPED, NodeReport, RankReport
 
 LIMIT, LONG, MISSED_S = 30.0, 1000.0, 5.0
 

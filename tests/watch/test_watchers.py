@@ -21,11 +21,18 @@ import pytest
 
 from pipectl.batch import process
 from pipectl.runs import RunDirectory, read_errors
-from pipectl.watch import node_path
 from pipectl.watch.board import Activity, Board
-from pipectl.watch.judge import NodeReport
-from pipectl.watch.rank import BYE, DIED, FAILING, STOPPED, LocalRanks, RankReport
-from pipectl.watch.watcher import Settings, read_report, write_report
+from pipectl.watch.rank import BYE, FAILING, LocalRank, LocalRanks
+from pipectl.watch.report import (
+    DIED,
+    STOPPED,
+    NodeReport,
+    RankReport,
+    node_path,
+    read_report,
+    write_report,
+)
+from pipectl.watch.watcher import Settings
 
 LONG_S = 60.0
 CRASH, TERM = b"Fatal Python error: Aborted\nThread 1", bytes([signal.SIGTERM])
@@ -48,11 +55,10 @@ class Rank:
         self.process.kill()
         self.process.wait()
 
-    def settings(self) -> dict[str, Any]:
-        started = process.start_time(self.process.pid)
-        ours = f"/proc/{os.getpid()}/fd"
-        paths = {"board": f"{ours}/{self.board.handle}", "words": f"{ours}/{self.pipe[0]}"}
-        return {"rank": self.number, "pid": self.process.pid, "started": started, **paths}
+    def settings(self) -> LocalRank:
+        started = process.start_time(self.process.pid) or 0
+        board, words = (f"/proc/{os.getpid()}/fd/{x}" for x in (self.board.handle, self.pipe[0]))
+        return LocalRank(self.number, self.process.pid, started, board, words)
 
     def close(self) -> None:
         self.ends()
@@ -105,7 +111,7 @@ class Job:
     def _watch(self, node: int, ranks: list[Rank], nodes: int, min_s: float) -> None:
         settings = Settings(
             name=f"n{node}", node=node, nodes=nodes, size=len(self.ranks), launched=False, script=0,
-            ranks=[rank.settings() for rank in ranks], folder=str(self.folder),
+            ranks=tuple(rank.settings() for rank in ranks), folder=str(self.folder),
             errors=str(self.run.errors), min_s=min_s, predicted_s=0.0,
         )  # fmt: skip
         with tempfile.TemporaryFile() as words, self.log.open("ab") as log:
@@ -220,8 +226,8 @@ def test_ranks_that_share_nothing_with_the_watcher_work_without(
     """One that has closed its pipe meanwhile has failed, and says why itself."""
     rank = Rank(0)
     job.ranks = [rank]
-    settings = rank.settings()
-    settings[shared] = f"/proc/{os.getpid()}/fd/{-1 if shared == 'board' else 10**6}"
+    path = f"/proc/{os.getpid()}/fd/{-1 if shared == 'board' else 10**6}"
+    settings = rank.settings()._replace(**{shared: path})
     monkeypatch.setattr(rank, "settings", lambda: settings)
     job._watch(0, [rank], 1, LONG_S)
     job.wait()
@@ -369,7 +375,7 @@ def test_a_full_disk_still_shows_that_a_watcher_lives(
     def fails(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("pipectl.watch.watcher.write_text", fails)
+    monkeypatch.setattr("pipectl.watch.report.write_text", fails)
     os.utime(path, (1.0, 1.0))
     before = read_report(path)
     assert before is not None

@@ -13,9 +13,17 @@ from rich.text import Text
 
 from pipectl.batch import JobState, JobStatus
 from pipectl.cli.console import label_lines, output, plain, say_json, short_path, table
+from pipectl.fields import write_value
 from pipectl.jobs.state import RunStatus, find_best
-from pipectl.runs import PROFILING, SweepDirectory, as_typed, last_checkpoint, read_metrics, step_of
-from pipectl.runs.readers import read_heartbeat
+from pipectl.runs import (
+    PROFILING,
+    SweepDirectory,
+    as_typed,
+    last_checkpoint,
+    read_heartbeat,
+    read_metrics,
+    step_of,
+)
 from pipectl.units import format_bytes, format_time, plural
 
 _STYLES = {
@@ -93,7 +101,7 @@ def run_json(status: RunStatus) -> dict[str, Any]:
         "not_finite_steps": list(so_far.not_finite),
         "early_stop": so_far.early_stop or None,
         "waits_for": None if status.laggard is None else status.laggard._asdict(),
-        "ranks": [dict(rank) for rank in status.ranks],
+        "ranks": [write_value(rank) for rank in status.ranks],
         "peaks": [peak._asdict() for peak in status.peaks],
         "error": None if failure is None else {"where": failure.where, "message": failure.what},
     }
@@ -412,16 +420,16 @@ def ranks_table(status: RunStatus, max_rows: int | None = None, width: int | Non
         ranks = ranks[: max_rows - 1]
     rows: list[Sequence[object]] = []
     for rank in ranks:
-        waiting, peak = rank.get("waiting"), peaks.get(rank["rank"])
+        waiting, peak = rank.waiting, peaks.get(rank.rank)
         predicted = None if peak is None else peak.predicted_bytes
         rows.append(
             (
-                rank["rank"],
-                rank.get("node", ""),
-                ",".join(map(str, rank.get("stages") or ())),
+                rank.rank,
+                rank.node,
+                ",".join(map(str, rank.stages)),
                 "" if waiting is None else bar(1 - waiting, 10),
                 "" if waiting is None else f"{waiting:.0%}",
-                _time(rank.get("busy_s")),
+                _time(rank.busy_s),
                 "" if peak is None else format_bytes(peak.measured_bytes),
                 "" if predicted is None else format_bytes(predicted),
             )
@@ -431,7 +439,8 @@ def ranks_table(status: RunStatus, max_rows: int | None = None, width: int | Non
     heads = ("rank", "node", "stage", "busy", "waits", "computes per step", "memory", "predicted")
     optional = ("predicted", "computes per step", "busy", "stage", "waits", "memory", "node")
     picture = table(heads, rows, left=heads[1:4], optional=optional, width=width)
-    if sent := read_heartbeat(status.run).get("messages"):
+    heartbeat = read_heartbeat(status.run)
+    if heartbeat and (sent := heartbeat.messages):
         how = f"messages: {sent.get('route')}; progress: {sent.get('progress')}"
         picture.caption = plain(f"{how} ({sent.get('why')})", "dim")
         picture.caption_justify = "left"

@@ -22,7 +22,7 @@ from pipectl.errors import MismatchError, PipectlError
 from pipectl.files import write_text
 from pipectl.link import RowTimes
 from pipectl.report.charts import links_svg
-from pipectl.runs import RunDirectory, beat
+from pipectl.runs import Heartbeat, RunDirectory
 from pipectl.runtime.links.measure import measure_link, measure_sharing, measure_sums
 from pipectl.runtime.nodes import grouped, node_name
 from pipectl.runtime.process import report
@@ -78,7 +78,7 @@ def probe(directory: RunDirectory, key: str, budget_s: float) -> Cluster:
 
     def say(what: str, percent: int) -> None:
         if communicator.rank == 0:
-            beat(directory, what, percent, 100, 1)
+            Heartbeat(what, percent, 100).save(directory.heartbeat)
 
     spec = load(directory.job, check_files=False)
     places = communicator.allgather(Place.here())

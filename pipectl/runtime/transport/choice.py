@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import log
-from typing import Any
 
 from mpi4py import MPI
 
@@ -50,7 +49,7 @@ class Choice:
     mode: str
     why: str
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, str]:
         """For the heartbeat."""
         return {"progress": self.mode, "why": self.why}
 

@@ -64,7 +64,7 @@ def test_a_run_ends_early_and_goes_on_to_the_bit(
     measured = sum_up(read_metrics(run))
     assert (measured.step, measured.evaluation_step) == (6, 6)
     assert measured.early_stop == "loss has not improved in 2 evaluations"
-    assert read_heartbeat(run)["state"] == "done"
+    assert read_heartbeat(run).state == "done"
     assert names(run) == ["step-000006", "step-000004"]
 
     monkeypatch.setenv("PIPECTL_ATTEMPT", "2")

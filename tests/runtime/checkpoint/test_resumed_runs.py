@@ -215,7 +215,7 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on(
         assert process.returncode == 0, log
         assert run.stopped.exists() == (attempt == 1)
         beat = read_heartbeat(run)
-        assert beat["state"] == ("stopped" if attempt == 1 else "done")
+        assert beat.state == ("stopped" if attempt == 1 else "done")
         run.stop.unlink(missing_ok=True)
         run.stopped.unlink(missing_ok=True)
     lines = read_metrics(run)
@@ -253,7 +253,7 @@ def kill_a_rank_behind_step(run: RunDirectory, process: subprocess.Popen[str], s
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    pids = {rank["rank"]: rank["pid"] for rank in read_heartbeat(run)["ranks"]}
+    pids = {rank.rank: rank.pid for rank in read_heartbeat(run).ranks}
     pid = pids[1]
     os.kill(pid, signal.SIGKILL)
     process.communicate(timeout=280)

@@ -284,6 +284,6 @@ def test_a_watcher_without_memory_ends_no_run(monkeypatch: pytest.MonkeyPatch) -
     warnings: list[str] = []
     monkeypatch.setattr("os.memfd_create", full)
     monkeypatch.setattr(watching, "warn", warnings.append)
-    settings = Settings("n", 0, 1, 1, [], False, 0, "", "", 1.0, 0.0)
+    settings = Settings("n", 0, 1, 1, (), False, 0, "", "", 1.0, 0.0)
     watching._Watcher(settings)
     assert [text for text in warnings if "they run without" in text] == warnings != []

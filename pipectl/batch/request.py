@@ -1,104 +1,19 @@
-"""What batch systems have in common: their interface and its data."""
+"""A job as a batch system is given it: sections of a job spec, and what a run adds."""
 
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from pipectl.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from pipectl.spec.models import Checkpoint, Environment, Launch, Pbs, Resources, Slurm
 
-CHECKPOINTED = 75
-"""Exit code of a job script whose ranks stopped at a checkpoint before they were done."""
 _MIN_WALLTIME_PER_LEAD_TIME = 4
-
-
-class JobState(StrEnum):
-    """The state of a job, the same words for every batch system."""
-
-    QUEUED = "QUEUED"
-    HELD = "HELD"
-    RUNNING = "RUNNING"
-    SUSPENDED = "SUSPENDED"
-    COMPLETING = "COMPLETING"
-    COMPLETED = "COMPLETED"
-    FAILED = "FAILED"
-    CANCELLED = "CANCELLED"
-    TIMEOUT = "TIMEOUT"
-    OUT_OF_MEMORY = "OUT_OF_MEMORY"
-    NODE_FAIL = "NODE_FAIL"
-    PREEMPTED = "PREEMPTED"
-    UNKNOWN = "UNKNOWN"
-
-    @property
-    def waits(self) -> bool:
-        """Whether the job has yet to start, maybe once more."""
-        return self in {JobState.QUEUED, JobState.HELD}
-
-    @property
-    def final(self) -> bool:
-        """Whether the job is over for good; UNKNOWN is not."""
-        return not self.waits and self not in _NOT_OVER
-
-    @property
-    def alive(self) -> bool:
-        """Whether the job still waits or runs; UNKNOWN does not count."""
-        return not self.final and self is not JobState.UNKNOWN
-
-
-_NOT_OVER = {JobState.RUNNING, JobState.SUSPENDED, JobState.COMPLETING, JobState.UNKNOWN}
-
-
-@dataclass(frozen=True)
-class JobStatus:
-    """What is known about one job.
-
-    Args:
-        reason: why it is in this state, in the source's words; empty if it gives none.
-        exit_code: of the job script, if known.
-        nodes: host list in the batch system's notation; empty before the start.
-        start, end: seconds since the epoch; before the start ``start`` is a forecast, and ``end``
-            is there for final states only.
-        source: who says so: ``queue``, ``accounting``, ``process``, ``run directory``,
-            ``heartbeat``, ``record`` or ``none``.
-    """
-
-    state: JobState
-    reason: str = ""
-    exit_code: int | None = None
-    nodes: str = ""
-    start: float | None = None
-    end: float | None = None
-    source: str = "queue"
-
-
-@dataclass(frozen=True)
-class Queue:
-    """A partition of Slurm or queue of PBS; None and 0 stand for what is not known.
-
-    Args:
-        default: whether jobs that name none go there.
-        open: whether it takes jobs and runs them.
-        walltime_s: the longest walltime of a job.
-        nodes: in all.
-        cores, memory_bytes, gpus: per node; the smallest, if they differ.
-    """
-
-    name: str
-    default: bool = False
-    open: bool = True
-    walltime_s: int | None = None
-    nodes: int = 0
-    cores: int = 0
-    memory_bytes: int | None = None
-    gpus: int = 0
 
 
 @dataclass(frozen=True)
@@ -236,74 +151,3 @@ class JobRequest:
         binds = (f"--bind={path}" for path in self.binds)
         program = "python3" if words[0] == self.python else words[0]
         return ("apptainer", "exec", *accelerators, *binds, image, program, *words[1:])
-
-
-class Scheduler(ABC):
-    """A batch system. Every method raises SchedulerError when the system fails or refuses."""
-
-    name: ClassVar[str]
-    title: ClassVar[str]
-    """Its name for people."""
-    resubmits: ClassVar[bool] = False
-    """Whether job scripts submit themselves again, instead of being requeued."""
-
-    def ping(self) -> None:  # noqa: B027
-        """Ask for something that costs the system little, to see whether it answers."""
-
-    def render(self, request: JobRequest) -> str:
-        """The job script, of the template called as the system.
-
-        Raises:
-            PipectlError: see :func:`pipectl.batch.script.render_script`.
-        """
-        from pipectl.batch.script import render_script
-
-        return render_script(
-            f"{self.name}.sh.j2", request, self.name, **self._template_values(request)
-        )
-
-    def _template_values(self, request: JobRequest) -> Mapping[str, str]:  # noqa: ARG002
-        """Further variables of the template; refuses what the system cannot run."""
-        return {}
-
-    @abstractmethod
-    def submit(self, script: Path, request: JobRequest) -> str:
-        """Hand the script over and return the job's id."""
-
-    @abstractmethod
-    def task_id(self, array_id: str, index: int) -> str:
-        """The id of one job of an array, from the id that ``submit`` or ``find`` returned."""
-
-    def array_id(self, task_id: str) -> str:
-        """The id by which ``cancel`` ends all jobs of an array; else that of the job itself."""
-        return task_id
-
-    def dependency_id(self, task_id: str) -> str:
-        """The id by which other jobs wait for the end of this one: that of its whole array, if
-        nothing can wait for one job of it."""
-        return task_id
-
-    @abstractmethod
-    def query(self, ids: Sequence[str], *, since: float | None = None) -> Mapping[str, JobStatus]:
-        """States by id; ids that the system does not know are absent, which proves nothing.
-
-        Args:
-            since: earliest submission among the jobs, seconds since the epoch; keeps an old job
-                with a recycled id from being taken for ours.
-        """
-
-    @abstractmethod
-    def cancel(self, job_id: str) -> None:
-        """Ask for the end of a job; ids that are already gone are no error."""
-
-    def estimate(self, script: Path) -> str | None:  # noqa: ARG002
-        """When the job would start, in the system's words; None if it cannot tell."""
-        return None
-
-    @abstractmethod
-    def find(self, tag: str) -> str | None:
-        """The id of the job submitted with this tag, for submissions that were interrupted."""
-
-    def queues(self) -> tuple[Queue, ...]:
-        """Partitions or queues, the default first; none if the system has none."""
-        return ()
