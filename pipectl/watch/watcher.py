@@ -105,7 +105,7 @@ class Watcher:
         self._heard = {settings.node: (self._own, 0.0)}
         self._now, self._suspended_at, self._written_at, self._read_at = 0.0, _NEVER, _NEVER, _NEVER
         self._ended_at: float | None = None
-        self._kill_at: float | None = None
+        self._kill_at = float("inf")
         self._is_decided = False
         self._warned_s = 0.0
 
@@ -141,7 +141,7 @@ class Watcher:
             return True
         if not self._ranks.are_gone or not self._is_first:
             return self._ranks.are_gone and self._own.ends
-        if self._kill_at is None or self._ended_at is None:
+        if self._ended_at is None:
             return False
         heard_of_all = len(self._heard) == settings.nodes
         all_end = heard_of_all and all(node.is_over for node, _ in self._heard.values())
@@ -162,6 +162,7 @@ class Watcher:
         ended = {rank.state for rank in report.ranks} & {FAILS, FAILED, DIED}
         if self._ended_at is None and concerns and ended:
             self._ended_at = self._now
+            self._kill_at = min(self._kill_at, self._now + _GRACE_S)
             self._read_at = _NEVER  # what others say from now on, they say after it
 
     def _read_files(self) -> None:
@@ -203,13 +204,11 @@ class Watcher:
         ended_s = None if self._ended_at is None else now - self._ended_at
         if not self._is_decided and (lost := judge(nodes, limit, ended_s, complete=self._is_first)):
             self._is_decided = True
+            if self._ended_at is None:
+                self._kill_at = now
             if not self._is_replaced():
                 self._report(*lost)
-        if self._kill_at is None and self._ended_at is not None:
-            self._kill_at = self._ended_at + _GRACE_S
-        elif self._kill_at is None and self._is_decided:
-            self._kill_at = now
-        self._own = self._own._replace(ends=self._kill_at is not None and now >= self._kill_at)
+        self._own = self._own._replace(ends=now >= self._kill_at)
         if self._is_first:
             self._warn(*describe_stall(nodes, limit))
 
