@@ -224,7 +224,6 @@ def fault_of_line(syntax: Syntax, line: str) -> tuple[str, str] | None:
 
 
 def _split(line: str, flags: str) -> list[str]:
-    """Split a line into options, each with its value."""
     try:
         words = shlex.split(line, comments=True)
     except ValueError:

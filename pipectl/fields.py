@@ -156,8 +156,6 @@ def _converter(hint: Any) -> Convert:
 
 
 class _Field(NamedTuple):
-    """A field: its name, its key in the file, and how to read and write it."""
-
     name: str
     key: str
     is_required: bool

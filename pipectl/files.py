@@ -292,11 +292,7 @@ def _descriptor_of(place: Path) -> int | None:
 
 
 def _refuse_pipe_of_others(status: os.stat_result, path: Path) -> None:
-    """Refuse a pipe or socket of another user, who could read the data or block the writer.
-
-    Raises:
-        OSError: the pipe or socket belongs to another user.
-    """
+    """Refuse a pipe or socket of another user, who could read the data or block the writer."""
     is_pipe = stat.S_ISFIFO(status.st_mode) or stat.S_ISSOCK(status.st_mode)
     if is_pipe and status.st_uid not in (os.geteuid(), _ROOT):
         raise OSError(errno.EACCES, "is a pipe of another user", str(path))

@@ -81,7 +81,7 @@ class Operator:
         output_bytes: bytes that cross a cut after this operator, once per consumer stage.
         gradient_bytes: bytes of the gradient that comes back; 0 if the value has no gradient.
         saved: (value, bytes) kept from forward to backward; equal values share one storage.
-        timings: micro-batch size to (forward_s, backward_s), for sizes besides the profile's.
+        timings: micro-batch size to (forward_s, backward_s), for sizes other than the profile's.
         cached: as ``timings``, for every measured size, in a stage whose data stays in the
             processor's cache between two micro-batches; empty if this makes no difference.
         group: operators of the same group must share a stage.
@@ -147,7 +147,7 @@ class Operator:
             "name": node_id,
             "gradient_bytes": 0 if "phase" in known else output_bytes,
             "saved": [[node_id, output_bytes]],
-            "group": known.get("colocate"),  # other tools use this name, and numbers
+            "group": known.get("colocate"),  # the name in files of other tools, with a number
             **known,
         }
 
@@ -250,7 +250,7 @@ class Profile(DataFile):
         loading_s: time to load a micro-batch, which is part of the forwards of the operators that
             read inputs and targets first; 0 if separate processes load.
         rows: row times on the node that the profile was measured on; None if not measured.
-        coupled: operators besides the loss that compute over all samples (e.g. batch norm).
+        coupled: operators, except the loss, that compute over all samples (e.g. batch norm).
     """
 
     cure: ClassVar[str] = "write a new one with: pipectl profile JOB.yaml"

@@ -342,7 +342,6 @@ class Assembly:
         return slots
 
     def _send_turns(self, channel: Channel, portion: Portion) -> Integers:
-        """Return the turns in which the messages of a channel are computed and sent."""
         return self._order.turns(_end_kind(channel), channel.source_stage, portion.micro_batches)
 
     def _backward_block(self, stage: int) -> Block:

@@ -101,7 +101,6 @@ def _channels(plan: Plan) -> tuple[Channel, ...]:
 def _channels_between(
     plan: Plan, kind: TransferKind, source: int, target: int, size_bytes: int
 ) -> Iterator[Channel]:
-    """Yield the channels between the replicas of two stages."""
     ends = plan.stages[source], plan.stages[target]
     forward = kind is TransferKind.ACTIVATION
     ranks = [end.ranks if forward else end.updating_ranks for end in ends]

@@ -3,7 +3,7 @@
 The schedule provides the computations, :mod:`pipectl.schedule.assembly` the other rows.
 
 If steps are not flushed, several steps are lowered as one, with an UPDATE after the last backward
-of each. From some step on all steps are alike, so a long stretch repeats the rows of one.
+of each. After a few steps all steps are the same, so a long stretch repeats the rows of one.
 
 If the forward and the backward of a stage run on different ranks, the second rank starts to receive
 saved values by the turn of the forward that computes them, so that the first can release them soon.

@@ -128,7 +128,7 @@ class Staleness:
 
     Args:
         version: (warm-up of the stage, steps) -> version that the steps use, from 0.
-        kept: (warm-up of the stage, whether its backward is apart) -> number of newest versions
+        kept: (warm-up of the stage, whether its backward is elsewhere) -> number of newest versions
             that a forward or backward may request on the rank that updates.
         words: (warm-up of all stages) -> description of the age of the gradients.
         one_micro_batch: whether a step has only one micro-batch.

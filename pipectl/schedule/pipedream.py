@@ -85,7 +85,7 @@ from pipectl.schedule.order import Schedule, Shape, Staleness, WarmUp
 
 
 def _warm_up(shape: Shape) -> WarmUp:
-    """Return the number of ranks from each stage to the end, plus one if its backward is apart."""
+    """Return the number of ranks from each stage to the end, plus one for a backward elsewhere."""
     apart = shape.apart or (False,) * shape.stages
     ranks = list(accumulate(1 + two for two in reversed(apart)))[::-1]
     return tuple(count + two for count, two in zip(ranks, apart, strict=True))

@@ -144,7 +144,6 @@ def _roles(plan: Plan) -> list[tuple[Role, ...]]:
 
 
 def _sizes(plan: Plan, micro_batches: int) -> Integers:
-    """Return the number of samples of each micro-batch."""
     sizes = np.full(micro_batches, plan.micro_batch_size)
     if micro_batches == plan.micro_batches:
         sizes[-1] = plan.batch_size - (micro_batches - 1) * plan.micro_batch_size

@@ -133,11 +133,6 @@ def default_warm_up(
 
 
 def _shape_of(plan: Plan) -> Shape:
-    """Return what the order of a plan depends on.
-
-    Raises:
-        ScheduleError: the plan's stages do not suit the schedule.
-    """
     schedule, held = schedule_of(plan), [stage.ranks for stage in plan.stages]
     if schedule.staleness is not None:
         _check_overlapping_steps(plan, schedule)
@@ -157,12 +152,8 @@ def _shape_of(plan: Plan) -> Shape:
 
 
 def _check_overlapping_steps(plan: Plan, schedule: Schedule) -> None:
-    """Refuse plans for which the versions of the weights are not defined.
-
-    Raises:
-        ScheduleError: the plan has replicas, several stages per rank, or unsuitable warm-ups or
-            micro-batches.
-    """
+    """Refuse replicas, several stages per rank, and unsuitable warm-ups and micro-batches, for
+    which the versions of the weights are not defined."""
     assert schedule.staleness is not None
     ranks = [rank for stage in plan.stages for rank in {*stage.ranks, *stage.updating_ranks}]
     fault, cure = "", ""

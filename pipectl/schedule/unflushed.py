@@ -1,4 +1,4 @@
-"""Schedules without flushes: the weights that each action uses, and the steps that are alike.
+"""Schedules without flushes: the weights that each action uses, and the steady state.
 
 Steps overlap, so a rank updates between the last backward of a step and that of the next, while
 micro-batches of later steps wait for their backwards. A *stretch* lasts from one moment at which
@@ -56,7 +56,7 @@ def with_versions(plan: Plan, rows: Actions) -> Actions:
 
 
 def steady_from(plan: Plan) -> int:
-    """Return the number of steps after which all steps of a stretch are alike on every rank.
+    """Return the number of steps of a stretch before the steady ones, which are all the same.
 
     A rank that only runs forwards waits for the next weights after the first that arrived.
     """
@@ -65,7 +65,7 @@ def steady_from(plan: Plan) -> int:
 
 
 def steps_apart(plan: Plan) -> int:
-    """Return the number of steps of a stretch besides those that are alike."""
+    """Return the number of steps of a stretch that are not steady."""
     return steady_from(plan) + _overlap(plan) + 1
 
 

@@ -124,7 +124,7 @@ def _orders_of(listed: Callable[[int, int, int], Integers]) -> Orders:
 
 
 def _v_shaped(name: str, orders: Orders) -> Schedule:
-    """Return the schedule of orders for a V, with split backwards."""
+    """Return a V-shaped schedule with split backwards."""
 
     def warm_ups(shape: Shape) -> list[WarmUp]:
         order = orders(shape.ranks, shape.micro_batches)

@@ -217,7 +217,7 @@ def amounts_of(
 
 
 def _versions(plan: Plan, programs: Sequence[Actions]) -> Floats:
-    """Return the bytes of parameter versions besides the newest: added by the UPDATE that replaces
+    """Return the bytes of older parameter versions: added by the UPDATE that replaces
     them, freed by the last backward that uses them; shape [rows of all programs, 2]."""
     versions = [np.zeros((len(rows), 2)) for rows in programs]
     for rows, changes in zip(programs, versions, strict=True):

@@ -78,7 +78,7 @@ def way_latency_s(way: Way) -> float:
 def _parts(
     where: str, link: Link, ranks: tuple[int, int], places: tuple[Hashable, Hashable]
 ) -> Way:
-    """Return one part, or with interfaces two: where the message leaves and where it enters."""
+    """Return one part, or two with interfaces: where the message leaves and where it enters."""
     if link.interface and where != "within":
         sides = ("out", "in") if link.duplex else ("", "")
         return tuple(

@@ -136,7 +136,6 @@ def _message_share(
     step_s: float,
     ranks_per_core: float,
 ) -> float:
-    """Return the bytes of messages relative to those of the plan."""
     sizes = np.array([channel.size_bytes for channel in numbering.connections], dtype=float)
     largest = min(1.0, LARGEST_BYTES / sizes.max(initial=1.0))
     if ranks_per_core <= 1 or not len(sizes):

@@ -112,7 +112,7 @@ def simulate(
     utilisation = tuple(busy / step_time_s if step_time_s else 0.0 for busy in busy_s)
     return Simulation(
         step_time_s=step_time_s,
-        bubble=max(0.0, 1 - sum(utilisation) / len(utilisation)),  # rounding
+        bubble=max(0.0, 1 - sum(utilisation) / len(utilisation)),  # rounding may exceed 1
         utilisation=utilisation,
         peak_memory_bytes=machine.peak_memory_bytes(process_baseline_bytes),
         peak_flops_per_s=cluster.peak_flops_per_s(plan.node_of_rank),
