@@ -200,7 +200,7 @@ class Stage:
 
     @property
     def recompute_peak_bytes(self) -> int:
-        """Peak bytes that this forward allocates; 0 if temporary values are unknown."""
+        """Peak bytes that the recomputed forward allocates; 0 if temporary values are unknown."""
         if self.blocks is not None:
             return self.blocks.recompute_peak_bytes
         return 0 if self.cost.peaks is None else self.cost.peaks.forward_bytes
@@ -267,7 +267,7 @@ class Search:
             bottleneck if the simulator predicts a shorter step for it.
         step_lower_bound_s: lower bound of the step time for any cuts, ranks and order, with the
             numbers of stages and the micro-batch sizes that were tried; None if unknown.
-        gap: maximum relative excess of the plan's step time over the best; 0.1 is 10 percent.
+        gap: relative excess of the plan's step time over that bound; 0.1 is 10 percent.
         finished: whether the search was completed within its budget.
     """
 

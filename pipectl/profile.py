@@ -91,7 +91,7 @@ class Operator:
         phase: ``forward`` or ``backward`` in graphs with separate operators for the two, whose
             values go one way; None if one operator does both.
         memory_bytes: all memory that it takes in a stage, if only that is known.
-        transfer_s: seconds to move its output between device and host; None: from ``output_bytes``.
+        transfer_s: seconds to move its output to or from the host; None: see ``output_bytes``.
     """
 
     id: str

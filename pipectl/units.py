@@ -165,6 +165,6 @@ def printable(text: object) -> str:
 
 
 def printable_json(value: Any, indent: int | None = None) -> str:
-    """Return JSON with these characters escaped, so that programs read the exact text."""
+    """Return JSON with escaped control characters, from which programs read the exact text."""
     text = json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False)
     return _HARMFUL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)

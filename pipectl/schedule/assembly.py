@@ -46,7 +46,7 @@ RECEIVE_AHEAD = 1
 """Receives posted per channel in addition to that of the next message (double buffering): one
 message can arrive while the previous one is used."""
 SENDS_ON_THE_WAY = 2
-"""Sends in flight per channel, at least: one message moves while the next is computed."""
+"""Minimum number of sends in flight per channel: one moves while the next is computed."""
 SAVED_ON_THE_WAY = 1
 """As ``SENDS_ON_THE_WAY`` for saved values, which are large: they move during the next forward."""
 COPIED_BESIDE = 1

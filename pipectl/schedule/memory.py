@@ -88,6 +88,6 @@ def room_bytes(plan: Plan, rank: int, limit_bytes: float | None) -> int | None:
 
 
 def copy_bytes(plan: Plan, rank: int, limit_bytes: float | None) -> int:
-    """Return the bytes of this copy: parameters, buffers and optimizer state; 0 without room."""
+    """Return the bytes of a rank's copy of its state for a checkpoint; 0 if there is no room."""
     room, state = room_bytes(plan, rank, limit_bytes), resident_bytes(plan, rank)
     return state if room is None or state <= room else 0

@@ -1,6 +1,6 @@
 """The transfers of a step, their ways, and what shares the parts of a way.
 
-:mod:`pipectl.graph` describes how replicas sum gradients: in each of two rounds, every replica
+:mod:`pipectl.graph` describes how replicas sum gradients: in each of two rounds, each of n replicas
 sends 1/n of every bucket to every other replica. A round takes its latency plus the time of
 whatever is busy longest with its messages: a rank, which sends and receives one message after
 another, or a shared link. If the cluster has measured sums over as many ranks on as many nodes,
@@ -132,7 +132,7 @@ def _exchange_s(cluster: Cluster, nodes: tuple[int, ...], size_bytes: float) -> 
 def _measured_sums(
     cluster: Cluster, node_of_rank: Sequence[int], ranks: Sequence[int]
 ) -> Link | None:
-    """Return measured sums over the first ranks, if these are distributed in the same way.
+    """Return the measured sums over the first ranks, if these are spread over nodes like ``ranks``.
 
     The result is a link, so that its timings are interpolated like those of messages.
     """

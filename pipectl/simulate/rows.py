@@ -123,7 +123,7 @@ def _rows_of_first(plan: Plan) -> Rows:
 
 
 def _rows_of_all(plan: Plan, numbering: Numbering) -> list[Rows]:
-    """Return the rows of every rank; of all modes, they depend only on those of its own stages."""
+    """Return the rows of every rank, cached by the modes of its own stages."""
     stages = tuple(replace(stage, recompute=False, offload=False) for stage in plan.stages)
     known = _rows_by_modes(replace(plan, stages=stages))
     modes: list[list[bool]] = [[] for _ in range(plan.ranks)]
