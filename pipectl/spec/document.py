@@ -1,15 +1,15 @@
-"""YAML as dicts, lists and texts that know where they are written.
+"""YAML as plain data, and where every value is written.
 
-Nothing in a file can run, or grow beyond limits. Scalars stay as they are written, since the field
-that takes one decides whether ``account: 0042`` is a number or a text.
+Nothing in a file can run, or grow beyond limits.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import yaml
 from yaml.reader import ReaderError
@@ -19,49 +19,62 @@ from pipectl.units import first_harmful
 
 KeyPath = tuple[str | int, ...]
 
+KEY = "[key]"
+"""After the path of a value, in places: its key, not the value (pydantic names keys so too)."""
 MAX_BYTES = 2**20
 MAX_DEPTH = 40
 MAX_VALUES = 20_000
 _UNPRINTABLE = "contains the unprintable character U+{:04X}; remove it"
-_PLAIN, _QUOTED, _STRING = "pipectl:plain", "pipectl:quoted", "tag:yaml.org,2002:str"
+_PLAIN, _TEXT = "pipectl:plain", "tag:yaml.org,2002:str"
+_COLLECTIONS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 # Bounded digits: Python refuses to convert a number of more than 4300 digits.
-_INTEGER = re.compile(r"[-+]?[0-9]{1,300}")
-_OTHER_BASE = re.compile(r"0o[0-7]{1,300}|0x[0-9a-fA-F]{1,300}")
-_FLOAT = re.compile(r"[-+]?(\.[0-9]{1,300}|[0-9]{1,300}(\.[0-9]{0,300})?)([eE][-+]?[0-9]{1,9})?")
-_SPECIAL = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
-_WORDS = {
-    **dict.fromkeys(("", "~", "null", "Null", "NULL")),
-    **dict.fromkeys(("true", "True", "TRUE"), True),
-    **dict.fromkeys(("false", "False", "FALSE"), False),
+_INTEGER = r"[-+]?[0-9]{1,300}|0o[0-7]{1,300}|0x[0-9a-fA-F]{1,300}"
+_FLOAT = r"[-+]?(\.[0-9]{1,300}|[0-9]{1,300}(\.[0-9]{0,300})?)([eE][-+]?[0-9]{1,9})?"
+_SPECIAL = r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+_TYPES: dict[str, tuple[re.Pattern[str], Callable[[str], Any]]] = {
+    "null": (re.compile(r"(~|null|Null|NULL)?\Z"), lambda _: None),
+    "bool": (re.compile(r"([tT]rue|TRUE|[fF]alse|FALSE)\Z"), lambda text: text[0] in "tT"),
+    "int": (
+        re.compile(rf"({_INTEGER})\Z"),
+        lambda text: int(text, 0 if text[1:2] in ("o", "x") else 10),
+    ),
+    "float": (
+        re.compile(rf"({_FLOAT}|{_SPECIAL})\Z"),
+        lambda text: float(re.sub(r"\.(?=[infaINFA])", "", text)),
+    ),
 }
-_EXPLANATIONS = (
-    (r"found character '\\t'", "a tab cannot indent or start a value; use spaces"),
-    (
-        r"mapping values are not allowed here",
-        "a ':' is out of place; check the indentation, or put the text in quotes",
+"""How a scalar without quotes is read, https://yaml.org/spec/1.2.2/#1032-tag-resolution."""
+_EXPLANATIONS = {
+    r"found character '\\t'": "a tab cannot indent or start a value; use spaces",
+    "mapping values are not allowed here": (
+        "a ':' is out of place; check the indentation, or put the text in quotes"
     ),
-    (r"could not find expected ':'", "a key without ':'; check this line and the one above"),
-    (
-        r"expected <block end>, but found '<(block mapping start|block sequence start)>'",
-        "indented further than the lines above",
+    "could not find expected ':'": "a key without ':'; check this line and the one above",
+    "expected <block end>, but found '<block (mapping|sequence) start>'": (
+        "indented further than the lines above"
     ),
-    (
-        r"expected <block end>, but found",
-        "does not fit the lines above; check the indentation, quotes and brackets",
+    "expected <block end>, but found": (
+        "does not fit the lines above; check the indentation, quotes and brackets"
     ),
-    (r"expected ',' or '(\]|\})'", "a bracket is not closed, or a comma is missing"),
-    (r"found '<stream end>'", "it ends inside a bracket that is not closed"),
-    (r"expected the node content", "a value is missing, or has to be in quotes"),
-    (r"found unexpected end of stream", "a quote is not closed"),
-    (r"found undefined alias", "an alias (*) without an anchor (&); put the text in quotes"),
-    (r"but found another document", "a second document ('---'); only one is allowed"),
-    (r"cannot start any token", "a character that cannot start a value; put the text in quotes"),
-    (
-        r"while scanning an? (alias|anchor)|expected alphabetic or numeric character",
-        "text that starts with * or & must be in quotes",
+    r"expected ',' or '(\]|\})'": "a bracket is not closed, or a comma is missing",
+    "found '<stream end>'": "it ends inside a bracket that is not closed",
+    "expected the node content": "a value is missing, or has to be in quotes",
+    "found unexpected end of stream": "a quote is not closed",
+    "found undefined alias": "an alias (*) without an anchor (&); put the text in quotes",
+    "but found another document": "a second document ('---'); only one is allowed",
+    "cannot start any token": "a character that cannot start a value; put the text in quotes",
+    "while scanning an? (alias|anchor)|expected alphabetic or numeric character": (
+        "text that starts with * or & must be in quotes"
     ),
-)
+}
 """Explanations by PyYAML's message, for messages that are hard to understand."""
+
+
+class Plain(str):
+    """A number, or true or false, as it is written without quotes.
+
+    The field that takes it decides whether ``0042`` is a number or a text.
+    """
 
 
 class Place(NamedTuple):
@@ -76,133 +89,121 @@ class Place(NamedTuple):
         return Problem(self.file, self.line, self.column, message)
 
 
-class _Located:
-    """A node of a YAML document, with its place in the file.
-
-    Attributes:
-        place: where it begins.
-        key_place: where its key begins; None for the document and for items of lists.
-    """
-
-    place: Place
-    key_place: Place | None = None
-
-    def at(self, place: Place, key_place: Place | None = None) -> Self:
-        """Set its places; returns itself."""
-        self.place, self.key_place = place, key_place
-        return self
-
-
-class YamlMapping(_Located, dict[str, Any]):
-    """A mapping of keys, which are `YamlText`, to nodes."""
-
-
-class YamlList(_Located, list[Any]):
-    """A list of nodes."""
-
-
-class YamlText(_Located, str):
-    """A scalar as it is written. In quotes it is a text, even if it looks like a number."""
-
-
-class YamlPlain(YamlText):
-    """A scalar without quotes."""
-
-
-YamlNode = YamlMapping | YamlList | YamlText
-
-
-def locate(node: YamlNode, path: KeyPath) -> tuple[YamlNode, KeyPath]:
-    """The node at ``path`` and an empty path; or its nearest ancestor and the rest of the path."""
-    for depth, step in enumerate(path):
-        inner: YamlNode | None = None
-        if isinstance(node, YamlList) and isinstance(step, int) and step < len(node):
-            inner = node[step]
-        elif isinstance(node, YamlMapping):
-            # ``step`` is the key as it is written, or its Python value: ``True`` for ``true``.
-            matches = (node[key] for key in node if str(step) in (key, str(resolve(key))))
-            inner = next(matches, None)
-        if inner is None:
-            return node, path[depth:]
-        node = inner
-    return node, ()
-
-
-def put(node: YamlNode, keys: Sequence[str], value: YamlNode, place: Place) -> YamlMapping:
-    """A copy of a document with ``value`` at ``keys``, making mappings on the way.
+@dataclass(frozen=True)
+class Document:
+    """Data as they are written: dicts, lists, texts, :class:`Plain` scalars and None.
 
     Args:
-        place: of new keys and mappings.
+        places: where the value at a path begins, and at that path with ``KEY`` its key. There may
+            be places of values that another layer has replaced.
+        problems: faults of the text: duplicate keys, control characters, tags.
     """
-    if not isinstance(node, YamlMapping):
-        node = YamlMapping().at(place, node.key_place)
-    first, *others = keys
-    key_place: Place | None = place
-    if others:
-        inner = node.get(first, YamlMapping().at(place, place))
-        value, key_place = put(inner, others, value, place), inner.key_place
-    changed = YamlMapping({**node, first: value.at(value.place, key_place)})
-    return changed.at(node.place, node.key_place)
+
+    data: Any
+    places: Mapping[KeyPath, Place]
+    problems: tuple[Problem, ...] = ()
+
+    def locate(self, path: KeyPath) -> tuple[KeyPath, Any]:
+        """The part of a path that exists, and the value there."""
+        value = self.data
+        for depth, step in enumerate(path):
+            in_list = isinstance(value, list) and isinstance(step, int) and step < len(value)
+            if not in_list and not (isinstance(value, dict) and step in value):
+                return path[:depth], value
+            value = value[step]
+        return path, value
+
+    def place(self, path: KeyPath, *, at_key: bool = False) -> Place:
+        """Where a value, or its key, is written; or the nearest value around it that exists."""
+        path, _ = self.locate(path)
+        place = self.places[path]
+        return self.places.get((*path, KEY), place) if at_key else place
+
+    def problem(self, path: KeyPath, message: str, *, at_key: bool = False) -> Problem:
+        """A fault of a value, at its place."""
+        place, where = self.place(path, at_key=at_key), path_text(path)
+        return place.problem(message if place.file == f"--set {where}" else f"{where}: {message}")
+
+    def part(self, path: KeyPath) -> Document:
+        """The value at a path as a document of its own."""
+        size = len(path)
+        inner = {each[size:]: place for each, place in self.places.items() if each[:size] == path}
+        return Document(self.locate(path)[1], inner)
+
+    def put(self, path: Sequence[str], value: Document, key_place: Place) -> Document:
+        """A copy with a value at a path, and with mappings around it.
+
+        Args:
+            key_place: of the value's key, and of mappings that are new.
+        """
+        path, places = tuple(path), dict(self.places)
+        data, outer = value.data, [self.locate(path[:depth]) for depth in range(len(path))]
+        for depth, (found, around) in reversed([*enumerate(outer)]):
+            is_there = len(found) == depth and isinstance(around, dict)
+            data = {**(around if is_there else {}), path[depth]: data}
+            if not is_there:
+                places[path[:depth]] = places[*path[:depth], KEY] = key_place
+        places |= {(*path, *inner): place for inner, place in value.places.items()}
+        places[*path, KEY] = key_place
+        return Document(data, places, self.problems + value.problems)
+
+    def over(self, lower: Document) -> Document:
+        """This layer over another: mappings key by key, everything else is replaced."""
+        return Document(
+            _merge(self.data, lower.data),
+            {**lower.places, **self.places},
+            self.problems + lower.problems,
+        )
 
 
-def lay_over(upper: YamlMapping, lower: YamlMapping) -> YamlMapping:
-    """One document over another: mappings key by key, everything else is replaced."""
-    merged = YamlMapping({**lower, **upper}).at(upper.place, upper.key_place)
-    for key in upper.keys() & lower.keys():
-        if isinstance(upper[key], YamlMapping) and isinstance(lower[key], YamlMapping):
-            merged[key] = lay_over(upper[key], lower[key])
-    return merged
+def _merge(upper: Any, lower: Any) -> Any:
+    if not (isinstance(upper, dict) and isinstance(lower, dict)):
+        return upper
+    both = {key: _merge(upper[key], lower[key]) for key in upper.keys() & lower.keys()}
+    return {**lower, **upper, **both}
 
 
-def is_null(value: Any) -> bool:
-    """Whether nothing, or null, is written."""
-    return value is None or (isinstance(value, YamlPlain) and parse_scalar(value) is None)
-
-
-def describe(value: YamlNode) -> str:
+def describe(value: Any) -> str:
     """A value as a message shows it: ``'many'``, ``3.5``, ``a list``; long text is shortened."""
-    if not isinstance(value, YamlText):
-        return "a mapping" if isinstance(value, YamlMapping) else "a list"
-    if is_null(value):
-        return "null"
-    text = str(value if len(value) <= 60 else f"{value[:57]}...")
-    return repr(text) if isinstance(resolve(value), str) else text
+    if not isinstance(value, str):
+        return {dict: "a mapping", list: "a list"}.get(type(value), "null")
+    text = value if len(value) <= 60 else f"{value[:57]}..."
+    return str(text) if isinstance(value, Plain) else repr(text)
 
 
-def read_file(path: Path) -> tuple[YamlNode, list[Problem]]:
-    """The document in a YAML file, and its faults: duplicate keys, control characters, tags.
+def read_file(path: Path) -> Document:
+    """The document in a YAML file.
 
     Raises:
         SpecError: missing, too large, no text, or no YAML.
     """
-    file = Place(str(path))
+    place = Place(str(path))
     try:
         with path.open("rb") as stream:
             content = stream.read(MAX_BYTES + 1)
     except FileNotFoundError:
         cure = "write a starter spec with: pipectl init"
-        raise SpecError([file.problem("no such file")], cure=cure) from None
+        raise SpecError([place.problem("no such file")], cure=cure) from None
     except IsADirectoryError:
-        raise SpecError([file.problem("a directory, not a file")]) from None
+        raise SpecError([place.problem("a directory, not a file")]) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", "not a file name")
-        raise SpecError([file.problem(f"cannot be read: {reason}")]) from None
+        raise SpecError([place.problem(f"cannot be read: {reason}")]) from None
     if len(content) > MAX_BYTES:
-        raise SpecError([file.problem("larger than 1 MiB, too large for a job spec")])
+        raise SpecError([place.problem("larger than 1 MiB, too large for a job spec")])
     if b"\0" in content:
-        raise SpecError([file.problem("a binary file; a job spec is YAML text")])
+        raise SpecError([place.problem("a binary file; a job spec is YAML text")])
     try:
-        text = content.decode("utf-8-sig")
+        return read_text(content.decode("utf-8-sig"), str(path))
     except UnicodeDecodeError as error:
         before = content[: error.start]
-        line, column = before.count(b"\n") + 1, error.start - before.rfind(b"\n")
+        place = Place(str(path), before.count(b"\n") + 1, error.start - before.rfind(b"\n"))
         message = f"not UTF-8 text (byte 0x{content[error.start]:02x})"
-        raise SpecError([Problem(str(path), line, column, message)]) from None
-    return read_text(text, str(path))
+        raise SpecError([place.problem(message)]) from None
 
 
-def read_text(text: str, name: str, *, lines: bool = True) -> tuple[YamlNode, list[Problem]]:
-    """The document in a text, and its faults; see :func:`read_file`.
+def read_text(text: str, name: str, *, lines: bool = True) -> Document:
+    """The document in a text; see :func:`read_file`.
 
     Args:
         name: of the file, in places.
@@ -211,7 +212,6 @@ def read_text(text: str, name: str, *, lines: bool = True) -> tuple[YamlNode, li
     try:
         loader = _Loader(text, name, lines)
         root = loader.get_single_node()
-        node = YamlPlain().at(Place(name)) if root is None else loader.convert(root, ())
     except yaml.YAMLError as error:
         line, column, message = _explain_syntax(error, text)
         place = Place(name, line, column) if lines else Place(name)
@@ -219,28 +219,28 @@ def read_text(text: str, name: str, *, lines: bool = True) -> tuple[YamlNode, li
     except (ValueError, OverflowError):  # a character or version with an impossible number
         place = loader.place(loader.get_mark())
         raise SpecError([place.problem("not valid YAML: number out of range")]) from None
-    return node, loader.problems
+    if root is None:
+        return Document(None, {(): Place(name)})
+    data = loader.convert(root, ())
+    return Document(data, loader.places, tuple(loader.problems))
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes PyYAML's nodes, whose tags tell plain from quoted, and converts them to ours."""
+    """Composes PyYAML's nodes, whose tags tell plain from quoted, and converts them to data."""
+
+    yaml_implicit_resolvers = {None: [(_PLAIN, re.compile(""))]}  # noqa: RUF012
 
     def __init__(self, text: str, name: str, lines: bool) -> None:
+        self.places: dict[KeyPath, Place] = {}
         self.problems: list[Problem] = []
         self._lines = lines
         self._depth = self._values = 0
         super().__init__(text)
         self.name = name
 
-    def resolve(self, kind: type[yaml.Node], _value: object, implicit: object) -> str:
-        if kind is yaml.ScalarNode:
-            return _PLAIN if isinstance(implicit, tuple) and implicit[0] else _QUOTED
-        return ""
-
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         self._depth += 1
-        if self._depth > MAX_DEPTH:
-            raise self._too_deep(self.peek_event().start_mark)  # type: ignore[no-untyped-call]
+        self._check_depth(self._depth, self.peek_event().start_mark)  # type: ignore[no-untyped-call]
         node = super().compose_node(parent, index)
         self._depth -= 1
         return node
@@ -249,25 +249,23 @@ class _Loader(yaml.SafeLoader):
         """The place of a mark."""
         return Place(self.name, mark.line + 1, mark.column + 1) if self._lines else Place(self.name)
 
-    def convert(self, node: yaml.Node, path: KeyPath) -> YamlNode:
-        """Our node for one of PyYAML, with the first of duplicate keys; notes the faults in it.
+    def convert(self, node: yaml.Node, path: KeyPath) -> Any:
+        """The data of a node, with the first of duplicate keys; notes its places and faults.
 
         Aliases are expanded, and so count towards the limits.
         """
         self._values += 1
-        place = self.place(node.start_mark)
-        if len(path) > MAX_DEPTH:
-            raise self._too_deep(node.start_mark)
+        place = self.places[path] = self.place(node.start_mark)
+        self._check_depth(len(path), node.start_mark)
         if self._values > MAX_VALUES:
             message = f"more than {MAX_VALUES} values, counting aliases where they are used"
             raise SpecError([place.problem(message)])
         self._check_tag_and_text(node, path)
         if isinstance(node, yaml.ScalarNode):
-            return _scalar(node).at(place)
+            return _scalar(node)
         if isinstance(node, yaml.SequenceNode):
-            items = enumerate(node.value)
-            return YamlList(self.convert(item, (*path, index)) for index, item in items).at(place)
-        values = YamlMapping().at(place)
+            return [self.convert(item, (*path, index)) for index, item in enumerate(node.value)]
+        data: dict[str, Any] = {}
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 self._note(key, path, "a key must be text, not a list or mapping")
@@ -278,16 +276,22 @@ class _Loader(yaml.SafeLoader):
             inner = (*path, key.value)
             if key.value == "<<" and key.tag == _PLAIN:
                 self._note(key, path, "merging with '<<' is not supported; write the keys out")
-            elif key.value in values:
-                first = f"; first on line {values[key.value].key_place.line}" * self._lines
+            elif key.value in data:
+                first = f"; first on line {self.places[*inner, KEY].line}" * self._lines
                 self._note(key, inner, f"given twice{first}")
             else:
-                part = self.convert(value, inner)
-                values[_scalar(key)] = part.at(part.place, self.place(key.start_mark))
-        return values
+                name = _scalar(key)
+                data[Plain(key.value) if name is None else name] = self.convert(value, inner)
+                self.places[*inner, KEY] = self.place(key.start_mark)
+        return data
+
+    def _check_depth(self, depth: int, mark: yaml.Mark) -> None:
+        if depth > MAX_DEPTH:
+            message = f"nested more than {MAX_DEPTH} levels deep"
+            raise SpecError([self.place(mark).problem(message)])
 
     def _check_tag_and_text(self, node: yaml.Node, path: KeyPath) -> None:
-        if node.tag not in (_PLAIN, _QUOTED, _STRING, ""):
+        if node.tag not in (_PLAIN, _TEXT, *_COLLECTIONS):
             tag = repr(node.tag.replace("tag:yaml.org,2002:", "!!")[:60])
             self._note(node, path, f"the YAML tag {tag} is not supported; remove it")
         if isinstance(node, yaml.ScalarNode) and (hidden := first_harmful(node.value)):
@@ -297,14 +301,12 @@ class _Loader(yaml.SafeLoader):
         where = f"{path_text(path)}: " if path else ""
         self.problems.append(self.place(node.start_mark).problem(where + message))
 
-    def _too_deep(self, mark: yaml.Mark) -> SpecError:
-        message = f"nested more than {MAX_DEPTH} levels deep"
-        return SpecError([self.place(mark).problem(message)])
 
-
-def _scalar(node: yaml.Node) -> YamlText:
+def _scalar(node: yaml.Node) -> str | None:
     text = node.value.encode(errors="replace").decode()  # half a character is reported elsewhere
-    return YamlPlain(text) if node.tag == _PLAIN else YamlText(text)
+    if node.tag != _PLAIN or (value := parse_scalar(text)) == text:
+        return text
+    return None if value is None else Plain(text)
 
 
 def _explain_syntax(error: yaml.YAMLError, text: str) -> tuple[int, int, str]:
@@ -318,8 +320,8 @@ def _explain_syntax(error: yaml.YAMLError, text: str) -> tuple[int, int, str]:
     end = error.problem_mark or error.context_mark
     line, column = (1, 1) if end is None else (end.line + 1, end.column + 1)
     full = f"{error.context or ''}, {error.problem or ''}"
-    words = next((words for pattern, words in _EXPLANATIONS if re.search(pattern, full)), None)
-    message = f"not valid YAML: {words or error.problem or 'it cannot be parsed'}"
+    words = (words for pattern, words in _EXPLANATIONS.items() if re.search(pattern, full))
+    message = f"not valid YAML: {next(words, error.problem) or 'it cannot be parsed'}"
     start = error.context_mark
     in_quotes = re.search(r"quoted scalar|flow (mapping|sequence)", error.context or "")
     if in_quotes and start is not None and start.line + 1 != line:
@@ -328,30 +330,20 @@ def _explain_syntax(error: yaml.YAMLError, text: str) -> tuple[int, int, str]:
 
 
 def parse_scalar(text: str) -> Any:
-    """What a plain scalar means: null, true, 12, 0x1f, 3e-4, .inf or a text.
-
-    See https://yaml.org/spec/1.2.2/#1032-tag-resolution.
-    """
-    if text in _WORDS:
-        return _WORDS[text]
-    if _INTEGER.fullmatch(text):
-        return int(text)
-    if _OTHER_BASE.fullmatch(text):
-        return int(text, 0)
-    if _FLOAT.fullmatch(text):
-        return float(text)
-    return float(text.replace(".", "")) if _SPECIAL.fullmatch(text) else str(text)
+    """What a scalar without quotes means: None, true, 12, 0x1f, 3e-4, .inf or a text."""
+    for pattern, convert in _TYPES.values():
+        if pattern.match(text):
+            return convert(text)
+    return str(text)
 
 
 def resolve(data: Any) -> Any:
-    """Python values of YAML data by the types of YAML 1.2, if no field of the spec reads it."""
+    """Data with numbers, true and false as YAML 1.2 reads them, for values of any type."""
     if isinstance(data, list):
         return [resolve(item) for item in data]
     if isinstance(data, dict):
         return {resolve(key): resolve(item) for key, item in data.items()}
-    if isinstance(data, YamlPlain):
-        return parse_scalar(data)
-    return str(data) if isinstance(data, YamlText) else data
+    return parse_scalar(data) if isinstance(data, Plain) else data
 
 
 def path_text(path: KeyPath) -> str:
@@ -372,15 +364,12 @@ def to_yaml(data: Any) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes every text that YAML 1.2 would read as something else; repeats instead of aliases."""
+    """Quotes texts that YAML 1.1 or 1.2 reads as something else; repeats instead of aliases."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012
+        **yaml.SafeDumper.yaml_implicit_resolvers,
+        None: [(f"tag:yaml.org,2002:{name}", pattern) for name, (pattern, _) in _TYPES.items()],
+    }
 
     def ignore_aliases(self, _data: Any) -> bool:
         return True
-
-
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    style = None if isinstance(parse_scalar(text), str) else '"'
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-
-_Dumper.add_representer(str, _represent_text)

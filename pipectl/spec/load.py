@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,27 @@ from pydantic_core import ErrorDetails
 
 from pipectl.errors import Problem, SpecError, UsageError
 from pipectl.files import RUNS_VARIABLE
-from pipectl.spec import document as doc
 from pipectl.spec.checks import (
     cross_check,
     drop_former_keys,
     fault_of_former_key,
     missing_files,
     missing_names,
+)
+from pipectl.spec.document import (
+    KEY,
+    MAX_DEPTH,
+    Document,
+    KeyPath,
+    Place,
+    Plain,
+    describe,
+    escape,
+    parse_scalar,
+    read_file,
+    read_text,
+    resolve,
+    to_yaml,
 )
 from pipectl.spec.models import JobSpec, holds_variables
 from pipectl.spec.schema import choices, describe_schema, json_schema, properties, schema_at
@@ -52,9 +66,23 @@ class Origin:
         place: where that is written; ``line`` is 0 for ``--set``, and None stands for a default.
     """
 
-    path: doc.KeyPath
+    path: KeyPath
     value: Any
-    place: doc.Place | None
+    place: Place | None
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run of a sweep.
+
+    Args:
+        values: that the sweep gives to it, by dotted key, typed as YAML types them. What holds
+            environment variables, which may be secrets, has its number instead: ``(value 2)``.
+        spec: of the run; it has no sweep.
+    """
+
+    values: Mapping[str, Any]
+    spec: JobSpec
 
 
 def load(
@@ -78,18 +106,17 @@ def load(
     return SpecFile.read(path, overrides, sites).spec(check_files=check_files)
 
 
-@dataclass(frozen=True)
-class Point:
-    """One run of a sweep.
-
-    Args:
-        values: that the sweep gives to it, by dotted key, typed as YAML types them. What holds
-            environment variables, which may be secrets, has its number instead: ``(value 2)``.
-        spec: of the run; it has no sweep.
-    """
-
-    values: Mapping[str, Any]
-    spec: JobSpec
+def dump(spec: JobSpec) -> str:
+    """YAML that means the same anywhere: with absolute paths, and without site defaults."""
+    data = spec.model_dump()
+    for path, named in (*spec.factories(), *spec.files()):
+        section = data
+        for key in path[:-1]:
+            section = section[key]
+        section[path[-1]] = str(named)
+    data["environment"]["container"] = spec.container
+    data["site_defaults"] = False
+    return to_yaml(data)
 
 
 @dataclass(frozen=True)
@@ -98,13 +125,11 @@ class SpecFile:
 
     Args:
         path: of the job file.
-        tree: the merged values, which know where they are written.
-        problems: faults of the files and of ``--set``.
+        document: the merged layers.
     """
 
     path: Path
-    tree: doc.YamlMapping
-    problems: tuple[Problem, ...]
+    document: Document
 
     @classmethod
     def read(
@@ -119,23 +144,20 @@ class SpecFile:
         Args:
             text: of the file, if it is not to be read.
         """
-        tree, problems = doc.read_file(path) if text is None else doc.read_text(text, str(path))
-        if not isinstance(tree, doc.YamlMapping):
-            fault = "the file is empty" if doc.is_null(tree) else _NO_MAPPING
-            raise SpecError([*problems, Problem(str(path), 0, 0, fault)], cure=_INIT)
+        document = read_file(path) if text is None else read_text(text, str(path))
+        if not isinstance(document.data, dict):
+            fault = "the file is empty" if document.data is None else _NO_MAPPING
+            raise SpecError([*document.problems, Place(str(path)).problem(fault)], cure=_INIT)
         for override in overrides:
-            tree, faults = _override(tree, override)
-            problems += faults
+            document = _override(document, override)
         if runs := os.environ.get(RUNS_VARIABLE):
-            place = doc.Place(RUNS_VARIABLE)
-            empty, directory = doc.YamlMapping().at(place), doc.YamlText(runs).at(place)
-            tree = doc.lay_over(tree, doc.put(empty, ("output", "directory"), directory, place))
-        if doc.resolve(doc.locate(tree, ("site_defaults",))[0]) is not False:
-            for file in reversed(site_files() if sites is None else sites):
-                site, faults = _read_site(file)
-                tree = doc.lay_over(tree, site)
-                problems += faults
-        return cls(path, tree, tuple(problems))
+            place = Place(RUNS_VARIABLE)
+            below, directory = Document({}, {(): place}), Document(runs, {(): place})
+            document = document.over(below.put(("output", "directory"), directory, place))
+        if resolve(document.data.get("site_defaults")) is not False:
+            for site in reversed(site_files() if sites is None else sites):
+                document = document.over(_read_site(site))
+        return cls(path, document)
 
     def spec(self, *, check_files: bool = True, check_names: bool = False) -> JobSpec:
         """The spec, without the values of a sweep.
@@ -148,10 +170,10 @@ class SpecFile:
             SpecError: with every problem.
         """
         spec, problems = _validate(
-            self.tree, self.path, check_files=check_files, check_names=check_names
+            self.document, self.path, check_files=check_files, check_names=check_names
         )
-        if spec is None or problems or self.problems:
-            raise SpecError([*self.problems, *problems])
+        if spec is None or self.document.problems:
+            raise SpecError([*self.document.problems, *problems])
         return spec
 
     def origins(self, spec: JobSpec) -> tuple[Origin, ...]:
@@ -160,7 +182,7 @@ class SpecFile:
         They are in the order of the reference, keyword arguments one by one. A list is one value,
         since upper layers replace it whole.
         """
-        return tuple(_origins(spec.model_dump(), self.tree, ()))
+        return tuple(_origins(spec.model_dump(), self.document, ()))
 
     def points(self, spec: JobSpec) -> tuple[Point, ...]:
         """The runs of the spec's sweep; none if it has no sweep.
@@ -173,23 +195,34 @@ class SpecFile:
         """
         if spec.sweep is None:
             return ()
-        base = doc.put(self.tree, ["sweep"], doc.YamlPlain().at(self.tree.place), self.tree.place)
+        place = self.document.place(())
+        base = self.document.put(["sweep"], Document(None, {(): place}), place)
         points, problems = list[Point](), list[Problem]()
         numbers: dict[str, dict[str, int]] = {}
         for run in spec.sweep.runs():
-            tree, values, nodes = base, dict[str, Any](), dict[str, doc.YamlNode]()
+            document, values = base, dict[str, Any]()
+            places, causes = set[Place](), list[str]()
             for name, (path, value) in run.items():
-                key, _ = doc.locate(self.tree, path if path[1] == "points" else path[:-1])
-                node = nodes[name] = doc.locate(self.tree, path)[0]
-                tree = set_key(tree, name.split("."), node, key.key_place or key.place)
+                part = self.document.part(path)
+                key_place = self.document.place(
+                    path if path[1] == "points" else path[:-1], at_key=True
+                )
+                document = _set_key(document, name.split("."), part, key_place)
+                places |= {key_place, *part.places.values()}
+                text = describe(part.data)
                 if holds_variables(name):
-                    number_of = numbers.setdefault(name, {})
+                    number_of, text = numbers.setdefault(name, {}), _HIDDEN
                     value = f"(value {number_of.setdefault(repr(value), len(number_of) + 1)})"
                 values[name] = value
-            run_spec, faults = _validate(tree, self.path, check_files=True)
-            problems += (_blame_values(fault, nodes) for fault in faults)
+                causes.append(f"{escape(name)}: {text}")
+            run_spec, faults = _validate(document, self.path, check_files=True)
             if run_spec is not None:
                 points.append(Point(values, run_spec))
+            first = self.document.place(next(iter(run.values()))[0]) if run else place
+            for fault in faults:  # at its value, or at those of the run that cause it elsewhere
+                at_value = Place(fault.file, fault.line, fault.column) in places
+                message = f"with {', '.join(causes)}: {fault.message}"
+                problems.append(fault if at_value else first.problem(message))
         if problems:
             raise SpecError(problems)
         return tuple(points)
@@ -202,160 +235,136 @@ def site_files(environment: Mapping[str, str] = os.environ) -> tuple[Path, ...]:
     return Path("/etc/pipectl/site.yaml"), home / "pipectl" / "site.yaml"
 
 
-def set_key(
-    tree: doc.YamlMapping, keys: Sequence[str], value: doc.YamlNode, place: doc.Place
-) -> doc.YamlMapping:
-    """``tree`` with ``value`` at ``keys``; a factory in short form gets the key ``factory``."""
-    for depth in range(1, len(keys)):
-        node, tail = doc.locate(tree, tuple(keys[:depth]))
-        if tail or not isinstance(node, doc.YamlText):
-            continue
-        if "factory" in properties(schema_at(keys[:depth])):
-            short = type(node)(node).at(node.place, node.place)
-            factory = doc.YamlMapping(factory=short).at(node.place)
-            tree = doc.put(tree, keys[:depth], factory, node.place)
-    return doc.put(tree, keys, value, place)
-
-
-def _override(tree: doc.YamlMapping, override: str) -> tuple[doc.YamlMapping, list[Problem]]:
-    """``tree`` with one ``a.b=value`` of the command line, and the faults in the value."""
+def _override(document: Document, override: str) -> Document:
+    """A document with one ``a.b=value`` of the command line."""
     name, equals, text = override.partition("=")
     keys = name.strip().split(".")
     if not equals:
-        raise UsageError(f"--set {doc.escape(override)}: there is no '='", cure=_USAGE)
+        raise UsageError(f"--set {escape(override)}: there is no '='", cure=_USAGE)
     if not all(keys):
-        raise UsageError(f"--set {doc.escape(override)}: a key is missing before '='", cure=_USAGE)
-    if len(keys) > doc.MAX_DEPTH:
-        raise UsageError(f"--set {doc.escape(name)}: there is no such key", cure=_USAGE)
-    place = doc.Place(f"--set {doc.escape(name.strip())}")
+        raise UsageError(f"--set {escape(override)}: a key is missing before '='", cure=_USAGE)
+    if len(keys) > MAX_DEPTH:
+        raise UsageError(f"--set {escape(name)}: there is no such key", cure=_USAGE)
+    place = Place(f"--set {escape(name.strip())}")
     try:
-        value, problems = doc.read_text(text, place.file, lines=False)
+        value = read_text(text, place.file, lines=False)
     except SpecError as error:
         raise UsageError(error.message, cure="quote the value as YAML does") from None
-    return set_key(tree, keys, value, place), problems
+    return _set_key(document, keys, value, place)
 
 
-def _read_site(path: Path) -> tuple[doc.YamlMapping, list[Problem]]:
-    """What a site file sets, and its faults; files that it names are relative to it."""
-    site = doc.YamlMapping().at(doc.Place(str(path)))
+def _set_key(document: Document, keys: Sequence[str], value: Document, place: Place) -> Document:
+    """A document with a value at ``keys``; a factory in short form gets the key ``factory``."""
+    for depth in range(1, len(keys)):
+        path, text = document.locate(tuple(keys[:depth]))
+        is_text = len(path) == depth and isinstance(text, str)
+        if is_text and "factory" in properties(schema_at(path)):
+            short = document.part(path)
+            document = document.put([*path, "factory"], short, document.place(path))
+    return document.put(keys, value, place)
+
+
+def _read_site(path: Path) -> Document:
+    """What a site file sets; files that it names are relative to it."""
+    nothing = Document({}, {(): Place(str(path))})
     if not path.exists():
-        return site, []
+        return nothing
     try:
-        tree, problems = doc.read_file(path)
+        site = read_file(path)
     except SpecError as error:
-        return site, list(error.problems)
-    if not (isinstance(tree, doc.YamlMapping) or doc.is_null(tree)):
-        problems.append(Problem(str(path), 0, 0, _NO_MAPPING))
-    for name, node in tree.items() if isinstance(tree, doc.YamlMapping) else ():
-        if name not in SITE_KEYS:
-            names = ", ".join(SITE_KEYS)
-            message = f"{doc.escape(name)}: a site file cannot set this; known are {names}"
-            problems.append(node.key_place.problem(message))
-        elif name == "version":
-            try:
-                check_version(node)
-            except ValueError as error:
-                problems.append(node.place.problem(f"version: {error}"))
-        else:
-            site = doc.put(site, [name], node, node.key_place)
-    for keys in (("cluster",), ("launch", "template")):
-        file, tail = doc.locate(site, keys)
-        if not tail and isinstance(file, doc.YamlText) and not doc.is_null(file):
-            absolute = doc.YamlText(path.absolute().parent / file).at(file.place)
-            site = doc.put(site, keys, absolute, file.key_place or file.place)
-    return site, problems
+        return replace(nothing, problems=error.problems)
+    if not isinstance(site.data, dict):
+        faults = [] if site.data is None else [Place(str(path)).problem(_NO_MAPPING)]
+        return replace(nothing, problems=(*site.problems, *faults))
+    problems, data = list(site.problems), dict(site.data)
+    for name in site.data.keys() - set(SITE_KEYS):
+        message = f"a site file cannot set this; known are {', '.join(SITE_KEYS)}"
+        problems.append(site.problem((name,), message, at_key=True))
+        del data[name]
+    if (version := data.pop("version", None)) is not None:
+        try:
+            check_version(version)
+        except ValueError as error:
+            problems.append(site.problem(("version",), str(error)))
+    for section, key in ((data, "cluster"), (data.get("launch"), "template")):
+        if isinstance(section, dict) and isinstance(section.get(key), str):
+            section[key] = str(path.absolute().parent / section[key])
+    return Document(data, site.places, tuple(problems))
 
 
-def _origins(value: Any, tree: doc.YamlNode, path: doc.KeyPath) -> Iterator[Origin]:
+def _origins(value: Any, document: Document, path: KeyPath) -> Iterator[Origin]:
     """Every key within ``value``, which is at ``path`` of the spec."""
     if isinstance(value, dict) and value:
         for key, item in value.items():
-            yield from _origins(item, tree, (*path, str(key)))
+            yield from _origins(item, document, (*path, str(key)))
         return
-    node, tail = doc.locate(tree, path)
+    there, data = document.locate(path)
     # Only a keyword argument can be null; any other null key has its default.
-    has_default = doc.is_null(node) and "kwargs" not in path
-    is_written = not tail or (tail == ("factory",) and isinstance(node, doc.YamlText))
-    place = node.place if is_written and not has_default else None
+    is_short = path[-1] == "factory" and there == path[:-1] and isinstance(data, str)
+    is_written = "kwargs" in there or is_short or (there == path and data is not None)
     if path == ("sweep", "points"):
         value = [{k: _HIDDEN if holds_variables(k) else v for k, v in x.items()} for x in value]
     elif value and holds_variables(".".join(map(str, path)).removeprefix("sweep.grid.")):
         value = _HIDDEN
-    yield Origin(path, value, place)
+    yield Origin(path, value, document.place(path) if is_written else None)
 
 
 def _validate(
-    tree: doc.YamlMapping, source: Path, *, check_files: bool, check_names: bool = False
+    document: Document, source: Path, *, check_files: bool, check_names: bool = False
 ) -> tuple[JobSpec | None, list[Problem]]:
     """The spec of a document, and its faults; the spec is None if it has any."""
-    data = drop_former_keys(tree)
-    if doc.is_null(data.get("name")):
+    data = drop_former_keys(document.data)
+    if data.get("name") is None:
         stem = re.sub(r"[^A-Za-z0-9._-]", "-", source.stem).strip("._-")
         data["name"] = stem[:64] or "job"
-    spec, problems = None, list[Problem]()
     try:
         spec = JobSpec.model_validate(data)
     except ValidationError as error:
         details = error.errors(include_url=False)
-        problems += (_explain_fault(tree, detail) for detail in details)
-        findings = list(cross_check(_read_without(data, {detail["loc"][0] for detail in details})))
-    else:
-        spec._base = source.absolute().parent
-        findings = list(cross_check(dict(spec)))
-        if check_files:
-            findings += missing_files(spec)
-        if check_names:
-            findings += missing_names(spec)
-    problems += (_problem(tree, *finding) for finding in findings)
-    return (None if findings else spec), problems
+        problems = [_explain_fault(document, detail) for detail in details]
+        wrong = {detail["loc"][0] for detail in details}
+        sections = {
+            name: info.get_default()
+            if data.get(name) is None
+            else TypeAdapter(info.rebuild_annotation()).validate_python(data[name])
+            for name, info in JobSpec.model_fields.items()
+            if name not in wrong
+        }
+        return None, [*problems, *(document.problem(*each) for each in cross_check(sections))]
+    spec._base = source.absolute().parent
+    faults = list(cross_check(dict(spec)))
+    if check_files:
+        faults += missing_files(spec)
+    if check_names:
+        faults += missing_names(spec)
+    return None if faults else spec, [document.problem(*each) for each in faults]
 
 
-def _read_without(data: dict[str, Any], wrong: Collection[str | int]) -> dict[str, Any]:
-    """The valid sections of a spec: all but those in ``wrong``."""
-    right = {name: info for name, info in JobSpec.model_fields.items() if name not in wrong}
-    return {
-        name: TypeAdapter(info.rebuild_annotation()).validate_python(data[name])
-        if not doc.is_null(data.get(name))
-        else info.get_default()
-        for name, info in right.items()
-    }
-
-
-def _explain_fault(tree: doc.YamlNode, detail: ErrorDetails) -> Problem:
+def _explain_fault(document: Document, detail: ErrorDetails) -> Problem:
     """The problem for an error of pydantic: where it is, what was expected, and what was found."""
     path, kind, context = detail["loc"], detail["type"], detail.get("ctx", {})
-    if path[-1] == "[key]" and kind == "value_error":
-        return _problem(tree, path[:-1], str(context["error"]), at_key=True)
+    words = str(context["error"]) if kind == "value_error" else ""
+    if words and path[-1] == KEY:
+        return document.problem(path[:-1], words, at_key=True)
+    if words:
+        return document.problem(path, words)
     if kind == "extra_forbidden":
-        return _problem(tree, path, _unknown_key(path), at_key=True)
+        return document.problem(path, _explain_unknown_key(path), at_key=True)
     if kind == "missing":
-        return _problem(tree, path, "missing", at_key=True)
-    if kind == "value_error" and (message := str(context["error"])):
-        return _problem(tree, path, message)
-    node, tail = doc.locate(tree, path)
-    path = path[: len(path) - len(tail)]  # pydantic names alternatives of a type after it
+        return document.problem(path, "missing", at_key=True)
+    path, value = document.locate(path)  # pydantic names alternatives of a type after it
     schema = schema_at(path) or {"title": "something else"}
     allowed = f"at most {context['le']}" if kind == "less_than_equal" else describe_schema(schema)
-    value = doc.describe(node)
-    in_quotes = isinstance(node, doc.YamlText) and not isinstance(node, doc.YamlPlain)
-    if kind in _NUMBERS and in_quotes and not isinstance(doc.parse_scalar(str(node)), str | None):
-        value = f"the text {value}; remove the quotes"
-    word = str(node)[:100] if isinstance(node, doc.YamlText) else ""
+    text = describe(value)
+    in_quotes = isinstance(value, str) and not isinstance(value, Plain)
+    if kind in _NUMBERS and in_quotes and not isinstance(parse_scalar(value), str | None):
+        text = f"the text {text}; remove the quotes"
+    word = value[:100] if isinstance(value, str) else ""
     hint = did_you_mean(word, choices(schema), similarity=0.8)
-    return _problem(tree, path, f"must be {allowed}, not {value}{hint}")
+    return document.problem(path, f"must be {allowed}, not {text}{hint}")
 
 
-def _problem(
-    tree: doc.YamlNode, path: doc.KeyPath, message: str, *, at_key: bool = False
-) -> Problem:
-    node, _ = doc.locate(tree, path)
-    place = (at_key and node.key_place) or node.place
-    where = doc.path_text(path)
-    prefix = "" if place.file == f"--set {where}" else f"{where}: "
-    return place.problem(f"{prefix}{message}")
-
-
-def _unknown_key(path: doc.KeyPath) -> str:
+def _explain_unknown_key(path: KeyPath) -> str:
     """What to say about an unknown key: the nearest one here, or where it belongs."""
     key = str(path[-1])
     if fault := fault_of_former_key(path):
@@ -368,37 +377,3 @@ def _unknown_key(path: doc.KeyPath) -> str:
         if key in sections or len(elsewhere) == 1:
             hint = f"; did you mean {[key, *elsewhere][-1]!r}?"
     return f"unknown key{hint or '; known are ' + ', '.join(names)}"
-
-
-def dump(spec: JobSpec) -> str:
-    """YAML that means the same anywhere: with absolute paths, and without site defaults."""
-    data = spec.model_dump()
-    for path, named in (*spec.factories(), *spec.files()):
-        section = data
-        for key in path[:-1]:
-            section = section[key]
-        section[path[-1]] = str(named)
-    data["environment"]["container"] = spec.container
-    data["site_defaults"] = False
-    return doc.to_yaml(data)
-
-
-def _blame_values(problem: Problem, run: Mapping[str, doc.YamlNode]) -> Problem:
-    """A fault at its value, or moved from another place to the values that cause it."""
-    place = doc.Place(problem.file, problem.line, problem.column)
-    if any(place in _places(value) for value in run.values()):
-        return problem
-    values = (
-        f"{doc.escape(name)}: {'(not shown)' if holds_variables(name) else doc.describe(value)}"
-        for name, value in run.items()
-    )
-    first = next(iter(run.values()))
-    return first.place.problem(f"with {', '.join(values)}: {problem.message}")
-
-
-def _places(value: doc.YamlNode) -> list[doc.Place]:
-    """The places of a value and its key, and of all that is in it."""
-    parts: Iterable[doc.YamlNode] = value.values() if isinstance(value, doc.YamlMapping) else ()
-    parts = value if isinstance(value, doc.YamlList) else parts
-    own = [value.place, value.key_place or value.place]
-    return [*own, *(place for part in parts for place in _places(part))]

@@ -43,7 +43,7 @@ class Factory(types.Section):
 
 
 _SHORT = {"title": "./file.py:name or package.module:name", "type": "string", "pattern": ":"}
-Factories = Annotated[dict[types.Name, Factory], BeforeValidator(types.drop_nulls)]
+Factories = Annotated[dict[types.Text, Factory], BeforeValidator(types.drop_nulls)]
 """User code by name."""
 
 

@@ -26,7 +26,7 @@ from pydantic_core import core_schema
 
 from pipectl.directives import RESOURCES
 from pipectl.spec import references
-from pipectl.spec.document import is_null, parse_scalar, resolve
+from pipectl.spec.document import parse_scalar, resolve
 from pipectl.units import format_clock, is_name, parse_bytes, parse_duration, parse_walltime
 
 VERSION = 1
@@ -58,7 +58,7 @@ def drop_nulls(value: Any, known: Container[str] | None = None) -> Any:
     if not isinstance(value, dict):
         return value
     unknown = {key for key in value if known is not None and key not in known}
-    return {key: item for key, item in value.items() if key in unknown or not is_null(item)}
+    return {key: item for key, item in value.items() if key in unknown or item is not None}
 
 
 class Auto:
@@ -151,7 +151,7 @@ def _option(value: Any) -> Any:
 
 
 def _option_text(value: Any) -> str:
-    if not isinstance(value, str) or is_null(value):
+    if not isinstance(value, str):
         raise ValueError
     return _nonempty_line(value)
 
@@ -173,7 +173,6 @@ def _json(title: str, pattern: str | None = None) -> WithJsonSchema:
 _TEXT = WithJsonSchema({"type": _SCALAR})
 Version = Annotated[int, BeforeValidator(check_version), WithJsonSchema({"const": VERSION})]
 _YAML, _MAPPING = BeforeValidator(resolve), BeforeValidator(drop_nulls)
-_NOT_NULL = BeforeValidator(lambda value: None if is_null(value) else value)
 Value = Annotated[Any, _YAML]
 """A value of any type of YAML."""
 Keywords = dict[str, Value]
@@ -191,11 +190,10 @@ Seconds = Annotated[_Clock, _quantity(parse_duration), _json("a duration such as
 Walltime = Annotated[
     _Clock, _quantity(parse_walltime), _json("a time such as 01:30:00, 90m or 90 (minutes)")
 ]
-Script = Annotated[str, _NOT_NULL, _TEXT]
+Script = Annotated[str, _TEXT]
 """Text of any length, also empty or of several lines."""
-Name = Annotated[str, AfterValidator(_nonempty_line), _TEXT]
-"""One line, maybe the word null."""
-Text = Annotated[Name, _NOT_NULL]
+Text = Annotated[str, AfterValidator(_nonempty_line), _TEXT]
+"""One line."""
 JobName = Annotated[Text, _check(is_name), _json("letters, digits, '.', '_' or '-', at most 64")]
 Select = Annotated[Text, _check(RESOURCES.fullmatch), _json("resources such as model=icelake")]
 Reference = Annotated[Text, _reference(), _json(_REFERENCE, ":")]
@@ -210,9 +208,9 @@ _Option = Annotated[
     # pydantic takes away the title of the values of a mapping, unless it is deeper.
     WithJsonSchema({"anyOf": [{"title": "text, true or a list of texts", **_OPTION}]}),
 ]
-Options = Annotated[dict[Name, _Option], _MAPPING]
+Options = Annotated[dict[Text, _Option], _MAPPING]
 """Options of sbatch or qsub by name; :mod:`pipectl.directives` says which may be set."""
-_Variable = Annotated[Name, AfterValidator(_variable)]
+_Variable = Annotated[Text, AfterValidator(_variable)]
 _Setting = Annotated[str, AfterValidator(_one_line), _TEXT]
 Variables = Annotated[dict[_Variable, _Setting], _MAPPING]
 Replicas = Annotated[Literal["any"] | Count | None, Auto()]
