@@ -45,10 +45,7 @@ _FORMER_KEYS = {
     "launch.progress_core": "write launch.progress: core",
     "launch.check_messages": "write environment.variables: {PIPECTL_CHECK_MESSAGES: 1}",
     "checkpoint.on_signal": "remove it",
-    **{
-        f"slurm.{name}": f"write slurm.options: {{{name.replace('_', '-')}: ...}}"
-        for name in _SBATCH
-    },
+    **{f"slurm.{x}": f"write slurm.options: {{{x.replace('_', '-')}: ...}}" for x in _SBATCH},
     "slurm.omit": "write slurm.options: {time: false}, say, for one that is not to be written",
     "slurm.directives": "write slurm.options: {gres: gpu:1}, say, for --gres=gpu:1",
     "pbs.project": "write pbs.options: {P: ...}",

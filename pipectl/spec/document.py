@@ -130,7 +130,7 @@ class Document:
         inner = {each[size:]: place for each, place in self.places.items() if each[:size] == path}
         return Document(self.locate(path)[1], inner)
 
-    def put(self, path: Sequence[str], value: Document, key_place: Place) -> Document:
+    def put(self, path: Sequence[str | int], value: Document, key_place: Place) -> Document:
         """A copy with a value at a path, and with mappings around it.
 
         Args:
@@ -166,7 +166,7 @@ def _merge(upper: Any, lower: Any) -> Any:
 def describe(value: Any) -> str:
     """A value as a message shows it: ``'many'``, ``3.5``, ``a list``; long text is shortened."""
     if not isinstance(value, str):
-        return {dict: "a mapping", list: "a list"}.get(type(value), "null")
+        return "null" if value is None else "a list" if isinstance(value, list) else "a mapping"
     text = value if len(value) <= 60 else f"{value[:57]}..."
     return str(text) if isinstance(value, Plain) else repr(text)
 
@@ -303,7 +303,9 @@ class _Loader(yaml.SafeLoader):
 
 
 def _scalar(node: yaml.Node) -> str | None:
-    text = node.value.encode(errors="replace").decode()  # half a character is reported elsewhere
+    text: str = node.value.encode(
+        errors="replace"
+    ).decode()  # half a character is reported elsewhere
     if node.tag != _PLAIN or (value := parse_scalar(text)) == text:
         return text
     return None if value is None else Plain(text)

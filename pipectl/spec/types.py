@@ -6,7 +6,7 @@ description of the field's JSON Schema (:func:`pipectl.spec.schema.describe_sche
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Annotated, Any, Literal
 
@@ -16,6 +16,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    GetPydanticSchema,
     PlainSerializer,
     StrictFloat,
     StrictInt,
@@ -53,12 +54,12 @@ class Section(BaseModel):
         return drop_nulls(value, cls.model_fields)
 
 
-def drop_nulls(value: Any, known: Container[str] | None = None) -> Any:
+def drop_nulls(value: Any, known: Iterable[str] | None = None) -> Any:
     """A mapping without the keys, or those of them that are known, whose values are null."""
     if not isinstance(value, dict):
         return value
-    unknown = {key for key in value if known is not None and key not in known}
-    return {key: item for key, item in value.items() if key in unknown or item is not None}
+    free = set() if known is None else value.keys() - set(known)
+    return {key: item for key, item in value.items() if item is not None or key in free}
 
 
 class Auto:
@@ -141,19 +142,17 @@ def _variable(name: str) -> str:
     return name
 
 
-def _option(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        if not value:
-            raise ValueError("is empty")
-        return tuple(map(_option_text, value))
+def _option(value: Any) -> bool | str | tuple[str, ...]:
     flag = parse_scalar(value) if isinstance(value, str) else value
-    return flag if isinstance(flag, bool) else _option_text(value)
-
-
-def _option_text(value: Any) -> str:
-    if not isinstance(value, str):
+    if isinstance(flag, bool):
+        return flag
+    texts = value if isinstance(value, list | tuple) else (value,)
+    if not texts:
+        raise ValueError("is empty")
+    if not all(isinstance(text, str) for text in texts):
         raise ValueError
-    return _nonempty_line(value)
+    lines = tuple(map(_nonempty_line, texts))
+    return lines if texts is value else lines[0]
 
 
 def _is_schedule(name: str) -> bool:
@@ -170,9 +169,10 @@ def _json(title: str, pattern: str | None = None) -> WithJsonSchema:
     return WithJsonSchema({"title": title, "type": "string", "pattern": pattern})
 
 
-_TEXT = WithJsonSchema({"type": _SCALAR})
-Version = Annotated[int, BeforeValidator(check_version), WithJsonSchema({"const": VERSION})]
 _YAML, _MAPPING = BeforeValidator(resolve), BeforeValidator(drop_nulls)
+_TEXT = WithJsonSchema({"type": _SCALAR})
+
+Version = Annotated[int, BeforeValidator(check_version), WithJsonSchema({"const": VERSION})]
 Value = Annotated[Any, _YAML]
 """A value of any type of YAML."""
 Keywords = dict[str, Value]
@@ -183,7 +183,7 @@ Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False), _YAML
 NonNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False), _YAML]
 Flag = Annotated[bool, Field(strict=True), _YAML]
 _Number = Annotated[StrictInt | StrictFloat, _YAML, WithJsonSchema({"type": "number"})]
-Padding = Annotated[dict[str, _Number], BeforeValidator(drop_nulls)]
+Padding = Annotated[dict[str, _Number], _MAPPING]
 Bytes = Annotated[int, Field(ge=1, le=_MAX), _quantity(parse_bytes), _json("a size such as 4GiB")]
 _Clock = Annotated[int, Field(ge=1, le=_MAX), PlainSerializer(format_clock)]
 Seconds = Annotated[_Clock, _quantity(parse_duration), _json("a duration such as 01:30:00 or 90m")]
@@ -216,15 +216,13 @@ Variables = Annotated[dict[_Variable, _Setting], _MAPPING]
 Replicas = Annotated[Literal["any"] | Count | None, Auto()]
 
 
-class _ScheduleNames:
-    """The JSON Schema of the name of a schedule."""
+def _describe_schedules(_core: Any, _handler: Any) -> dict[str, Any]:
+    from pipectl.schedule import NAMES
 
-    def __get_pydantic_json_schema__(self, core: Any, handler: Any) -> dict[str, Any]:
-        from pipectl.schedule import NAMES
-
-        own = "the name of a .csv file or of a package's schedule"
-        built_in, file = {"enum": list(NAMES)}, {"type": "string", "pattern": r"\.csv$"}
-        return {"anyOf": [built_in, {"title": own, **file}]}
+    own = "the name of a .csv file or of a package's schedule"
+    file = {"title": own, "type": "string", "pattern": r"\.csv$"}
+    return {"anyOf": [{"enum": list(NAMES)}, file]}
 
 
-Schedule = Annotated[Annotated[str, _check(_is_schedule), _ScheduleNames()] | None, Auto()]
+_Schedule = Annotated[str, _check(_is_schedule), GetPydanticSchema(None, _describe_schedules)]
+Schedule = Annotated[_Schedule | None, Auto()]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipectl.errors import SpecError
-from pipectl.spec import JobSpec, json_schema, load
+from pipectl.spec import JobSpec, Point, SpecFile, json_schema, load
 from pipectl.spec.document import read_text, resolve
 
 MINIMAL = """\
@@ -62,6 +62,19 @@ def complaints(read: Loader) -> Complaints:
 def added(complaints: Complaints) -> Complaints:
     """The complaints about a text added to the minimal spec, on line 7."""
     return lambda text, *overrides: complaints(MINIMAL + text, *overrides)
+
+
+@pytest.fixture
+def read_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Point, ...]]:
+    """The runs of the sweep of a text, as ``job.yaml`` of the current directory."""
+    monkeypatch.chdir(tmp_path)
+
+    def load_points(text: str, *overrides: str) -> tuple[Point, ...]:
+        Path("job.yaml").write_text(text)
+        file = SpecFile.read(Path("job.yaml"), overrides, ())
+        return file.points(file.spec())
+
+    return load_points
 
 
 @pytest.fixture

@@ -183,30 +183,6 @@ def test_text_that_is_no_factory_is_replaced(read, minimal) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("pipeline.stage=2", "--set pipeline.stage: unknown key; did you mean 'stages'?"),
-        ("pipelin.stages=2", "--set pipelin.stages: pipelin: unknown key; did you mean 'pipeline'?"),
-        ("walltime=3", "--set walltime: unknown key; did you mean 'resources.walltime'?"),
-        ("pipeline.stages=0", "--set pipeline.stages: must be auto or a whole number of at least 1, not 0"),
-        ("pipeline={stages: 0}", "--set pipeline: pipeline.stages: must be auto or a whole number of at least 1, not 0"),
-        ("launch.args.0=x", "--set launch.args.0: launch.args: must be a list, not a mapping"),
-        ("name.x=1", "--set name.x: name: must be letters, digits, '.', '_' or '-', at most 64, not a mapping"),
-        ("training=", "--set training: missing"),
-        ("training=3", "--set training: must be a mapping, not 3"),
-        ("lr_scheduler.kwargs.T=1", "--set lr_scheduler.kwargs.T: lr_scheduler.factory: missing"),
-        ("slurm.options={qos: a, qos: b}", "--set slurm.options: qos: given twice"),
-        ("slurm.qos=a", "--set slurm.qos: is no longer a key; write slurm.options: {qos: ...}"),
-        ('name="\\e"', "--set name: contains the unprintable character U+001B; remove it"),
-        ("pipeline.micro_batches=9", "--set pipeline.micro_batches: a batch of 8 cannot be divided into 9; lower it or raise training.batch_size"),
-        ("na\x1bme=3", "--set na\\x1bme: unknown key; did you mean 'name'?"),
-    ],
-)  # fmt: skip
-def test_a_wrong_override_is_named(complaints, minimal, override: str, message: str) -> None:
-    assert complaints(minimal, override)[0] == message
-
-
-@pytest.mark.parametrize(
     ("override", "message", "cure"),
     [
         ("pipeline.stages", "--set pipeline.stages: there is no '='", "write --set KEY=VALUE, such as --set pipeline.stages=4"),
