@@ -6,7 +6,7 @@ Nothing in a file can run, or grow beyond limits.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -126,9 +126,9 @@ class Document:
 
     def part(self, path: KeyPath) -> Document:
         """The value at a path as a document of its own."""
-        size = len(path)
-        inner = {each[size:]: place for each, place in self.places.items() if each[:size] == path}
-        return Document(self.locate(path)[1], inner)
+        value = self.locate(path)[1]
+        inner = {each: self.places.get((*path, *each)) for each in _paths_in(value)}
+        return Document(value, {each: place for each, place in inner.items() if place})
 
     def put(self, path: Sequence[str | int], value: Document, key_place: Place) -> Document:
         """A copy with a value at a path, and with mappings around it.
@@ -154,6 +154,14 @@ class Document:
             {**lower.places, **self.places},
             self.problems + lower.problems,
         )
+
+
+def _paths_in(value: Any) -> Iterator[KeyPath]:
+    """The paths of a value, its key, and of all that is in it."""
+    yield from ((), (KEY,))
+    items = value.items() if isinstance(value, dict) else ()
+    for step, item in enumerate(value) if isinstance(value, list) else items:
+        yield from ((step, *inner) for inner in _paths_in(item))
 
 
 def _merge(upper: Any, lower: Any) -> Any:

@@ -195,12 +195,14 @@ class SpecFile:
         """
         if spec.sweep is None:
             return ()
-        place = self.document.place(())
-        base = self.document.put(["sweep"], Document(None, {(): place}), place)
+        job = Document(
+            {key: value for key, value in self.document.data.items() if key != "sweep"},
+            {key: place for key, place in self.document.places.items() if key[:1] != ("sweep",)},
+        )
         points, problems = list[Point](), list[Problem]()
         numbers: dict[str, dict[str, int]] = {}
         for run in spec.sweep.runs():
-            document, values = base, dict[str, Any]()
+            document, values = job, dict[str, Any]()
             places, causes = set[Place](), list[str]()
             for name, (path, value) in run.items():
                 part = self.document.part(path)
@@ -218,7 +220,7 @@ class SpecFile:
             run_spec, faults = _validate(document, self.path, check_files=True)
             if run_spec is not None:
                 points.append(Point(values, run_spec))
-            first = self.document.place(next(iter(run.values()))[0]) if run else place
+            first = self.document.place(next(iter(run.values()))[0]) if run else job.place(())
             for fault in faults:  # at its value, or at those of the run that cause it elsewhere
                 at_value = Place(fault.file, fault.line, fault.column) in places
                 message = f"with {', '.join(causes)}: {fault.message}"

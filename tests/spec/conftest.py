@@ -25,6 +25,7 @@ training: {steps: 10, batch_size: 8}
 
 Loader = Callable[..., JobSpec]
 Complaints = Callable[..., list[str]]
+Points = Callable[..., tuple[Point, ...]]
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def added(complaints: Complaints) -> Complaints:
 
 
 @pytest.fixture
-def read_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Point, ...]]:
+def read_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Points:
     """The runs of the sweep of a text, as ``job.yaml`` of the current directory."""
     monkeypatch.chdir(tmp_path)
 

@@ -1,7 +1,5 @@
 """The points of a sweep: which they are, and what is wrong with them, at its place."""
 
-# ruff: noqa: E501 (a message is one line)
-
 from __future__ import annotations
 
 from collections.abc import Callable
