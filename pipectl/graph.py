@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 BUCKET_BYTES = 4 * 2**20
 """Size of the buckets in which gradients are summed: small enough that the first bucket is sent
@@ -31,12 +31,10 @@ class TransferKind(StrEnum):
     WEIGHT = "weight"
 
 
-@dataclass(frozen=True, order=True)
-class Route:
-    """One value, or its gradient, sent from stage ``source`` to stage ``target``."""
+class Lane(NamedTuple):
+    """A directed connection between two stages: one message per micro-batch."""
 
     kind: TransferKind
-    value: str
     source: int
     target: int
 
@@ -56,8 +54,8 @@ def is_chained(producer: int, uses: Sequence[int]) -> bool:
     return all(early <= late for early, late in zip((producer, *uses), uses, strict=False))
 
 
-def routes(value: str, producer: int, uses: Sequence[int], *, has_gradient: bool) -> list[Route]:
-    """Return the messages that one value needs under a cut.
+def routes(producer: int, uses: Sequence[int], *, has_gradient: bool) -> list[Lane]:
+    """Return the lanes on which one value, and its gradient, are sent under a cut.
 
     For example, for a value produced in stage 0 and used in stages 1 and 3::
 
@@ -65,16 +63,15 @@ def routes(value: str, producer: int, uses: Sequence[int], *, has_gradient: bool
                      0 -----------> 3
 
     Args:
-        value: id of the value.
-        producer: stage that computes it.
+        producer: stage that computes the value.
         uses: stage of every use, in graph order, including uses in the producer's stage.
         has_gradient: whether the value has a gradient.
 
     Returns:
-        Activation routes by ascending target, then gradient routes by descending source.
+        Activation lanes by ascending target, then gradient lanes by descending source.
     """
     consumers = sorted({stage for stage in uses if stage != producer})
-    forward = [Route(TransferKind.ACTIVATION, value, producer, stage) for stage in consumers]
+    forward = [Lane(TransferKind.ACTIVATION, producer, stage) for stage in consumers]
     if not has_gradient:
         return forward
     back = (
@@ -82,7 +79,7 @@ def routes(value: str, producer: int, uses: Sequence[int], *, has_gradient: bool
         if is_chained(producer, uses)
         else ((stage, producer) for stage in consumers)
     )
-    gradients = [Route(TransferKind.GRADIENT, value, source, target) for source, target in back]
+    gradients = [Lane(TransferKind.GRADIENT, source, target) for source, target in back]
     return forward + gradients[::-1]
 
 

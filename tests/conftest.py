@@ -101,9 +101,9 @@ def _transfers(
     """Of a chain: each stage to the next, and further values."""
     values = [(stage, (stage + 1,), True) for stage in range(stages - 1)] + list(skips)
     return tuple(
-        Transfer(route.kind, route.source, route.target, size_bytes)
-        for index, (producer, uses, has_gradient) in enumerate(values)
-        for route in routes(f"v{index}", producer, uses, has_gradient=has_gradient)
+        Transfer(*lane, size_bytes)
+        for producer, uses, has_gradient in values
+        for lane in routes(producer, uses, has_gradient=has_gradient)
     )
 
 

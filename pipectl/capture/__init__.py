@@ -4,12 +4,12 @@ from pipectl.capture.graph import CapturedGraph, State
 from pipectl.capture.job import CapturedJob
 from pipectl.capture.stage import (
     Cut,
-    Lane,
     Slot,
     StageCode,
     build_stage,
     evaluation_stages,
 )
+from pipectl.graph import Lane
 
 __all__ = [
     "CapturedGraph",

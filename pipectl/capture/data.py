@@ -31,17 +31,15 @@ Sample = tuple[int, int]
 """(epoch, index) of a sample."""
 
 
-def split_batch(samples: int, micro_batch_size: int) -> list[int]:
-    """Sizes of the micro-batches of a batch: all full but the last, which takes the rest."""
-    return [len(positions) for positions in micro_batches_of(samples, micro_batch_size)]
-
-
 def micro_batches_of(samples: int, micro_batch_size: int) -> list[range]:
-    """Positions within a batch of its micro-batches."""
-    return [
-        range(start, min(start + micro_batch_size, samples))
-        for start in range(0, samples, micro_batch_size)
-    ]
+    """Positions within a batch of its micro-batches: all full but the last, which has the rest."""
+    positions = range(samples)
+    return [positions[i : i + micro_batch_size] for i in range(0, samples, micro_batch_size)]
+
+
+def split_batch(samples: int, micro_batch_size: int) -> list[int]:
+    """Sizes of the micro-batches of a batch."""
+    return [len(positions) for positions in micro_batches_of(samples, micro_batch_size)]
 
 
 class Samples(NamedTuple):

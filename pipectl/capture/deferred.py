@@ -16,8 +16,7 @@ that led to what it saw are seeded by their number in the whole factory.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +29,21 @@ from pipectl.capture.patches import copyable_without_values
 from pipectl.capture.randomness import seed_of
 from pipectl.capture.tensors import is_deferred, storage_of, storages_in
 from pipectl.errors import CaptureError
+
+
+class Write(NamedTuple):
+    """A call that created or changed storages.
+
+    Args:
+        arguments: (args, kwargs).
+        created: every tensor of the result that has a storage of its own, by its index.
+        draw: number of the random draw in the factory; None for operators that draw nothing.
+    """
+
+    function: Any
+    arguments: Any
+    created: dict[int, Tensor]
+    draw: int | None
 
 
 class Deferred:
@@ -197,22 +211,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return function(*args, **kwargs)
         self._deferred.note(function, arguments, outlines, result)
         return result
-
-
-@dataclass(frozen=True)
-class Write:
-    """A call that created or changed storages.
-
-    Args:
-        arguments: (args, kwargs).
-        created: every tensor of the result that has a storage of its own, by its index.
-        draw: number of the random draw in the factory; None for operators that draw nothing.
-    """
-
-    function: Any
-    arguments: Any
-    created: dict[int, Tensor]
-    draw: int | None
 
 
 def _laid_out(outline: Tensor, storage: torch.UntypedStorage) -> Tensor:

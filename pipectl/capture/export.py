@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping
-from contextlib import ExitStack
 from types import MappingProxyType
 from typing import Any
 
@@ -18,15 +17,12 @@ from torch.utils import _pytree as pytree
 
 from pipectl.capture.buckets import field_of
 from pipectl.capture.checks import drop_conditions
-from pipectl.capture.fallback import Kept, call_modules, traced
-from pipectl.capture.patches import (
-    call_functions,
-    patched_export,
-    refused_reads,
-)
+from pipectl.capture.fallback import Kept, recorded_calls
+from pipectl.capture.patches import Recorder, patched_export, refused_reads
 from pipectl.capture.python_state import Assignments, numbers_in
-from pipectl.capture.refusals import RefusedError, carried, explain, refuse_backward_hooks
-from pipectl.capture.step import Step
+from pipectl.capture.refusals import Refusal, RefusedError, explain, refuse_backward_hooks
+from pipectl.capture.step import Step, own_name
+from pipectl.capture.tensors import octets_of
 from pipectl.errors import CaptureError
 
 _MANY_STEPS = 2520
@@ -113,7 +109,7 @@ def _refuse_counts(
     if attribute is not None:
         with refused_reads([attribute]):
             _program(step, batch, kept, free)
-    raise carried(name)
+    raise Refusal.CARRIED.error("", name=own_name(name))
 
 
 def _free(batch: Any, padded: Collection[str]) -> Any:
@@ -137,7 +133,8 @@ def _text(program: ExportedProgram) -> str:
         for node in graph.nodes
     ]
     constants = program.constants.items()
-    values = [f"{n}: {_digest(t)}" for n, t in constants if type(t) is Tensor and not t.is_meta]
+    plain = ((name, t) for name, t in constants if type(t) is Tensor and not t.is_meta)
+    values = [f"{name}: {hashlib.sha256(octets_of(t)).hexdigest()}" for name, t in plain]
     return "\n".join([*nodes, *values])
 
 
@@ -154,17 +151,13 @@ def _program(
         free: sizes, as torch.export takes them.
         numbers: as in :class:`Assignments`.
     """
-    with ExitStack() as stack:
-        functions = stack.enter_context(patched_export(step, unrolls=kept.unrolls))
-        calls = stack.enter_context(traced(step, kept))
-        assignments = stack.enter_context(Assignments(step, numbers))
+    recorder = Recorder()
+    with (
+        patched_export(step, recorder, unrolls=kept.unrolls),
+        recorded_calls(step, kept, recorder),
+        Assignments(step, numbers) as assignments,
+    ):
         program = torch.export.export(step, batch, dynamic_shapes=free, strict=False)
-    call_functions(program, functions)
-    call_modules(program, calls)
+    recorder.place_targets(program)
     drop_conditions(program.graph)
     return program, assignments
-
-
-def _digest(tensor: Tensor) -> str:
-    octets = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return hashlib.sha256(octets.numpy().tobytes()).hexdigest()

@@ -3,29 +3,28 @@
 Which they are is found by trying: the innermost submodule in which an export fails is kept as it
 is, and if that is not enough (its result's size depends on values, say) the one around it. The
 model first runs as it is on a few small batches, which shows what each call of such a submodule
-gives. While it is exported, an operator of torch stands for each call.
+gives. While the model is exported, each call is recorded as one operator.
 """
 
 from __future__ import annotations
 
-import operator
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch._guards import detect_fake_mode
-from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from pipectl.capture.factories import is_torch_code
 from pipectl.capture.graph import CapturedGraph
 from pipectl.capture.opaque import Arguments, Opaque, Outline, States, anchored
-from pipectl.capture.patches import Mask, calls_of, replace_call
+from pipectl.capture.patches import Mask, Recorder
 from pipectl.capture.python_state import extra_states, refuse_extra_states, undisturbed
 from pipectl.capture.randomness import (
     SHARED_GENERATORS,
@@ -71,8 +70,6 @@ class Kept:
     unrolls: bool = False
 
 
-Capture = Callable[[Kept], CapturedGraph]
-Example = Callable[[int], Any]
 Make = Callable[[Tensor], Tensor]
 """The values of a parameter or buffer, which may have none yet."""
 Tell = Callable[[str], None]
@@ -95,6 +92,8 @@ class Fallback:
         self._modules = dict(step.named_modules())
         # By their dictionaries, which the proxies that an export puts around modules share.
         self._path_of = {id(vars(module)): path for path, module in self._modules.items()}
+        self._reasons: dict[str, str] = {}
+        self._unrolls = False
         self._named: set[str] = set()
         own = {own_name(path): path for path in self._modules if in_model(path)}
         for pattern in patterns:
@@ -106,15 +105,23 @@ class Fallback:
                     "blocks.*",
                 )
             self._named |= paths
-        self._reasons: dict[str, str] = {}
-        self._unrolls = False
+        code = sys.modules.get(type(step.model).__module__)
+        name = getattr(code, "__file__", None) or "<"
+        self._is_of_a_library = not (
+            name.startswith("<") or is_user_code(name) or is_torch_code(name)
+        )
 
     @property
     def reasons(self) -> dict[str, str]:
         """Why each submodule that is not named is kept, by its path in the user's model."""
         return {own_name(p): self._reasons[p] for p in self._paths() if p in self._reasons}
 
-    def capture(self, size: int, example: Example, capture: Capture) -> CapturedGraph:
+    def capture(
+        self,
+        size: int,
+        example: Callable[[int], Any],
+        capture: Callable[[Kept], CapturedGraph],
+    ) -> CapturedGraph:
         """What ``capture`` gives, with as few submodules kept as it takes.
 
         Args:
@@ -135,7 +142,7 @@ class Fallback:
                     raise
                 self._keep(error)
 
-    def _observe(self, size: int, example: Example) -> Kept:
+    def _observe(self, size: int, example: Callable[[int], Any]) -> Kept:
         """The submodules that are kept by now, and what their calls give."""
         paths = self._paths()
         if not paths:
@@ -143,12 +150,12 @@ class Fallback:
         failure: Exception | None = None
         for fixed in (False, True):  # perhaps it is a model for one batch size
             samples = example(size if fixed else _MAX_SAMPLES)
-            batches = [
-                (stop - start, _rows(samples, start, stop))
-                for start, stop in ([(0, size)] if fixed else _SAMPLES)
-            ]
+            batches = {
+                rows: pytree.tree_map_only(Tensor, itemgetter(slice(*rows)), samples)
+                for rows in ([(0, size)] if fixed else _SAMPLES)
+            }
             try:
-                outlines = observe(self._step, paths, batches, self._make)
+                outlines = _observe(self._step, paths, batches, self._make)
                 return Kept(outlines, fixed, self._unrolls)
             except CaptureError:
                 raise
@@ -164,21 +171,19 @@ class Fallback:
 
     def _keep(self, error: CaptureError) -> None:
         """Keep the submodule in which an export failed; raise if there is none to blame."""
-        keep, loop = Keep.INNERMOST, ""
-        part: nn.Module | str | None = None
-        if isinstance(error, RefusedError):
-            keep, part, loop = error.keep, error.part, error.loop
-        if part is None or part == "":
-            part = culprit(error)
+        refused = error if isinstance(error, RefusedError) else None
+        keep = refused.keep if refused else Keep.INNERMOST
+        part = (refused.part if refused else None) or culprit(error)
         path = part if isinstance(part, str) else self._path(part)
         if keep is Keep.AROUND:
             return self._widen(path, error.message, error.cure)
-        whole = path == _ROOT and (keep is Keep.WHOLE or self._is_of_a_library())
+        whole = path == _ROOT and (keep is Keep.WHOLE or self._is_of_a_library)
         may_be_kept = self._may_be_kept(path)
-        if loop and not may_be_kept:
+        if refused and refused.loop and not may_be_kept:
             self._unrolls = True
             self._tell(
-                f"capturing a long loop{loop}, which takes minutes; to shorten it, {AS_IT_IS}"
+                f"capturing a long loop{refused.loop}, which takes minutes; to shorten it, "
+                f"{AS_IT_IS}"
             )
             return None
         if keep is Keep.NOTHING or not (whole or may_be_kept):
@@ -188,7 +193,7 @@ class Fallback:
         kind = type(self._modules[path])
         alike = [p for p, module in self._modules.items() if type(module) is kind]
         # Submodules of one class break in the same way, mostly; the second one settles it.
-        again = any(other in self._reasons for other in alike) and not loop
+        again = any(other in self._reasons for other in alike) and not (refused and refused.loop)
         why = error.message.removeprefix("model: ").removeprefix("cannot be captured ")
         for other in alike if again else [path]:
             if whole or self._may_be_kept(other):
@@ -200,7 +205,7 @@ class Fallback:
         around = path.rpartition(".")[0]
         while isinstance(self._modules.get(around), nn.ModuleList | nn.ModuleDict):
             around = around.rpartition(".")[0]
-        whole = around == _ROOT and (cure or self._is_of_a_library())
+        whole = around == _ROOT and (cure or self._is_of_a_library)
         if not (whole or self._may_be_kept(around)):
             raise CaptureError(
                 f"model: {own_name(path)} cannot be captured, not even as one operator: it {why}"
@@ -223,36 +228,26 @@ class Fallback:
     def _may_be_kept(self, path: str) -> bool:
         return path == "loss" or (path in self._modules and in_model(path))
 
-    def _is_of_a_library(self) -> bool:
-        """Whether an installed package other than torch brings the class of the model."""
-        code = sys.modules.get(type(self._step.model).__module__)
-        name = getattr(code, "__file__", None) or "<"
-        return not (name.startswith("<") or is_user_code(name) or is_torch_code(name))
-
     def _path(self, module: nn.Module | None) -> str:
         return "" if module is None else self._path_of.get(id(vars(module)), "")
 
 
-def _rows(samples: Any, start: int, stop: int) -> Any:
-    return pytree.tree_map_only(Tensor, lambda tensor: tensor[start:stop].clone(), samples)
-
-
-def observe(
-    step: Step, paths: Sequence[str], batches: Sequence[tuple[int, Any]], make: Make
+def _observe(
+    step: Step, paths: Sequence[str], batches: Mapping[tuple[int, int], Any], make: Make
 ) -> dict[str, list[Outline]]:
     """What every call of some submodules gives, in order, by their paths.
 
     The model runs once for every batch, in its current mode, and is left as it was.
 
     Args:
-        batches: numbers of samples, each with (inputs, targets).
+        batches: (inputs, targets) by their first and last sample.
 
     Raises:
         RefusedError: a result has no outline.
     """
-    sizes = [size for size, _ in batches]
+    sizes = [stop - start for start, stop in batches]
     runs = []
-    for seed, (_, batch) in enumerate(batches):  # with another seed it may give something else
+    for seed, batch in enumerate(batches.values()):  # another seed may give something else
         calls: dict[str, list[Outline]] = {path: [] for path in paths}
         buffers = [each for each in step.buffers() if not is_deferred(each)]
         with ExitStack() as stack:
@@ -263,7 +258,7 @@ def observe(
                 stack.enter_context(mask.worn())
             before = extra_states(step)
             seed_everything(seed)
-            step(*batch)
+            step(*pytree.tree_map_only(Tensor, Tensor.clone, batch))
             refuse_extra_states(step, before)
         runs.append(calls)
     outlines: dict[str, list[Outline]] = {}
@@ -300,9 +295,17 @@ def _watch(path: str, module: nn.Module, make: Make, calls: list[Outline]) -> Ma
             tensors = [*map(make, inputs[:count]), *map(_sample, inputs[count:])]
             before = [(tensor.shape, tensor._version) for tensor in tensors]
             random = states_of(generators)
-            args, kwargs = arguments.filled(tensors[count:], [])
+            args, kwargs = arguments.filled(tensors[count:])
             with mask.lifted(), states.replaced(tensors[:count]):
-                result = make_known(call_module(args, kwargs))
+                try:
+                    result = make_known(module(*args, **kwargs))
+                except RuntimeError as error:
+                    if "appears to not have been used in the graph" not in str(error):
+                        raise
+                    raise unsuitable(
+                        "differentiates what was computed outside of it" + place_of(error),
+                        "form the derivative in the module that computes what is differentiated",
+                    ) from error
             for name, tensor, (shape, _) in zip(states.names, tensors, before, strict=False):
                 if tensor.shape != shape:
                     raise resized(name, shape, tensor.shape)
@@ -319,17 +322,6 @@ def _watch(path: str, module: nn.Module, make: Make, calls: list[Outline]) -> Ma
 
         return pytree.tree_map_only(Tensor, hollow, result)
 
-    def call_module(args: Any, kwargs: Any) -> Any:
-        try:
-            return module(*args, **kwargs)
-        except RuntimeError as error:
-            if "appears to not have been used in the graph" not in str(error):
-                raise
-            raise unsuitable(
-                "differentiates what was computed outside of it" + place_of(error),
-                "form the derivative in the module that computes what is differentiated",
-            ) from error
-
     mask = Mask(module, call)
     return mask
 
@@ -343,29 +335,9 @@ def _sample(tensor: Tensor) -> Tensor:
     return anchored(sample) if tensor.requires_grad else sample
 
 
-_LIBRARY: Any = torch.library.Library("pipectl", "DEF")  # type: ignore[no-untyped-call]
-_LIBRARY.define("opaque(str call, SymInt batch, Tensor[] tensors, SymInt[] numbers) -> Tensor[]")
-_STAND_IN: Any = torch.ops.pipectl.opaque.default
-fx.node.has_side_effect(_STAND_IN)  # it is kept even if nothing reads its result
-
-_calls: dict[str, Opaque] = {}
-"""Calls of the export in progress, by the name that stands in the graph."""
-
-
-def _blank(call: str, batch: Any, tensors: Sequence[Tensor], _: Sequence[Any]) -> list[Tensor]:
-    device = next((tensor.device for tensor in tensors), None)
-    return [form.blank(batch, device) for form in _calls[call].outline.forms]
-
-
-torch.library.register_fake("pipectl::opaque", _blank, lib=_LIBRARY)
-
-
 @contextmanager
-def traced(step: Step, kept: Kept) -> Iterator[dict[str, Opaque]]:
+def recorded_calls(step: Step, kept: Kept, recorder: Recorder) -> Iterator[None]:
     """While a step is exported: calls of opaque submodules become single operators.
-
-    Yields:
-        The operators, for :func:`call_modules`.
 
     Raises:
         RefusedError: from the export, if a submodule is called more often than is known.
@@ -390,31 +362,25 @@ def traced(step: Step, kept: Kept) -> Iterator[dict[str, Opaque]]:
             if outline is None:
                 raise unsuitable("is called more often than when the model runs", part=path)
             arguments = Arguments(args, kwargs)
-            name = f"{path} {len(_calls)}"
             outline = replace(outline, written=outline.written | own)
-            _calls[name] = Opaque(path, module, states, arguments, outline)
             tensors = [*states.now(), *arguments.tensors]
-            return outline.result(_STAND_IN(name, size[0], tensors, arguments.numbers))
+            device = next((tensor.device for tensor in tensors), None)
+
+            def blanks() -> Any:
+                with torch._C.DisableTorchFunction():
+                    results = outline.blanks(size[0], device)
+                return results[0] if len(results) == 1 else tuple(results)
+
+            operator = Opaque(path, module, states, arguments, outline)
+            given = (size[0], *tensors, *arguments.sizes)
+            results = recorder.record(operator, given, {}, blanks)
+            return outline.result(results if isinstance(results, tuple) else [results])
 
         return forward
 
-    _calls.clear()
     with ExitStack() as stack:
         for path in kept.outlines:
             module = step.get_submodule(path)
             stack.enter_context(Mask(module, stand_in(path, module)).worn())
         stack.callback(step.register_forward_pre_hook(note_size).remove)
-        yield _calls
-
-
-def call_modules(program: ExportedProgram, calls: Mapping[str, Opaque]) -> None:
-    """Let the operators of a program call the submodules."""
-    for module, node in calls_of(program, _STAND_IN):
-        name, batch, tensors, numbers = node.args
-        target, results = calls[str(name)], node.meta["val"]
-        called = replace_call(node, target, (batch, *tensors, *numbers))
-        if len(target.outline.forms) == 1:
-            called.meta["val"] = results[0]
-            for item in [user for user in called.users if user.target is operator.getitem]:
-                item.replace_all_uses_with(called)
-                module.graph.erase_node(item)
+        yield

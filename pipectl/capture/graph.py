@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 from pipectl.capture.buckets import field_of
 from pipectl.capture.factories import is_torch_code
 from pipectl.capture.operators import written_tensors
-from pipectl.capture.refusals import data_dependent_size, forms_gradients, module_of, place_in
+from pipectl.capture.refusals import Refusal, module_of, place_of_node
 from pipectl.capture.regions import WHOLE, region_of
 from pipectl.capture.tensors import storages_in, tensors_in
 from pipectl.errors import CaptureError
@@ -129,10 +129,9 @@ class CapturedGraph:
         self.last_writer: dict[str, str] = {}
         self.rewritten: set[str] = set()
         self.written: dict[str, str] = {}
-        run = _FakeRun(self, states)
-        self.groups = run.groups()
-        self._note_writes(run)
-        self._rename_mutated(run)
+        trial = _Trial(self, states)
+        self.groups = trial.groups()
+        self._follow_writes(trial)
         loss, *outputs = next(n for n in program.graph.nodes if n.op == "output").args[0]
         self.loss: str = loss.name
         self.outputs = tuple(
@@ -263,7 +262,8 @@ class CapturedGraph:
             return value
         expression = value.node.expr.xreplace(self._sizes(batch, length))
         if getattr(expression, "free_symbols", None):
-            raise data_dependent_size(node, ", not on the batch size")
+            place = ", not on the batch size"
+            raise Refusal.OPERATOR_SIZE.error(place, part=module_of(node), name=node.name)
         if isinstance(value, torch.SymFloat):
             return float(expression)
         return bool(expression) if isinstance(value, torch.SymBool) else int(expression)
@@ -307,33 +307,29 @@ class CapturedGraph:
                 node.replace_all_uses_with(first[state])
                 del self.states[node.name]
 
-    def _note_writes(self, run: _FakeRun) -> None:
-        for node, value in run.values.items():
-            last = max((run.last_write.get(each, -1) for each in storages_in(value)), default=-1)
-            if node.op == "placeholder":
-                if node.name in self.states and value._version != run.first_version[node]:
-                    self.rewritten.add(node.name)
-                if last >= 0:
-                    self.written[node.name] = self.operators[last].name
-            elif node in run.index:
-                # Only now: a write through a view may have given a value its gradient.
-                self.requires_grad[node.name] = any(t.requires_grad for t in tensors_in(value))
-                if last > run.index[node]:
-                    self.last_writer[node.name] = self.operators[last].name
-
-    def _rename_mutated(self, run: _FakeRun) -> None:
-        """Let later readers of a value that was mutated in place read the mutating operator.
+    def _follow_writes(self, trial: _Trial) -> None:
+        """Set gradients and writers; let later readers read the operator that wrote.
 
         ``y = relu_(x)`` returns ``x`` itself, so both names are one tensor; with one name for it,
         the order of the write and of later reads stands in the edges.
         """
+        for node, value in trial.values.items():
+            last = max((trial.last_write.get(s, -1) for s in storages_in(value)), default=-1)
+            if node.op == "placeholder":
+                if node.name in self.states and value._version != trial.first_version[node]:
+                    self.rewritten.add(node.name)
+                if last >= 0:
+                    self.written[node.name] = self.operators[last].name
+            elif node in trial.index:
+                # Only now: a write through a view may have given a value its gradient.
+                self.requires_grad[node.name] = any(t.requires_grad for t in tensors_in(value))
+                if last > trial.index[node]:
+                    self.last_writer[node.name] = self.operators[last].name
         order = {node: index for index, node in enumerate(self.graph.nodes)}
-        for write in self.operators:
-            target = run.returned_argument.get(write.name)
-            if target is None or target.op == "placeholder":
-                continue
-            later = {user for user in target.users if order[user] > order[write]}
-            target.replace_all_uses_with(write, delete_user_cb=later.__contains__)
+        for write, target in trial.returned_argument.items():
+            if target.op != "placeholder":
+                later = {user for user in target.users if order[user] > order[write]}
+                target.replace_all_uses_with(write, delete_user_cb=later.__contains__)
 
 
 def _computes(node: fx.Node) -> bool:
@@ -419,30 +415,32 @@ def _digest(text: str, length: int = 12) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:length]
 
 
-class _FakeRun:
-    """One pass over the graph; values stay referenced, so that storage addresses stay unique.
+class _Trial:
+    """One run of the graph on fake tensors; all values stay, so that storages stay distinct.
 
     Attributes:
+        values: of every node.
+        index: of every operator.
         touched: operators that read or write each storage, in order.
         last_write: index of the last operator that writes a storage.
         persistent: storages of states and inputs.
-        returned_argument: the argument node that an in-place operator returned itself.
+        returned_argument: the argument that an in-place operator returned itself.
     """
 
     def __init__(self, graph: CapturedGraph, states: Mapping[str, Tensor]) -> None:
-        self._graph = graph
+        self._graph, self._states = graph, states
         self.index = {node: i for i, node in enumerate(graph.operators)}
         self.values: dict[fx.Node, Any] = {}
         self.touched: dict[int, list[fx.Node]] = {}
         self.last_write: dict[int, int] = {}
         self.persistent: set[int] = set()
         self.first_version: dict[fx.Node, int] = {}
-        self.returned_argument: dict[str, fx.Node] = {}
+        self.returned_argument: dict[fx.Node, fx.Node] = {}
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with mode, torch.enable_grad():
             for node in graph.graph.nodes:
                 if node.op == "placeholder":
-                    self.values[node] = value = self._placeholder(node, mode, states)
+                    self.values[node] = value = self._placeholder(node, mode)
                     self.first_version[node] = value._version if isinstance(value, Tensor) else 0
                     self.persistent.update(storages_in(value))
                 elif node.op == "get_attr":
@@ -452,45 +450,37 @@ class _FakeRun:
                 elif node in self.index:
                     self.values[node] = self._run(node)
 
-    def _placeholder(
-        self, node: fx.Node, mode: FakeTensorMode, states: Mapping[str, Tensor]
-    ) -> Any:
-        state = self._graph.states.get(node.name)
-        if state is None and not node.users:
-            return None
+    def _placeholder(self, node: fx.Node, mode: FakeTensorMode) -> Any:
+        graph, value = self._graph, node.meta.get("val")
+        state = graph.states.get(node.name)
         if state is not None:
-            tensors = self._graph.constants if state.kind == "constant" else states
+            tensors = graph.constants if state.kind == "constant" else self._states
             return mode.from_tensor(tensors[state.name])
-        value = node.meta.get("val")
-        if not isinstance(value, Tensor):
-            return value
-        graph = self._graph
+        if not node.users or not isinstance(value, Tensor):
+            return value if node.users else None
         shape = graph.shape_of(node.name, graph.batch_size, graph.length)
         return torch.empty(shape, dtype=value.dtype)
 
     def _run(self, node: fx.Node) -> Any:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), self.values.__getitem__)
-        if getattr(node.target, "__module__", "") == _TRANSFORMS:
-            place = place_in(node.meta.get("stack_trace") or "")
-            what = "it transforms functions (torch.func)"
-            raise forms_gradients(what, place=place, part=module_of(node))
+        target: Any = node.target
+        if getattr(target, "__module__", "") == _TRANSFORMS:
+            raise Refusal.TRANSFORMS.error(place_of_node(node), part=module_of(node))
         tensors = tensors_in((args, kwargs))
         versions = [tensor._version for tensor in tensors]
         try:
-            target: Any = node.target
             result = region_of(node).run(target, *args, **kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException):
-            place = place_in(node.meta.get("stack_trace") or "")
-            raise data_dependent_size(node, place) from None
-        index = self.index[node]
+            place = place_of_node(node)
+            raise Refusal.OPERATOR_SIZE.error(place, part=module_of(node), name=node.name) from None
         for storage in {*storages_in(tensors), *storages_in(result)}:
             self.touched.setdefault(storage, []).append(node)
         written = [t for t, version in zip(tensors, versions, strict=True) if t._version != version]
         for tensor in (*written, *written_tensors(target, args, kwargs, statistics=True)):
-            self.last_write.update(dict.fromkeys(storages_in(tensor), index))
+            self.last_write.update(dict.fromkeys(storages_in(tensor), self.index[node]))
             for source in node.all_input_nodes:
                 if self.values[source] is tensor is result:
-                    self.returned_argument[node.name] = source
+                    self.returned_argument[node] = source
         return result
 
     def groups(self) -> dict[str, str]:

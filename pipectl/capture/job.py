@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -26,10 +26,9 @@ from pipectl.capture.refusals import (
     RefusedError,
     misfit,
     place_of,
-    refuse_lazy,
     refuse_overlaps,
     refuse_parameter_hooks,
-    refuse_sparse_gradients,
+    refuse_parts,
     refuse_writes,
 )
 from pipectl.capture.regions import arithmetic, region_of
@@ -78,11 +77,10 @@ class CapturedJob:
             return as_module(factories.call(factory, name, **spec.model.kwargs), name)
 
         model = build() if self._deferred is None else self._deferred.build(build)
-        refuse_lazy(model, name)
         loss = None if spec.loss.factory == "model" else self._bound(spec.loss)
         self.step = Step(model, loss, with_outputs=False)
+        refuse_parts(self.step, name)
         refuse_parameter_hooks(self.step.named_parameters())
-        refuse_sparse_gradients(self.step)
         self.loader = self._loader(spec.data, "data")
         self.states: dict[str, Tensor] = {
             **dict(self.step.named_parameters()),
@@ -90,12 +88,11 @@ class CapturedJob:
         }
         refuse_overlaps(self.states)
         self._names = {id(tensor): name for name, tensor in self.states.items()}
-        everything = chain(
-            self.step.named_parameters(remove_duplicate=False),
-            self.step.named_buffers(remove_duplicate=False),
-        )
-        names = {name: self._names[id(tensor)] for name, tensor in everything}
-        self.tied = {name: first for name, first in names.items() if name != first}
+        self.tied: dict[str, str] = {}
+        for named in (self.step.named_parameters, self.step.named_buffers):
+            for name, tensor in named(remove_duplicate=False):
+                if self._names[id(tensor)] != name:
+                    self.tied[name] = self._names[id(tensor)]
         if self._weights is not None:
             self._weights.match(self.step, self.states, self.tied)
             for name, tensor in self.states.items():
@@ -189,7 +186,19 @@ class CapturedJob:
 
     def misfit(self, batch: int) -> CaptureError | None:
         """Why model and loss fail on the first ``batch`` samples; None if they do not."""
-        return _misfit(self.step, self.loader.example(batch), self.spec)
+        return self._misfit(self.loader.example(batch))
+
+    def _misfit(self, batch: tuple[Any, Any]) -> CaptureError | None:
+        if any(map(is_deferred, (*self.step.parameters(), *self.step.buffers()))):
+            return None  # too large to be run
+        with torch.enable_grad(), undisturbed(self.step, self.step.buffers()):
+            try:
+                self.step(*batch)
+            except CaptureError as error:
+                return error
+            except Exception as error:
+                return misfit(error, *batch, self.spec)
+        return None
 
     def metrics(self) -> dict[str, Any]:
         """Metric functions or objects by name."""
@@ -235,16 +244,17 @@ class CapturedJob:
         seed_everything(seed_of(seed, item.resolve(self.spec.base).portable) >> 32)
         dataset = factories.call(self.find(item), item.factory, **item.kwargs)
         check_dataset(dataset, section, item.factory)
-        every = partial(
-            Loader, dataset, seed=seed, buckets=data.buckets, pad=data.pad, section=section
-        )
-        if item is not data:
-            return every(shuffle=False)
-        return every(
-            batch_size=self.spec.training.batch_size,
-            drop_last=data.drop_last,
-            workers=data.workers,
-            shuffle=data.shuffle,
+        training = item is data
+        return Loader(
+            dataset,
+            seed=seed,
+            batch_size=self.spec.training.batch_size if training else None,
+            drop_last=training and data.drop_last,
+            workers=data.workers if training else 0,
+            shuffle=training and data.shuffle,
+            buckets=data.buckets,
+            pad=data.pad,
+            section=section,
         )
 
     def _graph(self, loader: Loader, batch: int, length: int, *, training: bool) -> CapturedGraph:
@@ -289,28 +299,28 @@ class CapturedJob:
                     raise
                 # Whose fault it is: of the job, of what torch exports, or of pipectl.
                 cause = error.__cause__ or error
-                refusal = _misfit(self.step, (inputs, targets), self.spec)
+                refusal = self._misfit((inputs, targets))
                 if refusal is None and not (place_of(cause) and not is_ours(cause)):
                     raise fault_of(cause) from error.__cause__
                 raise (refusal or error) from error.__cause__
         refuse_writes(graph)
         if graph.fixed and size != batch:
             return self._capture(loader, training, batch, length, graph)
-        if known is not None and list(known.signatures) != list(graph.signatures):
-            if known.length != length:
-                pairs = zip_longest(known.signatures, graph.signatures, fillvalue="nothing")
-                one, other = next(pair for pair in pairs if pair[0] != pair[1])
-                raise CaptureError(
-                    f"model: its graph for sequences of {length} (data.buckets) differs from that "
-                    f"for {known.length}: {other!r} in the place of {one!r}",
-                    cure="let the model compute the same for every length: with sizes from the "
-                    "shapes of its inputs, and without an if on them",
-                )
+        if known is None or list(known.signatures) == list(graph.signatures):
+            return graph
+        if known.length == length:
             raise CaptureError(
                 f"model: its graph for {batch} samples differs from that for {known.batch_size}",
                 cure="choose micro_batches so that they divide the batch, and drop_last: true",
             )
-        return graph
+        pairs = zip_longest(known.signatures, graph.signatures, fillvalue="nothing")
+        one, other = next(pair for pair in pairs if pair[0] != pair[1])
+        raise CaptureError(
+            f"model: its graph for sequences of {length} (data.buckets) differs from that for "
+            f"{known.length}: {other!r} in the place of {one!r}",
+            cure="let the model compute the same for every length: with sizes from the shapes of "
+            "its inputs, and without an if on them",
+        )
 
 
 @dataclass(frozen=True)
@@ -377,19 +387,3 @@ def assign_groups(names: Mapping[str, Sequence[str]], patterns: Sequence[str]) -
 
 def _matches(names: Sequence[str], pattern: str) -> bool:
     return any(fnmatchcase(name, pattern) for name in names)
-
-
-def _misfit(step: Step, batch: Any, spec: JobSpec) -> CaptureError | None:
-    """Why model and loss of a job fail on a batch of its data; None if they do not."""
-    if any(is_deferred(tensor) for tensor in (*step.parameters(), *step.buffers())):
-        return None  # too large to be run
-    inputs, targets = batch
-    error = None
-    with torch.enable_grad(), undisturbed(step, step.buffers()):
-        try:
-            step(inputs, targets)
-        except Exception as raised:
-            error = raised
-    if error is None or isinstance(error, CaptureError):
-        return error
-    return misfit(error, inputs, targets, spec)

@@ -1,8 +1,8 @@
 """A submodule as one operator of a graph, which runs the user's own code.
 
-Such code may do what no graph can hold: branch on values, call numpy, keep things in lists. Only
-while a model is exported does an operator of torch stand for it; a stage calls the module itself,
-within the stage's autograd graph, with parameters and buffers as arguments like any other.
+Such code may do what no graph can hold: branch on values, call numpy, keep things in lists. A stage
+calls the module itself, within the stage's autograd graph, with parameters and buffers as arguments
+like any other.
 
 A stage must know beforehand what it receives and sends. So the calls that are seen at a few batch
 sizes are put together to one outline of the result: which tensors, in whose memory, of which sizes,
@@ -17,25 +17,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipectl.capture.randomness import own_generators, reseed
-from pipectl.capture.refusals import (
-    UNSTEADY,
-    cannot_capture,
-    other_gradient,
-    other_result,
-    unsuitable,
-)
+from pipectl.capture.refusals import Refusal, RefusedError, unsuitable
 from pipectl.capture.step import make_known, own_name
 from pipectl.capture.tensors import is_deferred, storage_of, storages_in, tensors_in
 
-_TENSOR, _NUMBER = object(), object()
-"""Stand for tensors and symbolic sizes among the arguments of a call."""
+_SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
 """What a result may hold besides tensors."""
 
@@ -63,7 +56,10 @@ class States:
 
     @contextmanager
     def replaced(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Let other tensors stand in the module; a buffer that is assigned is written instead."""
+        """Let other tensors stand in the module; a buffer that is assigned is written instead.
+
+        ``torch.func.functional_call`` does the same, but looks for all names anew in every call.
+        """
         before = self.now()
         self._put(tensors)
         try:
@@ -82,10 +78,10 @@ class States:
 
 
 class Arguments:
-    """Positional and keyword arguments of a call, flattened.
+    """Positional and keyword arguments of a call.
 
     Attributes:
-        tensors, numbers: tensors and symbolic sizes among them, in order.
+        tensors, sizes: those among them, in order; sizes are symbolic.
 
     Raises:
         RefusedError: one of them holds tensors that cannot be taken out.
@@ -93,30 +89,22 @@ class Arguments:
 
     def __init__(self, args: Any, kwargs: Any) -> None:
         leaves, self._structure = pytree.tree_flatten(make_known((args, kwargs)))
-        self.tensors: list[Tensor] = []
-        self.numbers: list[Any] = []
-        self._rest: list[Any] = []
         for leaf in leaves:
-            if isinstance(leaf, Tensor):
-                self.tensors.append(leaf)
-                self._rest.append(_TENSOR)
-            elif isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool):
-                self.numbers.append(leaf)
-                self._rest.append(_NUMBER)
-            else:
-                if tensors_in(list(getattr(leaf, "__dict__", {}).values())):
-                    raise unsuitable(
-                        f"is called with a {type(leaf).__name__} that contains tensors"
-                    )
-                self._rest.append(leaf)
+            inside = getattr(leaf, "__dict__", {})
+            if not isinstance(leaf, Tensor) and tensors_in(list(inside.values())):
+                raise unsuitable(f"is called with a {type(leaf).__name__} that contains tensors")
+        tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        sizes = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _SIZES)]
+        self.tensors: list[Tensor] = [leaves[index] for index in tensors]
+        self.sizes: list[Any] = [leaves[index] for index in sizes]
+        self._places = [*tensors, *sizes]
+        self._leaves = [None if i in self._places else leaf for i, leaf in enumerate(leaves)]
 
-    def filled(self, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> Any:
-        """The (args, kwargs) with other tensors and numbers."""
-        waiting = {_TENSOR: iter(tensors), _NUMBER: iter(numbers)}
-        leaves = [
-            next(waiting[leaf]) if leaf is _TENSOR or leaf is _NUMBER else leaf
-            for leaf in self._rest
-        ]
+    def filled(self, values: Sequence[Any]) -> Any:
+        """The (args, kwargs) with other tensors and, after them, other sizes."""
+        leaves = list(self._leaves)
+        for place, value in zip(self._places, values, strict=True):
+            leaves[place] = value
         return pytree.tree_unflatten(leaves, self._structure)
 
 
@@ -125,8 +113,7 @@ class Form(NamedTuple):
 
     Args:
         origin: index of the argument in whose memory it lies; None for memory of its own.
-        memory: number of the memory among those of arguments and result; several tensors may
-            share one.
+        memory: number of the memory among those of arguments and result.
         layout: sizes, strides and offset in one row, each as (factor, rest) of the batch size.
     """
 
@@ -136,22 +123,23 @@ class Form(NamedTuple):
     memory: int
     layout: tuple[tuple[int, int], ...]
 
-    def layout_at(self, batch: Any) -> tuple[tuple[Any, ...], tuple[Any, ...], Any]:
+    @classmethod
+    def of(cls, tensor: Tensor, origin: int | None, memory: int = -1) -> Form:
+        """The form of a tensor, in which all sizes are numbers."""
+        numbers = (*tensor.shape, *tensor.stride(), int(tensor.storage_offset()))
+        layout = tuple((0, number) for number in numbers)
+        return cls(tensor.dtype, tensor.requires_grad, origin, memory, layout)
+
+    def layout_at(self, batch: Any = 0) -> tuple[tuple[Any, ...], tuple[Any, ...], Any]:
         """Sizes, strides and offset for ``batch`` samples; symbolic if ``batch`` is."""
         numbers = [factor * batch + rest if factor else rest for factor, rest in self.layout]
         dims = len(numbers) // 2
         return tuple(numbers[:dims]), tuple(numbers[dims:-1]), numbers[-1]
 
-    def blank(self, batch: Any, device: torch.device | None = None) -> Tensor:
+    def blank(self, batch: Any = 0, device: torch.device | None = None) -> Tensor:
         """A tensor of this form without values, in memory of its own."""
         sizes, strides, _ = self.layout_at(batch)
         return torch.empty_strided(sizes, strides, dtype=self.dtype, device=device)
-
-    def extent(self, batch: int) -> int:
-        """Elements of memory that it needs, up to its last."""
-        sizes, strides, offset = self.layout_at(batch)
-        pairs = zip(sizes, strides, strict=True)
-        return max(0, int(offset + 1 + sum((size - 1) * stride for size, stride in pairs)))
 
     def in_own_memory(self, memory: int) -> Form:
         """The same at the start of memory that no argument has."""
@@ -172,7 +160,7 @@ class Unsteady:
         return self._kind
 
     def _refuse(self, *_: object) -> Any:
-        raise cannot_capture(*UNSTEADY)
+        raise Refusal.UNSTEADY.error()
 
     __getattr__ = __getitem__ = __iter__ = __len__ = __bool__ = __contains__ = __add__ = _refuse
 
@@ -207,26 +195,21 @@ class Outline:
         for index, argument in enumerate(arguments):
             memories.setdefault(storage_of(argument), index)
         trained = any(argument.requires_grad for argument in arguments)
-        outlined: list[Any] = []
-        for leaf in leaves:
-            if not isinstance(leaf, Tensor):
-                if not isinstance(leaf, _PLAIN):
-                    raise unsuitable(f"gives a {type(leaf).__name__}, which is not a tensor")
-                outlined.append(leaf)
-                continue
-            number = len(arguments) + len(memories)
-            memory = memories.setdefault(storage_of(leaf), number)
-            origin = memory if memory < len(arguments) else None
-            numbers = (*leaf.shape, *leaf.stride(), int(leaf.storage_offset()))
-            layout = tuple((0, number) for number in numbers)
-            form = Form(leaf.dtype, leaf.requires_grad, origin, memory, layout)
-            if draws and origin not in written:
-                # Another draw may give more than an argument as it is.
-                form = form if origin is None else form.in_own_memory(-1 - memory)
-                if trained and form.dtype.is_floating_point:
-                    form = form._replace(requires_grad=True)
-            outlined.append(form)
-        return cls(tuple(outlined), structure, written, draws)
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                number = len(arguments) + len(memories)
+                memory = memories.setdefault(storage_of(leaf), number)
+                origin = memory if memory < len(arguments) else None
+                form = Form.of(leaf, origin, memory)
+                if draws and origin not in written:
+                    # Another draw may give more than an argument as it is.
+                    form = form if origin is None else form.in_own_memory(-1 - memory)
+                    if trained and form.dtype.is_floating_point:
+                        form = form._replace(requires_grad=True)
+                leaves[place] = form
+            elif not isinstance(leaf, _PLAIN):
+                raise unsuitable(f"gives a {type(leaf).__name__}, which is not a tensor")
+        return cls(tuple(leaves), structure, written, draws)
 
     @classmethod
     def of_calls(cls, batches: Sequence[int], calls: Sequence[Outline]) -> Outline:
@@ -246,13 +229,12 @@ class Outline:
         """The forms of the tensors of the result, in order."""
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, Form))
 
-    def leaves_of(self, result: Any) -> list[Any] | None:
-        """The flat result of another call; None if its structure is not this one."""
-        try:
-            leaves: list[Any] = self.structure.flatten_up_to(result)
-        except ValueError:
-            return None
-        return leaves
+    def blanks(self, batch: Any, device: torch.device | None) -> list[Tensor]:
+        """The tensors of a result without values, each in memory of its own."""
+        blanks = [form.blank(batch, device) for form in self.forms]
+        grad = torch.is_grad_enabled()
+        pairs = zip(blanks, self.forms, strict=True)
+        return [anchored(b) if grad and form.requires_grad else b for b, form in pairs]
 
     def result(self, tensors: Sequence[Any]) -> Any:
         """The result with these tensors in it."""
@@ -315,7 +297,7 @@ def _common(batches: Sequence[int], column: Sequence[Any]) -> Any:
 
 
 class Opaque:
-    """One call of a submodule, as an operator: ``opaque(batch, *states, *tensors, *numbers)``.
+    """One call of a submodule, as an operator: ``opaque(batch, *states, *tensors, *sizes)``.
 
     Args:
         path: of the module in the step.
@@ -326,24 +308,22 @@ class Opaque:
     def __init__(
         self, path: str, module: nn.Module, states: States, arguments: Arguments, outline: Outline
     ) -> None:
-        self.path = own_name(path)
-        self.outline = outline
-        self._module = module
+        self.path, self.outline = own_name(path), outline
+        self.__name__ = path.replace(".", "_")
+        self._module, self._states, self._arguments = module, states, arguments
         write_buffers_once(module)
-        self._states = states
         self._modes = [(inner, inner.training) for inner in module.modules()]
-        self._arguments = arguments
-        self._tensors = len(states.names) + len(arguments.tensors)
         forms = outline.forms
         memories = [form.memory for form in forms]
-        self._unshared = [  # what shares memory with nothing else
+        self._unshared = [  # results with gradients that share memory with nothing else
             index
             for index, form in enumerate(forms)
-            if form.origin is None and memories.count(form.memory) == 1
+            if form.requires_grad and form.origin is None and memories.count(form.memory) == 1
         ]
+        first, count = len(states.names), len(arguments.tensors)
         lent = {form.origin for form in forms} | outline.written
-        self._entered = frozenset(range(len(states.names), self._tensors)) - lent
-        self.__name__ = path.replace(".", "_")
+        self._inputs = range(first, first + count)
+        self._entered = [index for index in self._inputs if index not in lent]
 
     @cached_property
     def _generators(self) -> list[Any]:
@@ -353,40 +333,45 @@ class Opaque:
     def __repr__(self) -> str:
         return f"{self.path} ({type(self._module).__name__})"
 
-    def __call__(self, batch: int, *given: Any) -> Any:
+    def __call__(self, batch: int, *arguments: Any) -> Any:
         """Call the module; gives the tensors of its result, alone or in a tuple.
 
         Args:
             batch: samples of the micro-batch.
-            given: parameters and buffers, then the tensors of the call, then its numbers.
+            arguments: parameters and buffers, then the tensors of the call, then its sizes.
 
         Raises:
             CaptureError: the result has other sizes than those that were captured.
         """
-        tensors, numbers = list(given[: self._tensors]), given[self._tensors :]
-        if any(map(is_deferred, tensors)):
-            results = self._imitate(batch, tensors)
-        else:
-            anchor = None
-            if torch.is_grad_enabled():
-                # Aliases of the inputs that have a gradient and are not changed by that.
-                entered = [i for i in sorted(self._entered) if tensors[i].requires_grad]
-                aliases, anchor = enter([tensors[index] for index in entered])
-                for index, alias in zip(entered, aliases, strict=True):
-                    tensors[index] = alias
-                for index in range(len(self._states.names), len(tensors)):
-                    if not tensors[index].requires_grad:  # the module may ask for its gradient
-                        tensors[index] = tensors[index].detach()
-            results = self._checked(self._run(tensors, numbers), batch, tensors)
-            if anchor is not None:
-                forms = self.outline.forms
-                indices = [index for index in self._unshared if forms[index].requires_grad]
-                left = leave(anchor, [results[index] for index in indices])
-                for index, tensor in zip(indices, left, strict=True):
-                    results[index] = tensor
+        values, count = list(arguments), len(self._states.names)
+        if any(isinstance(value, Tensor) and is_deferred(value) for value in values):
+            results = self._imitate(batch, values)
+            return results[0] if len(results) == 1 else tuple(results)
+        anchor = None
+        if torch.is_grad_enabled():
+            # Aliases of the inputs that have a gradient and are not changed by that.
+            entered = [index for index in self._entered if values[index].requires_grad]
+            aliases, anchor = enter([values[index] for index in entered])
+            for index, alias in zip(entered, aliases, strict=True):
+                values[index] = alias
+            for index in self._inputs:
+                if not values[index].requires_grad:  # the module may ask for its gradient
+                    values[index] = values[index].detach()
+        for module, training in self._modes:
+            if module.training is not training:
+                module.training = training
+        reseed(self._generators)
+        args, kwargs = self._arguments.filled(values[count:])
+        with self._states.replaced(values[:count]):
+            result = self._module(*args, **kwargs)
+        results = self._checked(result, batch, tensors_in(values))
+        if anchor is not None:
+            left = leave(anchor, [results[index] for index in self._unshared])
+            for index, tensor in zip(self._unshared, left, strict=True):
+                results[index] = tensor
         return results[0] if len(results) == 1 else tuple(results)
 
-    def _imitate(self, batch: int, arguments: Sequence[Tensor]) -> list[Tensor]:
+    def _imitate(self, batch: int, arguments: Sequence[Any]) -> list[Tensor]:
         """Tensors that share memory and have gradients as those of a real call; values are none.
 
         Arguments that a call writes are marked as written.
@@ -394,62 +379,62 @@ class Opaque:
         forms = self.outline.forms
         for index in self.outline.written:
             torch.autograd.graph.increment_version(arguments[index])
-        bases: dict[tuple[int | None, int], Tensor] = {
-            (index, index): argument for index, argument in enumerate(arguments)
-        }
+        bases: dict[tuple[int | None, int], Tensor] = {}
         results = []
         for form in forms:
             key = form.origin, form.memory
-            if key not in bases:
-                size = max(other.extent(batch) for other in forms if other.memory == form.memory)
-                base = torch.empty(size, dtype=form.dtype)
+            if form.origin is not None:
+                bases[key] = arguments[form.origin]
+            elif key not in bases:
+                extents = [0]  # elements of the memory, up to the last of every tensor in it
+                for other in forms:
+                    if other.memory == form.memory:
+                        sizes, strides, offset = other.layout_at(batch)
+                        steps = ((n - 1) * step for n, step in zip(sizes, strides, strict=True))
+                        extents.append(offset + 1 + sum(steps))
+                base = torch.empty(max(extents), dtype=form.dtype)
                 grad = form.requires_grad and torch.is_grad_enabled()
                 bases[key] = anchored(base) if grad else base
             view = bases[key].as_strided(*form.layout_at(batch))
             results.append(view if form.requires_grad else view.detach())
         return results
 
-    def _run(self, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> Any:
-        count = len(self._states.names)
-        for module, training in self._modes:
-            if module.training is not training:
-                module.training = training
-        reseed(self._generators)
-        args, kwargs = self._arguments.filled(tensors[count:], numbers)
-        with self._states.replaced(tensors[:count]):
-            return self._module(*args, **kwargs)
-
     def _checked(self, result: Any, batch: int, arguments: Sequence[Tensor]) -> list[Tensor]:
         """The tensors of a result, in the layouts that were captured."""
-        leaves = self.outline.leaves_of(result)
-        if leaves is None:
+        outline = self.outline
+        try:
+            leaves = outline.structure.flatten_up_to(result)
+        except ValueError:
             structure = pytree.tree_structure(result)
-            raise other_result(self.path, f"gave {structure}", f"{self.outline.structure}")
+            raise self._other(structure, outline.structure) from None
         memories = set(storages_in(arguments))
         tensors = []
-        for leaf, expected in zip(leaves, self.outline.leaves, strict=True):
+        for leaf, expected in zip(leaves, outline.leaves, strict=True):
             if type(expected) is Unsteady:
                 continue
             if not isinstance(expected, Form):
                 if type(leaf) is not type(expected) or leaf != expected:
-                    raise other_result(self.path, f"gave {leaf!r}", repr(expected))
+                    raise self._other(repr(leaf), repr(expected))
                 continue
-            sizes, strides, _ = expected.layout_at(batch)
-            if not isinstance(leaf, Tensor):
-                raise other_result(self.path, f"gave a {type(leaf).__name__}", "a tensor")
-            if (leaf.dtype, leaf.shape) != (expected.dtype, sizes):
-                raise other_result(
-                    self.path,
-                    f"gave {list(leaf.shape)} of {leaf.dtype}",
-                    f"{list(sizes)} of {expected.dtype}",
-                )
-            if leaf.requires_grad and not expected.requires_grad:
-                raise other_gradient(self.path)
+            self._check_form(leaf, expected, batch)
             borrowed = expected.origin is None and storage_of(leaf) in memories
-            if leaf.stride() != strides:
+            if leaf.stride() != expected.layout_at(batch)[1]:
                 leaf = expected.blank(batch, leaf.device).copy_(leaf)
             tensors.append(leaf.clone() if borrowed else leaf)
         return tensors
+
+    def _check_form(self, leaf: Any, expected: Form, batch: int) -> None:
+        sizes, _, _ = expected.layout_at(batch)
+        if not isinstance(leaf, Tensor):
+            raise self._other(f"a {type(leaf).__name__}", "a tensor")
+        if (leaf.dtype, leaf.shape) != (expected.dtype, sizes):
+            form = f"{list(sizes)} of {expected.dtype}"
+            raise self._other(f"{list(leaf.shape)} of {leaf.dtype}", form)
+        if leaf.requires_grad and not expected.requires_grad:
+            raise Refusal.RESULT_GRADIENT.error("", name=self.path)
+
+    def _other(self, result: Any, expected: Any) -> RefusedError:
+        return Refusal.RESULT.error("", name=self.path, result=result, expected=expected)
 
 
 def enter(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
@@ -479,23 +464,18 @@ def anchored(tensor: Tensor) -> Tensor:
 class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
         # Gradients lie as their tensors do, but for tensors whose elements share memory.
-        ctx.layouts = [
-            (t.shape, torch.empty_like(t, device="meta").stride(), t.dtype, t.device)
-            for t in tensors
-        ]
+        ctx.layouts = [torch.empty_like(tensor, device="meta") for tensor in tensors]
         return (*(tensor.view_as(tensor) for tensor in tensors), torch.empty(0))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, ...]:
-        results = []
-        for gradient, (sizes, strides, dtype, device) in zip(gradients, ctx.layouts, strict=False):
-            if gradient is None or gradient.stride() != strides:
-                blank = torch.empty_strided(sizes, strides, dtype=dtype, device=device)
-                gradient = blank.zero_() if gradient is None else blank.copy_(gradient)
-            results.append(gradient)
-        return tuple(results)
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        return tuple(  # zeros where there was none
+            gradient
+            if gradient.stride() == layout.stride()
+            else torch.empty_like(layout, device=gradient.device).copy_(gradient)
+            for gradient, layout in zip(gradients, ctx.layouts, strict=False)
+        )
 
 
 class _Leave(torch.autograd.Function):
@@ -509,8 +489,7 @@ class _Leave(torch.autograd.Function):
         return (torch.zeros(0), *gradients)
 
 
-_lent: WeakKeyDictionary[nn.Module, dict[str, Tensor]] = WeakKeyDictionary()
-"""Modules that write their buffers once, with their own buffers while copies stand in for them."""
+_written_once: WeakSet[nn.Module] = WeakSet()
 
 
 def write_buffers_once(model: nn.Module) -> None:
@@ -521,20 +500,20 @@ def write_buffers_once(model: nn.Module) -> None:
     the schedule's.
     """
     for module in model.modules():
-        if module not in _lent and any(each is not None for each in module._buffers.values()):
-            _lent[module] = {}
-            module.register_forward_pre_hook(_lend_copies)
-            # Also where torch ends such a call early, by an exception.
-            module.register_forward_hook(_take_back, always_call=True)
+        if module in _written_once or all(each is None for each in module._buffers.values()):
+            continue
+        _written_once.add(module)
+        own: dict[str, Tensor] = {}  # while copies stand in the module
 
+        def lend(module: nn.Module, _: Any, own: dict[str, Tensor] = own) -> None:
+            if torch._C._current_graph_task_id() != -1:  # what torch's own checkpoint asks, too
+                own.update({n: each for n, each in module._buffers.items() if each is not None})
+                module._buffers.update({name: each.detach().clone() for name, each in own.items()})
 
-def _lend_copies(module: nn.Module, _: Any) -> None:
-    if torch._C._current_graph_task_id() != -1:  # what torch's own checkpoint asks, too
-        own = {name: each for name, each in module._buffers.items() if each is not None}
-        _lent[module] = own
-        module._buffers.update({name: each.detach().clone() for name, each in own.items()})
+        def take_back(module: nn.Module, *_: Any, own: dict[str, Tensor] = own) -> None:
+            module._buffers.update(own)
+            own.clear()
 
-
-def _take_back(module: nn.Module, *_: Any) -> None:
-    module._buffers.update(_lent.get(module, {}))
-    _lent[module] = {}
+        module.register_forward_pre_hook(lend)
+        # Also where torch ends such a call early, by an exception.
+        module.register_forward_hook(take_back, always_call=True)

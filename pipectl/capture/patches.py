@@ -16,6 +16,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr
+from functools import partial
 from types import CodeType, FrameType
 from typing import Any
 from unittest import mock
@@ -25,12 +26,15 @@ import torch
 from torch import Tensor, fx, nn
 from torch._export.passes import replace_autocast_with_hop_pass as _autocast_pass
 from torch._export.passes import replace_set_grad_with_hop_pass as _gradient_pass
-from torch._export.wrappers import allow_in_pre_dispatch_graph
 from torch._functorch import eager_transforms
-from torch._higher_order_ops.flat_apply import flat_apply
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    track_tensor_tree,
+)
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -42,31 +46,23 @@ from pipectl.capture.operators import Applied
 from pipectl.capture.python_state import Attribute
 from pipectl.capture.randomness import LIBRARY_GENERATORS, generator_places, states_of
 from pipectl.capture.refusals import (
-    DRAW,
-    PACKING,
-    cannot_capture,
-    carried,
-    forbidden,
-    forms_gradients,
-    gradient_hook,
-    long_loop,
+    Refusal,
     place_at,
-    running_line,
 )
 from pipectl.capture.regions import mark_regions
+from pipectl.capture.step import own_name
 
-Functions = list[type[torch.autograd.Function]]
 MAX_REPEATS = 500
 """Calls from one line of one module until a loop is too long. Tracing one takes some 10 ms."""
-_PLAIN = (int, float, bool, str)
 _ABSENT = object()
 
 
 @contextmanager
-def patched_export(step: nn.Module, *, unrolls: bool) -> Iterator[Functions]:
-    """All patches under which a step is exported; yields the autograd functions it uses.
+def patched_export(step: nn.Module, recorder: Recorder, *, unrolls: bool) -> Iterator[None]:
+    """All patches under which a step is exported.
 
     Args:
+        recorder: gets the autograd functions that it uses.
         unrolls: whether loops may be as long as they like.
 
     Raises:
@@ -74,11 +70,13 @@ def patched_export(step: nn.Module, *, unrolls: bool) -> Iterator[Functions]:
     """
     with ExitStack() as stack:
         stack.enter_context(_quiet())
-        stack.enter_context(_refused_draws(step))
+        stack.enter_context(_refused_draws())
+        stack.enter_context(_refused_generators(step))
         stack.enter_context(_left_out_checks())
         stack.enter_context(_WatchedCalls(unrolls=unrolls))
         stack.enter_context(_marked_regions())
-        yield stack.enter_context(_recorded_functions())
+        stack.enter_context(_recorded_functions(recorder))
+        yield
 
 
 @contextmanager
@@ -96,11 +94,8 @@ def _quiet() -> Iterator[None]:
 
 
 @contextmanager
-def _refused_draws(step: nn.Module) -> Iterator[None]:
-    """Let draws from generators that are not torch's fail: a graph would freeze the numbers.
-
-    Those are the functions of ``random`` and ``numpy.random``, generators of the model's own, and
-    the system's.
+def _refused_draws() -> Iterator[None]:
+    """Let functions of ``random`` and ``numpy.random`` fail: a graph would freeze the numbers.
 
     Raises:
         RefusedError: from the export; or when it is over, if only the states of the generators show
@@ -110,13 +105,13 @@ def _refused_draws(step: nn.Module) -> Iterator[None]:
 
     def check() -> None:
         if states_of(LIBRARY_GENERATORS) != known:
-            raise cannot_capture(*DRAW)
+            _refuse_draw()
 
     def refuse_all_but_torch(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal known
             if not is_torch_code(sys._getframe(1).f_code.co_filename):
-                raise cannot_capture(*DRAW)
+                _refuse_draw()
             check()
             result = function(*args, **kwargs)
             known = states_of(LIBRARY_GENERATORS)
@@ -130,27 +125,28 @@ def _refused_draws(step: nn.Module) -> Iterator[None]:
                 if callable(function) and getattr(function, "__self__", None) in LIBRARY_GENERATORS:
                     patched = refuse_all_but_torch(function)
                     stack.enter_context(mock.patch.object(module, name, patched))
-        _refuse_own_draws(step, stack)
         yield
         check()
 
 
-def _refuse_own_draws(step: nn.Module, stack: ExitStack) -> None:
-    def refuse(*_: Any) -> Any:
-        raise cannot_capture(*DRAW)
+@contextmanager
+def _refused_generators(step: nn.Module) -> Iterator[None]:
+    """Let draws from the system's generator and from those of the model's own fail."""
+    with ExitStack() as stack:
+        for name in ("random", "getrandbits"):  # of those made in the forward, too
+            stack.enter_context(mock.patch.object(random.SystemRandom, name, _refuse_draw))
+        for own, name in generator_places(step):
+            if not isinstance(own[name], torch.Generator):  # their use is seen as an argument
+                stack.enter_context(mock.patch.dict(own, {name: _RefusingGenerator()}))
+        yield
 
-    for name in ("random", "getrandbits"):  # of those made in the forward, too
-        stack.enter_context(mock.patch.object(random.SystemRandom, name, refuse))
-    for own, name in generator_places(step):
-        if not isinstance(own[name], torch.Generator):  # their use is seen as an argument
-            stack.enter_context(mock.patch.dict(own, {name: _RefusingGenerator()}))
+
+def _refuse_draw(*_: Any) -> Any:
+    raise Refusal.DRAW.error()
 
 
 class _RefusingGenerator:
-    """Stands in for a generator of the model's own."""
-
-    def __getattr__(self, _: str) -> Any:
-        raise cannot_capture(*DRAW)
+    __getattr__ = _refuse_draw
 
 
 @contextmanager
@@ -209,30 +205,18 @@ class _WatchedCalls(TorchFunctionMode):
         self._count_repeats()
         name = getattr(func, "__name__", "")
         if name == "backward":
-            raise forbidden(
-                "calls backward()",
-                "return one scalar loss, which one optimizer minimises; models that several "
-                "optimizers train in turns (a GAN) are not supported",
-            )
+            raise Refusal.BACKWARD.error()
         if name == "_pack_padded_sequence":
-            raise cannot_capture(*PACKING)
+            raise Refusal.PACKING.error()
         if any(isinstance(given, torch.Generator) for given in (*args, *kwargs.values())):
-            raise cannot_capture(*DRAW)
+            raise Refusal.DRAW.error()
         if name == "__set__" and func == _SET_DATA and not _is_torch_calling():
-            raise forbidden(
-                "assigns to the .data of a tensor",
-                "compute with the new values instead (such as torch.nn.functional.linear(x, "
-                "weight)), or copy them into a buffer: buffer.copy_(values)",
-            )
+            raise Refusal.DATA_ASSIGNED.error()
         if name == "__get__" and func == _GET_DATA and not _is_torch_calling():
             self._data.append(args[0].detach())
             return self._data[-1]
         if args and _WRITES(name) and any(args[0] is known for known in self._data):
-            raise forbidden(
-                "writes to the .data of a tensor",
-                "write a buffer itself under torch.no_grad() instead; parameters change at the end "
-                "of a step only",
-            )
+            raise Refusal.DATA_WRITTEN.error()
         return func(*args, **kwargs)
 
     def _count_repeats(self) -> None:
@@ -256,7 +240,8 @@ class _WatchedCalls(TorchFunctionMode):
                 (f, line) for f, line in traceback.walk_stack(caller) if f in self._frames
             )
             place = place_at(loop.f_code.co_filename, line)
-            raise long_loop(_calling_module(loop)[1], place, MAX_REPEATS)
+            part = _calling_module(loop)[1]
+            raise Refusal.LOOP.error(place, part=part, loop=place, repeats=MAX_REPEATS)
 
 
 _WRITES = re.compile(
@@ -316,80 +301,90 @@ def _marked_regions() -> Iterator[None]:
         yield
 
 
+class _Recorded(HigherOrderOperator):
+    """Stands for a Python function in the graph of an export, which takes no others."""
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError
+
+
+_RECORDED = _Recorded("pipectl_recorded")  # type: ignore[no-untyped-call]
+fx.node.has_side_effect(_RECORDED)  # it is kept even if nothing reads its result
+
+
+class Recorder:
+    """Calls of Python functions that an export holds as single operators."""
+
+    def __init__(self) -> None:
+        self._targets: list[Any] = []
+
+    def record(
+        self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], give: Callable[[], Any]
+    ) -> Any:
+        """Append a call to the graph that is being traced.
+
+        Args:
+            give: gives the result, of which the trace sees nothing else.
+        """
+        mode: Any = get_proxy_mode()
+        with disable_proxy_modes_tracing():
+            result = give()
+        with torch._C.DisableTorchFunction():  # what follows is no call of the model's
+            args, kwargs = pytree.tree_map(mode.tracer.unwrap_proxy, (args, kwargs))
+            numbered = (len(self._targets), *args)
+            proxy = mode.tracer.create_proxy("call_function", _RECORDED, numbered, kwargs)
+            self._targets.append(target)
+            return track_tensor_tree(result, proxy, constant=None, tracer=mode.tracer)
+
+    def place_targets(self, program: ExportedProgram) -> None:
+        """Let every recorded operator of a program call its function."""
+        modules = [m for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
+        for module in modules:
+            for node in module.graph.find_nodes(op="call_function", target=_RECORDED):
+                number, *args = node.args
+                node.target, node.args = self._targets[number], tuple(args)
+                node._rename(module.graph._target_to_str(node.target))
+                if isinstance(node.target, Applied) and not node.users:
+                    module.graph.erase_node(node)
+
+
 @contextmanager
-def _recorded_functions() -> Iterator[Functions]:
+def _recorded_functions(recorder: Recorder) -> Iterator[None]:
     """Record autograd functions as operators, and refuse gradients that a forward forms.
 
-    An export drops the backward of an autograd function, and hooks on gradients, without a word. It
-    knows functions by their names, which several may share, so each call has a number, too.
+    An export drops the backward of an autograd function, and hooks on gradients, without a word.
 
     Raises:
         CaptureError: from the export, if the model puts a hook on a gradient.
     """
-    functions: Functions = []
     untouched: Any = vars(torch.autograd.Function)["apply"]
 
-    def apply(function: type[torch.autograd.Function], _: int, *args: Any, **kwargs: Any) -> Any:
-        # A Python class method in torch 2.13 and one of C from 2.14 on: both bind.
-        return untouched.__get__(None, function)(*args, **kwargs)
-
-    record: Callable[..., Any] = allow_in_pre_dispatch_graph(apply)  # type: ignore[no-untyped-call]
-
-    def record_known(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+    def apply(function: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         if function is CheckpointFunction:  # recomputation is planned, not captured
             body, _, *given = args
             return body(*given)
-        functions.append(function)
-        return record(function, len(functions) - 1, *args, **kwargs)
+        # A Python class method in torch 2.13 and one of C from 2.14 on: both bind.
+        bound = untouched.__get__(None, function)
+        if get_proxy_mode() is None:
+            return bound(*args, **kwargs)
+        return recorder.record(Applied(function), args, kwargs, partial(bound, *args, **kwargs))
 
     def refuse_hook(*_: Any) -> None:
-        raise gradient_hook(f"puts a hook on a gradient{running_line()}")
+        subject, why = "puts a hook on a gradient", "which no graph can hold"
+        raise Refusal.GRADIENT_HOOK.error(subject=subject, why=why)
 
     def refuse_backward(*_: Any, **__: Any) -> None:
-        raise forms_gradients()
+        raise Refusal.GRADIENTS.error()
 
     with (
-        mock.patch.object(torch.autograd.Function, "apply", classmethod(record_known)),
+        mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)),
         mock.patch.object(Tensor, "register_hook", refuse_hook),
         mock.patch.object(torch.autograd, "_engine_run_backward", refuse_backward),
         # What torch.func enters to differentiate.
         mock.patch.object(eager_transforms, "grad_increment_nesting", refuse_backward),
         mock.patch.object(eager_transforms, "jvp_increment_nesting", refuse_backward),
     ):
-        yield functions
-
-
-def call_functions(program: ExportedProgram, functions: Functions) -> None:
-    """Let every recorded autograd function be an operator that calls it."""
-    for module, node in calls_of(program, flat_apply):
-        applied, spec, *flat = node.args
-        structure = getattr(module, str(spec.target))
-        (_, number, *args), kwargs = pytree.tree_unflatten(flat, structure)
-        replace_call(node, Applied(functions[number]), tuple(args), kwargs)
-        for unused in (applied, spec):
-            module.graph.erase_node(unused)
-
-
-def calls_of(program: ExportedProgram, target: Any) -> list[tuple[fx.GraphModule, Any]]:
-    """The calls of a target in a program and its subgraphs, each with its graph."""
-    modules = [m for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
-    return [
-        (module, node)
-        for module in modules
-        for node in module.graph.find_nodes(op="call_function", target=target)
-    ]
-
-
-def replace_call(
-    node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-) -> fx.Node:
-    """Let a call of another target take the place of a node of a graph."""
-    with node.graph.inserting_before(node):
-        called = node.graph.create_node("call_function", target, args, kwargs or {})
-    called.meta = dict(node.meta)
-    node.replace_all_uses_with(called)
-    node.graph.erase_node(node)
-    return called
+        yield
 
 
 @contextmanager
@@ -427,7 +422,7 @@ class _Guard:
         own = {} if module is None else vars(module)
         unwritten = self._unwritten.get(id(own))
         if unwritten is not None:
-            raise carried(f"{unwritten.path}.{unwritten.name}", running_line())
+            raise Refusal.CARRIED.error(name=own_name(f"{unwritten.path}.{unwritten.name}"))
         value = own.get(self._name, self._default)
         if value is _ABSENT:
             raise AttributeError(self._name)

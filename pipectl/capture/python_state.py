@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from copy import copy as shallow_copy
+from functools import partial
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -25,7 +27,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.utils import _pytree as pytree
 
 from pipectl.capture.randomness import SHARED_GENERATORS, comparable, generator_state, set_state
-from pipectl.capture.refusals import extra_state
+from pipectl.capture.refusals import Refusal
+from pipectl.capture.step import own_path
 from pipectl.capture.tensors import tensors_in
 
 _PLAIN = (str, bytes, int, float, complex, type(None), type, FunctionType, ModuleType, nn.Parameter)
@@ -75,13 +78,13 @@ def undisturbed(model: nn.Module, tensors: Iterable[Tensor]) -> Iterator[None]:
     """Afterwards these tensors, what modules keep in Python, and generators are as before."""
     own = [item.value for item in _items(model)]
     values = [*SHARED_GENERATORS, *own, *filter(_is_restorable, tensors)]
-    before = [(value, _copy(value)) for value in values]
+    restores = [_restore_of(value) for value in values]
     try:
         yield
     finally:
-        for value, copy in before:
+        for restore in restores:
             with suppress(RuntimeError, TypeError, ValueError):  # it takes no values
-                _restore(value, copy)
+                restore()
 
 
 def numbers_in(model: nn.Module) -> dict[str, Number]:
@@ -136,34 +139,36 @@ def _is_restorable(tensor: Tensor) -> bool:
     return not (overlaps or tensor.is_quantized or tensor.is_inference())
 
 
-def _copy(value: Any) -> Any:
-    """What :func:`_restore` needs of a value."""
+def _restore_of(value: Any) -> Callable[[], None]:
+    """What gives an object its present content again; one that still has it is left alone."""
     if isinstance(value, Tensor):
-        return value.detach().clone()
+        return partial(_restore_tensor, value, value.detach().clone())
     if isinstance(value, np.ndarray):
-        return value.copy()
-    if type(value) in _CONTAINERS:
-        return dict(value) if isinstance(value, dict) else list(value)
-    return generator_state(value)
+        array = value.copy()
 
+        def restore() -> None:
+            if value.flags.writeable:
+                value[...] = array
 
-def _restore(value: Any, copy: Any) -> None:
-    """Give an object its former content; one that still has it is left alone."""
-    if isinstance(value, Tensor):
-        if not torch.equal(value, copy):
-            with torch.no_grad():
-                if value.shape != copy.shape:
-                    value.resize_(copy.shape)
-                value.copy_(copy)
-    elif isinstance(value, np.ndarray):
-        if value.flags.writeable:
-            value[...] = copy
     elif type(value) in _CONTAINERS:
-        if _identities(value) != _identities(copy):
-            value.clear()
-            (value.extend if isinstance(value, list | deque) else value.update)(copy)
+        content = shallow_copy(value)
+
+        def restore() -> None:
+            if _identities(value) != _identities(content):
+                value.clear()
+                (value.extend if isinstance(value, list | deque) else value.update)(content)
+
     else:
-        set_state(value, copy)
+        return partial(set_state, value, generator_state(value))
+    return restore
+
+
+def _restore_tensor(tensor: Tensor, content: Tensor) -> None:
+    if not torch.equal(tensor, content):
+        with torch.no_grad():
+            if tensor.shape != content.shape:
+                tensor.resize_(content.shape)
+            tensor.copy_(content)
 
 
 def _identities(container: Any) -> list[int]:
@@ -311,4 +316,5 @@ def refuse_extra_states(
     now, again = (extra_states(model, tensors=tensors) for _ in range(2))
     for path, old in before.items():
         if old != now[path] == again[path]:  # some texts name objects that each call makes anew
-            raise extra_state(path, type(model.get_submodule(path)).__name__)
+            name = own_path(path) or type(model.get_submodule(path)).__name__
+            raise Refusal.EXTRA_STATE.error("", name=name)

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from pipectl.capture.regions import accelerator, accelerator_in_use
+from pipectl.capture.tensors import is_deferred, octets_of
 from pipectl.faults import is_user_code
 
 _MASK = (1 << 64) - 1
@@ -45,7 +45,14 @@ def seed_operator(base: int, key: int) -> None:
     """
     seed = _mix(base ^ key)
     torch.default_generator.manual_seed(seed)
-    seed_accelerator(seed)
+    if accelerator_in_use() is None:
+        return
+    _, module = accelerator()
+    generators = getattr(module, "default_generators", None)
+    if generators:  # of the current one alone, and much faster
+        generators[module.current_device()].manual_seed(seed)
+    else:
+        module.manual_seed(seed)
 
 
 def seed_libraries(base: int, key: int) -> None:
@@ -65,18 +72,6 @@ def _mix(value: int) -> int:
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
     return value ^ (value >> 31)
-
-
-def seed_accelerator(seed: int) -> None:
-    """Seed the generator of the current accelerator, if one is in use."""
-    if accelerator_in_use() is None:
-        return
-    _, module = accelerator()
-    generators = getattr(module, "default_generators", None)
-    if generators:  # of the current one alone, and much faster
-        generators[module.current_device()].manual_seed(seed)
-    else:
-        module.manual_seed(seed)
 
 
 def seed_everything(seed: int) -> None:
@@ -121,9 +116,9 @@ def comparable(value: Any, *, tensors: bool = True) -> str:
         if isinstance(leaf, np.ndarray):
             return leaf.tobytes()
         if isinstance(leaf, Tensor):
-            if isinstance(leaf, FakeTensor) or not tensors:
+            if is_deferred(leaf) or not tensors:
                 return "tensor"
-            return leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            return octets_of(leaf).tobytes()
         if isinstance(leaf, set | frozenset):
             return sorted(map(repr, leaf))
         kind: Any = type(leaf)

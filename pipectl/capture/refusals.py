@@ -29,48 +29,17 @@ if TYPE_CHECKING:
 Trace = Sequence[tuple[FrameType, int]]
 """Frames, the innermost last, each with the line that it is at."""
 
-AS_IT_IS = "put it into a submodule of its own, which then runs as it is, as one operator"
-DRAW = (
-    "it draws from a generator that is not torch's own, which a graph would freeze",
-    f"draw with torch.rand, or {AS_IT_IS}",
-)
-PACKING = (
-    "it packs sequences, so that sizes follow from their lengths",
-    "compute on padded sequences, with a mask; or put packing, recurrent layer and unpacking "
-    "together into a submodule of its own, which then runs as it is, as one operator",
-)
-UNSTEADY = (
-    "it reads a part of a submodule's result whose structure differs between calls",
-    f"let the submodule return lists of fixed lengths, or {AS_IT_IS}",
-)
-_KINDS = (
-    (
-        r"data-dependent|unbacked|Eq\(u\d|_local_scalar_dense",
-        "its control flow depends on the values of tensors",
-        f"express the choice with torch.where or torch.cond, or {AS_IT_IS}",
-    ),
-    (
-        r"numpy|data_ptr|data pointer|storage",
-        "it hands tensors to code outside torch (such as numpy), which needs their values",
-        f"compute it with operators of torch, or {AS_IT_IS}",
-    ),
-    (
-        r"dynamic.{0,10}output.{0,5}shape|size that depends on the data",
-        "a tensor has a size that depends on the data",
-        f"give it a fixed size (padding and a mask, for example), or {AS_IT_IS}",
-    ),
-    (
-        r"is not supported for tensor subclasses|to a Python|tolist",
-        "it reads the values of tensors",
-        f"keep them in tensors, with torch.where or torch.cond for choices, or {AS_IT_IS}",
-    ),
-)
 _SHOWN = 6
 """So many entries of a collection a message names."""
 _MAPPING = (
     'return {"inputs": ..., "targets": ...}: "inputs" goes to the model (the entries of a mapping '
     'as keyword arguments), "targets" to the loss; any other mapping goes to both, whole'
 )
+
+
+AS_IT_IS = "put it into a submodule of its own, which then runs as it is, as one operator"
+_CAPTURED = "model: cannot be captured{place}: "
+_BUFFER = "make it a buffer with register_buffer()"
 
 
 class Keep(Enum):
@@ -107,10 +76,147 @@ class RefusedError(CaptureError):
         self.keep, self.part, self.loop, self.is_explained = keep, part, loop, is_explained
 
 
-def cannot_capture(what: str, cure: str, place: str | None = None, **more: Any) -> RefusedError:
-    """The refusal of what the model does at a line; at the one that is running by default."""
-    place = running_line() if place is None else place
-    return RefusedError(f"model: cannot be captured{place}: {what}", cure=cure, **more)
+class Refusal(Enum):
+    """What a model may not do: the message, what to do instead, and what may be kept whole."""
+
+    CONTROL_FLOW = (
+        _CAPTURED + "its control flow depends on the values of tensors",
+        f"express the choice with torch.where or torch.cond, or {AS_IT_IS}",
+    )
+    OUTSIDE = (
+        _CAPTURED
+        + "it hands tensors to code outside torch (such as numpy), which needs their values",
+        f"compute it with operators of torch, or {AS_IT_IS}",
+    )
+    SIZE = (
+        _CAPTURED + "a tensor has a size that depends on the data",
+        f"give it a fixed size (padding and a mask, for example), or {AS_IT_IS}",
+    )
+    VALUES = (
+        _CAPTURED + "it reads the values of tensors",
+        f"keep them in tensors, with torch.where or torch.cond for choices, or {AS_IT_IS}",
+    )
+    OTHER = (
+        _CAPTURED + "torch.export fails there: {error}",
+        f"write it with other operators of torch, or {AS_IT_IS}",
+    )
+    OPERATOR_SIZE = (
+        "model: {name!r} has a size that depends on the data{place}",
+        f"give the tensor a fixed size (for example padding and a mask), or {AS_IT_IS}",
+    )
+    DRAW = (
+        _CAPTURED + "it draws from a generator that is not torch's own, which a graph would freeze",
+        f"draw with torch.rand, or {AS_IT_IS}",
+    )
+    PACKING = (
+        _CAPTURED + "it packs sequences, so that sizes follow from their lengths",
+        "compute on padded sequences, with a mask; or put packing, recurrent layer and unpacking "
+        "together into a submodule of its own, which then runs as it is, as one operator",
+    )
+    UNSTEADY = (
+        _CAPTURED + "it reads a part of a submodule's result whose structure differs between calls",
+        f"let the submodule return lists of fixed lengths, or {AS_IT_IS}",
+    )
+    LOOP = (
+        _CAPTURED
+        + "it repeats that line more than {repeats} times, and a graph holds each of them",
+        AS_IT_IS,
+    )
+    GRADIENTS = (
+        _CAPTURED + "it forms gradients in its forward",
+        f"form no gradients there, or {AS_IT_IS}",
+        Keep.WHOLE,
+    )
+    TRANSFORMS = (
+        _CAPTURED + "it transforms functions (torch.func)",
+        f"form no gradients there, or {AS_IT_IS}",
+        Keep.WHOLE,
+    )
+    BACKWARD = (
+        "model: its forward calls backward(){place}, which no graph can hold",
+        "return one scalar loss, which one optimizer minimises; models that several optimizers "
+        "train in turns (a GAN) are not supported",
+        Keep.NOTHING,
+    )
+    DATA_ASSIGNED = (
+        "model: its forward assigns to the .data of a tensor{place}, which no graph can hold",
+        "compute with the new values instead (such as torch.nn.functional.linear(x, weight)), or "
+        "copy them into a buffer: buffer.copy_(values)",
+        Keep.NOTHING,
+    )
+    DATA_WRITTEN = (
+        "model: its forward writes to the .data of a tensor{place}, which no graph can hold",
+        "write a buffer itself under torch.no_grad() instead; parameters change at the end of a "
+        "step only",
+        Keep.NOTHING,
+    )
+    GRADIENT_HOOK = (
+        "model: {subject}{place}, {why}",
+        "change the gradient by a torch.autograd.Function instead, or remove the hook",
+    )
+    CARRIED = (  # no operator unasked: no checkpoint holds what a submodule keeps
+        "model: keeps {name!r} from one step to the next{place}, which a graph would freeze",
+        _BUFFER + ", or name the submodule that keeps it under model.opaque",
+        Keep.NOTHING,
+    )
+    EXTRA_STATE = (
+        "model: {name} changes its extra state (get_extra_state) in its forward, which no "
+        "checkpoint would hold",
+        "keep what changes in a buffer, with register_buffer()",
+        Keep.NOTHING,
+    )
+    TENSOR_WRITTEN = (
+        "model: writes the tensor {name!r} in its forward{place}, which no checkpoint would hold",
+        _BUFFER,
+        Keep.NOTHING,
+    )
+    PARAMETER_WRITTEN = (
+        "model: writes the parameter {name!r} in its forward{place}, which other uses, replicas "
+        "and recomputed forwards of it would not see",
+        "write a buffer instead, or change what is read of the parameter (for "
+        "nn.Embedding(max_norm=...): leave it out, and scale the vectors that are looked up)",
+        Keep.NOTHING,
+    )
+    RESULT = (
+        "model: {name} gave {result}, but was captured with {expected}",
+        "let it return tensors of fixed sizes (for example padding and a mask), or name a larger "
+        "part of the model under model.opaque",
+    )
+    RESULT_GRADIENT = (
+        "model: {name} gave a tensor with a gradient, but was captured with one without: whether "
+        "it uses its parameters depends on the values of its inputs",
+        "let it return a tensor that has a gradient in every case (such as x + 0 * self.f(x)), or "
+        "name a larger part of the model under model.opaque",
+    )
+
+    def __init__(self, message: str, cure: str, keep: Keep = Keep.INNERMOST) -> None:
+        self._message, self._cure, self._keep = message, cure, keep
+
+    def error(
+        self,
+        place: str | None = None,
+        *,
+        part: nn.Module | str | None = None,
+        loop: str = "",
+        is_explained: bool = True,
+        **words: Any,
+    ) -> RefusedError:
+        """The error, with the line of the model.
+
+        Args:
+            place: the line, as :func:`place_of` gives it; by default the one that is running.
+            part, loop, is_explained: as in :class:`RefusedError`.
+            words: of the message.
+        """
+        message = self._message.format(place=running_line() if place is None else place, **words)
+        return RefusedError(
+            message,
+            cure=self._cure,
+            keep=self._keep,
+            part=part,
+            loop=loop,
+            is_explained=is_explained,
+        )
 
 
 def unsuitable(what: str, cure: str | None = None, part: str | None = None) -> RefusedError:
@@ -118,82 +224,13 @@ def unsuitable(what: str, cure: str | None = None, part: str | None = None) -> R
     return RefusedError(what, cure=cure, keep=Keep.AROUND, part=part)
 
 
-def forms_gradients(what: str = "it forms gradients in its forward", **more: Any) -> RefusedError:
-    """The refusal of what works as it is, in no graph: the module that does it is kept whole."""
-    cure = f"form no gradients there, or {AS_IT_IS}"
-    return cannot_capture(what, cure, keep=Keep.WHOLE, **more)
-
-
-def long_loop(module: nn.Module | None, place: str, repeats: int) -> RefusedError:
-    """The refusal of a loop whose capture takes minutes."""
-    what = f"it repeats that line more than {repeats} times, and a graph holds each of them"
-    return cannot_capture(what, AS_IT_IS, place, part=module, loop=place)
-
-
-def data_dependent_size(node: fx.Node, more: str) -> RefusedError:
-    """The refusal of an operator whose result has a size that no stage would know beforehand."""
-    return RefusedError(
-        f"model: {node.name!r} has a size that depends on the data{more}",
-        cure=f"give the tensor a fixed size (for example padding and a mask), or {AS_IT_IS}",
-        part=module_of(node),
-    )
-
-
-def forbidden(what: str, cure: str) -> RefusedError:
-    """The refusal of what no submodule may do either."""
-    message = f"model: its forward {what}{running_line()}, which no graph can hold"
-    return RefusedError(message, cure=cure, keep=Keep.NOTHING)
-
-
-def gradient_hook(subject: str, why: str = "which no graph can hold") -> CaptureError:
-    """The refusal of a hook on a gradient."""
-    return CaptureError(
-        f"model: {subject}, {why}",
-        cure="change the gradient by a torch.autograd.Function instead, or remove the hook",
-    )
-
-
-def carried(name: str, place: str = "") -> RefusedError:
-    """The refusal of what is kept from one step to the next, with the line that reads it.
-
-    A submodule that does so is no operator unasked: no checkpoint holds what it keeps.
-    """
-    return RefusedError(
-        f"model: keeps {own_name(name)!r} from one step to the next{place}, which a graph would "
-        "freeze",
-        cure="make it a buffer with register_buffer(), or name the submodule that keeps it under "
-        "model.opaque",
-        keep=Keep.NOTHING,
-    )
-
-
-def extra_state(path: str, kind: str) -> RefusedError:
-    """The refusal of a module whose extra state a forward changes."""
-    return RefusedError(
-        f"model: {own_path(path) or kind} changes its extra state (get_extra_state) in its "
-        "forward, which no checkpoint would hold",
-        cure="keep what changes in a buffer, with register_buffer()",
-        keep=Keep.NOTHING,
-    )
-
-
-def other_result(path: str, result: str, expected: str) -> CaptureError:
-    """The refusal of a call of an opaque submodule that gives something else than when captured."""
-    return CaptureError(
-        f"model: {path} {result}, but was captured with {expected}",
-        cure="let it return tensors of fixed sizes (for example padding and a mask), or name a "
-        "larger part of the model under model.opaque",
-    )
-
-
-def other_gradient(path: str) -> CaptureError:
-    """The same of a result that has a gradient, which it had in no observed call."""
-    return CaptureError(
-        f"model: {path} gave a tensor with a gradient, but was captured with one without: "
-        "whether it uses its parameters depends on the values of its inputs",
-        cure="let it return a tensor that has a gradient in every case (such as x + 0 * "
-        "self.f(x)), or name a larger part of the model under model.opaque",
-    )
+_KINDS = {
+    r"data-dependent|unbacked|Eq\(u\d|_local_scalar_dense": Refusal.CONTROL_FLOW,
+    r"numpy|data_ptr|data pointer|storage": Refusal.OUTSIDE,
+    r"dynamic.{0,10}output.{0,5}shape|size that depends on the data": Refusal.SIZE,
+    r"is not supported for tensor subclasses|to a Python|tolist": Refusal.VALUES,
+}
+"""What a failed export means, by words of torch's error."""
 
 
 def module_of(node: fx.Node) -> str:
@@ -204,14 +241,11 @@ def module_of(node: fx.Node) -> str:
 
 def explain(error: BaseException) -> RefusedError:
     """What a failed export or run means, with the line of the model that causes it."""
-    subject = f"{type(error).__name__}: {first_line(error)}"
-    place = place_of(error)
-    for pattern, what, cure in _KINDS:
+    subject, place = f"{type(error).__name__}: {first_line(error)}", place_of(error)
+    for pattern, refusal in _KINDS.items():
         if re.search(pattern, subject, re.I):
-            return cannot_capture(what, cure, place)
-    what = f"torch.export fails there: {subject}"
-    cure = f"write it with other operators of torch, or {AS_IT_IS}"
-    return cannot_capture(what, cure, place, is_explained=False)
+            return refusal.error(place)
+    return Refusal.OTHER.error(place, error=subject, is_explained=False)
 
 
 def first_line(error: BaseException) -> str:
@@ -267,6 +301,11 @@ def _library_place(trace: Trace) -> str:
     return place_at(*lines[-1]) if lines else ""
 
 
+def place_of_node(node: fx.Node) -> str:
+    """The same for the line that calls an operator of a graph."""
+    return place_in(node.meta.get("stack_trace") or "")
+
+
 def place_in(text: str) -> str:
     """The same for a traceback that torch printed into ``text``."""
     printed = re.findall(r'File "([^"]+)", line (\d+)', text)
@@ -299,20 +338,26 @@ def _chain(error: BaseException | None) -> list[BaseException]:
     return errors
 
 
-def refuse_lazy(model: nn.Module, factory: str) -> None:
-    """Raise if parameters have no shape before a first batch.
+def refuse_parts(step: Step, factory: str) -> None:
+    """Raise if a parameter has no shape before a first batch, or a module gives sparse gradients.
 
     Raises:
         CaptureError: naming the first one and the cure.
     """
-    for name, parameter in (*model.named_parameters(), *model.named_buffers()):
-        if nn.parameter.is_lazy(parameter):
-            path = name.rpartition(".")[0]
-            kind = type(model.get_submodule(path)).__name__
+    for name, parameter in (*step.named_parameters(), *step.named_buffers()):
+        if is_lazy(parameter):
+            kind = type(step.get_submodule(name.rpartition(".")[0])).__name__
             raise CaptureError(
-                f"model.factory: {factory}: {name!r} of a {kind} has no shape yet",
+                f"model.factory: {factory}: {own_name(name)!r} of a {kind} has no shape yet",
                 cure="give its sizes (for example nn.Linear instead of nn.LazyLinear), or let the "
                 "factory call the model with one batch before it returns it",
+            )
+    for name, module in step.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise CaptureError(
+                f"model: {own_path(name)} gives sparse gradients (sparse=True), which ranks cannot "
+                "add up and send",
+                cure="set sparse=False; in place of SparseAdam, use Adam or Adagrad",
             )
 
 
@@ -330,7 +375,11 @@ def refuse_backward_hooks(model: nn.Module, kept: Iterable[nn.Module] = ()) -> N
         if module in free:
             continue
         if module._backward_hooks or module._backward_pre_hooks:
-            raise gradient_hook(f"{own_path(name) or 'the model'} has a backward hook")
+            raise Refusal.GRADIENT_HOOK.error(
+                "",
+                subject=f"{own_path(name) or 'the model'} has a backward hook",
+                why="which no graph can hold",
+            )
 
 
 def has_hooks(parameter: nn.Parameter) -> bool:
@@ -349,22 +398,10 @@ def refuse_parameter_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> No
     """
     for name, parameter in parameters:
         if parameter.requires_grad and has_hooks(parameter):
-            subject = f"parameter {own_path(name)} has a hook on its gradient"
-            raise gradient_hook(subject, "which would not run in every plan")
-
-
-def refuse_sparse_gradients(model: nn.Module) -> None:
-    """Raise if a module is to give sparse gradients.
-
-    Raises:
-        CaptureError: naming the module.
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise CaptureError(
-                f"model: {own_path(name)} gives sparse gradients (sparse=True), which ranks cannot "
-                "add up and send",
-                cure="set sparse=False; in place of SparseAdam, use Adam or Adagrad",
+            raise Refusal.GRADIENT_HOOK.error(
+                "",
+                subject=f"parameter {own_path(name)} has a hook on its gradient",
+                why="which would not run in every plan",
             )
 
 
@@ -436,25 +473,13 @@ def refuse_writes(graph: CapturedGraph) -> None:
     Raises:
         CaptureError: naming what is written, and the line that does it.
     """
-    nodes = {node.name: node for node in graph.operators}
     for placeholder, writer in graph.written.items():
         state = graph.states.get(placeholder)
-        if state is None or state.kind == "buffer":
-            continue
-        place = place_in(nodes[writer].meta.get("stack_trace") or "")
-        if state.kind == "constant":
-            raise RefusedError(
-                f"model: writes the tensor {own_name(state.name)!r} in its forward{place}, which "
-                "no checkpoint would hold",
-                cure="make it a buffer with register_buffer()",
-                keep=Keep.NOTHING,
-            )
-        raise CaptureError(
-            f"model: writes the parameter {own_name(state.name)!r} in its forward{place}, which "
-            "other uses, replicas and recomputed forwards of it would not see",
-            cure="write a buffer instead, or change what is read of the parameter (for "
-            "nn.Embedding(max_norm=...): leave it out, and scale the vectors that are looked up)",
-        )
+        if state is not None and state.kind != "buffer":
+            is_constant = state.kind == "constant"
+            refusal = Refusal.TENSOR_WRITTEN if is_constant else Refusal.PARAMETER_WRITTEN
+            place = place_of_node(graph.operators[graph.position[writer]])
+            raise refusal.error(place, name=own_name(state.name))
 
 
 def misfit(error: Exception, inputs: Any, targets: Any, spec: JobSpec) -> CaptureError:

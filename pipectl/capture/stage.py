@@ -16,7 +16,7 @@ from pipectl.capture.randomness import seed_of
 from pipectl.capture.regions import WHOLE, Switch, region_of, without_gradient
 from pipectl.capture.slices import Rows, whole_draw
 from pipectl.errors import CaptureError, MismatchError
-from pipectl.graph import TransferKind, is_chained, routes
+from pipectl.graph import Lane, TransferKind, is_chained, routes
 
 
 class Slot(NamedTuple):
@@ -29,14 +29,6 @@ class Slot(NamedTuple):
 
     value: str
     use: str = ""
-
-
-class Lane(NamedTuple):
-    """A directed connection between two stages: one message per micro-batch."""
-
-    kind: TransferKind
-    source: int
-    target: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,12 +70,12 @@ class Cut:
 
     def received(self, stage: int) -> list[Slot]:
         """What a stage receives: one slot per value, or one per use if uses travel separately."""
-        received = []
+        received, position = list[Slot](), self.graph.position
         for lane, slots in self.lanes.items():
             if lane.kind is TransferKind.ACTIVATION and lane.target == stage:
                 for value, _ in slots:
                     received += self._separate_uses(value, stage) or [Slot(value)]
-        return sorted(received, key=self._order)
+        return sorted(received, key=lambda s: (position[s.value], position.get(s.use, -1)))
 
     def forked(self, stage: int) -> list[str]:
         """Values of a stage whose gradients come back use by use."""
@@ -99,10 +91,9 @@ class Cut:
             self.split_uses.add(name)
         if name in self.result_names and name != self.graph.loss:
             uses.append(self.loss_stage)
-        for route in routes(name, stage, uses, has_gradient=has_gradient):
-            lane = Lane(route.kind, route.source, route.target)
-            returns = route.kind is TransferKind.GRADIENT
-            separate = self._separate_uses(name, route.source) if returns else []
+        for lane in routes(stage, uses, has_gradient=has_gradient):
+            returns = lane.kind is TransferKind.GRADIENT
+            separate = self._separate_uses(name, lane.source) if returns else []
             self.lanes.setdefault(lane, []).extend(separate or [Slot(name)])
 
     def _separate_uses(self, value: str, stage: int) -> list[Slot]:
@@ -111,29 +102,23 @@ class Cut:
         users = self.graph.users[value]
         return [Slot(value, user) for user in users if self.stage_of[user] == stage]
 
-    def _order(self, slot: Slot) -> tuple[int, int]:
-        position = self.graph.position
-        return position[slot.value], position.get(slot.use, -1)
-
     def _check(self) -> None:
-        missing = [n.name for n in self.graph.operators if n.name not in self.stage_of]
-        if missing:
-            raise MismatchError(
-                f"plan: has no stage for operator {missing[0]!r}", cure="plan the job again"
-            )
+        stage_of, cure = self.stage_of, "plan the job again"
+        for node in self.graph.operators:
+            if node.name not in stage_of:
+                raise MismatchError(f"plan: has no stage for operator {node.name!r}", cure=cure)
         for source, target in self.graph.edges:
-            if self.stage_of[source] > self.stage_of[target]:
+            if stage_of[source] > stage_of[target]:
                 raise MismatchError(
-                    f"plan: {target!r} (stage {self.stage_of[target]}) reads {source!r}, "
-                    f"which a later stage ({self.stage_of[source]}) computes",
-                    cure="plan the job again",
+                    f"plan: {target!r} (stage {stage_of[target]}) reads {source!r}, which a later "
+                    f"stage ({stage_of[source]}) computes",
+                    cure=cure,
                 )
-        by_group: dict[str, int] = {}
-        for name, group in self.graph.groups.items():
-            if by_group.setdefault(group, self.stage_of[name]) != self.stage_of[name]:
+        for name, group in self.graph.groups.items():  # named by its first operator
+            if stage_of[group] != stage_of[name]:
                 raise MismatchError(
                     f"plan: {name!r} shares memory with {group!r} but is in another stage",
-                    cure="plan the job again",
+                    cure=cure,
                 )
 
 
@@ -155,16 +140,11 @@ def evaluation_stages(
         for placeholder, state in training.states.items()
         if state.kind != "constant" and training.users.get(placeholder)
     }
-    read = {
-        node.name: [
-            graph.states[s.name].name for s in graph.tensor_inputs(node) if s.name in graph.states
-        ]
-        for node in graph.operators
-    }
-    state_names = {
-        operator: [name for name in names if name in holders] for operator, names in read.items()
-    }
     sources = {n.name: [s.name for s in graph.tensor_inputs(n)] for n in graph.operators}
+    states = {
+        name: [n for n in (graph.states[s].name for s in read if s in graph.states) if n in holders]
+        for name, read in sources.items()
+    }
     sources[graph.loss] += [name for name in graph.outputs if name in sources]
     stage_of = dict.fromkeys(sources, 0)
     lowest_of_group = dict.fromkeys(graph.groups.values(), 0)
@@ -174,13 +154,12 @@ def evaluation_stages(
         for name, group in ((name, graph.groups.get(name, "")) for name in sources):
             stage = max(stage_of.get(source, 0) for source in (*sources[name], name))
             stage = max(stage, lowest_of_group.get(group, 0))
-            if state_names[name]:
-                common = set.intersection(*(holders[state] for state in state_names[name]))
+            if states[name]:
+                common = set.intersection(*(holders[state] for state in states[name]))
                 allowed = [each for each in common if each >= stage]
                 if not allowed:
                     raise CaptureError(
-                        f"model: in evaluation {name!r} needs {state_names[name][0]!r} after its "
-                        "stage",
+                        f"model: in evaluation {name!r} needs {states[name][0]!r} after its stage",
                         cure="use fewer stages, or the same order of layers in evaluation as in "
                         "training",
                     )
@@ -263,121 +242,107 @@ def uses_of_parameter(graph: CapturedGraph, placeholder: str) -> tuple[str, ...]
 
 
 class _Builder:
-    """Copies a stage's operators into a graph of its own."""
+    """Copies a stage's operators into a graph of its own.
+
+    Attributes:
+        local: what stands in that graph for values, states, inputs and uses.
+    """
 
     def __init__(self, cut: Cut, stage: int, rows: Rows, device: torch.device) -> None:
-        self._cut = cut
-        self._captured = cut.graph
-        self._rows = rows
-        self._stage = stage
-        self._device = device
-        self._graph = fx.Graph()
-        self._switch = Switch(self._graph)
-        self._names = cut.operators(stage)
-        self._received = cut.received(stage)
-        self._local: dict[Slot, fx.Node] = {}
+        self.cut, self.stage, self.rows, self.device = cut, stage, rows, device
+        self.captured, self.graph = cut.graph, fx.Graph()
+        self.switch = Switch(self.graph)
+        self.received = cut.received(stage)
+        self.local: dict[Slot, fx.Node] = {}
 
     def build(self) -> StageCode:
-        seed = self._graph.placeholder("seed")
-        captured = self._captured
-        states = dict.fromkeys(
-            self._state_slot(source.name, node.name)
-            for node in self._nodes()
-            for source in node.all_input_nodes
-            if source.name in captured.states
-        )
-        wanted = {source.name for node in self._nodes() for source in node.all_input_nodes}
-        if self._stage == self._cut.loss_stage:
+        captured, seed = self.captured, self.graph.placeholder("seed")
+        nodes = [captured.operators[captured.position[n]] for n in self.cut.operators(self.stage)]
+        read = [(source.name, node.name) for node in nodes for source in node.all_input_nodes]
+        states = dict.fromkeys(self.state_slot(*one) for one in read if one[0] in captured.states)
+        wanted = {name for name, _ in read}
+        if self.stage == self.cut.loss_stage:
             wanted |= {name for name in captured.outputs if isinstance(name, str)}
         inputs = [name for name in captured.inputs if name in wanted]
-        for slot in [*states, *map(Slot, inputs), *self._received]:
-            self._local[slot] = self._graph.placeholder("_".join(filter(None, slot)))
+        for slot in [*states, *map(Slot, inputs), *self.received]:
+            self.local[slot] = self.graph.placeholder("_".join(filter(None, slot)))
         forks: dict[str, list[str]] = {}  # values to fork after the last operator that writes them
-        for name in self._cut.forked(self._stage):
+        for name in self.cut.forked(self.stage):
             forks.setdefault(captured.last_writer.get(name, name), []).append(name)
-        for node in self._nodes():
-            self._switch.to(region_of(node))
-            seeder = seeder_of(node, self._captured.root)
+        for node in nodes:
+            self.switch.to(region_of(node))
+            seeder = seeder_of(node, captured.root)
             if seeder is not None:
-                self._graph.call_function(seeder, (seed, seed_of(node.name)))
-            self._local[Slot(node.name)] = self._copy(node)
+                self.graph.call_function(seeder, (seed, seed_of(node.name)))
+            self.local[Slot(node.name)] = self.copy(node)
             for name in forks.get(node.name, ()):
-                self._fork(name, node.name)
-        self._switch.to(WHOLE)
-        results = self._results()
-        self._graph.output(tuple(self._local[slot] for slot in results))
-        module = fx.GraphModule(self._captured.root, self._graph, class_name=f"Stage{self._stage}")
-        return StageCode(
-            module, tuple(states), tuple(inputs), tuple(self._received), tuple(results)
-        )
+                self.fork(name, node.name)
+        self.switch.to(WHOLE)
+        results = self.results()
+        self.graph.output(tuple(self.local[slot] for slot in results))
+        module = fx.GraphModule(captured.root, self.graph, class_name=f"Stage{self.stage}")
+        return StageCode(module, tuple(states), tuple(inputs), tuple(self.received), tuple(results))
 
-    def _nodes(self) -> list[fx.Node]:
-        position = self._captured.position
-        return [self._captured.operators[position[name]] for name in self._names]
-
-    def _state_slot(self, placeholder: str, user: str) -> Slot:
-        per_use = self._cut.training and uses_of_parameter(self._captured, placeholder)
+    def state_slot(self, placeholder: str, user: str) -> Slot:
+        per_use = self.cut.training and uses_of_parameter(self.captured, placeholder)
         return Slot(placeholder, user if per_use else "")
 
-    def _copy(self, node: fx.Node) -> fx.Node:
+    def copy(self, node: fx.Node) -> fx.Node:
         target: Any = node.target
-        batch = self._rows.size
-        if not self._rows.is_whole and is_random(node, self._captured.root):
-            target = whole_draw(self._captured, node, self._rows)
-            batch = self._rows.whole
+        captured, batch = self.captured, self.rows.size
+        if not self.rows.is_whole and is_random(node, captured.root):
+            target = whole_draw(captured, node, self.rows)
+            batch = self.rows.whole
 
         def local(source: fx.Node) -> Any:
             if source.op == "get_attr":
-                return self._graph.get_attr(str(source.target))
-            if self._captured.is_size(source):
-                return self._captured.size_at(source, batch, self._rows.length)
-            if source.name in self._captured.states:
-                return self._local[self._state_slot(source.name, node.name)]
-            own_use = self._local.get(Slot(source.name, node.name))
-            return own_use if own_use is not None else self._local[Slot(source.name)]
+                return self.graph.get_attr(str(source.target))
+            if captured.is_size(source):
+                return captured.size_at(source, batch, self.rows.length)
+            if source.name in captured.states:
+                return self.local[self.state_slot(source.name, node.name)]
+            own_use = self.local.get(Slot(source.name, node.name))
+            return own_use if own_use is not None else self.local[Slot(source.name)]
 
-        args, kwargs = fx.node.map_arg(on_device((node.args, node.kwargs), self._device), local)
-        copy = self._graph.create_node("call_function", target, args, kwargs, node.name)
+        args, kwargs = fx.node.map_arg(on_device((node.args, node.kwargs), self.device), local)
+        copy = self.graph.create_node("call_function", target, args, kwargs, node.name)
         if region_of(node).gradients or not gives_views(target):
             return copy
-        return self._graph.call_function(without_gradient, (copy, [*args, *kwargs.values()]))
+        return self.graph.call_function(without_gradient, (copy, [*args, *kwargs.values()]))
 
-    def _fork(self, name: str, writer: str) -> None:
+    def fork(self, name: str, writer: str) -> None:
         """Give every later use of a value an alias of its own, with gradients summed in order."""
-        position = self._captured.position
-        users = [u for u in self._captured.users[name] if position[u] > position[writer]]
-        self._switch.to(WHOLE)
-        fork = self._graph.call_function(fork_uses, (self._local[Slot(name)], len(users)))
+        position = self.captured.position
+        users = [u for u in self.captured.users[name] if position[u] > position[writer]]
+        self.switch.to(WHOLE)
+        fork = self.graph.call_function(fork_uses, (self.local[Slot(name)], len(users)))
         for index, user in enumerate(users):
-            item = self._graph.call_function(_item, (fork, index))
-            self._local[Slot(name, user)] = item
+            self.local[Slot(name, user)] = self.graph.call_function(_item, (fork, index))
 
-    def _results(self) -> list[Slot]:
-        results: dict[Slot, None] = {}
-        if self._stage == self._cut.loss_stage:
-            for name in (self._captured.loss, *self._captured.outputs):
-                if isinstance(name, str):
-                    results[self._returned(name)] = None
-        for lane, slots in self._cut.lanes.items():
-            if lane.source == self._stage and lane.kind == "activation":
-                results.update(dict.fromkeys(slots))
-            elif lane.target == self._stage and lane.kind == "gradient":
-                results.update((slot, None) for slot in slots if slot in self._local)
-        return [slot for slot in results if slot not in self._received]
-
-    def _returned(self, name: str) -> Slot:
-        """The slot of the loss or of what the model returned.
+    def results(self) -> list[Slot]:
+        """What leaves the stage.
 
         Raises:
-            CaptureError: a parameter or buffer that no operator of this stage reads.
+            CaptureError: the model returns a state that no operator of this stage reads.
         """
-        if name in self._captured.states and Slot(name) not in self._local:
-            raise CaptureError(
-                f"model: returns {self._captured.states[name].name!r}, which metrics would get "
-                "from another stage",
-                cure="return a copy of it (.clone()), or leave it out of what the model returns",
-            )
-        return Slot(name)
+        captured, results = self.captured, dict[Slot, None]()
+        if self.stage == self.cut.loss_stage:
+            for name in (captured.loss, *captured.outputs):
+                if name in captured.states and Slot(name) not in self.local:
+                    raise CaptureError(
+                        f"model: returns {captured.states[name].name!r}, which metrics would get "
+                        "from another stage",
+                        cure="return a copy of it (.clone()), or leave it out of what the model "
+                        "returns",
+                    )
+                if isinstance(name, str):
+                    results[Slot(name)] = None
+        for lane, slots in self.cut.lanes.items():
+            if lane.source == self.stage and lane.kind == "activation":
+                results.update(dict.fromkeys(slots))
+            elif lane.target == self.stage and lane.kind == "gradient":
+                results.update((slot, None) for slot in slots if slot in self.local)
+        return [slot for slot in results if slot not in self.received]
 
 
 def fork_uses(value: Tensor, uses: int) -> tuple[Tensor, ...]:

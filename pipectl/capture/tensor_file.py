@@ -13,18 +13,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import weakref
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from pipectl.capture.tensors import octets_of
 from pipectl.errors import DataFileError
 from pipectl.files import MAX_BYTES, open_regular
 
@@ -81,7 +80,7 @@ def write_tensors(
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     with os.fdopen(open_regular(path, flags), "wb", buffering=0) as stream:
         head = memoryview(len(header).to_bytes(LENGTH_BYTES, "little") + header)
-        for content in chain([head], (_as_bytes(read(name)).numpy().data for name in ordered)):
+        for content in chain([head], (octets_of(read(name)).data for name in ordered)):
             for start in range(0, len(content), _PIECE_BYTES):  # other threads run in both calls
                 rest = content[start : start + _PIECE_BYTES]
                 digest.update(rest)
@@ -90,11 +89,6 @@ def write_tensors(
             size_bytes += len(content)
         os.fsync(stream.fileno())
     return size_bytes, digest.hexdigest()
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """What the file holds of a tensor, in the host's memory; not copied if it is there as such."""
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
 
 
 def _header(layouts: Mapping[str, Tensor], metadata: Mapping[str, str] | None) -> bytes:
@@ -129,7 +123,7 @@ class Header:
 
 
 class TensorReader:
-    """Some files, of which one is open at a time, and every header is read once.
+    """Reads tensors one at a time; no file stays open, and every header is read once.
 
     Args:
         cure: of errors.
@@ -137,11 +131,7 @@ class TensorReader:
 
     def __init__(self, cure: str = "use another checkpoint of the run") -> None:
         self._cure = cure
-        self._path: Path | None = None
-        self._open = ExitStack()
-        self._stream: BinaryIO | None = None
         self.header = cache(self._header)
-        weakref.finalize(self, self._open.close)
 
     def tensor(self, path: Path, name: str) -> Tensor:
         """One tensor, in memory of its own.
@@ -155,39 +145,32 @@ class TensorReader:
         tensor = torch.empty_like(header.layouts[name], device="cpu")
         place = tensor.view(-1).view(torch.uint8).numpy().data
         try:
-            stream = self._opened(path)
-            stream.seek(header.starts[name])
-            while len(place):
-                read = stream.readinto(place)  # type: ignore[attr-defined]
-                if not read:
-                    raise self._damaged(path, "ends too early")
-                place = place[read:]
+            with os.fdopen(open_regular(path), "rb", buffering=0) as stream:
+                stream.seek(header.starts[name])
+                while len(place):
+                    read = stream.readinto(place)
+                    if not read:
+                        raise self._damaged(path, "ends too early")
+                    place = place[read:]
         except OSError as error:
             raise self._damaged(path, str(error.strerror or error)) from error
         return tensor
 
-    def close(self) -> None:
-        """Close the file that is open; it is opened again when it is asked for."""
-        self._open.close()
-        self._path = None
-
-    def _opened(self, path: Path) -> BinaryIO:
-        if self._path != path or self._stream is None:
-            self.close()
-            self._stream = self._open.enter_context(
-                os.fdopen(open_regular(path), "rb", buffering=0)
-            )
-            self._path = path
-        return self._stream
-
     def _header(self, path: Path) -> Header:
         try:
-            stream = self._opened(path)
-            stream.seek(0)
-            size = int.from_bytes(stream.read(LENGTH_BYTES), "little")
-            if size > min(path.stat().st_size, MAX_BYTES):
-                raise self._damaged(path, "cannot be read as safetensors")
-            return _parsed(json.loads(stream.read(size)), LENGTH_BYTES + size)
+            with os.fdopen(open_regular(path), "rb", buffering=0) as stream:
+                size = int.from_bytes(stream.read(LENGTH_BYTES), "little")
+                if size > min(path.stat().st_size, MAX_BYTES):
+                    raise self._damaged(path, "cannot be read as safetensors")
+                document = json.loads(stream.read(size))
+            metadata = document.pop(METADATA, {})
+            layouts = {
+                name: torch.empty(entry["shape"], dtype=_TYPES[entry["dtype"]], device="meta")
+                for name, entry in document.items()
+            }
+            first = LENGTH_BYTES + size
+            starts = {name: first + entry["data_offsets"][0] for name, entry in document.items()}
+            return Header(layouts, starts, metadata)
         except OSError as error:
             raise self._damaged(path, str(error.strerror or error)) from error
         except (ValueError, KeyError, TypeError, RuntimeError) as error:
@@ -195,13 +178,3 @@ class TensorReader:
 
     def _damaged(self, path: Path, what: str) -> DataFileError:
         return DataFileError(f"{path}: {what}", cure=self._cure)
-
-
-def _parsed(document: dict[str, Any], start: int) -> Header:
-    metadata = document.pop(METADATA, {})
-    layouts = {
-        name: torch.empty(entry["shape"], dtype=_TYPES[entry["dtype"]], device="meta")
-        for name, entry in document.items()
-    }
-    starts = {name: start + entry["data_offsets"][0] for name, entry in document.items()}
-    return Header(layouts, starts, metadata)

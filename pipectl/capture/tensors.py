@@ -22,6 +22,11 @@ def fill_sample(tensor: Tensor) -> Tensor:
     )
 
 
+def octets_of(tensor: Tensor) -> Any:
+    """The bytes of a tensor, as numpy's array in the host's memory; not copied if possible."""
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+
+
 def tensors_in(value: Any) -> list[Tensor]:
     """All tensors in a tree, in order."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]

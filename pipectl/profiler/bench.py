@@ -24,11 +24,11 @@ import random
 import statistics
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Any
+from itertools import chain, pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -61,20 +61,11 @@ _CHAIN = 200
 _count_nodes: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """What measuring itself costs, in seconds: of a mark, and of a hook of the backward."""
 
     mark_s: float
     hook_s: float
-
-
-@dataclass(frozen=True)
-class Spent:
-    """Where the time of one forward and one backward went, in seconds by operator."""
-
-    forward_s: dict[str, float]
-    backward_s: dict[str, float]
 
 
 class Marked:
@@ -90,18 +81,35 @@ class Marked:
         self, code: StageCode, operators: Container[str], clock: Clock, cost: Cost
     ) -> None:
         self._clock, self._cost = clock, cost
-        self._begins: list[float] = []
-        self._nodes: list[int] = []
+        self._begins, self._nodes = begins, nodes = list[float](), list[int]()
         self._turns: list[tuple[int, float]] = []
         self._roots: list[Any] = []
-        assert isinstance(code.module, fx.GraphModule), "the code has marks already"
-        begins, nodes = self._begins, self._nodes
+        module = code.module
+        assert isinstance(module, fx.GraphModule), "the code has marks already"
+        owner_of: dict[fx.Node, str] = {}  # a seed's is the next operator, a fork's the one before
+        waiting: list[fx.Node] = []
+        for node in module.graph.nodes:
+            if node.op != "call_function":
+                continue
+            waiting.append(node)
+            if node.name in operators or (owner_of and node.target not in SEEDERS):
+                owner = node.name if node.name in operators else next(reversed(owner_of.values()))
+                owner_of.update(dict.fromkeys(waiting, owner))
+                waiting = []
 
         def mark() -> None:
             nodes.append(_count_nodes())
             begins.append(clock())
 
-        self._module, self._owners = _with_marks(code.module, operators, mark)
+        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        self._owners: list[str] = []  # of what lies between two marks
+        for node in module.graph.nodes:
+            owner = owner_of.get(node, "")
+            if node.op == "output" or (owner and [owner] != self._owners[-1:]):
+                graph.call_function(mark)
+                self._owners += [owner] if owner else []
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+        self._module = fx.GraphModule(module, graph)
 
     def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
         """What the stage's code returns."""
@@ -126,19 +134,6 @@ class Marked:
                     waiting.append(later)
         self._roots = []
 
-    def spent(self, end: float) -> Spent:
-        """The times of the call and of its backward, which was over at ``end``."""
-        begins, turns, cost = self._begins, self._turns, self._cost
-        forward = {
-            owner: max(0.0, begins[index + 1] - begins[index] - cost.mark_s)
-            for index, owner in enumerate(self._owners)
-        }
-        backward: dict[str, float] = dict.fromkeys(self._owners, 0.0)
-        for (index, begin), (_, over) in pairwise([*turns, (_OUTSIDE, end)]):
-            if index != _OUTSIDE:
-                backward[self._owners[index]] += max(0.0, over - begin - cost.hook_s)
-        return Spent(forward, backward)
-
     def _hook(self, node: Any) -> Callable[[Any], None]:
         number = node._sequence_nr()
         within = self._nodes[0] <= number < self._nodes[-1]
@@ -150,67 +145,45 @@ class Marked:
 
         return turn
 
+    def spent(self, end: float) -> Pairs:
+        """The times of the call and of its backward, which was over at ``end``."""
+        backward_s = dict.fromkeys(self._owners, 0.0)
+        for (index, begin), (_, over) in pairwise([*self._turns, (_OUTSIDE, end)]):
+            if index != _OUTSIDE:
+                backward_s[self._owners[index]] += max(0.0, over - begin - self._cost.hook_s)
+        return {
+            owner: (max(0.0, over - begin - self._cost.mark_s), backward_s[owner])
+            for owner, (begin, over) in zip(self._owners, pairwise(self._begins), strict=True)
+        }
+
 
 def cost_of_measuring(clock: Clock) -> Cost:
     """What a mark and a hook take on this machine: the medians of some trials."""
+
+    def backward_s(hook: Callable[[Any], None] | None) -> float:
+        """Time of the backward of a chain of small operators, with a hook at each or without."""
+        value = torch.ones(1, requires_grad=True)
+        for _ in range(_CHAIN):
+            value = -value
+            if hook is not None:
+                assert value.grad_fn is not None
+                value.grad_fn.register_prehook(hook)
+        start = time.perf_counter()
+        value.backward()  # type: ignore[no-untyped-call]
+        return time.perf_counter() - start
+
     marks, hooks = [], []
+    numbers: list[int] = []
+    looks: list[float] = []
     for _ in range(_TRIALS):
-        numbers: list[int] = []
-        begins: list[float] = []
         start = time.perf_counter()
         for _ in range(_CHAIN):
             numbers.append(_count_nodes())
-            begins.append(clock())
+            looks.append(clock())
         marks.append((time.perf_counter() - start) / _CHAIN)
-        plain_s = _backward_s(None)
-        hooks.append((_backward_s(clock) - plain_s) / _CHAIN)
+        plain_s = backward_s(None)
+        hooks.append((backward_s(lambda _: looks.append(clock())) - plain_s) / _CHAIN)
     return Cost(statistics.median(marks), max(0.0, statistics.median(hooks)))
-
-
-def _backward_s(clock: Clock | None) -> float:
-    """Time of the backward of a chain of small operators, with a hook at each or without."""
-    value = torch.ones(1, requires_grad=True)
-    turns: list[float] = []
-    for _ in range(_CHAIN):
-        value = -value
-        if clock is not None:
-            assert value.grad_fn is not None
-            value.grad_fn.register_prehook(lambda _, clock=clock: turns.append(clock()))
-    start = time.perf_counter()
-    value.backward()  # type: ignore[no-untyped-call]
-    return time.perf_counter() - start
-
-
-def _with_marks(
-    module: fx.GraphModule, operators: Container[str], mark: Callable[[], None]
-) -> tuple[fx.GraphModule, list[str]]:
-    """The code with a mark before every operator and one after the last; whose each part is."""
-    calls = [node for node in module.graph.nodes if node.op == "call_function"]
-    owner_of = dict(zip(calls, _owners(calls, operators), strict=True))
-    graph, owners = fx.Graph(), [""]
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in module.graph.nodes:
-        owner = owner_of.get(node)
-        if node.op == "output" or (owner is not None and owner != owners[-1]):
-            graph.call_function(mark)
-            owners.append(owner or "")
-        copies[node] = graph.node_copy(node, copies.__getitem__)
-    return fx.GraphModule(module, graph), owners[1:-1]
-
-
-def _owners(calls: Sequence[fx.Node], operators: Container[str]) -> list[str]:
-    """The operator each call belongs to: a seed to the next one, a fork to the one before."""
-    owners: list[str] = []
-    waiting = 0
-    for call in calls:
-        if call.name in operators:
-            owners += [call.name] * (waiting + 1)
-            waiting = 0
-        elif call.target in SEEDERS or not owners:
-            waiting += 1
-        else:
-            owners.append(owners[-1])
-    return owners
 
 
 @dataclass(frozen=True)
@@ -270,7 +243,8 @@ class Bench:
             (kind, stage): {} for kind in TransferKind for stage in range(len(self))
         }
         for index in range(len(self)):
-            self._deliver(TransferKind.ACTIVATION, index, self._forward(index))
+            sent = self._forward(index, self._batch(index))
+            self._deliver(TransferKind.ACTIVATION, index, sent)
         for index in reversed(range(len(self))):
             self._deliver(TransferKind.GRADIENT, index, self._backward(index))
 
@@ -286,7 +260,7 @@ class Bench:
         self._backward(index)
         return middle - start, self._clock() - middle
 
-    def run_marked(self, index: int, cost: Cost) -> Spent:
+    def run_marked(self, index: int, cost: Cost) -> Pairs:
         """The same with marks: where the time went.
 
         Args:
@@ -299,11 +273,20 @@ class Bench:
             self._marked[index] = Marked(plain, operators, self._clock, cost)
         marked = self._marked[index]
         code.stage = replace(plain, module=marked)
-        self._forward(index)
+        self._forward(index, self._batch(index))
         code.stage = plain
         marked.watch_backward()
         self._backward(index)
         return marked.spent(self._clock())
+
+    def run_all(self) -> list[tuple[float, float]]:
+        """Forward and backward time of every stage; a run before fills the caches."""
+        times = []
+        for index in range(len(self)):
+            self.run(index)
+            times.append(self.run(index))
+        self.forget()
+        return times
 
     def forget(self) -> None:
         """Drop the gradients of parameters."""
@@ -314,8 +297,7 @@ class Bench:
         """What a stage reads from the batch, for one forward: every run finds the same."""
         return spared(self.cut.graph, self._batches[index])
 
-    def _forward(self, index: int, batch: Mapping[str, Tensor] | None = None) -> Tensors:
-        batch = self._batch(index) if batch is None else batch
+    def _forward(self, index: int, batch: Mapping[str, Tensor]) -> Tensors:
         received = self._received[TransferKind.ACTIVATION, index]
         return self._stages[index].forward(self._micro_batch, batch, received)
 
@@ -344,12 +326,12 @@ def windows(graph: CapturedGraph, sizes: Mapping[str, float], limit: float) -> d
         sizes: of every operator, in any unit.
     """
     total = 0.0
-    borders: list[int] = []
+    borders: set[int] = set()
     allowed = set(_borders(graph))
     for index, node in enumerate(graph.operators):
         size = sizes[node.name]
         if index in allowed and total and total + size > limit:
-            borders.append(index)
+            borders.add(index)
             total = 0.0
         total += size
     return _stages(graph, borders)
@@ -376,12 +358,10 @@ def _borders(graph: CapturedGraph) -> list[int]:
     return borders
 
 
-def _stages(graph: CapturedGraph, borders: Sequence[int]) -> dict[str, int]:
-    starts = set(borders)
-    stage = 0
-    stage_of: dict[str, int] = {}
+def _stages(graph: CapturedGraph, borders: Container[int]) -> dict[str, int]:
+    stage, stage_of = 0, dict[str, int]()
     for index, node in enumerate(graph.operators):
-        stage += index in starts
+        stage += index in borders
         stage_of[node.name] = stage
     return stage_of
 
@@ -420,7 +400,7 @@ def time_operators(
     if cache_bytes is not None:
         cuts.append(windows(graph, working_set, CACHE_SHARES[0] * cache_bytes))
     benches = [Bench(subject, cut) for cut in cuts]
-    spent: list[list[Spent]] = [[] for _ in benches]
+    spent: list[list[Pairs]] = [[] for _ in benches]
     loading_s: list[float] = []
     cost = cost_of_measuring(clock)
 
@@ -447,69 +427,16 @@ def time_operators(
     )
 
 
-def time_stages(
-    subject: Subject,
-    footprints: Footprints,
-    rounds: Rounds,
-    advance: Advance,
-) -> list[Sample]:
-    """Random stages and the whole graph, timed; more of them the less time they take."""
-    graph, clock = subject.graph, clock_of(subject.device)
-    benches = [Bench(subject, whole(graph))]
-    start = clock()
-    _run_whole(benches[0])
-    affordable = rounds.budget_s / (rounds.least * (clock() - start))
-    count = min(_MAX_CUTS, max(_MIN_CUTS, int(affordable)))
-    benches += [Bench(subject, random_stages(graph, seed)) for seed in range(count)]
-    times: list[list[list[tuple[float, float]]]] = [[] for _ in benches]
-
-    for _ in _repeat(rounds, advance):
-        for bench, runs in zip(benches, times, strict=True):
-            runs.append(_run_whole(bench))
-    samples = []
-    for bench, runs in zip(benches, times, strict=True):
-        inside = [bench.cut.operators(index) for index in range(len(bench))]
-        parts = footprints.of([[graph.position[name] for name in names] for names in inside])
-        for index, pairs in enumerate(zip(*runs, strict=True)):
-            forward_s, backward_s = map(statistics.median, zip(*pairs, strict=True))
-            samples.append(Sample(parts, index, forward_s, backward_s))
-    return samples
-
-
-def _run_whole(bench: Bench) -> list[tuple[float, float]]:
-    """Forward and backward time of every stage; a run before fills the caches."""
-    times = []
-    for index in range(len(bench)):
-        bench.run(index)
-        times.append(bench.run(index))
-    bench.forget()
-    return times
-
-
-def _repeat(rounds: Rounds, advance: Advance) -> Iterator[int]:
-    """Numbers of rounds; in each everything runs, so that a drift of the machine hits all alike."""
-    start = time.perf_counter()
-    for done in range(rounds.most):
-        used = (time.perf_counter() - start) / rounds.budget_s
-        if done >= rounds.least and used > 1:
-            break
-        yield done
-        advance(min(1.0, max((done + 1) / rounds.most, min(used, (done + 1) / rounds.least))))
-    advance(1.0)
-
-
-def _medians(runs: Sequence[Spent], rewriting_s: Mapping[str, float]) -> Pairs:
+def _medians(runs: Iterable[Pairs], rewriting_s: Mapping[str, float]) -> Pairs:
     """Medians of every operator, over the runs that have it."""
-    forward: dict[str, list[float]] = {}
-    backward: dict[str, list[float]] = {}
-    for spent in runs:
-        for name, forward_s in spent.forward_s.items():
-            forward.setdefault(name, []).append(forward_s)
-            backward.setdefault(name, []).append(spent.backward_s[name])
-    return {
-        name: (statistics.median(times) + rewriting_s[name], statistics.median(backward[name]))
-        for name, times in forward.items()
-    }
+    times: dict[str, list[tuple[float, float]]] = {}
+    for name, pair in chain.from_iterable(run.items() for run in runs):
+        times.setdefault(name, []).append(pair)
+    medians = {}
+    for name, pairs in times.items():
+        forward_s, backward_s = map(statistics.median, zip(*pairs, strict=True))
+        medians[name] = forward_s + rewriting_s[name], backward_s
+    return medians
 
 
 def _rewriting_s(subject: Subject) -> dict[str, float]:
@@ -528,3 +455,37 @@ def _rewriting_s(subject: Subject) -> dict[str, float]:
         node.name: sum(copying_s(s.name) for s in node.all_input_nodes if s.name in graph.rewritten)
         for node in graph.operators
     }
+
+
+def time_stages(
+    subject: Subject, footprints: Footprints, rounds: Rounds, advance: Advance
+) -> list[Sample]:
+    """Random stages and the whole graph, timed; more of them the less time they take."""
+    graph, clock = subject.graph, clock_of(subject.device)
+    benches = [Bench(subject, whole(graph))]
+    start = clock()
+    benches[0].run_all()
+    affordable = rounds.budget_s / (rounds.least * (clock() - start))
+    count = min(_MAX_CUTS, max(_MIN_CUTS, int(affordable)))
+    benches += [Bench(subject, random_stages(graph, seed)) for seed in range(count)]
+    times = [[bench.run_all() for bench in benches] for _ in _repeat(rounds, advance)]
+    samples = []
+    for bench, runs in zip(benches, zip(*times, strict=True), strict=True):
+        inside = [bench.cut.operators(index) for index in range(len(bench))]
+        parts = footprints.of([[graph.position[name] for name in names] for names in inside])
+        for index, pairs in enumerate(zip(*runs, strict=True)):
+            forward_s, backward_s = map(statistics.median, zip(*pairs, strict=True))
+            samples.append(Sample(parts, index, forward_s, backward_s))
+    return samples
+
+
+def _repeat(rounds: Rounds, advance: Advance) -> Iterator[int]:
+    """Numbers of rounds; in each everything runs, so that a drift of the machine hits all alike."""
+    start = time.perf_counter()
+    for done in range(rounds.most):
+        used = (time.perf_counter() - start) / rounds.budget_s
+        if done >= rounds.least and used > 1:
+            break
+        yield done
+        advance(min(1.0, max((done + 1) / rounds.most, min(used, (done + 1) / rounds.least))))
+    advance(1.0)

@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import psutil
 import torch
-from torch import fx
 from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedJob
 from pipectl.capture.slices import coupled_operators
-from pipectl.capture.step import own_path
 from pipectl.capture.tensors import is_deferred
 from pipectl.errors import CaptureError
 from pipectl.faults import is_ours
@@ -23,11 +22,11 @@ from pipectl.planner.costs.operator_times import operator_times
 from pipectl.profile import MeasuredOn, Operator, Profile, StageOverhead
 from pipectl.profiler.bench import Subject, Timed, time_operators, time_stages
 from pipectl.profiler.effort import Effort, measured_sizes
-from pipectl.profiler.fit import CACHE_SHARES, Fit, fit_stages
+from pipectl.profiler.fit import CACHE_SHARES, fit_stages
 from pipectl.profiler.journal import Journal
 from pipectl.profiler.machine import last_level_bytes
 from pipectl.profiler.neighbours import Neighbours
-from pipectl.profiler.operators import Measured, Walk
+from pipectl.profiler.operators import Walk
 from pipectl.profiler.optimizer import optimizer_cost
 from pipectl.profiler.progress import Progress, Work
 from pipectl.runtime.device import CpuDevice, Device, choose_device, move, settle_process
@@ -139,11 +138,8 @@ class _Profiling:
         journal: Journal,
         device: Device,
     ) -> None:
-        self._job = job
-        self._effort = effort
-        self._sizes = sizes
-        self._journal = journal
-        self._device = device
+        self._job, self._effort, self._sizes = job, effort, sizes
+        self._journal, self._device = journal, device
         self._assumptions: list[str] = []
         self._in_pieces = any(is_deferred(tensor) for tensor in job.states.values())
         for tensor in job.states.values():
@@ -169,14 +165,15 @@ class _Profiling:
     def _measure_in_pieces(self) -> Profile:
         """Operator by operator, equal ones once."""
         budget_s = self._effort.operators.budget_s / 100
-        measured: dict[str, Measured] = {}
+        operators: dict[str, Operator] = {}
         times: dict[int, Timed] = {}
         for size in self._sizes:
             if self._is_captured(size):
-                walked = self._walk(size, _size(size), budget_s)
-                times[size] = Timed({name: one.times for name, one in walked.items()}, {})
-                measured = measured or walked
-        return replace(self._assemble(measured, times), assumptions=(_IN_PIECES,))
+                measured = self._walk(size, _size(size), budget_s)
+                pairs = {name: (o.forward_s, o.backward_s) for name, o in measured.items()}
+                times[size] = Timed(pairs, {})
+                operators = operators or measured
+        return replace(self._assemble(operators, times), assumptions=(_IN_PIECES,))
 
     def _measure_in_place(self) -> Profile:
         """In the forward and backward of the whole graph and of random stages."""
@@ -185,9 +182,8 @@ class _Profiling:
         saved_bytes = sum(dict(pair for one in measured.values() for pair in one.saved).values())
         # Bytes that every operator touches, about: parameters, gradients and what it keeps.
         working_set = {
-            node.name: 2.0 * sum(size for _, size in self._parameters(node))
-            + sum(size for _, size in measured[node.name].saved)
-            for node in self._graph.operators
+            name: 2.0 * one.parameter_bytes + sum(size for _, size in one.saved)
+            for name, one in measured.items()
         }
         times: dict[int, Timed] = {}
         for size in self._sizes:
@@ -197,13 +193,20 @@ class _Profiling:
             if self._is_captured(size):
                 scale = max(1.0, size / base)
                 scaled = {name: amount * scale for name, amount in working_set.items()}
-                times[size] = self._time_operators(size, scaled)
+                measure = partial(self._time_operators, size, scaled)
+                entry = self._journal.remember(str(size), measure)
+                uncached, cached = (
+                    {name: (forward_s, backward_s) for name, (forward_s, backward_s) in p.items()}
+                    for p in (entry["uncached"], entry["cached"])
+                )
+                times[size] = Timed(uncached, cached, entry["loading_s"])
                 self._work.end(_size(size))
         profile = self._assemble(measured, times)
-        fit = self._fit(profile, self._cache_bytes(working_set))
+        cache_bytes = self._cache_bytes(working_set)
+        fit = self._journal.remember("stages", partial(self._fit, profile, cache_bytes))
         self._work.end(_STAGES)
-        operators = tuple(operator.scaled(*fit.factors) for operator in profile.operators)
-        profile = replace(profile, operators=operators, stage=fit.stage)
+        operators = tuple(operator.scaled(*fit["factors"]) for operator in profile.operators)
+        profile = replace(profile, operators=operators, stage=StageOverhead(**fit["stage"]))
         return self._with_loading(profile, {size: each.loading_s for size, each in times.items()})
 
     def _is_captured(self, size: int) -> bool:
@@ -219,7 +222,7 @@ class _Profiling:
             return False
         return True
 
-    def _walk(self, size: int, part: str, budget_s: float | None) -> dict[str, Measured]:
+    def _walk(self, size: int, part: str, budget_s: float | None) -> dict[str, Operator]:
         """Every operator by itself, for what it keeps, and for its times if there is a budget."""
         subject = Subject.of(self._job, size, self._device)
         walk = Walk(self._job, subject, self._journal, budget_s)
@@ -229,47 +232,6 @@ class _Profiling:
         self._work.end(part)
         return measured
 
-    def _time_operators(self, size: int, working_set: Mapping[str, float]) -> Timed:
-        def measure() -> dict[str, Any]:
-            loader = self._job.loader
-            loaded: Iterator[Any] = iter(())
-            if not self._job.spec.data.workers:  # a rank loads it itself, between its computations
-                loader = loader.resized(size, drop_last=(loader.samples or 0) >= size)
-                loaded = loader.micro_batches(loader.batches(), size)
-            timed = time_operators(
-                Subject.of(self._job, size, self._device),
-                working_set,
-                self._cache_bytes(working_set),
-                self._effort.operators,
-                loaded,
-                lambda share: self._work.advance(_size(size), share),
-            )
-            return asdict(timed)
-
-        entry = self._journal.remember(str(size), measure)
-        uncached, cached = (
-            {name: (forward_s, backward_s) for name, (forward_s, backward_s) in pairs.items()}
-            for pairs in (entry["uncached"], entry["cached"])
-        )
-        return Timed(uncached, cached, entry["loading_s"])
-
-    def _fit(self, profile: Profile, cache_bytes: int | None) -> Fit:
-        """What stages take besides operators, and how operators are scaled to it."""
-
-        def measure() -> dict[str, Any]:
-            samples = time_stages(
-                Subject.of(self._job, profile.micro_batch_size, self._device),
-                Footprints(profile),
-                self._effort.stages,
-                lambda share: self._work.advance(_STAGES, share),
-            )
-            times = operator_times(profile, profile.micro_batch_size)
-            return asdict(fit_stages(samples, times, cache_bytes))
-
-        entry = self._journal.remember("stages", measure)
-        forward, backward = entry["factors"]
-        return Fit(StageOverhead(**entry["stage"]), (forward, backward), entry["error"])
-
     def _cache_bytes(self, working_set: Mapping[str, float]) -> int | None:
         """The last level cache; None on an accelerator, or if all data is in a small part of it."""
         if not isinstance(self._device, CpuDevice):
@@ -277,46 +239,49 @@ class _Profiling:
         cache_bytes = last_level_bytes()
         return cache_bytes if sum(working_set.values()) > CACHE_SHARES[0] * cache_bytes else None
 
-    def _assemble(self, measured: Mapping[str, Measured], times: Mapping[int, Timed]) -> Profile:
-        spec, graph = self._job.spec, self._graph
+    def _time_operators(self, size: int, working_set: Mapping[str, float]) -> dict[str, Any]:
+        loader = self._job.loader
+        loaded: Iterator[Any] = iter(())
+        if not self._job.spec.data.workers:  # a rank loads it itself, between its computations
+            loader = loader.resized(size, drop_last=(loader.samples or 0) >= size)
+            loaded = loader.micro_batches(loader.batches(), size)
+        subject = Subject.of(self._job, size, self._device)
+        cache_bytes = self._cache_bytes(working_set)
+        rounds, advance = self._effort.operators, partial(self._work.advance, _size(size))
+        return asdict(time_operators(subject, working_set, cache_bytes, rounds, loaded, advance))
+
+    def _fit(self, profile: Profile, cache_bytes: int | None) -> dict[str, Any]:
+        """What stages take besides operators, and how operators are scaled to it."""
+        size = profile.micro_batch_size
+        subject = Subject.of(self._job, size, self._device)
+        rounds, advance = self._effort.stages, partial(self._work.advance, _STAGES)
+        samples = time_stages(subject, Footprints(profile), rounds, advance)
+        return asdict(fit_stages(samples, operator_times(profile, size), cache_bytes))
+
+    def _assemble(self, measured: Mapping[str, Operator], times: Mapping[int, Timed]) -> Profile:
+        spec, graph, base = self._job.spec, self._graph, self._sizes[0]
+        some_cached = any(timed.cached for timed in times.values())
+        operators = {
+            name: replace(
+                operator,
+                forward_s=times[base].uncached[name][0],
+                backward_s=times[base].uncached[name][1],
+                timings={size: t.uncached[name] for size, t in times.items() if size != base},
+                cached={s: (t.cached or t.uncached)[name] for s, t in times.items() if some_cached},
+            )
+            for name, operator in measured.items()
+        }
+        coupled = [graph.operators[place].name for place in coupled_operators(graph)]
         return Profile(
             name=spec.name,
             source=f"pipectl profile, torch {torch.__version__}, {self._device.torch_device}",
-            micro_batch_size=self._sizes[0],
-            operators=tuple(self._operator(n, measured[n.name], times) for n in graph.operators),
+            micro_batch_size=base,
+            operators=tuple(operators.values()),
             edges=graph.edges,
             fingerprint=graph.fingerprint,
             key=profile_key(spec),
-            coupled=tuple(_readable(graph.operators[i]) for i in coupled_operators(graph)),
+            coupled=tuple(operators[name].name for name in coupled),
         )
-
-    def _operator(self, node: fx.Node, measured: Measured, times: Mapping[int, Timed]) -> Operator:
-        graph, name, base = self._graph, node.name, self._sizes[0]
-        forward_s, backward_s = times[base].uncached[name]
-        parameters = self._parameters(node)
-        some_cached = any(timed.cached for timed in times.values())
-        return Operator(
-            id=name,
-            name=_readable(node),
-            forward_s=forward_s,
-            backward_s=backward_s,
-            parameter_bytes=sum(size for _, size in parameters),
-            output_bytes=measured.output_bytes,
-            gradient_bytes=measured.output_bytes if graph.requires_grad[name] else 0,
-            parameters=parameters,
-            saved=measured.saved,
-            timings={size: t.uncached[name] for size, t in times.items() if size != base},
-            cached={s: (t.cached or t.uncached)[name] for s, t in times.items() if some_cached},
-            group=graph.groups.get(name),
-            signature=graph.signatures[name],
-            memory=measured.memory,
-            flops=measured.flops,
-        )
-
-    def _parameters(self, node: fx.Node) -> tuple[tuple[str, int], ...]:
-        states = [state for state in self._graph.states_of(node) if state.kind == "parameter"]
-        names = dict.fromkeys(state.name for state in states)
-        return tuple((name, self._job.states[name].nbytes) for name in names)
 
     def _with_loading(self, profile: Profile, loading_s: Mapping[int, float]) -> Profile:
         """With the time to load a micro-batch in the operators that read inputs and targets first.
@@ -352,10 +317,3 @@ class _Profiling:
 
 def _size(size: int) -> str:
     return f"micro-batch size {size}"
-
-
-def _readable(node: fx.Node) -> str:
-    """Path of the module an operator belongs to, then the operator."""
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    path = own_path(stack[-1][0]) if stack else ""
-    return f"{path}.{node.name}" if path else node.name

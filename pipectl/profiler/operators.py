@@ -10,7 +10,6 @@ import statistics
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -21,12 +20,14 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop, sdpa_flop
 
 from pipectl.capture import CapturedJob, State
-from pipectl.capture.opaque import Opaque
+from pipectl.capture.opaque import Form, Opaque
 from pipectl.capture.operators import written_tensors
+from pipectl.capture.refusals import module_of
 from pipectl.capture.regions import WHOLE, arithmetic, missing_kernels, region_of
 from pipectl.capture.stage import on_device, place_subgraphs
+from pipectl.capture.step import own_path
 from pipectl.capture.tensors import fill_sample, is_deferred, storage_of, storages_in, tensors_in
-from pipectl.profile import OperatorMemory
+from pipectl.profile import Operator, OperatorMemory
 from pipectl.profiler.bench import Subject
 from pipectl.profiler.journal import Journal
 from pipectl.profiler.machine import clock_of, record_allocated
@@ -44,22 +45,19 @@ _RESULT = -1
 """In place of the index of an argument: the memory is that of the result."""
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What one operator costs.
+class Run(NamedTuple):
+    """What went into one call, and what it gave.
 
     Args:
-        saved: (name of the storage, bytes) kept for backward; parameters left out.
-        memory: what it allocates.
-        flops: floating-point operations of forward and backward.
-        times: seconds of forward and backward, by itself; 0 if they were not asked for.
+        leaves: the arguments it was called with, flattened: aliases or copies of the call's own.
+        seeds: gradients that its backward began with.
+        gradients: of the arguments that want one, in order; none if there was no backward.
     """
 
-    output_bytes: int
-    saved: tuple[tuple[str, int], ...]
-    memory: OperatorMemory
-    flops: int
-    times: tuple[float, float]
+    result: Any
+    leaves: list[Any]
+    seeds: list[Tensor]
+    gradients: Sequence[Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,6 @@ class Call:
         Args:
             mark: called before the forward, after it, and before the backward.
         """
-
         args, kwargs = self.fresh()
         leaves = pytree.tree_leaves((args, kwargs))
         with_gradient = [leaf for leaf in tensors_in(leaves) if leaf.requires_grad]
@@ -112,32 +109,16 @@ class Call:
         return Run(result, leaves, seeds, gradients)
 
 
-class Run(NamedTuple):
-    """What went into one call, and what it gave.
-
-    Args:
-        leaves: the arguments it was called with, flattened: aliases or copies of the call's own.
-        seeds: gradients that its backward began with.
-        gradients: of the arguments that want one, in order; none if there was no backward.
-    """
-
-    result: Any
-    leaves: list[Any]
-    seeds: list[Tensor]
-    gradients: Sequence[Tensor | None]
-
-
 @dataclass(frozen=True)
-class Observed:
-    """One call whose memory was followed. Arguments are known by their index among all leaves.
+class Pattern:
+    """What equal operators cost. Arguments are known by their index among all leaves.
 
-    What its backward releases of its own (saved values of the operators it consists of) makes
-    room for what it allocates later, as in a stage. Arguments and seeds are not counted.
+    What a backward releases of its own (saved values of the operators it consists of) makes room
+    for what it allocates later, as in a stage. Arguments and seeds are not counted.
 
     Args:
-        result: what it gave; of a pattern, with shapes for tensors.
+        result: what they give, with forms for tensors.
         output_bytes: of the result, if it is one tensor.
-        origins: for every tensor of the result the argument in whose memory it lies, or None.
         kept: (argument whose memory it is, ``_RESULT``, or None; bytes) of each storage that
             autograd keeps for the backward.
         made_bytes: storages that the result brings.
@@ -149,7 +130,6 @@ class Observed:
 
     result: Any
     output_bytes: int
-    origins: list[int | None]
     kept: list[tuple[int | None, int]]
     made_bytes: int
     forward_bytes: int
@@ -158,15 +138,31 @@ class Observed:
     flops: int = 0
     times: tuple[float, float] = (0.0, 0.0)
 
+    @property
+    def origins(self) -> list[int | None]:
+        """For every tensor of the result the argument in whose memory it lies, or None."""
+        leaves = pytree.tree_leaves(self.result, is_leaf=_is_form)
+        return [leaf.origin for leaf in leaves if isinstance(leaf, Form)]
 
-def observe(call: Call, device: torch.device) -> Observed:
-    """Run an operator forward and backward once, and follow its memory."""
+
+def _is_form(value: Any) -> bool:
+    return isinstance(value, Form)
+
+
+def observe(call: Call, device: torch.device) -> tuple[Any, Pattern]:
+    """Run an operator forward and backward once, and follow its memory; what it gave, too."""
     kept_bytes: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         kept_bytes.setdefault(storage._cdata, storage.nbytes())
         return tensor
+
+    def new_bytes(value: Any, known: Sequence[Any]) -> int:
+        """Bytes of the storages in ``value`` that no tensor in ``known`` lies in."""
+        old = set(storages_in(known))
+        sizes = {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors_in(value))}
+        return sum(size for storage, size in sizes.items() if storage not in old)
 
     wanting = [i for i, x in enumerate(call.leaves) if isinstance(x, Tensor) and x.requires_grad]
     with record_allocated(device) as recording, saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -176,33 +172,23 @@ def observe(call: Call, device: torch.device) -> Observed:
     for index, leaf in enumerate(run.leaves):
         if isinstance(leaf, Tensor):
             places.setdefault(storage_of(leaf), index)
-    result, results = run.result, storages_in(run.result)
     gradients = []
     counted: list[Any] = list(run.seeds)
     for index, gradient in zip(wanting, run.gradients, strict=False):
         if gradient is not None:
-            gradients.append((index, _new_bytes([gradient], counted)))
+            gradients.append((index, new_bytes([gradient], counted)))
             counted.append(gradient)
-    return Observed(
-        result,
+    result, results = run.result, storages_in(run.result)
+    pattern = Pattern(
+        pytree.tree_map_only(Tensor, lambda t: Form.of(t, places.get(storage_of(t))), result),
         result.numel() * result.element_size() if isinstance(result, Tensor) else 0,
-        [places.get(storage) for storage in results],
-        [
-            (places.get(s, _RESULT if s in results else None), size)
-            for s, size in kept_bytes.items()
-        ],
-        _new_bytes(result, run.leaves),
+        [(places.get(s, _RESULT if s in results else None), n) for s, n in kept_bytes.items()],
+        new_bytes(result, run.leaves),
         forward.peak_bytes - arguments.end_bytes,
         backward.peak_bytes - seeds.end_bytes,
         gradients,
     )
-
-
-def _new_bytes(value: Any, others: Sequence[Any]) -> int:
-    """Bytes of the storages in ``value`` that no tensor in ``known`` lies in."""
-    old = set(storages_in(others))
-    sizes = {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors_in(value))}
-    return sum(size for storage, size in sizes.items() if storage not in old)
+    return result, pattern
 
 
 def count_flops(call: Call) -> int:
@@ -239,38 +225,6 @@ def time_alone(call: Call, device: Device, budget_s: float) -> tuple[float, floa
     return statistics.median(forward), statistics.median(backward)
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A tensor without its values.
-
-    Args:
-        origin: index of the argument in whose memory it lies; None for memory of its own.
-    """
-
-    dtype: torch.dtype
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-    requires_grad: bool
-    origin: int | None
-
-    @classmethod
-    def of(cls, tensor: Tensor, origin: int | None) -> Shape:
-        """The shape of a tensor."""
-        layout = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
-        return cls(tensor.dtype, *layout, tensor.requires_grad, origin)
-
-    def fill(self, leaves: list[Any], device: torch.device) -> Tensor:
-        """A tensor of this shape: random, or with valid indices, or in memory of an argument."""
-        if self.origin is not None:
-            tensor = torch.empty(0, dtype=self.dtype, device=device)
-            storage = leaves[self.origin].detach().untyped_storage()
-            tensor.set_(storage, self.offset, self.sizes, self.strides)
-            return tensor.requires_grad_(self.requires_grad)
-        tensor = torch.empty_strided(self.sizes, self.strides, dtype=self.dtype, device=device)
-        return fill_sample(tensor).requires_grad_(self.requires_grad)
-
-
 class Walk:
     """One pass over a graph at one batch size.
 
@@ -285,13 +239,14 @@ class Walk:
     def __init__(
         self, job: CapturedJob, subject: Subject, journal: Journal, budget_s: float | None
     ) -> None:
-        self._job = job
-        self._graph = subject.graph
-        self._subject = subject
+        self._job, self._subject, self._graph = job, subject, subject.graph
         self._device = subject.device.torch_device
         self._journal, self._budget_s = journal, budget_s
         self._fits = not any(map(is_deferred, subject.states.values()))
-        self._patterns: dict[Any, Observed] = {}
+        self._constants = {n: t.to(self._device) for n, t in self._graph.constants.items()}
+        states = [self._outline(state) for state in self._graph.states.values()]
+        self._state_storages = set(storages_in(states))
+        self._patterns: dict[Any, Pattern] = {}
         self._values: dict[fx.Node, Any] = {}
         self._storage_names: dict[fx.Node, str] = {}
         place_subgraphs(self._graph.root, self._device)
@@ -300,8 +255,11 @@ class Walk:
                 tensor = subject.batch.get(node.name)
                 self._values[node] = None if tensor is None else tensor.clone()  # may be written
 
-    def measure(self, done: Callable[[str], None]) -> dict[str, Measured]:
-        """Measure every operator in order; ``done`` is called with the name of each."""
+    def measure(self, done: Callable[[str], None]) -> dict[str, Operator]:
+        """Measure every operator in order; ``done`` is called with the name of each.
+
+        Their times are those that they take by themselves; 0 if they were not asked for.
+        """
         last_reader: dict[fx.Node, fx.Node] = {}
         for node in self._graph.operators:
             last_reader[node] = node
@@ -310,76 +268,77 @@ class Walk:
         for value, reader in last_reader.items():
             if value.op != "placeholder":
                 unread_after.setdefault(reader, []).append(value)
-        measured: dict[str, Measured] = {}
+        measured: dict[str, Operator] = {}
         for node in self._graph.operators:
-            key = self._key(node)
+            call = self._call(node, self._outline)
+            key = self._key(node, call)
             pattern = self._patterns.get(key)
-            if pattern is not None:
-                self._values[node] = self._value_like(node, pattern)
-            measured[node.name] = self._with_names(node, pattern or self._observe(node, key))
+            if pattern is None:
+                measured[node.name] = self._operator(node, self._observe(node, key))
+                if not self._fits:  # parameters of all sizes follow each other, and never again
+                    release_freed_memory()
+            else:
+                self._values[node] = self._value_like(call, pattern)
+                measured[node.name] = self._operator(node, pattern)
             for value in unread_after.get(node, ()):
                 self._values.pop(value, None)
-            if not self._fits and pattern is None:
-                release_freed_memory()  # parameters of all sizes follow each other, and never again
             done(node.name)
         return measured
 
-    def _value_like(self, node: fx.Node, pattern: Observed) -> Any:
-        """The value of an operator equal to one measured before."""
-        if self._fits:
-            call = self._call(node, self._state)
-            args, kwargs = call.fresh()
-            with torch.enable_grad():
-                return self._value(call, call.target(*args, **kwargs), set())
-        leaves = self._call(node, self._outline).leaves
-        fill = partial(Shape.fill, leaves=leaves, device=self._device)
-        return pytree.tree_map_only(Shape, fill, pattern.result)
-
-    def _observe(self, node: fx.Node, key: Any) -> Observed:
-        """Measure an operator, and remember it for those with an equal key."""
-        call = self._call(node, self._state)
-        with missing_kernels(node.name, self._subject.precision, self._device), torch.enable_grad():
-            times = self._times(node, call)
-            flops = count_flops(call)
-            observed = replace(observe(call, self._device), flops=flops, times=times)
-        is_view = any(origin is not None for origin in observed.origins)
-        written = written_tensors(node.target, call.args, call.kwargs)
-        # A view of a parameter needs that parameter, and each write its own memory.
-        if not (self._graph.states_of(node) and is_view) and not written:
-            origins = iter(observed.origins)
-            shapes = pytree.tree_map_only(
-                Tensor, lambda tensor: Shape.of(tensor, next(origins)), observed.result
-            )
-            self._patterns[key] = replace(observed, result=shapes)
-        self._values[node] = self._value(call, observed.result, set(storages_in(written)))
-        return observed
-
-    def _times(self, node: fx.Node, call: Call) -> tuple[float, float]:
-        if self._budget_s is None:
-            return 0.0, 0.0
-        device, budget_s = self._subject.device, self._budget_s
-        entry = self._journal.remember(
-            f"{self._subject.size}:{node.name}",
-            lambda: {"times": time_alone(call, device, budget_s)},
-        )
-        forward_s, backward_s = entry["times"]
-        return forward_s, backward_s
-
-    def _key(self, node: fx.Node) -> Any:
+    def _key(self, node: fx.Node, call: Call) -> Any:
         """Equal for operators of one kind with equal arguments, but for the values of tensors."""
-        states = {*storages_in([self._outline(state) for state in self._graph.states_of(node)])}
-        call = self._call(node, self._outline)
         order: dict[int, int] = {}
         described: list[Any] = []
         for leaf in call.leaves:
             if isinstance(leaf, Tensor):
                 storage = storage_of(leaf)
                 place = order.setdefault(storage, len(order))
-                described.append((Shape.of(leaf, place), storage in states))
+                described.append((Form.of(leaf, place), storage in self._state_storages))
             else:
                 described.append((type(leaf).__name__, str(getattr(leaf, "code", leaf))))
         structure = pytree.tree_structure((call.args, call.kwargs))
         return node.target, region_of(node), str(structure), tuple(described)
+
+    def _value_like(self, call: Call, pattern: Pattern) -> Any:
+        """The value of an operator equal to one measured before."""
+        if self._fits:
+            args, kwargs = call.fresh()
+            with torch.enable_grad():
+                return self._value(call, call.target(*args, **kwargs), set())
+        leaves = call.leaves
+
+        def fill(form: Form) -> Tensor:
+            if form.origin is None:
+                tensor = fill_sample(form.blank(device=self._device))
+            else:
+                sizes, strides, offset = form.layout_at()
+                storage = leaves[form.origin].detach().untyped_storage()
+                tensor = torch.empty(0, dtype=form.dtype, device=self._device)
+                tensor.set_(storage, offset, sizes, strides)
+            return tensor.requires_grad_(form.requires_grad)
+
+        return pytree.tree_map_only(Form, fill, pattern.result, is_leaf=_is_form)
+
+    def _observe(self, node: fx.Node, key: Any) -> Pattern:
+        """Measure an operator, and remember it for those with an equal key."""
+        call = self._call(node, self._state)
+        (forward_s, backward_s), budget_s = (0.0, 0.0), self._budget_s
+        with missing_kernels(node.name, self._subject.precision, self._device), torch.enable_grad():
+            if budget_s is not None:
+                forward_s, backward_s = self._journal.remember(
+                    f"{self._subject.size}:{node.name}",
+                    lambda: {"times": time_alone(call, self._subject.device, budget_s)},
+                )["times"]
+            flops = count_flops(call)
+            result, pattern = observe(call, self._device)
+        pattern = replace(pattern, flops=flops, times=(forward_s, backward_s))
+        is_view = any(origin is not None for origin in pattern.origins)
+        written = written_tensors(node.target, call.args, call.kwargs)
+        # A view of a parameter needs that parameter, and each write its own memory.
+        if not (self._graph.states_of(node) and is_view) and not written:
+            self._patterns[key] = pattern
+        self._values[node] = self._value(call, result, set(storages_in(written)))
+        return pattern
 
     def _value(self, call: Call, result: Any, written: set[int]) -> Any:
         """What later operators read: if values are written in place, in their own memory."""
@@ -399,16 +358,12 @@ class Walk:
             flags,
         )
 
-    @cached_property
-    def _state_storages(self) -> set[int]:
-        return set(storages_in([self._outline(state) for state in self._graph.states.values()]))
-
-    def _with_names(self, node: fx.Node, observed: Observed) -> Measured:
-        """What an operator costs, by the names of values, parameters and buffers.
+    def _operator(self, node: fx.Node, pattern: Pattern) -> Operator:
+        """An operator of the profile, by the names of values, parameters and buffers.
 
         What is kept has the name of the value whose memory it is, so that no stage counts it twice.
         """
-        known = self._graph.states
+        graph, known = self._graph, self._graph.states
         sources = pytree.tree_leaves(  # for every argument, the value or parameter it comes from
             fx.node.map_arg(
                 (node.args, node.kwargs),
@@ -421,33 +376,48 @@ class Walk:
             own = "" if source.name in known else source.name
             return self._storage_names.get(source, own)
 
-        for origin in observed.origins:
+        for origin in pattern.origins:
             borrowed = "" if origin is None else storage_name(origin)
             self._storage_names[node] = borrowed or node.name
         saved: dict[str, int] = {}
-        for index, (argument, size) in enumerate(observed.kept):
+        for index, (argument, size) in enumerate(pattern.kept):
             name = f"{node.name}:{index}"
             if argument is not None:
                 name = node.name if argument == _RESULT else storage_name(argument)
             if name:
                 saved[name] = saved.get(name, 0) + size
         gradients: dict[str, int] = {}
-        for argument, size in observed.gradients:
+        for argument, size in pattern.gradients:
             source = sources[argument]
             name = known[source.name].name if source.name in known else source.name
             gradients[name] = gradients.get(name, 0) + size
-        used = self._graph.states_of(node)
-        buffers = dict.fromkeys(state.name for state in used if state.kind == "buffer")
-        memory = OperatorMemory(
-            observed.made_bytes,
-            self._storage_names.get(node, node.name),
-            observed.forward_bytes,
-            observed.backward_bytes,
-            tuple(gradients.items()),
-            tuple((name, self._subject.states[name].nbytes) for name in buffers),
-        )
-        return Measured(
-            observed.output_bytes, tuple(saved.items()), memory, observed.flops, observed.times
+
+        def sizes(kind: str) -> tuple[tuple[str, int], ...]:
+            names = dict.fromkeys(s.name for s in graph.states_of(node) if s.kind == kind)
+            return tuple((name, self._subject.states[name].nbytes) for name in names)
+
+        path = own_path(module_of(node))
+        return Operator(
+            id=node.name,
+            name=f"{path}.{node.name}" if path else node.name,
+            forward_s=pattern.times[0],
+            backward_s=pattern.times[1],
+            parameter_bytes=sum(size for _, size in sizes("parameter")),
+            output_bytes=pattern.output_bytes,
+            gradient_bytes=pattern.output_bytes if graph.requires_grad[node.name] else 0,
+            parameters=sizes("parameter"),
+            saved=tuple(saved.items()),
+            group=graph.groups.get(node.name),
+            signature=graph.signatures[node.name],
+            memory=OperatorMemory(
+                pattern.made_bytes,
+                self._storage_names.get(node, node.name),
+                pattern.forward_bytes,
+                pattern.backward_bytes,
+                tuple(gradients.items()),
+                sizes("buffer"),
+            ),
+            flops=pattern.flops,
         )
 
     def _call(self, node: fx.Node, make: Callable[[State], Tensor]) -> Call:
@@ -463,8 +433,8 @@ class Walk:
             return self._values[source]
 
         args, kwargs = fx.node.map_arg(on_device((node.args, node.kwargs), self._device), value)
-        schema = getattr(node.target, "_schema", None)
         target: Any = node.target
+        schema = getattr(target, "_schema", None)
         mutates = (
             (schema is not None and schema.is_mutable)
             or "batch_norm" in str(target)
@@ -482,7 +452,7 @@ class Walk:
 
     def _outline(self, state: State) -> Tensor:
         """A parameter, buffer or constant: its shape, layout and type, perhaps without values."""
-        known = self._graph.constants if state.kind == "constant" else self._subject.states
+        known = self._constants if state.kind == "constant" else self._subject.states
         return known[state.name]
 
     def _state(self, state: State) -> Tensor:
@@ -492,8 +462,6 @@ class Walk:
         in; a buffer has the values that the factory gives it, since it may hold indices.
         """
         tensor = self._outline(state)
-        if state.kind == "constant":
-            return tensor.to(self._device)
         if not is_deferred(tensor):
             return tensor
         if not (isinstance(tensor, nn.Parameter) and tensor.is_floating_point()):

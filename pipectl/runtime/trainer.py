@@ -194,7 +194,6 @@ class Trainer:
         self._early_stopping.move_on(manifest.metric_values)
         if scale is not None and manifest.loss_scale is not None:
             scale.restore(manifest.loss_scale)
-        stored.close()
         self._steps_done = manifest.step
         self._telemetry.go_on_from(self._steps_done)
 

@@ -151,7 +151,7 @@ def test_data_that_do_not_fit_are_shown_beside_what_is_expected(
 def test_what_only_pipectl_can_have_broken_is_called_its_fault(
     make_job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipectl.capture.export.call_modules", None)
+    monkeypatch.setattr("pipectl.capture.export.drop_conditions", None)
     with pytest.raises(FaultError, match=r"a fault of pipectl, not of your job: TypeError"):
         make_job("mlp").training_graph(4)
 

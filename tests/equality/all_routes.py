@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from pipectl.graph import Route, routes
+from pipectl.graph import Lane, routes
 
 
 def cut_routes(
     stage_of: Mapping[str, int],
     edges: Iterable[tuple[str, str]],
     with_gradient: Mapping[str, bool],
-) -> list[Route]:
-    """Every message of a partition.
+) -> list[tuple[str, Lane]]:
+    """Every message of a partition, with the node whose value it is of.
 
     Args:
         stage_of: stage of every node, in graph order (the order of the mapping).
@@ -23,9 +23,10 @@ def cut_routes(
     consumers: dict[str, list[str]] = {}
     for producer, consumer in dict.fromkeys(edges):
         consumers.setdefault(producer, []).append(consumer)
-    found: list[Route] = []
+    found: list[tuple[str, Lane]] = []
     for producer in sorted(consumers, key=position.__getitem__):
         users = sorted(consumers[producer], key=position.__getitem__)
         uses = [stage_of[user] for user in users]
-        found += routes(producer, stage_of[producer], uses, has_gradient=with_gradient[producer])
+        lanes = routes(stage_of[producer], uses, has_gradient=with_gradient[producer])
+        found += [(producer, lane) for lane in lanes]
     return found

@@ -25,7 +25,7 @@ def make_plan(graph: CapturedGraph, stage_of: dict[str, int], cell: Any, ranks: 
     stages = 1 + max(stage_of.values())
     batch_size, micro_batches = BATCHES[cell.batch]
     found = cut_routes(stage_of, graph.edges, graph.requires_grad)
-    lanes = sorted({(route.kind, route.source, route.target) for route in found})
+    lanes = sorted({lane for _, lane in found})
     nodes = [tuple(n for n, s in stage_of.items() if s == stage) for stage in range(stages)]
     size = -(-batch_size // micro_batches)
     schedule = PLANNED_AS.get(cell.schedule, cell.schedule)

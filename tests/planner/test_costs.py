@@ -5,7 +5,7 @@ from all_routes import cut_routes
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipectl.graph import TransferKind
+from pipectl.graph import Lane, TransferKind
 from pipectl.plan import Transfer
 from pipectl.planner.costs.footprint import Footprints
 from pipectl.planner.costs.operator_times import operator_times
@@ -147,12 +147,11 @@ def test_messages_are_those_that_the_runtime_sends(data, stages, profiles, parti
     parts = Footprints(profile).of([graph.operators_of(blocks) for blocks in partition])
     home = {node: stage for stage, nodes in enumerate(parts.nodes) for node in nodes}
     stage_of = {operator.id: home[operator.id] for operator in profile.operators}
-    expected: dict[tuple[TransferKind, int, int], int] = {}
+    expected: dict[Lane, int] = {}
     returning = {operator.id: operator.gradient_bytes > 0 for operator in profile.operators}
-    for route in cut_routes(stage_of, profile.edges, returning):
-        operator = profile.by_id[route.value]
-        forward = route.kind is TransferKind.ACTIVATION
-        key = (route.kind, route.source, route.target)
+    for value, lane in cut_routes(stage_of, profile.edges, returning):
+        operator = profile.by_id[value]
+        forward = lane.kind is TransferKind.ACTIVATION
         size = operator.output_bytes if forward else operator.gradient_bytes
-        expected[key] = expected.get(key, 0) + size
+        expected[lane] = expected.get(lane, 0) + size
     assert {(t.kind, t.source, t.target): t.size_bytes for t in parts.transfers} == expected

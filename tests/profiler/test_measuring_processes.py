@@ -17,12 +17,13 @@ import yaml
 
 from pipectl.capture import CapturedJob
 from pipectl.errors import CaptureError
+from pipectl.profile import Operator
 from pipectl.profiler import profile_job
 from pipectl.profiler.bench import Bench, Cost, Subject, random_stages, whole, windows
 from pipectl.profiler.journal import Journal
 from pipectl.profiler.machine import last_level_bytes
 from pipectl.profiler.neighbours import Neighbours, _compute, has_room, neighbour_count
-from pipectl.profiler.operators import Measured, Walk
+from pipectl.profiler.operators import Walk
 from pipectl.profiler.optimizer import optimizer_cost
 from pipectl.runtime.device import CpuDevice
 from pipectl.spec import JobSpec, load
@@ -210,7 +211,7 @@ def test_an_optimizer_that_cannot_step_is_named_before_anything_is_measured(
     assert set(totals) == {0}
 
 
-def walked(tmp_path: Path, model: str) -> dict[str, Measured]:
+def walked(tmp_path: Path, model: str) -> dict[str, Operator]:
     job = CapturedJob(spec_of(tmp_path, model=f"{CAPTURED}:{model}"))
     subject = Subject.of(job, 4, CpuDevice())
     return Walk(job, subject, Journal(), None).measure(lambda _: None)

@@ -112,12 +112,11 @@ def _transfers(draw, stages):
     if stages > 2:
         uses = draw(st.sampled_from([(), (2,), (1, 2), (2, 1)]))
         values += [(0, uses, draw(st.booleans()))]
-    found = [
-        route
-        for index, (producer, uses, has_gradient) in enumerate(values)
-        for route in routes(f"v{index}", producer, uses, has_gradient=has_gradient)
+    return [
+        Transfer(*lane, 6)
+        for producer, uses, has_gradient in values
+        for lane in routes(producer, uses, has_gradient=has_gradient)
     ]
-    return [Transfer(r.kind, r.source, r.target, 6) for r in found]
 
 
 def programs_of(plan):

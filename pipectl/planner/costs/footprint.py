@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from pipectl.graph import Route, TransferKind, owners_of, routes
+from pipectl.graph import Lane, TransferKind, owners_of, routes
 from pipectl.plan import StagePeaks, Transfer
 from pipectl.planner.costs.liveness import (
     Borders,
@@ -174,26 +174,25 @@ class Footprints:
         """The footprint of stages given as ascending operator indices."""
         operators = self._operators
         crossings = [Crossing() for _ in stages]
-        messages: dict[tuple[TransferKind, int, int], int] = {}
+        messages: dict[Lane, int] = {}
         values = [Values() for _ in stages]
         sent: set[tuple[int, str]] = set()
-        for route, index in self._routes(stages):
+        for lane, index in self._routes(stages):
             operator = operators[index]
-            backward = route.kind is TransferKind.GRADIENT
+            backward = lane.kind is TransferKind.GRADIENT
             size = operator.gradient_bytes if backward else operator.output_bytes
-            key = (route.kind, route.source, route.target)
-            messages[key] = messages.get(key, 0) + size
+            messages[lane] = messages.get(lane, 0) + size
             if backward:
-                crossings[route.target].returning.add(route.value)
-                values[route.source].gradients_sent += 1
-                values[route.target].gradients_received += 1
+                crossings[lane.target].returning.add(operator.id)
+                values[lane.source].gradients_sent += 1
+                values[lane.target].gradients_received += 1
                 continue
             storage = self._memory[index].storage
-            crossings[route.source].sent.setdefault(storage, size)
-            crossings[route.target].received[storage] += size
+            crossings[lane.source].sent.setdefault(storage, size)
+            crossings[lane.target].received[storage] += size
             if operator.gradient_bytes:
-                values[route.target].received += 1
-                sent.add((route.source, route.value))
+                values[lane.target].received += 1
+                sent.add((lane.source, operator.id))
         for stage, _ in sent:
             values[stage].sent += 1
         return Footprint(
@@ -201,12 +200,12 @@ class Footprints:
             members=tuple(tuple(inside) for inside in stages),
             parameter_bytes=tuple(sum(self._parameters(inside).values()) for inside in stages),
             memory=tuple(map(self._stage_memory, stages, crossings)),
-            transfers=tuple(Transfer(*key, size) for key, size in sorted(messages.items())),
+            transfers=tuple(Transfer(*lane, size) for lane, size in sorted(messages.items())),
             values=tuple(values),
             crossings=tuple(crossings),
         )
 
-    def _routes(self, stages: Sequence[Sequence[int]]) -> Iterator[tuple[Route, int]]:
+    def _routes(self, stages: Sequence[Sequence[int]]) -> Iterator[tuple[Lane, int]]:
         """Every message of a partition, with the operator whose value it is of."""
         stage_of = [0] * len(self._operators)
         for stage, inside in enumerate(stages):
@@ -216,10 +215,9 @@ class Footprints:
             home = stage_of[producer]
             uses = [stage_of[reader] for reader in readers]
             if uses.count(home) < len(uses):
-                operator = self._operators[producer]
-                gradient = operator.gradient_bytes > 0
-                for route in routes(operator.id, home, uses, has_gradient=gradient):
-                    yield route, producer
+                gradient = self._operators[producer].gradient_bytes > 0
+                for lane in routes(home, uses, has_gradient=gradient):
+                    yield lane, producer
 
     def _parameters(self, inside: Sequence[int]) -> dict[str, int]:
         return dict(pair for index in inside for pair in self._operators[index].parameters)

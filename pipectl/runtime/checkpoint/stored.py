@@ -49,10 +49,6 @@ class Stored(Mapping[str, Tensor]):
         file, stored = self._place(name)
         return self._reader.header(file).layouts[stored]
 
-    def close(self) -> None:
-        """Leave no file open, until something is read again."""
-        self._reader.close()
-
     def __iter__(self) -> Iterator[str]:
         yield from self._weights
         yield from self.manifest.aliases
