@@ -182,7 +182,7 @@ class SpecFile:
         They are in the order of the reference, keyword arguments one by one. A list is one value,
         since upper layers replace it whole.
         """
-        return tuple(_origins(spec.model_dump(), self.document, ()))
+        return tuple(_origins(spec.model_dump(mode="json"), self.document, ()))
 
     def points(self, spec: JobSpec) -> tuple[Point, ...]:
         """The runs of the spec's sweep; none if it has no sweep.

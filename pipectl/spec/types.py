@@ -45,7 +45,7 @@ _SCALAR = ["string", "number", "boolean"]
 class Section(BaseModel):
     """A mapping of the spec: immutable, unknown keys refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="constants")
 
     @model_validator(mode="before")
     @classmethod
@@ -94,6 +94,13 @@ def _quantity(parse: Callable[[str], int]) -> BeforeValidator:
         raise ValueError
 
     return BeforeValidator(read)
+
+
+def _size_text(size_bytes: int) -> str:
+    """The exact size in the largest unit that divides it, for people; plans hash the number."""
+    units = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
+    name = next(name for name, unit in units.items() if size_bytes % unit == 0)
+    return f"{size_bytes // units[name]}{name}"
 
 
 def _whole(value: Any) -> Any:
@@ -184,7 +191,13 @@ NonNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False), _Y
 Flag = Annotated[bool, Field(strict=True), _YAML]
 _Number = Annotated[StrictInt | StrictFloat, _YAML, WithJsonSchema({"type": "number"})]
 Padding = Annotated[dict[str, _Number], _MAPPING]
-Bytes = Annotated[int, Field(ge=1, le=_MAX), _quantity(parse_bytes), _json("a size such as 4GiB")]
+Bytes = Annotated[
+    int,
+    Field(ge=1, le=_MAX),
+    _quantity(parse_bytes),
+    _json("a size such as 4GiB"),
+    PlainSerializer(_size_text, when_used="json"),
+]
 _Clock = Annotated[int, Field(ge=1, le=_MAX), PlainSerializer(format_clock)]
 Seconds = Annotated[_Clock, _quantity(parse_duration), _json("a duration such as 01:30:00 or 90m")]
 Walltime = Annotated[

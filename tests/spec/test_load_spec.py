@@ -224,6 +224,12 @@ def test_the_origin_of_a_value_is_the_layer_that_wins(origins: Origins) -> None:
     assert tops == list(JobSpec.model_fields)
 
 
+def test_origins_show_sizes_as_people_write_them(origins: Origins) -> None:
+    found = origins("pipeline: {memory_limit: 1.5GiB}\nresources: {memory_per_node: 8GB}\n")
+    assert found["pipeline.memory_limit"].value == "1536MiB"
+    assert found["resources.memory_per_node"].value == "7812500KiB"
+
+
 def test_keyword_arguments_have_origins_of_their_own(origins: Origins) -> None:
     found = origins(
         "optimizer:\n  kwargs:\n    lr: 0.1\n    decay: null\n"
