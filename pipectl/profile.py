@@ -214,7 +214,7 @@ class StageOverhead:
 
 @dataclass(frozen=True)
 class MeasuredOn:
-    """The device that a profile was measured on.
+    """The device that a profile was measured on, and when.
 
     Args:
         kind: device kind as in ``cluster.json``, e.g. ``cpu``.
@@ -223,6 +223,10 @@ class MeasuredOn:
         threads: number of threads that an operator could use.
         torch: version of torch.
         neighbours: number of processes that computed at the same time.
+        host: name of the machine.
+        measured_at: end of the measurement, in seconds since the epoch.
+        seconds: duration of the measurement.
+        resumed: number of measurements taken over from an interrupted attempt.
     """
 
     kind: str
@@ -231,6 +235,10 @@ class MeasuredOn:
     threads: Count = 1
     torch: str = "unknown"
     neighbours: int = 0
+    host: str | None = None
+    measured_at: float | None = None
+    seconds: float | None = None
+    resumed: int = 0
 
 
 @dataclass(frozen=True)

@@ -344,7 +344,8 @@ def run_in(profile_of: Callable[[Any], Any]) -> Callable[..., Any]:
     With ``profile=``, the plan is made from that one.
     """
     from pipectl.cluster import assumed_cluster
-    from pipectl.jobs.planning import find_plan
+    from pipectl.jobs.planning import plan_job
+    from pipectl.jobs.prepare import Job
     from pipectl.runs import RunDirectory
     from pipectl.spec import dump
 
@@ -354,7 +355,8 @@ def run_in(profile_of: Callable[[Any], Any]) -> Callable[..., Any]:
         run = RunDirectory.create(folder, spec.name, 0.0)
         run.job.write_text(dump(spec))
         profile.save(run.profile)
-        find_plan(spec, profile, assumed_cluster("here", [ranks], ranks, None)).save(run.plan)
+        cluster = assumed_cluster("here", [ranks], ranks, None)
+        plan_job(Job(spec, "local", cluster=cluster, profile=profile)).save(run.plan)
         return run
 
     return make

@@ -1,7 +1,7 @@
 """The application: all commands, and how one is run.
 
-A command is a module of `commands/` or `lab/` that is imported when it runs, so that its imports
-are at its top and `pipectl --help` loads none of them.
+A command is a module of `commands/` or `lab/` that is imported when it runs, so `pipectl --help`
+loads none of them.
 """
 
 from __future__ import annotations
@@ -88,11 +88,11 @@ _OLD_OPTIONS = {
     },
     "submit": {"--rehearse": "pipectl lab rehearse JOB.yaml"},
 }
-"""By command: options of earlier versions, and what replaces them."""
+"""Options of earlier versions and their replacements, by command."""
 DEBUG_VARIABLE = "PIPECTL_DEBUG"
 INTERRUPTED = 130
 UNREAD = 141
-"""Exit code of programs that SIGPIPE ends."""
+"""Exit code of programs that SIGPIPE has ended."""
 _UNWRITTEN = (ENOSPC, EDQUOT, EFBIG, EIO)
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
@@ -101,10 +101,10 @@ class Commands(TyperGroup):
     """Commands whose modules are imported when they run."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that the arguments name.
+        """Find the command that the arguments name.
 
         Raises:
-            UsageError: it has another name today.
+            UsageError: the command has a new name.
         """
         old = args[0] if args else ""
         if old in _OLD_COMMANDS and old not in self.commands:
@@ -197,7 +197,7 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 
 def _old_option(error: BaseException) -> UsageError | None:
-    """What replaces an option that a command had once; None for other errors."""
+    """The error for an option of an earlier version; None for other errors."""
     option, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
     if option is None or context is None:
         return None
@@ -207,10 +207,10 @@ def _old_option(error: BaseException) -> UsageError | None:
 
 
 def print_error(error: BaseException) -> int:
-    """Print ``error`` on standard error, with its traceback when debugging.
+    """Print an error on standard error, with its traceback when debugging.
 
     Returns:
-        The documented exit code.
+        The exit code.
     """
     if os.environ.get(DEBUG_VARIABLE):
         sys.stderr.write(printable("".join(traceback.format_exception(error))))
@@ -224,7 +224,7 @@ def print_error(error: BaseException) -> int:
 
 
 def _describe(error: BaseException) -> tuple[int, list[str], str | None]:
-    """Exit code, messages and cure."""
+    """Exit code, messages and cure of an error."""
     if isinstance(error, FaultError):
         error = with_details(error, None, write=True)
     if isinstance(error, SpecError):
@@ -251,8 +251,8 @@ def _describe(error: BaseException) -> tuple[int, list[str], str | None]:
 def signals_interrupt() -> Iterator[None]:
     """Treat SIGTERM and SIGHUP like Ctrl-C.
 
-    Only the first signal counts, so that a second one does not end the cleanup. Signals that are
-    ignored (`nohup`) or have a handler already are left alone.
+    Only the first signal counts, so a second one does not interrupt the cleanup. Signals that are
+    ignored (`nohup`) or have a handler stay as they are.
     """
 
     def interrupt(_number: int, frame: FrameType | None) -> None:

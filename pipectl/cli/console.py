@@ -1,4 +1,4 @@
-"""Printing. Text from users is never read as markup."""
+"""Print text, tables and JSON. Text from users is never read as markup."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from pipectl.units import printable, printable_json
 
 _WIDTH_WITHOUT_TERMINAL = 120
 _GAP = 2
-"""Between the columns of a table."""
+"""Spaces between the columns of a table."""
 
 
 def output(*, stderr: bool = False) -> Console:
-    """The console of standard output; without a terminal it has no colours and a fixed width."""
+    """Console of standard output; without a terminal it has no colours and a fixed width."""
     stream = sys.stderr if stderr else sys.stdout
     fixed = None if stream.isatty() or "COLUMNS" in os.environ else _WIDTH_WITHOUT_TERMINAL
     return Console(stderr=stderr, width=fixed, highlight=False, markup=False, emoji=False)
 
 
 def errors() -> Console:
-    """The console of standard error: messages, warnings, progress."""
+    """Console of standard error, for messages, warnings and progress."""
     return output(stderr=True)
 
 
@@ -42,12 +42,12 @@ def plain(text: object, style: str = "") -> Text:
 
 
 def say(text: object, style: str = "") -> None:
-    """Print lines on standard output, unwrapped, so that paths stay whole."""
+    """Print lines on standard output without wrapping them, so paths stay whole."""
     output().print(plain(text, style), soft_wrap=True)
 
 
 def note(text: object, style: str = "dim") -> None:
-    """Print a message on standard error, so that output can be piped."""
+    """Print a message on standard error, so output can be piped."""
     errors().print(plain(text, style), soft_wrap=True)
 
 
@@ -63,7 +63,7 @@ def say_json(value: Any) -> None:
 
 
 def short_path(path: Path) -> str:
-    """A path as it can be typed from here: relative if it is below the current directory."""
+    """A path relative to the current directory if it is in it."""
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
@@ -71,12 +71,13 @@ def short_path(path: Path) -> str:
 def label_lines(
     lines: Iterable[tuple[str, str, str]], indent: int, width: int | None = None, bold: bool = False
 ) -> Iterator[Text]:
-    """Lines of a label, a text and its style; the lines of a text stand below each other.
+    """Lines that begin with labels; all lines of a text start in the same column.
 
     Args:
-        indent: column at which texts begin.
-        width: to which texts are folded, between words; None leaves them whole.
-        bold: whether labels are.
+        lines: labels, texts and their styles.
+        indent: column of the texts.
+        width: columns to wrap texts to, between words; None does not wrap.
+        bold: whether labels are bold.
     """
     for label, text, style in lines:
         parts = text.splitlines() or [""]
@@ -102,14 +103,14 @@ def table(
     width: int | None = None,
     wrap: bool = False,
 ) -> Table:
-    """Rows of cells below the heads of their columns; cells that are no `Text` are shown plainly.
+    """A table with heads; cells that are not `Text` have no style.
 
     Args:
-        left: the columns of words; figures stand on the right.
-        optional: columns that are left out if all their cells are empty, and then one after the
-            other, the first here first, until the rest is not wider than ``width``.
-        width: terminal cells of a line; None for as many as it takes.
-        wrap: whether cells may take several lines; else the first column is cut if need be.
+        left: heads of left-aligned columns; the others are right-aligned.
+        optional: columns that are left out if all their cells are empty, and then, in this order,
+            until the table is not wider than ``width``.
+        width: width of the terminal; None sets no limit.
+        wrap: whether cells may wrap; else the first column is cut if necessary.
     """
     texts = [[cell if isinstance(cell, Text) else plain(cell) for cell in row] for row in rows]
     columns = list(zip(*texts, strict=True)) or [()] * len(heads)
@@ -135,7 +136,7 @@ def table(
 
 
 def replace_unprintable() -> None:
-    """Print ``?`` for what a stream cannot encode. Replace closed streams by ``/dev/null``."""
+    """Print ``?`` for what a stream cannot encode; replace closed streams by ``/dev/null``."""
     sys.stdout = sys.stdout or _nowhere()
     sys.stderr = sys.stderr or _nowhere()
     for stream in (sys.stdout, sys.stderr):
@@ -144,7 +145,7 @@ def replace_unprintable() -> None:
 
 
 def discard_unwritten() -> None:
-    """Drop output that cannot be written, so that Python does not report it again at exit."""
+    """Drop output that cannot be written, so Python does not report it again at exit."""
     for stream in filter(None, (sys.__stdout__, sys.__stderr__)):
         try:
             stream.flush()

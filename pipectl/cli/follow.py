@@ -1,4 +1,4 @@
-"""Showing work while it goes on, and following a run to its end: bars, or lines now and then."""
+"""Show the progress of work, and follow a run to its end: bars in a terminal, else lines."""
 
 from __future__ import annotations
 
@@ -18,25 +18,24 @@ from pipectl.cli.views.run import print_run
 from pipectl.errors import UnknownRunError
 from pipectl.jobs.state import RunStatus, poll
 from pipectl.runs import PROFILING, RunDirectory, as_typed
-from pipectl.runs.readers import Measured
 from pipectl.units import format_time
 
 if TYPE_CHECKING:
     from pipectl.profiler.progress import Progress
 
 LINE_S = 10.0
-"""Seconds of work after which there is a first line."""
+"""Seconds of work before the first line."""
 _MAX_TEXT, _FIGURES = 48, 38
-"""Columns of the text at most, and of what stands beside it."""
+"""Maximum columns of the text, and columns of the figures beside it."""
 
 
 @contextmanager
 def progress_bar(work: str = "") -> Iterator[Progress]:
-    """A function ``report(done, total, what)`` that moves the bar, which moves from the start.
+    """Show progress; gives a function ``report(done, total, what)``.
 
     Args:
-        work: what goes on, if ``done`` and ``total`` are shares of expected work, not steps: shown
-            in percent, and in lines without a terminal.
+        work: name of the work if ``done`` and ``total`` are amounts of expected work instead of
+            steps. It is then shown in percent, and also without a terminal.
     """
     console = errors()
     if not console.is_terminal:
@@ -81,7 +80,7 @@ def progress_bar(work: str = "") -> Iterator[Progress]:
 
 
 class Lines:
-    """A line after 10, 20, 40, ... seconds of each phase; nothing about what is over soon."""
+    """Prints a line after 10, 20, 40, ... seconds of each phase."""
 
     def __init__(self, work: str) -> None:
         self._work, self._phase = work, ""
@@ -89,7 +88,7 @@ class Lines:
         self._first = self._done = self._total = 0
 
     def report(self, done: int, total: int, what: str) -> None:
-        """Note how far it is. All that is counted is one phase."""
+        """Store the progress. All counted work is one phase."""
         phase = self._work if total else what
         if phase != self._phase:
             self._phase, self._began_s, self._pause_s = phase, monotonic(), LINE_S
@@ -97,7 +96,7 @@ class Lines:
         self._done, self._total = done, total
 
     def tick(self) -> None:
-        """Print a line if it is time, with the time left at the pace so far."""
+        """Print a line if it is time, with the time left at the speed so far."""
         passed_s, done, total = monotonic() - self._began_s, self._done, self._total
         if not self._phase or passed_s < self._pause_s or (total and done >= total):
             return
@@ -113,7 +112,7 @@ class Lines:
 
 @contextmanager
 def profiling_progress() -> Iterator[Progress]:
-    """The bar of a profile being measured; an interrupt prints what is kept, and exits with 130."""
+    """Show the progress of profiling; an interrupt prints what is kept, and exits with 130."""
     try:
         with progress_bar("profiling") as report:
             yield report
@@ -134,7 +133,7 @@ def follow_or_exit(run: RunDirectory, *, as_json: bool) -> RunStatus:
 
 
 def exit_code(status: RunStatus) -> int:
-    """0 for a run that completed, else the exit code of the failure that came first."""
+    """0 for a completed run, else the exit code of the first failure."""
     if status.job.state is JobState.COMPLETED:
         return 0
     if status.job.state is JobState.UNKNOWN:
@@ -143,16 +142,13 @@ def exit_code(status: RunStatus) -> int:
 
 
 def follow(run: RunDirectory) -> RunStatus:
-    """Wait until a run is over, or its state stays unknown: a bar, or a line per change."""
+    """Wait until a run is over, or its state stays unknown; show a bar, or a line per change."""
     try:
         with progress_bar() as progress:
             reported: tuple[str, str, int] | None = None
-            for status in poll(run):
-                step, steps = status.measured.step, status.steps or 0
-                phase = status.phase or status.job.state.value
-                progress(step, steps if step else 0, f"{phase}{_loss(status.measured)}")
-                state, part = status.job.state.value, 10 * step // (steps or 1)
-                current = (state, phase.partition(" ")[0], part)
+            for status in poll(run, progress):
+                part = 10 * status.measured.step // (status.steps or 1)
+                current = status.job.state.value, status.phase.partition(" ")[0], part
                 if current != reported and not errors().is_terminal:
                     note(_line(status))
                 reported = current
@@ -163,15 +159,12 @@ def follow(run: RunDirectory) -> RunStatus:
 
 
 def _line(status: RunStatus) -> str:
-    """What goes on, e.g. ``RUNNING: training, step 40 of 400, loss 2.91``."""
+    """State and progress, e.g. ``RUNNING: training, step 40 of 400, loss 2.91``."""
     state, now = status.job.state, status.measured
     if not state.alive or not status.phase:
         return state.value
-    progress = f", step {now.step} of {status.steps}{_loss(now)}" if now.step else ""
+    loss = "" if now.last_loss is None else f", loss {now.last_loss:.4g}"
+    progress = f", step {now.step} of {status.steps}{loss}" if now.step else ""
     if status.record is not None and status.record.kind == PROFILING:
         progress = f" {now.step}%" if now.step else ""
     return f"{state.value}: {status.phase}{progress}"
-
-
-def _loss(now: Measured) -> str:
-    return "" if now.last_loss is None else f", loss {now.last_loss:.4g}"

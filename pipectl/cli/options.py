@@ -15,11 +15,11 @@ from pipectl.units import parse_bytes, parse_walltime
 
 T = TypeVar("T", int, float)
 _MAX_VALUE = 1e100
-"""Of which sums are finite."""
+"""Sums of such values are finite."""
 
 
 def reader(parse: Callable[[str], T], *, zero: bool = False) -> Callable[[str], T]:
-    """A parser of an option's value; what ``parse`` complains of, a ValueError, is a usage error.
+    """A parser of an option's value that turns a ValueError of ``parse`` into a usage error.
 
     Args:
         zero: whether the value may be 0.
@@ -40,7 +40,7 @@ def reader(parse: Callable[[str], T], *, zero: bool = False) -> Callable[[str], 
 
 
 def parse_number(text: str) -> float:
-    """A number; a ValueError says that it is none."""
+    """Parse a number, or raise a ValueError."""
     try:
         return float(text)
     except ValueError:
@@ -48,24 +48,24 @@ def parse_number(text: str) -> float:
 
 
 def parse_whole_number(text: str) -> int:
-    """A whole number; a ValueError says that it is none."""
+    """Parse a whole number, or raise a ValueError."""
     if not text.strip().isdecimal():
         raise ValueError(f"{text!r} is not a whole number")
     return int(text)
 
 
 def flag(text: str, *names: str, default: Any = False) -> Any:
-    """An option without a value, or of some words; ``text`` is its help."""
+    """An option without a value, or with one of several words; ``text`` is its help."""
     return typer.Option(default, *names, help=text)
 
 
 def count(text: str, *names: str, default: int | None = None, **more: Any) -> Any:
-    """An option whose value is a whole number, by default at least 1."""
+    """An option whose value is a whole number, at least 1 by default."""
     return typer.Option(default, *names, metavar="N", help=text, **{"min": 1, **more})
 
 
 def value(metavar: str, text: str, *names: str, default: Any = None, **more: Any) -> Any:
-    """An option with a value, which the help calls ``metavar``."""
+    """An option with a value that the help calls ``metavar``."""
     return typer.Option(default, *names, metavar=metavar, help=text, **more)
 
 
@@ -80,7 +80,7 @@ def refuse(context: typer.Context, names: str, why: str, *, cure: str | None = N
         names: options, with spaces between them.
 
     Raises:
-        UsageError: naming one that is on the command line.
+        UsageError: one of them is on the command line.
     """
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
@@ -90,7 +90,7 @@ def refuse(context: typer.Context, names: str, why: str, *, cure: str | None = N
 
 
 def names_of_runs(context: typer.Context, incomplete: str) -> list[str]:
-    """What a shell offers where a run is to be named: ``last``, sweeps and runs, newest first."""
+    """Completions for the name of a run: ``last``, sweeps and runs, newest first."""
     directory = Path(context.params.get("directory") or runs_directory())
     runs = [*reversed(list_sweeps(directory)), *reversed(list_runs(directory))]
     names = ["last", *(run.name for run in runs)]

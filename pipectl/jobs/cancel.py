@@ -7,7 +7,7 @@ from enum import Enum
 
 from pipectl.batch import CHECKPOINTED, JobState, JobStatus, get_scheduler
 from pipectl.errors import UnknownRunError
-from pipectl.jobs.state import BY_TAG, get_status, get_statuses, recover_locked
+from pipectl.jobs.state import BY_TAG, get_status, get_statuses, recover
 from pipectl.runs import Record, RunDirectory, SweepDirectory, locked, read_exit_code
 
 _PATIENCE_S, _PAUSE_S = 10.0, 0.2
@@ -22,17 +22,17 @@ class Cancellation(Enum):
 
 
 def cancel(run: RunDirectory, now: float) -> Cancellation:
-    """Ask the batch system to end a run, and its job as long as the queue may list it.
+    """Ask the batch system to end a run.
 
-    The job of a run that is over can stay in the queue: while a node does not answer, say. It is
-    removed; the run stays what it was, completed or failed.
+    The job of a run that is over may still be in the queue, for example while a node does not
+    answer. It is removed, and the run stays completed or failed.
 
     Raises:
-        UnknownRunError: its job is not known, so that nothing can be ended.
+        UnknownRunError: its job is not known, so nothing can be ended.
         SchedulerError: the batch system refuses or does not answer.
     """
     with locked(run):
-        record = recover_locked(run, now)
+        record = recover(run, now, is_locked=True)
         if record.job_id is None:
             raise UnknownRunError(
                 f"{run.name}: its submission was never confirmed, and no job has its tag",
@@ -45,13 +45,13 @@ def cancel(run: RunDirectory, now: float) -> Cancellation:
 
 
 def cancel_sweep(sweep: SweepDirectory, now: float) -> int:
-    """Ask the batch system to end all runs of a sweep, those of its array by one command.
+    """Ask the batch system to end all runs of a sweep, those in its array by one command.
 
     Returns:
-        How many were not over already.
+        The number of runs that were not over.
 
     Raises:
-        UnknownRunError: the job of none is known.
+        UnknownRunError: no job of the sweep is known.
         SchedulerError: the batch system refuses or does not answer.
     """
     submitted = [
@@ -65,7 +65,7 @@ def cancel_sweep(sweep: SweepDirectory, now: float) -> int:
             cure=f"if nothing runs, remove {sweep.path} and its runs",
         )
     alive = [status for status in submitted if not status.job.state.final]
-    # On this machine, those that wait must know before the end of others makes them start.
+    # On this machine, queued runs come first: the end of another run would start them.
     alive.sort(key=lambda status: status.job.state is not JobState.QUEUED)
     arrays: set[str] = set()
     count = 0
@@ -75,7 +75,7 @@ def cancel_sweep(sweep: SweepDirectory, now: float) -> int:
             count += cancel(run, now) is Cancellation.ASKED
             continue
         with locked(run):
-            record = recover_locked(run, now)
+            record = recover(run, now, is_locked=True)
             if record.job_id is not None:
                 array_id = get_scheduler(record.scheduler).array_id(record.job_id)
                 job_id = None if array_id in arrays else array_id
@@ -87,13 +87,13 @@ def cancel_sweep(sweep: SweepDirectory, now: float) -> int:
 def _end(
     run: RunDirectory, record: Record, job: JobStatus, job_id: str | None, now: float
 ) -> Cancellation:
-    """Cancel a job, and note it unless the run is over by its own word.
+    """Cancel a job, and record that unless the run is over according to its exit code.
 
-    A job script may have submitted its next job just now: it does so after the ranks stopped at a
-    checkpoint, and may not have got to tell of it. That job is ended, too.
+    A job script whose ranks stopped at a checkpoint may have submitted its next job, and not have
+    written its id yet. That job is cancelled, too.
 
     Args:
-        job_id: of what is cancelled; None if that was done.
+        job_id: job or array to cancel; None if it is cancelled already.
     """
     has_ended = not job.state.waits and read_exit_code(run) not in {None, CHECKPOINTED}
     scheduler = get_scheduler(record.scheduler)
@@ -105,11 +105,11 @@ def _end(
     if not scheduler.resubmits or not run.stopped.exists():
         return Cancellation.ASKED
     deadline = time.monotonic() + _PATIENCE_S
-    while (newest := recover_locked(run, now)).job_id == record.job_id:
+    while (newest := recover(run, now, is_locked=True)).job_id == record.job_id:
         if read_exit_code(run) is not None or time.monotonic() > deadline:
             break
         time.sleep(_PAUSE_S)
-    # The tag of an array is not its runs'.
+    # The job of a run in an array does not have the tag of the record.
     if newest.job_id == record.job_id and record.task is None:
         newest = newest.after(now, "submitted", job_id=scheduler.find(record.tag), detail=BY_TAG)
     if newest.job_id is not None and newest.job_id != record.job_id:

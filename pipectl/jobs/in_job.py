@@ -1,11 +1,11 @@
 """The program within a job: ``python -m pipectl.jobs.in_job RUN_DIRECTORY``.
 
-It makes the profile and the plan of a run in its allocation, as the first step of the job script;
-with ``--output FILE`` it only measures the model, for `pipectl profile --submit`. It writes its
+It makes the profile and the plan of a run in its allocation, as the first step of the job script.
+With ``--output FILE`` it only measures the model, for `pipectl profile --submit`. It writes its
 progress to ``heartbeat.json``, as the ranks do later, and a failure to ``errors/prepare.json`` and
 standard error.
 
-The planner is imported only when it plans: memory that the process holds while a model is measured
+The planner is imported after the model is measured, because the memory of the measuring process
 counts as memory of a rank.
 """
 
@@ -22,13 +22,19 @@ from typing import TYPE_CHECKING
 from pipectl.cluster import Cluster
 from pipectl.errors import PipectlError
 from pipectl.faults import ErrorReport, with_details
-from pipectl.files import write_json
-from pipectl.jobs.job_files import fresh_profile, join_rows, load_run, plan_path, profile_path
-from pipectl.jobs.prepare import PERCENT
+from pipectl.files import write_text
+from pipectl.jobs.prepare import (
+    PERCENT,
+    Job,
+    find_plan,
+    find_profile,
+    move_to,
+    plan_path,
+    profile_path,
+)
 from pipectl.jobs.profiles import measure
-from pipectl.plan import Plan
-from pipectl.profile import Profile
 from pipectl.runs import Heartbeat, Record, RunDirectory, last_checkpoint
+from pipectl.spec import load
 from pipectl.units import printable
 
 if TYPE_CHECKING:
@@ -37,11 +43,11 @@ _BEAT_S = 1.0
 
 
 def progress_of(run: RunDirectory, steps: int, *, measures_only: bool = False) -> Progress:
-    """A function that writes ``heartbeat.json`` as the ranks write it later, about once a second.
+    """A function that writes ``heartbeat.json`` about once a second, as the ranks do later.
 
     Args:
         steps: optimizer steps of the run.
-        measures_only: whether it trains nothing; its steps are percent.
+        measures_only: whether the run does not train; its steps are percent.
     """
     last_s = 0.0
 
@@ -60,51 +66,47 @@ def progress_of(run: RunDirectory, steps: int, *, measures_only: bool = False) -
 
 
 def profile_and_plan(run: RunDirectory) -> None:
-    """Write the profile and the plan of a run, unless they are there and still of its job.
+    """Write the profile and the plan of a run unless they are up to date.
 
-    A run that goes on from a checkpoint keeps its plan: results depend on its micro-batches, and
-    the ranks see for themselves whether the model is another.
+    A run that resumes from a checkpoint keeps its plan, because results depend on the number of
+    micro-batches. The ranks check themselves whether the model has changed.
 
     Raises:
         PipectlError: the model cannot be profiled, or no plan fits.
     """
     if run.plan.exists() and last_checkpoint(run) is not None:
         return
-    spec = load_run(run)
+    spec, record = move_to(run, load(run.job)), Record.load(run.record)
     progress = progress_of(run, spec.training.steps)
-    profile = fresh_profile(spec, run.profile)
-    if profile is None:
-        run.plan.unlink(missing_ok=True)  # of the model as it was
-        profile = measure(spec, run.profile, progress).profile
-        _share(run, profile, profile_path(spec))
-    if not run.plan.exists():
-        from pipectl.jobs.planning import find_plan, write_plan
 
-        progress(0, 0, "planning")
-        profile, cluster = join_rows(profile, Cluster.load(run.cluster))
-        cluster.save(run.cluster)
-        plan = find_plan(spec, profile, cluster, keep=True)
-        write_plan(run, plan, cluster)
-        _share(run, plan, plan_path(spec))
+    def share(result: Path, place: Path) -> None:
+        """Copy a profile or plan to where later commands look, unless that is newer than the run.
 
+        Runs of a sweep may have another model than the job.
+        """
+        with suppress(PipectlError, OSError):  # the job itself does not need the copy
+            newer = place.exists() and place.stat().st_mtime >= record.submitted_at
+            if record.sweep is None and not newer:
+                write_text(place, result.read_text(encoding="utf-8"))
 
-def _share(run: RunDirectory, result: Profile | Plan, place: Path) -> None:
-    """Put a profile or plan where later commands look, unless there is one newer than this run.
+    job = Job(spec, record.scheduler, cluster=Cluster.load(run.cluster))
+    job = find_profile(job, run.profile, progress)
+    share(run.profile, profile_path(spec))
+    job = find_plan(job, run.plan, progress)
+    assert job.cluster is not None
+    assert job.plan is not None
+    from pipectl.jobs.planning import write_plan
 
-    Those of a sweep may be of another model than the job's; the cache has profiles of equal models.
-    """
-    with suppress(PipectlError, OSError):  # the job itself does not need it there
-        record = Record.load(run.record)
-        newer = place.exists() and place.stat().st_mtime >= record.submitted_at
-        if record.sweep is None and not newer:
-            result.save(place)
+    job.cluster.save(run.cluster)  # with the times of rows that the profile has
+    write_plan(run, job.plan, job.cluster)
+    share(run.plan, plan_path(spec))
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prepare or measure one run; a failure goes to ``errors/prepare.json`` and standard error.
+    """Prepare or measure one run.
 
     Returns:
-        The exit code that commands have.
+        The exit code; those of failures are the same as for commands.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("run", type=lambda path: RunDirectory(Path(path)))
@@ -119,10 +121,8 @@ def main(arguments: Sequence[str]) -> int:
         else:  # measure the model, and nothing else
             progress = progress_of(run, PERCENT, measures_only=True)
             progress(0, 0, "capturing")
-            spec, effort = load_run(run), values.effort
-            measurement = measure(spec, run.profile, progress, effort, again=values.again)
-            write_json(run.measurement, measurement.to_json())
-            measurement.profile.save(values.output)
+            spec, effort = move_to(run, load(run.job)), values.effort
+            measure(spec, run.profile, progress, effort, again=values.again).save(values.output)
             Heartbeat("profiled", PERCENT, PERCENT).save(run.heartbeat)
     except Exception as raised:
         error = with_details(raised, run.preparation_error)

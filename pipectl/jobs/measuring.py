@@ -11,8 +11,17 @@ from typing import TYPE_CHECKING, Any
 from pipectl.batch import LOCAL
 from pipectl.errors import UsageError
 from pipectl.files import is_stream, make_directory_of
-from pipectl.jobs.job_files import cluster_file_key, profile_path
-from pipectl.jobs.prepare import IN_JOB, PERCENT, Job, choose_scheduler, complete, prepare
+from pipectl.jobs.prepare import (
+    IN_JOB,
+    PERCENT,
+    Job,
+    change,
+    choose_scheduler,
+    cluster_file_key,
+    complete,
+    prepare,
+    profile_path,
+)
 from pipectl.plan import Plan
 from pipectl.rehearsal import Rehearsal
 from pipectl.runs import PROFILING, REHEARSAL, RunDirectory, read_metrics
@@ -22,26 +31,28 @@ if TYPE_CHECKING:
     from pipectl.spec import JobSpec
 
 LINKS_BUDGET_S = {"fast": 8.0, "normal": 30.0, "thorough": 120.0}
-"""Time to measure links, about, by effort."""
+"""Approximate time to measure links, by effort."""
 _LINKS_WALLTIME_S = 900
 REHEARSAL_WORKER = "pipectl.runtime.rehearsal"
 _START_S = 300
-"""Walltime beyond the steps."""
+"""Walltime in addition to that of the steps."""
 _OVERSUBSCRIBE = {
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
     "OMPI_MCA_rmaps_base_oversubscribe": "1",
 }
-"""Open MPI starts no more ranks than cores unless told so."""
+"""Makes Open MPI start more ranks than there are cores."""
 
 
 def make_measuring_job(
     spec: JobSpec, scheduler: str, output: Path, effort: str, *, links: bool, again: bool
 ) -> Job:
-    """A job that measures the model on one node, with all the tasks that the job has there; or one
-    that starts all ranks as the job does, and measures the links between them.
+    """Make a job that measures the model, or the links between the ranks.
+
+    The model is measured on one node with all tasks that the job has there. For the links, all
+    ranks are started as in the job.
 
     Args:
-        output: where the profile, or the cluster description and a picture, are put in the end.
+        output: file for the profile, or for the cluster description, with a picture beside it.
 
     Raises:
         UsageError: the job has one rank, and so no link; or the output cannot be written.
@@ -70,10 +81,8 @@ def make_measuring_job(
     return complete(replace(job, arguments=tuple(arguments)))
 
 
-def plan_rehearsal(
-    spec: JobSpec, scheduler: str | None, progress: Progress
-) -> tuple[Job, Rehearsal]:
-    """All ranks of the plan that a job would run, on this machine unless a scheduler is named.
+def plan_rehearsal(spec: JobSpec, scheduler: str | None, progress: Progress) -> Job:
+    """Make a job that rehearses a job's plan, on this machine unless a scheduler is named.
 
     Raises:
         UsageError: a job for a batch system has no profile yet.
@@ -86,30 +95,28 @@ def plan_rehearsal(
             f"{profile_path(spec)}: no up-to-date profile, so there is no plan to rehearse",
             cure="measure the model first: pipectl profile --submit JOB.yaml",
         )
-    # Not before: what this process holds while it measures counts as memory of a rank.
+    # Not earlier: the memory of this process while it measures counts as memory of a rank.
     from pipectl.simulate.rehearsing import rehearsal_of
 
     ranks_per_core = 1.0
     if (scheduler := scheduler or LOCAL) == LOCAL:
         ranks_per_core = plan.ranks / len(os.sched_getaffinity(0))
-        launch, environment = spec.launch, spec.environment
-        variables = {**environment.variables, **_OVERSUBSCRIBE}
-        changes = {
+        launch = {
             "bind": "none",
             "launcher": "mpiexec",
-            "mpi": "auto" if launch.launcher == "srun" else launch.mpi,
-            "args": launch.args if choose_scheduler(spec) == LOCAL else (),
+            "mpi": "auto" if spec.launch.launcher == "srun" else spec.launch.mpi,
+            "args": spec.launch.args if choose_scheduler(spec) == LOCAL else (),
         }
-        update = {
-            "launch": launch.model_copy(update=changes),
-            "environment": environment.model_copy(update={"variables": variables}),
-        }
-        spec = spec.model_copy(update=update)
+        variables = {**spec.environment.variables, **_OVERSUBSCRIBE}
+        spec = change(spec, launch=launch, environment={"variables": variables})
     rehearsal = rehearsal_of(plan, cluster, ranks_per_core)
     limit_s = int(_START_S + 2 * rehearsal.expected_s)
     job = Job(
         spec,
         scheduler,
+        cluster=cluster,
+        warning=planned.warning,
+        plan=plan,
         kind=REHEARSAL,
         suffix="-rehearsal",
         program=("-m", "mpi4py", "-m", REHEARSAL_WORKER, "--run"),
@@ -117,13 +124,15 @@ def plan_rehearsal(
         rehearsal=rehearsal,
         resources={"walltime": min(spec.resources.walltime, limit_s), "gpus_per_node": 0},
     )
-    job = replace(complete(job), cluster=cluster, plan=plan, warning=planned.warning)
-    return job, rehearsal
+    return complete(job)
 
 
 def result_of(run: RunDirectory) -> dict[str, Any]:
-    """What a rehearsal that is over measured, for ``--json``. Times are the plan's, not stretched:
-    the median step, all steps, and the most by which a rank came too late."""
+    """Result of a rehearsal that is over, for ``--json``.
+
+    Times are those of the plan, not stretched: the median step, all steps, and the largest delay of
+    a rank.
+    """
     plan, rehearsal, lines = Plan.load(run.plan), Rehearsal.load(run.rehearsal), read_metrics(run)
     steps_s = [line["step_time_s"] for line in lines]
     return {

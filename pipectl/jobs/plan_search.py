@@ -1,4 +1,4 @@
-"""Searching a plan: within a time limit, and with what to know of the step it makes."""
+"""Search for a plan within a time limit, and describe its step."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from pipectl.simulate import Simulation, simulate
 
 
 class PlanSearch:
-    """A planner, which ends with the best plan so far after a time limit or an interrupt.
+    """A planner that ends with the best plan so far after a time limit or an interrupt.
 
     Args:
-        planner: its name.
-        budget_s: for each plan; None for as long as it takes.
+        planner: name of the planner.
+        budget_s: time limit of each plan; None sets no limit.
 
     Attributes:
-        interrupted: whether the user ended it, which holds for all further plans.
-        cut_short: whether a planner was told that time is up.
+        interrupted: whether the user has interrupted it, which ends all further searches.
+        cut_short: whether a search has ended early.
     """
 
     def __init__(self, planner: str = OWN, budget_s: float | None = None) -> None:
@@ -42,16 +42,16 @@ class PlanSearch:
         self.restart()
 
     def restart(self) -> None:
-        """Begin the budget of the next plan."""
+        """Start the time limit of the next plan."""
         self._started_s = time.monotonic()
 
     @property
     def elapsed_s(self) -> float:
-        """Since the last restart."""
+        """Time since the last restart."""
         return time.monotonic() - self._started_s
 
     def expired(self) -> bool:
-        """Whether time is up; planners ask now and then."""
+        """Whether the search must end; planners call this regularly."""
         late = self.budget_s is not None and self.elapsed_s >= self.budget_s
         self.cut_short = self.cut_short or late or self.interrupted
         return late or self.interrupted
@@ -59,10 +59,10 @@ class PlanSearch:
     def find(
         self, profile: Profile, cluster: Cluster, request: PlanRequest, planner: str | None = None
     ) -> Found:
-        """The best plan, and the next best.
+        """Find the best plan and the next best ones.
 
         Args:
-            planner: name of another planner.
+            planner: name of the planner; None for that of this search.
         """
         self.restart()
         if (planner := planner or self.planner) == OWN:
@@ -81,17 +81,17 @@ class PlanSearch:
 
 @dataclass(frozen=True)
 class StepAnswer:
-    """The plan with the shortest step, where its time goes, and what else would do.
+    """The plan with the shortest step, how it spends its time, and alternatives.
 
     Args:
-        simulation: of the plan.
+        simulation: simulation of the plan.
         parts: how the busiest rank spends a step.
-        link: that carries messages longest; None if there are none.
+        link: the busiest link; None if there are no messages.
         stopped: what ended the search early; empty if nothing did.
-        without: what a step takes without a pipeline; None if planning was interrupted.
-        explanation: None unless asked for.
-        compiling_s: of the search, what compiling the planner took.
-        range_s: of a step, see :func:`pipectl.planner.explain.what_if.step_range`.
+        without: time of a step without a pipeline; None if planning was interrupted.
+        explanation: None unless requested.
+        compiling_s: time of the search that was spent compiling the planner.
+        range_s: see :func:`pipectl.planner.explain.what_if.step_range`.
     """
 
     inputs: PlanInputs
@@ -106,7 +106,7 @@ class StepAnswer:
     range_s: tuple[float, float] | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as its file holds it, and what was asked: the objective and its value."""
+        """The plan as in its file, with the objective, its value, and what else is known."""
         from pipectl.runtime.nodes import unsupported
 
         plan, search = self.plan, self.plan.search
@@ -134,11 +134,11 @@ class StepAnswer:
 def plan_step(
     inputs: PlanInputs, search: PlanSearch, tell: Callable[[str], None], *, explained: bool
 ) -> StepAnswer:
-    """The plan with the shortest step.
+    """Find the plan with the shortest step.
 
     Args:
-        tell: called with what goes on next.
-        explained: whether to plan anew for other choices and machines, too.
+        tell: called with a description of what is done next.
+        explained: whether to explain the plan, which needs plans for other choices and machines.
 
     Raises:
         InfeasibleError: nothing fits; the message says how much is missing.

@@ -1,4 +1,4 @@
-"""What a job, or a profile without a job, asks of the planner; and a job's own plan."""
+"""Requests of jobs, or of profiles without a job, to the planner; and the plan of a job."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
+from pipectl.batch import LOCAL
 from pipectl.cluster import ASSUMED_BETWEEN, Cluster, Device, Node, OffloadTarget
 from pipectl.errors import DataFileError, InfeasibleError, InvalidInputError, UsageError
-from pipectl.jobs.job_files import (
+from pipectl.jobs.prepare import (
+    Job,
+    choose_scheduler,
     find_cluster,
     is_fresh,
-    join_rows,
-    plan_file_key,
     plan_path,
     profile_path,
 )
-from pipectl.jobs.prepare import choose_scheduler
 from pipectl.jobs.profiles import coupling_warning
 from pipectl.plan import Plan
 from pipectl.planner import PlanRequest, make_plan
@@ -44,9 +45,9 @@ _RECOMPUTE: dict[str | None, tuple[bool | None, bool | None]] = {
     "all": (True, False),
     "blocks": (True, True),
 }
-"""Whether all stages recompute, and block by block; None leaves it to the planner."""
+"""Whether all stages recompute, and whether block by block; None lets the planner choose."""
 _MICRO_BATCHES_PER_DEVICE = 4
-"""Of a step, if nobody says how large the batch is."""
+"""Micro-batches of a step if the batch size is not given."""
 _BATCH = "training.batch_size"
 _JOB_OF_PROFILE = """\
 model: "m:build"
@@ -56,25 +57,25 @@ training: {{steps: 1, batch_size: 1000000000}}
 pipeline: {{recompute: none, offload: none}}
 resources: {{nodes: {ranks}, gpus_per_node: 1}}
 """
-"""What a profile without a job is planned as; the batch is yet to be chosen."""
+"""Spec for a profile without a job; the batch size is chosen later."""
 _TOTALS = "total memory of nodes (memory_bytes) counts for --objective max-stage-load only"
 _MAX_STEPS = 20
-"""The last recorded steps correct a profile, at most so many."""
+"""Maximum number of recorded steps, the last ones, that correct a profile."""
 _FIRST_STEPS = 3
-"""Slower than others, and left out if there are others."""
+"""Number of first steps, which are slower, and left out if there are others."""
 _PHASES = ({"forward", "recompute"}, {"backward", "backward_input", "backward_weight"})
-"""Kinds of computations that a profile calls forward and backward."""
+"""Kinds of actions that a profile counts as forward and as backward."""
 
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """Everything a planner needs, and what people should know of it.
+    """Everything that a planner needs, and what the user should know about it.
 
     Args:
-        cluster_file: that the cluster is from; None for an assumed one.
-        plan_file: where the job's own plan belongs; None if this is another one.
-        warnings: about the profile and the choice.
-        kept_micro_batches: those of the job's last plan, if the job leaves their number open.
+        cluster_file: file of the cluster; None if the cluster is assumed.
+        plan_file: file for the job's own plan; None if the plan is another one.
+        warnings: about the profile and the cluster.
+        kept_micro_batches: number of micro-batches of the job's last plan, if it is kept.
     """
 
     profile: Profile
@@ -85,8 +86,16 @@ class PlanInputs:
     warnings: tuple[str, ...] = ()
     kept_micro_batches: int | None = None
 
+    @classmethod
+    def of(cls, job: Job, micro_batches: int | None = None, **values: Any) -> PlanInputs:
+        """The inputs of a job with a profile and a cluster; see :func:`request_of`."""
+        assert job.profile is not None
+        assert job.cluster is not None
+        request = request_of(job, micro_batches)
+        return cls(job.profile, job.cluster, request, job.cluster_file, **values)
+
     def fold(self) -> PlanInputs:
-        """With operators put together as plans for the shortest step have them."""
+        """The inputs with operators merged as the search for the shortest step needs them."""
         profile = folded(prepared(self.profile))
         if any(operator.memory_bytes for operator in profile.operators):
             profile = replace(profile, assumptions=(*profile.assumptions, _TOTALS))
@@ -105,22 +114,22 @@ def gather(
     new_micro_batches: bool = False,
     from_run: str | None = None,
 ) -> PlanInputs:
-    """What there is to plan.
+    """Gather the inputs of the planner.
 
     Args:
-        job: None plans a profile alone.
-        profile: by default the job's own.
-        overrides: ``--set`` of the job; without one, of its pipeline and its batch size.
-        cluster: description of the machines, of which so many ``devices`` are used.
+        job: job file; None plans a profile without a job.
+        profile: file of the profile; None for that of the job.
+        overrides: ``--set`` of the job; without a job, of the pipeline and the batch size.
+        cluster: description of the machines, of which ``devices`` are used.
         nodes: numbers of nodes to compare.
-        new_micro_batches: whether their number may differ from that of the job's last plan.
-        from_run: name of a run of the job, whose recorded steps correct its profile.
+        new_micro_batches: whether the number of micro-batches may differ from the job's last plan.
+        from_run: name of a run of the job, whose recorded steps correct the profile.
 
     Raises:
-        UsageError: the number of devices is missing, or there are fewer.
+        UsageError: the number of devices is missing or too large.
         DataFileError: a file is missing or damaged.
         SpecError: the job is wrong.
-        InvalidInputError: a cluster description is wrong or is not of this job.
+        InvalidInputError: a cluster description is wrong or not of this job.
     """
     if job is None:
         if profile is None:
@@ -143,15 +152,11 @@ def gather(
             f"node); measure again with: {again}"
         )
     micro_batches = None if new_micro_batches or nodes is not None else kept_micro_batches(spec)
-    choice = find_cluster(spec, choose_scheduler(spec, scheduler))
-    warnings += [choice.warning, coupling_warning(spec, job_profile)]
-    job_profile, all_machines = join_rows(job_profile, choice.cluster)
-    machines = _use_devices(all_machines, devices, "--nodes 1,2,4 plans for other sizes")
-    return PlanInputs(
-        profile=job_profile,
-        cluster=machines,
-        request=request_of(spec, job_profile, machines, micro_batches),
-        cluster_file=choice.file,
+    planned = find_cluster(Job(spec, choose_scheduler(spec, scheduler))).with_profile(job_profile)
+    warnings += [planned.warning, coupling_warning(spec, job_profile)]
+    return PlanInputs.of(
+        _use_devices(planned, devices, "--nodes 1,2,4 plans for other sizes"),
+        micro_batches,
         plan_file=plan_path(spec) if devices is None else None,
         warnings=tuple(filter(None, warnings)),
         kept_micro_batches=micro_batches,
@@ -165,7 +170,7 @@ def _gather_profile(
     devices: int | None,
     nodes: Sequence[int] | None,
 ) -> PlanInputs:
-    """A profile alone, on a described cluster or on equal devices, each a node of its own."""
+    """Inputs for a profile alone, on a described cluster or on equal devices, one per node."""
     keys = [each.partition("=")[0].strip() for each in overrides]
     for key, override in zip(keys, overrides, strict=True):
         if key != _BATCH and not key.startswith("pipeline."):
@@ -175,7 +180,7 @@ def _gather_profile(
             )
     if file is not None:
         cluster = Cluster.load(file)
-    else:  # as many devices as asked for, else as an imported profile ships
+    else:  # the number of devices is given, or in the imported profile
         shipped = _shipped_number(profile, "accelerators", "devices")
         count = int((devices if nodes is None else max(nodes)) or shipped or 0)
         if not count:
@@ -188,11 +193,12 @@ def _gather_profile(
         cluster = Cluster("equal devices", source, each, ASSUMED_BETWEEN, ASSUMED_BETWEEN)
         rate = _shipped_number(profile, "bandwidth_bytes_per_s", "transfer_bytes_per_s_effective")
         cluster = cluster if rate is None else with_bandwidth(cluster, rate)
-    cluster = _use_devices(cluster, devices, "describe more of them in the cluster file")
-    text = _JOB_OF_PROFILE.format(ranks=cluster.ranks)
+    text = _JOB_OF_PROFILE.format(ranks=devices or cluster.ranks)
     spec = SpecFile.read(Path("job"), overrides, (), text).spec(check_files=False)
+    job = Job(spec, LOCAL, cluster=cluster, cluster_file=file, profile=profile)
+    job = _use_devices(job, devices, "describe more of them in the cluster file")
     limit_bytes = int(_shipped_number(profile, "memory_limit_bytes") or 0)
-    request = request_of(spec, profile, cluster)
+    request = request_of(job)
     request = replace(
         request,
         name=profile.name,
@@ -203,7 +209,9 @@ def _gather_profile(
     )
     if _BATCH not in keys:
         shipped = _shipped_number(profile, "microbatches_in_batch")
-        count = request.micro_batches or int(shipped or _MICRO_BATCHES_PER_DEVICE * cluster.ranks)
+        count = request.micro_batches or int(
+            shipped or _MICRO_BATCHES_PER_DEVICE * spec.resources.nodes
+        )
         request = replace(request, batch_size=profile.micro_batch_size * count)
         if request.micro_batches is not None or shipped is None:
             assumed = (
@@ -211,52 +219,57 @@ def _gather_profile(
                 f"(--set {_BATCH}=N sets it)"
             )
             profile = replace(profile, assumptions=(*profile.assumptions, assumed))
-    return PlanInputs(profile, cluster, request, file)
+    return replace(PlanInputs.of(job), profile=profile, request=request)
 
 
 def _shipped_number(profile: Profile, *keys: str) -> float | None:
-    """What an imported profile says of the devices it is meant for."""
+    """A number that an imported profile says about its devices."""
     values = (profile.cluster.get(key) for key in keys)
     return next((value for value in values if isinstance(value, int | float) and value > 0), None)
 
 
-def _use_devices(cluster: Cluster, devices: int | None, cure: str) -> Cluster:
+def _use_devices(job: Job, devices: int | None, cure: str) -> Job:
+    """The job on ``devices`` devices of its cluster; on all if that is None."""
+    cluster = job.cluster
+    assert cluster is not None
     if devices is None:
-        return cluster
+        return job
     if devices > cluster.ranks:
         raise UsageError(
             f"--devices {devices}: the cluster {cluster.name!r} has {cluster.ranks} ranks",
             cure=cure,
         )
-    return with_ranks(cluster, devices)
+    return replace(job, cluster=with_ranks(cluster, devices))
 
 
-def find_plan(spec: JobSpec, profile: Profile, cluster: Cluster, *, keep: bool = False) -> Plan:
-    """The best plan for a job.
+def plan_job(job: Job, *, keep: bool = False) -> Plan:
+    """Make the best plan for a job with a profile and a cluster.
 
     Args:
-        keep: whether it has those of :func:`kept_micro_batches`.
+        keep: whether to keep the number of micro-batches, see :func:`kept_micro_batches`.
 
     Raises:
         InfeasibleError: nothing fits; the message says how much is missing.
     """
-    micro_batches = kept_micro_batches(spec) if keep else None
+    micro_batches = kept_micro_batches(job.spec) if keep else None
+    inputs = PlanInputs.of(job, micro_batches)
     with advise_other_micro_batches(micro_batches):
-        return make_plan(profile, cluster, request_of(spec, profile, cluster, micro_batches))
+        return make_plan(inputs.profile, inputs.cluster, inputs.request)
 
 
 def write_plan(run: RunDirectory, plan: Plan, cluster: Cluster) -> None:
-    """Put a plan and its predicted timeline into a run directory."""
+    """Write a plan and its predicted timeline into a run directory."""
     plan.save(run.plan)
     simulate(plan, cluster).timeline.save(run.predicted)
 
 
 def kept_micro_batches(spec: JobSpec) -> int | None:
-    """How many micro-batches the job's plan before had; None if the job says how many itself, or
-    there is no plan of batches of this size.
+    """Number of micro-batches of the job's previous plan, which a new plan keeps.
 
-    A new plan has as many: results depend on them, and a profile that was measured a moment later
-    must not make another training of a job.
+    Results depend on it, so a new profile should not change it.
+
+    Returns:
+        None if the job sets the number, or if there is no plan for this batch size.
     """
     path = plan_path(spec)
     if spec.pipeline.micro_batches is not None or not path.exists():
@@ -270,7 +283,7 @@ def kept_micro_batches(spec: JobSpec) -> int | None:
 
 @contextmanager
 def advise_other_micro_batches(micro_batches: int | None) -> Iterator[None]:
-    """Within, an error that nothing fits says that the number of micro-batches was kept."""
+    """A context whose InfeasibleError says that the number of micro-batches was kept."""
     try:
         yield
     except InfeasibleError as error:
@@ -283,31 +296,30 @@ def advise_other_micro_batches(micro_batches: int | None) -> Iterator[None]:
         raise
 
 
-def request_of(
-    spec: JobSpec, profile: Profile, cluster: Cluster, micro_batches: int | None = None
-) -> PlanRequest:
-    """What a job asks of the planner.
+def request_of(job: Job, micro_batches: int | None = None) -> PlanRequest:
+    """The request to the planner of a job with a profile and a cluster.
 
     Args:
-        micro_batches: if the job leaves their number open; None leaves it to the planner.
+        micro_batches: their number if the job does not set it; None lets the planner choose.
     """
-    pipeline = spec.pipeline
+    spec, pipeline = job.spec, job.spec.pipeline
+    assert job.cluster is not None
     listed = _own_schedule(spec)
     recompute, blocks = _RECOMPUTE[pipeline.recompute]
     if pipeline.offload in tuple(OffloadTarget):
         offload_to = OffloadTarget(pipeline.offload)
-    else:  # what is not the memory that ranks compute in
+    else:  # to memory that ranks do not compute in
         offload_to = OffloadTarget.HOST if spec.resources.gpus_per_node else OffloadTarget.DISK
     offload: bool | None = None
     if pipeline.offload is not None:
         offload = pipeline.offload != "none"
     elif offload_to is OffloadTarget.DISK and any(
-        node.device.disk_link is None for node in cluster.nodes
+        node.device.disk_link is None for node in job.cluster.nodes
     ):
-        offload = False  # nobody can tell whether it pays
+        offload = False  # it is unknown whether it pays
     backward_apart = None if pipeline.backward is None else pipeline.backward == "apart"
     if spec.training.compile and pipeline.recompute != "all":
-        # Never of stages whose other half is compiled, unless the job says so.
+        # Compiled stages have no backward on other ranks unless the job asks for it.
         backward_apart = backward_apart or False
     return PlanRequest(
         name=spec.name,
@@ -326,12 +338,12 @@ def request_of(
         shard_optimizer=pipeline.shard_optimizer,
         backward_apart=backward_apart,
         every_schedule=pipeline.schedule is None and listed is None and not spec.training.compile,
-        key=plan_file_key(spec, profile, cluster),
+        key=job.plan_file_key,
     )
 
 
 def _own_schedule(spec: JobSpec) -> Listed | None:
-    """A job's own schedule; None if it uses a built-in one."""
+    """The job's own schedule; None if it uses a built-in one."""
     pipeline = spec.pipeline
     name: str | None = pipeline.schedule
     if name is None or name in NAMES:
@@ -357,12 +369,12 @@ def _own_schedule(spec: JobSpec) -> Listed | None:
 
 
 def corrected_profile(run: RunDirectory) -> Profile:
-    """The profile of a run with what its stages, and the rows of its programs, took.
+    """The profile of a run, corrected by the measured times of its stages and rows.
 
-    The operators of a stage are scaled to the stage's time: within a stage, the profile knows best.
+    All operators of a stage are scaled by the same factor.
 
     Raises:
-        UsageError: no step is recorded under the run's plan.
+        UsageError: no step was recorded with the run's plan.
         DataFileError: a file is missing or damaged.
     """
     plan, profile = Plan.load(run.plan), Profile.load(run.profile)
@@ -395,10 +407,10 @@ def corrected_profile(run: RunDirectory) -> Profile:
 
 
 def _scale_stages(profile: Profile, plan: Plan, steps: list[tuple[Part, ...]]) -> Profile:
-    """The profile in which the stages of a plan take what they took in the median of the steps.
+    """Scale the operators of every stage to the median time of the stage in ``steps``.
 
     Args:
-        steps: computations of each, with predicted and measured times.
+        steps: computations of each step, with predicted and measured times.
     """
     times = operator_times(profile, plan.micro_batch_size).uncached
     factors: dict[str, list[float]] = {}

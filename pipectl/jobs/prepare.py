@@ -1,16 +1,23 @@
 """From a job spec, or the points of a sweep, to jobs that are ready to be submitted.
 
-A `JobSpec` is what the user wrote. :func:`prepare` gathers what a submission needs in a
-:class:`Job`: launcher, cluster, profile and plan. :func:`make_request` turns it into the
-`JobRequest` of a run directory, from which a batch system renders the job script.
+    JobSpec -> Job (with cluster, profile, plan) -> Submission -> RunDirectory -> RunStatus
+
+:func:`find_cluster`, :func:`find_profile` and :func:`find_plan` read a file if it is up to date,
+and else make a new cluster, profile or plan. They are used in the output directory and in run
+directories alike. :func:`make_request` turns a job into the `JobRequest` from which a batch system
+renders the script of a run.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import shutil
+import socket
 import sys
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from pipectl.batch import LOCAL, Array, JobRequest, Template, find_scheduler, get_scheduler
 from pipectl.batch.launchers import MpiChoice, choose_mpi
 from pipectl.batch.script import check_template
-from pipectl.cluster import OffloadTarget
+from pipectl.cluster import Cluster, OffloadTarget, assumed_cluster
 from pipectl.errors import (
     MismatchError,
     PipectlError,
@@ -29,56 +36,50 @@ from pipectl.errors import (
     UsageError,
 )
 from pipectl.files import fault_of_owner, read_limited
-from pipectl.jobs.job_files import (
-    find_cluster,
-    fresh_plan,
-    fresh_profile,
-    join_rows,
-    plan_path,
-    profile_path,
-)
 from pipectl.runs import TRAINING, RunDirectory, SweepDirectory, read_starts, stem_of
-from pipectl.spec import Point, plan_key, profile_key
+from pipectl.spec import JobSpec, Point, links_key, plan_key, profile_key
 
 if TYPE_CHECKING:
-    from pipectl.cluster import Cluster
-    from pipectl.jobs.profiles import Measurement
     from pipectl.plan import Plan
     from pipectl.profile import Profile
     from pipectl.profiler.progress import Progress
     from pipectl.rehearsal import Rehearsal
-    from pipectl.spec import JobSpec
 
 IN_JOB = "pipectl.jobs.in_job"
-"""The module that profiles and plans within a job."""
+"""The module that profiles and plans in a job's allocation."""
 PERCENT = 100
 """Steps of a run that only measures: it reports its progress in percent."""
 TIGHT_HEAP = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"}
-"""Lets glibc join free memory at once. By default it holds the scraps around aligned blocks back,
-so that a block which was freed between two of them is too small for the next of its size, and the
-heap grows. It reads this before a process can say anything."""
+"""Makes glibc join free memory at once. By default it keeps small pieces around aligned blocks
+apart, so a freed block is too small for the next one of its size, and the heap grows. glibc reads
+this before a process can set anything."""
+UNKNOWN_ROWS = (
+    "what messages take of the ranks' own time, and the start and end of a step, is not measured, "
+    "and taken as nothing"
+)
 _NOT_CHOSEN = MpiChoice("")
 _MAX_TEMPLATE_BYTES = 2**20
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job before it is submitted; :func:`complete` finds what it needs. By default it trains.
+    """A job before it is submitted. By default it trains.
 
     Args:
-        cluster: that the plan is for; None for runs that do not train.
+        cluster: machines to plan for; None if the job does not train.
+        cluster_file: file of the cluster; None if the cluster is assumed.
+        warning: why a measured cluster is not used; empty if there is nothing to say.
         profile, plan: None before they are made.
+        is_profiled_now: whether the profile was measured, or found in the cache, by this process.
         plans_in_job: whether the job profiles and plans in its allocation before it trains.
-        warning: why a measured cluster is not used; empty if it is, or if there is none.
-        measurement: None for a profile that was read from a file.
-        values: that the sweep gives to this job, by dotted key; None if it is of no sweep.
+        values: values of the job's point of the sweep, by dotted key; None without a sweep.
         kind: see :class:`pipectl.runs.Record`.
-        suffix: appended to the name of the job for the name of the run.
+        suffix: appended to the name of the job to name the run.
         program: arguments of Python before the run directory; ``arguments`` come after it.
-        steps: by default those of the training.
-        alone: whether it is one process, without MPI.
+        steps: number of steps; None for those of the training.
+        alone: whether the job is one process, without MPI.
         resources: values that replace those of the spec.
-        output: a further directory that it writes to.
+        output: directory that the job writes to besides its run directory.
     """
 
     spec: JobSpec
@@ -86,11 +87,12 @@ class Job:
     mpi_choice: MpiChoice = _NOT_CHOSEN
     template: Template | None = None
     cluster: Cluster | None = None
+    cluster_file: Path | None = None
+    warning: str = ""
     profile: Profile | None = None
+    is_profiled_now: bool = False
     plan: Plan | None = None
     plans_in_job: bool = False
-    warning: str = ""
-    measurement: Measurement | None = None
     values: Mapping[str, Any] | None = None
     kind: str = TRAINING
     suffix: str = ""
@@ -104,8 +106,45 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Name of its run."""
+        """Name of the run."""
         return f"{self.spec.name}{self.suffix}"
+
+    def with_profile(self, profile: Profile | None) -> Job:
+        """The job with a profile, whose times of rows complete the cluster.
+
+        The profile then no longer says that these times are assumed.
+        """
+        if profile is None:
+            return self
+        assert self.cluster is not None
+        cluster = self.cluster.with_rows(profile.rows)
+        if all(node.device.rows is not None for node in cluster.nodes):
+            others = [each for each in profile.assumptions if not each.startswith(UNKNOWN_ROWS)]
+            profile = replace(profile, assumptions=tuple(others))
+        return replace(self, profile=profile, cluster=cluster)
+
+    @property
+    def plan_file_key(self) -> str:
+        """Hash of spec, profile and cluster; the file of the job's plan has the same key."""
+        assert self.profile is not None
+        assert self.cluster is not None
+        parts = [plan_key(self.spec), self.profile.to_json(), self.cluster.to_json()]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def profile_path(spec: JobSpec) -> Path:
+    """``runs/<name>.profile.json``."""
+    return Path(spec.output.directory) / f"{spec.name}.profile.json"
+
+
+def plan_path(spec: JobSpec) -> Path:
+    """``runs/<name>.plan.json``."""
+    return Path(spec.output.directory) / f"{spec.name}.plan.json"
+
+
+def cluster_path(spec: JobSpec) -> Path:
+    """``runs/<name>.cluster.json``, which `pipectl profile --links` writes."""
+    return Path(spec.output.directory) / f"{spec.name}.cluster.json"
 
 
 def prepare(
@@ -117,17 +156,17 @@ def prepare(
     make_missing: bool = True,
     must_run: bool = True,
 ) -> list[Job]:
-    """The job, or the jobs of a sweep, with cluster, launcher, profile and plan.
+    """Find the cluster, launcher, profile and plan of a job, or of all jobs of a sweep.
 
-    Profiles and plans that are missing or stale are made, once for all points that share them. On a
-    batch system, the job measures its profile itself, since times on a login node say nothing about
-    compute nodes. The profile and the plan of ``spec`` itself are saved in the output directory.
+    Missing and out-of-date profiles and plans are made, once for all points that share them. On a
+    batch system, the job measures its profile itself, because times on a login node say nothing
+    about compute nodes. The profile and plan of ``spec`` are saved in the output directory.
 
     Args:
         spec: the job, without the values of its sweep.
-        points: of the sweep; empty for a single job.
-        make_missing: whether to make profiles and plans that are missing or stale, and to ask
-            whether the batch system answers.
+        points: points of the sweep; empty for a single job.
+        make_missing: whether to make missing and out-of-date profiles and plans, and to check that
+            the batch system answers.
         must_run: whether to refuse imported profiles, and plans that can only be simulated.
 
     Raises:
@@ -137,95 +176,67 @@ def prepare(
         InfeasibleError: no plan fits.
     """
     name = choose_scheduler(spec, scheduler, must_answer=make_missing and must_run)
+    jobs = [Job(point.spec, name, values=point.values) for point in points] or [Job(spec, name)]
     choices: dict[str, MpiChoice] = {}
-    jobs = []
-    for point in points or (None,):
-        each, values = (spec, None) if point is None else (point.spec, point.values)
-        with _name_values_in_errors(values):
-            settings = f"{each.launch} {each.environment}"
-            job = Job(each, name, choices.get(settings, _NOT_CHOSEN), values=values)
-            jobs.append(complete(job))
-            choices[settings] = jobs[-1].mpi_choice
-
-    # All profiles come first: what a process holds while it measures counts as memory of a rank,
-    # and the planner is large.
-    profiles: dict[str, tuple[Profile | None, Measurement | None]] = {}
-    own_key = profile_key(spec) if points else ""
     for index, job in enumerate(jobs):
+        settings = f"{job.spec.launch} {job.spec.environment}"
         with _name_values_in_errors(job.values):
-            key = profile_key(job.spec) if points else ""
-            if key not in profiles:
-                is_own = key == own_key
-                profiles[key] = _find_profile(
-                    job, progress, save=is_own, make=make_missing, must_run=must_run
-                )
-        profile, measurement = profiles[key]
-        in_job, cluster = profile is None and name != LOCAL, job.cluster
-        if profile is not None and cluster is not None:
-            profile, cluster = join_rows(profile, cluster)
-        jobs[index] = replace(
-            job, profile=profile, measurement=measurement, cluster=cluster, plans_in_job=in_job
-        )
-    plans: dict[str, Plan | None] = {}
-    own_key = plan_key(spec) if points else ""
-    for index, job in enumerate(jobs):
+            jobs[index] = complete(replace(job, mpi_choice=choices.get(settings, _NOT_CHOSEN)))
+        choices[settings] = jobs[index].mpi_choice
+    if make_missing and must_run:
+        render(jobs[0])  # an error in the script is raised before the model is measured
+
+    def profile(job: Job, save: bool) -> Job:
+        path = profile_path(job.spec)
+        job = find_profile(job, path, progress, make=make_missing and name == LOCAL, save=save)
+        if must_run and job.profile is not None and job.profile.fingerprint is None:
+            raise MismatchError(
+                f"{path}: an imported profile can be planned, not submitted",
+                cure="remove it; the model is then measured",
+            )
+        return job
+
+    def plan(job: Job, save: bool) -> Job:
+        path = plan_path(job.spec)
+        job = find_plan(job, path, progress, make=make_missing, save=save)
+        if must_run and job.plan is not None:
+            from pipectl.runtime.nodes import check_supported
+
+            check_supported(job.plan, str(path) if save else "the plan")
+        return job
+
+    # All profiles come first: the memory of a measuring process counts as memory of a rank, and
+    # the planner is large.
+    for index, like in enumerate(_once_per_key(jobs, profile_key, profile_key(spec), profile)):
+        job = jobs[index].with_profile(like.profile)
+        in_job = job.profile is None and name != LOCAL
+        jobs[index] = replace(job, is_profiled_now=like.is_profiled_now, plans_in_job=in_job)
+    plans = _once_per_key(jobs, plan_key, plan_key(spec), plan)
+    return [replace(job, plan=like.plan) for job, like in zip(jobs, plans, strict=True)]
+
+
+def _once_per_key(
+    jobs: Sequence[Job],
+    key_of: Callable[[JobSpec], str],
+    own_key: str,
+    find: Callable[[Job, bool], Job],
+) -> Iterator[Job]:
+    """For every job, the result of ``find`` for the first job with the same key.
+
+    The second argument of ``find`` says whether that key is ``own_key``.
+    """
+    results: dict[str, Job] = {}
+    for job in jobs:
         with _name_values_in_errors(job.values):
-            key = plan_key(job.spec) if points else ""
-            if key not in plans:
-                plans[key] = _find_plan(
-                    job, progress, save=key == own_key, make=make_missing, must_run=must_run
-                )
-        jobs[index] = replace(job, plan=plans[key])
-    return jobs
-
-
-def _find_profile(
-    job: Job, progress: Progress | None, *, save: bool, make: bool, must_run: bool
-) -> tuple[Profile | None, Measurement | None]:
-    """The saved profile if that is fresh, else one that is measured now and how it was measured."""
-    path = profile_path(job.spec)
-    profile = fresh_profile(job.spec, path)
-    if profile is None and make and job.scheduler == LOCAL:
-        from pipectl.jobs.profiles import measure
-
-        if must_run:
-            render(job)  # an error in the script is raised before the model is measured
-        measurement = measure(job.spec, path if save else None, progress)
-        return measurement.profile, measurement
-    if profile is not None and profile.fingerprint is None and must_run:
-        raise MismatchError(
-            f"{path}: an imported profile can be planned, not submitted",
-            cure="remove it; the model is then measured",
-        )
-    return profile, None
-
-
-def _find_plan(
-    job: Job, progress: Progress | None, *, save: bool, make: bool, must_run: bool
-) -> Plan | None:
-    """The saved plan of a job if it is fresh, else a plan made now."""
-    profile, cluster, path = job.profile, job.cluster, plan_path(job.spec)
-    if profile is None or cluster is None:
-        return None
-    plan = fresh_plan(job.spec, profile, cluster, path)
-    if plan is None and make:
-        if progress is not None:
-            progress(0, 0, "planning")
-        from pipectl.jobs.planning import find_plan
-
-        plan = find_plan(job.spec, profile, cluster, keep=save)
-        if save:
-            plan.save(path)
-    if plan is not None and must_run:
-        from pipectl.runtime.nodes import check_supported
-
-        check_supported(plan, str(path) if save else "the plan")
-    return plan
+            key = key_of(job.spec)
+            if key not in results:
+                results[key] = find(job, key == own_key)
+        yield results[key]
 
 
 @contextmanager
 def _name_values_in_errors(values: Mapping[str, Any] | None) -> Iterator[None]:
-    """Begin errors with the values of a point: ``optimizer.kwargs.lr=0.001, training.seed=2``."""
+    """Put the values of a point before errors: ``optimizer.kwargs.lr=0.001, training.seed=2``."""
     try:
         yield
     except PipectlError as error:
@@ -236,11 +247,11 @@ def _name_values_in_errors(values: Mapping[str, Any] | None) -> Iterator[None]:
 
 
 def choose_scheduler(spec: JobSpec, name: str | None = None, *, must_answer: bool = False) -> str:
-    """``name``, or by default the spec's; ``auto`` is Slurm or PBS if it is installed.
+    """Choose ``name``, or the spec's scheduler; ``auto`` is Slurm or PBS if one is installed.
 
     Args:
-        must_answer: whether to raise a SchedulerError if one that ``auto`` chose does not answer:
-            its commands may be installed on a machine without a batch system.
+        must_answer: whether to raise a SchedulerError if the scheduler that ``auto`` chose does not
+            answer: its commands may be installed on a machine without a batch system.
     """
     name = name or str(spec.launch.scheduler)
     if name != "auto" or (name := find_scheduler()) == LOCAL or not must_answer:
@@ -258,16 +269,148 @@ def choose_scheduler(spec: JobSpec, name: str | None = None, *, must_answer: boo
 
 
 def complete(job: Job) -> Job:
-    """A job with its template, and with the cluster and the kind of MPI if it has none yet.
+    """Add the template, the cluster if the job trains, and the kind of MPI if there is none yet.
 
     Raises:
         PipectlError: see :func:`read_template`, :func:`find_cluster` and :func:`choose_mpi`.
     """
     job = replace(job, template=read_template(job.spec))
-    if job.kind == TRAINING:
-        choice = find_cluster(job.spec, job.scheduler)
-        job = replace(job, cluster=choice.cluster, warning=choice.warning)
+    job = find_cluster(job) if job.kind == TRAINING else job
     return job if job.mpi_choice.mpi else replace(job, mpi_choice=choose_mpi(make_request(job)))
+
+
+def find_cluster(job: Job) -> Job:
+    """Add the described cluster, else the measured one if it is up to date, else an assumed one.
+
+    Raises:
+        MismatchError: the described cluster has another number of ranks than the resources.
+        DataFileError: a cluster description cannot be read.
+    """
+    spec, resources = job.spec, job.spec.resources
+    if (path := spec.cluster_file) is not None:
+        cluster = Cluster.load(path)
+        if cluster.ranks != resources.ranks:
+            raise MismatchError(
+                f"{path}: describes {cluster.ranks} ranks, resources: ask for {resources.ranks}",
+                cure="make nodes x tasks_per_node equal to the ranks of the cluster file",
+            )
+        return replace(job, cluster=cluster, cluster_file=path)
+    if job.scheduler == LOCAL:  # all ranks here, whatever nodes are asked for
+        usable = len(os.sched_getaffinity(0))
+        cores = max(1, usable // resources.cpus_per_task)
+        memory = resources.memory_per_task or memory_of_this_machine() // resources.ranks
+        cluster = assumed_cluster("this machine", [resources.ranks], cores, memory)
+        assumed = replace(cluster, source=f"assumed: shared memory, {usable} usable cores")
+    else:
+        tasks = resources.tasks_per_node
+        layout = [tasks] * resources.nodes
+        assumed = assumed_cluster("from resources:", layout, tasks, resources.memory_per_task)
+    path = cluster_path(spec)
+    if not path.exists():
+        return replace(job, cluster=assumed)
+    measured_cluster = Cluster.load(path)
+    layout, expected = ([node.ranks for node in each.nodes] for each in (measured_cluster, assumed))
+    if measured_cluster.key not in (None, cluster_file_key(spec, job.scheduler)):
+        fault = "was measured for other resources, launch settings or machines"
+    elif measured_cluster.key is None and layout != expected:
+        fault = f"describes nodes of {layout} ranks, but resources: ask for {expected}"
+    else:
+        return replace(job, cluster=measured_cluster, cluster_file=path)
+    return replace(job, cluster=assumed, warning=f"{path} {fault}; it is not used")
+
+
+def find_profile(
+    job: Job, path: Path, progress: Progress | None = None, *, make: bool = True, save: bool = True
+) -> Job:
+    """Add the profile in ``path`` if it is up to date, else measure one.
+
+    Args:
+        make: whether to measure.
+        save: whether to write a new profile to ``path``.
+
+    Raises:
+        DataFileError: the file cannot be read. It is for the user to remove it.
+        PipectlError: see :func:`pipectl.jobs.profiles.measure`.
+    """
+    if path.exists():
+        from pipectl.profile import Profile
+
+        if is_fresh(job.spec, profile := Profile.load(path)):
+            return job.with_profile(profile)
+    if not make:
+        return job
+    from pipectl.jobs.profiles import measure
+
+    profile = measure(job.spec, path if save else None, progress)
+    return replace(job.with_profile(profile), is_profiled_now=True)
+
+
+def is_fresh(spec: JobSpec, profile: Profile) -> bool:
+    """Whether a profile is of this spec. A profile without a key was imported and is believed."""
+    return profile.key is None or profile.key == profile_key(spec)
+
+
+def find_plan(
+    job: Job, path: Path, progress: Progress | None = None, *, make: bool = True, save: bool = True
+) -> Job:
+    """Add the plan in ``path`` if it is of the job's spec, profile and cluster, else a new plan.
+
+    A job without a profile gets no plan.
+
+    Args:
+        make: whether to plan.
+        save: whether to write a new plan to ``path``. It then keeps the number of micro-batches,
+            see :func:`pipectl.jobs.planning.kept_micro_batches`.
+
+    Raises:
+        DataFileError: the file cannot be read.
+        InfeasibleError: no plan fits.
+    """
+    if job.profile is None:
+        return job
+    if path.exists():
+        from pipectl.plan import Plan
+
+        if (plan := Plan.load(path)).key == job.plan_file_key:
+            return replace(job, plan=plan)
+    if not make:
+        return job
+    if progress is not None:
+        progress(0, 0, "planning")
+    from pipectl.jobs.planning import plan_job
+
+    plan = plan_job(job, keep=save)
+    if save:
+        plan.save(path)
+    return replace(job, plan=plan)
+
+
+def cluster_file_key(spec: JobSpec, scheduler: str) -> str:
+    """Key in the file of a measured cluster: a hash of everything that its links depend on.
+
+    The links of a local job are those of this host.
+    """
+    host = socket.gethostname() if scheduler == LOCAL else ""
+    return links_key(spec, f"{scheduler} {host}")
+
+
+def change(spec: JobSpec, **sections: Mapping[str, object]) -> JobSpec:
+    """The spec with other values in sections, e.g. ``launch={"mpi": "pmix"}``, not validated."""
+    new = {
+        name: getattr(spec, name).model_copy(update=dict(values))
+        for name, values in sections.items()
+    }
+    return spec.model_copy(update=new)
+
+
+def move_to(run: RunDirectory, spec: JobSpec) -> JobSpec:
+    """The spec with the directory that contains a run as its output directory."""
+    return change(spec, output={"directory": str(run.path.parent.absolute())})
+
+
+def memory_of_this_machine() -> int:
+    """In bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def make_request(
@@ -279,10 +422,10 @@ def make_request(
     mpiexec: str | None = None,
     array: Array | None = None,
 ) -> JobRequest:
-    """The request to a batch system for one run of a job, or for a job array of several.
+    """Make the request to a batch system for one run of a job, or for a job array of several.
 
-    The arguments are those of :class:`JobRequest`; the directory is by default one that does not
-    exist, for checks only.
+    For the arguments see :class:`JobRequest`. The default directory does not exist and serves
+    checks only.
     """
     if array is not None:
         program, at_once = ("-m", "pipectl.jobs.sweep"), (str(array.at_once or 1),)
@@ -295,20 +438,21 @@ def make_request(
         to_disk = plan.offload_to is OffloadTarget.DISK
         offloads = to_disk and any(stage.offload for stage in plan.stages)
     variables = {**(TIGHT_HEAP if offloads else {}), **spec.environment.variables}
+    environment = {"variables": variables, "container": spec.container}
     checkpoint = spec.checkpoint
     if requeues := checkpoint.max_requeues:
         # The script counts all starts of the run; each submission allows as many more.
         starts = read_starts(RunDirectory(directory))
         checkpoint = checkpoint.model_copy(update={"max_requeues": starts + requeues})
-    request = JobRequest(
+    return JobRequest(
         name=job.name,
         tag=tag or f"{directory.name} {uuid.uuid4().hex[:8]}",
         run_directory=directory,
         python=python,
         command=(python, *job.program, str(directory), *job.arguments),
-        resources=spec.resources,
-        launch=spec.launch,
-        environment=spec.environment,
+        resources=spec.resources.model_copy(update=job.resources),
+        launch=spec.launch.model_copy(update={"mpi": job.mpi_choice.mpi or spec.launch.mpi}),
+        environment=spec.environment.model_copy(update=environment),
         slurm=spec.slurm,
         pbs=spec.pbs,
         checkpoint=checkpoint if job.kind == TRAINING else None,
@@ -320,19 +464,16 @@ def make_request(
         template=job.template,
         array=array,
     )
-    environment = {"variables": variables, "container": spec.container}
-    launch = {"mpi": job.mpi_choice.mpi or spec.launch.mpi}
-    return request.update(launch=launch, environment=environment, resources=job.resources)
 
 
 def render(job: Job, now: float = 0.0, count: int = 0, at_once: int | None = None) -> str:
-    """The script of a job as it would be submitted; needs neither the batch system nor MPI.
+    """Render the script of a job as if it were submitted, without a batch system or MPI.
 
     Args:
-        job: of a sweep, its first job.
-        now: seconds since the epoch, for the run's name.
-        count: of the runs of a sweep, for the script of their job array.
-        at_once: how many of them may run at the same time; None sets no limit.
+        job: the job, or the first job of a sweep.
+        now: seconds since the epoch, for the name of the run.
+        count: number of runs of a sweep, for the script of its job array.
+        at_once: maximum number of runs at the same time; None sets no limit.
     """
     stem, array = Path(job.spec.output.directory).absolute() / stem_of(job.name, now), None
     directory = stem if job.values is None else Path(f"{stem}-0")
@@ -347,7 +488,7 @@ def render(job: Job, now: float = 0.0, count: int = 0, at_once: int | None = Non
 
 
 def check_script(spec: JobSpec) -> None:
-    """Raise an InvalidInputError if a job has a template with which no script can be written."""
+    """Raise an InvalidInputError if the job's template, if any, cannot be rendered."""
     if spec.template_file is not None:
         job = Job(spec, choose_scheduler(spec), MpiChoice("auto"), read_template(spec))
         plain = {"launcher": "mpiexec", "bind": "none"}
@@ -356,10 +497,10 @@ def check_script(spec: JobSpec) -> None:
 
 
 def read_template(spec: JobSpec) -> Template | None:
-    """The user's own template of job scripts; None if the job names none.
+    """Read the user's template of job scripts; None if the job names none.
 
     Raises:
-        SpecError: it cannot be read or used, with the line.
+        SpecError: the template cannot be read or used; names the line.
     """
     path = spec.template_file
     if path is None:
@@ -377,7 +518,7 @@ def read_template(spec: JobSpec) -> Template | None:
 
 
 def _binds(spec: JobSpec, runs: Path, output: Path | None) -> tuple[Path, ...]:
-    """Directories that a container sees: those of the runs and of all files that the spec names.
+    """Directories that a container needs: the runs, and all files that the spec names.
 
     A job that profiles in its allocation writes the profile beside its run directory.
     """
@@ -390,7 +531,7 @@ def _binds(spec: JobSpec, runs: Path, output: Path | None) -> tuple[Path, ...]:
 
 
 def refuse_code_of_others(spec: JobSpec, job: Path) -> None:
-    """Raise a UsageError if somebody else could have written the code of a job, or its file."""
+    """Raise a UsageError if another user could have written a job's code or its file."""
     if fault := _code_of_others(spec, job):
         raise UsageError(
             f"{fault}, and its code would run as you",
@@ -399,16 +540,16 @@ def refuse_code_of_others(spec: JobSpec, job: Path) -> None:
 
 
 def warning_of_code(spec: JobSpec, job: Path) -> str:
-    """A warning if somebody else owns the code of a job that is named for the first time."""
+    """A warning if another user owns the code of a job; empty if not."""
     fault = _code_of_others(spec, job, groups=False)
     return f"{fault}; its code runs as you" if fault else ""
 
 
 def _code_of_others(spec: JobSpec, job: Path, *, groups: bool = True) -> str:
-    """The first file of a job's code that another user can write, and why; empty if there is none.
+    """The first file of a job's code that another user can write, and why; empty if none.
 
-    For a module, this also checks the directories from which it imports others, and files of the
-    module that do not exist. With ``groups``, write permission of a group counts.
+    For a module, this includes the directories that it imports from, and its missing files. With
+    ``groups``, write permission of a group counts.
     """
     files = [job]
     for _, reference in spec.factories():

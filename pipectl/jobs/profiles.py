@@ -1,7 +1,7 @@
-"""Profiles of a job's model: measured now, resumed, or taken from the cache of earlier ones.
+"""Profiles of a job's model: measured now, resumed, or taken from the cache.
 
-The cache keeps finished measurements under a hash of everything that they depend on, their
-identity. A file of it is JSON. One that is damaged, or whose identity is another, counts as absent.
+The cache contains finished profiles. The name of a file is a hash of everything that the
+measurement depends on. A damaged file counts as absent.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -29,7 +28,7 @@ from pipectl.errors import DataFileError, PipectlError, SchedulerError
 from pipectl.faults import with_details
 from pipectl.fields import read_fields, write_value
 from pipectl.files import is_stream, make_directory, make_directory_of, read_json, write_json
-from pipectl.jobs.job_files import UNKNOWN_ROWS
+from pipectl.jobs.prepare import UNKNOWN_ROWS
 from pipectl.link import RowTimes
 from pipectl.profile import MeasuredOn, Profile
 from pipectl.spec import profile_key
@@ -41,49 +40,14 @@ if TYPE_CHECKING:
 
 LOADING = "loading torch"
 _CURE = "measure again with: pipectl profile JOB.yaml --submit"
-_CACHE_VERSION = 1
 _MAX_CACHED = 32
 _MEASURING_CODE = ("capture", "profiler", "runtime")
 _ROW_RANKS = 2
 _ROW_PATIENCE_S = 120.0
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """A profile and how it came to be.
-
-    Args:
-        measured_at: seconds since the epoch.
-        seconds: that measuring took.
-        cached: whether nothing was measured now.
-        resumed: measurements taken over from an interrupted attempt.
-    """
-
-    profile: Profile
-    measured_at: float
-    host: str
-    seconds: float
-    cached: bool = False
-    resumed: int = 0
-
-    def to_json(self) -> dict[str, Any]:
-        """How it came to be; the profile itself has a place of its own."""
-        names = (each.name for each in fields(self) if each.name != "profile")
-        return {name: getattr(self, name) for name in names}
-
-    @classmethod
-    def load(cls, file: Path, profile: Profile) -> Measurement:
-        """The measurement of a profile that :meth:`to_json` describes in ``file``.
-
-        Raises:
-            DataFileError: the description is missing or damaged.
-        """
-        document = {**read_json(file, cure=_CURE), "profile": profile}
-        return read_fields(cls, document, file=str(file), cure=_CURE)
-
-
 class Interrupted(KeyboardInterrupt):
-    """Measuring was interrupted; the next attempt will not repeat the measurements ``kept``."""
+    """Measuring was interrupted; ``kept`` measurements will not be repeated."""
 
     def __init__(self, kept: int) -> None:
         super().__init__(kept)
@@ -97,23 +61,23 @@ def measure(
     effort: str = "normal",
     *,
     again: bool = False,
-) -> Measurement:
-    """The profile of a job on this machine: from the cache in its output directory, or measured.
+) -> Profile:
+    """Find a job's profile for this machine in the cache of its output directory, or measure it.
 
     Args:
-        path: where it is written, too, once it is whole.
+        path: further file for the profile.
         effort: ``fast``, ``normal`` or ``thorough``.
-        again: whether to measure even what is in the cache.
+        again: whether to measure without the cache.
 
     Raises:
         CaptureError: the model cannot be built or captured.
-        Interrupted: by the user.
+        Interrupted: the user interrupted the measurement.
         UsageError: ``path`` or the cache cannot be written.
     """
     if path is not None:
         make_directory_of(path)
     try:
-        measurement = _find_or_measure(spec, progress, effort, again=again)
+        profile = _find_or_measure(spec, progress, effort, again=again)
     except Exception as error:
         beside = None if path is None or is_stream(path) else path.with_suffix(".fault.txt")
         fault = with_details(error, beside, write=True)
@@ -121,30 +85,27 @@ def measure(
             raise fault from error
         raise
     if path is not None:
-        measurement.profile.save(path)
-    return measurement
+        profile.save(path)
+    return profile
 
 
 def _find_or_measure(
     spec: JobSpec, progress: Progress | None, effort: str, *, again: bool
-) -> Measurement:
+) -> Profile:
     directory = Path(spec.output.directory) / ".cache"
     make_directory(directory)
     device, pipeline = this_device(spec), spec.pipeline
     free = [] if pipeline.micro_batches is not None else [pipeline.stages, spec.resources.ranks]
-    entry = _CacheEntry.of(
-        directory,
-        "",
-        key=profile_key(spec),
-        shapes=[spec.training.batch_size, pipeline.micro_batches, *free],
-        device=asdict(device),
-        effort=effort,
-    )
+    identity = {
+        "key": profile_key(spec),
+        "shapes": [spec.training.batch_size, pipeline.micro_batches, *free],
+        "device": asdict(device),
+        "effort": effort,
+    }
+    path = _cache_file(directory, "", identity)
     if not again:
         with suppress(DataFileError):
-            document = entry.read()
-            profile = replace(Profile.from_json(document.get("profile") or {}), name=spec.name)
-            return replace(Measurement.load(entry.path, profile), cached=True, resumed=0)
+            return replace(Profile.load(path), name=spec.name)
     if progress is not None:
         progress(0, 0, LOADING)
     from pipectl.profiler import profile_job
@@ -152,17 +113,22 @@ def _find_or_measure(
     from pipectl.profiler.journal import Journal
 
     started = time.time()
-    journal = Journal(entry.path.with_suffix(".journal"), entry.identity)
+    journal = Journal(path.with_suffix(".journal"), identity)
     try:
         profile = profile_job(spec, progress, effort=Effort(effort), journal=journal)
     except KeyboardInterrupt as stop:
         raise Interrupted(len(journal)) from stop
-    neighbours = profile.device.neighbours if profile.device else 0
-    profile = replace(profile, device=replace(device, neighbours=neighbours))
     profile = _with_rows(profile, spec, progress, directory, again=again)
-    now, host, resumed = time.time(), socket.gethostname(), journal.resumed
-    measurement = Measurement(profile, now, host, round(now - started, 3), resumed=resumed)
-    entry.write({**measurement.to_json(), "profile": profile.to_json()})
+    device = replace(
+        device,
+        neighbours=profile.device.neighbours if profile.device else 0,
+        host=socket.gethostname(),
+        measured_at=time.time(),
+        seconds=round(time.time() - started, 3),
+        resumed=journal.resumed,
+    )
+    profile = replace(profile, device=device)
+    profile.save(path)
     journal.remove()
     ages = []
     for file in (*directory.glob("*.json"), *directory.glob("*.journal")):
@@ -171,46 +137,27 @@ def _find_or_measure(
     for _, file in sorted(ages)[:-_MAX_CACHED]:
         with suppress(OSError):
             file.unlink()
-    return measurement
+    return profile
 
 
-@dataclass(frozen=True)
-class _CacheEntry:
-    """A file of the cache, and what it depends on, as JSON."""
-
-    path: Path
-    identity: dict[str, Any]
-
-    @classmethod
-    def of(cls, directory: Path, prefix: str, **identity: Any) -> _CacheEntry:
-        """That of an identity, to which the versions of Python and of this code belong."""
-        identity["python"] = platform.python_version()
-        identity["pipectl"] = [pipectl.__version__, _hash_of_measuring_code()]
-        text = json.dumps(identity, sort_keys=True)
-        digest = hashlib.sha256(text.encode()).hexdigest()[:32]
-        return cls(directory / f"{prefix}{digest}.json", identity)
-
-    def read(self) -> dict[str, Any]:
-        """What is in it; a DataFileError if it is missing, damaged, or of another identity."""
-        document = read_json(self.path, cure=_CURE)
-        if (document.get("version"), document.get("identity")) != (_CACHE_VERSION, self.identity):
-            raise DataFileError(f"{self.path}: is of another measurement", cure=_CURE)
-        return document
-
-    def write(self, values: Mapping[str, Any]) -> None:
-        write_json(self.path, {"version": _CACHE_VERSION, "identity": self.identity, **values})
+def _cache_file(directory: Path, prefix: str, identity: dict[str, Any]) -> Path:
+    """The cache file of a measurement that depends on ``identity``, on Python and on this code."""
+    identity["python"] = platform.python_version()
+    identity["pipectl"] = [pipectl.__version__, _hash_of_measuring_code()]
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    return directory / f"{prefix}{digest[:32]}.json"
 
 
 @cache
 def _hash_of_measuring_code() -> str:
-    """What that code measures may change without a new version."""
+    """Hash of the code that measures: it may change without a new version."""
     package = Path(pipectl.__file__).parent
     files = sorted(path for part in _MEASURING_CODE for path in (package / part).rglob("*.py"))
     return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 
 def coupling_warning(spec: JobSpec, profile: Profile) -> str:
-    """A warning if the plan changes the results of training; empty if it does not."""
+    """A warning if the plan can change the results of training; empty if it cannot."""
     names = profile.coupled
     if spec.pipeline.micro_batches is not None or not names:
         return ""
@@ -222,9 +169,9 @@ def coupling_warning(spec: JobSpec, profile: Profile) -> str:
 
 
 def this_device(spec: JobSpec) -> MeasuredOn:
-    """The device of a rank on this machine, as far as it decides what operators cost."""
+    """The device of a rank on this machine, as far as the cost of operators depends on it."""
     accelerator = None
-    if spec.resources.gpus_per_node:  # else without loading torch
+    if spec.resources.gpus_per_node:  # only then is torch loaded
         from pipectl.profiler.machine import accelerator_name
 
         accelerator = accelerator_name(spec.resources.gpus_per_node)
@@ -242,7 +189,7 @@ def this_device(spec: JobSpec) -> MeasuredOn:
 
 
 def processor() -> str:
-    """What the kernel calls the first processor; its architecture if it has no name."""
+    """Name of the first processor according to the kernel; the architecture if it has no name."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -254,42 +201,43 @@ def processor() -> str:
 def _with_rows(
     profile: Profile, spec: JobSpec, progress: Progress | None, directory: Path, *, again: bool
 ) -> Profile:
-    """The profile with what rows of programs take, or with what is assumed instead.
+    """The profile with the times of rows of programs, or with what is assumed instead.
 
-    They depend on the machine and on how ranks are started, not on the model: jobs of one output
-    directory share them.
+    These times depend on the machine and on how ranks are started, not on the model, so all jobs of
+    an output directory share them.
     """
     scheduler = allocation()
-    entry = _CacheEntry.of(
-        directory,
-        "rows-",
-        host=socket.gethostname(),
-        scheduler=scheduler,
-        launch=spec.launch.model_dump(mode="json"),
-        threads=spec.threads,
-    )
+    identity = {
+        "host": socket.gethostname(),
+        "scheduler": scheduler,
+        "launch": spec.launch.model_dump(mode="json"),
+        "threads": spec.threads,
+    }
+    path = _cache_file(directory, "rows-", identity)
     if not again:
         with suppress(DataFileError):
-            values = entry.read().get("rows") or {}
-            rows = read_fields(RowTimes, values, file=str(entry.path), cure=_CURE)
+            rows = read_fields(RowTimes, read_json(path, cure=_CURE), file=str(path), cure=_CURE)
             return replace(profile, rows=rows)
     if progress is not None:
         progress(0, 0, "measuring messages")
     row_times, assumption = measure_rows(spec, scheduler)
     if row_times is None:
         return replace(profile, assumptions=(*profile.assumptions, assumption))
-    entry.write({"rows": write_value(row_times)})
+    write_json(path, write_value(row_times))
     return replace(profile, rows=row_times)
 
 
 def measure_rows(spec: JobSpec, scheduler: str) -> tuple[RowTimes | None, str]:
-    """What rows take on this node, and what has to be assumed without them.
+    """Measure the times of rows on this node.
 
-    Two ranks with cores of their own train a small model for a moment. That is done for jobs whose
-    ranks share nodes.
+    Two ranks with cores of their own train a small model for a moment, if the ranks of the job
+    share nodes.
 
     Args:
-        scheduler: whose launcher starts ranks here.
+        scheduler: scheduler whose launcher starts ranks here.
+
+    Returns:
+        The times, or None and what is assumed instead.
     """
     resources, launch = spec.resources, spec.launch.model_copy(update={"bind": "none"})
     if (
@@ -319,7 +267,7 @@ def measure_rows(spec: JobSpec, scheduler: str) -> tuple[RowTimes | None, str]:
 
 
 def request_of_two(launch: Launch, *command: str) -> JobRequest:
-    """Two ranks of this node that run a Python module."""
+    """A request for two ranks on this node that run a Python module."""
     request = JobRequest(
         name="two ranks",
         tag="two ranks",

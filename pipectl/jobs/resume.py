@@ -1,4 +1,4 @@
-"""Resuming a run that has ended: from its last checkpoint, under the same plan or another."""
+"""Resume a run that has ended from its last checkpoint, with the same plan or a new one."""
 
 from __future__ import annotations
 
@@ -11,9 +11,16 @@ from pipectl.batch import JobState
 from pipectl.errors import PipectlError, UsageError
 from pipectl.fields import leaves
 from pipectl.files import make_directory
-from pipectl.jobs.job_files import fresh_plan, is_fresh, join_rows, move_to
-from pipectl.jobs.prepare import Job, choose_scheduler, complete, refuse_code_of_others
-from pipectl.jobs.state import add_next_job, get_status, recover_locked
+from pipectl.jobs.prepare import (
+    Job,
+    choose_scheduler,
+    complete,
+    find_plan,
+    is_fresh,
+    move_to,
+    refuse_code_of_others,
+)
+from pipectl.jobs.state import add_next_job, get_status, recover
 from pipectl.jobs.submit import Rollback, Submission, hand_over
 from pipectl.plan import Plan
 from pipectl.profile import Profile
@@ -35,11 +42,11 @@ if TYPE_CHECKING:
 
 
 class Resumption(NamedTuple):
-    """A run that was submitted once more.
+    """A run that was submitted again.
 
     Args:
-        replanned: whether it has another plan than before.
-        changes: keys of the job whose values have changed: the value so far, and the new one.
+        replanned: whether the plan has changed.
+        changes: old and new value of every key of the job that has changed.
     """
 
     submission: Submission
@@ -55,22 +62,22 @@ def resume(
     force: bool = False,
     trust_owner: bool = False,
 ) -> Resumption:
-    """Submit a run once more, in its own directory.
+    """Submit a run again, in its own directory.
 
     Args:
-        overrides: changes of its job, ``resources.nodes=4`` say, for which it is planned anew. Its
-            micro-batches stay as they were unless these are changed: results depend on them.
-        force: resume even if nobody can tell whether it is over.
+        overrides: changes of the job, e.g. ``resources.nodes=4``, which may need a new plan. The
+            number of micro-batches changes only if they set it, because results depend on it.
+        force: resume even if it is unknown whether the run has ended.
         trust_owner: run code that another user could have written.
 
     Raises:
-        UsageError: it still waits or runs, is no training, is to change what it cannot, or its code
-            is not only ours.
+        UsageError: the run still waits or runs, is not a training, or its code is not only ours; or
+            ``overrides`` change what cannot change.
         InfeasibleError: no plan fits.
-        SchedulerError: the batch system rejects it; the run is as it was.
+        SchedulerError: the batch system rejects the job; the run is as it was.
     """
     with locked(run):
-        record = recover_locked(run, now)
+        record = recover(run, now, is_locked=True)
         state = _check_over(run, record, now, force=force)
         if (other := add_next_job(run, record, now)) is not record:
             raise UsageError(
@@ -94,7 +101,7 @@ def resume(
 
 
 def _changes(before: JobSpec, after: JobSpec) -> dict[str, tuple[Any, Any]]:
-    """The values that differ, by dotted key; not those of environment variables, maybe secrets."""
+    """Values that differ, by dotted key, without environment variables, which may be secrets."""
     private = {"environment": {"variables"}}
     old, new = (
         dict(leaves(spec.model_dump(mode="json", exclude=private))) for spec in (before, after)
@@ -124,7 +131,7 @@ def _check_over(run: RunDirectory, record: Record, now: float, *, force: bool) -
 
 
 def _check_incomplete(run: RunDirectory, record: Record, before: JobSpec, spec: JobSpec) -> None:
-    """Refuse a run that is complete, unless it gets more to do."""
+    """Refuse a complete run unless it gets more steps or evaluations."""
     early_stop = read_measured(run, record).early_stop
     if early_stop and spec.evaluation == before.evaluation:
         raise UsageError(
@@ -141,7 +148,7 @@ def _check_incomplete(run: RunDirectory, record: Record, before: JobSpec, spec: 
 
 
 def _check_unchanged(run: RunDirectory, record: Record, before: JobSpec, spec: JobSpec) -> None:
-    """Refuse another batch system, and another model than that of the checkpoints."""
+    """Refuse another batch system, and a model that does not fit the checkpoints."""
     scheduler = choose_scheduler(spec)
     if spec.launch.scheduler != before.launch.scheduler and scheduler != record.scheduler:
         raise UsageError(
@@ -164,71 +171,66 @@ def _check_unchanged(run: RunDirectory, record: Record, before: JobSpec, spec: J
 def _plan_again(
     run: RunDirectory, before: JobSpec, job: Job, overrides: Sequence[str], plan: Plan | None
 ) -> Job:
-    """The job with the plan that the run had, if that is still of it; else with another, which the
-    job itself makes if the model is another.
+    """The job with the run's plan if that is up to date, else with a new plan.
 
-    A new plan has as many micro-batches as before, unless the job says how many. What begins anew
-    with another model has those that suit it. Ranks can change without another profile: it is near
-    enough if it is of the same model and loss.
+    If the model has changed, the job measures and plans in its allocation. A new plan has as many
+    micro-batches as before unless the job sets their number, or starts from the beginning with
+    another model. If only the ranks change, the profile stays: it is accurate enough.
     """
-    from pipectl.jobs.planning import corrected_profile, find_plan
+    from pipectl.jobs.planning import corrected_profile, plan_job
     from pipectl.runtime.nodes import check_supported
 
-    assert job.cluster is not None
     if plan is None:
         return job
-    machines = job.cluster
-    profile, cluster = join_rows(Profile.load(run.profile), machines)
-    if fresh_plan(job.spec, profile, cluster, run.plan) is not None:
-        return replace(job, cluster=cluster, profile=profile, plan=plan)
-    spec = job.spec
+    profile, spec = Profile.load(run.profile), job.spec
+    as_before = find_plan(job.with_profile(profile), run.plan, make=False)
+    if as_before.plan is not None:
+        return as_before
     like_before = before.model_copy(update={"model": spec.model, "loss": spec.loss})
     same_model = is_fresh(like_before, profile)
     if spec.pipeline.micro_batches is None and (same_model or last_checkpoint(run) is not None):
         spec = load(run.job, [*overrides, f"pipeline.micro_batches={plan.micro_batches}"])
+    job = replace(job, spec=spec)
     if not same_model:
-        return replace(job, spec=spec)
-    if profile.key is not None:  # that of the job from here on, so that later changes are seen
+        return job
+    if profile.key is not None:  # the key of the changed job, so that later changes are noticed
         profile = replace(profile, key=profile_key(spec))
-    with suppress(PipectlError):  # of a run that recorded no step, the profile stays as it is
+    with suppress(PipectlError):  # the profile stays as it is if no step was recorded
         profile = replace(corrected_profile(run), key=profile.key)
-        profile, cluster = join_rows(profile, machines)
-    plan = find_plan(spec, profile, cluster)
+    job = job.with_profile(profile)
+    plan = plan_job(job)
     check_supported(plan, str(run.plan))
-    return replace(job, spec=spec, cluster=cluster, profile=profile, plan=plan)
+    return replace(job, plan=plan)
 
 
 def _hand_over_again(
     run: RunDirectory, job: Job, record: Record, now: float, *, replanned: bool
 ) -> Submission:
-    """Hand the run over, without what its earlier start left; or leave it as it was."""
+    """Submit the run without the reports of its earlier start; on failure, restore them."""
     starts = read_starts(run)
     record = record.after(now, "submitting", detail="resumed")
     new = Submission.new(
         run, job, now, name=record.name, history=record.history, sweep=record.sweep
     )
-    # What the earlier start reported says nothing of the run while it waits.
-    old_reports = [run.exit_code, run.resubmitted, run.stopped, run.requeue_error]
-    if job.plan is None:
-        old_reports += [run.plan, run.predicted]
+    # Reports of the earlier start say nothing about the run while it waits.
+    reports = [run.exit_code, run.resubmitted, run.stopped, run.requeue_error, run.heartbeat]
+    reports += run.errors.glob("*.json")
+    moved = {path: run.errors_before(starts) / path.name for path in reports if path.exists()}
+    if replanned:  # recorded steps are of the earlier plan
+        of_plan = [*run.trace.glob("step-*.json")]
+        of_plan += [run.plan, run.predicted] if job.plan is None else []
+        moved |= {path: run.trace_before(starts) / path.name for path in of_plan if path.exists()}
     rewritten_files = (
         run.job, run.template, run.cluster, run.profile, run.plan, run.predicted, run.script,
         run.variables, run.record,
     )  # fmt: skip
-    reports = [*run.errors.glob("*.json"), *([run.heartbeat] if run.heartbeat.exists() else [])]
-    moved = {path: run.errors_before(starts) / path.name for path in reports}
-    if replanned:  # recorded steps are of the earlier plan
-        steps = run.trace.glob("step-*.json")
-        moved |= {path: run.trace_before(starts) / path.name for path in steps}
     contents = {
         path: path.read_text(encoding="utf-8") if path.exists() else None
-        for path in (*rewritten_files, *old_reports)
+        for path in rewritten_files
     }
     with Rollback(contents=contents, moved=moved) as rollback:
         for path, place in moved.items():
             make_directory(place.parent)
             path.replace(place)
-        for path in old_reports:
-            path.unlink(missing_ok=True)
         (submission,) = hand_over([new], rollback)
     return submission

@@ -1,10 +1,10 @@
-"""The state of runs: what the batch system says, joined with what the run directory holds.
+"""The state of runs, from the batch system and the run directory.
 
-The sources, best first: queue and accounting (both through ``Scheduler.query``), the exit code that
-our own script writes, the heartbeats of the ranks. A job that is not listed is never called
-completed for that reason; what no source knows stays UNKNOWN.
+The sources, best first, are the queue and the accounting (``Scheduler.query``), the exit code that
+our script writes, and the heartbeats of the ranks. A job is never called completed because it is no
+longer listed: a state that no source knows is UNKNOWN.
 
-A record may lack its job: the submission was interrupted, or the job script has submitted itself
+A record may lack its job if the submission was interrupted, or if the job script submitted itself
 again. :func:`recover` finds such jobs.
 """
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pipectl.batch import CHECKPOINTED, LOCAL, JobState, JobStatus, get_scheduler, process
 from pipectl.errors import DataFileError, PipectlError, UsageError
@@ -44,26 +44,30 @@ from pipectl.runs import (
 )
 from pipectl.units import format_time
 
+if TYPE_CHECKING:
+    from pipectl.profiler.progress import Progress
+
 _SHORT_PATIENCE_S = 10.0
 _MIN_WAITING, _MAX_SHARE_OF_IT = 0.3, 0.5
-"""The others' waiting that is worth a word, and how much less the rank they wait for waits."""
+"""Smallest waiting of the other ranks that counts, and largest waiting, relative to theirs, of the
+rank that they wait for."""
 _MIN_PAUSE_S, _MAX_PAUSE_S, _GROWTH = 10.0, 60.0, 1.25
 _SUBMIT_GRACE_S = 60.0
 _MIN_FRESH_S, _FRESH_STEPS = 60.0, 3
-"""How old a heartbeat may be: one is written after each step."""
+"""Largest age of a heartbeat, in seconds and in steps: one is written after each step."""
 _STOPPED = "stopped at a checkpoint; `pipectl resume RUN` continues from it"
 POLL_S = 0.5
 _MAX_UNKNOWN_S = 300.0
 BY_TAG = "found by its tag"
 _MAX_RUNS = 10
-"""How many of the newest runs with the same name are checked."""
+"""Maximum number of runs with the same name that are checked, newest first."""
 _MAX_BYTES = 1000
 _ARRAYS: dict[tuple[Path, str], str] = {}
-"""Ids of the job arrays that were found, by directory of their runs and tag."""
+"""Ids of job arrays by the directory of their runs and their tag."""
 
 
 class Peak(NamedTuple):
-    """The most memory a rank has held, the process included, and what was predicted."""
+    """Peak memory of a rank's process, measured and predicted."""
 
     rank: int
     measured_bytes: int
@@ -74,9 +78,9 @@ class Laggard(NamedTuple):
     """The rank that the others wait for.
 
     Args:
-        node: empty if it is not known.
-        share: of its own time that it waits, from 0 to 1.
-        others: what the others wait on average.
+        node: empty if unknown.
+        share: share of its time in which the rank waits, from 0 to 1.
+        others: the same of the other ranks, on average.
     """
 
     rank: int
@@ -91,12 +95,12 @@ class RunStatus:
 
     Args:
         record: None if it cannot be read; ``job.reason`` then says why.
-        job: the state and where it is known from.
-        phase: what the ranks said they do, e.g. ``training``; empty before the first heartbeat, and
-            while the next start is yet to come.
+        job: the state and its source.
+        phase: what the ranks do, e.g. ``training``; empty before the first heartbeat, and while the
+            job waits for its next start.
         plan: None before the job has made one.
-        errors: the first failure first.
-        restarts: how often the job was started again.
+        errors: failures, the first one first.
+        restarts: number of times that the job was started again.
         query_error: why the batch system could not be asked; None if it answered.
     """
 
@@ -113,12 +117,12 @@ class RunStatus:
 
     @property
     def failure(self) -> ErrorReport | None:
-        """What broke it; None if nothing reported a failure."""
+        """The first failure; None if none was reported."""
         return self.errors[0] if self.errors else None
 
     @property
     def stalled(self) -> str:
-        """Who waits for whom, if no rank has moved on for long; else empty."""
+        """Which ranks wait for which, if no rank has made progress for long; else empty."""
         return read_stall(self.run) if self.job.state.alive else ""
 
     @property
@@ -134,10 +138,9 @@ class RunStatus:
 
     @property
     def efficiency(self) -> float | None:
-        """Share of the ranks' time that the profile's compute explains.
+        """Profiled time of all operators and micro-batches, divided by ranks times step time.
 
-        The operators' profiled time over all micro-batches, divided by ranks times the step time:
-        1 for ranks that compute without a pause at the profile's pace.
+        It is 1 if all ranks compute without a pause, as fast as in the profile.
         """
         plan, step_s = self.plan, self.measured.step_time_s
         if plan is None or not step_s:
@@ -151,13 +154,13 @@ class RunStatus:
 
     @property
     def can_go_on(self) -> bool:
-        """Whether it is a training that ended before it was done, whatever ended it."""
+        """Whether it is a training that ended before it was complete."""
         ended = self.job.state.final and self.job.state is not JobState.COMPLETED
         return ended and self.record is not None and self.record.kind == TRAINING
 
     @property
     def peaks(self) -> list[Peak]:
-        """The most memory of every rank that has reported it."""
+        """Peak memory of every rank that has reported it."""
         prediction = self.plan.prediction if self.plan else None
         predicted = dict(enumerate(prediction.peak_memory_bytes if prediction else ()))
         return [
@@ -168,7 +171,7 @@ class RunStatus:
 
     @property
     def laggard(self) -> Laggard | None:
-        """The rank that the others wait for; None if all wait about alike, or little."""
+        """The rank that the others wait for; None if all ranks wait little, or about the same."""
         waiting = [(each.waiting, each) for each in self.ranks if each.waiting is not None]
         if len(waiting) < 2:
             return None
@@ -180,19 +183,19 @@ class RunStatus:
 
     @property
     def steps(self) -> int | None:
-        """Steps the run is to make."""
+        """Number of steps of the whole run."""
         return self.record.steps if self.record is not None else self.measured.steps
 
 
 class Answer(NamedTuple):
-    """What a batch system said of its jobs, by their ids; or why it could not be asked."""
+    """States of jobs by id, from a batch system; or why it could not be asked."""
 
     listed: Mapping[str, JobStatus]
     error: str | None = None
 
 
 def _ask(records: Sequence[Record]) -> dict[str, Answer]:
-    """Ask every batch system once about the jobs in these records; answers by its name."""
+    """Ask every batch system once about its jobs; the answers by its name."""
     answers = {}
     for name in {record.scheduler for record in records if record.job_id}:
         ours = [record for record in records if record.scheduler == name]
@@ -211,18 +214,18 @@ def get_status(run: RunDirectory, now: float) -> RunStatus:
 
 
 def get_statuses(runs: Sequence[RunDirectory], now: float) -> list[RunStatus]:
-    """The state of several runs, with one question per batch system."""
+    """The state of several runs, with one query per batch system."""
     return Poller().get_statuses(runs, now)
 
 
 class Poller:
-    """The state of runs again and again, for somebody who watches them.
+    """The state of runs that are watched.
 
-    What jobs write is read every time. Batch systems serve many people: they are asked at once
-    about a job that is new or has left its exit code since, and else ever more rarely.
+    The files of jobs are read every time. Batch systems serve many users: they are asked at once
+    about jobs that are new or have written their exit code, and else less and less often.
 
     Args:
-        clock: in seconds, of any origin.
+        clock: clock in seconds, with any origin.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -232,7 +235,7 @@ class Poller:
         self._answers: Mapping[str, Answer] = {}
 
     def get_statuses(self, runs: Sequence[RunDirectory], now: float) -> list[RunStatus]:
-        """As they are now; what a batch system said may be up to a minute old."""
+        """The states now; answers of a batch system may be up to a minute old."""
         records: dict[RunDirectory, Record] = {}
         damage: dict[RunDirectory, str] = {}
         for run in runs:
@@ -240,7 +243,7 @@ class Poller:
                 records[run] = recover(run, now)
             except DataFileError as error:
                 damage[run] = error.message
-        # A batch system that hangs is not waited for if the files say how every run is.
+        # Do not wait for a batch system that hangs if the files tell the state of every run.
         files_tell = all(run.heartbeat.exists() or run.exit_code.exists() for run in runs)
         with process.patience(_SHORT_PATIENCE_S if files_tell else inf):
             answers = self._ask(records)
@@ -263,7 +266,7 @@ class Poller:
                     record=record,
                     job=job,
                     phase=heartbeat.state if heartbeat and not job.state.waits else "",
-                    # Nobody knows the pace of a start that is yet to come.
+                    # The speed of a start that is yet to come is unknown.
                     measured=replace(measured, steps=None) if job.state.waits else measured,
                     plan=_read_plan(run),
                     ranks=heartbeat.ranks if heartbeat else (),
@@ -290,17 +293,29 @@ class Poller:
         return {**self._answers, **_ask(here)}
 
     def _has_ended_since(self, run: RunDirectory, record: Record) -> bool:
-        """Whether a job that was running by the last answer has left its exit code."""
+        """Whether a job that ran according to the last answer has written its exit code."""
         listed = self._answers.get(record.scheduler, Answer({})).listed.get(record.job_id or "")
         is_running = listed is not None and listed.state.alive and not listed.state.waits
         return is_running and run.exit_code.exists()
 
 
-def poll(run: RunDirectory, max_unknown_s: float = _MAX_UNKNOWN_S) -> Iterator[RunStatus]:
-    """The status of a run, twice a second until the run is over, or unknown for so long."""
+def poll(
+    run: RunDirectory, progress: Progress | None = None, max_unknown_s: float = _MAX_UNKNOWN_S
+) -> Iterator[RunStatus]:
+    """The status of a run, twice a second until the run is over or its state unknown for too long.
+
+    Args:
+        progress: called with the step, the number of steps, and what the run does.
+        max_unknown_s: how long the state may be unknown.
+    """
     poller, unknown_s = Poller(), 0.0
     while True:
         (status,) = poller.get_statuses([run], time.time())
+        if progress is not None:
+            step, loss = status.measured.step, status.measured.last_loss
+            activity = status.phase or status.job.state.value
+            activity += "" if loss is None else f", loss {loss:.4g}"
+            progress(step, (status.steps or 0) if step else 0, activity)
         yield status
         unknown_s = unknown_s + POLL_S if status.job.state is JobState.UNKNOWN else 0.0
         if status.job.state.final or unknown_s >= max_unknown_s:
@@ -316,13 +331,13 @@ def _job_status(
     step_time_s: float | None,
     now: float,
 ) -> JobStatus:
-    """The state of a run's job, from what the batch system said and what the files say now."""
+    """The state of a run's job, from the batch system's answer and the files of the run."""
     beat_at, words = None, "no details"
     if heartbeat:
         words = f"{heartbeat.state}, step {heartbeat.step} of {heartbeat.steps}"
-        with suppress(OSError):  # by the clock of the file system, which all nodes share
+        with suppress(OSError):  # the clock of the file system, which all nodes share
             beat_at = run.heartbeat.stat().st_mtime
-    # After the question, so that a job which ends in between is not taken for one that vanished.
+    # After the query, so that a job that ends in between does not look as if it had vanished.
     code = read_exit_code(run)
     job = decide_state(record, answer, now, code, beat_at, words, step_time_s)
     if job.state is JobState.PREEMPTED and (error := read_requeue_error(run)):
@@ -339,18 +354,18 @@ def decide_state(
     words: str = "",
     step_time_s: float | None = None,
 ) -> JobStatus:
-    """A job's state with its source, and the reason if it is not obvious.
+    """Decide a job's state, its source, and the reason if that is not obvious.
 
     Args:
-        exit_code: of the job script; None if it has left none.
-        beat_at, words: time and text of the last heartbeat, ``training, step 12 of 500`` say.
-        step_time_s: None if it is not known.
+        exit_code: exit code of the job script; None if it has written none.
+        beat_at, words: time and text of the last heartbeat, e.g. ``training, step 12 of 500``.
+        step_time_s: None if unknown.
     """
     listed, cancelled = answer.listed.get(record.job_id or ""), record.state == "cancelled"
     own = None if exit_code is None else _end_of(exit_code, cancelled=cancelled)
     if listed is not None and listed.state is not JobState.UNKNOWN:
         return _complete(listed, own, cancelled=cancelled)
-    # The code may be of an earlier start, and the next one wait in a queue that did not answer.
+    # The code may be of an earlier start, while the next one waits in a queue that did not answer.
     may_go_on = exit_code == CHECKPOINTED and answer.error is not None
     if own is not None and not may_go_on:
         return own
@@ -376,7 +391,7 @@ def decide_state(
 
 
 def _end_of(code: int, *, cancelled: bool) -> JobStatus:
-    """A job whose end was asked for is cancelled, unless it was done before that reached it."""
+    """The state after an exit code; a cancelled job may have completed before the signal."""
     state = JobState.FAILED if code else JobState.COMPLETED
     reason = f"exit code {code}" if code else ""
     if code == CHECKPOINTED:
@@ -387,7 +402,7 @@ def _end_of(code: int, *, cancelled: bool) -> JobStatus:
 
 
 def _complete(listed: JobStatus, own: JobStatus | None, *, cancelled: bool) -> JobStatus:
-    """What a batch system lists of a job, with what its script says of its end in ``own``.
+    """Combine the batch system's state of a job with ``own``, that of its exit code.
 
     Batch systems list a job that stopped at a checkpoint as failed.
     """
@@ -415,20 +430,17 @@ def _read_plan(run: RunDirectory) -> Plan | None:
 
 @lru_cache(maxsize=1024)
 def _plan_in(path: Path, _changed_at_ns: int) -> Plan | None:
-    """The plan in a file as of some time; a damaged one does not hide the state."""
+    """The plan in a file as of some time; None if it is damaged."""
     with suppress(DataFileError):
         return Plan.load(path)
     return None
 
 
 def find_best(runs: Sequence[RunStatus]) -> RunStatus | None:
-    """Of the runs that have completed, the one with the lowest loss.
+    """The completed run with the lowest loss; None if fewer than two can be compared.
 
-    That of the evaluation counts if all of them have one, else that of the last step; other metrics
-    do not, since nobody says whether more of them is better.
-
-    Returns:
-        None if fewer than two can be compared.
+    The loss of the evaluation counts if all runs have one, else that of the last step. Other
+    metrics do not count, because it is unknown whether more is better.
     """
     completed = [status for status in runs if status.job.state is JobState.COMPLETED]
     all_evaluated = all("loss" in status.measured.evaluation for status in completed)
@@ -441,12 +453,15 @@ def find_best(runs: Sequence[RunStatus]) -> RunStatus | None:
     return completed[min(losses)[1]] if len(losses) > 1 else None
 
 
-def recover(run: RunDirectory, now: float) -> Record:
+def recover(run: RunDirectory, now: float, *, is_locked: bool = False) -> Record:
     """The record of a run, with the id of its current job.
 
-    The saved record lacks this id if a submission was interrupted, but reached the queue (the job
-    is found by its tag), or if the job script submitted itself again, as on PBS. Nothing is saved
-    while another command holds the run, or if the run belongs to another user.
+    The saved record lacks this id if the submission was interrupted after it reached the queue (the
+    job is found by its tag), or if the job script submitted itself again, as on PBS. The record is
+    not saved while another command holds the run, or if the run belongs to another user.
+
+    Args:
+        is_locked: whether the caller holds the lock of the run.
 
     Raises:
         DataFileError: there is no record, or it is damaged.
@@ -455,32 +470,23 @@ def recover(run: RunDirectory, now: float) -> Record:
     newer = add_next_job(run, record, now)
     if record.job_id is not None and newer is record:
         return record
-    if fault_of_owner(run.path, root=False) is not None:
-        return newer
-    with locked(run, wait=False) as ours:
-        return recover_locked(run, now) if ours else record
-
-
-def recover_locked(run: RunDirectory, now: float) -> Record:
-    """As :func:`recover`, for a caller that holds the lock of the run.
-
-    Raises:
-        DataFileError: there is no record, or it is damaged.
-    """
-    record = Record.load(run.record)
-    newer = add_next_job(run, record, now)
-    if newer is record and record.job_id is None and record.state == "submitting":
+    if not is_locked:
+        if fault_of_owner(run.path, root=False) is not None:
+            return newer
+        with locked(run, wait=False) as ours:
+            return recover(run, now, is_locked=True) if ours else record
+    if newer is record and record.state == "submitting":
         with suppress(PipectlError):
             if (job_id := _find(run, record)) is not None:
                 newer = record.after(now, "submitted", job_id=job_id, detail=BY_TAG)
     if newer is not record:
-        with suppress(UsageError):  # it is found in the same way the next time
+        with suppress(UsageError):  # the next command finds the job in the same way
             newer.save(run.record)
     return newer
 
 
 def _find(run: RunDirectory, record: Record) -> str | None:
-    """The id of the job with the record's tag; arrays are looked for once for all of their runs."""
+    """The id of the job with the record's tag; an array is looked up once for all its runs."""
     scheduler = get_scheduler(record.scheduler)
     if record.task is None:
         return scheduler.find(record.tag)
@@ -493,7 +499,7 @@ def _find(run: RunDirectory, record: Record) -> str | None:
 def add_next_job(run: RunDirectory, record: Record, now: float) -> Record:
     """The record with the job that the job script submitted; the same record if there is none.
 
-    A script submits just before it ends, so look here after asking for the state of its job.
+    A script submits just before it ends, so call this after the query for the state of its job.
     """
     words: list[str] = []
     with suppress(OSError, ValueError):
@@ -505,9 +511,9 @@ def add_next_job(run: RunDirectory, record: Record, now: float) -> Record:
 
 
 def refuse_duplicate(base: Path, name: str, now: float) -> None:
-    """Raise if an earlier submission of a job was interrupted, but reached the queue.
+    """Raise if an earlier submission of a job was interrupted after it reached the queue.
 
-    This raises once per run, since it completes the run's record.
+    This raises once per run, because it completes the run's record.
 
     Raises:
         UsageError: naming the run.
@@ -522,7 +528,7 @@ def refuse_duplicate(base: Path, name: str, now: float) -> None:
                 count += 1
                 if record.job_id is None:
                     record = recover(run, now)
-                    # Another detail is of a submission beside this one that has just noted it.
+                    # Any other detail is of a concurrent submission that has just recorded its id.
                     if BY_TAG in {event.detail for event in record.history[-1:]}:
                         newest = newest or (run, record)
         if count == _MAX_RUNS:

@@ -1,10 +1,9 @@
 """Submit a job, or the jobs of a sweep, to a batch system.
 
-Every submission (`submit`, sweeps, `resume`, rehearsals, runs that measure) makes a
-:class:`Submission` for each run and calls :func:`hand_over` within a :class:`Rollback`. `hand_over`
-writes all files of the runs, calls the batch system, and records the job's id. Records are written
-before that call, so that a submission which is interrupted can be found again by its tag; see
-:mod:`pipectl.jobs.state`.
+Every submission (`submit`, sweeps, `resume`, rehearsals, profiles) makes a :class:`Submission` for
+each run and calls :func:`hand_over` within a :class:`Rollback`. `hand_over` writes all files of the
+runs, calls the batch system, and records the job's id. Records are written before that call, so
+:mod:`pipectl.jobs.state` can find the job of an interrupted submission by its tag.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from pipectl.batch.process import NoAnswerError
 from pipectl.batch.script import render_variables
 from pipectl.errors import PipectlError, UsageError
 from pipectl.files import write_text
-from pipectl.jobs.prepare import Job, make_request
+from pipectl.jobs.prepare import Job, change, make_request
 from pipectl.jobs.state import get_statuses, refuse_duplicate
 from pipectl.runs import (
     Record,
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from pipectl.spec import JobSpec
 
 _PRIVATE = 0o600
-"""Mode of files that may hold keys and tokens."""
+"""Mode of files that may contain keys and tokens."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Submission:
     """A run, its job, and the request to the batch system.
 
     Args:
-        record: has the job's id after the batch system has accepted the job.
+        record: contains the job's id once the batch system has accepted the job.
     """
 
     run: RunDirectory
@@ -69,7 +68,7 @@ class Submission:
 
         Args:
             after: see :class:`JobRequest`.
-            fields_of_record: other values of the record than those of a single job.
+            fields_of_record: values of the record that differ from those of a single job.
         """
         request = make_request(job, run.path, after=after)
         record = Record(
@@ -92,9 +91,9 @@ class Rollback:
     It restores nothing if the batch system was called and did not refuse: it may have the job.
 
     Args:
-        created: new directories, to be removed.
-        contents: text by file before the submission; None for new files, to be removed.
-        moved: new path by old path of files, to be moved back.
+        created: new directories, which are removed.
+        contents: earlier text by file; None for new files, which are removed.
+        moved: new path by old path of files, which are moved back.
         scheduler_called: whether the batch system was called.
     """
 
@@ -120,7 +119,7 @@ class Rollback:
         for path in self.contents.keys() - texts.keys():
             with suppress(OSError):
                 path.unlink(missing_ok=True)
-        # On a full disk, files that are still there come first: they free what the others take.
+        # Files that still exist come first: on a full disk, they free the space that others need.
         for path in sorted(texts, key=lambda path: not path.exists()):
             with suppress(UsageError, OSError):
                 if not path.exists():
@@ -139,18 +138,18 @@ def submit(
     """Make a run directory for every job, and hand their script to the batch system.
 
     The jobs of a sweep become one job array. The records of all its runs have the tag of the array;
-    a run's own script has a tag of its own, since on PBS it may submit itself again.
+    the script of each run has its own tag, because on PBS it may submit itself again.
 
     Args:
-        jobs: one job, or those of all points of a sweep.
-        after: runs that must have completed before they start.
-        at_once: how many jobs of a sweep may run at the same time; None sets no limit.
+        jobs: one job, or the jobs of all points of a sweep.
+        after: runs that must complete before the jobs start.
+        at_once: maximum number of jobs of a sweep at the same time; None sets no limit.
 
     Raises:
         UsageError: an earlier submission was interrupted, but reached the queue; or the job cannot
             wait for a run of ``after``.
-        SchedulerError: see :func:`hand_over`; the run directories are removed again, unless the
-            batch system may have the job.
+        SchedulerError: see :func:`hand_over`. The run directories are removed unless the batch
+            system may have the job.
     """
     job = jobs[0]
     base = Path(job.spec.output.directory)
@@ -166,7 +165,7 @@ def submit(
         request = make_request(job, sweep.path, after=ids, array=array)
         submissions = []
         for index, (job, run) in enumerate(zip(jobs, runs, strict=True)):
-            # what JSON does not know, such as infinity, is recorded as text
+            # values that JSON does not have, such as infinity, are recorded as text
             values = json.loads(json.dumps(dict(job.values or {})), parse_constant=str)
             setting = Setting(sweep.name, values)
             submissions.append(
@@ -185,7 +184,7 @@ def hand_over(
     The caller holds the locks of the directories, and has entered ``rollback``.
 
     Args:
-        submissions: one run, or the runs of an array in its order.
+        submissions: one run, or all runs of an array in order.
         array: directory and request of the sweep; None for one run.
 
     Returns:
@@ -193,7 +192,7 @@ def hand_over(
 
     Raises:
         SchedulerError: the batch system is missing or refuses the job.
-        NoAnswerError: it did not answer and may have the job; all files stay.
+        NoAnswerError: the batch system did not answer and may have the job; all files stay.
     """
     scheduler = get_scheduler(submissions[0].record.scheduler)
     first_runs: dict[int, RunDirectory] = {}  # by the identity of their plan
@@ -223,7 +222,11 @@ def hand_over(
 
 
 def _write_files(submission: Submission, script: str, first_run: RunDirectory) -> None:
-    """Write what the job reads, those files of its plan that ``first_run`` has, the record last."""
+    """Write the files of a run, the record last.
+
+    Args:
+        first_run: first run with the same plan, whose files of the plan are copied.
+    """
     run, job, request = submission.run, submission.job, submission.request
     write_job(run, job.spec, request.template)
     if job.cluster is not None:
@@ -249,21 +252,20 @@ def _write_files(submission: Submission, script: str, first_run: RunDirectory) -
 
 
 def write_job(run: RunDirectory, spec: JobSpec, template: Template | None) -> None:
-    """Write ``job.yaml`` of a run, and beside it the template, which `resume` reads."""
+    """Write ``job.yaml`` and the template of a run."""
     if template is not None:
         write_text(run.template, template.text)
-        launch = spec.launch.model_copy(update={"template": str(run.template)})
-        spec = spec.model_copy(update={"launch": launch})
+        spec = change(spec, launch={"template": str(run.template)})
     write_text(run.job, dump(spec), mode=_PRIVATE)
 
 
 def ids_to_wait_for(runs: Sequence[RunDirectory], scheduler: str, now: float) -> tuple[str, ...]:
-    """Ids of the jobs of ``runs``, without runs that have completed.
+    """Ids of the jobs of ``runs`` that have not completed.
 
-    On PBS a job can wait only for a whole array, so ``runs`` must have all runs of its sweep.
+    On PBS a job can wait only for a whole array, so ``runs`` must contain all runs of a sweep.
 
     Raises:
-        UsageError: a run has failed, is not on ``scheduler``, or its job is not known.
+        UsageError: a run has failed, is not on ``scheduler``, or has no known job.
     """
     ids: dict[str, None] = {}
     for status in get_statuses(runs, now):
@@ -298,7 +300,7 @@ def ids_to_wait_for(runs: Sequence[RunDirectory], scheduler: str, now: float) ->
 
 
 def estimate(script: str, scheduler: str) -> str | None:
-    """When a job would start, in the batch system's words; None if it has no queue."""
+    """Forecast of a job's start, in the batch system's words; None if it has no queue."""
     with tempfile.TemporaryDirectory(prefix="pipectl-") as directory:
         path = Path(directory) / "job.sh"
         write_text(path, script)

@@ -1,8 +1,8 @@
 """The program that runs a sweep on this machine: ``python -m pipectl.jobs.sweep DIRECTORY COUNT``.
 
-It runs so many at a time. The script of the array starts it, and it is there until the last run is
-over. A run that it starts is a job of its own from then on, as its record says; cancelled runs are
-left out.
+It runs COUNT runs at a time. The script of the array starts it, and it ends after the last run. A
+run that it has started is a job of its own, with its own id in its record. Cancelled runs are
+skipped.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from pipectl.runs import Record, RunDirectory, SweepDirectory, locked
 
 
 def drive(sweep: SweepDirectory, at_once: int) -> None:
-    """Start all runs of a sweep, so many at a time, and wait for them."""
-    with locked(sweep):  # once the command that submits it has noted the ids of all runs
+    """Start all runs of a sweep, ``at_once`` at a time, and wait for them."""
+    with locked(sweep):  # after the submitting command has recorded the ids of all runs
         runs = sweep.runs()
     running = 0
     for run in runs:
         if running >= at_once and wait_for_any() is not None:
             running -= 1
-        with suppress(PipectlError):  # one that was damaged keeps no other from its turn
+        with suppress(PipectlError):  # a damaged run does not stop the others
             running += _start(run, time.time())
     while wait_for_any() is not None:
         pass
 
 
 def _start(run: RunDirectory, now: float) -> bool:
-    """Start a run, unless it was cancelled, or has been resumed on its own."""
+    """Start a run unless it was cancelled or resumed on its own."""
     with locked(run):
         record = Record.load(run.record)
         if record.task is None or record.state == "cancelled":

@@ -1,7 +1,7 @@
-"""Whether a pipeline trains what one process trains: both train a few steps, and all is compared.
+"""Verify that a pipeline trains the same as one process: both train a few steps.
 
-The reference is a plain PyTorch loop in one process; one rank if operators draw random numbers,
-since a plain loop draws others; or another plan if no single process can hold the model.
+The reference is a plain PyTorch loop in one process. It is one rank if operators draw random
+numbers, because a plain loop draws others, and another plan if no process can hold the model.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -23,8 +24,14 @@ import psutil
 from pipectl.batch import LOCAL, JobState, process
 from pipectl.errors import InfeasibleError, PipectlError, UsageError, WorkerError
 from pipectl.jobs.cancel import cancel
-from pipectl.jobs.job_files import fresh_profile, profile_path
-from pipectl.jobs.prepare import Job, prepare, refuse_code_of_others
+from pipectl.jobs.prepare import (
+    Job,
+    change,
+    complete,
+    find_profile,
+    profile_path,
+    refuse_code_of_others,
+)
 from pipectl.jobs.state import poll
 from pipectl.jobs.submit import submit
 from pipectl.plan import Plan
@@ -40,7 +47,7 @@ if TYPE_CHECKING:
     from pipectl.spec import JobSpec
 
 _ROUNDING = {"float32": 1e-4, "bf16": 2e-2, "float16": 2e-2}
-"""Tolerance if the same bits cannot be expected, by precision; see ``compare``."""
+"""Tolerance by precision if results cannot be equal to the bit; see ``compare``."""
 _CLEANUP_S = 20.0
 _PLAIN = "one plain PyTorch process"
 
@@ -57,12 +64,11 @@ def verify(
 ) -> dict[str, Any]:
     """Train ``steps`` steps in a pipeline and in one process, and compare all losses and weights.
 
-    A model that fits no single process is trained in a second pipeline, of another plan, instead.
-    Everything happens on this machine and in a temporary directory, where the weights after every
-    step need room twice.
+    A model that is too large for one process is trained with another plan instead. Everything runs
+    on this machine, in a temporary directory that needs room for the weights of all steps, twice.
 
     Args:
-        ranks: processes of the pipeline, whatever ``resources`` asks for.
+        ranks: number of ranks of the pipeline, instead of those of ``resources``.
         two_plans: whether to compare with another plan in any case.
         trust_owner: run code that another user could have written.
 
@@ -85,19 +91,23 @@ def verify(
     with _temporary_directory() as directory:
         chunks = 1 if schedule is None else schedule.stages_per_rank[0]
         spec = load(job, [*overrides, *_changes(spec, steps, directory, chunks), *here])
-        with suppress(PipectlError):  # the job's own if it is fresh: its times change no result
+        pipeline = complete(Job(spec, LOCAL))
+        with suppress(PipectlError):  # use the job's profile: its times do not change results
             own = load(job, overrides)
-            profile = fresh_profile(own, profile_path(own))
-            if profile is not None and profile.fingerprint is not None:
-                replace(profile, key=None).save(profile_path(spec))
-        pipeline, plan = _plan_here(spec, progress)
-        # Not before: what this process holds while it measures counts as memory of a rank.
+            as_own = find_profile(replace(pipeline, spec=own), profile_path(own), make=False)
+            if as_own.profile is not None and as_own.profile.fingerprint is not None:
+                pipeline = replace(as_own, spec=spec)
+        if pipeline.profile is None:
+            pipeline = find_profile(pipeline, profile_path(spec), progress)
+        progress(0, 0, "planning")
+        pipeline, plan = _plan(pipeline)
+        # Not earlier: the memory of this process while it measures counts as memory of a rank.
         from pipectl.capture.job import find_traits
         from pipectl.runtime.compare import Trained, compare
         from pipectl.runtime.plain import FirstWeights
 
         traits = find_traits(spec, plan.micro_batch_size)
-        reference = choose_reference(spec, plan, traits, two_plans=two_plans)
+        reference = choose_reference(pipeline, plan, traits, two_plans=two_plans)
         notes, tolerance = expect(spec, traits, plan, reference.reason)
         changes: dict[str, object] = {}
         if tolerance:  # small differences must not become large ones
@@ -118,7 +128,7 @@ def verify(
             steps,
             tolerance,
             weights if tolerance else {},
-            # replicas make means of these, which no single process has
+            # replicas average these, a single process does not
             left_out=frozenset(weights.buffers) if _has_replicas(plan) else frozenset(),
         )
         return describe(plan, comparison, reference, notes, tolerance)
@@ -130,9 +140,9 @@ def describe(
     """The result, for ``--json``.
 
     Args:
-        plan: of the pipeline.
-        notes: why the reference or the tolerance is what it is.
-        tolerance: see :func:`pipectl.runtime.compare.compare`; 0 asks for the same bits.
+        plan: plan of the pipeline.
+        notes: reasons for the reference and the tolerance.
+        tolerance: see :func:`pipectl.runtime.compare.compare`; 0 means equal to the bit.
     """
     first = comparison.first
     return {
@@ -154,7 +164,7 @@ def describe(
 
 @contextmanager
 def _temporary_directory() -> Iterator[Path]:
-    """A directory that is removed, even while the watcher of a failed run still writes there."""
+    """A directory that is removed even if the watcher of a failed run still writes to it."""
     directory = Path(tempfile.mkdtemp(prefix="pipectl-verify-"))
     try:
         yield directory
@@ -167,11 +177,11 @@ def _temporary_directory() -> Iterator[Path]:
 
 
 class Reference(NamedTuple):
-    """What a pipeline is compared with.
+    """The training that a pipeline is compared with.
 
     Args:
-        words: what it is, in words.
-        job: a pipeline of its own; None for a plain process.
+        words: description.
+        job: job that trains it; None for a plain process.
         reason: why it is another plan; empty if it is one process.
     """
 
@@ -180,14 +190,14 @@ class Reference(NamedTuple):
     reason: str = ""
 
 
-def choose_reference(spec: JobSpec, plan: Plan, traits: Traits, *, two_plans: bool) -> Reference:
-    """One process, or another plan if no process can hold the model."""
+def choose_reference(job: Job, plan: Plan, traits: Traits, *, two_plans: bool) -> Reference:
+    """Choose one process, or another plan if no process can hold the model."""
     reason, alone = "--between-plans" if two_plans else "", None
-    if not reason and spec.model.materialize == "per_rank":
+    if not reason and job.spec.model.materialize == "per_rank":
         reason = "materialize: per_rank"
     elif not reason:
         try:
-            alone, alone_plan = _plan_here(_like(spec, plan, ranks=1))
+            alone, alone_plan = _plan(_like(job, plan, ranks=1))
         except InfeasibleError:
             reason = "one process would need more memory than there is"
         else:
@@ -201,7 +211,7 @@ def choose_reference(spec: JobSpec, plan: Plan, traits: Traits, *, two_plans: bo
     for ranks in (plan.ranks + 1, plan.ranks - 1):  # one stage more or less moves all cuts
         with suppress(PipectlError):
             if ranks:
-                other, other_plan = _plan_here(_like(spec, plan, ranks))
+                other, other_plan = _plan(_like(job, plan, ranks))
                 stages = len(other_plan.stages)
                 words = f"another plan: {other_plan.ranks} ranks, {stages} stages"
                 return Reference(words, other, reason)
@@ -211,17 +221,18 @@ def choose_reference(spec: JobSpec, plan: Plan, traits: Traits, *, two_plans: bo
     )
 
 
-def _plan_here(spec: JobSpec, progress: Progress | None = None) -> tuple[Job, Plan]:
-    """The job on this machine, and its plan; the same profile serves all jobs of the directory."""
-    (job,) = prepare(spec, LOCAL, progress)
-    assert job.profile is not None
-    assert job.plan is not None
-    replace(job.profile, key=None).save(profile_path(spec))
-    return job, job.plan
+def _plan(job: Job) -> tuple[Job, Plan]:
+    """Plan a job that has a profile."""
+    from pipectl.jobs.planning import plan_job
+    from pipectl.runtime.nodes import check_supported
+
+    plan = plan_job(job)
+    check_supported(plan, "the plan")
+    return replace(job, plan=plan), plan
 
 
-def _like(spec: JobSpec, plan: Plan, ranks: int) -> JobSpec:
-    """The job with a stage on each of so many ranks, and the micro-batches of a plan."""
+def _like(job: Job, plan: Plan, ranks: int) -> Job:
+    """The job with one stage per rank on ``ranks`` ranks, and the micro-batches of a plan."""
     from pipectl.planner.request import PLACED  # not before the model is measured, see `prepare`
 
     pipeline = {
@@ -232,23 +243,16 @@ def _like(spec: JobSpec, plan: Plan, ranks: int) -> JobSpec:
         "warm_up": None,
         **({"schedule": "1f1b"} if plan.schedule in PLACED else {}),
     }
-    changed = {
-        "resources": spec.resources.model_copy(update={"tasks_per_node": ranks}),
-        "pipeline": spec.pipeline.model_copy(update=pipeline),
-    }
-    return spec.model_copy(update=changed)
+    spec = change(job.spec, resources={"tasks_per_node": ranks}, pipeline=pipeline)
+    return complete(Job(spec, LOCAL)).with_profile(job.profile)
 
 
 def _train(job: Job, changes: Mapping[str, object], progress: Progress) -> RunDirectory:
-    """Run a job with changed sections of its spec, to its end."""
+    """Run a job with changed sections of its spec to its end."""
     job = replace(job, spec=job.spec.model_copy(update=changes))
     run = submit([job], time.time())[0].run
     try:
-        for status in poll(run):
-            step = status.measured.step
-            progress(
-                step, (status.steps or 0) if step else 0, status.phase or status.job.state.value
-            )
+        (status,) = deque(poll(run, progress), maxlen=1)
         if status.job.state is JobState.COMPLETED:
             return run
         if (failure := status.failure) is None:
@@ -263,7 +267,7 @@ def _train(job: Job, changes: Mapping[str, object], progress: Progress) -> RunDi
 
 
 def _train_plainly(spec: JobSpec, micro_batch_size: int, directory: Path) -> None:
-    """Train in one plain process, which writes its weights to a new directory."""
+    """Train in one plain process, which writes the weights to a new directory."""
     directory.mkdir()
     job = directory / "job.yaml"
     job.write_text(dump(spec), encoding="utf-8")
@@ -277,7 +281,7 @@ def _train_plainly(spec: JobSpec, micro_batch_size: int, directory: Path) -> Non
 
 
 def _changes(spec: JobSpec, steps: int, directory: Path, chunks: int) -> list[str]:
-    """What differs from the job as the user wrote it: here, short, one thread per rank.
+    """Changes of the user's job: it runs here, for a few steps, with one thread per rank.
 
     Args:
         chunks: stages per rank of the job's schedule.
@@ -293,7 +297,7 @@ def _changes(spec: JobSpec, steps: int, directory: Path, chunks: int) -> list[st
     evaluates = spec.evaluation is not None and spec.lr_scheduler is not None
     return [
         *(["launch={launcher: mpiexec}"] if spec.launch.launcher == "srun" else []),
-        # What is not finite on both sides is equal, too.
+        # Values that are not finite on both sides count as equal.
         *(["training.on_nonfinite=ignore"] if spec.training.on_nonfinite == "stop" else []),
         *(["evaluation.every=1", "evaluation.metrics={}"] if evaluates else ["evaluation=null"]),
         f"training.steps={steps}",
@@ -310,9 +314,9 @@ def _changes(spec: JobSpec, steps: int, directory: Path, chunks: int) -> list[st
 
 
 def expect(spec: JobSpec, traits: Traits, plan: Plan, reason: str) -> tuple[tuple[str, ...], float]:
-    """Notes and tolerance of a pipeline against one process, or against another plan.
+    """Notes and tolerance for the comparison with one process, or with another plan.
 
-    Plans without replicas differ in no bit on CPUs.
+    On CPUs, plans without replicas are equal to the bit.
 
     Args:
         reason: why another plan is the reference; empty if one process is.

@@ -76,7 +76,6 @@ class RunDirectory(Directory):
 
     job = File("job.yaml")  # the resolved job spec
     profile = File("profile.json")  # the measured operator graph
-    measurement = File("measurement.json")  # how the profile of a run that only measures came to be
     plan = File("plan.json")  # stages, ranks and schedule
     cluster = File("cluster.json")  # nodes, devices and links
     script = File("job.sh")  # the job script

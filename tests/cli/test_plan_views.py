@@ -75,7 +75,8 @@ def answer(
     plan: Plan, parts: StepParts = PARTS, without: WithoutPipeline | None = NONE, **more: object
 ) -> StepAnswer:
     """Of a plan with these parts of a step, two nodes, and 16 samples; the job is open."""
-    request = PlanRequest("x", 16, micro_batches=more.pop("micro_batches", None))  # type: ignore[arg-type]
+    fields = {name: more.pop(name) for name in ("micro_batches", "replicas") if name in more}
+    request = PlanRequest("x", 16, **fields)  # type: ignore[arg-type]
     profile = Profile("x", "test", (), (), 1)
     inputs = PlanInputs(profile, CLUSTER, request)
     values = {"link": None, "stopped": "", "explanation": None, "compiling_s": 0.0, **more}
@@ -142,101 +143,46 @@ def test_a_thousand_stages_show_their_ends_and_their_extremes(pipeline: Plans) -
         assert list(mark_lines(marked)) == [f"recomputed in the backward: {words}"]
 
 
-@pytest.mark.parametrize(
-    ("between", "ends", "words"),
-    [
-        ("switch", ("a", "b"), "switch a to switch b"),
-        ("node", (0, None), "out of node0"),
-        ("node", (None, 1), "into node1"),
-        ("node", (1, 1), "in and out of node1"),
-    ],
-)
-def test_a_link_is_named_by_what_it_connects(
-    pipeline: Plans, between: str, ends: tuple[object, object], words: str
-) -> None:
-    found = explanation(pipeline)
-    assert found.link is not None
-    link = replace(found.link, between=between, source=ends[0], target=ends[1])
-    lines = explanation_lines(replace(found, link=link), CLUSTER)
-    assert any(line.startswith(f"busiest link: {words}, ") for line in lines)
-
-
-def test_a_busy_link_is_the_bottleneck_and_the_best_offer_the_advice(pipeline: Plans) -> None:
-    plan, why = timed(pipeline(2, 4), 1.0), explanation(pipeline)
+def test_verdicts_advice_and_remarks(pipeline: Plans, golden: Callable[..., None]) -> None:
+    """Of what is lost, of links, without a pipeline, and of the search."""
+    plan, why = replace(timed(pipeline(2, 4), 1.0), batch_size=16), explanation(pipeline)
+    search = Search("pipectl", 0.1, 0.1, True, 2.0, 0.8, 0.25)
     assert why.link is not None
     busy = replace(why.link, busy_s=0.9)
-    found = dict(verdict(answer(plan, explanation=replace(why, offers=why.offers[1:]), link=busy)))
-    assert found["bottleneck"] == "the link node0 to node1, in use for 90.0% of the step"
-    assert found["rank 0 waits"].startswith("15.0% for other stages")
-    assert found["would help"] == "no change that was tried"
-
-
-@pytest.mark.parametrize(
-    ("lost", "micro_batches", "advice"),
-    [
-        ({}, None, "a larger batch (training.batch_size), or fewer ranks; --explain tries that"),
-        ({}, 4, "more micro-batches (pipeline.micro_batches); --explain tries that and more"),
-        ({"communication_s": 0.2}, None, "faster links, or fewer stages; --explain tries that"),
-        ({"reduction_s": 0.2}, None, "faster links, or fewer replicas; --explain tries that"),
-        ({"recompute_s": 0.2}, None, "more memory per rank (pipeline.memory_limit); --explain"),
-        ({"bubble_s": 0.01, "communication_s": 0.0}, None, "more nodes; --nodes 1,2,4 says up to"),
-    ],
-)
-def test_the_advice_follows_from_what_is_lost(
-    pipeline: Plans, lost: dict[str, float], micro_batches: int | None, advice: str
-) -> None:
-    plan = replace(timed(pipeline(2, 4), 1.0), batch_size=16)
-    found = answer(plan, replace(PARTS, **lost), micro_batches=micro_batches)
-    assert dict(verdict(found))["would help"].startswith(advice)
-
-
-@pytest.mark.parametrize(
-    ("single", "parallel", "advice"),
-    [
-        (1.1, 1.2, "a larger batch"),
-        (0.5, None, "no pipeline: one rank alone takes 500 ms per step"),
-        (
-            0.9,
-            0.5,
-            "no pipeline: data parallelism on 4 ranks takes about 500 ms per step, 100 ms of it to "
-            "sum gradients (pipeline.replicas: any considers it)",
-        ),
-    ],
-)
-def test_a_pipeline_that_is_not_worth_it(
-    pipeline: Plans, single: float, parallel: float | None, advice: str
-) -> None:
-    without = WithoutPipeline(
-        Estimate(1, single, 0.0, 0), None if parallel is None else Estimate(4, parallel, 0.1, 0)
+    ends = {"switch": ("a", "b"), "node": (0, None), "rank": (None, 1), "nodes": (1, 1)}
+    links = {
+        f"link {between}": replace(busy, between=between.rstrip("s"), source=source, target=target)
+        for between, (source, target) in ends.items()
+    }
+    parallel = WithoutPipeline(Estimate(1, 0.9, 0.0, 0), Estimate(4, 0.5, 0.1, 0))
+    searched = answer(
+        replace(plan, search=search), without=WithoutPipeline(None, None, "no size"),
+        stopped="by Ctrl-C", compiling_s=1.5,
+    )  # fmt: skip
+    best = replace(searched.plan, search=replace(search, gap=0.0))
+    answers = {
+        "bubble": answer(plan),
+        "bubble, fixed micro-batches": answer(plan, micro_batches=4),
+        "messages": answer(plan, replace(PARTS, communication_s=0.2)),
+        "reduction": answer(plan, replace(PARTS, reduction_s=0.2)),
+        "recomputation": answer(plan, replace(PARTS, recompute_s=0.2)),
+        "little": answer(plan, replace(PARTS, bubble_s=0.01, communication_s=0.0)),
+        "no offer helps": answer(plan, explanation=replace(why, offers=why.offers[1:])),
+        "one stage": answer(timed(pipeline(1, 4, node_of_rank=(0, 1)), 1.0)),
+        "one rank is slower": answer(plan, without=WithoutPipeline(Estimate(1, 1.1, 0.0, 0), None)),
+        "one rank is faster": answer(plan, without=WithoutPipeline(Estimate(1, 0.5, 0.0, 0), None)),
+        "data parallelism is faster": answer(plan, without=parallel),
+        "and was considered": answer(plan, without=parallel, replicas=None),
+        "search": replace(searched, inputs=replace(searched.inputs, kept_micro_batches=4)),
+        "best plan": replace(searched, plan=best),
+        **{name: answer(plan, link=link) for name, link in links.items()},
+    }
+    golden(
+        *(
+            "\n".join((name, *(f"  {label}: {text}" for label, text in (*verdict(a), *remarks(a)))))
+            for name, a in answers.items()
+        )
     )
-    found = answer(timed(pipeline(2, 4), 1.0), without=without)
-    assert dict(verdict(found))["would help"].startswith(advice)
-    chosen = replace(found.inputs.request, replicas=None)
-    considered = replace(found, inputs=replace(found.inputs, request=chosen))
-    assert "any considers it" not in dict(verdict(considered))["would help"]
-
-
-def test_a_plan_of_one_stage_says_that_no_cut_helps(pipeline: Plans) -> None:
-    found = answer(timed(pipeline(1, 4, node_of_rank=(0, 1)), 1.0))
-    assert "no cut makes a step shorter" in dict(verdict(found))["would help"]
-
-
-def test_what_is_said_of_the_search(pipeline: Plans) -> None:
-    search = Search("pipectl", 0.1, 0.1, True, 2.0, 0.8, 0.25)
-    plan = replace(timed(pipeline(2, 4), 1.0), search=search)
-    without = WithoutPipeline(None, None, "no size")
-    found = answer(plan, without=without, stopped="by Ctrl-C", compiling_s=1.5)
-    found = replace(found, inputs=replace(found.inputs, kept_micro_batches=4))
-    begin = "by pipectl in 2.00 s, 1.50 s of it to compile the planner, stopped by Ctrl-C; "
-    sizes = "no plan with these micro-batch sizes "
-    kept = "4, as in the previous plan, because results depend on them; use --new-micro-batches "
-    assert list(remarks(found)) == [
-        ("search", f"{begin}{sizes}takes less than 800 ms per step"),
-        ("micro-batches", f"{kept}to change them"),
-        ("data parallelism", "not compared: no size"),
-    ]
-    best = replace(found, plan=replace(plan, search=replace(search, gap=0.0)))
-    assert dict(remarks(best))["search"] == f"{begin}{sizes}is faster"
 
 
 @pytest.fixture
@@ -263,16 +209,9 @@ def test_the_table_of_node_counts(
 ) -> None:
     found = counts({1: None, 2: 7.2, 4: 4.0, 8: 3.9})
     tables = (printed(scaling_table(found, width), width) for width in (120, 80))
-    golden(*tables, *scaling_lines(found))
-
-
-@pytest.mark.parametrize(
-    ("times_s", "lines"),
-    [
-        ({1: 8.0, 2: 4.0}, ["scaling pays up to 2 nodes, the largest number tried"]),
-        ({1: 8.0, 2: 8.0}, ["scaling pays up to 1 node: 2 would be no faster"]),
-        ({1: None}, ["1 node: too large", "the model fits on none of these numbers of nodes"]),
-    ],
-)
-def test_where_scaling_stops(counts: Callable[..., Scaling], times_s, lines) -> None:
-    assert list(scaling_lines(counts(times_s))) == lines
+    others = ({1: 8.0, 2: 4.0}, {1: 8.0, 2: 8.0}, {1: None})
+    golden(
+        *tables,
+        *scaling_lines(found),
+        *(line for each in others for line in ("", *scaling_lines(counts(each)))),
+    )

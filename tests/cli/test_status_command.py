@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from conftest import Command, Program, RunOf
 
 GIB = 1 << 30
+KEYS = ("waits_for", "peaks")
 LISTED = "echo '12|{}|1|N/A|N/A|n1||None'"
 DOWN = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
 RANKS = [
@@ -266,85 +267,48 @@ def status_of(folder: Path, ranks: Sequence[RankBeat] = (), **fields: Any) -> Ru
     return replace(status, **fields)
 
 
-def details(status: RunStatus) -> dict[str, str]:
-    lines = [line.plain for line in run_lines(status, files=False)][1:]
-    return {line[2:16].strip(): line[16:] for line in lines}
+def test_the_lines_of_a_run(pipeline: Any, tmp_path: Path, golden: Callable[..., None]) -> None:
+    """A difference with its parts, a rank that others wait for, and figures beside a prediction."""
+    parts = {"computing": 0.004, "communication": 0.009, "sums": 1e-5, "between_actions": -0.002}
 
+    def waiting(*shares: float | None) -> RunStatus:
+        ranks = [RankBeat(r, node=f"n{r}", waiting=share) for r, share in enumerate(shares)]
+        return status_of(tmp_path, ranks)
 
-@pytest.mark.parametrize(
-    ("parts", "words"),
-    [
-        ({"computing": 0.004, "communication": 0.009, "sums": 1e-5, "between_actions": -0.002},
-         "step 10 was 11.0 ms longer: 9.00 ms more waiting for messages on their way, 4.00 ms more "
-         "computing, 2.00 ms less time between actions (Python)"),
-        ({"computing": 5e-5}, None),
-    ],
-)  # fmt: skip
-def test_the_parts_of_a_difference_come_largest_first_and_small_ones_not_at_all(
-    tmp_path: Path, parts: dict[str, float], words: str | None
-) -> None:
-    lines = [line.plain for line in run_lines(status_of(tmp_path), None, (10, parts), files=False)]
-    found = [line[16:] for line in lines if "step 10" in line]
-    assert found == ([] if words is None else [words])
+    def measured(step_s: float | None) -> RunStatus:
+        """A run with a predicted step of 1 s, unless the plan predicts nothing."""
+        plan = pipeline(2, 4)
+        stages = [replace(stage, cost=replace(stage.cost, flops=10**8)) for stage in plan.stages]
+        if step_s is not None:
+            prediction = Prediction(1.0, 0.0, (1.0, 1.0), (GIB, 3 * GIB), 4e9)
+            plan = replace(plan, prediction=prediction)
+        ranks = [RankBeat(rank, peak_bytes=peak) for rank, peak in enumerate((GIB, 2 * GIB))]
+        return status_of(
+            tmp_path,
+            [*ranks, RankBeat(99)],
+            plan=replace(plan, stages=tuple(stages)),
+            measured=Measured(step=30, steps=40, step_time_s=step_s),
+        )
 
-
-@pytest.mark.parametrize(
-    ("waiting", "words", "waits_for"),
-    [
-        pytest.param(
-            [0.7, 0.5, 0.05, None],
-            "for rank 2 on n2: the others wait 60% of their time, it waits 5%",
-            {"rank": 2, "node": "n2", "share": 0.05, "others": 0.6},
-            id="one is slow",
-        ),
-        pytest.param([0.5, 0.4, 0.45], None, None, id="all wait alike"),
-        pytest.param([0.1, 0.2, 0.0], None, None, id="little is waited"),
-        pytest.param([None, None], None, None, id="no step yet"),
-        pytest.param([0.9], None, None, id="one rank"),
-    ],
-)
-def test_the_rank_that_others_wait_for(
-    tmp_path: Path, waiting: list[float | None], words: str | None, waits_for: dict[str, Any] | None
-) -> None:
-    ranks = [RankBeat(r, node=f"n{r}", waiting=share) for r, share in enumerate(waiting)]
-    status = status_of(tmp_path, ranks)
-    assert details(status).get("waiting") == words
-    assert run_json(status)["waits_for"] == waits_for
-
-
-@pytest.mark.parametrize(
-    ("step_s", "label", "words"),
-    [
-        (1.002, "predicted", "1.00 s per step; the run is as fast"),
-        (1.3, "predicted", "1.00 s per step; the run is 30% slower"),
-        (0.8, "predicted", "1.00 s per step; the run is 20% faster"),
-        (
-            0.5,
-            "speed",
-            "500 ms per step, 8.0 samples/s, 1.60 GFLOP/s (40% of the peak), ",
-        ),
-        (0.5, "progress", "███████████████░░░░░ step 30 of 40, 5.00 s left"),
-        (0.5, "memory", "at most 2.00 GiB per rank (rank 1, predicted 3.00 GiB)"),
-        (None, "memory", "at most 2.00 GiB per rank (rank 1)"),
-    ],
-)
-def test_speed_progress_and_memory_against_the_prediction(
-    pipeline: Any, tmp_path: Path, step_s: float | None, label: str, words: str
-) -> None:
-    plan = pipeline(2, 4)
-    predicted = None if step_s is None else (GIB, 3 * GIB)
-    if predicted is not None:
-        plan = replace(plan, prediction=Prediction(1.0, 0.0, (1.0, 1.0), predicted, 4e9))
-    stages = [replace(s, cost=replace(s.cost, flops=10**8)) for s in plan.stages]
-    plan = replace(plan, stages=tuple(stages))
-    measured = Measured(step=30, steps=40, step_time_s=step_s)
-    ranks = [RankBeat(rank, peak_bytes=peak) for rank, peak in enumerate((GIB, 2 * GIB))]
-    status = status_of(tmp_path, [*ranks, RankBeat(99)], plan=plan, measured=measured)
-    assert details(status)[label].startswith(words)
-    assert run_json(status)["peaks"] == [
-        {"rank": rank, "measured_bytes": (1 + rank) * GIB, "predicted_bytes": expected}
-        for rank, expected in enumerate(predicted or (None, None))
-    ]
+    statuses = {
+        "one rank is slow": waiting(0.7, 0.5, 0.05, None),
+        "all ranks wait alike": waiting(0.5, 0.4, 0.45),
+        "ranks wait little": waiting(0.1, 0.2, 0.0),
+        "no step yet": waiting(None, None),
+        "one rank": waiting(0.9),
+        "as fast as predicted": measured(1.002),
+        "slower": measured(1.3),
+        "faster": measured(0.5),
+        "no prediction": measured(None),
+    }
+    texts = []
+    for name, status in statuses.items():
+        lines = [line.plain for line in run_lines(status, files=False)][1:]
+        texts += [name, *lines, json.dumps({key: run_json(status)[key] for key in KEYS})]
+    for each in (parts, {"computing": 5e-5}):
+        lines = [line.plain for line in run_lines(status_of(tmp_path), None, (10, each))]
+        texts += ["a difference", *(line for line in lines if "difference" in line)]
+    golden(*texts)
 
 
 def test_what_is_drawn_of_figures() -> None:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pipectl.jobs.prepare import prepare
-from pipectl.jobs.profiles import Measurement
 from pipectl.profile import Profile
 from pipectl.runs import Record
 from pipectl.spec import SpecFile, profile_key
@@ -109,11 +108,10 @@ def test_on_this_machine_models_are_measured_once_each(
 ) -> None:
     measured = []
 
-    def measure(spec: JobSpec, path: Path | None, _progress: object) -> Measurement:
+    def measure(spec: JobSpec, path: Path | None, _progress: object) -> Profile:
         assert path is None, "the job's own place is that of its own model"
         measured.append(spec.model.kwargs)
-        found = Profile.from_json(profile_document(key=profile_key(spec)))
-        return Measurement(found, 1.0, "here", 1.0)
+        return Profile.from_json(profile_document(key=profile_key(spec)))
 
     monkeypatch.setattr("pipectl.jobs.profiles.measure", measure)
     widths = "sweep.grid={model.kwargs: [{}, {width: 3}, {width: 4}], training.seed: [0, 1]}"

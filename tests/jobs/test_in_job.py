@@ -11,7 +11,6 @@ import pytest
 from pipectl.cluster import assumed_cluster
 from pipectl.errors import CaptureError
 from pipectl.jobs import in_job
-from pipectl.jobs.profiles import Measurement
 from pipectl.plan import Plan
 from pipectl.profile import Operator, OptimizerCost, Profile
 from pipectl.runs import Heartbeat, Record, RunDirectory
@@ -50,16 +49,14 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Replaces the profiler; the list says what was measured."""
     calls: list[Path] = []
 
-    def measure(
-        spec: JobSpec, path: Path, progress: Callable[[int, int, str], None]
-    ) -> Measurement:
+    def measure(spec: JobSpec, path: Path, progress: Callable[[int, int, str], None]) -> Profile:
         assert Path(spec.output.directory) == path.parents[1]
         calls.append(path)
         progress(1, 3, "op0")
-        PROFILE.save(path)
-        return Measurement(PROFILE, 0.0, "here", 1.0)
+        replace(PROFILE, source=f"measurement {len(calls)}").save(path)
+        return Profile.load(path)
 
-    monkeypatch.setattr(in_job, "measure", measure)
+    monkeypatch.setattr("pipectl.jobs.profiles.measure", measure)
     return calls
 
 
@@ -99,32 +96,13 @@ def test_what_is_there_is_kept_unless_the_model_is_another_and_nothing_is_saved(
     assert (Plan.load(run.plan).assumptions == ("mine",)) == (measurements == 1)
 
 
-def test_no_plan_of_another_model_stays_where_planning_is_cut_short(
-    run: RunDirectory, measured: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    in_job.profile_and_plan(run)
-    replace(PROFILE, key="of another model").save(run.profile)
-    replace(Plan.load(run.plan), assumptions=("mine",)).save(run.plan)
-
-    def killed(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("pipectl.jobs.planning.find_plan", killed)
-        with pytest.raises(KeyboardInterrupt):
-            in_job.profile_and_plan(run)
-    in_job.profile_and_plan(run)
-    assert measured == [run.profile] * 2
-    assert Plan.load(run.plan).assumptions != ("mine",)
-
-
 def test_a_failure_is_reported_in_the_run_and_on_standard_error(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(*_arguments: object, **_more: object) -> Measurement:
+    def fail(*_arguments: object, **_more: object) -> Profile:
         raise CaptureError("m: no such module", cure="install it")
 
-    monkeypatch.setattr(in_job, "measure", fail)
+    monkeypatch.setattr("pipectl.jobs.profiles.measure", fail)
     assert in_job.main([str(run.path)]) == 3
     assert capsys.readouterr().err == "error: m: no such module\n  install it\n"
     report = json.loads((run.errors / "prepare.json").read_text())

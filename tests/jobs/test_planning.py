@@ -8,6 +8,7 @@ import pytest
 
 from pipectl.cluster import OffloadTarget, assumed_cluster
 from pipectl.jobs.planning import request_of
+from pipectl.jobs.prepare import Job
 from pipectl.link import Link
 from pipectl.planner import PlanRequest
 from pipectl.planner.explain.what_if import MAX_SLOWER, step_range, with_slower_links
@@ -33,7 +34,8 @@ def asked(
     cluster = assumed_cluster("here", [1], 1, None)
     device = replace(cluster.nodes[0].device, disk_link=disk)
     cluster = replace(cluster, nodes=(replace(cluster.nodes[0], device=device),))
-    return request_of(load(job, overrides, check_files=False), PROFILE, cluster)
+    spec = load(job, overrides, check_files=False)
+    return request_of(Job(spec, "local", cluster=cluster, profile=PROFILE))
 
 
 @pytest.mark.parametrize(

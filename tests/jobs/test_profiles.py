@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipectl.jobs import profiles
-from pipectl.jobs.job_files import fresh_profile
+from pipectl.jobs.prepare import is_fresh
 from pipectl.jobs.profiles import Interrupted, measure, measure_rows
 from pipectl.link import RowTimes
 from pipectl.profile import Operator, OperatorMemory, OptimizerCost, Profile
@@ -47,6 +47,17 @@ class Profiler:
         cost = OptimizerCost(2.0, 1e-9)
         return Profile(spec.name, "test", 2, operators, (), "abc", cost, key=profile_key(spec))
 
+    def measures(self, call: Callable[[], Profile]) -> bool:
+        """Whether ``call`` measures anything."""
+        before = len(self.efforts)
+        call()
+        return len(self.efforts) > before
+
+
+def resumed(profile: Profile) -> int:
+    assert profile.device is not None
+    return profile.device.resumed
+
 
 @pytest.fixture
 def profiler(monkeypatch: pytest.MonkeyPatch) -> Profiler:
@@ -74,11 +85,8 @@ def test_the_second_time_nothing_is_measured(
 ) -> None:
     first = measure(spec_of(), PLACE)
     PLACE.unlink()
-    second = measure(spec_of(), PLACE)
-    assert (first.cached, second.cached) == (False, True)
+    assert measure(spec_of(), PLACE) == Profile.load(PLACE) == first
     assert profiler.measured == ["op0", "op1", "op2"]
-    assert Profile.load(PLACE) == second.profile == first.profile
-    assert second == replace(first, cached=True)
     entries = [path for path in Path("runs/.cache").iterdir() if "rows-" not in path.name]
     assert [path.suffix for path in entries] == [".json"]
 
@@ -86,12 +94,12 @@ def test_the_second_time_nothing_is_measured(
 def test_the_profile_says_on_what_it_was_measured(
     profiler: Profiler, spec_of: Callable[..., JobSpec]
 ) -> None:
-    plain = measure(spec_of("resources.cpus_per_task=3"), PLACE).profile.device
+    plain = measure(spec_of("resources.cpus_per_task=3"), PLACE).device
     assert plain is not None
     assert (plain.kind, plain.threads, plain.neighbours) == ("cpu", 3, 0)
     assert plain.model
     less = spec_of("resources.cpus_per_task=3", "launch.progress=core")
-    device = measure(less, PLACE).profile.device
+    device = measure(less, PLACE).device
     assert device is not None
     assert device.threads == 2
 
@@ -120,50 +128,39 @@ def test_what_makes_a_measurement_another(
     measure(spec_of(), PLACE)
     profiler.measured.clear()
     spec = spec_of(*overrides)
-    found = measure(spec, PLACE, **options)
-    assert (found.cached, found.profile.name) == (measured == 0, spec.name)
+    assert measure(spec, PLACE, **options).name == spec.name
     assert len(profiler.measured) == measured
 
 
 def test_code_processor_and_versions_make_it_another(
     profiler: Profiler, spec_of: Callable[..., JobSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def cached() -> bool:
-        return measure(spec_of(), PLACE).cached
+    def measured_twice() -> list[bool]:
+        return [profiler.measures(lambda: measure(spec_of(), PLACE)) for _ in range(2)]
 
-    assert [cached(), cached()] == [False, True]
+    assert measured_twice() == [True, False]
     Path("layers.py").write_text("width = 2\n")
-    assert [cached(), cached()] == [False, True]
+    assert measured_twice() == [True, False]
     monkeypatch.setattr(profiles, "processor", lambda: "another")
-    assert [cached(), cached()] == [False, True]
+    assert measured_twice() == [True, False]
     monkeypatch.setattr(profiles, "version", lambda _package: "9.9")
-    assert [cached(), cached()] == [False, True]
+    assert measured_twice() == [True, False]
     monkeypatch.setattr(profiles, "_hash_of_measuring_code", lambda: "changed")
-    assert [cached(), cached()] == [False, True]
+    assert measured_twice() == [True, False]
 
 
-def _damage(text: str) -> list[str]:
-    document = json.loads(text)
-    foreign = {**document, "identity": {**document["identity"], "key": "other"}}
-    newer = {**document, "version": 2}
-    empty = {**document, "profile": {**document["profile"], "nodes": []}}
-    bare = {key: value for key, value in document.items() if key != "measured_at"}
-    return [
-        *("", "null", text[:-30], "\0" * 100),
-        *(json.dumps(found) for found in (foreign, newer, empty, bare)),
-    ]
-
-
-def test_damaged_and_foreign_entries_are_measured_anew(
+def test_damaged_entries_are_measured_anew(
     profiler: Profiler, spec_of: Callable[..., JobSpec]
 ) -> None:
     measure(spec_of(), PLACE)
     (path,) = Path("runs/.cache").glob("[!r]*.json")
     good = path.read_text()
-    for text in _damage(good):
+    others = ({"version": 2}, {"nodes": []}, {"edges": None})
+    changed = (json.dumps({**json.loads(good), **other}) for other in others)
+    for text in ("", "null", good[:-30], "\0" * 100, *changed):
         path.write_text(text)
-        assert not measure(spec_of(), PLACE).cached
-        assert measure(spec_of(), PLACE).cached
+        assert profiler.measures(lambda: measure(spec_of(), PLACE))
+        assert not profiler.measures(lambda: measure(spec_of(), PLACE))
 
 
 def test_an_interrupted_one_goes_on_where_it_was(
@@ -178,9 +175,10 @@ def test_an_interrupted_one_goes_on_where_it_was(
     assert PLACE.read_text() == "good"
     profiler.stop_at = None
     found = measure(spec_of(), PLACE)
-    assert (found.cached, found.resumed) == (False, 2)
+    assert resumed(found) == 2
     assert profiler.measured == ["op0", "op1", "op2"]
-    assert fresh_profile(spec_of(), PLACE) == found.profile
+    assert Profile.load(PLACE) == found
+    assert is_fresh(spec_of(), found)
 
 
 def test_measuring_again_may_be_interrupted_too(
@@ -191,8 +189,8 @@ def test_measuring_again_may_be_interrupted_too(
     with pytest.raises(Interrupted):
         measure(spec_of(), PLACE, again=True)
     profiler.stop_at = None
-    assert measure(spec_of(), PLACE).cached
-    assert measure(spec_of(), PLACE, again=True).resumed == 1
+    assert not profiler.measures(lambda: measure(spec_of(), PLACE))
+    assert resumed(measure(spec_of(), PLACE, again=True)) == 1
 
 
 def test_what_changed_since_the_interruption_is_not_mixed(
@@ -203,7 +201,7 @@ def test_what_changed_since_the_interruption_is_not_mixed(
         measure(spec_of(), PLACE)
     profiler.stop_at = None
     Path("layers.py").write_text("width = 2\n")
-    assert measure(spec_of(), PLACE).resumed == 0
+    assert resumed(measure(spec_of(), PLACE)) == 0
     assert profiler.measured == ["op0", "op1", "op0", "op1", "op2"]
 
 
@@ -230,7 +228,7 @@ def test_old_files_make_room(
     for batch in (8, 16, 32):
         measure(spec_of(f"training.batch_size={batch}"), PLACE)
     assert len(list(Path("runs/.cache").iterdir())) == 2
-    assert measure(spec_of("training.batch_size=32"), PLACE).cached
+    assert not profiler.measures(lambda: measure(spec_of("training.batch_size=32"), PLACE))
 
 
 @pytest.mark.mpi

@@ -23,7 +23,7 @@ import pytest
 import yaml
 
 from pipectl.batch import JobState
-from pipectl.jobs.planning import find_plan
+from pipectl.jobs.planning import plan_job
 from pipectl.jobs.prepare import Job, complete
 from pipectl.jobs.resume import resume
 from pipectl.jobs.state import RunStatus, get_status
@@ -258,10 +258,8 @@ def begin(tmp_path_factory: pytest.TempPathFactory, profile: Profile) -> Iterato
         changed["output.directory"] = str(folder / "runs")
         spec = load(path, [f"{key}={json.dumps(value)}" for key, value in changed.items()])
         fresh = replace(profile, key=profile_key(spec))
-        job = complete(Job(spec, scheduler))
-        assert job.cluster is not None
-        job = replace(job, profile=fresh, plan=find_plan(spec, fresh, job.cluster))
-        run = submit([job], time.time())[0].run
+        job = complete(Job(spec, scheduler)).with_profile(fresh)
+        run = submit([replace(job, plan=plan_job(job))], time.time())[0].run
         seed = f"{SEED} {scheduler} {family} {ranks} {settings}"
         started.append(Continued(run, scheduler, random.Random(seed), family))
         return started[-1]

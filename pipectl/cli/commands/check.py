@@ -1,4 +1,4 @@
-"""`pipectl check`: is the job spec right, and where does each value come from?"""
+"""`pipectl check`: check a job spec, and show where each value comes from."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def command(
 
 
 def _origins_table(origins: Sequence[Origin]) -> Table:
-    """One line per key, those of a section below its name; long values are folded."""
+    """A table with one line per key, below the name of its section; long values wrap."""
     table = Table(box=None, pad_edge=False, show_header=False, expand=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
@@ -88,7 +88,7 @@ def _origins_table(origins: Sequence[Origin]) -> Table:
 
 
 def _origin_json(origin: Origin) -> dict[str, Any]:
-    """The same for programs; ``file`` and ``line`` are null if there is none."""
+    """A line of ``--json``; ``file`` and ``line`` are null if the value is not from a file."""
     place = origin.place
     return {
         "key": path_text(origin.path),

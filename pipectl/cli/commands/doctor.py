@@ -1,4 +1,4 @@
-"""`pipectl doctor`: whether this machine has what jobs need, check by check."""
+"""`pipectl doctor`: check that this machine has what jobs need."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pipectl.batch.launchers import AUTO, MPIEXECS, knows_pmi, launch_command, l
 from pipectl.cli import options as opt
 from pipectl.cli.console import output, plain, say_json
 from pipectl.errors import PipectlError, SchedulerError
-from pipectl.jobs.job_files import memory_of_this_machine
+from pipectl.jobs.prepare import memory_of_this_machine
 from pipectl.jobs.profiles import request_of_two
 from pipectl.spec import load
 from pipectl.spec.models import Launch
@@ -45,22 +45,25 @@ _TORCH = (
     "print(json.dumps([torch.__version__, found and found.type, torch.accelerator.device_count()]))"
 )
 Level = Literal["ok", "warn", "fail"]
-Found = tuple[str, str, str] | tuple[str, str, str, bool]
-"""What, in words, what to do about it (empty if all is well), and whether jobs would fail."""
 
 
 class Finding(NamedTuple):
-    """One line.
+    """The result of a check.
 
     Args:
-        level: with a warning, jobs run, but not as well as they could; with a failure, they cannot.
-        cure: what to do; empty if all is well.
+        cure: what to do; empty if nothing is wrong.
+        fails: whether jobs cannot run. If not, but there is a cure, they run less well.
     """
 
     what: str
-    level: Level
     text: str
     cure: str = ""
+    fails: bool = False
+
+    @property
+    def level(self) -> Level:
+        """Severity."""
+        return "fail" if self.fails else "warn" if self.cure else "ok"
 
 
 def command(
@@ -91,20 +94,21 @@ def command(
         if finding.cure:
             output().print(plain(f"{'':<{_INDENT}}{finding.cure}"), soft_wrap=True)
     if as_json:
-        say_json([finding._asdict() for finding in findings])
-    if any(finding.level == "fail" for finding in findings):
+        keys = "what", "level", "text", "cure"
+        say_json([{key: getattr(finding, key) for key in keys} for finding in findings])
+    if any(finding.fails for finding in findings):
         raise typer.Exit(1)
 
 
 def examine(launch: Launch | None, directory: Path, only: str | None = None) -> Iterator[Finding]:
-    """What there is, and what is wrong with it.
+    """Run all checks.
 
     Args:
-        launch: what is tried out; None for that of a job that says nothing of it.
-        directory: of the run directories.
-        only: name of the one check to make.
+        launch: launch settings to test; None for the defaults.
+        directory: directory of the runs.
+        only: name of the only check to run.
     """
-    checks: dict[str, tuple[Iterator[Found], str]] = {
+    checks: dict[str, tuple[Iterator[Finding], str]] = {
         "python": (_check_python(), ""),
         "torch": (_check_torch(), "pip install torch"),
         "MPI": (_check_mpi(launch), "pip install mpich, or load your cluster's MPI first"),
@@ -113,46 +117,45 @@ def examine(launch: Launch | None, directory: Path, only: str | None = None) -> 
         "files": (_check_file_system(directory), "set output.directory to where you may write"),
         "machine": (_check_machine(), ""),
     }
-    for name, (found, cure_of_failure) in checks.items():
+    for name, (findings, cure_of_failure) in checks.items():
         if only not in {None, name}:
             continue
         try:
-            for each in found:
-                what, text, cure = each[:3]
-                level: Level = "fail" if each[3:] else "warn" if cure else "ok"
-                yield Finding(what, level, text, cure)
+            yield from findings
         except (PipectlError, OSError, ValueError, LookupError) as error:
             text = error.message if isinstance(error, PipectlError) else str(error)
             cure = (isinstance(error, PipectlError) and error.cure) or cure_of_failure
-            yield Finding(name, "fail", text, cure)
+            yield Finding(name, text, cure, fails=True)
 
 
-def _check_python() -> Iterator[Found]:
-    yield "python", f"{platform.python_version()} ({sys.executable}), pipectl {__version__}", ""
+def _check_python() -> Iterator[Finding]:
+    yield Finding(
+        "python", f"{platform.python_version()} ({sys.executable}), pipectl {__version__}"
+    )
 
 
-def _check_torch() -> Iterator[Found]:
-    """Whether torch can be imported, and how messages leave accelerators."""
+def _check_torch() -> Iterator[Finding]:
+    """Check that torch can be imported, and how messages leave accelerators."""
     name, kind, count = _answer([sys.executable, "-c", _TORCH])
     untested = untested_torch()
     cure = f"if something fails, install {tested_torch()}"
-    yield "torch", untested or name, cure if untested else ""
+    yield Finding("torch", untested or name, cure if untested else "")
     if not kind:
-        yield "accelerators", "none: ranks compute on cores", ""
+        yield Finding("accelerators", "none: ranks compute on cores")
         return
     try:  # a test message from an accelerator's memory, which may crash the process
         _output([sys.executable, "-m", "mpi4py", "-m", _SELF_TEST, kind])
         way = "MPI reads their memory"
     except PipectlError:
         way = "messages pass through host memory"
-    yield "accelerators", f"{count} of kind {kind}; {way}", ""
+    yield Finding("accelerators", f"{count} of kind {kind}; {way}")
 
 
-def _check_mpi(launch: Launch | None) -> Iterator[Found]:
-    """Two ranks are started and send each other messages, as the ranks of a job do."""
+def _check_mpi(launch: Launch | None) -> Iterator[Finding]:
+    """Start two ranks that send each other messages, as the ranks of a job do."""
     launch = Launch() if launch is None else launch.model_copy(update={"bind": "none"})
     if launch.launcher == "srun":
-        yield "MPI", "ranks start with srun, which can only be tried within a job", ""
+        yield Finding("MPI", "ranks start with srun, which can only be tried within a job")
         return
     request = request_of_two(launch, _REACH)
     command, mpi = launch_command(request, LOCAL), request.launch.mpi
@@ -163,51 +166,51 @@ def _check_mpi(launch: Launch | None) -> Iterator[Found]:
             f"MPI that mpi4py has loaded ({answer['library']})",
             cure="load only one MPI, or set MPI4PY_LIBMPI to the library of this mpiexec",
         )
-    yield "MPI", f"{answer['library']}, started by {command[0]}", ""
+    yield Finding("MPI", f"{answer['library']}, started by {command[0]}")
     if mpi == AUTO:
         cure = f"if it is like one of {', '.join(MPIEXECS)}, set launch.mpi to that"
-        yield "launcher", "mpiexec is of an unknown kind, so it cannot bind ranks", cure
+        yield Finding("launcher", "mpiexec is of an unknown kind, so it cannot bind ranks", cure)
     else:
-        yield "launcher", f"mpiexec takes the options of {mpi} (launch.mpi)", ""
+        yield Finding("launcher", f"mpiexec takes the options of {mpi} (launch.mpi)")
     threads = answer["threads"]
     cure = "messages are moved between operators instead; nothing needs to be done"
-    yield "threads", f"MPI_THREAD_{threads.upper()}", "" if threads == "multiple" else cure
+    yield Finding("threads", f"MPI_THREAD_{threads.upper()}", "" if threads == "multiple" else cure)
     rate = format_bytes(int(answer["bandwidth_bytes_per_s"]))
-    yield "messages", f"{format_time(answer['latency_s'])}, {rate}/s on this machine", ""
+    yield Finding("messages", f"{format_time(answer['latency_s'])}, {rate}/s on this machine")
 
 
-def _check_slurm(launch: Launch | None) -> Iterator[Found]:
-    """Whether Slurm answers, and what ``srun --mpi`` takes against what the job gives it."""
+def _check_slurm(launch: Launch | None) -> Iterator[Finding]:
+    """Check that Slurm answers, and that ``srun --mpi`` accepts the value of the job."""
     if not shutil.which("sbatch"):
-        yield "Slurm", "not installed", ""
+        yield Finding("Slurm", "not installed")
         return
     release = _output(["sinfo", "--version"])
     partitions = _output(["sinfo", "-h", "-o", "%P"]).split()
-    yield "Slurm", f"{release}; partitions {', '.join(partitions) or 'none'}", ""
+    yield Finding("Slurm", f"{release}; partitions {', '.join(partitions) or 'none'}")
     kinds = list_pmis()
     mpi = AUTO if launch is None or launch.launcher != "srun" else launch.mpi
     text = f"srun --mpi: {', '.join(kind for kind in kinds if kind != 'none') or 'none'}"
     if mpi != AUTO and not knows_pmi(kinds, mpi):
         cure = "set launch.mpi to the one that your MPI needs"
-        yield "PMI", f"{text}; the job wants {mpi}", cure, True
+        yield Finding("PMI", f"{text}; the job wants {mpi}", cure, fails=True)
     else:
-        yield "PMI", text, ""
+        yield Finding("PMI", text)
 
 
-def _check_pbs() -> Iterator[Found]:
-    """Whether PBS answers, if there is no Slurm."""
+def _check_pbs() -> Iterator[Finding]:
+    """Check that PBS answers, if there is no Slurm."""
     if find_scheduler() != "pbs":
         return
     release, server = _output(["qstat", "--version"]), _output(["qstat", "-B", "-f"])
-    yield "PBS", release, ""
+    yield Finding("PBS", release)
     if not re.search(r"^\s*flatuid\s*=\s*True\s*$", server, re.MULTILINE | re.IGNORECASE):
         text = "flatuid is not set: jobs may not be able to submit themselves again"
         cure = "ask the site for `set server flatuid = True`; else continue with pipectl resume"
-        yield "PBS requeue", text, cure
+        yield Finding("PBS requeue", text, cure)
 
 
-def _check_file_system(directory: Path) -> Iterator[Found]:
-    """The file system of the runs: whole files by renaming, locks, space, and its clock."""
+def _check_file_system(directory: Path) -> Iterator[Finding]:
+    """Check the file system of the runs: renaming, locks, free space and clock."""
     place = next(path for path in (directory, *directory.absolute().parents) if path.is_dir())
     try:
         with tempfile.TemporaryDirectory(prefix=".pipectl-", dir=place) as name:
@@ -220,17 +223,17 @@ def _check_file_system(directory: Path) -> Iterator[Found]:
     except OSError as error:
         raise SchedulerError(f"{place}: {error.strerror or error}") from error
     cure = "" if free_bytes >= _MIN_FREE_BYTES else "checkpoints need room: free some space"
-    yield "files", f"{place}: {format_bytes(free_bytes)} free", cure
+    yield Finding("files", f"{place}: {format_bytes(free_bytes)} free", cure)
     if not has_locks:
         cure = "do not run two commands that change a run at the same time"
-        yield "locks", "the file system has no locks", cure
+        yield Finding("locks", "the file system has no locks", cure)
     text = f"{skew_s:.1f} s from that of the file system"
     cure = "synchronise the clocks of all nodes (NTP); `status` may misjudge how old heartbeats are"
-    yield "clock", text, "" if skew_s < _MAX_SKEW_S else cure
+    yield Finding("clock", text, "" if skew_s < _MAX_SKEW_S else cure)
 
 
 def _can_lock(path: Path) -> bool:
-    """Whether a lock keeps others out."""
+    """Whether locks work."""
     with path.open("r+b") as first, path.open("r+b") as second, suppress(OSError):
         fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
         try:
@@ -240,21 +243,21 @@ def _can_lock(path: Path) -> bool:
     return False
 
 
-def _check_machine() -> Iterator[Found]:
-    """Cores, memory and a compiler."""
+def _check_machine() -> Iterator[Finding]:
+    """Check cores, memory and compiler."""
     cores, memory = len(os.sched_getaffinity(0)), memory_of_this_machine()
-    yield "machine", f"{cores} cores, {format_bytes(memory)} of memory", ""
+    yield Finding("machine", f"{cores} cores, {format_bytes(memory)} of memory")
     with suppress(OSError):
         shared = shutil.disk_usage("/dev/shm").total
         if shared < _MIN_SHARED_BYTES:
             cure = "containers: start them with --shm-size=1g, or ranks of one node may crash"
-            yield "shared memory", f"/dev/shm has only {format_bytes(shared)}", cure
+            yield Finding("shared memory", f"/dev/shm has only {format_bytes(shared)}", cure)
     if not any(map(shutil.which, filter(None, (os.environ.get("CXX"), "g++", "clang++")))):
-        yield "compiler", "no C++ compiler, which training.compile would need", ""
+        yield Finding("compiler", "no C++ compiler, which training.compile would need")
 
 
 def _output(argv: Sequence[str]) -> str:
-    """What a command prints."""
+    """The output of a command."""
     result = process.run(argv, cure="", timeout_s=_PATIENCE_S)
     if result.returncode:
         raise SchedulerError(f"{Path(argv[0]).name}: {result.message.splitlines()[-1]}")

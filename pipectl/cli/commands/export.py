@@ -15,7 +15,7 @@ from pipectl.units import format_bytes
 
 _SHARD_BYTES = 5 * 10**9
 Format = Literal["safetensors", "hf", "dcp"]
-"""One file, a directory as model hubs have it, or torch's own."""
+"""One file, a directory in the format of model hubs, or torch's own format."""
 
 
 def command(

@@ -1,4 +1,4 @@
-"""`pipectl init`: a job to start from, made for the cluster at hand."""
+"""`pipectl init`: write a job to start from, for this cluster."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipectl.cli import options as opt
 from pipectl.cli.console import note, say
 from pipectl.errors import SchedulerError, UsageError
 from pipectl.files import make_directory_of, write_json, write_text
-from pipectl.jobs.job_files import memory_of_this_machine
+from pipectl.jobs.prepare import memory_of_this_machine
 from pipectl.spec import json_schema
 from pipectl.spec.models import Resources
 from pipectl.spec.references import fault_of, parse
@@ -35,11 +35,11 @@ _RANKS = 2
 _RANK_BYTES = 2 * 2**30
 _WALLTIME_S = 600
 _OF_NODE = 0.9
-"""Of a node's memory: the system takes a part."""
+"""Share of a node's memory that jobs request: the system needs the rest."""
 _OF_SHARE = 0.9
-"""Of a rank's share of what a job asks for: the C library keeps some freed memory."""
+"""Share of a rank's memory that a plan uses: the C library keeps some freed memory."""
 _HELD_OUT = ("held_out_data", "held_out", "validation_data", "evaluation_data", "test_data")
-"""Names of functions that return the data to evaluate on, as far as `init` knows them."""
+"""Names of functions that return evaluation data, as far as `init` knows them."""
 _QUEUE_KEYS = {"slurm": "partition", "pbs": "queue"}
 _QUESTIONS: dict[str, tuple[str, Callable[[str], Any], Callable[[Any], str]]] = {
     "nodes": ("Nodes", opt.reader(opt.parse_whole_number), str),
@@ -53,7 +53,7 @@ _QUESTIONS: dict[str, tuple[str, Callable[[str], Any], Callable[[Any], str]]] = 
     ),
     "walltime": ("Walltime", opt.read_walltime, format_clock),
 }
-"""By key of the resources: the question, how to read its answer, and how to show a value."""
+"""Question, parser of the answer, and format of a value, by key of the resources."""
 
 
 def command(
@@ -145,7 +145,7 @@ def command(
 
 
 def is_terminal() -> bool:
-    """Whether there is a person to ask."""
+    """Whether standard input and output are a terminal."""
     return sys.stdin.isatty() and sys.stdout.isatty()
 
 
@@ -191,10 +191,10 @@ def _copy_recipe(name: str, directory: Path, *, force: bool) -> None:
 
 
 def _read_code(model: str, loss: str, data: str | None, directory: Path) -> dict[str, object]:
-    """The user's code as seen from the job's directory, by key of the job.
+    """References to the user's code from the job's directory, by key of the job.
 
-    By default the training data are beside the model, and the data to evaluate on beside those;
-    whether there are any is told, too.
+    By default the training data are in the file of the model, and the evaluation data in the file
+    of the training data; ``has_held_out`` says whether it has any.
     """
     data = data or f"{model.rpartition(':')[0]}:training_data"
     named = {"model": model, "data": data}
@@ -219,7 +219,7 @@ def _read_code(model: str, loss: str, data: str | None, directory: Path) -> dict
 
 
 def _seen_from(directory: Path, text: str) -> str:
-    """A reference as a job in this directory has it."""
+    """A reference as written in a job in this directory."""
     reference = parse(text, Path())
     place = reference.file or reference.root
     if place is None or parse(reference.portable, directory) == reference:
@@ -230,8 +230,8 @@ def _seen_from(directory: Path, text: str) -> str:
 
 
 def _find_queue(scheduler: str, name: str | None, *, ask: bool) -> Queue:
-    """The partition or queue to use: that of the name, else the default one if it is open, else
-    the first that is; one without a name if nothing is known of any."""
+    """The partition or queue with the name, else the default one if it is open, else the first open
+    one; without a name if no queue is known."""
     try:
         queues = get_scheduler(scheduler).queues()
     except SchedulerError as error:
@@ -257,11 +257,13 @@ def _find_queue(scheduler: str, name: str | None, *, ask: bool) -> Queue:
 
 
 def _choose_resources(queue: Queue, values: dict[str, Any], *, ask: bool) -> Resources:
-    """What options say, and for the rest answers, or what is proposed: two ranks with a core each,
-    and an accelerator if nodes have some that the installed torch can use, within the queue.
+    """Resources from options, answers and proposals, within the limits of the queue.
+
+    Two ranks with one core each are proposed, with an accelerator if the nodes have some that the
+    installed torch can use.
 
     Args:
-        values: of options, by the keys of the resources.
+        values: values of options, by key of the resources.
     """
     tasks = values.get("tasks_per_node")
     torch = installed_version("torch") or ""
@@ -331,7 +333,7 @@ def _starter_file(name: str) -> str:
 
 
 def _render_job(**values: object) -> str:
-    """The text of the job file, which the template makes of these values."""
+    """Render the job file from the template."""
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(undefined=StrictUndefined, trim_blocks=True, autoescape=False)
@@ -345,7 +347,7 @@ def _render_job(**values: object) -> str:
 
 
 def _size(size_bytes: int) -> str:
-    """At most so much, in few digits."""
+    """A size in few digits, rounded down."""
     if size_bytes >= 4 << 30:
         return f"{(size_bytes * 10 >> 30) / 10:g}GiB"
     return f"{size_bytes >> 20}MiB" if size_bytes >> 20 else f"{size_bytes}B"

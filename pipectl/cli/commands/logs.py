@@ -27,7 +27,7 @@ from pipectl.units import printable
 
 _MAX_SCRIPT = 2**22
 _PATIENCE_S = 60.0
-"""How long to follow a run of which nobody knows whether it goes on."""
+"""How long to follow a run of unknown state."""
 
 
 def command(
@@ -62,11 +62,12 @@ def command(
 def _print_logs(
     run: RunDirectory, ranks: frozenset[int], tail: int | None, *, follow: bool
 ) -> None:
-    """Print the lines that a run has logged, and those that it adds.
+    """Print the log of a run.
 
     Args:
-        ranks: whose; empty for all, and what else is logged.
-        tail: how many lines of what there is to begin with; None for all.
+        ranks: ranks whose lines are printed; empty for all lines.
+        tail: number of last lines to start with; None for all.
+        follow: whether to print new lines until the run is over.
     """
     _check_ranks(run, ranks)
     logs, unknown, printed = Logs(run), None, 0
@@ -98,10 +99,10 @@ def _print_logs(
 
 
 def _follow(run: RunDirectory, logs: Logs, show: Callable[[Iterable[Line]], None]) -> str | None:
-    """Show what is added until the run is over.
+    """Show new lines until the run is over.
 
     Returns:
-        Why it is not known whether it is over, if nothing was added for long; else None.
+        Why its state is unknown, if there were no new lines for long; else None.
     """
     from pipectl.jobs.state import POLL_S, poll
 
@@ -119,7 +120,7 @@ def _follow(run: RunDirectory, logs: Logs, show: Callable[[Iterable[Line]], None
 
 
 def _check_ranks(run: RunDirectory, ranks: Iterable[int]) -> None:
-    """Refuse ranks that the run does not have, if it is known how many it has."""
+    """Refuse ranks that the run does not have, if their number is known."""
     try:
         count = Record.load(run.record).ranks
     except PipectlError:

@@ -74,10 +74,10 @@ def command(
 
 
 def read_node_counts(context: typer.Context, texts: list[str] | None) -> tuple[int, ...] | None:
-    """Whole numbers above 0 with commas between them: ``1,2,4``; None if none is given.
+    """Parse numbers of nodes such as ``1,2,4``; None if there are none.
 
     Raises:
-        UsageError: a text is something else, or an option is given that is about one plan.
+        UsageError: a text is not a list of numbers, or an option for a single plan is given.
     """
     if not texts:
         return None
@@ -97,9 +97,9 @@ def read_node_counts(context: typer.Context, texts: list[str] | None) -> tuple[i
 
 @contextmanager
 def interruptible(search: PlanSearch) -> Iterator[Callable[[str], None]]:
-    """Within, Ctrl-C ends planning with what it has; the second one aborts.
+    """A context in which Ctrl-C ends planning with the best plan so far, and a second one aborts.
 
-    Gives a function ``tell(what)`` that says what goes on from then.
+    It gives a function ``tell(what)`` that shows what is done next.
     """
 
     def stop(_number: int, _frame: FrameType | None) -> None:
@@ -120,7 +120,7 @@ def show(
     inputs: PlanInputs, search: PlanSearch, counts: tuple[int, ...] | None,
     *, explained: bool, output_file: Path | None, svg: Path | None, as_json: bool,
 ) -> None:  # fmt: skip
-    """Plan for the shortest step, write what is to be written, and print.
+    """Plan for the shortest step, write the files, and print.
 
     Args:
         counts: numbers of nodes to compare; None makes one plan.

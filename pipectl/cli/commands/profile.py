@@ -12,18 +12,19 @@ from rich.console import Group, RenderableType
 
 from pipectl.batch import LOCAL, allocation
 from pipectl.cli import options as opt
-from pipectl.cli.commands.submit import describe_job, note_origin, print_submission, submission_json
+from pipectl.cli.commands.submit import describe_job, finish, note_origin
 from pipectl.cli.console import note, output, plain, say, say_json, short_path, table, warn
 from pipectl.cli.follow import follow_or_exit, profiling_progress
 from pipectl.cluster import Cluster
 from pipectl.errors import UsageError
-from pipectl.jobs.job_files import cluster_path, profile_path
 from pipectl.jobs.measuring import make_measuring_job
 from pipectl.jobs.prepare import (
     choose_scheduler,
+    cluster_path,
+    profile_path,
     warning_of_code,
 )
-from pipectl.jobs.profiles import Measurement, measure
+from pipectl.jobs.profiles import measure
 from pipectl.jobs.submit import submit as submit_job
 from pipectl.link import Link
 from pipectl.profile import Profile
@@ -57,7 +58,7 @@ def command(
     if links:
         cure = "leave --again out: links are always measured again"
         opt.refuse(context, "--again", "is not used with --links", cure=cure)
-    spec = load(job, overrides or ())
+    began, spec = time.time(), load(job, overrides or ())
     warn(warning_of_code(spec, job))
     where = choose_scheduler(spec, scheduler)
     path = output_file or (cluster_path(spec) if links else profile_path(spec))
@@ -70,32 +71,30 @@ def command(
                 "to measure on this machine anyway: --scheduler local",
             )
         with profiling_progress() as progress:
-            measurement = measure(spec, path, progress, effort, again=again)
-        show_measurement(measurement, path, time.time(), as_json=as_json)
+            profile = measure(spec, path, progress, effort, again=again)
+        show_profile(profile, path, began, as_json=as_json)
         return
     job_that_measures = make_measuring_job(spec, where, path, effort, links=links, again=again)
-    (submission,) = submit_job([job_that_measures], time.time())
+    (submission,) = submit_job([job_that_measures], began)
     run, record = submission.run, submission.record
     result = f"the {'cluster' if links else 'profile'} will be in {short_path(path.absolute())}"
-    if submit and not as_json:
-        lines = () if wait else (result,)
-        print_submission(run, f"submitted: {run.name} ({describe_job(record)})", *lines)
-    elif links and not submit:
+    if submit:
+        lines = f"submitted: {run.name} ({describe_job(record)})", *(() if wait else (result,))
+        if not (wait and as_json):
+            finish(run, record, *lines, wait=False, as_json=as_json, file=str(path.absolute()))
+        if not wait:
+            return
+    else:
         note(f"measuring: {run.name} ({describe_job(record)})")
-    if submit and not wait:
-        if as_json:
-            say_json(submission_json(run, record, file=str(path.absolute())))
-        return
     follow_or_exit(run, as_json=as_json)
     if links:
         _show_links(spec, path, as_json=as_json)
     else:
-        measurement = Measurement.load(run.measurement, Profile.load(run.profile))
-        show_measurement(measurement, path, time.time(), as_json=as_json)
+        show_profile(Profile.load(run.profile), path, began, as_json=as_json)
 
 
 def _show_links(spec: JobSpec, path: Path, *, as_json: bool) -> None:
-    """The measured links, and whether plans find them in ``path``."""
+    """Print the measured links, and whether plans will use ``path``."""
     cluster, usual = Cluster.load(path), cluster_path(spec)
     if as_json:
         say_json(cluster.to_json())
@@ -109,18 +108,15 @@ def _show_links(spec: JobSpec, path: Path, *, as_json: bool) -> None:
         note(f"plans look for it in {usual}; set cluster: to have them use {path}")
 
 
-def show_measurement(measurement: Measurement, path: Path, now: float, *, as_json: bool) -> None:
-    """Print what was measured, where it is, and whether it was measured now.
-
-    Args:
-        path: of the profile.
-    """
-    profile = measurement.profile
+def show_profile(profile: Profile, path: Path, began: float, *, as_json: bool) -> None:
+    """Print a profile's figures, its file, and whether it was measured since ``began``."""
     forward_s = sum(operator.forward_s for operator in profile.operators)
     backward_s = sum(operator.backward_s for operator in profile.operators)
     parameters = dict(pair for operator in profile.operators for pair in operator.parameters)
     if as_json:
         sizes = {size for operator in profile.operators for size in operator.timings}
+        on = profile.to_json().get("device", {})
+        cached = on.get("measured_at", began) < began
         answer: dict[str, Any] = {
             "file": str(path.absolute()),
             "name": profile.name,
@@ -130,9 +126,12 @@ def show_measurement(measurement: Measurement, path: Path, now: float, *, as_jso
             "parameter_bytes": sum(parameters.values()),
             "forward_s": forward_s,
             "backward_s": backward_s,
-            "device": profile.to_json().get("device"),
+            "device": on,
+            "cached": cached,
+            "resumed": 0 if cached else on.get("resumed", 0),
+            **{key: on.get(key) for key in ("host", "measured_at", "seconds")},
         }
-        say_json({**answer, **measurement.to_json()})
+        say_json(answer)
         return
     loading = f" ({format_time(profile.loading_s)} loading)" if profile.loading_s else ""
     say(
@@ -141,11 +140,11 @@ def show_measurement(measurement: Measurement, path: Path, now: float, *, as_jso
         f"{loading}, backward {format_time(backward_s)} for {profile.micro_batch_size} samples"
     )
     say(f"profile: {path}")
-    note_origin(measurement, now, "use --again to measure again")
+    note_origin(profile, began, "use --again to measure again")
 
 
 def links_view(cluster: Cluster) -> RenderableType:
-    """Measured links: messages by size, what disturbs them, sums by size and number of ranks."""
+    """Measured links: times by message size, effects of other messages, and times of sums."""
     parts: list[RenderableType] = [plain(f"{cluster.name}: {cluster.source}", "bold"), ""]
     links, rows = measured_links(cluster), []
     for size in sorted({size for link in links.values() for size, _ in link.timings}):

@@ -1,4 +1,4 @@
-"""`pipectl report`: a recorded step beside its prediction, and a run on one page of HTML."""
+"""`pipectl report`: compare a recorded step with its prediction; a run as an HTML page."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from pipectl.units import format_bytes, format_time
 
 T = TypeVar("T")
 _MAX_PEAKS = 64
-"""Ranks whose memory is on the page."""
+"""Maximum number of ranks whose memory is on the page."""
 _CURVES = {"loss": "loss", "samples/s": "samples_per_s"}
-"""What is drawn, by its key in the lines of metrics."""
+"""Curves on the page, and their keys in the metrics."""
 _PARTS = ("stage", "rank", "action", "times", "predicted", "measured", "ratio")
 _MAX_PARTS, _MAX_RANKS, _INDENT = 32, 16, 13
 _NOTHING_S = 5e-7
 _SLOWER, _FASTER = 1.1, 0.9
-"""Measured over predicted time, from which on a row has a colour."""
+"""Measured over predicted times beyond which a row has a colour."""
 
 
 def command(
@@ -88,13 +88,13 @@ def command(
 
 
 def make_page(run: RunDirectory, now: float, step: int | None = None) -> str:
-    """The page, from what the run directory holds by now; what is missing is left out.
+    """Render the page from the files that the run directory has; the rest is left out.
 
     Args:
-        step: of those recorded; by default the last.
+        step: recorded step; None for the last.
 
     Raises:
-        UsageError: that step is not recorded.
+        UsageError: the step was not recorded.
     """
     status = get_status(run, now)
     comparison, verdict, names = None, list[tuple[str, str]](), dict[str, str]()
@@ -134,7 +134,7 @@ def make_page(run: RunDirectory, now: float, step: int | None = None) -> str:
 
 
 def print_comparison(recorded: RecordedStep, comparison: Comparison) -> None:
-    """Print what took how long, and what stands out."""
+    """Print the comparison of a step with its prediction."""
     console = output()
     say(step_line(recorded, comparison), "bold")
     lines = [(f"{label}:", text, "") for label, text in explain(comparison)]
@@ -166,13 +166,13 @@ def step_line(recorded: RecordedStep, comparison: Comparison) -> str:
 
 
 def _choose_worst(items: Sequence[T], count: int, difference_s: Callable[[T], float]) -> list[T]:
-    """All, or of very many those that differ most, in their order."""
+    """At most ``count`` items, those with the largest differences, in order."""
     worst = sorted(range(len(items)), key=lambda index: -difference_s(items[index]))[:count]
     return [items[index] for index in sorted(worst)]
 
 
 def _parts_table(parts: Sequence[Part]) -> Table:
-    """An action of each kind, on average."""
+    """Mean times of the actions of each kind, per stage and rank."""
     rows = []
     for part in parts:
         one = Both(*(time_s / part.actions for time_s in part.time))
@@ -191,7 +191,7 @@ def _parts_table(parts: Sequence[Part]) -> Table:
 
 
 def _ranks_table(ranks: Mapping[int, Spent]) -> Table:
-    """Predicted and measured times of a step; without what no rank does."""
+    """Predicted and measured times of the ranks in a step, without kinds that take no time."""
     kinds = [name for name in SPENT if any(max(r[name]) >= _NOTHING_S for r in ranks.values())]
     rows = [
         (
@@ -209,7 +209,7 @@ def _ranks_table(ranks: Mapping[int, Spent]) -> Table:
 def _remarks(
     recorded: RecordedStep, comparison: Comparison, cut: bool, ranks: int
 ) -> Iterator[str]:
-    """What the tables do not say."""
+    """Remarks on the comparison."""
     if cut or ranks < len(comparison.ranks):
         yield "only those that differ most are shown; --json has all"
     if len(comparison.ranks) < recorded.plan.ranks:

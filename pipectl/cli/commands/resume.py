@@ -1,4 +1,4 @@
-"""`pipectl resume`: submit a run that has ended once more."""
+"""`pipectl resume`: submit a run that has ended again."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from pathlib import Path
 
 from pipectl.cli import options as opt
 from pipectl.cli.commands import submit as view
-from pipectl.cli.console import say, say_json
-from pipectl.cli.follow import follow_or_exit
-from pipectl.cli.views.run import print_run
+from pipectl.cli.console import say
 from pipectl.jobs.resume import resume
 from pipectl.runs import find_run, last_checkpoint, step_of
 
@@ -36,10 +34,7 @@ def command(
             view.print_plan([job], "new plan: ")
         for key, (old, new) in changes.items():
             say(f"changed: {key} {json.dumps(old)} -> {json.dumps(new)}")
-        begin = f"from step {step}" if step else "from the beginning: no checkpoint yet"
-        view.print_submission(run, f"resumed: {record.name} ({view.describe_job(record)}), {begin}")
-    if wait:
-        print_run(follow_or_exit(run, as_json=as_json), as_json=as_json)
-    elif as_json:
-        more = {"from_step": step, "planned_anew": replanned, "changes": changes}
-        say_json(view.submission_json(run, record, **more))
+    begin = f"from step {step}" if step else "from the beginning: no checkpoint yet"
+    more = {"from_step": step, "planned_anew": replanned, "changes": changes}
+    title = f"resumed: {record.name} ({view.describe_job(record)}), {begin}"
+    view.finish(run, record, title, wait=wait, as_json=as_json, **more)

@@ -19,9 +19,9 @@ from pipectl.runs import RunDirectory, SweepDirectory, find, find_runs, list_run
 
 _POLL_S = 0.5
 _MARGIN = 4
-"""Lines of the screen that a table leaves free."""
+"""Lines of the screen below a table."""
 _MIN_PAUSE = 4
-"""Pause between two looks, as a multiple of the time that a look takes."""
+"""Minimum pause between two updates, relative to the duration of an update."""
 
 
 def command(
@@ -79,12 +79,12 @@ def _watch(
     directory: Path,
     limit: int,
 ) -> None:
-    """Show runs on the whole screen, until Ctrl-C or the end of all that were named.
+    """Show runs on the whole screen until Ctrl-C, or until all named runs are over.
 
     Args:
-        one: what was named, if it was one run or sweep.
-        named: the runs, or those of the sweep; empty for the newest.
-        limit: how many of several runs are shown at most.
+        one: the run or sweep, if only one was named.
+        named: the named runs, or the runs of the sweep; empty for the newest runs.
+        limit: maximum number of runs to show.
     """
     from rich.live import Live
 

@@ -1,7 +1,6 @@
 """`pipectl submit`: run the job, or all jobs of its sweep, here or on a batch system.
 
-What is printed of jobs before they are submitted, and of runs that were, is used by `resume`,
-`profile` and `lab rehearse`, too.
+`resume`, `profile` and `lab rehearse` use what it prints about jobs and submitted runs.
 """
 
 from __future__ import annotations
@@ -20,13 +19,20 @@ from pipectl.batch import LOCAL, get_scheduler
 from pipectl.cli import options as opt
 from pipectl.cli.console import note, say, say_json, short_path, warn
 from pipectl.errors import UsageError
-from pipectl.jobs.job_files import plan_path, profile_path
-from pipectl.jobs.prepare import Job, choose_scheduler, prepare, render, warning_of_code
+from pipectl.jobs.prepare import (
+    Job,
+    choose_scheduler,
+    plan_path,
+    prepare,
+    profile_path,
+    render,
+    warning_of_code,
+)
 from pipectl.runs import Record, RunDirectory, SweepDirectory, as_typed, find_runs, sweep_of
 from pipectl.spec import JobSpec, Point, SpecFile
 
-if TYPE_CHECKING:  # a dry run measures nothing
-    from pipectl.jobs.profiles import Measurement
+if TYPE_CHECKING:
+    from pipectl.profile import Profile
 
 
 def command(
@@ -101,8 +107,8 @@ def command(
 def _show_script(
     spec: JobSpec, points: Sequence[Point], scheduler: str | None, *, test_only: bool
 ) -> None:
-    """Print the job script and its plan, for a sweep the script of its array first; or with
-    ``test_only`` when the job would start."""
+    """Print the plan and the job script, after that of the array for a sweep; or with ``test_only``
+    the forecast of the start."""
     now = time.time()
     (job,) = prepare(spec, scheduler, points=points[:1], make_missing=False)
     script, array_script = render(job, now), ""
@@ -141,53 +147,47 @@ def _submit_and_follow(
         after: names of the runs to wait for.
     """
     # A dry run does not import these.
-    from pipectl.cli.follow import follow_or_exit, profiling_progress
-    from pipectl.cli.views.run import print_run
+    from pipectl.cli.follow import profiling_progress
     from pipectl.jobs.profiles import coupling_warning
     from pipectl.jobs.submit import submit
 
     runs_before = find_runs(Path(spec.output.directory), after)
+    began = time.time()
     with profiling_progress() as progress:
         jobs = prepare(spec, scheduler, progress, points=points)
-    if (measurement := jobs[0].measurement) is not None and not points:
-        note_origin(measurement, time.time(), "use `pipectl profile --again` to measure again")
+    if jobs[0].is_profiled_now and not points and jobs[0].profile is not None:
+        note_origin(jobs[0].profile, began, "use `pipectl profile --again` to measure again")
     print_notes(jobs)
     profiled = [(job.spec, job.profile) for job in jobs if job.profile is not None]
     for text in dict.fromkeys(coupling_warning(*each) for each in profiled):
         warn(text)
     at_once = None if spec.sweep is None else spec.sweep.at_once
     submissions = submit(jobs, time.time(), runs_before, at_once=at_once)
-    run, record = submissions[0].run, submissions[0].record
-    sweep = None if record.sweep is None else sweep_of(run, record.sweep.name)
     if not as_json:
         print_plan(jobs)
-        if sweep is None:
-            lines = (
-                f"{record.name} ({describe_job(record)})",
-                f"run directory: {short_path(run.path)}",
-            )
-        else:
-            array = get_scheduler(record.scheduler).array_id(record.job_id or "")
-            of = "" if record.scheduler == LOCAL else f" ({record.scheduler} job {array})"
-            what = f"{len(submissions)} runs of {record.name}{of}"
-            lines = what, f"sweep directory: {short_path(sweep.path)}"
-        print_submission(sweep or run, f"submitted: {lines[0]}", lines[1])
-    if wait and sweep is not None:
+    run, record = submissions[0].run, submissions[0].record
+    if record.sweep is None:
+        place = f"run directory: {short_path(run.path)}"
+        title = f"submitted: {record.name} ({describe_job(record)})"
+        finish(run, record, title, place, wait=wait, as_json=as_json)
+        return
+    sweep = sweep_of(run, record.sweep.name)
+    if not as_json:
+        array = get_scheduler(record.scheduler).array_id(record.job_id or "")
+        of = "" if record.scheduler == LOCAL else f" ({record.scheduler} job {array})"
+        say(f"submitted: {len(submissions)} runs of {record.name}{of}")
+        say(f"sweep directory: {short_path(sweep.path)}")
+        say(f"see: pipectl status {as_typed(sweep)}")
+    if wait:
         _follow_sweep(sweep, as_json=as_json)
-    elif wait:
-        print_run(follow_or_exit(run, as_json=as_json), as_json=as_json)
     elif as_json:
-        answers = [submission_json(each.run, each.record) for each in submissions]
-        for answer, point in zip(answers, points, strict=False):
-            answer |= {
-                "sweep": record.sweep.name if record.sweep else None,
-                "values": dict(point.values),
-            }
-        say_json(answers if points else answers[0])
+        more = [{"sweep": sweep.name, "values": dict(point.values)} for point in points]
+        pairs = zip(submissions, more, strict=True)
+        say_json([submission_json(each.run, each.record, **values) for each, values in pairs])
 
 
 def _follow_sweep(sweep: SweepDirectory, *, as_json: bool) -> None:
-    """Follow the runs of a sweep one after the other."""
+    """Follow the runs of a sweep one by one."""
     from pipectl.cli.follow import exit_code, follow
     from pipectl.cli.views.run import print_sweep
     from pipectl.jobs.state import get_statuses
@@ -201,6 +201,23 @@ def _follow_sweep(sweep: SweepDirectory, *, as_json: bool) -> None:
         raise typer.Exit(code)
 
 
+def finish(
+    run: RunDirectory, record: Record, *lines: str, wait: bool, as_json: bool, **more: Any
+) -> None:
+    """Print a run that was submitted: ``lines`` and the command for its status, or its JSON with
+    ``more`` keys. With ``wait``, follow it to its end."""
+    if not as_json:
+        for line in (*lines, f"see: pipectl status {as_typed(run)}"):
+            say(line)
+    if wait:
+        from pipectl.cli.follow import follow_or_exit
+        from pipectl.cli.views.run import print_run
+
+        print_run(follow_or_exit(run, as_json=as_json), as_json=as_json)
+    elif as_json:
+        say_json(submission_json(run, record, **more))
+
+
 def submission_json(run: RunDirectory, record: Record, **more: Any) -> dict[str, Any]:
     """The JSON of a run that was submitted; ``more`` adds keys."""
     return {
@@ -212,23 +229,13 @@ def submission_json(run: RunDirectory, record: Record, **more: Any) -> dict[str,
     }
 
 
-def print_submission(run: RunDirectory | SweepDirectory, what: str, *lines: str) -> None:
-    """Print what was submitted, and the command that shows its status.
-
-    Args:
-        what: the first line, such as ``submitted: gpt (slurm job 36)``; ``lines`` follow it.
-    """
-    for line in (what, *lines, f"see: pipectl status {as_typed(run)}"):
-        say(line)
-
-
 def describe_job(record: Record) -> str:
     """``slurm job 36``."""
     return f"{record.scheduler} job {record.job_id}"
 
 
 def print_notes(jobs: Sequence[Job]) -> None:
-    """Print the warnings of jobs, and the choice of MPI if it needs an explanation, once each."""
+    """Print the warnings of jobs, and the reasons for the choice of MPI, once each."""
     for choice, warning in dict.fromkeys((job.mpi_choice, job.warning) for job in jobs):
         warn(warning)
         if choice.reason:
@@ -237,7 +244,7 @@ def print_notes(jobs: Sequence[Job]) -> None:
 
 
 def print_plan(jobs: Sequence[Job], before: str = "", tell: Callable[[str], None] = say) -> None:
-    """Print the plan of a single job and its prediction, or that models are measured first.
+    """Print the plan and prediction of a single job, or that models are measured first.
 
     Args:
         before: text before the name of the plan.
@@ -255,23 +262,24 @@ def print_plan(jobs: Sequence[Job], before: str = "", tell: Callable[[str], None
             tell(line)
 
 
-def note_origin(measurement: Measurement, now: float, again: str) -> None:
-    """Note that a profile, or a part of it, is not from now.
+def note_origin(profile: Profile, began: float, again: str) -> None:
+    """Print a note if a profile, or a part of it, was measured before the command began.
 
     Args:
-        again: how to measure all of it.
+        again: how to measure again.
     """
-    if measurement.cached:
-        device = measurement.profile.device
-        model = device.model if device else "another device"
-        when = ago(now - measurement.measured_at)
-        note(f"cached: measured {when} on {measurement.host} ({model}); {again}")
-    elif measurement.resumed:
-        note(f"{measurement.resumed} measurements are from an interrupted attempt")
+    device = profile.device
+    if device is None or device.measured_at is None:
+        return
+    if device.measured_at < began:
+        when = ago(time.time() - device.measured_at)
+        note(f"cached: measured {when} on {device.host} ({device.model}); {again}")
+    elif device.resumed:
+        note(f"{device.resumed} measurements are from an interrupted attempt")
 
 
 def ago(age_s: float) -> str:
-    """``3 h ago``; in the largest unit that fits."""
+    """An age in its largest unit: ``3 h ago``."""
     for span_s, unit in ((86400, "day"), (3600, "h"), (60, "min")):
         count = int(age_s // span_s)
         if count > 0:

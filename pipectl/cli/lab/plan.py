@@ -1,4 +1,4 @@
-"""`pipectl lab plan`: other planners and objectives, more techniques, other links, time limits."""
+"""`pipectl lab plan`: other planners, objectives, techniques and links, and time limits."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ _TECHNIQUES: dict[str, dict[str, Any]] = {
     "pipefb": {"backward_apart": None},
     "schedules": {"every_schedule": True},
 }
-"""Changes of the request that leave a technique to the planner. Split samples change results."""
+"""Changes of the request that let the planner use a technique. Split samples change results."""
 _BAR = 24
 _BITS = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kMGT]?)bit\s*")
 _PREFIXES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 def _bandwidth(text: str) -> float:
-    """Bytes per second in ``1GB/s``, ``100MiB/s`` or ``10Gbit/s``."""
+    """Parse ``1GB/s``, ``100MiB/s`` or ``10Gbit/s`` to bytes per second."""
     amount = text.strip().removesuffix("/s")
     bits = _BITS.fullmatch(amount)
     try:
@@ -128,7 +128,7 @@ def _change(
     bandwidth: float | None,
     communication_scale: float | None,
 ) -> PlanInputs:
-    """The inputs with techniques that the job has not asked for, and with other links.
+    """The inputs with more techniques and other links.
 
     Raises:
         UsageError: there is no such planner or technique, or the planner ignores the schedule.
@@ -170,8 +170,10 @@ def _show_balance(
     *,
     as_json: bool,
 ) -> None:
-    """Search the stages with the smallest largest load, the objective of related work, and print
-    them and the step that they make with 1F1B, one device per stage."""
+    """Minimise the largest stage load, as related work does, and print the stages.
+
+    The prediction is that of 1F1B with one device per stage.
+    """
     for warning in inputs.warnings:
         warn(warning)
     profile, cluster = prepared(inputs.profile), inputs.cluster

@@ -1,4 +1,4 @@
-"""`pipectl lab rehearse`: a plan's ranks and messages, with waits instead of computations."""
+"""`pipectl lab rehearse`: run a plan with sleeps in place of computation."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from pathlib import Path
 
 from pipectl.batch import LOCAL
 from pipectl.cli import options as opt
-from pipectl.cli.commands.submit import print_notes, submission_json
+from pipectl.cli.commands.submit import finish, print_notes
 from pipectl.cli.console import note, say, say_json, short_path, warn
 from pipectl.cli.follow import follow_or_exit, profiling_progress
 from pipectl.jobs.measuring import plan_rehearsal, result_of
 from pipectl.jobs.prepare import warning_of_code
 from pipectl.jobs.submit import submit
-from pipectl.runs import as_typed
 from pipectl.spec import load
 from pipectl.units import format_time, plural
 
 _SHARED = 0.005
-"""Of the step: what shared cores and links add that is worth a line."""
+"""Share of the step from which on the effect of shared cores and links is printed."""
 
 
 def command(
@@ -31,19 +30,17 @@ def command(
     spec = load(job, overrides or ())
     warn(warning_of_code(spec, job))
     with profiling_progress() as progress:
-        planned, rehearsal = plan_rehearsal(spec, scheduler, progress)
+        planned = plan_rehearsal(spec, scheduler, progress)
     print_notes([planned])
     (submission,) = submit([planned], time.time())
-    run, record = submission.run, submission.record
+    run, record, rehearsal = submission.run, submission.record, planned.rehearsal
+    assert rehearsal is not None
     note(
         f"rehearsing {record.ranks} ranks ({record.scheduler}): {plural(rehearsal.steps, 'step')} "
         f"in about {format_time(rehearsal.expected_s)}, times stretched by {rehearsal.stretch:g}"
     )
     if not wait and record.scheduler != LOCAL:
-        if as_json:
-            say_json(submission_json(run, record))
-        else:
-            say(f"see: pipectl status {as_typed(run)}")
+        finish(run, record, wait=False, as_json=as_json)
         return
     follow_or_exit(run, as_json=as_json)
     result = result_of(run)

@@ -1,4 +1,4 @@
-"""`pipectl lab simulate`: draw a step, of a plan, or of a schedule on equal stages."""
+"""`pipectl lab simulate`: draw a step of a plan, or of a schedule with equal stages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pipectl.spec import SCHEDULE_SUFFIX
 from pipectl.units import format_time
 
 _MAX_SHOWN = 16
-"""Stages whose micro-batches in flight are printed."""
+"""Maximum number of stages whose micro-batches in flight are printed."""
 _FAST = 1e15
 _TIME: Any = {"parser": opt.reader(opt.parse_number, zero=True), "show_default": False}
 
@@ -78,7 +78,7 @@ def command(
 
 
 def _show(subject: Plan, machines: Cluster, svg: Path | None, *, as_json: bool) -> None:
-    """Simulate a plan, and print and draw its step."""
+    """Simulate a plan, and print and draw the step."""
     step = simulate(subject, machines)
     in_flight = stage_peaks_in_flight(subject)
     # Of another order than its own, a plan predicts nothing.
@@ -122,6 +122,6 @@ def _show(subject: Plan, machines: Cluster, svg: Path | None, *, as_json: bool) 
 
 
 def assume_cluster(plan: Plan) -> Cluster:
-    """The nodes of a plan: shared memory within them, 10 Gbit/s Ethernet between."""
+    """The nodes of a plan with shared memory, and 10 Gbit/s Ethernet between them."""
     counts = [plan.node_of_rank.count(node) for node in range(1 + max(plan.node_of_rank))]
     return assumed_cluster(plan.name, counts, max(counts), None)

@@ -1,4 +1,4 @@
-"""`pipectl lab verify`: does the pipeline train what one process trains?"""
+"""`pipectl lab verify`: compare a pipeline with training in one process."""
 
 from __future__ import annotations
 

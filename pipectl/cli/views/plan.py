@@ -1,6 +1,6 @@
-"""Plans for people: the table of stages, a verdict, the predicted step, and why.
+"""Plans as text: the table of stages, a verdict, the predicted step, and explanations.
 
-Everything fits 80 columns; what a wider terminal adds is left out below that.
+Everything fits 80 columns; wider terminals show more.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _GAP = "…"
 _BAR, _LOAD_BAR = 24, 6
 _MAX_RANGES = 40
 _NOTHING, _SMALL = 1e-3, 0.05
-"""Shares of the step that are not worth a line, and not worth an advice."""
+"""Shares of the step that are too small for a line, and for an advice."""
 _NOTEWORTHY_S = 1.0
-"""Seconds of compiling that a reader would otherwise take for the search's."""
+"""Minimum compile time that is printed, in seconds."""
 _FASTER = 1.005
 _PARTS = (
     ("compute_s", "forward and backward"),
@@ -51,10 +51,10 @@ _PARTS = (
 
 
 def prediction_lines(plan: Plan, range_s: tuple[float, float] | None = None) -> Iterator[str]:
-    """Step time, throughput and bubble; then memory.
+    """Lines with step time, throughput and bubble, and with memory.
 
     Args:
-        range_s: of the step time, if links are assumed.
+        range_s: range of the step time, if links are assumed.
     """
     if plan.prediction is None:
         return
@@ -76,10 +76,10 @@ def prediction_lines(plan: Plan, range_s: tuple[float, float] | None = None) -> 
 
 
 def step_view(answer: StepAnswer, width: int) -> RenderableType:
-    """Everything that `pipectl plan` shows of one plan.
+    """Everything that `pipectl plan` shows about one plan.
 
     Args:
-        width: columns there are.
+        width: width of the terminal.
     """
     plan, explanation = answer.plan, answer.explanation
     names = {operator.id: operator.name for operator in answer.inputs.profile.operators}
@@ -110,17 +110,17 @@ def step_view(answer: StepAnswer, width: int) -> RenderableType:
 
 
 def assumption_lines(assumptions: Iterable[str]) -> list[Text]:
-    """What a prediction assumes, a line each."""
+    """The assumptions of a prediction, one per line."""
     words = (text.replace(" is assumed, not measured", " (not measured)") for text in assumptions)
     return [plain(f"assumed: {text}", "dim") for text in words]
 
 
 def stage_table(plan: Plan, ends: Sequence[str], width: int) -> Table:
-    """One row per stage, with all ranks that hold it; the middle of very many is left out.
+    """One row per stage with all its ranks; of very many stages, some are left out.
 
     Args:
         ends: names of the first and last operator of every stage, shown if there is room.
-        width: columns there are.
+        width: width of the terminal.
     """
     loads = [stage.load_s for stage in plan.stages]
     total_s, largest_s = sum(loads) or 1.0, max(loads) or 1.0
@@ -149,7 +149,7 @@ def stage_table(plan: Plan, ends: Sequence[str], width: int) -> Table:
 
 
 def choose_stages(plan: Plan) -> list[int]:
-    """All stages, or of very many the first, the last, the slowest and the fullest."""
+    """All stages; of very many, the first, the last, the slowest and the one with most memory."""
     count = len(plan.stages)
     if count <= _MAX_ROWS:
         return list(range(count))
@@ -160,7 +160,7 @@ def choose_stages(plan: Plan) -> list[int]:
 
 
 def _peak_bytes(plan: Plan, stage: Stage) -> int:
-    """Of the fullest of a stage's ranks; 0 without a prediction."""
+    """Largest peak memory of a stage's ranks; 0 without a prediction."""
     if plan.prediction is None:
         return 0
     peaks = plan.prediction.peak_memory_bytes
@@ -168,7 +168,7 @@ def _peak_bytes(plan: Plan, stage: Stage) -> int:
 
 
 def mark_lines(plan: Plan) -> Iterator[str]:
-    """What sets stages apart besides their figures; nothing if nothing does."""
+    """Lines about replicas, recomputation, offload and separate backwards of stages."""
     if any(stage.replicas > 1 for stage in plan.stages):
         split = plan.replication is Replication.SPLIT
         share = "samples of every micro-batch" if split else "whole micro-batches in turn"
@@ -191,7 +191,7 @@ def mark_lines(plan: Plan) -> Iterator[str]:
 
 
 def _stages_in_words(indices: Sequence[int], count: int) -> str:
-    """Some of all stages."""
+    """Some of ``count`` stages, in words."""
     if len(indices) == count:
         return "all stages" if count > 1 else "the stage"
     ranges = format_ranges(indices, ",")
@@ -201,7 +201,7 @@ def _stages_in_words(indices: Sequence[int], count: int) -> str:
 
 
 def verdict(answer: StepAnswer) -> Iterator[tuple[str, str]]:
-    """What the bottleneck is, what it costs, and what would help: labels and texts."""
+    """The bottleneck, what it costs, and what would help: labels and texts."""
     parts, step_s = answer.parts, answer.parts.step_s or 1.0
     link = answer.link
     stages = _stages_in_words(parts.stages, len(answer.plan.stages) + 1)
@@ -228,7 +228,7 @@ def verdict(answer: StepAnswer) -> Iterator[tuple[str, str]]:
 
 
 def _advice(answer: StepAnswer) -> str:
-    """The best offer that was tried, else what the largest loss suggests."""
+    """The best change that was tried, else what the largest loss suggests."""
     plan, parts, request = answer.plan, answer.parts, answer.inputs.request
     worth = _without_advice(plan, answer.without, considered=request.replicas is None)
     if worth:
@@ -261,7 +261,7 @@ def _advice(answer: StepAnswer) -> str:
 
 
 def _without_advice(plan: Plan, without: WithoutPipeline | None, *, considered: bool) -> str:
-    """That this is better done without a pipeline; empty if it is not, or nobody knows.
+    """Advice to train without a pipeline; empty if that is not faster, or unknown.
 
     Args:
         considered: whether the planner was free to choose replicas.
@@ -282,7 +282,7 @@ def _without_advice(plan: Plan, without: WithoutPipeline | None, *, considered: 
 
 
 def remarks(answer: StepAnswer) -> Iterator[tuple[str, str]]:
-    """What to know of the search and of the plan: labels and texts."""
+    """Remarks on the search and the plan: labels and texts."""
     from pipectl.runtime.nodes import unsupported
 
     plan, inputs, search = answer.plan, answer.inputs, answer.plan.search
@@ -311,13 +311,13 @@ def remarks(answer: StepAnswer) -> Iterator[tuple[str, str]]:
 
 
 def gantt_lines(timeline: Timeline, width: int) -> list[Text]:
-    """The Gantt's rows with colours, and its legend."""
+    """The rows of the Gantt chart in colours, and its legend."""
     rows = [Text.assemble(*row) for row in gantt(timeline, width)]
     return [*rows, plain(legend(timeline), "dim")]
 
 
 def explanation_lines(explanation: Explanation, cluster: Cluster) -> Iterator[str]:
-    """Where the step of the busiest rank goes, other plans, and the offers."""
+    """Time of the busiest rank, other plans, and the effect of changes."""
     from pipectl.schedule.memory import copy_bytes  # numpy, which `status` does without
 
     parts, plan = explanation.parts, explanation.plan
@@ -374,7 +374,7 @@ def _columns(rows: Sequence[tuple[str, str, str]]) -> Iterator[str]:
 
 
 def _link_ends(link: LinkLoad, cluster: Cluster) -> str:
-    """What the link lies between, or whose it is."""
+    """What the link connects."""
 
     def name(end: End) -> str:
         if link.between == "node" and isinstance(end, int):
@@ -391,10 +391,10 @@ def _link_ends(link: LinkLoad, cluster: Cluster) -> str:
 
 
 def scaling_table(result: Scaling, width: int) -> Table:
-    """One row per number of nodes; with bars if there is room.
+    """One row per number of nodes, with bars if there is room.
 
     Args:
-        width: columns there are.
+        width: width of the terminal.
     """
     heads = ("nodes", "ranks", "stages", "step", "samples/s", "efficiency", "bubble", "node-h/1000")
     bars, rows = "samples/s, · ideal", []
@@ -415,7 +415,7 @@ def scaling_table(result: Scaling, width: int) -> Table:
 
 
 def _scaling_bar(result: Scaling, count: Count) -> str:
-    """Throughput against what the largest count could have."""
+    """Throughput relative to the ideal throughput of the largest number of nodes."""
     efficiency = result.efficiency(count)
     if result.base is None or efficiency is None:
         return ""
@@ -425,7 +425,7 @@ def _scaling_bar(result: Scaling, count: Count) -> str:
 
 
 def scaling_lines(result: Scaling) -> Iterator[str]:
-    """What people should conclude."""
+    """Conclusions from the table."""
     for count in result.counts:
         if count.plan is None:
             reason = count.reason.removeprefix("no feasible plan: ")

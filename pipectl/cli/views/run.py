@@ -1,4 +1,4 @@
-"""The state of runs for people and as JSON: one run, a table of many, a sweep, the ranks."""
+"""The state of runs as text and as JSON: one run, a table of many, a sweep, the ranks."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ _STYLES = {
     JobState.CANCELLED: "dim",
 }
 _SLOWER = 1.1
-"""Measured over predicted step time from which on a run counts as slow."""
+"""Measured over predicted step time of a run that counts as slow."""
 _INDENT = 16
-"""Columns of the labels."""
+"""Width of the labels."""
 _MAX_REASON, _MAX_VALUE = 40, 24
-"""Characters of a reason and of a value of a sweep in a table."""
+"""Maximum characters of a reason, and of a value of a sweep, in a table."""
 _NOTHING_S = 1e-4
-"""Of a step: less is not worth a word."""
+"""Part of a step that is too short to mention."""
 _FIGURES = (
     *("step", "first_loss", "last_loss", "samples_per_s", "tokens_per_s", "step_time_s"),
     *("remaining_s", "evaluation_step", "evaluation"),
 )
-"""Of the measurements, what `status --json` has under the same name."""
+"""Measurements that `status --json` prints under the same name."""
 _EIGHTHS, _LEVELS = " ▏▎▍▌▋▊▉█", "▁▂▃▄▅▆▇█"
 _WORDS = ("run", "values", "state", "on", "waits for")
 _OPTIONAL = (  # the least important first
@@ -56,7 +56,7 @@ _OPTIONAL = (  # the least important first
 
 
 def print_run(status: RunStatus, *, as_json: bool = False) -> None:
-    """Print everything about one run, and where a recorded step differs from the prediction."""
+    """Print everything about one run, and how a recorded step differs from the prediction."""
     if as_json:
         say_json(run_json(status))
         return
@@ -71,7 +71,7 @@ def print_run(status: RunStatus, *, as_json: bool = False) -> None:
 
 
 def run_json(status: RunStatus) -> dict[str, Any]:
-    """Everything about one run, for programs."""
+    """Everything about one run, for ``--json``."""
     so_far, job, record, failure = status.measured, status.job, status.record, status.failure
     sweep = None if record is None else record.sweep
     figures = {name: getattr(so_far, name) for name in _FIGURES}
@@ -121,9 +121,9 @@ def run_lines(
     """Everything about one run, a label and a text per line.
 
     Args:
-        width: to which texts are folded; None leaves them whole.
-        difference: of a recorded step to its prediction; see :func:`divide_last_step`.
-        files: whether to say what it has made, and where that lies.
+        width: columns to wrap texts to; None does not wrap.
+        difference: difference of a recorded step from its prediction; see :func:`divide_last_step`.
+        files: whether to list the files of the run.
     """
     record, job = status.record, status.job
     job_text = f"{record.scheduler} job {record.job_id or 'not confirmed'}" if record else ""
@@ -141,13 +141,13 @@ def run_lines(
 def run_facts(
     status: RunStatus, difference: tuple[int, Mapping[str, float]] | None = None
 ) -> list[Fact]:
-    """What ended or keeps it, how far and fast it is, and what it holds; see :func:`run_lines`."""
+    """Failure, progress, speed and memory of a run; see :func:`run_lines`."""
     facts = [*_failure(status), *_progress(status), *_pace(status)]
     return [*facts, *(_difference(*difference) if difference else ()), *_memory_and_waits(status)]
 
 
 def _failure(status: RunStatus) -> Iterator[Fact]:
-    """What ended it, or keeps it from starting or moving on."""
+    """What ended the run, or what it waits for."""
     job, failure = status.job, status.failure
     details = f"details: {short_path(status.run.errors)}, pipectl logs {as_typed(status.run)}"
     if failure is not None and job.state is not JobState.COMPLETED:
@@ -166,7 +166,7 @@ def _failure(status: RunStatus) -> Iterator[Fact]:
 
 
 def _progress(status: RunStatus) -> Iterator[Fact]:
-    """How far it is, at which pace and loss; percent of a run that only measures."""
+    """Steps, time left and loss; percent if the run only measures."""
     alive, so_far = status.job.state.alive, status.measured
     if status.phase not in ("", "training") and alive:
         yield "phase", status.phase, ""
@@ -189,7 +189,7 @@ def _progress(status: RunStatus) -> Iterator[Fact]:
 
 
 def _pace(status: RunStatus) -> Iterator[Fact]:
-    """Its speed, and the predicted one."""
+    """Measured and predicted speed."""
     so_far, ratio = status.measured, status.prediction_ratio
     step_s = so_far.step_time_s
     if step_s is not None:
@@ -230,7 +230,7 @@ def _difference(step: int, parts: Mapping[str, float]) -> Iterator[Fact]:
 
 
 def _memory_and_waits(status: RunStatus) -> Iterator[Fact]:
-    """The fullest rank, and the one that the others wait for."""
+    """The rank with the most memory, and the rank that the others wait for."""
     if status.peaks:
         rank, measured, predicted = max(status.peaks, key=lambda peak: peak.measured_bytes)
         expected = "" if predicted is None else f", predicted {format_bytes(predicted)}"
@@ -245,7 +245,7 @@ def _memory_and_waits(status: RunStatus) -> Iterator[Fact]:
 
 
 def _files(status: RunStatus) -> Iterator[Fact]:
-    """What was submitted, what the run has made, and where it lies."""
+    """What was submitted, and where the files of the run are."""
     run, record = status.run, status.record
     if status.restarts:
         yield "restarts", str(status.restarts), ""
@@ -270,7 +270,7 @@ def _files(status: RunStatus) -> Iterator[Fact]:
 
 
 def run_picture(status: RunStatus, width: int, height: int) -> RenderableType:
-    """Full-screen view of one run: its lines, its loss as a curve, and its ranks if they fit."""
+    """Full-screen view of one run: its lines, a curve of the loss, and its ranks if they fit."""
     parts: list[RenderableType] = [*run_lines(status, width, files=False)]
     losses = [line["loss"] for line in read_metrics(status.run) if line.get("loss") is not None]
     if losses:
@@ -282,16 +282,16 @@ def run_picture(status: RunStatus, width: int, height: int) -> RenderableType:
 
 
 def runs_table(statuses: Sequence[RunStatus], width: int) -> Table:
-    """One row per run; without empty columns, and without the least important if it gets too wide.
+    """One row per run, without empty columns, and without less important ones that do not fit.
 
     Args:
-        width: columns of the terminal.
+        width: width of the terminal.
     """
     return _table([_row(status) for status in statuses], _OPTIONAL, width)
 
 
 def _table(rows: Sequence[Mapping[str, str | Text]], optional: Sequence[str], width: int) -> Table:
-    """Rows of cells by the heads of their columns."""
+    """A table of rows, which map heads to cells."""
     cells = [tuple(row.values()) for row in rows]
     return table(tuple(rows[0]), cells, left=_WORDS, optional=optional, width=width)
 
@@ -320,7 +320,7 @@ def _row(status: RunStatus) -> dict[str, str | Text]:
 
 
 def _waits_for(job: JobStatus) -> str:
-    """What a job in the queue waits for, and until when, as far as the batch system says."""
+    """What a queued job waits for, and its expected start, according to the batch system."""
     if not job.state.waits:
         return ""
     start = "" if job.start is None else f"until {datetime.fromtimestamp(job.start):%a %H:%M}"
@@ -330,7 +330,7 @@ def _waits_for(job: JobStatus) -> str:
 def print_sweep(
     sweep: SweepDirectory, statuses: Sequence[RunStatus], *, as_json: bool = False
 ) -> None:
-    """Print how the runs of a sweep are."""
+    """Print the states of the runs of a sweep."""
     if not as_json:
         console = output()
         console.print(sweep_picture(sweep, statuses, console.width))
@@ -348,11 +348,11 @@ def print_sweep(
 def sweep_picture(
     sweep: SweepDirectory, statuses: Sequence[RunStatus], width: int, height: int | None = None
 ) -> RenderableType:
-    """How many runs are in which state, and a row per run; the best is marked.
+    """The number of runs in each state, and a row per run; the best run is marked.
 
     Args:
-        width: columns of the terminal; values go last if they do not fit.
-        height: lines at most, with those of runs that are over last of all.
+        width: width of the terminal; if columns do not fit, those of values are left out last.
+        height: maximum number of lines; runs that are over come last. None sets no limit.
     """
     states = Counter(status.job.state.value for status in statuses)
     counts = ", ".join(f"{count} {state}" for state, count in states.items())
@@ -387,20 +387,20 @@ def sweep_picture(
 
 
 def values_text(values: Mapping[str, Any]) -> str:
-    """The values of a point in a line, by the last words of their keys: ``lr=0.001 seed=2``."""
+    """The values of a point, with the last words of their keys: ``lr=0.001 seed=2``."""
     names = short_keys(values)
     return " ".join(f"{name}={_value(values, key)}" for key, name in names.items())
 
 
 def short_keys(keys: Iterable[str], taken: Sequence[str] = ()) -> dict[str, str]:
-    """Keys by their last words, or whole if others end like them or the word is ``taken``."""
+    """The last word of every key, or the whole key if the word is ambiguous or ``taken``."""
     words = {key: key.rpartition(".")[2] for key in keys}
     ends = Counter(words.values())
     return {key: key if ends[word] > 1 or word in taken else word for key, word in words.items()}
 
 
 def _value(values: Mapping[str, Any], key: str) -> str:
-    """A value, shortened; empty where the point has none for this key."""
+    """A shortened value; empty if the point has no such key."""
     if key not in values:
         return ""
     text = "null" if values[key] is None else str(values[key])
@@ -408,11 +408,11 @@ def _value(values: Mapping[str, Any], key: str) -> str:
 
 
 def ranks_table(status: RunStatus, max_rows: int | None = None, width: int | None = None) -> Table:
-    """Every rank that has been heard of: how much of its time it computes, and what it holds.
+    """One row per rank that has reported: the share of time it computes, and its memory.
 
     Args:
         max_rows: None for all.
-        width: columns of the terminal; what is least important is left out if it does not fit.
+        width: width of the terminal; less important columns that do not fit are left out.
     """
     peaks = {peak.rank: peak for peak in status.peaks}
     ranks, count = status.ranks, len(status.ranks)
@@ -448,17 +448,17 @@ def ranks_table(status: RunStatus, max_rows: int | None = None, width: int | Non
 
 
 def bar(share: float, width: int) -> str:
-    """A share from 0 to 1 as a bar of so many characters."""
+    """A share from 0 to 1 as a bar of ``width`` characters."""
     eighths = round(8 * width * min(1.0, max(0.0, share)))
     full, rest = divmod(eighths, 8)
     return ("█" * full + (_EIGHTHS[rest] if rest else "")).ljust(width)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """A character per value, or for as many neighbours as it takes to fit, their mean.
+    """A curve with one character per value, or per mean of neighbours if they do not fit.
 
     Args:
-        width: characters at most.
+        width: maximum number of characters.
     """
     from pipectl.report.charts import thinned  # for --watch alone
 
@@ -471,7 +471,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def format_long_time(time_s: float) -> str:
-    """As :func:`format_time`; hours and days instead of very many minutes."""
+    """As :func:`format_time`, with hours and days."""
     if time_s < 7200:
         return format_time(time_s)
     hours, minutes = divmod(round(time_s / 60), 60)
@@ -479,7 +479,7 @@ def format_long_time(time_s: float) -> str:
 
 
 def _measures(status: RunStatus) -> bool:
-    """Whether it is a run that only measures, whose steps are percent."""
+    """Whether the run only measures, so its steps are percent."""
     return status.record is not None and status.record.kind == PROFILING
 
 
