@@ -203,19 +203,14 @@ class Pipeline(types.Section):
     """How the model is spread over the ranks. The planner chooses what is `auto`."""
 
     stages: Annotated[types.Count | None, types.Auto()] = None
-    """Number of stages: at most one per rank; with the schedules `interleaved` and `looped-bfs` a
-    multiple of the ranks, with `zb-v`, `dualpipev`, `v-half` and `v-min` two per rank."""
+    """Number of stages: at most one per rank, or as many as the [schedule](schedules.md) takes."""
     micro_batches: Annotated[types.Count | None, types.Auto()] = None
     """Number of parts into which each batch is divided."""
     schedule: types.Schedule = None
-    """Order of work. `gpipe` runs all forwards before the backwards; `1f1b` alternates them and
-    keeps fewer activations. `looped-bfs` and `interleaved` are the same with several stages per
-    rank (two, unless `stages` says otherwise): less waiting, more messages. `zb-h1`, `zb-v` and
-    `dualpipev` compute the gradients of weights while they would wait; `v-half` and `v-min` keep
-    about a half and a third of the activations of `1f1b` (all of these but `zb-h1` have two stages
-    per rank). `pipedream` and `pipedream-2bw` overlap steps, with gradients of older weights: no
-    waiting, but different results. Or your own: a `.csv` file of actions, relative to the spec
-    file, or the name of a schedule of an installed package."""
+    """Order of work: one of the [schedules](schedules.md), which differ in waiting time, memory and
+    messages. Those that overlap steps also have other results; `auto` leaves them out. Or your own:
+    a `.csv` file of actions, relative to the spec file, or the name of a schedule of an installed
+    package."""
     warm_up: Annotated[tuple[types.Count, ...] | None, types.Auto()] = None
     """Forwards that each stage runs before its first backward, one number per stage; needs
     `stages`."""
