@@ -136,12 +136,12 @@ class Document:
         Args:
             key_place: of the value's key, and of mappings that are new.
         """
-        path, places = tuple(path), dict(self.places)
-        data, outer = value.data, [self.locate(path[:depth]) for depth in range(len(path))]
-        for depth, (found, around) in reversed([*enumerate(outer)]):
-            is_there = len(found) == depth and isinstance(around, dict)
-            data = {**(around if is_there else {}), path[depth]: data}
-            if not is_there:
+        path, places, data = tuple(path), dict(self.places), value.data
+        for depth in reversed(range(len(path))):
+            outer, around = self.locate(path[:depth])
+            is_new = len(outer) < depth or not isinstance(around, dict)
+            data = {**({} if is_new else around), path[depth]: data}
+            if is_new:
                 places[path[:depth]] = places[*path[:depth], KEY] = key_place
         places |= {(*path, *inner): place for inner, place in value.places.items()}
         places[*path, KEY] = key_place

@@ -159,8 +159,8 @@ def test_null_and_empty_keys_have_their_defaults(read, minimal) -> None:
 )  # fmt: skip
 def test_kwargs_have_the_types_of_yaml_1_2(read, minimal, text, value) -> None:
     spec = read(minimal + f"optimizer: {{factory: 'torch.optim:SGD', kwargs: {{x: {text}}}}}")
-    found = spec.optimizer.kwargs["x"]
-    assert (found, type(found), str(found)) == (value, type(value), str(value))
+    read_value = spec.optimizer.kwargs["x"]
+    assert (read_value, type(read_value), str(read_value)) == (value, type(value), str(value))
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_lower_layers_do_not_import_pydantic() -> None:
 
 
 def test_the_origin_of_a_value_is_the_layer_that_wins(origins: Origins) -> None:
-    found = origins(
+    by_key = origins(
         "resources: {nodes: 2}\nslurm:\n  account: mine\ncheckpoint: {keep: null}\n",
         "resources.tasks_per_node=4",
         sites=("slurm: {partition: small, options: {qos: low}}\n", "\nslurm: {partition: large}\n"),
@@ -216,22 +216,22 @@ def test_the_origin_of_a_value_is_the_layer_that_wins(origins: Origins) -> None:
         "resources.walltime": "default",
         "checkpoint.keep": "default",
     }
-    assert {key: written(found[key]) for key in places} == places
-    assert found["slurm.partition"].value == "large"
-    assert found["resources.walltime"].value == "01:00:00"
-    assert found["checkpoint.keep"].value == 3
-    tops = list(dict.fromkeys(str(origin.path[0]) for origin in found.values()))
+    assert {key: written(by_key[key]) for key in places} == places
+    assert by_key["slurm.partition"].value == "large"
+    assert by_key["resources.walltime"].value == "01:00:00"
+    assert by_key["checkpoint.keep"].value == 3
+    tops = list(dict.fromkeys(str(origin.path[0]) for origin in by_key.values()))
     assert tops == list(JobSpec.model_fields)
 
 
 def test_origins_show_sizes_as_people_write_them(origins: Origins) -> None:
-    found = origins("pipeline: {memory_limit: 1.5GiB}\nresources: {memory_per_node: 8GB}\n")
-    assert found["pipeline.memory_limit"].value == "1536MiB"
-    assert found["resources.memory_per_node"].value == "7812500KiB"
+    by_key = origins("pipeline: {memory_limit: 1.5GiB}\nresources: {memory_per_node: 8GB}\n")
+    assert by_key["pipeline.memory_limit"].value == "1536MiB"
+    assert by_key["resources.memory_per_node"].value == "7812500KiB"
 
 
 def test_keyword_arguments_have_origins_of_their_own(origins: Origins) -> None:
-    found = origins(
+    by_key = origins(
         "optimizer:\n  kwargs:\n    lr: 0.1\n    decay: null\n"
         "lr_scheduler: torch.optim.lr_scheduler:ConstantLR\n",
         "optimizer.kwargs.b=1",
@@ -245,14 +245,14 @@ def test_keyword_arguments_have_origins_of_their_own(origins: Origins) -> None:
         "lr_scheduler.factory": "job.yaml:11",
         "lr_scheduler.kwargs": "default",
     }
-    assert {key: written(found[key]) for key in places} == places
+    assert {key: written(by_key[key]) for key in places} == places
 
 
 def test_origins_show_what_is_dumped_but_no_environment_variable(origins: Origins) -> None:
-    found = origins("environment: {variables: {KEY: s3cret}}\n")
+    by_key = origins("environment: {variables: {KEY: s3cret}}\n")
     text = dump(load(Path("job.yaml"), sites=()))
-    assert all(f"{origin.path[-1]}:" in text for origin in found.values())
-    assert found["environment.variables.KEY"].value == "(not shown)"
+    assert all(f"{origin.path[-1]}:" in text for origin in by_key.values())
+    assert by_key["environment.variables.KEY"].value == "(not shown)"
 
 
 def test_keys_of_earlier_versions_may_have_their_defaults(read, minimal) -> None:

@@ -24,7 +24,7 @@ def write(tmp_path: Path) -> Write:
     return files
 
 
-def found(base: Path, *references: str) -> dict[str, str]:
+def files_of(base: Path, *references: str) -> dict[str, str]:
     parsed = [parse(reference, base) for reference in references]
     return {name: path.relative_to(base).as_posix() for name, path in user_sources(parsed).items()}
 
@@ -73,7 +73,7 @@ def found(base: Path, *references: str) -> dict[str, str]:
 )
 def test_what_a_file_imports(tmp_path: Path, write: Write, files, names) -> None:
     write(files)
-    assert found(tmp_path, "./model.py:build") == {
+    assert files_of(tmp_path, "./model.py:build") == {
         name: path
         for name in names
         for path in (f"{name.replace('.', '/')}.py", f"{name.replace('.', '/')}/__init__.py")
@@ -88,7 +88,7 @@ def test_directories_of_one_name_make_up_a_package_unless_one_has_its_own_file(
     write({"model": "import shared.mine, shared.theirs, whole.part, whole.inner.part"})
     write({"site-packages/shared/theirs": "", "work/shared/mine": "", "whole/part": ""})
     write({"work/whole/__init__": "", "work/whole/inner/part": ""})
-    assert found(tmp_path, "./model.py:build") == {
+    assert files_of(tmp_path, "./model.py:build") == {
         "shared.mine": "work/shared/mine.py",
         "whole": "work/whole/__init__.py",
         "whole.inner.part": "work/whole/inner/part.py",
@@ -103,7 +103,7 @@ def test_modules_along_the_search_path(
     monkeypatch.setattr(
         references, "_SEARCH", (f"{tmp_path}/work", f"{tmp_path}/lib/site-packages")
     )
-    assert sorted(found(tmp_path, "mine.model:build", "theirs:f", "torch.nn:MSELoss")) == [
+    assert sorted(files_of(tmp_path, "mine.model:build", "theirs:f", "torch.nn:MSELoss")) == [
         *("mine", "mine.data", "mine.model")
     ]
 
@@ -114,7 +114,7 @@ def test_libraries_hide_what_stands_behind_them(
     write({"model": "import same, json", "work/same": "", "json": ""})
     write({"site-packages/same": "", "site-packages/json": ""})
     monkeypatch.setattr(references, "_SEARCH", (f"{tmp_path}/site-packages", f"{tmp_path}/work"))
-    assert found(tmp_path, "./model.py:build") == {}
+    assert files_of(tmp_path, "./model.py:build") == {}
 
 
 def test_a_key_changes_with_what_the_files_import(

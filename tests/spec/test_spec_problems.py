@@ -40,10 +40,10 @@ def test_the_problems_of_wrong_specs(read_points, minimal: str) -> None:
             read_points(text, *overrides)
         problems = str(caught.value.message).replace(str(Path.cwd()), "/home/me").split("\n")
         blocks.append("\n".join([*lines, *(f"=> {each}" for each in problems)]))
-    found = "\n\n".join(blocks) + "\n"
+    snapshot = "\n\n".join(blocks) + "\n"
     if os.environ.get("PIPECTL_GOLDEN") == "write":
-        WRONG_SPECS.write_text(found, "utf-8")
-    assert found == WRONG_SPECS.read_text("utf-8"), "if that is intended: make golden"
+        WRONG_SPECS.write_text(snapshot, "utf-8")
+    assert snapshot == WRONG_SPECS.read_text("utf-8"), "if that is intended: make golden"
 
 
 @pytest.mark.parametrize(
@@ -120,5 +120,5 @@ def test_an_endless_file_is_not_read_to_its_end() -> None:
         load(Path("/dev/zero"), sites=())
 
 
-def test_large_mappings_of_unknown_keys_are_told_quickly(complaints) -> None:
+def test_large_mappings_of_unknown_keys_are_reported_quickly(complaints) -> None:
     assert len(complaints("\n".join(f"key{n}: {n}" for n in range(300)))) == 304

@@ -31,24 +31,24 @@ def faults(points: Points) -> Faults:
 
 
 def test_a_grid_and_points(points: Points) -> None:
-    found = points(
+    runs = points(
         """\
 sweep:
   grid: {optimizer.kwargs.lr: [1e-3, 3e-4], training.seed: [0, 1]}
   points: [{training.batch_size: 16}]
 """
     )
-    assert [dict(point.values) for point in found] == [
+    assert [dict(point.values) for point in runs] == [
         {"optimizer.kwargs.lr": 1e-3, "training.seed": 0},
         {"optimizer.kwargs.lr": 1e-3, "training.seed": 1},
         {"optimizer.kwargs.lr": 3e-4, "training.seed": 0},
         {"optimizer.kwargs.lr": 3e-4, "training.seed": 1},
         {"training.batch_size": 16},
     ]
-    assert found[1].spec.optimizer.kwargs == {"lr": 1e-3}
-    assert found[1].spec.training.seed == 1
-    assert found[4].spec.training.batch_size == 16
-    assert all(point.spec.sweep is None for point in found)
+    assert runs[1].spec.optimizer.kwargs == {"lr": 1e-3}
+    assert runs[1].spec.training.seed == 1
+    assert runs[4].spec.training.batch_size == 16
+    assert all(point.spec.sweep is None for point in runs)
 
 
 def test_the_job_itself_has_no_value_of_its_sweep(minimal: str, points: Points) -> None:
@@ -61,7 +61,7 @@ def test_the_job_itself_has_no_value_of_its_sweep(minimal: str, points: Points) 
 
 
 def test_values_have_the_types_of_their_fields(points: Points) -> None:
-    found = points(
+    runs = points(
         """\
 sweep:
   points:
@@ -70,9 +70,9 @@ sweep:
     - {model.kwargs.in_features: "4"}
 """
     )
-    assert found[0].spec.pipeline.memory_limit == 2**30
-    assert found[1].spec.optimizer.factory == "torch.optim:SGD"
-    assert found[2].spec.model.kwargs["in_features"] == "4"
+    assert runs[0].spec.pipeline.memory_limit == 2**30
+    assert runs[1].spec.optimizer.factory == "torch.optim:SGD"
+    assert runs[2].spec.model.kwargs["in_features"] == "4"
 
 
 @pytest.mark.parametrize(
@@ -87,26 +87,26 @@ sweep:
 def test_values_of_environment_variables_are_in_no_value_of_a_point(
     points: Points, points_of_sweep: str
 ) -> None:
-    found = points(f"sweep: {{{points_of_sweep}}}\n")
-    first = found[0].values
+    runs = points(f"sweep: {{{points_of_sweep}}}\n")
+    first = runs[0].values
     assert first.get("environment.variables.KEY", "(value 1)") == "(value 1)"
-    assert "cret" in found[0].spec.environment.variables["KEY"]
-    assert "cret" not in str([point.values for point in found])
-    assert all("environment" in str(point.values) for point in found)
+    assert "cret" in runs[0].spec.environment.variables["KEY"]
+    assert "cret" not in str([point.values for point in runs])
+    assert all("environment" in str(point.values) for point in runs)
     file = SpecFile.read(Path("job.yaml"), sites=())
     assert "cret" not in str(file.origins(file.spec()))
 
 
 def test_keys_of_a_sweep_join_a_factory_in_short_form(points: Points) -> None:
-    found = points(
+    runs = points(
         """\
 optimizer: torch.optim:SGD
 sweep: {points: [{optimizer.groups: [{match: "*.bias", lr: 0.1}]}, {optimizer.kwargs.lr: 0.2}]}
 """
     )
-    assert [point.spec.optimizer.factory for point in found] == ["torch.optim:SGD"] * 2
-    assert found[0].spec.optimizer.groups[0].match == "*.bias"
-    assert found[1].spec.optimizer.kwargs == {"lr": 0.2}
+    assert [point.spec.optimizer.factory for point in runs] == ["torch.optim:SGD"] * 2
+    assert runs[0].spec.optimizer.groups[0].match == "*.bias"
+    assert runs[1].spec.optimizer.kwargs == {"lr": 0.2}
 
 
 def test_a_sweep_goes_over_set_and_can_be_left_out(points: Points) -> None:
