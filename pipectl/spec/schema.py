@@ -89,17 +89,14 @@ def schema_at(path: Sequence[str | int]) -> Schema | None:
     """The schema of the value at ``path``; None for an unknown key, and within ``kwargs``."""
     schema: Schema | None = json_schema()
     for step in path:
-        schema = _inner(schema, step)
+        inner = (
+            item.get("items")
+            if isinstance(step, int)
+            else item.get("properties", {}).get(step) or item.get("additionalProperties")
+            for item in alternatives(schema or {})
+        )
+        schema = next((each for each in inner if isinstance(each, dict)), None)
     return schema
-
-
-def _inner(schema: Schema | None, step: str | int) -> Schema | None:
-    for item in () if schema is None else alternatives(schema):
-        inner = item.get("properties", {}).get(step) or item.get("additionalProperties")
-        inner = item.get("items") if isinstance(step, int) else inner
-        if isinstance(inner, dict):
-            return inner
-    return None
 
 
 def alternatives(schema: Schema) -> Iterator[Schema]:
@@ -115,10 +112,8 @@ def alternatives(schema: Schema) -> Iterator[Schema]:
 
 def properties(schema: Schema | None) -> dict[str, Schema]:
     """The keys that a mapping may have."""
-    for item in () if schema is None else alternatives(schema):
-        if "properties" in item:
-            return dict(item["properties"])
-    return {}
+    each = (item["properties"] for item in alternatives(schema or {}) if "properties" in item)
+    return next(each, {})
 
 
 def choices(schema: Schema) -> list[str]:
