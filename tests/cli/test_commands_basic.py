@@ -63,26 +63,6 @@ def test_commands_load_nothing_that_is_slow(
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        (["foo"], "error: No such command 'foo'.\n  see: pipectl --help\n"),
-        (["submit", "--foo"], "error: No such option: --foo\n  see: pipectl submit --help\n"),
-        (["submit"], "error: Missing argument 'JOB.yaml'.\n  see: pipectl submit --help\n"),
-        (["check"], "error: nothing to check\n  name a job: pipectl check JOB.yaml\n"),
-        (["schema"], "error: `pipectl schema` is `pipectl check --schema` now\n"),
-        (["simulate", "--json"], "error: `pipectl simulate` is `pipectl lab simulate` now\n"),
-        (["trace", "last", "--svg", "x"], "error: `pipectl trace` is `pipectl report` now\n"),
-        (["verify", "job.yaml"], "error: `pipectl verify` is `pipectl lab verify` now\n"),
-    ],
-)
-def test_a_wrong_command_line_is_one_message_and_code_2(
-    cli: Command, arguments: list[str], error: str
-) -> None:
-    result = cli(*arguments)
-    assert (result.code, result.out, result.err) == (2, "", error)
-
-
 ONE = "must be a whole number of at least 1, not"
 
 

@@ -189,37 +189,6 @@ def test_a_job_is_balanced_over_its_ranks(cli: Command, profile: Path) -> None:
     assert found["accelerators"] == 2
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("--objective max-stage-load --explain", "--explain: is not used with --objective max"),
-        ("--objective max-stage-load --nodes 1,2", "--nodes: is not used with --objective max"),
-        ("--objective max-stage-load -o x", "-o: is not used with --objective max-stage-load"),
-        ("--objective max-stage-load --planner x", "--planner: is not used with --objective"),
-        ("--objective throughput", "'throughput' is not one of 'step-time', 'max-stage-load'"),
-        ("--planner pipectl2", "did you mean 'pipectl'"),
-        ("--planner dapple --allow replicas", "--allow: dapple chooses by its own rules"),
-        ("--allow replica", "there is no technique 'replica'; did you mean 'replicas'?"),
-        ("--bandwidth fast", "is not a bandwidth"),
-        ("--bandwidth 0GB/s", "must be more than 0"),
-        (f"--bandwidth {'9' * 400}bit/s", "bandwidth': must be at most"),
-        (f"--bandwidth {'9' * 400}B/s", "is not a bandwidth"),
-        ("--memory-limit x", "is not a size"),
-        ("--memory-limit 0", "--memory-limit': must be more than 0"),
-        ("--budget soon", "is not a duration"),
-        ("--communication-scale -1", "must be more than 0"),
-        ("--communication-scale 0", "must be more than 0"),
-        ("--batch-size 8", "use `--set training.batch_size=N` instead"),
-    ],
-)
-def test_a_wrong_command_line_says_what_is_wrong(
-    cli: Command, alone: Path, line: str, message: str
-) -> None:
-    result = cli(*PROFILE, "--devices", "2", *line.split())
-    assert (result.code, result.out) == (2, "")
-    assert message in result.err
-
-
 @pytest.mark.skipif(WORKLOADS is None, reason="PIPECTL_WORKLOADS is not set")
 def test_a_known_optimum_as_the_file_ships_it(cli: Command) -> None:
     path = Path(str(WORKLOADS)) / "dnnpart-throughput-layer-bert24_training.json"

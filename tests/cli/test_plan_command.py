@@ -275,49 +275,6 @@ def test_no_pipeline_is_recommended_if_that_is_faster(
     assert "no pipeline: one rank alone takes" in result.out
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("", "nothing to plan"),
-        ("--profile p.json", "the number of devices is missing"),
-        ("--profile p.json --devices 0", "--devices"),
-        ("--profile p.json --devices 2 --set name=x", "--set name=x: there is no job to change"),
-        ("--profile p.json --devices 2 --scheduler slurm", "--scheduler: needs a JOB"),
-        ("--profile p.json --devices 2 --nodes 1,2", "--devices: cannot be used with"),
-        ("--profile p.json --nodes 1,x", "--nodes: '1,x' is not a list of numbers"),
-        ("--profile p.json --nodes 0", "--nodes: '0': each must be"),
-        ("--profile p.json --nodes 1 --explain", "--explain: cannot be used with"),
-        ("--profile p.json --nodes 1 -o x", "-o: cannot be used with --nodes"),
-        ("--objective max-stage-load", "use `pipectl lab plan --objective` instead"),
-        ("--batch-size 8", "use `--set training.batch_size=N` instead"),
-    ],
-)
-def test_a_wrong_command_line_says_what_is_wrong(
-    cli: Command, alone: Path, line: str, message: str
-) -> None:
-    result = cli("plan", *line.split())
-    assert (result.code, result.out) == (2, "")
-    assert message in result.err
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("stages=0", "pipeline.stages: must be auto or a whole number of at least 1"),
-        ("stages=3", "pipeline.stages: 3 stages need as many ranks"),
-        ("memory_limit=x", "must be a size such as 4GiB"),
-        ("memory_limit=0", "pipeline.memory_limit: must be"),
-        ("schedule=gpip", "must be auto, gpipe"),
-    ],
-)
-def test_a_wrong_setting_without_a_job_is_told_as_with_one(
-    cli: Command, alone: Path, setting: str, message: str
-) -> None:
-    result = cli(*ALONE, "--devices", "2", "--set", f"pipeline.{setting}")
-    assert (result.code, result.out) == (3, "")
-    assert message in result.err
-
-
 @pytest.mark.skipif(WORKLOADS is None, reason="PIPECTL_WORKLOADS is not set")
 @pytest.mark.parametrize(
     ("name", "devices"),
