@@ -42,7 +42,7 @@ from pipectl.spec.document import (
 )
 from pipectl.spec.models import JobSpec, holds_variables
 from pipectl.spec.schema import choices, describe_schema, json_schema, properties, schema_at
-from pipectl.spec.types import check_version
+from pipectl.spec.types import WrongTypeError, check_version
 from pipectl.units import did_you_mean
 
 SITE_KEYS = (
@@ -345,11 +345,10 @@ def _validate(
 def _explain_fault(document: Document, detail: ErrorDetails) -> Problem:
     """The problem for an error of pydantic: where it is, what was expected, and what was found."""
     path, kind, context = detail["loc"], detail["type"], detail.get("ctx", {})
-    words = str(context["error"]) if kind == "value_error" else ""
-    if words and path[-1] == KEY:
-        return document.problem(path[:-1], words, at_key=True)
-    if words:
-        return document.problem(path, words)
+    error = context.get("error")
+    if isinstance(error, ValueError) and not isinstance(error, WrongTypeError):
+        at_key = path[-1] == KEY
+        return document.problem(path[:-1] if at_key else path, str(error), at_key=at_key)
     if kind == "extra_forbidden":
         return document.problem(path, _explain_unknown_key(path), at_key=True)
     if kind == "missing":

@@ -1,8 +1,4 @@
-"""The types of the spec's fields: how values are read, checked and written.
-
-If a validator raises a ValueError without a message, the message is "must be", followed by the
-description of the field's JSON Schema (:func:`pipectl.spec.schema.describe_schema`).
-"""
+"""The types of the spec's fields: how values are read, checked and written."""
 
 from __future__ import annotations
 
@@ -62,6 +58,10 @@ def drop_nulls(value: Any, known: Iterable[str] | None = None) -> Any:
     return {key: item for key, item in value.items() if item is not None or key in free}
 
 
+class WrongTypeError(ValueError):
+    """A value is not what the JSON Schema of its field describes, which the message says then."""
+
+
 class Auto:
     """``auto`` in place of a value; in Python it is None."""
 
@@ -91,7 +91,7 @@ def _quantity(parse: Callable[[str], int]) -> BeforeValidator:
     def read(value: Any) -> int:
         with suppress(ValueError):
             return parse(str(value))
-        raise ValueError
+        raise WrongTypeError
 
     return BeforeValidator(read)
 
@@ -124,7 +124,7 @@ def _nonempty_line(text: str) -> str:
 def _check(is_valid: Callable[[str], object]) -> AfterValidator:
     def check(text: str) -> str:
         if not is_valid(text):
-            raise ValueError
+            raise WrongTypeError
         return text
 
     return AfterValidator(check)
@@ -157,7 +157,7 @@ def _option(value: Any) -> bool | str | tuple[str, ...]:
     if not texts:
         raise ValueError("is empty")
     if not all(isinstance(text, str) for text in texts):
-        raise ValueError
+        raise WrongTypeError
     lines = tuple(map(_nonempty_line, texts))
     return lines if texts is value else lines[0]
 
