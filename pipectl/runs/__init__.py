@@ -1,4 +1,4 @@
-"""Run directories: making, finding, recording and reading them."""
+"""Run directories: creating, finding and reading them."""
 
 from pipectl.runs.directory import (
     ATTEMPT,

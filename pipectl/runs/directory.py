@@ -1,4 +1,4 @@
-"""Directories of runs and sweeps: every path in them, how they are made, locked and found."""
+"""Directories of runs and sweeps: their paths, and how they are created, locked and found."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from pipectl.runs.record import MAX_BYTES, Record, is_job_id
 from pipectl.units import did_you_mean
 
 RUN_NAME = re.compile(r"[0-9]{8}-[0-9]{6}-[A-Za-z0-9._-]+")
-"""Name of a run directory; shells complete it, so it holds nothing with a meaning for a shell."""
+"""Name of a run directory; it has no characters that a shell interprets."""
 ATTEMPT = "PIPECTL_ATTEMPT"
-"""Variable of the environment: which start of the job this is, from 1."""
+"""Environment variable: number of the job's start, from 1."""
 SCRIPT = "PIPECTL_SCRIPT"
-"""Variable of the environment: the job script's process, if ranks are on its machine."""
+"""Environment variable: pid of the job script, if the ranks run on its machine."""
 RUN_VARIABLE = "PIPECTL_RUN_DIRECTORY"
-"""Variable of the environment: set by the job script."""
+"""Environment variable, set by the job script."""
 SWEEPS = "sweeps"
-"""The folder of sweeps beside the runs: its name begins with no date, as those of runs do."""
+"""Directory of sweeps beside the runs."""
 _FOLDERS = ("errors", "logs", "trace", "checkpoints")
 
 
 class File:
-    """A path in a directory, as an attribute of it."""
+    """A path in a directory, as an attribute."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -50,29 +50,25 @@ class File:
 
 @dataclass(frozen=True)
 class Directory:
-    """The directory of a run or sweep, which one command at a time changes.
-
-    Args:
-        path: made absolute, since jobs run elsewhere.
-    """
+    """The directory of a run or sweep; its path is made absolute, since jobs run elsewhere."""
 
     path: Path
     lock = File(".lock")
-    """Empty; held by the command that changes the record, or submits the sweep."""
+    """Locked by the command that changes the record or submits the sweep."""
     logs = File("logs")
-    """Logs of the job and its ranks; of a sweep, what jobs say before they go on as their runs'."""
+    """Logs of the job and its ranks; for a sweep, of jobs that have not yet become a run."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", self.path.absolute())
 
     @property
     def name(self) -> str:
-        """The directory's own name, by which commands call it; runs of a sweep begin with its."""
+        """Name of the run or sweep; names of a sweep's runs begin with the sweep's name."""
         return self.path.name
 
 
 class RunDirectory(Directory):
-    """Paths of one run; nothing is read or written."""
+    """The paths of one run."""
 
     job = File("job.yaml")  # the resolved job spec
     profile = File("profile.json")  # the measured operator graph
@@ -80,36 +76,36 @@ class RunDirectory(Directory):
     cluster = File("cluster.json")  # nodes, devices and links
     script = File("job.sh")  # the job script
     variables = File("variables.sh")  # what the job script sources; keys and tokens may be in it
-    template = File("template.sh")  # the user's template of the job script, as it was at submission
+    template = File("template.sh")  # the user's job script template at submission
     record = File("record.json")  # the submission and its history
-    stop = File("stop")  # where the job script asks the ranks to save a checkpoint and end
-    stopped = File("stopped")  # where the ranks tell the script that they did so
-    resubmitted = File("resubmitted")  # under which id the job script submitted itself again
-    requeue_error = File("requeue_error")  # why the job script could not have the job started again
-    attempt = File("attempt")  # how often the job script was started
+    stop = File("stop")  # written by the job script: ranks save a checkpoint and end
+    stopped = File("stopped")  # written by the ranks when they have done so
+    resubmitted = File("resubmitted")  # job id under which the job script submitted itself again
+    requeue_error = File("requeue_error")  # why the job script could not requeue the job
+    attempt = File("attempt")  # number of starts of the job script
     exit_code = File("exit_code")  # the job script's exit code, written when it ends
     metrics = File("metrics.jsonl")  # one line per step and per evaluation
-    heartbeat = File("heartbeat.json")  # what the ranks do, as of one of the last steps
+    heartbeat = File("heartbeat.json")  # state and progress of the ranks
     errors = File("errors")  # one file per rank that failed
     preparation_error = File("errors/prepare.json")  # why a job could not profile or plan
-    job_log = File("logs/job.log")  # what the job script and the launcher print, and pipectl says
-    watch = File("watch")  # one file per node, of the process that watches its ranks
+    job_log = File("logs/job.log")  # output of the job script, the launcher and pipectl
+    watch = File("watch")  # one file per node, written by its watcher
     trace = File("trace")  # predicted and measured timelines
-    predicted = File("trace/predicted.json")  # timeline of a step as the plan predicts it
-    rehearsal = File("rehearsal.json")  # what the ranks of a rehearsal wait for
+    predicted = File("trace/predicted.json")  # predicted timeline of a step
+    rehearsal = File("rehearsal.json")  # waiting times of the ranks of a rehearsal
     checkpoints = File("checkpoints")  # one folder per saved step
 
     @classmethod
     def create(cls, base: Path, name: str, now: float) -> RunDirectory:
-        """A new directory ``<YYYYMMDD-HHMMSS>-<name>`` with its folders, for its owner alone.
+        """Create the directory ``<YYYYMMDD-HHMMSS>-<name>`` with mode 0700.
 
-        A second run of the same second gets ``-2`` appended, and so on.
+        If it exists, ``-2`` is appended, and so on.
 
         Args:
-            now: seconds since the epoch; written in local time.
+            now: seconds since the epoch; the name has local time.
 
         Raises:
-            UsageError: ``base`` cannot be written; no directory of a run or sweep is left in it.
+            UsageError: ``base`` cannot be written; nothing is left in it.
         """
         for stem in _stems(name, now):
             if _make_all(base, {base / stem: _FOLDERS}):
@@ -117,48 +113,48 @@ class RunDirectory(Directory):
         raise AssertionError("unreachable")
 
     def rank_log(self, rank: int) -> Path:
-        """What a rank printed."""
+        """Return the path of a rank's log."""
         return self.logs / f"rank-{rank:04d}.log"
 
     def node_log(self, node: str) -> Path:
-        """What the ranks of a node printed, if there are too many for a file each."""
+        """Return the path of a node's log, used if there are too many ranks for a file each."""
         return self.logs / f"node-{re.sub(r'[^A-Za-z0-9.-]', '_', node)}.log"
 
     def rank_logs(self) -> Sequence[Path]:
-        """Logs of ranks and of nodes, by number or name."""
+        """Return the logs of ranks and nodes, sorted by number or name."""
         return sorted(
             [*self.logs.glob("rank-*.log"), *self.logs.glob("node-*.log")],
             key=lambda path: ([int(part) for part in re.findall(r"\d+", path.name)], path.name),
         )
 
     def error_of(self, rank: int) -> Path:
-        """Where a rank reports its failure."""
+        """Return the path of a rank's error report."""
         return self.errors / f"rank-{rank:04d}.json"
 
     def errors_before(self, starts: int) -> Path:
-        """Reports of start number ``starts`` of the job."""
+        """Return the directory of error reports of start number ``starts`` of the job."""
         return self.errors / f"attempt-{starts}"
 
     def measured_of(self, step: int) -> Path:
-        """Timeline of a step as it was."""
+        """Return the path of the measured timeline of a step."""
         return self.trace / f"step-{step:06d}.json"
 
     def trace_before(self, starts: int) -> Path:
-        """Timelines of steps under an earlier plan, up to start number ``starts`` of the job."""
+        """Return the directory of timelines under an earlier plan, up to start ``starts``."""
         return self.trace / f"attempt-{starts}"
 
 
 class SweepDirectory(Directory):
-    """What belongs to no single run of a sweep: ``sweeps/<date>-<name>`` beside the runs."""
+    """The directory ``sweeps/<date>-<name>`` beside the runs of a sweep."""
 
     script = File("array.sh")
-    """The script of the job array."""
+    """Script of the job array."""
 
     @classmethod
     def create(
         cls, base: Path, name: str, points: int, now: float
     ) -> tuple[SweepDirectory, list[RunDirectory]]:
-        """A new directory and those of its runs, ``<YYYYMMDD-HHMMSS>-<name>-0`` and so on; see
+        """Create the directory of the sweep and those of its runs; see
         :meth:`RunDirectory.create`."""
 
         for stem in _stems(name, now):
@@ -171,7 +167,7 @@ class SweepDirectory(Directory):
 
     @classmethod
     def beside(cls, run: Path) -> SweepDirectory:
-        """The sweep that lies beside a run of this path, and has its name."""
+        """Return the sweep whose runs are beside ``run`` and which has the same name."""
         return cls(run.parent / SWEEPS / run.name)
 
     @property
@@ -180,12 +176,12 @@ class SweepDirectory(Directory):
         return self.path.parent.parent
 
     def runs(self) -> list[RunDirectory]:
-        """Its runs in the order of the points, without those that were removed."""
+        """Return the existing runs in the order of the points."""
         runs = (run for run in list_runs(self.base) if run.name.startswith(f"{self.name}-"))
         return [run for run in runs if self._has(run)]
 
     def _has(self, run: RunDirectory) -> bool:
-        """Whether a run is one of its points, and not one of the same second that is numbered."""
+        """Return whether a run is a point of the sweep, not another run of the same second."""
         if not run.name.removeprefix(f"{self.name}-").isdecimal():
             return False
         try:
@@ -196,33 +192,29 @@ class SweepDirectory(Directory):
 
 
 def checkpoints(directory: Path) -> list[Path]:
-    """The checkpoints in a directory, the one with the most steps first."""
+    """Return the checkpoints in a directory, the latest step first."""
     folders = [path for path in directory.glob("step-*") if step_of(path) is not None]
     return sorted(folders, key=lambda path: step_of(path) or 0, reverse=True)
 
 
 def step_of(checkpoint: Path) -> int | None:
-    """The step in the name of a checkpoint; None if it is no such name."""
+    """Return the step in the name of a checkpoint; None for other names."""
     digits = checkpoint.name.removeprefix("step-")
     return int(digits) if digits.isascii() and digits.isdigit() else None
 
 
 def sweep_of(run: RunDirectory, name: str) -> SweepDirectory:
-    """The sweep of this name that a run is of."""
+    """Return the sweep of the given name that ``run`` is part of."""
     return SweepDirectory.beside(run.path.parent / name)
 
 
 def stem_of(name: str, now: float) -> str:
-    """``<YYYYMMDD-HHMMSS>-<name>``, in local time.
-
-    Args:
-        now: seconds since the epoch.
-    """
+    """Return ``<YYYYMMDD-HHMMSS>-<name>`` in local time; ``now`` is seconds since the epoch."""
     return f"{datetime.fromtimestamp(now):%Y%m%d-%H%M%S}-{name}"
 
 
 def _stems(name: str, now: float) -> Iterator[str]:
-    """The usual stem, then ``stem-2``, ``stem-3``…"""
+    """Yield the usual stem, then ``stem-2``, ``stem-3``…"""
     usual = stem_of(name, now)
     yield usual
     for number in count(2):
@@ -230,7 +222,7 @@ def _stems(name: str, now: float) -> Iterator[str]:
 
 
 def _make_all(base: Path, folders: Mapping[Path, Sequence[str]]) -> bool:
-    """Make directories with their folders for us alone, all or none; whether none was there."""
+    """Create directories with their subdirectories, all or none; False if one exists."""
     new: list[Path] = []
     try:
         for path in folders:
@@ -259,17 +251,17 @@ def _make_all(base: Path, folders: Mapping[Path, Sequence[str]]) -> bool:
 
 @contextmanager
 def locked(directory: Directory, *, wait: bool = True) -> Iterator[bool]:
-    """Keep other commands from holding the run; the system frees it when this process ends.
+    """Lock a run or sweep against other commands until the end of the block.
 
-    On a file system without locks, or if the directory cannot be written, nobody is kept out: files
-    are still written whole.
+    On a file system without locks, or if the directory cannot be written, there is no lock; files
+    are still replaced atomically.
 
     Args:
-        wait: whether to wait for another command; else the value says whether the run is ours.
+        wait: whether to wait for another command; otherwise the value says if the lock was taken.
 
     Raises:
-        UsageError: it belongs to another user, or others may put files there: what it says of
-            jobs and processes, and its links, would be theirs.
+        UsageError: the directory belongs to another user, or others can write to it: its job ids
+            and links cannot be trusted.
     """
     if fault := fault_of_owner(directory.path, root=False):
         theirs = fault.startswith("belongs")
@@ -295,12 +287,12 @@ def locked(directory: Directory, *, wait: bool = True) -> Iterator[bool]:
 
 
 def runs_directory() -> Path:
-    """Where commands look for runs by default: ``PIPECTL_RUNS``, else ``./runs``."""
+    """Return the default directory of runs: ``PIPECTL_RUNS``, otherwise ``./runs``."""
     return Path(os.environ.get(RUNS_VARIABLE) or "runs")
 
 
 def list_runs(base: Path) -> list[RunDirectory]:
-    """All runs in ``base``, oldest first; none if ``base`` does not exist."""
+    """Return all runs in ``base``, oldest first; none if ``base`` does not exist."""
     try:
         # Of links, too, that lead to where one may not look.
         names = [path.name for path in base.iterdir() if os.path.isdir(path)]  # noqa: PTH112
@@ -312,16 +304,15 @@ def list_runs(base: Path) -> list[RunDirectory]:
 
 
 def list_sweeps(base: Path) -> list[SweepDirectory]:
-    """All sweeps of the runs in ``base``, oldest first."""
+    """Return all sweeps of the runs in ``base``, oldest first."""
     return [SweepDirectory(run.path) for run in list_runs(base / SWEEPS)]
 
 
 def find(base: Path, name: str) -> RunDirectory | SweepDirectory:
-    """The run or sweep called ``name``.
+    """Find a run or sweep.
 
-    It is called by its path, its whole name, the start or the end of its name (which is the job's
-    name), the id of its job in the batch system, or ``last``. What runs have in common is the name
-    of their sweep, so those of a sweep that matches are no further matches.
+    A name is a path, a whole name, the beginning or end of one, a job id of the batch system, or
+    ``last``. If a sweep matches, its runs do not count as further matches.
 
     Raises:
         UnknownRunError: none matches, or several do.
@@ -338,7 +329,7 @@ def find(base: Path, name: str) -> RunDirectory | SweepDirectory:
 
 
 def find_run(base: Path, name: str) -> RunDirectory:
-    """The run called ``name``; see :func:`find`.
+    """Find a run; see :func:`find`.
 
     Raises:
         UnknownRunError: none matches, several do, or it is a sweep.
@@ -352,7 +343,7 @@ def find_run(base: Path, name: str) -> RunDirectory:
 
 
 def find_runs(base: Path, names: Sequence[str]) -> list[RunDirectory]:
-    """Runs by name, all of a sweep if one is named, each once.
+    """Find runs, each once; the name of a sweep stands for all of its runs.
 
     Raises:
         UnknownRunError: none matches a name, or several do.
@@ -365,7 +356,7 @@ def find_runs(base: Path, names: Sequence[str]) -> list[RunDirectory]:
 
 
 def as_typed(run: RunDirectory | SweepDirectory) -> str:
-    """What calls a run or sweep from here: its name if that leads to it, else its path."""
+    """Return how to name a run or sweep on a command line: by its name if possible, or its path."""
     base = run.base if isinstance(run, SweepDirectory) else run.path.parent
     try:
         by_name = runs_directory().samefile(base)
@@ -381,12 +372,12 @@ def as_typed(run: RunDirectory | SweepDirectory) -> str:
 
 
 def one_of(sweep: SweepDirectory) -> str:
-    """What calls one of its runs from here, for an example."""
+    """Return how to name a run of a sweep on a command line, for an example."""
     return as_typed(RunDirectory(sweep.base / f"{sweep.name}-0"))
 
 
 def _find_all(base: Path, name: str) -> Sequence[RunDirectory | SweepDirectory]:
-    """All that ``name`` may mean, at least one; if some have that whole name, only these."""
+    """Return all matches of a name, at least one; only exact matches if there are any."""
     if "/" in name and RUN_NAME.fullmatch(Path(name).absolute().name) and Path(name).is_dir():
         run = RunDirectory(Path(name))
         is_sweep = run.path.parent.name == SWEEPS and not run.record.exists()
@@ -416,9 +407,9 @@ def _find_all(base: Path, name: str) -> Sequence[RunDirectory | SweepDirectory]:
 
 
 def _find_job(runs: Sequence[RunDirectory], job_id: str) -> Sequence[RunDirectory | SweepDirectory]:
-    """The runs with a job of this id; their sweep, if it is the id of a job array.
+    """Return the runs of a job; their sweep, if it is a job array.
 
-    The id may be written without what follows its number: ``123`` for ``123.server``.
+    ``123`` also matches ``123.server``.
     """
     if not is_job_id(job_id) or not job_id[0].isdigit():
         return []
@@ -444,6 +435,6 @@ def _matches(run: str, part: str) -> bool:
 
 
 def _age(name: str) -> list[tuple[int, str]]:
-    """Sort key: the time stamp comes first, and ``-10`` after ``-9``."""
+    """Sort key: by time stamp, and ``-10`` after ``-9``."""
     parts = re.split(r"(\d+)", name)
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]

@@ -1,7 +1,7 @@
-"""What a running job writes, read at any moment and after any crash: how far it is, what broke it.
+"""The files that a job writes while it runs: heartbeat, errors, exit code, metrics, logs.
 
-A damaged file must not keep ``status`` from telling the rest: lines that were cut are skipped, and
-fields that are not of their type are left out, as if they had not been written.
+They can be read at any time, also after a crash: truncated lines are skipped, and fields of a wrong
+type count as missing, so that ``status`` shows everything else.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
-from math import inf
+from itertools import groupby, pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple
 
@@ -29,24 +29,24 @@ from pipectl.units import printable
 from pipectl.watch.report import node_path, read_report
 
 _EDGE = 40
-"""Lines read at either end of a long file of metrics."""
+"""Lines read at either end of a long metrics file."""
 _MAX_BYTES, _MAX_REPORT_BYTES, _MAX_DIGITS = 2**28, 2**24, 100
 _WARM_UP_STEPS = 3
 _LABEL = re.compile(rb"\[(0|[1-9][0-9]{0,8})\] ")
 _OF_RANK = re.compile(r"rank-([0-9]{1,9})\.log")
 _CHUNK = 1 << 20
 _MAX_LINE = 1 << 16
-"""Bytes of a line of a log; a longer one is broken."""
+"""Maximum bytes of a line of a log; longer lines are split."""
 
 
 @dataclass(frozen=True)
 class RankBeat(LenientFields):
-    """How a rank is, as of its last step; None before its first.
+    """A rank in a heartbeat; figures are of its last step, and None before the first.
 
     Args:
-        busy_s: time that it computed in the step.
-        waiting: share of its time that it waits for other ranks.
-        rss_bytes, peak_bytes: memory of its process, and the most that it has held.
+        busy_s: time spent computing.
+        waiting: share of the time spent waiting for other ranks.
+        rss_bytes, peak_bytes: current and largest memory of the process.
     """
 
     rank: int
@@ -62,13 +62,13 @@ class RankBeat(LenientFields):
 
 @dataclass(frozen=True)
 class Heartbeat(LenientFields, DataFile):
-    """What a job does now, and how its ranks are.
+    """``heartbeat.json``: what a job does, and the state of its ranks.
 
     Args:
         state: a phase, such as ``training``.
-        step, steps: that were done, and of the whole run; percent if it only measures.
+        step, steps: completed steps, and steps of the run; percent if the run only profiles.
         attempt: number of the job's start, from 1.
-        messages: how they travel, empty before that is known: ``route``, ``progress`` and ``why``.
+        messages: ``route``, ``progress`` and ``why`` of messages; empty before they are chosen.
         time: seconds since the epoch.
     """
 
@@ -83,20 +83,19 @@ class Heartbeat(LenientFields, DataFile):
     time: float = field(default_factory=time.time)
 
     def to_json(self) -> dict[str, Any]:
-        """The documented JSON object; of a thousand ranks, too, it is made in a millisecond."""
+        """Return the documented JSON object, fast also for thousands of ranks."""
         return {"version": VERSION, **vars(self), "ranks": [vars(rank) for rank in self.ranks]}
 
 
 def read_heartbeat(run: RunDirectory) -> Heartbeat | None:
-    """The last heartbeat; None before the first, or if it is damaged."""
+    """Return the last heartbeat; None before the first, or if it is damaged."""
     with suppress(DataFileError):
         return Heartbeat.load(run.heartbeat)
     return None
 
 
 def read_errors(run: RunDirectory) -> list[ErrorReport]:
-    """Why the preparation and ranks failed, the first failure first; unreadable ones are left
-    out."""
+    """Return the readable error reports of the preparation and the ranks, first failure first."""
     errors = []
     for path in (run.preparation_error, *sorted(run.errors.glob("rank-*.json"))):
         with suppress(DataFileError):
@@ -106,19 +105,19 @@ def read_errors(run: RunDirectory) -> list[ErrorReport]:
 
 
 def read_stall(run: RunDirectory) -> str:
-    """Who waits for whom, while no rank moves on; empty while all is well, or if nobody says so."""
+    """Describe who waits for whom while no rank makes progress; otherwise empty."""
     starts = sorted(run.watch.glob("[0-9]*"))
     news = read_report(node_path(starts[-1], 0)) if starts else None
     return "" if news is None else printable(news[1].stalled)
 
 
 def read_exit_code(run: RunDirectory) -> int | None:
-    """The job script's exit code; None while it has none."""
+    """Return the exit code of the job script; None while it runs."""
     return _read_number(run.exit_code)
 
 
 def read_starts(run: RunDirectory) -> int:
-    """How often the job script was started."""
+    """Return how often the job script was started."""
     return max(0, _read_number(run.attempt) or 0)
 
 
@@ -130,7 +129,7 @@ def _read_number(path: Path) -> int | None:
 
 
 def read_requeue_error(run: RunDirectory) -> str:
-    """Why the batch system did not start the job again, in its last words; empty if it did."""
+    """Return why the batch system did not requeue the job; empty if it did."""
     try:
         text = read_limited(run.requeue_error, _MAX_REPORT_BYTES).decode("utf-8", "replace")
     except OSError:
@@ -139,23 +138,23 @@ def read_requeue_error(run: RunDirectory) -> str:
 
 
 def measured_steps(run: RunDirectory) -> list[int]:
-    """The steps of which there are timelines, ascending."""
+    """Return the steps with measured timelines, ascending."""
     names = (re.fullmatch(r"step-(\d+)\.json", path.name) for path in run.trace.glob("step-*"))
     return sorted(int(match[1]) for match in names if match)
 
 
 def last_checkpoint(run: RunDirectory) -> Path | None:
-    """The folder of the latest saved step; one that is still being written does not count."""
+    """Return the directory of the latest complete checkpoint."""
     return next(iter(checkpoints(run.checkpoints)), None)
 
 
 def read_metrics(run: RunDirectory, *, whole: bool = True) -> list[dict[str, Any]]:
-    """Lines of ``metrics.jsonl``, see :func:`merge_attempts`; lines cut by a crash are skipped.
+    """Return the lines of ``metrics.jsonl``, see :func:`merge_attempts`; bad lines are skipped.
 
     Args:
-        whole: whether to parse all of a long file, or only its first, last and rare lines, from
-            which :func:`sum_up` makes the same: those that are not of a training step, and the
-            first of an attempt, which overrules earlier ones from its step on.
+        whole: whether to parse all of a long file. Otherwise only those lines are parsed that
+            change the result of :func:`sum_up`: the first and last ones, the first of an attempt,
+            and those not of a training step.
     """
     try:
         texts = read_limited(run.metrics, _MAX_BYTES).split(b"\n")
@@ -178,22 +177,17 @@ def read_metrics(run: RunDirectory, *, whole: bool = True) -> list[dict[str, Any
 
 
 def merge_attempts(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Lines by step: of its training, of what was not finite in it, of its evaluation.
+    """Return the lines by step: of training, of what was not finite, of the evaluation.
 
-    If an attempt repeats steps of an earlier one, the later attempt wins: the earlier one's lines
-    from that step on are dropped.
+    If an attempt repeats steps of an earlier one, it replaces that one's lines from its first step.
     """
-    first: dict[int, int] = {}
-    for line in lines:
-        first[line["attempt"]] = min(line["step"], first.get(line["attempt"], line["step"]))
-    end: float = inf
-    ends: dict[int, float] = {}
-    for attempt in sorted(first, reverse=True):
-        ends[attempt] = end
-        end = min(end, first[attempt])
     kept: dict[tuple[int, int], dict[str, Any]] = {}
-    for line in lines:
-        if line["step"] < ends[line["attempt"]]:
+    of_attempt = itemgetter("attempt")
+    for _, group in groupby(sorted(lines, key=of_attempt), key=of_attempt):
+        attempt = list(group)
+        first = min(line["step"] for line in attempt)
+        kept = {key: line for key, line in kept.items() if key[0] < first}
+        for line in attempt:
             kind = 1 if "not_finite" in line else 2 if "evaluation" in line else 0
             kept[line["step"], kind] = line
     return [kept[key] for key in sorted(kept)]
@@ -201,15 +195,15 @@ def merge_attempts(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Measured:
-    """Figures of a run so far; None where there is nothing to tell yet.
+    """Figures of a run; None if they are not known yet.
 
     Args:
-        first_loss, last_loss: of the first and the last step that was written.
-        step_time_s: median, without the first steps.
-        evaluation: metric values of the last evaluation, made after ``evaluation_step``.
-        early_stop: why the training ended after it; empty if it did not.
-        not_finite: steps whose loss or gradients were not.
-        fault: what was not finite in the last of these, e.g. ``the loss of micro-batch 2``.
+        first_loss, last_loss: losses of the first and last recorded steps.
+        step_time_s: median without the first steps.
+        evaluation: metrics of the last evaluation, after ``evaluation_step``.
+        early_stop: why training ended after that evaluation; empty if it did not.
+        not_finite: steps whose loss or gradients were not finite.
+        fault: what was not finite in the last such step, e.g. ``the loss of micro-batch 2``.
     """
 
     step: int = 0
@@ -227,21 +221,21 @@ class Measured:
 
     @property
     def tokens_per_sample(self) -> float | None:
-        """Length of a sample; None if samples are not of tokens."""
+        """Length of a sample; None if samples are not tokens."""
         if not self.tokens_per_s or not self.samples_per_s:
             return None
         return self.tokens_per_s / self.samples_per_s
 
     @property
     def remaining_s(self) -> float | None:
-        """Time the remaining steps take at the measured pace."""
+        """Time of the remaining steps at the measured step time."""
         if self.step_time_s is None or self.steps is None:
             return None
         return (self.steps - self.step) * self.step_time_s
 
 
 def sum_up(lines: Iterable[Mapping[str, Any]]) -> Measured:
-    """Sum up the lines of ``metrics.jsonl``, in order of steps and without repeated steps."""
+    """Summarise lines of ``metrics.jsonl``, sorted by step, without repeated steps."""
     lines = list(lines)
     steps = [line for line in lines if "loss" in line]
     first, last = (steps[0], steps[-1]) if steps else ({}, {})
@@ -272,7 +266,7 @@ def sum_up(lines: Iterable[Mapping[str, Any]]) -> Measured:
 
 
 def read_measured(run: RunDirectory, record: Record | None) -> Measured:
-    """What a run has done so far; the steps of one that only measures are percent."""
+    """Return the figures of a run; steps are percent if the run only profiles."""
     if record is None or record.kind != PROFILING:
         return sum_up(read_metrics(run, whole=False))
     heartbeat = read_heartbeat(run) or Heartbeat()
@@ -283,8 +277,8 @@ class Line(NamedTuple):
     """One line of a log.
 
     Args:
-        rank: None for what the job script, its preparation and the launcher print.
-        text: with the rank before it, and without its end.
+        rank: None for output of the job script, the preparation and the launcher.
+        text: the line after its rank, without a line end.
     """
 
     rank: int | None
@@ -292,9 +286,9 @@ class Line(NamedTuple):
 
 
 class Log:
-    """Reads a log that grows, from where it stopped before; what is no file is empty.
+    """A growing log, which is read from where the last reading ended.
 
-    The name of a rank's log says whose it is; in the log of a node every line does.
+    In the log of a node, each line begins with its rank.
     """
 
     def __init__(self, path: Path) -> None:
@@ -306,10 +300,10 @@ class Log:
         self._is_labelled = path.name.startswith("node-")
 
     def read_lines(self, *, to_the_end: bool = False) -> Iterator[Line]:
-        """The lines that were finished since.
+        """Yield the complete lines since the last call.
 
         Args:
-            to_the_end: also the start of one that is not finished and will not be.
+            to_the_end: whether to yield an incomplete last line too.
         """
         try:
             file = os.fdopen(open_regular(self._path), "rb")
@@ -331,7 +325,7 @@ class Log:
             self._rest = b""
 
     def _line(self, text: bytes) -> Line:
-        """The line without what a carriage return has overwritten, as on a terminal."""
+        """Return a line without text that a carriage return overwrites on a terminal."""
         rank, head = self._rank, b"" if self._rank is None else b"[%d] " % self._rank
         if self._is_labelled and (label := _LABEL.match(text)) is not None:
             rank, head, text = int(label[1]), label[0], text[label.end() :]
@@ -340,7 +334,7 @@ class Log:
 
 
 class Logs:
-    """All logs of a run: those of ranks first, then the job's, which ends with why it failed."""
+    """All logs of a run: the ranks' first, then the job's, which ends with the failure."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
@@ -348,18 +342,18 @@ class Logs:
 
     @property
     def bytes_read(self) -> int:
-        """Over all logs, so far."""
+        """Bytes read from all logs."""
         return sum(log.offset for log in self._logs.values())
 
     def read_lines(self, *, to_the_end: bool = False) -> Iterator[Line]:
-        """See :meth:`Log.read_lines`, for each log."""
+        """Yield the new lines of each log; see :meth:`Log.read_lines`."""
         for path in (*self._run.rank_logs(), self._run.job_log):
             log = self._logs.setdefault(path, Log(path))
             yield from log.read_lines(to_the_end=to_the_end)
 
 
 def _sound(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a line of metrics that are of their type, not known here, or null."""
+    """Return the fields of a line of metrics without those of a wrong type."""
     sound = {}
     for key, value in document.items():
         with suppress(FieldError):
@@ -373,7 +367,7 @@ def _to_text(value: Any) -> str:
 
 
 def _to_finite(value: Any) -> float:
-    """A number that may be below 0."""
+    """Read a finite number, which may be negative."""
     if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
         raise FieldError("must be a finite number")
     return float(value)

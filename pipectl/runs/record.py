@@ -1,4 +1,4 @@
-"""``record.json``: what was submitted, and what happened to it."""
+"""``record.json``: the submission of a run and its history."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_BYTES = 2**20
 
 
 def is_job_id(text: str) -> bool:
-    """Whether a text can be the id of a job, which commands take as an argument."""
+    """Return whether a text can be a job id, which is passed to commands."""
     return bool(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._@+\[\]-]{0,299}", text))
 
 
@@ -23,7 +23,7 @@ _STATE = Rule(STATES.__contains__, f"one of {', '.join(STATES)}")
 _JOB_ID = Rule(is_job_id, "the id of a job")
 _SWEEP_NAME = Rule(lambda name: "/" not in name and not name.startswith("."), "the name of a sweep")
 _BEFORE_10000 = Rule(lambda time: time < 2.5e11, "in seconds since the epoch")
-"""Calendars end with the year 9999."""
+"""Python's dates end with the year 9999."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class Event:
 
 @dataclass(frozen=True)
 class Setting:
-    """What makes a run one of a sweep.
+    """A run's place in a sweep.
 
     Args:
-        name: of the sweep.
-        values: that the sweep gives to this run, by dotted key of the spec.
+        name: name of the sweep.
+        values: values of this run by dotted key of the spec.
     """
 
     name: Annotated[str, _SWEEP_NAME]
@@ -52,20 +52,19 @@ class Setting:
 class Record(DataFile):
     """The submission of one run.
 
-    It is written with the state ``submitting`` before the scheduler is called, so that a job
-    whose submission was interrupted can be found by its ``tag`` instead of being submitted twice.
+    It is written with the state ``submitting`` before the scheduler is called. If the submission is
+    interrupted, the job can be found by its ``tag`` and is not submitted twice.
 
     Args:
-        name: of the job.
-        scheduler: ``local``, ``slurm``…
-        tag: unique text that the scheduler keeps with the job.
+        name: name of the job.
+        scheduler: ``local``, ``slurm`` or ``pbs``.
+        tag: unique text that the scheduler stores with the job.
         submitted_at: seconds since the epoch.
-        job_id: as the scheduler gave it; for local jobs it names host, pid and process start.
-        state: ``submitting``, ``submitted`` or ``cancelled`` - what *we* did, not the job's state.
-        kind: ``training``, ``profile`` for a run that only measures and makes no steps, or
-            ``rehearsal``.
-        sweep: None for a run that is of none.
-        task: the run's place in the job array that has its tag; None for a job of its own.
+        job_id: id given by the scheduler; for local jobs host, pid and process start.
+        state: ``submitting``, ``submitted`` or ``cancelled``: what pipectl did with the job.
+        kind: ``training``, ``profile`` for a run that only measures, or ``rehearsal``.
+        sweep: None for a run outside a sweep.
+        task: index in the job array with this tag; None for a single job.
     """
 
     cure: ClassVar[str] = "restore it from a backup, or submit the job again"
@@ -87,7 +86,7 @@ class Record(DataFile):
     def after(
         self, time: float, state: str, *, job_id: str | None = None, detail: str = ""
     ) -> Record:
-        """The record after the change to ``state``, with an entry in the history."""
+        """Return the record after a change of state, with an entry in the history."""
         return replace(
             self,
             state=state,
@@ -96,5 +95,5 @@ class Record(DataFile):
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The documented JSON object."""
+        """Return the documented JSON object."""
         return {"version": VERSION, **asdict(self)}

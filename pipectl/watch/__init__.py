@@ -1,11 +1,10 @@
-"""Watching ranks from outside: one small process per node, which outlives whatever ends a rank.
+"""Detection of lost ranks, by one small process per node that survives the ranks.
 
-Each watcher knows of its ranks whether they live, how they ended and what they do (``rank``,
-``board``), and writes that to one file per node (``report``). One pure function of the files of all
-nodes, and of how old they are, says which rank is lost (``judge``). The watcher of the first node
-reads all files and decides; the others read the first one's, and decide themselves if that falls
-silent (``watcher``). These modules use the standard library, and little of it. Here is what others
-need to know of it.
+A watcher sees whether its ranks are alive, how they ended (``rank``) and what they do (``board``),
+and writes that to one file per node (``report``). A pure function of all nodes' reports and their
+age finds the lost rank (``judge``). The watcher of the first node reads all files and decides; the
+others read the first node's file, and decide themselves if it is no longer renewed (``watcher``).
+These modules use only the standard library, so that they start fast.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from typing import NamedTuple
 
 
 class ProcessState(NamedTuple):
-    """One process.
+    """A process, as ``/proc/PID/stat`` describes it.
 
     Args:
-        letter: as in ``/proc/PID/stat``; ``T`` is stopped.
-        started: in clock ticks since boot, which tells it from a later one with its number.
+        letter: its state; ``T`` is stopped.
+        started: clock ticks since boot. Together with the pid it identifies the process.
     """
 
     pid: int
@@ -29,7 +28,7 @@ class ProcessState(NamedTuple):
 
 
 def process_state(pid: int, started: int | None = None) -> ProcessState | None:
-    """None if the process is gone or a zombie, or if it did not start at the given time."""
+    """Return None if the process has ended, is a zombie, or started at another time."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,6 +1,6 @@
-"""What a rank does at this moment, in shared memory that the node's watcher reads.
+"""What a rank does now, in memory shared with the watcher of its node.
 
-Writing takes about a microsecond, and the last value stays readable whatever becomes of the rank.
+Writing takes about a microsecond. The last value stays readable after the rank has ended.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ class Activity(NamedTuple):
     """What a rank does.
 
     Args:
-        moves: number of actions that it has begun; of a rank that hangs it stays the same.
+        moves: number of actions that have begun; it does not change while the rank hangs.
         step: current step; 0 before the first.
-        stage: stage of the action; -1 for none.
-        peer: rank for whose message, or part in a message, the action waits; -1 for none.
+        stage: stage of the action, or -1.
+        peer: rank that must send or receive before the action can go on, or -1.
         in_program: whether the action is in the rank's program, not a phase such as saving.
-        waiting: whether it waits for other ranks now.
-        pace_s: time of its last step.
+        waiting: whether the rank is waiting for other ranks.
+        pace_s: time of the last step.
         action: ``FORWARD micro-batch 4``, or a phase.
-        awaited: what it waits for, such as ``activation 5 of stage 2 from rank 2``.
+        awaited: the awaited message, such as ``activation 5 of stage 2 from rank 2``.
     """
 
     moves: int = 0
@@ -49,11 +49,11 @@ _KINDS: dict[type, Any] = {
 
 
 _ACTION_FIELDS, _WAIT_FIELDS = ("stage", "in_program", "action"), ("awaited", "peer")
-"""Written at once, each with the peer: they are side by side in memory."""
+"""Fields written together with the peer; they are contiguous in memory."""
 
 
 class _Memory(ctypes.Structure):
-    """An activity as bytes in memory."""
+    """The memory layout of an activity."""
 
     _fields_: ClassVar = [
         (name, _KINDS[type(Activity._field_defaults[name])])
@@ -62,24 +62,24 @@ class _Memory(ctypes.Structure):
 
 
 SIZE = ctypes.sizeof(_Memory)
-"""Bytes of a board."""
+"""Size of a board in bytes."""
 _ACTION, _WAIT = struct.Struct(f"=qq?{_TEXT}s"), struct.Struct(f"={_TEXT}sq")
 _ACTION_PLACE = slice(_Memory.peer.offset, _Memory.peer.offset + _ACTION.size)
 _WAIT_PLACE = slice(_Memory.awaited.offset, _Memory.awaited.offset + _WAIT.size)
 
 
 def action_record(action: str, stage: int, *, in_program: bool = True) -> bytes:
-    """What :meth:`Board.begin` writes for an action."""
+    """Encode an action for :meth:`Board.begin`."""
     return _ACTION.pack(-1, stage, in_program, action.encode(errors="replace"))
 
 
 def wait_record(awaited: str, peer: int) -> bytes:
-    """What :meth:`Board.awaits` writes for a wait."""
+    """Encode a wait for :meth:`Board.awaits`."""
     return _WAIT.pack(awaited.encode(errors="replace"), peer)
 
 
 class Board:
-    """The memory to which one rank writes its activity.
+    """The memory to which a rank writes its activity.
 
     Attributes:
         handle: file descriptor of the memory, which has no name; -1 if it cannot be shared.
@@ -97,48 +97,48 @@ class Board:
         self.phase("")
 
     def begin(self, action: bytes) -> None:
-        """An action begins; see :func:`action_record`."""
+        """Begin an action; see :func:`action_record`."""
         self._shared[_ACTION_PLACE] = action
         self._moves += 1
         self._memory.moves = self._moves
 
     def row(self, kind: str, stage: int, micro_batch: int) -> None:
-        """An action of the program begins; -1 stands for all micro-batches."""
+        """Begin an action of the program; -1 stands for all micro-batches."""
         text = kind if micro_batch < 0 else f"{kind} micro-batch {micro_batch}"
         self.begin(action_record(text, stage))
 
     def phase(self, text: str) -> None:
-        """A phase begins, which is not in the program."""
+        """Begin a phase outside the program."""
         self.return_to(Activity(action=text))
 
     def return_to(self, activity: Activity) -> None:
-        """The activity that a phase has interrupted goes on."""
+        """Continue an activity that a phase had interrupted."""
         stage, in_program = activity.stage, activity.in_program
         self.begin(action_record(activity.action, stage, in_program=in_program))
 
     def awaits(self, wait: bytes) -> None:
-        """The current action waits for a rank; see :func:`wait_record`."""
+        """Record what the current action waits for; see :func:`wait_record`."""
         self._shared[_WAIT_PLACE] = wait
 
     def step(self, number: int) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._memory.step = number
 
     def waits(self, waiting: bool) -> None:
-        """A wait for other ranks begins or ends."""
+        """Begin or end a wait for other ranks."""
         self._memory.waiting = waiting
 
     def pace(self, seconds: float) -> None:
-        """The last step took this time."""
+        """Record the time of the last step."""
         self._memory.pace_s = seconds
 
     def read(self) -> Activity:
-        """What the rank does now."""
+        """Return what the rank does now."""
         return read_activity(self._shared)
 
 
 def read_activity(shared: mmap.mmap) -> Activity:
-    """What is on a board that another process writes."""
+    """Read the board of another process."""
     memory = _Memory.from_buffer_copy(shared)
     values = (getattr(memory, name) for name in Activity._fields)
     return Activity._make(

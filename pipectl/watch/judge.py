@@ -1,9 +1,8 @@
-"""Decides which rank is lost, from the reports of all nodes and their age; reads no clock or files.
+"""The decision which rank is lost, from the reports of all nodes and their age.
 
-A frozen rank cannot report itself, but its node's watcher sees that the process is stopped. If the
-watcher is silent too, the node is gone. A rank that waits is never to blame, unless all ranks wait.
-A rank that computes may only be slow and gets much more time. A rank that saves a checkpoint, or
-has not begun to train, may take as long as it needs.
+The watcher of a node sees that a process is stopped. If a node's report is not renewed, the node is
+lost. A waiting rank is never blamed, unless all ranks wait. A computing rank may just be slow, so
+it gets more time. There is no time limit for saving a checkpoint, or before training begins.
 """
 
 from __future__ import annotations
@@ -12,44 +11,44 @@ from collections.abc import Iterable, Sequence
 
 from pipectl.units import format_ranges
 from pipectl.watch.board import Activity
-from pipectl.watch.report import DIED, FAILED, FAILS, RESUME, STOPPED, NodeReport, RankReport
+from pipectl.watch.report import RESUME, NodeReport, RankReport, State
 
 PATIENCE = 20
-"""A rank may compute for this many limits without moving on."""
+"""A rank may compute for this many limits without progress."""
 SETTLE_S = 0.3
-"""Wait so long after a death: another rank may have died before, or a rank may report its error."""
+"""Wait this long after a death: another rank may have died first, or may report an error."""
 MAX_WAIT_S = 11.0
-"""Wait at most so long after a death: the first node's watcher ends a second later."""
+"""Wait at most this long after a death: the first node's watcher ends a second later."""
 _MISSED, _MISSED_S = 4, 5.0
-"""A node whose file is not renewed for so many intervals, and seconds, after a death is gone."""
+"""After a death, a node is lost if it misses this many reports, for at least this time."""
 _FILES_PER_S = 32
-"""All watchers together write so many files per second; with more nodes, each writes less often."""
+"""Most writes per second of all watchers together; with more nodes, each writes less often."""
 _LOST = 0.9
-"""A rank may be stopped or silent for this share of the limit; the rest is for reporting it."""
+"""Share of the limit for which a rank may be stopped or silent; the rest is for reporting it."""
 _CIRCLE = 2
 """All ranks may wait for each other for this many limits."""
 _PACES = 3
-"""The limit is at least this many steps."""
+"""The limit is at least the time of this many steps."""
 _MAX_HOPS, _MAX_GROUPS = 6, 6
 
 
 Lost = tuple[NodeReport, RankReport]
-"""The node and the rank because of which the run cannot go on; the rank's message says why."""
+"""The lost rank and its node; the rank's message says why the run cannot go on."""
 
 
 def interval_s(nodes: int) -> float:
-    """Seconds between two reports of a node, for this number of nodes."""
+    """Return the seconds between two reports of a node, given the number of nodes."""
     return max(1.0, nodes / _FILES_PER_S)
 
 
 def limit_s(nodes: Iterable[NodeReport], count: int, min_s: float, predicted_s: float) -> float:
-    """Seconds for which a rank may make no progress: three steps, predicted or measured.
+    """Return the seconds that a rank may spend without progress: the time of three steps.
 
     Args:
-        nodes: those that have reported.
+        nodes: nodes that have reported.
         count: number of all nodes.
-        min_s: the least value, however short the steps are.
-        predicted_s: time of a step in the plan.
+        min_s: lower bound.
+        predicted_s: predicted time of a step.
     """
     pace_s = max((rank.activity.pace_s for node in nodes for rank in node.ranks), default=0)
     several_s = _MISSED * interval_s(count) if count > 1 else 0.0
@@ -57,22 +56,22 @@ def limit_s(nodes: Iterable[NodeReport], count: int, min_s: float, predicted_s: 
 
 
 def is_suspended(nodes: Iterable[NodeReport]) -> bool:
-    """Whether all ranks that have not ended are stopped: the run is suspended and will go on."""
-    return {r.state for node in nodes for r in node.ranks if not r.is_over} == {STOPPED}
+    """Return whether all live ranks are stopped: the run is suspended and will continue."""
+    return {r.state for node in nodes for r in node.ranks if not r.is_over} == {State.STOPPED}
 
 
 def judge(
     nodes: Sequence[NodeReport], limit: float, ended_s: float | None, *, complete: bool = True
 ) -> Lost | None:
-    """The rank because of which the run cannot go on; None if there is none, or it reports itself.
+    """Return the lost rank; None if no rank is lost, or a rank reports its own error.
 
     Args:
         nodes: ordered by their first ranks.
         limit: see :func:`limit_s`.
-        ended_s: seconds since the first end of a rank was noticed; None if no rank has ended.
-        complete: whether these are all nodes; if not, a rank of another node may be computing.
+        ended_s: seconds since a rank was first seen to have ended; None if none has.
+        complete: whether these are all nodes; otherwise a rank of another node may be computing.
     """
-    if any(rank.state in (FAILS, FAILED) for node in nodes for rank in node.ranks):
+    if any(rank.state in (State.FAILS, State.FAILED) for node in nodes for rank in node.ranks):
         return None
     if ended_s is not None:
         return _judge_deaths(nodes, ended_s)
@@ -80,7 +79,7 @@ def judge(
 
 
 def _judge_living(nodes: Sequence[NodeReport], limit: float, *, complete: bool) -> Lost | None:
-    """The lost rank if no rank has ended; None if no rank is lost."""
+    """Return the lost rank if no rank has ended."""
     living = [(node, rank) for node in nodes for rank in node.ranks if not rank.is_over]
     if not living or is_suspended(nodes):
         return None
@@ -91,13 +90,13 @@ def _judge_living(nodes: Sequence[NodeReport], limit: float, *, complete: bool) 
 
     still_s = min(rank.still_s for _, rank in living)
     for node, rank in living:
-        if rank.state == STOPPED and rank.still_s >= _LOST * limit:
+        if rank.state == State.STOPPED and rank.still_s >= _LOST * limit:
             words = f"its process is stopped (SIGSTOP), for {rank.still_s:.0f} s now"
             return blame(node, rank, words)
-        # If others move on, only the word of a node is lost.
+        # If other ranks make progress, only the report of this node is missing.
         if node.silent_s >= _LOST * limit and still_s >= limit / 2:
             return blame(node, rank, _describe_silence(node))
-    # Otherwise no rank moves on, though all are alive; it may be for a slow disk.
+    # No rank makes progress although all are alive; the reason may be a slow disk.
     step = max(rank.activity.step for _, rank in living)
     if not complete or (step and not all(rank.activity.in_program for _, rank in living)):
         return None
@@ -114,12 +113,12 @@ def _judge_living(nodes: Sequence[NodeReport], limit: float, *, complete: bool) 
 
 
 def _judge_deaths(nodes: Sequence[NodeReport], ended_s: float) -> Lost | None:
-    """The rank that ended first, or the first rank of a node that was gone before."""
-    deaths = [(node, rank) for node in nodes for rank in node.ranks if rank.state == DIED]
+    """Return the rank that ended first, or the first rank of a node that was lost before."""
+    deaths = [(node, rank) for node in nodes for rank in node.ranks if rank.state == State.DIED]
     if ended_s < SETTLE_S or all(rank.was_asked for _, rank in deaths):
         return None
-    # If a node is gone, launchers kill all ranks but those: that it is not heard of is what tells.
-    # What was read together with the first death may have been written before it.
+    # When a node is lost, the launcher kills the ranks of the other nodes: the missing report shows
+    # which node it is. A report read together with the first death may be older than that.
     for node in nodes:
         if node.silent_s >= ended_s and not node.is_over:
             if ended_s <= min(max(_MISSED * interval_s(len(nodes)), _MISSED_S), MAX_WAIT_S):
@@ -134,9 +133,9 @@ def _describe_silence(node: NodeReport) -> str:
 
 
 def describe_stall(nodes: Sequence[NodeReport], limit: float) -> tuple[float, str]:
-    """Seconds for which no rank has moved on, and who waits for whom.
+    """Return the seconds for which no rank made progress, and who waits for whom.
 
-    They are 0 and empty below the limit, or if a rank has ended.
+    The result is 0 and empty below the limit, or if a rank has ended.
     """
     ranks = [rank for node in nodes for rank in node.ranks]
     still_s = min((rank.still_s for rank in ranks), default=0.0)
@@ -146,9 +145,9 @@ def describe_stall(nodes: Sequence[NodeReport], limit: float) -> tuple[float, st
 
 
 def describe_waits(ranks: Sequence[RankReport], culprit: int | None = None) -> str:
-    """Who waits for whom: one chain of waiting ranks, if possible one that leads to the culprit.
+    """Describe one chain of waiting ranks, preferably one that leads to the culprit.
 
-    If no rank waits for a message: what each rank does, grouped by what they do.
+    If no rank waits for a message, describe what the ranks do, in groups.
     """
     activities = {rank.rank: rank.activity for rank in ranks}
     waiting = [rank for rank, each in activities.items() if each.peer >= 0]
@@ -165,7 +164,7 @@ def describe_waits(ranks: Sequence[RankReport], culprit: int | None = None) -> s
         left = sum(map(len, list(groups.values())[_MAX_GROUPS:]))
         more = [f"{left} more ranks do something else"] if left else []
         return "; ".join([*words[:_MAX_GROUPS], *more])
-    # Some have just begun to wait, or their message is coming in.
+    # Some ranks have only begun to wait, or their message is arriving.
     waiting.sort(key=lambda rank: (activities[rank].peer != culprit, not activities[rank].waiting))
     path = waiting[:1]
     text = f"rank {path[0]} is {_describe(activities[path[0]])}"

@@ -1,4 +1,4 @@
-"""The ranks of this node as processes: whether each lives, is stopped or has ended, and why."""
+"""The processes of a node's ranks: whether each is alive, stopped or ended, and why."""
 
 from __future__ import annotations
 
@@ -15,35 +15,31 @@ from typing import NamedTuple
 from pipectl.units import printable
 from pipectl.watch import ProcessState, process_state
 from pipectl.watch.board import SIZE, read_activity
-from pipectl.watch.report import DIED, FAILED, FAILS, LEFT, LIVES, RESUME, STOPPED, RankReport
+from pipectl.watch.report import RESUME, RankReport, State
 
 BYE, FAILING = b"\xfe", b"\xfd"
-"""What a rank writes to its pipe before it ends, or before it reports its error. Python writes the
-numbers of signals to the same pipe, and the stack when it crashes."""
+"""Written by a rank to its pipe before it ends, or before it reports its error. Python writes
+signal numbers, and the stack of a crash, to the same pipe."""
 _MEMORY = (
     "resume it with a memory limit below what a rank gets: "
     "pipectl resume RUN --set pipeline.memory_limit=SIZE"
 )
 _END_SIGNALS = (bytes([signal.SIGTERM]), bytes([signal.SIGINT]))
 _END_SIGNAL_S = 1.0
-"""A rank that ends so soon after SIGTERM ended because of it; a later end has another cause."""
+"""A rank that ends within this time after SIGTERM ended because of it."""
 _MEMORY_S = 3.0
-"""A kill for lack of memory explains the end of a rank for so long."""
+"""An out-of-memory kill explains the end of a rank within this time."""
 _MAX_WORDS = 1 << 16
 _SHARED_MEMORY = tuple(
     f"/dev/shm/{name}"
     for name in ("mpich_shm_", "sm_segment.", "vader_segment.", "psm2_shm.", "psm3_shm.")
 )
-"""Prefixes of the files by which MPI libraries share memory; killed ranks leave them behind."""
+"""Prefixes of the shared memory files of MPI libraries, which killed ranks leave behind."""
 
 
 class LocalRank(NamedTuple):
-    """What a rank tells of itself, so that it can be watched.
-
-    Args:
-        started: start of its process; see :class:`pipectl.watch.ProcessState`.
-        board, words: paths of its board, and of the pipe to which it writes.
-    """
+    """A rank's process, see :class:`pipectl.watch.ProcessState`, and the paths of its board and of
+    the pipe to which it writes."""
 
     rank: int
     pid: int
@@ -53,7 +49,7 @@ class LocalRank(NamedTuple):
 
 
 class _Rank:
-    """One rank: what it shares with this process, and what this process has seen of it."""
+    """A rank: what it shares with the watcher, and what the watcher has observed."""
 
     def __init__(self, local: LocalRank) -> None:
         self.rank, self.pid, self.started, board, words = local
@@ -61,10 +57,11 @@ class _Rank:
         self.board = mmap.mmap(handle, SIZE, prot=mmap.PROT_READ)
         os.close(handle)
         self.words = os.open(words, os.O_RDONLY | os.O_NONBLOCK)
-        self.handle: int | None = None  # None if the kernel has none of processes
+        self.handle: int | None = None  # None if the kernel has no pidfds
         with suppress(OSError, AttributeError):
             self.handle = os.pidfd_open(self.pid)
-        # A launcher starts ranks by a process on each node, whose parent is on the first node.
+        # A launcher starts ranks through a process per node; on the first node its parent is the
+        # launcher.
         process = process_state(self.pid, self.started)
         self.parent = process_state(process.parent) if process else None
         self.launcher = process_state(self.parent.parent) if self.parent else None
@@ -80,7 +77,7 @@ class _Rank:
         return self.has_ended or BYE in self.heard
 
     def listen(self, now: float) -> None:
-        """Read what it has written to its pipe."""
+        """Read from the rank's pipe."""
         with suppress(BlockingIOError):
             while words := os.read(self.words, _MAX_WORDS):
                 self.heard += words
@@ -90,13 +87,13 @@ class _Rank:
             self.heard = self.heard[:_MAX_WORDS] + self.heard[-_MAX_WORDS:]
 
     def explain_death(self, ended_at: float, lost_process: str, *, memory_kill: bool) -> RankReport:
-        """The report of a rank that ended, or cannot go on, without a word.
+        """Return the report of a rank that ended, or lost its launcher, without saying why.
 
         Args:
-            lost_process: the launcher or job script, if that is gone; else empty.
+            lost_process: the launcher or job script if it has ended, otherwise empty.
             memory_kill: whether the kernel has just killed a process for lack of memory.
         """
-        # It was seen alive last before the signal, or just after.
+        # It was last seen alive before the signal, or just after it.
         was_asked, cure, stack = self.lived_at - self.asked_at <= _END_SIGNAL_S, RESUME, ""
         words = printable(self.heard.decode(errors="replace")).replace("\ufffd", "").strip()
         if lost_process:
@@ -114,23 +111,20 @@ class _Rank:
             message = "its process was killed (by SIGKILL, for example) or exited without a message"
             if not _lives(self.launcher):
                 message += "; the launcher is gone, too"
-        return RankReport(
-            self.rank, DIED, ended_at=ended_at, was_asked=was_asked, message=message, cure=cure,
-            stack=stack,
-        )  # fmt: skip
+        dead = RankReport(self.rank, State.DIED, ended_at=ended_at, was_asked=was_asked)
+        return dead._replace(message=message, cure=cure, stack=stack)
 
 
 class LocalRanks:
-    """All ranks of this node, and when they end.
+    """The ranks of this node, and the order in which they end.
 
-    When one rank dies, its launcher kills all others within a millisecond. An epoll instance keeps
-    the order of these events, however late it is read, and times are given out in that order. A
-    process closes its files before it counts as ended, and launchers notice that, so the rank's
-    pipe is watched besides its pidfd.
+    When a rank dies, its launcher kills all others within a millisecond. An epoll instance keeps
+    the order of these events until it is read. A process closes its files before it counts as
+    ended, and launchers react to that, so the rank's pipe is watched besides its pidfd.
 
     Args:
         launched: whether a job script started the ranks, so that their launcher must live.
-        script: pid of the job script, if it runs on this machine and must live; else 0.
+        script: pid of the job script if it runs on this machine and must live, otherwise 0.
 
     Raises:
         OSError: the memory or the pipe of a rank cannot be opened.
@@ -145,18 +139,14 @@ class LocalRanks:
         self._rank_of: dict[int, int] = {}
         self._ended_at: dict[int, float] = {}
         for rank in self._ranks:
-            # Of the pipe, epoll reports the end unasked.
+            # epoll always reports the end of a pipe.
             for handle, event in ((rank.words, 0), (rank.handle, select.EPOLLIN)):
                 if handle is not None:
                     self._epoll.register(handle, event)
                     self._rank_of[handle] = rank.rank
 
     def look(self, now: float) -> tuple[RankReport, ...]:
-        """A report of each rank.
-
-        Args:
-            now: time of the watcher's clock, in seconds.
-        """
+        """Return a report per rank; ``now`` is the watcher's time in seconds."""
         if (kills := _count_memory_kills()) > self._memory_kills:
             self._memory_kills, self._memory_kill_at = kills, now
         script_gone = self._needs_script and not _lives(self._script)
@@ -182,35 +172,32 @@ class LocalRanks:
             ended_at = self._note_end(rank.rank)
             rank.death = rank.explain_death(ended_at, lost_process, memory_kill=memory_kill)
         if BYE in rank.heard:
-            state = LEFT
+            state = State.LEFT
         elif FAILING in rank.heard:
-            state = FAILED if rank.has_ended else FAILS
+            state = State.FAILED if rank.has_ended else State.FAILS
         elif rank.death is not None:
             return rank.death._replace(activity=activity)
-        else:
-            state = STOPPED if process and process.letter == "T" else LIVES  # a debugger's is "t"
-        point = state == STOPPED, activity.moves, activity.step
+        else:  # a debugger stops with "t"
+            state = State.STOPPED if process and process.letter == "T" else State.LIVES
+        point = state == State.STOPPED, activity.moves, activity.step
         if point != rank.point:
             rank.point, rank.moved_at = point, now
         return RankReport(rank.rank, state, now - rank.moved_at, activity)
 
     def wait(self, seconds: float) -> None:
-        """Wait until a rank ends, at most so many seconds."""
-        if not self._rank_of:
-            time.sleep(seconds)
-            return
-        for handle, _ in self._epoll.poll(seconds, len(self._rank_of)):
+        """Wait until a rank ends, at most for the given time."""
+        for handle, _ in self._epoll.poll(seconds):
             self._epoll.unregister(handle)
             self._note_end(self._rank_of.pop(handle))
 
     def _note_end(self, rank: int) -> float:
-        """When a rank ended: after all whose end was noted before."""
+        """Return when a rank ended: later than the ends noted before."""
         latest = max(self._ended_at.values(), default=0.0)
         return self._ended_at.setdefault(rank, max(time.time(), latest + 1e-6))
 
     @property
     def are_ending(self) -> bool:
-        """Whether a rank has ended and was not reported yet."""
+        """Whether the end of a rank is still to be reported."""
         return any(rank.rank in self._ended_at and not rank.is_gone for rank in self._ranks)
 
     @property
@@ -219,7 +206,7 @@ class LocalRanks:
         return all(rank.is_gone for rank in self._ranks)
 
     def kill(self) -> None:
-        """Send SIGKILL to the ranks that are left; it ends stopped processes, too."""
+        """Send SIGKILL to the remaining ranks; it ends stopped processes too."""
         for rank in self._ranks:
             with suppress(OSError):
                 if process_state(rank.pid, rank.started) is None:
@@ -230,7 +217,7 @@ class LocalRanks:
                     os.kill(rank.pid, signal.SIGKILL)
 
     def clean_up(self) -> None:
-        """Remove the shared memory that killed ranks have left."""
+        """Remove the shared memory of killed ranks."""
         for path in {path for r in self._ranks if BYE not in r.heard for path in r.shared}:
             with suppress(OSError):
                 os.unlink(path)  # noqa: PTH108
@@ -241,7 +228,7 @@ def _lives(process: ProcessState | None) -> bool:
 
 
 def _count_memory_kills() -> int:
-    """How many processes of this machine the kernel has killed for lack of memory."""
+    """Return how many processes the kernel has killed for lack of memory since boot."""
     with suppress(OSError, ValueError):
         for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
             if line.startswith("oom_kill "):
@@ -250,7 +237,7 @@ def _count_memory_kills() -> int:
 
 
 def shared_files(pid: int) -> set[str]:
-    """The files by which the MPI library of a process shares memory with others of its node."""
+    """Return the files through which the MPI library of a process shares memory."""
     try:
         text = Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,6 +1,6 @@
-"""The file of a node's watcher: what its ranks do, and how they ended.
+"""The file of each node: the state of its ranks, written by the node's watcher.
 
-It is replaced whole, in a folder to which nobody else can write.
+The file is replaced atomically, in a directory that no other user can write to.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from contextlib import suppress
+from enum import StrEnum
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,29 +17,28 @@ from pipectl.fields import VERSION, read_value
 from pipectl.files import open_regular, write_text
 from pipectl.watch.board import Activity
 
-LIVES, STOPPED, FAILS, FAILED, DIED, LEFT = "lives", "stopped", "fails", "failed", "died", "left"
-"""A rank in ``FAILS`` or ``FAILED`` reports its error itself; a rank in ``DIED`` has not."""
+State = StrEnum("State", ["LIVES", "STOPPED", "FAILS", "FAILED", "DIED", "LEFT"])
+"""The state of a rank: in ``FAILS`` and ``FAILED`` it reports its own error, in ``DIED`` not."""
 RESUME = "`pipectl resume RUN` continues from the last checkpoint"
 _MAX_BYTES = 1 << 24
 Stamp = tuple[int, int]
-"""Number and time of change of a file, which differ whenever it was written."""
+"""Inode and modification time of a file; one of them changes with every write."""
 
 
 class RankReport(NamedTuple):
-    """One rank, as its node's watcher sees it.
+    """The state of one rank.
 
     Args:
-        state: one of the constants above.
-        still_s: time at this point of its program, stopped or not.
-        ended_at: seconds since the epoch, if it is in ``DIED``; else 0. Of the ranks of a node it
-            tells which ended first.
-        was_asked: whether it ended by the signal that cancels a job.
-        message: why it ended, or is lost; ``cure`` is what the user can do.
+        still_s: seconds without progress in its program.
+        ended_at: seconds since the epoch in state ``DIED``, otherwise 0; orders the ends of the
+            ranks of a node.
+        was_asked: whether the signal that cancels a job ended it.
+        message: why it ended or is lost; ``cure`` says what to do.
         stack: its Python stack, if it crashed.
     """
 
     rank: int = 0
-    state: str = LIVES
+    state: State = State.LIVES
     still_s: float = 0.0
     activity: Activity = Activity()
     ended_at: float = 0.0
@@ -49,17 +49,17 @@ class RankReport(NamedTuple):
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended."""
-        return self.state in (FAILED, DIED, LEFT)
+        """Whether the rank has ended."""
+        return self.state in {State.FAILED, State.DIED, State.LEFT}
 
 
 class NodeReport(NamedTuple):
-    """The ranks of one node, as its watcher sees them.
+    """The state of the ranks of one node.
 
     Args:
-        node: its name.
-        ends: whether all ranks are to be killed.
-        stalled: who waits for whom, if no rank has moved on for long; only from the first node.
+        node: name of the node.
+        ends: whether all ranks must be killed.
+        stalled: who waits for whom if no rank makes progress; only the first node sets it.
         silent_s: age of the report; set by its reader.
     """
 
@@ -71,22 +71,22 @@ class NodeReport(NamedTuple):
 
     @property
     def is_over(self) -> bool:
-        """Whether all of its ranks have ended."""
+        """Whether all ranks of the node have ended."""
         return all(rank.is_over for rank in self.ranks)
 
     @property
-    def news(self) -> tuple[bool, str, list[str]]:
-        """What other watchers must learn at once when it changes."""
+    def news(self) -> tuple[bool, str, list[State]]:
+        """The part whose changes are written at once."""
         return self.ends, self.stalled, [rank.state for rank in self.ranks]
 
 
 def node_path(folder: Path, node: int) -> Path:
-    """The file of a node's watcher; nodes are numbered by their first ranks."""
+    """Return the path of a node's file; nodes are numbered in the order of their first ranks."""
     return folder / f"node-{node:04d}.json"
 
 
 def write_report(path: Path, report: NodeReport) -> None:
-    """Replace the file of a node; if the disk is full, at least renew its time of change."""
+    """Replace a node's file; if the disk is full, update at least its modification time."""
     text = json.dumps({"version": VERSION, **report._asdict()})
     try:
         write_text(path, f"{text}\n", mode=0o600, durable=False)
@@ -96,10 +96,9 @@ def write_report(path: Path, report: NodeReport) -> None:
 
 
 def read_report(path: Path, last: Stamp | None = None) -> tuple[Stamp, NodeReport] | None:
-    """What is in the file of a node, with its stamp; None if that is the last one, or if the file
-    cannot be read.
+    """Read a node's file; None if its stamp is ``last``, or if it cannot be read.
 
-    It is opened each time: network file systems look for changes only then.
+    The file is opened each time, because network file systems check for changes only then.
     """
     with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):  # it is damaged
         with os.fdopen(open_regular(path, os.O_NOFOLLOW), "rb") as stream:

@@ -1,12 +1,11 @@
 """The process that watches the ranks of one node: ``python -m pipectl.watch.watcher``.
 
-The node's first rank starts it. It reads what the ranks do from memory that they share with it,
-sees from the kernel how they end, and writes one file. That is replaced whole, in a folder to which
-nobody else can write; every start of the ranks has its own, which is removed when they are started
-again. The watcher of the first node reads the files of all others, decides whether a rank is lost,
-writes down which and why, and says in its own file that all are to be ended. Every other watcher
-reads only that file, and decides by what it knows if the file is not renewed any more. Watchers
-talk in no other way.
+The node's first rank starts it. It reads shared memory to learn what the ranks do, observes how
+they end, and writes one file. Each start of the ranks has its own directory of such files, which is
+removed at the next start. The watcher of the first node reads all files, decides whether a rank is
+lost, reports which and why, and tells the others in its own file to kill their ranks. The others
+read only that file, and decide by themselves if it is no longer renewed. Watchers do not
+communicate in any other way.
 """
 
 from __future__ import annotations
@@ -32,35 +31,32 @@ from pipectl.watch.judge import (
 )
 from pipectl.watch.rank import LocalRank, LocalRanks
 from pipectl.watch.report import (
-    DIED,
-    FAILED,
-    FAILS,
-    LEFT,
     NodeReport,
     RankReport,
     Stamp,
+    State,
     node_path,
     read_report,
     write_report,
 )
 
 _TO_ALL = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Signals that batch systems send to all processes of a job; the watcher outlives them."""
+"""Signals that batch systems send to all processes of a job; the watcher ignores them."""
 _LOG = 2
 _TICK_S, _SHORT_TICK_S = 1.0, 0.1
 _GRACE_S = 5.0
-"""Time for launchers, which end all ranks when one has died."""
+"""Time for the launcher to end all ranks after one has died."""
 _LEAVE_S = 7.0
-"""The first node's watcher ends so long after the kill, even if other nodes have not reported."""
+"""The first node's watcher ends this long after the kill, even if other nodes have not reported."""
 _UNHEARD_S = 5.0
-"""Without news for so long, and three intervals, the first node's watcher counts as gone."""
+"""Without a new report for this time, and three intervals, the first node's watcher is lost."""
 _WITHOUT_FIRST = 2.0
-"""Factor of the limit if the first node's watcher is gone."""
+"""Factor of the limit if the first node's watcher is lost."""
 _NEVER = float("-inf")
 
 
 class Settings(NamedTuple):
-    """What the node's first rank passes to its watcher.
+    """What a node's first rank passes to the watcher.
 
     Args:
         name: name of the node.
@@ -68,8 +64,8 @@ class Settings(NamedTuple):
         size: number of ranks of the run.
         ranks: of this node.
         launched, script: see :class:`LocalRanks`.
-        folder: of the watchers' files; it goes when the ranks are started again.
-        errors: folder of error reports.
+        folder: directory of the watchers' files; it is removed when the ranks start again.
+        errors: directory of error reports.
         min_s, predicted_s: see :func:`pipectl.watch.judge.limit_s`.
     """
 
@@ -87,10 +83,10 @@ class Settings(NamedTuple):
 
 
 class Watcher:
-    """Watches the ranks of one node.
+    """The watcher of one node.
 
     Raises:
-        OSError: what a rank shares with it cannot be opened.
+        OSError: the memory or the pipe of a rank cannot be opened.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -110,19 +106,19 @@ class Watcher:
         self._warned_s = 0.0
 
     def watch(self) -> None:
-        """Watch until all ranks of the node have ended and nothing is left to report."""
+        """Watch until all ranks of the node have ended and everything is reported."""
         before = time.monotonic()
         while not self._turn():
             wait_s = _SHORT_TICK_S if self._is_ending() else _TICK_S
             self._ranks.wait(wait_s)
-            # Time is counted by wake-ups: none passes while this process is stopped.
+            # Time does not pass while this process is stopped.
             after = time.monotonic()
             self._now += min(after - before, 2 * wait_s)
             before = after
         self._ranks.clean_up()
 
     def _turn(self) -> bool:
-        """Look at ranks and files, decide, act and write; whether all is over."""
+        """Read ranks and files, decide, kill, and write; return whether all is over."""
         settings, now = self._settings, self._now
         self._own = self._own._replace(ranks=self._ranks.look(now))
         self._take(settings.node, self._own)
@@ -137,7 +133,7 @@ class Watcher:
             write_report(node_path(self._folder, settings.node), self._own)
             self._written, self._written_at = self._own, now
         states = {rank.state for rank in self._own.ranks}
-        if states == {LEFT} or (settings.size == 1 and states & {FAILS, FAILED}):
+        if states == {State.LEFT} or (settings.size == 1 and states & {State.FAILS, State.FAILED}):
             return True
         if not self._ranks.are_gone or not self._is_first:
             return self._ranks.are_gone and self._own.ends
@@ -152,18 +148,18 @@ class Watcher:
         return self._ranks.are_ending or self._is_decided or self._ended_at is not None
 
     def _is_replaced(self) -> bool:
-        """Whether the ranks have been started again, so that this watcher is of no use."""
+        """Return whether the ranks have been started again, so that this watcher must end."""
         return self._has_folder and not self._folder.is_dir()
 
     def _take(self, number: int, report: NodeReport) -> None:
-        """Keep the report of a node, and when the first rank ended."""
+        """Store the report of a node, and when the first rank ended."""
         self._heard[number] = report, self._now
         concerns = self._is_first or number == self._settings.node
-        ended = {rank.state for rank in report.ranks} & {FAILS, FAILED, DIED}
+        ended = {rank.state for rank in report.ranks} & {State.FAILS, State.FAILED, State.DIED}
         if self._ended_at is None and concerns and ended:
             self._ended_at = self._now
             self._kill_at = min(self._kill_at, self._now + _GRACE_S)
-            self._read_at = _NEVER  # what others say from now on, they say after it
+            self._read_at = _NEVER  # reports read from now on are newer
 
     def _read_files(self) -> None:
         """Read the reports of other nodes."""
@@ -176,7 +172,7 @@ class Watcher:
                     self._take(number, report)
 
     def _known(self) -> list[NodeReport]:
-        """The reports of all nodes with their age, without the time in which all were suspended."""
+        """Return all reports with their age; time while all ranks were suspended is left out."""
         reports = []
         for _, (node, heard_at) in sorted(self._heard.items()):
             silent_s = self._now - heard_at
@@ -186,11 +182,11 @@ class Watcher:
         return reports
 
     def _decide(self) -> None:
-        """Decide if the run can go on; only the first node's watcher does, unless it is gone."""
+        """Decide if the run can go on: on the first node, or if the first watcher is lost."""
         settings, now = self._settings, self._now
         first, first_heard_at = self._heard.get(0, (NodeReport(), 0.0))
         ends = self._own.ends or first.ends
-        # The first node's watcher may have done its work, or be gone.
+        # The first node's watcher may have ended, or be lost.
         unheard_s = now - max(first_heard_at, self._ended_at or 0.0)
         is_alone = unheard_s > max(_UNHEARD_S, 3 * self._interval_s)
         if not self._is_first and (ends or not is_alone):
@@ -213,7 +209,7 @@ class Watcher:
             self._warn(*describe_stall(nodes, limit))
 
     def _warn(self, still_s: float, words: str) -> None:
-        """Log who waits for whom if no rank moves on: once, then after twice the time."""
+        """Log who waits for whom if no rank makes progress: once, then after twice the time."""
         if not still_s:
             self._warned_s = 0.0
             self._own = self._own._replace(stalled="")
@@ -224,32 +220,26 @@ class Watcher:
 
     def _report(self, node: NodeReport, rank: RankReport) -> None:
         """Write the error file of a lost rank, and the same text to the log."""
-        activity = rank.activity
+        doing = rank.activity
+        stage, ended_at = None if doing.stage < 0 else doing.stage, rank.ended_at or time.time()
         error = ErrorReport(
-            message=rank.message,
-            rank=rank.rank,
-            stage=None if activity.stage < 0 else activity.stage,
-            step=activity.step,
-            action=activity.action,
-            host=node.node,
-            cure=rank.cure,
-            traceback=rank.stack,
-            time=rank.ended_at or time.time(),
-        )
+            rank.message, rank.rank, stage, doing.step, doing.action, node.node, None, rank.cure,
+            rank.stack, ended_at,
+        )  # fmt: skip
         error.save(Path(self._settings.errors) / f"rank-{rank.rank:04d}.json")
         write_log(_LOG, error.text)
 
 
 def main() -> None:
-    """Watch the ranks that the standard input names."""
+    """Watch the ranks named on standard input."""
     for number in _TO_ALL:
         signal.signal(number, signal.SIG_IGN)
     settings: Settings = read_value(Settings, json.load(sys.stdin))
     try:
         watcher = Watcher(settings)
     except (OSError, ValueError) as error:
-        # A rank whose start has failed reports that itself, and has closed what it shares; another
-        # file may have its number by now.
+        # A rank that failed to start reports that itself, and has closed what it shares; its file
+        # descriptor may be in use for another file.
         is_missing = isinstance(error, FileNotFoundError) and not error.filename.endswith("/-1")
         has_closed = is_missing or isinstance(error, ValueError)
         if not has_closed:

@@ -17,7 +17,7 @@ from pipectl.watch.judge import (
     judge,
     limit_s,
 )
-from pipectl.watch.report import DIED, FAILS, LEFT, LIVES, STOPPED, NodeReport, RankReport
+from pipectl.watch.report import NodeReport, RankReport, State
 
 LIMIT, LONG, MISSED_S = 30.0, 1000.0, 5.0
 
@@ -38,20 +38,20 @@ CAPTURES = Activity(3, action="capturing the model")
 SAVES = Activity(9, 5, waiting=True, action="saving")
 
 
-def known(activity: Activity, still_s: float = 0.0, state: str = LIVES) -> RankReport:
+def known(activity: Activity, still_s: float = 0.0, state: str = State.LIVES) -> RankReport:
     return RankReport(0, state, still_s, activity)
 
 
-def lives(state: str = LIVES) -> RankReport:
+def lives(state: str = State.LIVES) -> RankReport:
     return known(computes(), state=state)
 
 
 def stopped(activity: Activity, still_s: float) -> RankReport:
-    return known(activity, still_s, STOPPED)
+    return known(activity, still_s, State.STOPPED)
 
 
 def died(at: float, message: str = "killed", **fields: Any) -> RankReport:
-    return RankReport(0, DIED, activity=computes(), ended_at=at, message=message, **fields)
+    return RankReport(0, State.DIED, activity=computes(), ended_at=at, message=message, **fields)
 
 
 def node(ranks: dict[int, RankReport], silent_s: float = 0.0, name: str = "n1") -> NodeReport:
@@ -84,11 +84,14 @@ def test_a_node_that_is_silent_since_a_death_is_gone(silent_s: float) -> None:
     words = f"no sign of life from it on n2 for {silent_s + MISSED_S + 0.1:.0f} s: the node is gone"
     assert after(MISSED_S + 0.1) == (2, "n2", words)
     assert judged(dead, node({2: lives()}, 0.4), ended_s=0.5)[0] == 0
-    assert judged(dead, node({2: lives(LEFT)}, 9), ended_s=0.5)[0] == 0
+    assert judged(dead, node({2: lives(State.LEFT)}, 9), ended_s=0.5)[0] == 0
 
 
 def test_all_ranks_that_are_stopped_are_a_run_that_is_suspended() -> None:
-    nodes = [node({0: stopped(computes(), LONG)}), node({1: stopped(awaits(0), 1), 2: lives(LEFT)})]
+    nodes = [
+        node({0: stopped(computes(), LONG)}),
+        node({1: stopped(awaits(0), 1), 2: lives(State.LEFT)}),
+    ]
     assert is_suspended(nodes)
     assert judged(*nodes) is None
     assert not is_suspended([*nodes, node({3: lives()})])
@@ -114,8 +117,8 @@ def test_of_very_many_nodes_one_that_is_gone_is_named_before_the_watcher_ends() 
     "ranks",
     [
         {rank: died(3.0, was_asked=True) for rank in range(3)},  # the job is cancelled
-        {0: died(3.0), 1: lives(FAILS)},  # it explains itself
-        {0: lives(LEFT), 1: lives()},  # and no longer dead
+        {0: died(3.0), 1: lives(State.FAILS)},  # it explains itself
+        {0: lives(State.LEFT), 1: lives()},  # and no longer dead
     ],
 )
 def test_ends_without_a_culprit(ranks: dict[int, RankReport]) -> None:
@@ -173,7 +176,7 @@ def test_a_stall_lasts_as_long_as_no_rank_moves_on() -> None:
     nodes = [node({0: known(awaits(1), 50)}), node({1: known(computes(), 40)}, 10)]
     stall = describe_stall(nodes, 40)
     assert stall == (40.0, f"{words} 1, which is in BACKWARD micro-batch 4")
-    ended = node({0: known(awaits(1), 50), 1: known(computes(), 50, LEFT)})
+    ended = node({0: known(awaits(1), 50), 1: known(computes(), 50, State.LEFT)})
     for other in ([ended], [node({0: known(awaits(1), 39)})], []):
         assert describe_stall(other, 40) == (0.0, "")
 
@@ -200,7 +203,7 @@ def test_the_limit_is_three_steps_as_predicted_or_as_they_are_and_four_signs_of_
         {0: known(awaits(1), 8), 1: stopped(computes(), 8)},
         {0: known(CAPTURES, LONG), 1: known(CAPTURES, LONG)},
         {0: known(BUILDS, LONG), 1: known(CAPTURES, LONG)},  # a large model
-        {0: known(awaits(1), LONG), 1: lives(LEFT)},  # alone, and the other has ended
+        {0: known(awaits(1), LONG), 1: lives(State.LEFT)},  # alone, and the other has ended
     ],
 )
 def test_runs_that_may_go_on(ranks: dict[int, RankReport]) -> None:

@@ -23,15 +23,7 @@ from pipectl.batch import process
 from pipectl.runs import RunDirectory, read_errors
 from pipectl.watch.board import Activity, Board
 from pipectl.watch.rank import BYE, FAILING, LocalRank, LocalRanks
-from pipectl.watch.report import (
-    DIED,
-    STOPPED,
-    NodeReport,
-    RankReport,
-    node_path,
-    read_report,
-    write_report,
-)
+from pipectl.watch.report import NodeReport, RankReport, State, node_path, read_report, write_report
 from pipectl.watch.watcher import Settings
 
 LONG_S = 60.0
@@ -166,7 +158,7 @@ def test_what_is_said_of_a_death(
     (script if given.get("script_gone") else rank).ends()
     kills[0] += given.get("memory_kill", False)
     (report,) = ranks.look(1.1)
-    assert (report.state, report.message) == (DIED, message)
+    assert (report.state, report.message) == (State.DIED, message)
     assert report.was_asked == (words == TERM and not given)
     assert report.stack == (CRASH.decode() if words == CRASH else "")
     ranks.kill()
@@ -181,7 +173,7 @@ def test_how_long_a_rank_is_at_the_same_point_of_its_program() -> None:
     rank.board.phase("loading data")
     assert [ranks.look(now)[0].still_s for now in (2.0, 3.0)] == [0, 1]
     rank.process.send_signal(signal.SIGSTOP)
-    wait_until(lambda: ranks.look(3.0)[0].state == STOPPED)
+    wait_until(lambda: ranks.look(3.0)[0].state == State.STOPPED)
     assert ranks.look(5.0)[0].still_s == 2
     rank.close()
 
@@ -300,7 +292,7 @@ def test_the_first_node_tells_nothing_before_a_rank_of_another_ends(job: Job, le
     job.watchers[0].wait(LONG_S)
     second.ends()
     if leaves:
-        wait_until(lambda: job.report_of(1).ranks[0].state == DIED)
+        wait_until(lambda: job.report_of(1).ranks[0].state == State.DIED)
         second.says(BYE)
     assert third.process.wait(LONG_S) == -signal.SIGKILL
     job.wait()
