@@ -19,17 +19,17 @@ __all__ = [
     "CHECKPOINTED", "LOCAL", "Array", "JobRequest", "JobState", "JobStatus", "Queue", "Scheduler",
     "Template", "allocation", "find_scheduler", "get_scheduler",
 ]  # fmt: skip
-# Slurm comes with commands named as those of PBS, so that it is looked for first.
+# Slurm is looked for first, because it may come with wrappers named as the commands of PBS.
 _SYSTEMS: Mapping[str, type[Scheduler]] = {
     system.name: system for system in (LocalScheduler, SlurmScheduler, PbsScheduler)
 }
 
 
 def get_scheduler(name: str) -> Scheduler:
-    """The batch system called ``name``.
+    """Return a batch system by name.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is no such system.
     """
     if name not in _SYSTEMS:
         raise UsageError(
@@ -40,12 +40,12 @@ def get_scheduler(name: str) -> Scheduler:
 
 
 def find_scheduler() -> str:
-    """Name of the batch system that is installed here, else ``local``."""
+    """Return the name of the installed batch system, otherwise ``local``."""
     return _name_of(lambda system: all(map(shutil.which, system.programs)))
 
 
 def allocation() -> str:
-    """Name of the batch system on whose compute node this process runs, else ``local``."""
+    """Return the name of the batch system of this compute node; elsewhere ``local``."""
     return _name_of(lambda system: system.node_variables <= os.environ.keys())
 
 

@@ -1,9 +1,9 @@
-"""The command that starts one process per rank: MPI's mpiexec, or Slurm's srun.
+"""The command that starts one process per rank: MPI's ``mpiexec``, or Slurm's ``srun``.
 
-The options of mpiexec are those of ``mpiexec -help`` and ``mpiexec -bind-to -help`` of MPICH, of
-prterun's help (``--map-by``, ``--rank-by``, ``--bind-to``; Open MPI 4 takes the same), of Intel's
-developer reference (``mpiexec.hydra``, "Interoperability with OpenMP API", "Process Pinning"), and
-of the job scripts that sites with Cray's PALS show.
+Sources of the options: ``mpiexec -help`` and ``mpiexec -bind-to -help`` of MPICH; prterun's help
+(``--map-by``, ``--rank-by``, ``--bind-to``; Open MPI 4 takes the same); Intel's developer reference
+(``mpiexec.hydra``, "Interoperability with OpenMP API", "Process Pinning"); job scripts of sites
+with Cray's PALS.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class _Mpiexec(NamedTuple):
     """The options of a kind of mpiexec.
 
     Args:
-        versions: parts of what ``mpiexec --version`` prints, one of which is there.
-        words: with the following.
-        place: of ranks on the nodes of a job, and of ranks on this machine alone.
-        bind: by ``launch.bind``.
+        versions: texts of which ``mpiexec --version`` prints one.
+        words: the options, with placeholders for ``place`` and ``bind``.
+        place: placement on the nodes of a job, and on this machine alone.
+        bind: binding by ``launch.bind``.
     """
 
     versions: tuple[str, ...]
@@ -79,25 +79,23 @@ MPIEXECS = tuple(_MPIEXECS)
 """Names for ``launch.mpi`` with mpiexec: MPICH, Open MPI, Intel MPI, and PALS on Cray EX."""
 _SRUN_BINDING = {"none": (), "cores": ("--cpu-bind=cores",), "numa": ("--cpu-bind=ldoms",)}
 _PMIS = {"open mpi": ("pmix",), "cray mpich": ("cray_shasta", "pmi2")}
-"""Kinds of PMI that an MPI library speaks, the best first, by parts of its version."""
+"""Kinds of PMI of MPI libraries, the best first, by parts of their version text."""
 _USUAL_PMI = "pmi2"
-"""The kind of MPICH and MPIs derived from it."""
+"""The kind of MPICH and its derivatives."""
 
 
 def launch_command(request: JobRequest, scheduler: str) -> tuple[str, ...]:
-    """The command that starts all ranks, or the one process of a job without MPI.
+    """Return the command that starts all ranks, or the one process of a job without MPI.
 
-    Within an allocation, mpiexec finds the nodes by itself.
+    In an allocation, mpiexec finds the nodes by itself. The command of an array is empty, because
+    its runs start their own ranks.
 
     Args:
         scheduler: name of the batch system.
 
-    Returns:
-        Nothing for an array, whose runs start their own ranks.
-
     Raises:
-        InvalidInputError: ranks cannot be bound as the job wants it.
-        SchedulerError: there is no mpiexec, or srun is to start ranks without Slurm.
+        InvalidInputError: ranks cannot be bound as requested.
+        SchedulerError: there is no mpiexec, or the launcher is srun without Slurm.
     """
     if request.array is not None:
         return ()
@@ -109,8 +107,8 @@ def launch_command(request: JobRequest, scheduler: str) -> tuple[str, ...]:
         return (find_mpiexec(request), *options, *launch.args, *command)
     if scheduler != "slurm":
         raise SchedulerError("launch.launcher: srun needs Slurm", cure="use mpiexec or auto")
-    # Slurm 22.05 to 23.02 do not inherit the cores. A rank that dies ends the step instead of
-    # leaving the others blocked.
+    # In Slurm 22.05 to 23.02, srun does not inherit the cores. A rank that dies must end the step,
+    # otherwise the others block.
     cores = (f"--cpus-per-task={request.resources.cpus_per_task}",)
     return (
         "srun",
@@ -128,8 +126,7 @@ def launch_command(request: JobRequest, scheduler: str) -> tuple[str, ...]:
 
 
 def _mpiexec_options(request: JobRequest, *, on_this_machine: bool) -> list[str]:
-    """Options of mpiexec, which starts all ranks here even if the job asks for several nodes, or on
-    the nodes of the job."""
+    """Return the options of mpiexec for ranks on this machine, or on the nodes of the job."""
     mpi, bind = request.launch.mpi, request.launch.bind
     if mpi == AUTO and bind == "none":
         return ["-n", str(request.ranks)]  # all kinds take it
@@ -156,11 +153,12 @@ def _mpiexec_options(request: JobRequest, *, on_this_machine: bool) -> list[str]
 
 
 def find_mpiexec(request: JobRequest) -> str:
-    """Path of mpiexec: the request's own, that beside its interpreter, or the first on PATH; it is
-    ``mpiexec`` alone if the PATH inside the job decides, which is not known here.
+    """Return the path of mpiexec: the request's, the one beside its Python, or the first on PATH.
+
+    The result is ``mpiexec`` if it depends on the job's own PATH.
 
     Raises:
-        SchedulerError: none of them exists.
+        SchedulerError: there is no mpiexec.
     """
     if request.mpiexec is not None:
         return request.mpiexec
@@ -182,8 +180,8 @@ class MpiChoice(NamedTuple):
     """The value of ``launch.mpi`` for a job.
 
     Args:
-        reason: why this value was chosen, in one line for the user; may be empty.
-        warning: what will probably fail; empty if nothing will.
+        reason: why this value was chosen, for the user; may be empty.
+        warning: what will probably fail; may be empty.
     """
 
     mpi: str
@@ -194,7 +192,7 @@ class MpiChoice(NamedTuple):
 def choose_mpi(request: JobRequest) -> MpiChoice:
     """Choose ``launch.mpi`` if it is ``auto``; otherwise compare it with the installed MPI.
 
-    The MPI that the job's modules, setup or template provide is not known before the job runs.
+    An MPI from the job's modules, setup or template is not known before the job runs.
     """
     mpi = request.launch.mpi
     if request.alone:
@@ -240,30 +238,30 @@ def _choose_pmi(request: JobRequest) -> MpiChoice:
 
 
 def list_pmis() -> tuple[str, ...]:
-    """Kinds of PMI that ``srun --mpi=list`` names, without versions; empty if it names none."""
+    """Return the kinds of PMI that ``srun --mpi=list`` prints, without versions."""
     output = _output("srun", "--mpi=list") or ""
     names = re.findall(r"^(?:srun:)?\s*([A-Za-z]\w*)\s*$", output, flags=re.MULTILINE)
     return tuple(dict.fromkeys(names))
 
 
 def knows_pmi(kinds: Sequence[str], mpi: str) -> bool:
-    """Whether a Slurm knows what ``srun --mpi`` is given: a kind, or a version of one.
+    """Return whether ``srun --mpi`` accepts a kind of PMI, or a version of it.
 
     Args:
-        kinds: that Slurm has; if it names none, it may know anything.
+        kinds: kinds that Slurm lists; if there are none, anything may be accepted.
     """
     return not kinds or mpi in kinds or mpi.startswith(tuple(f"{kind}_v" for kind in kinds))
 
 
 def kind_of(mpiexec: str) -> str | None:
-    """The kind of an mpiexec, as it says itself; None if that is not known."""
+    """Return the kind of an mpiexec from its version output; None if it is unknown."""
     version = _output(mpiexec, "--version", may_fail=True) or ""
     kinds = _MPIEXECS.items()
     return next((kind for kind, own in kinds if any(x in version for x in own.versions)), None)
 
 
 def _output(*argv: str, may_fail: bool = False) -> str | None:
-    """What a command prints; None if it does not exist, takes too long, or fails and may not."""
+    """Return the output of a command; None if it cannot run, times out, or fails and may not."""
     try:
         done = process.run(argv, cure="", timeout_s=_TIMEOUT_S)
     except SchedulerError:

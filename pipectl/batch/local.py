@@ -1,4 +1,4 @@
-"""This machine as a batch system: the job script runs at once, detached from the terminal."""
+"""This machine as a batch system: job scripts run at once, detached from the terminal."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pipectl.files import make_private_directory, open_regular
 
 
 class _Process(NamedTuple):
-    """Names a process for ever by pid, start in ticks since boot and host: ``pid.start@host``.
+    """The id of a local job: ``pid.start@host``, with the start in clock ticks since boot.
 
-    ``pid.start[2]@host`` is a job that waits until this process starts it; then it gets its own id.
+    ``pid.start[2]@host`` is a job of an array that the process has yet to start.
     """
 
     pid: int
@@ -46,10 +46,10 @@ class _Process(NamedTuple):
 
 
 class LocalScheduler(Scheduler):
-    """Runs jobs on this machine, without a queue and without a time limit.
+    """Jobs on this machine, without a queue or a time limit.
 
     Args:
-        grace_s: time between asking a job to end and killing it.
+        grace_s: seconds between SIGTERM and SIGKILL.
     """
 
     name, title = "local", "this machine"
@@ -66,11 +66,11 @@ class LocalScheduler(Scheduler):
         return {}
 
     def submit(self, script: Path, request: JobRequest) -> str:
-        """Start the script in its own session; its output goes to ``logs/job.log``."""
+        """Start the script in its own session, with its output in ``logs/job.log``."""
         return self.start(script, request.run_directory, request.tag)
 
     def start(self, script: Path, directory: Path, *tag: str) -> str:
-        """What ``submit`` does, in a run directory; the process can be found by a tag."""
+        """Start a script in a run directory; the process can be found by the tag."""
         make_private_directory(directory / "logs")
         try:
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
@@ -93,10 +93,9 @@ class LocalScheduler(Scheduler):
         return {job_id: _status(job_id) for job_id in ids}
 
     def cancel(self, job_id: str) -> None:
-        """TERM to the job's process group, then KILL to all of it that is left.
+        """Send SIGTERM to the job's process group, then SIGKILL to all remaining processes.
 
-        A job that waits for its turn is left out by what starts the jobs of its array, which looks
-        into the run's record before.
+        A waiting job of an array is not started any more: the run's record is read before.
         """
         job = _Process.parse(job_id)
         if not job.here:
@@ -108,9 +107,9 @@ class LocalScheduler(Scheduler):
         return array_id.replace("@", f"[{index}]@", 1)
 
     def find(self, tag: str) -> str | None:
-        """The process of this user on this machine whose argument is the tag.
+        """Return the id of this user's process that has the tag as its argument.
 
-        Tags are no secrets, so that others may start processes with them.
+        Tags are not secret: other users may start processes with them.
         """
         jobs = []
         for job in process.list_processes():
@@ -122,12 +121,12 @@ class LocalScheduler(Scheduler):
                     jobs.append((job.started, job.pid))
         if not jobs:
             return None
-        start, pid = min(jobs)  # the others are its subshells
+        start, pid = min(jobs)  # the others are subshells
         return f"{pid}.{start}@{os.uname().nodename}"
 
 
 def _status(job_id: str) -> JobStatus:
-    """The state of one job; a damaged id must not hide other jobs."""
+    """Return the state of one job; a damaged id must not hide other jobs."""
     try:
         job = _Process.parse(job_id)
     except SchedulerError as error:

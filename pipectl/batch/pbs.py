@@ -1,7 +1,7 @@
 """PBS Pro and OpenPBS through their command line tools: qsub, qstat, qselect, qdel and pbsnodes.
 
-``qstat -f`` is read in its oldest form, lines of ``name = value``: as JSON it may be invalid if
-a job's environment holds quotes, and some releases print only the first of several jobs.
+The output of ``qstat -f`` is read as lines ``name = value``. Its JSON form may be invalid if a
+job's environment contains quotes, and some releases print only the first of several jobs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pipectl.batch.scheduler import (
 from pipectl.errors import InvalidInputError, SchedulerError
 
 _UNKNOWN_ID, _FINISHED = 153, 35
-"""Exit codes: of PBS's error, the rest by 256."""
+"""Exit codes: PBS's error numbers modulo 256."""
 _NAME_LENGTH = 200
 
 
@@ -86,9 +86,9 @@ class PbsScheduler(CommandLineScheduler):
         self,
         ids: Sequence[str],
         *,
-        since: float | None = None,  # noqa: ARG002 - ids are not recycled while history is kept
+        since: float | None = None,  # noqa: ARG002 - ids are not reused while history is kept
     ) -> Mapping[str, JobStatus]:
-        """States from qstat, with those that are over where the server keeps its history."""
+        """Ask qstat, also for ended jobs if the server keeps a history."""
         if not ids:
             return {}
         jobs = list(dict.fromkeys(map(self.array_id, ids)))
@@ -112,7 +112,7 @@ class PbsScheduler(CommandLineScheduler):
         return self.array_id(task_id)
 
     def find(self, tag: str) -> str | None:
-        """The id of the latest job of ours whose name ends as the tag says."""
+        """Return the id of this user's latest job whose name ends as the tag says."""
         ids = self._ask("qselect", "-x", "-u", getpass.getuser()).stdout.split()
         jobs = parse_blocks(self._run("qstat", "-x", "-f", *ids).stdout) if ids else {}
         suffix = _suffix(tag)
@@ -126,7 +126,7 @@ class PbsScheduler(CommandLineScheduler):
 
 
 def _suffix(tag: str) -> str:
-    """How the names of jobs with this tag end."""
+    """Return the end of the names of jobs with this tag."""
     return f".{tag.split()[-1]}"
 
 
@@ -143,9 +143,9 @@ _LIVE = {
 }
 _OVER = frozenset("FXC")
 _DELETED, _DONE, _MOVED = 91, 92, 94
-"""Substates of jobs that are over (src/include/job.h)."""
+"""Substates of ended jobs (src/include/job.h)."""
 _SIGNALLED = 256
-"""Added to the number of the signal that ended a job."""
+"""Exit status of a job ended by a signal, minus the signal's number."""
 _OF_PBS = {
     -29: (JobState.TIMEOUT, "over its walltime"),
     -28: (JobState.TIMEOUT, "over its processor time"),
@@ -163,9 +163,9 @@ _SIZE = re.compile(r"(\d{1,15})([kmgt]?)b?")
 
 
 def parse_blocks(stdout: str) -> dict[str, dict[str, str]]:
-    """Fields by name of what PBS lists: a name at the margin, indented ``field = value``.
+    """Parse blocks of PBS: a name without indentation, then indented lines ``field = value``.
 
-    The first of two fields counts: a later one may be of a job's environment.
+    Of fields with the same name the first counts: later ones may be part of a job's environment.
     """
     blocks: dict[str, dict[str, str]] = {}
     fields: dict[str, str] = {}
@@ -182,13 +182,13 @@ def parse_blocks(stdout: str) -> dict[str, dict[str, str]]:
 
 
 def parse_qstat(stdout: str) -> dict[str, JobStatus]:
-    """The jobs in what ``qstat -x -f`` prints, by id."""
+    """Parse the output of ``qstat -x -f``: jobs by id."""
     jobs = parse_blocks(stdout).items()
     return {job_id: _status(fields) for job_id, fields in jobs if "job_state" in fields}
 
 
 def _status(fields: Mapping[str, str]) -> JobStatus:
-    """A job's status from its fields; the exit code of a signal is what a shell reports for it."""
+    """Return a job's status; a signal becomes the exit code that a shell reports."""
     code = _number(fields.get("Exit_status"))
     state, reason = _state(fields["job_state"], _number(fields.get("substate")), code)
     if state is JobState.HELD and fields.get("depend"):
@@ -231,11 +231,8 @@ def _state(letter: str, substate: int | None, code: int | None) -> tuple[JobStat
 
 
 def parse_queues(queues: str, server: str, nodes: str) -> tuple[Queue, ...]:
-    """The queues that jobs may be submitted to, the default first.
-
-    Args:
-        queues, server, nodes: what ``qstat -Q -f``, ``qstat -B -f`` and ``pbsnodes -a`` print.
-    """
+    """Parse the output of ``qstat -Q -f``, ``qstat -B -f`` and ``pbsnodes -a``: the queues, the
+    default first."""
     servers = parse_blocks(server).values()
     default = next((fields.get("default_queue") for fields in servers), None)
     hosts = [
@@ -275,7 +272,7 @@ def _number(text: str | None) -> int | None:
 
 
 def _time(text: str | None) -> float | None:
-    """Seconds since the epoch of a time such as ``Fri Nov 20 16:34:21 2026``."""
+    """Return the seconds since the epoch of a time such as ``Fri Nov 20 16:34:21 2026``."""
     try:
         return datetime.strptime(text or "", "%a %b %d %H:%M:%S %Y").timestamp()
     except ValueError:

@@ -1,4 +1,4 @@
-"""The one place that starts, watches and signals other processes."""
+"""The only module that starts, waits for and signals other processes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _patience_s = ContextVar("patience_s", default=inf)
 
 
 class NoAnswerError(SchedulerError):
-    """A command did not finish in time; what it was asked to do may have happened."""
+    """A command timed out; it may have taken effect."""
 
 
 @dataclass(frozen=True)
 class Completed:
-    """A finished command; the texts have no trailing white space."""
+    """A finished command; texts have no trailing white space."""
 
     returncode: int
     stdout: str
@@ -36,13 +36,13 @@ class Completed:
 
     @property
     def message(self) -> str:
-        """What it wrote on standard error, or on standard output, or its exit code."""
+        """Standard error, otherwise standard output, otherwise the exit code."""
         return self.stderr or self.stdout or f"exit code {self.returncode}"
 
 
 @contextmanager
 def patience(seconds: float) -> Iterator[None]:
-    """Limit the time that :func:`run` waits for a command."""
+    """Limit the time that :func:`run` waits, within the block."""
     before = _patience_s.set(seconds)
     try:
         yield
@@ -61,13 +61,13 @@ def run(
     """Run a command to its end, without a shell.
 
     Args:
-        cure: what to do when the command does not exist.
-        timeout_s: :func:`patience` may end the wait before.
-        stdin: what it reads.
+        cure: what to do if the command does not exist.
+        timeout_s: limited further by :func:`patience`.
+        stdin: text for standard input.
 
     Raises:
-        SchedulerError: no such command, or it may not be executed.
-        NoAnswerError: not done within ``timeout_s``.
+        SchedulerError: the command cannot be executed.
+        NoAnswerError: it did not finish within ``timeout_s``.
     """
     limit_s = min(timeout_s, _patience_s.get())
     try:
@@ -99,13 +99,13 @@ def start_detached(
     stderr: int = subprocess.STDOUT,
     env: Mapping[str, str] | None = None,
 ) -> int:
-    """Start a program in a session of its own, so that it outlives us; its pid.
+    """Start a program in its own session, so that it outlives this process; return its pid.
 
     Args:
         stdin, stdout, stderr: file descriptors.
 
     Raises:
-        OSError: it cannot be started.
+        OSError: the program cannot be started.
     """
     process = subprocess.Popen(
         list(argv),
@@ -116,12 +116,12 @@ def start_detached(
         env=env,
         start_new_session=True,
     )
-    process.returncode = 0  # detached on purpose: no warning when the object goes
+    process.returncode = 0  # detached on purpose: no warning when the object is deleted
     return process.pid
 
 
 def wait_for_any() -> int | None:
-    """Wait until a process that this one has started ends; its pid, None if there is none."""
+    """Wait until a child process ends; return its pid, None if there is no child."""
     try:
         return os.wait()[0]
     except ChildProcessError:
@@ -129,25 +129,25 @@ def wait_for_any() -> int | None:
 
 
 def start_time(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None when it is gone or a zombie.
+    """Return when a process started, in clock ticks since boot; None if it has ended.
 
-    Together with the pid this names a process for ever: a reused pid has another start.
+    Together with the pid, this identifies a process: a reused pid has another start.
     """
     state = process_state(pid)
     return None if state is None else state.started
 
 
 def list_processes() -> list[ProcessState]:
-    """All processes of this machine that have not ended."""
+    """Return all live processes of this machine."""
     pids = (int(name) for name in os.listdir("/proc") if name.isdecimal())  # noqa: PTH208
     return [state for state in map(process_state, pids) if state is not None]
 
 
 def stop(pid: int, grace_s: float) -> None:
-    """Ask a process and its group to end; kill what is left of it and its descendants.
+    """Terminate a process group; kill the remaining descendants, and the process itself last.
 
-    MPI puts ranks into sessions of their own, so that the group alone does not hold all of them.
-    The process itself goes last: a job script then still writes its exit code.
+    MPI puts ranks into sessions of their own, outside the group. A job script that ends last can
+    still write its exit code.
 
     Raises:
         SchedulerError: the process belongs to another user.
@@ -177,7 +177,7 @@ def _with_descendants(members: Sequence[ProcessState]) -> list[ProcessState]:
 
 
 def _kill(members: Sequence[ProcessState]) -> None:
-    """SIGKILL, and wait until they are gone."""
+    """Send SIGKILL, and wait until the processes have ended."""
     for member in _wait(members, 0.0):
         with suppress(OSError):
             os.kill(member.pid, signal.SIGKILL)
@@ -185,7 +185,7 @@ def _kill(members: Sequence[ProcessState]) -> None:
 
 
 def _wait(members: Iterable[ProcessState], limit_s: float) -> list[ProcessState]:
-    """Wait for processes to end; those that have not."""
+    """Wait for processes to end; return those that have not."""
     deadline = time.monotonic() + limit_s
     while True:
         members = [each for each in members if process_state(each.pid, each.started) is not None]

@@ -1,4 +1,4 @@
-"""A job as a batch system is given it: sections of a job spec, and what a run adds."""
+"""A job for a batch system: sections of a job spec, and what a run adds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MIN_WALLTIME_PER_LEAD_TIME = 4
 
 @dataclass(frozen=True)
 class Template:
-    """A user's own job script, a Jinja template that extends ours, and its path for messages."""
+    """A user's job script: a Jinja template that extends ours, and its path for messages."""
 
     file: str
     text: str
@@ -26,11 +26,11 @@ class Template:
 
 @dataclass(frozen=True)
 class Array:
-    """Runs that are submitted as one job array; each has a script of its own.
+    """Runs submitted as one job array; each has its own script.
 
     Args:
-        runs: their directories, absolute, in the order of their indices in the array.
-        at_once: how many may run at the same time; None sets no limit.
+        runs: absolute directories of the runs in the order of their array indices.
+        at_once: maximum number of runs at the same time; None for no limit.
     """
 
     runs: tuple[Path, ...]
@@ -39,25 +39,24 @@ class Array:
 
 @dataclass(frozen=True)
 class JobRequest:
-    """One job, independent of the batch system: sections of a job spec, and what a run adds.
+    """One job, independent of the batch system.
 
     Args:
         name: job name, see :func:`pipectl.units.is_name`.
-        tag: unique text by which the job is found again if its submission was interrupted.
-        run_directory: absolute; on a file system that every node sees.
+        tag: unique text by which a job is found after an interrupted submission.
+        run_directory: absolute, on a file system shared by all nodes.
         python: absolute path of the interpreter that submits.
-        command: of one rank, started under MPI once for each rank.
+        command: command of each rank, started under MPI.
         environment: its container is an absolute path or an address.
-        checkpoint: its ``lead_time``, and its ``max_requeues``, which counts all starts of the run;
-            None for jobs that cannot go on where they stopped.
-        alone: whether the command is started once, on the first node, without MPI.
-        first_command: a command that runs once, on the first node, before the launch.
-        binds: directories of the host that the container sees under the same names.
-        mpiexec: path of mpiexec; None takes the one beside ``python``, else the first on PATH.
-        after: ids of jobs of the same batch system that must have completed before.
-        array: None for a single job. For an array, ``run_directory`` is that of the sweep, the
-            resources are those of every job, and ``command`` starts the runs on this machine,
-            where no batch system does.
+        checkpoint: ``lead_time``, and ``max_requeues`` of the run over all its starts; None for
+            jobs that cannot continue from a checkpoint.
+        alone: whether to start the command once, on the first node, without MPI.
+        first_command: command that runs once, on the first node, before the launch.
+        binds: host directories that the container sees under the same names.
+        mpiexec: path of mpiexec; by default the one beside ``python``, or the first on PATH.
+        after: ids of jobs that must complete first.
+        array: None for a single job. For an array, ``run_directory`` is the sweep's, the resources
+            are those of each job, and ``command`` starts the runs if there is no batch system.
     """
 
     name: str
@@ -80,9 +79,9 @@ class JobRequest:
     array: Array | None = None
 
     def update(self, **sections: Mapping[str, object]) -> JobRequest:
-        """The same with other values in its sections, such as ``update(launch={"mpi": "pmix"})``.
+        """Return a copy with other values in its sections; they are not validated.
 
-        The values are not validated.
+        Example: ``update(launch={"mpi": "pmix"})``.
         """
         new = {
             name: getattr(self, name).model_copy(update=dict(values))
@@ -92,12 +91,12 @@ class JobRequest:
 
     @property
     def ranks(self) -> int:
-        """Processes in all."""
+        """Number of processes."""
         return 1 if self.alone else self.resources.ranks
 
     @property
     def threads(self) -> int:
-        """Threads that each rank computes with."""
+        """Compute threads per rank."""
         return self.resources.cpus_per_task - self.launch.spare_cores
 
     @property
@@ -108,34 +107,33 @@ class JobRequest:
 
     @property
     def lead_time_s(self) -> int:
-        """Seconds between the signal to save a checkpoint and the end of the walltime."""
+        """Seconds from the signal to save a checkpoint to the end of the walltime."""
         limit = self.resources.walltime // _MIN_WALLTIME_PER_LEAD_TIME
         return 0 if self.checkpoint is None else min(self.checkpoint.lead_time, limit)
 
     @property
     def changes_path(self) -> bool:
-        """Whether the job may find other programs on its PATH than `pipectl submit` does."""
+        """Whether PATH in the job may differ from that of ``pipectl submit``."""
         job = self.environment
         return bool(job.modules or job.setup or self.template or "PATH" in job.variables)
 
     def has_variable(self, *prefixes: str) -> bool:
-        """Whether ``environment.variables`` has one whose name begins with one of these."""
+        """Return whether a name in ``environment.variables`` has one of the prefixes."""
         return any(name.startswith(prefixes) for name in self.environment.variables)
 
     @property
     def sets_hydra_launcher(self) -> bool:
-        """Whether the job itself says how MPICH's mpiexec starts processes on other nodes."""
+        """Whether the job sets how MPICH's mpiexec starts processes on other nodes."""
         options = ("-launcher", "-bootstrap")
         return self.has_variable("HYDRA_LAUNCHER", "HYDRA_BOOTSTRAP") or any(
             word.startswith(options) for word in self.launch.args
         )
 
     def in_container(self, words: tuple[str, ...]) -> tuple[str, ...]:
-        """A command of the job as it is started: by Apptainer, if the job has a container, whose
-        Python runs instead of the host's.
+        """Return a command as it is started: in the job's container, with the container's Python.
 
         Raises:
-            InvalidInputError: a directory cannot be named to Apptainer.
+            InvalidInputError: Apptainer cannot bind a directory.
         """
         image = self.environment.container
         if image is None:

@@ -1,4 +1,4 @@
-"""What batch systems have in common: their interface and its data, and how commands are run."""
+"""The interface of batch systems and its data."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from pipectl.files import make_private_directory
 from pipectl.units import parse_duration
 
 CHECKPOINTED = 75
-"""Exit code of a job script whose ranks stopped at a checkpoint before they were done."""
+"""Exit code of a job script whose ranks stopped at a checkpoint before the last step."""
 QUEUES_TIMEOUT_S = 20.0
-"""Time limit of questions about partitions and queues: a user waits for the answer."""
+"""Time limit for queries of partitions and queues, for which a user waits."""
 
 
 class JobState(StrEnum):
-    """The state of a job, the same words for every batch system."""
+    """The state of a job, for all batch systems."""
 
     QUEUED = "QUEUED"
     HELD = "HELD"
@@ -42,17 +42,17 @@ class JobState(StrEnum):
 
     @property
     def waits(self) -> bool:
-        """Whether the job has yet to start, maybe once more."""
+        """Whether the job waits for its first or next start."""
         return self in {JobState.QUEUED, JobState.HELD}
 
     @property
     def final(self) -> bool:
-        """Whether the job is over for good; UNKNOWN is not."""
+        """Whether the job has ended; UNKNOWN is not final."""
         return not self.waits and self not in _NOT_OVER
 
     @property
     def alive(self) -> bool:
-        """Whether the job still waits or runs; UNKNOWN does not count."""
+        """Whether the job waits or runs; UNKNOWN is not alive."""
         return not self.final and self is not JobState.UNKNOWN
 
 
@@ -61,16 +61,16 @@ _NOT_OVER = {JobState.RUNNING, JobState.SUSPENDED, JobState.COMPLETING, JobState
 
 @dataclass(frozen=True)
 class JobStatus:
-    """What is known about one job.
+    """The status of a job.
 
     Args:
-        reason: why it is in this state, in the source's words; empty if it gives none.
-        exit_code: of the job script, if known.
+        reason: why the job is in this state, in the words of the source; may be empty.
+        exit_code: exit code of the job script, if known.
         nodes: host list in the batch system's notation; empty before the start.
-        start, end: seconds since the epoch; before the start ``start`` is a forecast, and ``end``
-            is there for final states only.
-        source: who says so: ``queue``, ``accounting``, ``process``, ``run directory``,
-            ``heartbeat``, ``record`` or ``none``.
+        start, end: seconds since the epoch; before the start, ``start`` is a forecast. ``end`` is
+            set for final states only.
+        source: ``queue``, ``accounting``, ``process``, ``run directory``, ``heartbeat``,
+            ``record`` or ``none``.
     """
 
     state: JobState
@@ -84,14 +84,14 @@ class JobStatus:
 
 @dataclass(frozen=True)
 class Queue:
-    """A partition of Slurm or queue of PBS; None and 0 stand for what is not known.
+    """A Slurm partition or PBS queue; unknown values are None or 0.
 
     Args:
-        default: whether jobs that name none go there.
-        open: whether it takes jobs and runs them.
-        walltime_s: the longest walltime of a job.
-        nodes: in all.
-        cores, memory_bytes, gpus: per node; the smallest, if they differ.
+        default: whether it is the default.
+        open: whether it accepts and runs jobs.
+        walltime_s: maximum walltime of a job.
+        nodes: number of nodes.
+        cores, memory_bytes, gpus: per node; the minimum if nodes differ.
     """
 
     name: str
@@ -105,23 +105,23 @@ class Queue:
 
 
 class Scheduler(ABC):
-    """A batch system. Every method raises SchedulerError when the system fails or refuses."""
+    """A batch system. Methods raise SchedulerError if the system fails or refuses."""
 
     name: ClassVar[str]
     title: ClassVar[str]
-    """Its name for people."""
+    """Name in messages."""
     programs: ClassVar[tuple[str, ...]] = ()
-    """Which are on PATH if the system is installed here."""
+    """Programs that are on PATH if the system is installed."""
     node_variables: ClassVar[frozenset[str]] = frozenset()
-    """Which are set on its compute nodes."""
+    """Environment variables that are all set on its compute nodes."""
     resubmits: ClassVar[bool] = False
-    """Whether job scripts submit themselves again, instead of being requeued."""
+    """Whether job scripts submit themselves again instead of being requeued."""
 
     def ping(self) -> None:  # noqa: B027
-        """Ask for something that costs the system little, to see whether it answers."""
+        """Check with a cheap query that the system answers."""
 
     def render(self, request: JobRequest) -> str:
-        """The job script, of the template called as the system.
+        """Render the job script.
 
         Raises:
             PipectlError: see :func:`pipectl.batch.script.render_script`.
@@ -133,77 +133,78 @@ class Scheduler(ABC):
         )
 
     def _template_values(self, request: JobRequest) -> Mapping[str, str]:  # noqa: ARG002
-        """Further variables of the template; refuses what the system cannot run."""
+        """Return further variables of the template; raise an error if the job cannot run."""
         return {}
 
     @abstractmethod
     def submit(self, script: Path, request: JobRequest) -> str:
-        """Hand the script over and return the job's id."""
+        """Submit the script and return the job's id."""
 
     @abstractmethod
     def task_id(self, array_id: str, index: int) -> str:
-        """The id of one job of an array, from the id that ``submit`` or ``find`` returned."""
+        """Return the id of one job of an array, given the id from ``submit`` or ``find``."""
 
     def array_id(self, task_id: str) -> str:
-        """The id by which ``cancel`` ends all jobs of an array; else that of the job itself."""
+        """Return the id with which ``cancel`` ends the whole array; of other jobs, their own."""
         return task_id
 
     def dependency_id(self, task_id: str) -> str:
-        """The id by which other jobs wait for the end of this one: that of its whole array, if
-        nothing can wait for one job of it."""
+        """Return the id for dependencies on a job; if the system has none on one job of an array,
+        the id of the array."""
         return task_id
 
     @abstractmethod
     def query(self, ids: Sequence[str], *, since: float | None = None) -> Mapping[str, JobStatus]:
-        """States by id; ids that the system does not know are absent, which proves nothing.
+        """Return the status by id. Ids that the system does not know are absent; the job may have
+        ended or not.
 
         Args:
-            since: earliest submission among the jobs, seconds since the epoch; keeps an old job
-                with a recycled id from being taken for ours.
+            since: earliest submission of the jobs, seconds since the epoch; older jobs with the
+                same ids are ignored.
         """
 
     @abstractmethod
     def cancel(self, job_id: str) -> None:
-        """Ask for the end of a job; ids that are already gone are no error."""
+        """Cancel a job; unknown ids are no error."""
 
     def estimate(self, script: Path) -> str | None:  # noqa: ARG002
-        """When the job would start, in the system's words; None if it cannot tell."""
+        """Return the system's forecast of the start; None if it has none."""
         return None
 
     @abstractmethod
     def find(self, tag: str) -> str | None:
-        """The id of the job submitted with this tag, for submissions that were interrupted."""
+        """Return the id of the job with this tag, after an interrupted submission."""
 
     def queues(self) -> tuple[Queue, ...]:
-        """Partitions or queues, the default first; none if the system has none."""
+        """Return the partitions or queues, the default first."""
         return ()
 
 
 class CommandLineScheduler(Scheduler):
-    """A batch system whose commands are run one by one."""
+    """A batch system used through its command line tools."""
 
     submit_command: ClassVar[tuple[str, ...]]
-    """The command that submits a script, without the script."""
+    """Command that submits a script, without the script."""
     id_pattern: ClassVar[re.Pattern[str]]
-    """Matches the line of its output with the job's id, which is the first group."""
+    """Pattern of the output line with the job's id, its first group."""
     list_command: ClassVar[str]
-    """Lists jobs with their tags."""
+    """Command that lists jobs with their tags, for messages."""
     hidden_variables: ClassVar[tuple[str, ...]]
-    """Prefixes of environment variables that are removed for the commands, since they override
-    directives of the job script, or belong to the job that pipectl itself runs in."""
+    """Prefixes of environment variables hidden from the commands: they override directives, or
+    belong to the job in which pipectl itself runs."""
     visible_variables: ClassVar[frozenset[str]] = frozenset()
-    """Variables with such a prefix that are not removed, by full name."""
+    """Variables with such a prefix that are not hidden."""
     unsure_messages: ClassVar[Sequence[str]]
-    """Parts of error messages, in lower case, after which the job may have been submitted."""
+    """Parts of error messages, in lower case, after which the job may still have been submitted."""
     advice: ClassVar[Sequence[tuple[str, str]]]
-    """Parts of error messages, in lower case, each with what to do; the first match counts."""
+    """Parts of error messages, in lower case, and what to do; the first match counts."""
 
     @abstractmethod
     def _describe_tag(self, tag: str) -> str:
-        """How to recognise a job with this tag, for messages."""
+        """Describe a job with this tag, for messages."""
 
     def _run(self, *argv: str, **variables: str) -> process.Completed:
-        """Run a command, with further variables of its environment."""
+        """Run a command with additional environment variables."""
         env = {
             name: value
             for name, value in os.environ.items()
@@ -218,7 +219,7 @@ class CommandLineScheduler(Scheduler):
     def _ask(
         self, *argv: str, harmless: Collection[int] = (0,), **variables: str
     ) -> process.Completed:
-        """As :meth:`_run`; other exit codes than the harmless ones are SchedulerErrors."""
+        """Run a command; raise SchedulerError for exit codes that are not harmless."""
         done = self._run(*argv, **variables)
         if done.returncode not in harmless:
             command = " ".join(argv) if len(argv) == 2 else argv[0]  # the job, if it is one
@@ -229,11 +230,11 @@ class CommandLineScheduler(Scheduler):
     def submit(self, script: Path, request: JobRequest) -> str:
         """Submit the script and return the job's id; if the command gives none, find it by the tag.
 
-        This makes the log directory, without which a job fails or hangs and leaves no output.
+        The log directory is created first: without it, a job fails or hangs without output.
 
         Raises:
             SchedulerError: the batch system refuses the job.
-            NoAnswerError: the command gave no id, and no job has the tag; one may still appear.
+            NoAnswerError: the command gave no id, and no job with the tag is listed yet.
         """
         make_private_directory(request.run_directory / "logs")
         job_id = None
@@ -262,7 +263,7 @@ class CommandLineScheduler(Scheduler):
         return job_id
 
     def _refusal(self, script: Path, done: process.Completed) -> SchedulerError:
-        """The error for a script that the command refuses, with what to do."""
+        """Return the error for a refused script, with what to do."""
         text = done.message.lower()
         fallback = "correct the job spec as the message says"
         cure = next((cure for phrase, cure in self.advice if phrase in text), fallback)
@@ -272,16 +273,13 @@ class CommandLineScheduler(Scheduler):
 
 
 def number_of(text: str) -> int:
-    """The number that a text begins with; 0 if it begins with none.
-
-    Ids of jobs and arrays begin with one, the largest with that of the latest.
-    """
+    """Return the number at the beginning of a text, such as a job id; 0 if there is none."""
     match = re.match(r"[0-9]{1,18}", text)
     return int(match[0]) if match else 0
 
 
 def parse_limit(text: str) -> int | None:
-    """Seconds of a limit such as ``2-00:00:00``, ``1:00:00`` or ``30:00``; None for none."""
+    """Return the seconds of a limit such as ``2-00:00:00`` or ``30:00``; None for no limit."""
     try:
         return parse_duration(f"0:{text}" if re.fullmatch(r"\d+:\d{1,2}", text) else text) or None
     except ValueError:

@@ -1,8 +1,7 @@
 """Job scripts: the templates in ``templates/``, or a user's template that extends one of them.
 
-What a template writes with ``{{ }}`` is quoted for the shell unless it is marked as safe: a text is
-one word, a sequence a command line; control characters are refused. Jinja is
-imported only when a script is rendered.
+Values in ``{{ }}`` are quoted for the shell unless marked as safe: a text is one word, a sequence a
+command line. Control characters are refused. Jinja is imported only to render.
 """
 
 from __future__ import annotations
@@ -41,23 +40,22 @@ _CURE = "docs/slurm.md shows a template"
 
 
 def render_script(base: str, request: JobRequest, scheduler: str, **values: Any) -> str:
-    """The whole job script.
+    """Render a job script.
 
     Args:
-        base: file name of a template of pipectl, or the text of one that extends ``job.sh.j2``.
-        scheduler: name of the batch system; the options of the user are in the section of that
-            name.
+        base: file name of one of pipectl's templates, or a template that extends ``job.sh.j2``.
+        scheduler: name of the batch system and of the section with the user's options.
         values: further variables of ``base``.
 
     Raises:
-        InvalidInputError: a value cannot be written into a script, or the user's template is wrong.
+        InvalidInputError: a value cannot be written to a script, or the user's template is wrong.
         SchedulerError: see :func:`pipectl.batch.launchers.launch_command`.
     """
 
     syntax = SYNTAXES.get(scheduler)  # None if the batch system reads no options in scripts
 
     def sets(*table: str) -> str | None:
-        """The name of the user's option that is one of the table."""
+        """Return the name of a user's option that is in the table."""
         if syntax is None:
             return None
         return find_option(syntax, getattr(request, scheduler).options, table)
@@ -86,7 +84,7 @@ def render_script(base: str, request: JobRequest, scheduler: str, **values: Any)
     user = _compile(environment, template)
     try:
         custom = user.render(context)
-    except Exception as error:  # whatever expressions in a template may raise
+    except Exception as error:  # expressions in a template may raise anything
         frames = traceback.extract_tb(error.__traceback__)
         lines = [frame.lineno or 1 for frame in frames if frame.filename == template.file]
         message = error.message if isinstance(error, PipectlError) else str(error)
@@ -96,10 +94,10 @@ def render_script(base: str, request: JobRequest, scheduler: str, **values: Any)
 
 
 def render_variables(request: JobRequest) -> str:
-    """The file from which the script reads the job's variables: they may be keys and tokens.
+    """Render the file of the job's variables, which may contain keys and tokens.
 
     Raises:
-        InvalidInputError: a name or value that bash cannot export.
+        InvalidInputError: bash cannot export a name or value.
     """
     lines = []
     for name, text in request.environment.variables.items():
@@ -114,7 +112,7 @@ def render_variables(request: JobRequest) -> str:
 
 
 def _refuse_controls(text: str) -> str:
-    """The text, unless it has control characters: a newline would end a directive."""
+    """Return the text; raise an error if it has control characters, which could end a directive."""
     breaks = (character for character in text if character in "\n\t")
     if character := first_harmful(text) or next(breaks, None):
         raise InvalidInputError(
@@ -125,10 +123,10 @@ def _refuse_controls(text: str) -> str:
 
 
 def slurm_value(text: str) -> str:
-    """``text`` as one value of an ``#SBATCH`` line.
+    """Quote a value for an ``#SBATCH`` line.
 
-    Slurm's parser (src/sbatch/opt.c) expands nothing, but takes a backslash as an escape even
-    within single quotes, so that shell quoting would lose characters.
+    Slurm's parser (src/sbatch/opt.c) expands nothing, but a backslash escapes even within single
+    quotes: quoting for the shell would lose characters.
     """
     if _PLAIN.fullmatch(_refuse_controls(text)):
         return text
@@ -136,11 +134,10 @@ def slurm_value(text: str) -> str:
 
 
 def slurm_file(path: str) -> str:
-    """``path`` as the value of ``--output``, where ``%j`` and the like would be replaced.
+    """Quote an absolute path for ``--output``, where Slurm replaces ``%j`` and the like.
 
-    Slurm (src/slurmd/slurmstepd/fname.c) replaces nothing once it meets a backslash, and then
-    takes one backslash from each pair; without a backslash, ``%%`` stands for ``%``. It treats
-    the working directory before a relative name alike, so the path must be absolute.
+    Slurm (src/slurmd/slurmstepd/fname.c) replaces nothing in a path with a backslash, and removes
+    one of each pair of backslashes; otherwise ``%%`` stands for ``%``.
     """
     if "\\" in path:
         return slurm_value(path.replace("\\", "\\\\"))
@@ -148,7 +145,7 @@ def slurm_file(path: str) -> str:
 
 
 def check_template(template: Template) -> None:
-    """Raise a SpecError, with the line, if a template cannot extend ours."""
+    """Raise a SpecError, with the line, if a template cannot extend pipectl's."""
     for number, line in enumerate(template.text.split("\n"), start=1):
         if character := first_harmful(line.removesuffix("\r")):
             raise _fault(template, number, f"contains the control character {character!r}")
@@ -161,14 +158,14 @@ def _environment() -> Environment:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
     from markupsafe import Markup
 
-    @pass_eval_context  # else constants would be escaped as HTML before they come here
+    @pass_eval_context  # otherwise constants would be escaped as HTML first
     def quote(_: object, value: object) -> Markup:
         if isinstance(value, Markup):
             return value
         words = value if isinstance(value, list | tuple) else (value,)
         return Markup(" ".join(shlex.quote(_refuse_controls(str(word))) for word in words))
 
-    # With autoescape, what blocks, macros and filters return is Markup: it is quoted already.
+    # With autoescape, results of blocks, macros and filters are Markup: they are quoted already.
     environment = ImmutableSandboxedEnvironment(
         loader=FileSystemLoader(_TEMPLATES),
         undefined=StrictUndefined,
@@ -190,7 +187,7 @@ def _environment() -> Environment:
 
 
 def _compile(environment: Environment, template: Template) -> Compiled:
-    """Compile the user's template, and check that all of its text reaches the script."""
+    """Compile a user's template, and check that all of its text is written to the script."""
     from jinja2 import Template as Compiled
     from jinja2 import TemplateSyntaxError, nodes
 
@@ -222,8 +219,12 @@ def _compile(environment: Environment, template: Template) -> Compiled:
 
 
 def _check_custom(template: Template, script: str, custom: str, syntax: Syntax | None) -> None:
-    """Check that the batch system and bash read ``custom``, the script of the user's template, as
-    intended; ``script`` is that of pipectl's own template."""
+    """Check that the batch system and bash read the script of a user's template as intended.
+
+    Args:
+        script: script of pipectl's own template.
+        custom: script of the user's template.
+    """
     first = custom.partition("\n")[0]
     if not _SHEBANG.fullmatch(first):
         message = f"the first line must start bash, such as #!/bin/bash, not {first!r}"
@@ -245,7 +246,7 @@ def _check_custom(template: Template, script: str, custom: str, syntax: Syntax |
             options = line.removeprefix(syntax.mark).replace("\t", " ").strip()
             if options and (fault := fault_of_line(syntax, options)):
                 raise _fault(template, line, *fault)
-    # Not as an argument: the script of an array may be longer than an argument may be.
+    # Through stdin, since the script of an array may be longer than an argument may be.
     done = process.run(["bash", "-n"], cure="install bash", stdin=custom)
     if done.returncode or done.stderr:  # a warning: a here-document without an end
         text, message = "", done.message
@@ -255,7 +256,7 @@ def _check_custom(template: Template, script: str, custom: str, syntax: Syntax |
 
 
 def _directives(script: str, syntax: Syntax) -> list[str]:
-    """The lines of options of a script; those after the first command do not count."""
+    """Return the directives of a script, up to the first command."""
     lines = []
     for line in script.splitlines():
         if line.strip() and not line.lstrip().startswith("#"):
@@ -266,7 +267,7 @@ def _directives(script: str, syntax: Syntax) -> list[str]:
 
 
 def _fault(template: Template, where: int | str, message: str, cure: str = _CURE) -> SpecError:
-    """What is wrong with a template, and where: in a line of this number, or with this text."""
+    """Return an error for a template at a line, given by number or text."""
     if isinstance(where, str):
         lines = enumerate(template.text.splitlines(), start=1)
         where = next((number for number, line in lines if where and where in line), 1)

@@ -1,6 +1,6 @@
 """Slurm through its command line tools: sbatch, squeue, sacct, scancel and sinfo.
 
-Their text formats are stable, the JSON ones are not: ``squeue --json`` changed the type of
+Their text formats are stable. The JSON formats are not: ``squeue --json`` changed the type of
 ``job_state`` between releases, and ``sacct --json`` of 22.05 reports success for failed jobs.
 """
 
@@ -33,11 +33,11 @@ _CLOCK_SKEW_S = 60.0
 
 
 class SlurmScheduler(CommandLineScheduler):
-    """Slurm, version 20.02 or later; jobs are submitted by :class:`CommandLineScheduler`."""
+    """Slurm 20.02 or later."""
 
     name, title = "slurm", "Slurm"
     programs = ("sbatch",)
-    # The shell that salloc starts on the login node has the first variable alone.
+    # The shell of salloc on a login node has only the first.
     node_variables = frozenset({"SLURM_JOB_ID", "SLURMD_NODENAME"})
     submit_command = ("sbatch", "--parsable")
     id_pattern = re.compile(r"([0-9]{1,18})(?:;\S+)?")
@@ -80,13 +80,13 @@ class SlurmScheduler(CommandLineScheduler):
         return f"with the comment {tag!r}"
 
     def query(self, ids: Sequence[str], *, since: float | None = None) -> Mapping[str, JobStatus]:
-        """States from squeue; for jobs that are over or not listed from the accounting too."""
+        """Ask squeue, and the accounting for jobs that have ended or are not listed."""
         # A damaged record must not hide the other jobs.
         ids = [job_id for job_id in ids if _ASKED.fullmatch(job_id)]
         if not ids:
             return {}
         jobs = list(dict.fromkeys(map(array_of, ids)))
-        # A doubled id keeps squeue from failing for a single id that it does not know.
+        # squeue fails for a single unknown id, but not for a repeated one.
         rows = self._squeue("-j", ",".join([*jobs, jobs[0]]))
         states = {row.job_id: row.status for row in rows}
         over = [job_id for job_id in ids if job_id not in states or states[job_id].state.final]
@@ -111,7 +111,7 @@ class SlurmScheduler(CommandLineScheduler):
         return array_of(task_id)
 
     def estimate(self, script: Path) -> str | None:
-        """The forecast of ``sbatch --test-only``; it knows no time limits of partitions."""
+        """Return the forecast of ``sbatch --test-only``, which ignores partition time limits."""
         done = self._run("sbatch", "--test-only", str(script))
         if done.returncode != 0:
             raise self._refusal(script, done)
@@ -120,7 +120,7 @@ class SlurmScheduler(CommandLineScheduler):
         return next((line.removeprefix("sbatch: ") for line in forecasts), None)
 
     def find(self, tag: str) -> str | None:
-        """The id of the latest job of ours with this tag as its comment."""
+        """Return the id of this user's latest job with the tag as its comment."""
         matches = [array_of(row.job_id) for row in self._squeue("--me") if row.comment == tag]
         return max(matches, key=number_of, default=None)
 
@@ -133,7 +133,7 @@ class SlurmScheduler(CommandLineScheduler):
         return list(parse_squeue(self._ask(*command, SLURM_TIME_FORMAT="%s").stdout))
 
     def _accounting(self, ids: Sequence[str], since: float | None) -> dict[str, JobStatus]:
-        """Latest attempts by id; empty if a site keeps no accounting."""
+        """Return the latest attempt by id; empty if the site has no accounting."""
         command = ["sacct", "-X", "-D", "-n", "-P", "-j"]
         command += [",".join(dict.fromkeys(map(array_of, ids))), "-o", SACCT_FORMAT]
         if since is not None:
@@ -142,7 +142,7 @@ class SlurmScheduler(CommandLineScheduler):
             done = self._run(*command, SLURM_TIME_FORMAT="%s")
         except SchedulerError:
             return {}
-        oldest = (since or 0.0) - _CLOCK_SKEW_S  # older ones are other jobs with the same ids
+        oldest = (since or 0.0) - _CLOCK_SKEW_S  # older jobs have reused ids
         rows = [row for row in parse_sacct(done.stdout) if (row.submitted_at or inf) >= oldest]
         rows.sort(key=lambda row: inf if row.status.start is None else row.status.start)
         states = {row.job_id: row.status for row in rows}
@@ -169,7 +169,7 @@ _STATES = {
     for word in words.split()
 }
 _BOOTING = frozenset({"CONFIGURING", "POWER_UP_NODE"})
-# These keep the reason for which the job once waited.
+# In these states Slurm still gives the reason for which the job waited.
 _REASON_IS_STALE = frozenset({JobState.COMPLETED, JobState.CANCELLED})
 _NO_REASON = frozenset({"None", "(null)", ""})
 _ASKED = re.compile(r"[0-9]{1,18}(_[0-9]{1,9})?")
@@ -177,11 +177,11 @@ _WAITING = re.compile(r"([0-9]{1,18})_\[([0-9,-]{1,9999})(?:%[0-9]+)?\]")
 _SECONDS = re.compile(r"[1-9][0-9]{0,10}")
 _GPUS = re.compile(r"\bgpu(?::[^:,()]+)?:(\d{1,6})\b")
 _UNSET_BYTES = 64 * 2**20
-"""Slurm says 1 MB for nodes whose memory is not configured."""
+"""Slurm reports 1 MB for nodes whose memory is not configured."""
 
 
 class Listed(NamedTuple):
-    """One row of squeue or sacct."""
+    """A row of squeue or sacct."""
 
     job_id: str
     status: JobStatus
@@ -190,7 +190,7 @@ class Listed(NamedTuple):
 
 
 def parse_squeue(stdout: str) -> Iterator[Listed]:
-    """Rows of ``squeue -h -o SQUEUE_FORMAT`` with times in seconds since the epoch."""
+    """Parse ``squeue -h -o SQUEUE_FORMAT``, with times in seconds since the epoch."""
     for fields in (line.split("|", 7) for line in stdout.splitlines()):
         if len(fields) == 8:
             job_ids, word, _count, start, end, nodes, comment, reason = fields
@@ -199,7 +199,7 @@ def parse_squeue(stdout: str) -> Iterator[Listed]:
 
 
 def parse_sacct(stdout: str) -> Iterator[Listed]:
-    """Rows of ``sacct -n -P -o SACCT_FORMAT``, one per attempt of a job, oldest first."""
+    """Parse ``sacct -n -P -o SACCT_FORMAT``: a row per attempt of a job, oldest first."""
     for fields in (line.split("|") for line in stdout.splitlines()):
         if len(fields) >= 7:
             job_ids, word, code, submit, start, end, nodes = fields[:7]
@@ -209,12 +209,12 @@ def parse_sacct(stdout: str) -> Iterator[Listed]:
 
 
 def array_of(job_id: str) -> str:
-    """``35`` of ``35_2``, which is a job of that array; the id of any other job itself."""
+    """Return the id of the array, ``35`` for ``35_2``, or of a job outside an array."""
     return job_id.partition("_")[0]
 
 
 def _job_ids(listed: str) -> Iterator[str]:
-    """The jobs of a row: those of an array that wait are one, such as ``35_[2-3,7%2]``."""
+    """Yield the jobs of a row; waiting jobs of an array share one, such as ``35_[2-3,7%2]``."""
     waiting = _WAITING.fullmatch(listed)
     if waiting is None:
         yield listed
@@ -226,9 +226,9 @@ def _job_ids(listed: str) -> Iterator[str]:
 
 
 def parse_state(text: str) -> JobState:
-    """The state in a word like ``RUNNING``, ``CANCELLED by 1000``, ``CANCELLED+`` or a list.
+    """Parse ``RUNNING``, ``CANCELLED by 1000``, ``CANCELLED+`` or a list of states.
 
-    Of several states the one that is not final wins; unknown words are UNKNOWN.
+    Of several states, the one that is not final counts; unknown words are UNKNOWN.
     """
     words = (part.split()[0].rstrip("+") for part in text.split(",") if part.strip())
     states = [_STATES.get(word, JobState.UNKNOWN) for word in words]
@@ -246,12 +246,7 @@ def _status(
     code: str = "",
     source: str = "queue",
 ) -> JobStatus:
-    """A job's status from the words of Slurm.
-
-    Args:
-        code: ``code:signal``; it becomes what a shell would report, 128 + signal if the job was
-            killed. The 0 of a job that was killed says nothing.
-    """
+    """Return a job's status; of the code ``code:signal``, a signal becomes 128 + signal."""
     state = parse_state(word)
     if state is JobState.UNKNOWN:
         reason = f"Slurm calls its state {word!r}"
@@ -277,10 +272,10 @@ def _status(
 
 
 def parse_sinfo(stdout: str) -> tuple[Queue, ...]:
-    """The partitions in what ``sinfo -h -o SINFO_FORMAT`` prints, the default first.
+    """Parse ``sinfo -h -o SINFO_FORMAT``: the partitions, the default first.
 
-    There is a line for each kind of node; a partition offers what all of its nodes have. A ``+``
-    after a number says that some nodes have more.
+    There is a line per kind of node; a partition has the minimum of its nodes. A ``+`` after a
+    number means that some nodes have more.
     """
     partitions: dict[str, Queue] = {}
     for line in stdout.splitlines():
@@ -313,5 +308,5 @@ def parse_sinfo(stdout: str) -> tuple[Queue, ...]:
 
 
 def _time(text: str) -> float | None:
-    """Seconds since the epoch; None for ``N/A``, ``Unknown`` and the like."""
+    """Return seconds since the epoch; None for ``N/A``, ``Unknown`` and the like."""
     return float(text) if _SECONDS.fullmatch(text) else None

@@ -1,7 +1,7 @@
-"""Reports of steps and runs: in words, as pictures, as a page of HTML, and for trace viewers.
+"""Reports of steps and runs: text, SVG pictures, an HTML page, and files for trace viewers.
 
-Pictures and pages are the Jinja templates in ``templates/``, which escape all that they write:
-names in a run directory may be those of another user. Jinja is imported only when one is rendered.
+Pictures and pages are the Jinja templates in ``templates/``. They escape all values, since names in
+a run directory may come from another user. Jinja is imported only to render.
 """
 
 from __future__ import annotations
@@ -21,15 +21,12 @@ _TEMPLATES = Path(__file__).parent / "templates"
 
 
 def render(template: str, **values: Any) -> str:
-    """The text of a picture or page."""
+    """Render a picture or page."""
     return _environment().get_template(template).render(values)
 
 
 def render_page(**values: Any) -> str:
-    """The text of the page of a run.
-
-    Its program is the only one that a browser lets run in it, by the hash in the page's head.
-    """
+    """Render the page of a run; by the hash in its head, a browser runs only the page's script."""
     program = (_TEMPLATES / "zoom.js").read_text("utf-8")
     digest = b64encode(sha256(program.encode()).digest()).decode()
     return render("page.html.j2", program=program, program_hash=digest, **values)

@@ -1,4 +1,4 @@
-"""Charts of figures over steps, or of measured links over sizes, as SVG pictures."""
+"""SVG charts of figures by step, and of measured links by message size."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _LEFT, _GAP = 76, 100
 _COLOURS = ("#2f7fb5", "#cf6a26", "#4f8f45", "#8a5fb0", "#a08a1e", "#6e7781")
 _MAX_POINTS = 1000
 _MAX_DOTS = 30
-"""Points of a curve that are marked one by one."""
+"""Curves with at most this many points show them as dots."""
 
 
 class Axis(NamedTuple):
-    """A scale from ``first`` at pixel 0 to ``last``.
+    """An axis from ``first`` at pixel 0 to ``last``.
 
     Args:
-        ticks: labels by their values.
-        scale: the logarithm, or half of a value, with which no difference overflows.
+        ticks: labels by value.
+        scale: logarithm or identity; the identity is halved so that no difference overflows.
     """
 
     pixels: int
@@ -38,14 +38,14 @@ class Axis(NamedTuple):
     scale: Callable[[float], float] = (0.5).__mul__
 
     def place(self, value: float) -> float:
-        """The pixel of a value."""
+        """Return the pixel of a value."""
         first, last = self.scale(self.first), self.scale(self.last)
         share = (self.scale(value) - first) / (last - first) if last != first else 0.5
         return round(self.pixels * share, 1)
 
 
 class Chart(NamedTuple):
-    """Curves by what they are, over two axes."""
+    """Curves by name, over two axes."""
 
     title: str
     curves: Mapping[str, Points]
@@ -54,7 +54,7 @@ class Chart(NamedTuple):
 
 
 def linear_ticks(low: float, high: float, max_ticks: int = 10) -> list[float]:
-    """Round values between two others, about evenly: multiples of 1, 2 or 5 times a power of 10."""
+    """Return multiples of 1, 2 or 5 times a power of 10 between two values."""
     span = high - low
     if not 1e-300 < span < math.inf:
         return [low]
@@ -66,7 +66,7 @@ def linear_ticks(low: float, high: float, max_ticks: int = 10) -> list[float]:
 
 
 def thinned(points: Points, max_points: int) -> list[tuple[float, float]]:
-    """Points, each the mean of neighbours if there are too many."""
+    """Return at most so many points: means of neighbours if there are more."""
     count = min(len(points), max_points)
     bounds = [index * len(points) // count for index in range(count + 1)]
     groups = (points[start:stop] for start, stop in pairwise(bounds))
@@ -77,10 +77,10 @@ def thinned(points: Points, max_points: int) -> list[tuple[float, float]]:
 
 
 def steps_svg(curves: Mapping[str, Points]) -> str:
-    """Figures by step, a chart each; empty without points. Of very many points means are drawn.
+    """Draw a chart per curve; the result is empty without points.
 
     Args:
-        curves: steps, ascending, and figures, by what they are.
+        curves: (step, figure) by name, with ascending steps.
     """
     charts = []
     for title, points in curves.items():
@@ -95,23 +95,23 @@ def steps_svg(curves: Mapping[str, Points]) -> str:
 
 
 def measured_links(cluster: Cluster) -> dict[str, Link]:
-    """The links whose messages were measured, by name."""
+    """Return the links with measured messages, by name."""
     named = {"within a node": cluster.within_node, "between nodes": cluster.between_nodes}
     return {name: link for name, link in named.items() if link.timings}
 
 
 def bandwidth(link: Link, size: float) -> float:
-    """Bytes per second of single messages."""
+    """Return the bytes per second of single messages of a size."""
     return size / link.transfer_s(size)
 
 
 def whole_bytes(size: float) -> str:
-    """A size without superfluous digits: ``16 KiB``, ``9.54 MiB``."""
+    """Format a size without trailing zeros: ``16 KiB``, ``9.54 MiB``."""
     return _without_zeros(format_bytes(size))
 
 
 def links_svg(cluster: Cluster) -> str:
-    """Bandwidth by message size, and the time of sums by size and number of ranks."""
+    """Draw the bandwidth by message size, and the time of sums by size and number of ranks."""
     bandwidths = {
         name: [(float(size), bandwidth(link, size)) for size, _ in link.timings]
         for name, link in measured_links(cluster).items()
@@ -131,7 +131,7 @@ def links_svg(cluster: Cluster) -> str:
 def _chart_by_size(
     title: str, curves: Mapping[str, Points], base: int, label: Callable[[float], str]
 ) -> Chart:
-    """A chart by sizes, all above 0, with a label of the second axis for each power of a base."""
+    """Make a chart by size (above 0); the second axis has a label per power of ``base``."""
     xs, ys = zip(*(point for points in curves.values() for point in points), strict=True)
     sizes = [size for size in (16.0**power for power in range(16)) if min(xs) <= size <= max(xs)]
     x = Axis(_WIDTH, min(xs), max(xs), {size: whole_bytes(size) for size in sizes}, math.log)
@@ -143,7 +143,7 @@ def _chart_by_size(
 
 
 def _charts_svg(charts: Sequence[Chart], title: str, *notes: str) -> str:
-    """A self-contained SVG document with charts side by side."""
+    """Draw charts side by side as an SVG document."""
     top = (56 if title else 26) + 18 * len(notes)
     entries = max((len(chart.curves) for chart in charts), default=0)
     return render(

@@ -1,11 +1,11 @@
-"""A measured step beside the predicted one: action by action, and what stands out.
+"""Comparison of a measured step with its prediction.
 
 Computations are paired by rank, kind, stage and micro-batch. The rest of a rank's step is divided
-by what the rank waits for. A wait for a message counts as waiting for others until the message is
-sent, which is the pipeline's bubble, and from then on as communication, which nothing hides.
+by what the rank waits for. A wait for a message counts as waiting for other ranks until the message
+is sent (the pipeline's bubble), and as exposed communication from then on.
 
-What limits the speed is read from the critical path: from the end of the step backwards along each
-rank, and from a wait for a message to the rank that sent it late. Nobody waits for others on it.
+The bottleneck is found on the critical path, which goes from the end of the step backwards along a
+rank, and from a wait for a message to the rank that sent it. It has no waits for other ranks.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from pipectl.units import format_time
 
 
 class Use(NamedTuple):
-    """What a rank spends a part of its step on, in words.
+    """A use of a rank's time, in words.
 
     Args:
-        advice: what to do if it limits the speed, or takes longer than predicted.
-        cause: its name if it limits the speed; empty for the same name.
+        advice: what to do if it is the bottleneck, or takes longer than predicted.
+        cause: name if it is the bottleneck; empty for the same name.
     """
 
     name: str
@@ -55,7 +55,7 @@ SPENT = {
                  "offload; `disk_link` and `host_link` in the cluster file say how fast it is"),
     BETWEEN: Use("time between actions (Python)", "larger micro-batches have fewer actions"),
 }  # fmt: skip
-"""What a rank's step consists of; the last is no action at all: Python, loading of data."""
+"""Uses of a rank's step; the last is time without an action: Python, loading of data."""
 
 _USES = {
     "send_wait": COMMUNICATION,
@@ -76,26 +76,26 @@ _MADE_BY = {
 _READ_BY = {**_MADE_BY, TransferKind.SAVED: ("backward",)}
 
 _MIN_DIFFERENCE = 0.02
-"""Share of the step from which on a difference is worth a word."""
+"""Minimum share of the step for a difference to be mentioned."""
 _MAX_RATIO = 100
-"""Ratio to the prediction from which on it says nothing."""
+"""Maximum ratio to the prediction that is mentioned."""
 _MIN_SHARE = 0.005
 _MIN_CAUSE = 0.2
-"""Share of the step from which on another limit of the speed is worth a word."""
+"""Minimum share of the step for a second bottleneck to be mentioned."""
 _EVEN = 0.9
 _MAX_EVENTS = 20_000
-"""`status` compares steps with at most so many events, so that it answers at once."""
+"""Maximum events of a step that ``status`` compares, so that it answers at once."""
 
 
 class Both(NamedTuple):
-    """Seconds, as predicted and as measured."""
+    """Predicted and measured seconds."""
 
     predicted_s: float
     measured_s: float
 
     @property
     def ratio(self) -> float | None:
-        """Measured over predicted; None if nothing was predicted."""
+        """Measured over predicted; None if the prediction is 0."""
         return self.measured_s / self.predicted_s if self.predicted_s > 0 else None
 
     @property
@@ -104,16 +104,16 @@ class Both(NamedTuple):
         return self.measured_s - self.predicted_s
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON object."""
+        """Return the JSON object."""
         return {**self._asdict(), "ratio": self.ratio}
 
 
 class Part(NamedTuple):
-    """All computations of one kind that a rank does for a stage.
+    """All computations of one kind of a rank for a stage.
 
     Args:
-        actions: how many were paired.
-        time: of all of them.
+        actions: number of paired actions.
+        time: total time.
     """
 
     rank: int
@@ -128,20 +128,20 @@ class Part(NamedTuple):
 
 
 Spent = Mapping[str, Both]
-"""Seconds by the names in ``SPENT``."""
+"""Seconds by name in ``SPENT``."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A step.
+    """The comparison of one step.
 
     Args:
-        step: its number.
-        time: of the whole step.
-        parts: by rank, stage and kind.
-        ranks: how each rank that was recorded spends the step.
-        critical: the chain of actions, through all ranks, that is as long as the step.
-        unpaired: computations that only one of the timelines has.
+        step: number of the step.
+        time: time of the step.
+        parts: computations by rank, stage and kind.
+        ranks: uses of the step by recorded rank.
+        critical: uses of the critical path.
+        unpaired: number of computations in only one of the timelines.
     """
 
     step: int | None
@@ -154,14 +154,14 @@ class Comparison:
 
     @property
     def difference_s(self) -> dict[str, float]:
-        """By how many seconds the step is longer than predicted, by the names in ``SPENT``.
+        """Measured minus predicted seconds of the critical paths, by name in ``SPENT``.
 
-        The parts are those of the critical paths, so that they add up to the whole difference.
+        They add up to the difference of the step times.
         """
         return {name: both.more_s for name, both in self.critical.items()}
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON object."""
+        """Return the JSON object."""
         return {
             "step": self.step,
             **self.time.to_json(),
@@ -180,11 +180,7 @@ class Comparison:
 
 
 def compare(predicted: Timeline, measured: Timeline, channels: Sequence[Channel]) -> Comparison:
-    """Pair the timelines.
-
-    Args:
-        channels: of the plan.
-    """
+    """Compare two timelines of a plan with the given channels."""
     ranks = sorted({event.rank for event in measured.events})
     ours, theirs = Reading(predicted, channels), Reading(measured, channels)
     expected = {key: time_s for key, time_s in ours.computing_s.items() if key[0] in ranks}
@@ -212,11 +208,11 @@ def compare(predicted: Timeline, measured: Timeline, channels: Sequence[Channel]
 
 
 class Reading:
-    """A timeline, with the messages of its plan.
+    """The times in a timeline, given the channels of its plan.
 
     Attributes:
-        computing_s: of every computation, by rank, stage, kind and micro-batch.
-        spent_s: of every rank's step, by the names in ``SPENT``; they add up to the step.
+        computing_s: time of computations by rank, stage, kind and micro-batch.
+        spent_s: uses of the step by rank and name in ``SPENT``; they add up to the step time.
     """
 
     def __init__(self, timeline: Timeline, channels: Sequence[Channel]) -> None:
@@ -244,7 +240,7 @@ class Reading:
             spent[OTHERS] += timeline.end_s - last_s[rank]
 
     def ends(self, channel: Channel, micro_batch: int) -> tuple[Event | None, Event | None]:
-        """The computation that made a message, and the one that it is for."""
+        """Return the computations that produced and use a message."""
         made, read = _MADE_BY.get(channel.kind, ()), _READ_BY.get(channel.kind, ())
 
         def find(kinds: Sequence[str], rank: int, stage: int) -> Event | None:
@@ -255,10 +251,10 @@ class Reading:
         return source, find(read, channel.target_rank, channel.target_stage)
 
     def _sent_s(self, wait: Event) -> float | None:
-        """When the message that a rank waits for was sent; None if that is not known.
+        """Return when an awaited message was sent; None if it is unknown.
 
-        Simulated timelines hold no starts of sends; there it is the end of the computation that
-        made the message. Weights come from the step before.
+        Simulated timelines have no starts of sends: there it is the end of the computation that
+        produced the message. Weights come from the previous step.
         """
         if not 0 <= wait.channel < len(self._channels):
             return None
@@ -271,7 +267,7 @@ class Reading:
         return None if source is None else source.end_s
 
     def critical_path(self) -> dict[str, float]:
-        """Seconds of the chain of actions, through all ranks, that is as long as the step."""
+        """Return the uses of the critical path, by name in ``SPENT``; the sum is the step time."""
         spent, timeline = dict.fromkeys(SPENT, 0.0), self._timeline
         events: dict[int, list[Event]] = defaultdict(list)
         for event in sorted(timeline.events, key=lambda event: event.start_s):
@@ -303,10 +299,10 @@ class Reading:
 
 
 def explain(comparison: Comparison) -> list[tuple[str, str]]:
-    """What limits the speed, what would help, and what differs most: labels and texts.
+    """Describe the bottleneck, what would help, and the largest difference: labels and texts.
 
-    The bottleneck is the rank that computes longest, or what else is on the critical path: all that
-    other ranks compute there goes beyond this is filling and draining the pipeline.
+    The bottleneck is the rank that computes longest, or another use on the critical path. Computing
+    on that path beyond the time of the longest rank counts as filling and draining the pipeline.
     """
     step_s, ranks = comparison.time.measured_s, comparison.ranks
     if step_s <= 0 or not ranks:
@@ -344,10 +340,7 @@ def explain(comparison: Comparison) -> list[tuple[str, str]]:
 
 
 def _find_largest_difference(comparison: Comparison) -> str:
-    """Where most of the difference to the prediction comes from.
-
-    Waits for other ranks are left out: they follow from what those ranks do.
-    """
+    """Describe the largest difference to the prediction, other than waits for other ranks."""
     more_s, rank, name, both = max(
         (
             (abs(both.more_s), -rank, name, both)
@@ -372,11 +365,7 @@ def _find_largest_difference(comparison: Comparison) -> str:
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """One recorded step.
-
-    Args:
-        steps: all that were recorded.
-    """
+    """A recorded step of a run; ``steps`` are all recorded steps."""
 
     run: RunDirectory
     plan: Plan
@@ -385,19 +374,19 @@ class RecordedStep:
     measured: Timeline
 
     def compare(self) -> Comparison:
-        """Predicted against measured."""
+        """Compare the measured step with the prediction."""
         return compare(self.predicted, self.measured, channels(self.plan))
 
     def timelines(self) -> dict[str, Timeline]:
-        """Both, by name."""
+        """Return both timelines by name."""
         return {"predicted": self.predicted, f"measured, step {self.measured.step}": self.measured}
 
 
 def load_step(run: RunDirectory, step: int | None = None) -> RecordedStep:
-    """A recorded step; by default the last.
+    """Load a recorded step, by default the last.
 
     Raises:
-        UsageError: it was not recorded, or under another plan than the run has now.
+        UsageError: the step was not recorded, or was recorded under another plan.
         DataFileError: a file is missing or damaged.
     """
     steps = tuple(measured_steps(run))
@@ -425,8 +414,7 @@ def load_step(run: RunDirectory, step: int | None = None) -> RecordedStep:
 
 
 def divide_last_step(run: RunDirectory) -> tuple[int, dict[str, float]] | None:
-    """The last recorded step, and by how many seconds it is longer than predicted, by the names in
-    ``SPENT``; None if none can be compared."""
+    """Return the last recorded step and its ``difference_s``; None if it cannot be compared."""
     with suppress(PipectlError):
         recorded = load_step(run)
         if len(recorded.measured.events) <= _MAX_EVENTS and recorded.measured.step is not None:

@@ -1,14 +1,13 @@
-"""A timeline as a Gantt chart: as text, readable without colour, and as a picture in SVG.
+"""Gantt charts of timelines, as text and as SVG.
 
 Two stages and two micro-batches, 40 columns wide::
 
     rank 0 0░░░░░1░░░░░          0███████1███████UU
     rank 1       0░░░░░0███████1░░░░░1███████UU
 
-``░`` is forward, ``█`` backward, ``U`` the optimizer step, a blank is idle; the digits at the start
-of a block are its micro-batch, shown if the block is wider than they are. If there are more blocks
-than columns can show, the shares of the characters are those of the time. :func:`legend` names the
-other characters.
+``░`` is forward, ``█`` backward, ``U`` the optimizer step, and a blank is idle. Digits at the start
+of a block are its micro-batch, if they fit. If there are too many blocks for the columns, the
+characters occur in proportion to the time. :func:`legend` explains the other characters.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from pipectl.units import format_time
 
 
 class Look(NamedTuple):
-    """How actions of a kind are drawn.
+    """The look of actions of a kind.
 
     Args:
         fill, style: character and colour in a terminal.
@@ -48,23 +47,23 @@ LOOKS = {
     "update": Look("U", "green", "#82b366", "optimizer step"),
     "evaluate": Look("E", "cyan", "#aab7b8", "evaluation"),
 }
-"""The kinds of actions that are drawn."""
+"""Looks by kind of action; other kinds are not drawn."""
 _MAX_TEXT_ROWS = 32
 _MIN_COLUMNS = 2
-"""Least mean width of blocks; with less, small blocks would push others away."""
+"""Minimum mean width of blocks; below it, small blocks would displace others."""
 _MAX_ROWS, _MAX_BARS = 64, 20_000
-"""A picture that a browser still shows at once."""
+"""Limits for browsers."""
 _LEFT, _WIDTH, _RIGHT = 64, 872, 24
 _LINE_HEIGHT, _ROW_HEIGHT, _NAME_HEIGHT, _AXIS_HEIGHT = 18, 30, 22, 24
 _LETTER_WIDTH, _LABEL_WIDTH = 7, 55
 
 
 Segment = tuple[str, str]
-"""Neighbouring characters of one kind, and their colour in a terminal."""
+"""Adjacent characters of one kind, and their colour in a terminal."""
 
 
 def _rows(timelines: Iterable[Timeline], max_rows: int) -> list[int]:
-    """The ranks to draw: of those that have events in all timelines, or of all if none has."""
+    """Return the ranks to draw, of those with events in all timelines, or of all if none has."""
     timelines = list(timelines)
     recorded = [{event.rank for event in timeline.events} for timeline in timelines]
     ranks = sorted(set.intersection(*recorded)) or range(max(each.ranks for each in timelines))
@@ -72,7 +71,7 @@ def _rows(timelines: Iterable[Timeline], max_rows: int) -> list[int]:
 
 
 def _bars(timeline: Timeline, ranks: Iterable[int]) -> dict[int, list[Event]]:
-    """The events to draw of each rank, by their start."""
+    """Return the events to draw per rank, by start time."""
     rows: dict[int, list[Event]] = {rank: [] for rank in ranks}
     for event in sorted(timeline.events, key=lambda event: event.start_s):
         if event.rank in rows and event.kind in LOOKS:
@@ -81,7 +80,7 @@ def _bars(timeline: Timeline, ranks: Iterable[int]) -> dict[int, list[Event]]:
 
 
 def legend(timeline: Timeline) -> str:
-    """What the characters mean, of those that occur; and whether ranks are left out."""
+    """Explain the characters that occur, and whether ranks are left out."""
     kinds = {event.kind for event in timeline.events}
     marks = "  ".join(f"{look.fill} {look.name}" for kind, look in LOOKS.items() if kind in kinds)
     shown = len(_rows([timeline], _MAX_TEXT_ROWS))
@@ -90,11 +89,11 @@ def legend(timeline: Timeline) -> str:
 
 
 def gantt(timeline: Timeline, width: int) -> list[list[Segment]]:
-    """Rows of a timeline, each a label and what follows; of very many ranks some, evenly spread.
+    """Draw a timeline as rows of text with labels; of very many ranks, an even selection.
 
     Args:
         timeline: one optimizer step.
-        width: columns of the terminal, label included.
+        width: columns, including labels.
     """
     end_s = timeline.end_s
     if end_s <= 0:
@@ -109,9 +108,9 @@ def gantt(timeline: Timeline, width: int) -> list[list[Segment]]:
 
 
 def _textures(events: Sequence[Event], columns: int, end_s: float) -> Iterator[Segment]:
-    """Every column shows one of the kinds in it, each as often as its share of the time.
+    """Show one kind per column, each in proportion to its time.
 
-    What a column cannot show of its kinds is carried to the next.
+    The share of a kind that a column does not show is carried to the next column.
     """
     shares: list[dict[str, float]] = [{} for _ in range(columns)]
     for event in events:
@@ -130,9 +129,9 @@ def _textures(events: Sequence[Event], columns: int, end_s: float) -> Iterator[S
 
 
 def _blocks(events: Sequence[Event], columns: int, end_s: float) -> Iterator[Segment]:
-    """Blocks and gaps from left to right; every event gets a column while there is room.
+    """Show blocks and gaps from left to right, at least a column per event while there is room.
 
-    A block shows its micro-batch if at least one column is left to tell the kind.
+    A block shows its micro-batch if a column for the kind remains.
     """
     column = 0
     for event in events:
@@ -151,12 +150,11 @@ def _blocks(events: Sequence[Event], columns: int, end_s: float) -> Iterator[Seg
 
 
 def gantt_svg(timelines: Timeline | Mapping[str, Timeline], title: str, *notes: str) -> str:
-    """A self-contained SVG document; of very many ranks it shows some.
+    """Draw timelines as an SVG document; of very many ranks, a selection.
 
     Args:
-        timelines: one step, or several one above the other on one axis of time, by their names,
-            which stand above each with its length.
-        title: of all; empty for a picture within a page, which has its own.
+        timelines: one step, or several by name, one below the other on the same time axis.
+        title: title of the picture; empty within a page.
         notes: lines below the title.
     """
     if isinstance(timelines, Timeline):

@@ -1,9 +1,8 @@
-"""Timelines as a Chrome trace, which ui.perfetto.dev and chrome://tracing open.
+"""Timelines as a Chrome trace for ui.perfetto.dev and chrome://tracing.
 
-A node is a process and a rank a track of it, with what the rank does one after the other; further
-tracks hold the messages it sends, from their start until either end saw that they were over, and
-arrows lead from the action that made a message to the one that uses it. Several timelines, such as
-the predicted and the measured one, stand below each other as processes of their own.
+A node is a process, and a rank is a track with its actions. Further tracks have the messages that
+the rank sends, from their start until either end noticed their completion. Arrows lead from the
+action that produced a message to the one that uses it. Each timeline has processes of its own.
 
 Format: "Trace Event Format" (Google, 2016), its JSON object form; times in microseconds.
 """
@@ -34,14 +33,14 @@ _CODES = {
 }
 Entry = dict[str, Any]
 Place = Mapping[str, int]
-"""The numbers of a process (``pid``) and of a track (``tid``)."""
+"""Numbers of a process (``pid``) and a track (``tid``)."""
 
 
 def chrome_trace(timelines: Mapping[str, Timeline], plan: Plan) -> str:
-    """The text of the file, one event per line, by time.
+    """Return the text of the file: one event per line, by time.
 
     Args:
-        timelines: of the plan, by name.
+        timelines: timelines of the plan, by name.
     """
     entries: list[Entry] = []
     processes, tracks, arrows = count(1), count(1), count(1)
@@ -49,7 +48,7 @@ def chrome_trace(timelines: Mapping[str, Timeline], plan: Plan) -> str:
         process_of_node: dict[int, int] = {}
         place_of_rank: dict[int, Place] = {}
         events_of_rank: dict[int, list[Event]] = defaultdict(list)
-        over_s: dict[tuple[int, int], float] = {}  # when either end saw that a message was over
+        over_s: dict[tuple[int, int], float] = {}  # end of messages, as first seen by either end
         for event in timeline.events:
             events_of_rank[event.rank].append(event)
             if event.kind in ("send_wait", "receive_wait"):
@@ -63,7 +62,7 @@ def chrome_trace(timelines: Mapping[str, Timeline], plan: Plan) -> str:
             place = {"pid": process_of_node[node], "tid": next(tracks)}
             place_of_rank[rank] = place
             entries += _named("thread", place, f"rank {rank}")
-            free_s: dict[int, float] = {}  # by track of what it sends, as many as are needed
+            free_s: dict[int, float] = {}  # by track of its messages
             for event in events:
                 about = _describe_message(event, plan)
                 entries.append(_action(event, about, place))
@@ -95,7 +94,7 @@ def _action(event: Event, about: Entry, place: Place) -> Entry:
 
 
 def _describe_message(event: Event, plan: Plan) -> Entry:
-    """What is known of it; for a split micro-batch, its bytes are an upper bound."""
+    """Describe a message; for a split micro-batch, the bytes are an upper bound."""
     if not 0 <= event.channel < len(channels(plan)):
         return {}
     channel, shares = channels(plan)[event.channel], plan.micro_batch_shares
@@ -111,7 +110,7 @@ def _describe_message(event: Event, plan: Plan) -> Entry:
 def _arrows(
     timeline: Timeline, plan: Plan, places: Mapping[int, Place], numbers: Iterator[int]
 ) -> Iterator[Entry]:
-    """Arrows from the action that made a message to the action that uses it."""
+    """Yield arrows from the action that produced a message to the one that uses it."""
     reading = Reading(timeline, channels(plan))
     micro_batches = sorted({event.micro_batch for event in timeline.events})
     for channel in channels(plan):
@@ -130,7 +129,7 @@ def _arrows(
 def _span(
     name: str, category: str, start_s: float, end_s: float, place: Place, args: Entry
 ) -> Entry:
-    """Whole nanoseconds, so that neighbours that touch do not overlap."""
+    """Return a span in whole nanoseconds, so that adjacent spans do not overlap."""
     start = _ns(start_s)
     times = {"ts": start / 1e3, "dur": (_ns(end_s) - start) / 1e3}
     return {"name": name, "cat": category, "ph": "X", **times, **place, "args": args}
@@ -141,6 +140,6 @@ def _ns(time_s: float) -> int:
 
 
 def _named(what: str, place: Place, name: str) -> Iterator[Entry]:
-    """The name of a process or thread, and its place among all."""
+    """Yield the name and the position of a process or thread."""
     for key, value in (("name", name), ("sort_index", place["tid"] or place["pid"])):
         yield {"name": f"{what}_{key}", "ph": "M", "ts": 0, **place, "args": {key: value}}
