@@ -1,217 +1,158 @@
-"""Mutation testing of the pure layers.
+"""Deliberate faults, each of which the tests that it names must catch.
 
-Cosmic Ray makes one fault (a comparison, a number, a condition) in a copy of the checkout, and the
-tests of that part of the package must fail. A sample of the possible faults is tried.
+``faults.txt`` has a fault in three lines: the file and the tests (files or node ids), a text that
+occurs once in the file, and the text in its place. The tests run in a copy of the checkout, first
+all of them without a fault. Words choose the faults in whose lines they occur.
 
-    pip install cosmic-ray
-    python tests/benchmarks/mutants.py [--faults COUNT] [--seed NUMBER] [--jobs COUNT] [PART ...]
-
-Faults in kernels take long, because numba compiles them again.
+    python tests/benchmarks/mutants.py [WORD ...]
 """
 
 from __future__ import annotations
 
-import argparse
+import importlib
 import os
-import random
-import re
 import shutil
+import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from queue import Queue
 
-from cosmic_ray.ast import ast_nodes, get_ast_from_path
-from cosmic_ray.ast.ast_query import ASTQuery
-from cosmic_ray.mutating import use_mutation
-from cosmic_ray.plugins import get_operator
-from cosmic_ray.work_item import MutationSpec
-
-CHECKOUT = Path(__file__).resolve().parents[2]
-LOWERING = ("assembly", "lowering", "memory")
-"""Files of ``schedule/`` that turn actions into programs and prove them."""
-
-LEFT_OUT = "mpi or slurm or corpus or product or torture"
-SLOWER = 1.5
-"""Than without a fault, and a test hangs."""
-ORDERS = ("Lt_LtE", "LtE_Lt", "Gt_GtE", "GtE_Gt", "Lt_Gt", "Gt_Lt")
-EQUALS = ("Eq_NotEq", "NotEq_Eq", "Is_IsNot", "IsNot_Is")
-ARITHMETIC = ("Add_Sub", "Sub_Add", "Mul_Div", "Div_Mul", "FloorDiv_Mul", "Mod_Add")
-OPERATORS = (
-    *(f"core/ReplaceComparisonOperator_{each}" for each in ORDERS + EQUALS),
-    *(f"core/ReplaceBinaryOperator_{each}" for each in ARITHMETIC),
-    *(f"core/ReplaceUnaryOperator_Delete_{each}" for each in ("Not", "USub")),
-    *(f"core/Replace{each}" for each in ("TrueWithFalse", "FalseWithTrue")),
-    *(f"core/Replace{each}" for each in ("AndWithOr", "OrWithAnd")),
-    *(f"core/Replace{each}" for each in ("BreakWithContinue", "ContinueWithBreak")),
-    *(f"core/{each}" for each in ("AddNot", "NumberReplacer", "ZeroIterationForLoop")),
-)
-"""Those whose faults can be seen. An operator that turns the ``|`` of an annotation is not here."""
+HERE = Path(__file__).resolve().parent
+CHECKOUT = HERE.parents[1]
+COPY = CHECKOUT / "build" / "faults"
+KERNELS = CHECKOUT / "build" / "kernels-of-faults"
+LOADED = ("hypothesis", "numba", "pydantic", "pytest", "torch", "yaml")
+"""What takes long to import and does not import pipectl: tests run in forks that have it."""
+LIMIT_S = 90
+"""A test that takes longer hangs because of the fault."""
+FAILED, NOT_COLLECTED = 1, 2
+"""Exit codes of pytest that say that a fault was noticed: no test file fails without one."""
 
 
 @dataclass(frozen=True)
-class Part:
-    """Files of the package, and the tests that have to find faults in them."""
+class Fault:
+    """A text that replaces another one, and the tests that must fail then."""
 
-    files: tuple[Path, ...]
+    file: str
     tests: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """A fault, and whether a test failed because of it."""
-
-    fault: MutationSpec
-    found: bool
-    seconds: float
+    old: str
+    new: str
 
     def __str__(self) -> str:
-        line, column = self.fault.start_pos
-        place = f"{self.fault.module_path}:{line}:{column + 1}"
-        what = self.fault.operator_name.removeprefix("core/")
-        return f"{place}: {what} in {self.fault.definition_name}"
+        return f"{self.file}: {self.old}  ->  {self.new}"
 
 
-def parts() -> dict[str, Part]:
-    """By name."""
-    schedule = python_files("schedule")
-    lowering = tuple(path for path in schedule if path.stem in LOWERING)
-    generators = tuple(path for path in schedule if path.stem not in LOWERING)
-    programs = ("tests/schedule", "tests/simulate")
-    return {
-        "planner": Part(python_files("planner"), ("tests/planner",)),
-        "schedule": Part(generators, programs),
-        "lowering": Part(lowering, programs),
-        "simulate": Part(python_files("simulate"), ("tests/simulate", "tests/schedule")),
-    }
+def read_faults(words: Sequence[str]) -> list[Fault]:
+    """Those of ``faults.txt`` with one of the words; all without words."""
+    lines = [line for line in (HERE / "faults.txt").read_text().splitlines() if line.strip()]
+    lines = [line for line in lines if not line.startswith("# ")]
+    faults = []
+    for head, old, new in zip(lines[::3], lines[1::3], lines[2::3], strict=True):
+        assert old.startswith("- "), old
+        assert new.startswith("+ "), new
+        file, *tests = head.split()
+        if not words or any(word in line for word in words for line in (head, old)):
+            faults.append(Fault(file, tuple(tests), old[2:], new[2:]))
+    return faults
 
 
-def python_files(folder: str) -> tuple[Path, ...]:
-    """Of the package, relative to the checkout."""
-    found = sorted((CHECKOUT / "pipectl" / folder).rglob("*.py"))
-    return tuple(path.relative_to(CHECKOUT) for path in found)
+def check_texts(faults: Sequence[Fault]) -> None:
+    """Exit if a fault cannot be made, naming all of them."""
+    errors = []
+    for fault in faults:
+        path = CHECKOUT / fault.file
+        count = path.read_text().count(fault.old) if path.exists() else 0
+        if count != 1:
+            errors.append(f"occurs {count} times, must once: {fault}")
+        gone = [test for test in fault.tests if not (CHECKOUT / test.partition("::")[0]).exists()]
+        errors += [f"no such test: {test}" for test in gone]
+    if errors:
+        sys.exit("\n".join([*errors, "faults.txt must follow the code"]))
 
 
-def faults_of(path: Path) -> Iterator[MutationSpec]:
-    """Every fault that can be put into a file."""
-    nodes = list(ast_nodes(get_ast_from_path(CHECKOUT / path)))
-    for name in OPERATORS:
-        operator = get_operator(name)()
-        places = ((node, *place) for node in nodes for place in operator.mutation_positions(node))
-        for occurrence, (node, start, end) in enumerate(places):
-            function = ASTQuery(node).get_definition_name()
-            yield MutationSpec(path, name, occurrence, start, end, {}, function)
-
-
-class Copies:
-    """Checkouts that are changed, one for each job that runs at a time."""
-
-    def __init__(self, folder: Path, count: int) -> None:
-        self._all = [copied(folder / str(index)) for index in range(count)]
-        self._free: Queue[Path] = Queue()
-        for copy in self._all:
-            self._free.put(copy)
-
-    def seconds(self, tests: Sequence[str], pool: ThreadPoolExecutor) -> float | None:
-        """What the tests take in all copies at once, kernels compiled; None if any fails."""
-        start = time.monotonic()
-        passed = pool.map(lambda copy: tests_pass(copy, tests, 3600, None), self._all)
-        return time.monotonic() - start if all(list(passed)) else None
-
-    def try_fault(self, fault: MutationSpec, tests: Sequence[str], limit_s: float) -> Outcome:
-        """Run the tests with it."""
-        copy = self._free.get()
-        try:
-            start = time.monotonic()
-            operator = get_operator(fault.operator_name)()
-            with use_mutation(copy / fault.module_path, operator, fault.occurrence):
-                files = likely_first(copy, tests, fault.module_path.stem)
-                passed = tests_pass(copy, files, limit_s, fault.module_path)
-            outcome = Outcome(fault, not passed, time.monotonic() - start)
-            told = "found" if outcome.found else "missed"
-            print(f"{told} in {outcome.seconds:.0f} s: {outcome}", file=sys.stderr, flush=True)
-            return outcome
-        finally:
-            self._free.put(copy)
-
-
-def copied(target: Path) -> Path:
-    """The files that git knows."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=CHECKOUT, capture_output=True, text=True)
+def copy_checkout() -> None:
+    """The files that git does not ignore, with their times, by which kernels are found on disk."""
+    shutil.rmtree(COPY, ignore_errors=True)
+    listed = subprocess.run(
+        ["git", "ls-files", "-zco", "--exclude-standard"],
+        cwd=CHECKOUT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     for name in filter(None, listed.stdout.split("\0")):
         if (CHECKOUT / name).is_file():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(CHECKOUT / name, target / name)
-    return target
+            (COPY / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(CHECKOUT / name, COPY / name)
 
 
-def likely_first(copy: Path, tests: Sequence[str], name: str) -> list[str]:
-    """The files of tests; those that speak of a module before the others."""
-    files = sorted(path for folder in tests for path in (copy / folder).rglob("test_*.py"))
-    word = re.compile(rf"\b{re.escape(name)}\b")
-    files.sort(key=lambda path: not (name in path.name or word.search(path.read_text("utf-8"))))
-    return [str(path.relative_to(copy)) for path in files]
-
-
-def tests_pass(copy: Path, tests: Sequence[str], limit_s: float, changed: Path | None) -> bool:
-    """Whether all do within a time; kernels are compiled anew where one has been changed."""
-    kernels = copy.parent / f"{copy.name}-kernels"
-    if changed is not None and "compiled" in (copy / changed).read_text():
-        kernels = kernels.with_name(f"{copy.name}-other-kernels")
-        shutil.rmtree(kernels, ignore_errors=True)
-    variables = {"PYTHONPATH": str(copy), "NUMBA_CACHE_DIR": str(kernels)}
-    options = ("-x", "-n0", "-p", "no:cacheprovider", "-m", f"not ({LEFT_OUT})")
-    process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", *options, *tests],
-        cwd=copy,
-        env={**os.environ, **variables, "PYTHONDONTWRITEBYTECODE": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+@contextmanager
+def made(fault: Fault) -> Iterator[bool]:
+    """The copy has a fault; yields whether that is in what numba compiles."""
+    path = COPY / fault.file
+    text, times = path.read_text(), path.stat()
+    path.write_text(text.replace(fault.old, fault.new))
     try:
-        return process.wait(limit_s) == 0
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-        return False
+        yield "pipectl.compiled" in text
+    finally:
+        path.write_text(text)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
-def measure(name: str, part: Part, count: int, seed: int, jobs: int) -> None:
-    """Try a sample of a part's faults, and print how many were found and which were not."""
-    every = [fault for path in part.files for fault in faults_of(path)]
-    sample = random.Random(seed).sample(every, min(count, len(every)))
-    with tempfile.TemporaryDirectory() as place, ThreadPoolExecutor(jobs) as pool:
-        copies = Copies(Path(place), jobs)
-        whole_s = copies.seconds(part.tests, pool)
-        if whole_s is None:
-            sys.exit(f"{name}: the tests fail without a fault")
-        print(f"without a fault: {whole_s:.0f} s", file=sys.stderr, flush=True)
-        limit_s = 60 + SLOWER * whole_s
-        tried = [pool.submit(copies.try_fault, fault, part.tests, limit_s) for fault in sample]
-        outcomes = [each.result() for each in tried]
-    missed = [each for each in outcomes if not each.found]
-    share = 1 - len(missed) / len(outcomes)
-    print(f"\n### {name}: {share:.1%} of {len(outcomes)} found ({len(every)} possible)\n")
-    for each in missed:
-        print(f"- {each}")
-    sys.stdout.flush()
+def run_tests(tests: Sequence[str], limit_s: float, *, compiles: bool = True) -> int | None:
+    """The exit code of pytest on tests of the copy, which prints to ``COPY/output``; None if it
+    took too long."""
+    pid = os.fork()
+    if not pid:
+        os.setsid()
+        os.chdir(COPY)
+        output = os.open("output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.environ |= {"PYTHONPATH": str(COPY), "NUMBA_CACHE_DIR": str(KERNELS)}
+        os.environ["NUMBA_DISABLE_JIT"] = str(int(not compiles))
+        importlib.import_module("numba").core.config.reload_config()
+        sys.path.insert(0, str(COPY))
+        options = ("-x", "-n", "0", "-p", "no:cacheprovider")
+        os._exit(importlib.import_module("pytest").main([*options, *tests]))
+    until = time.monotonic() + limit_s
+    while time.monotonic() < until:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.05)
+    os.killpg(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return None
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--faults", type=int, default=100, help="tried in each part")
-    parser.add_argument("--seed", type=int, default=0, help="of the sample")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="at a time")
-    parser.add_argument("parts", nargs="*", choices=[*parts(), []], help="all by default")
-    given = parser.parse_args()
-    for name in given.parts or parts():
-        measure(name, parts()[name], given.faults, given.seed, given.jobs)
+def main(words: Sequence[str]) -> int:
+    faults = read_faults(words)
+    check_texts(faults)
+    copy_checkout()
+    for module in LOADED:
+        importlib.import_module(module)
+    every = list(dict.fromkeys(test for fault in faults for test in fault.tests))
+    start = time.monotonic()
+    if run_tests(every, LIMIT_S * len(every)) != 0:
+        sys.exit(f"the tests fail without a fault:\n{(COPY / 'output').read_text()}")
+    print(f"{len(every)} tests or files pass without a fault, {time.monotonic() - start:.0f} s")
+    survivors = 0
+    for fault in faults:
+        start = time.monotonic()
+        with made(fault) as in_kernel:
+            code = run_tests(fault.tests, LIMIT_S, compiles=not in_kernel)
+        is_caught = code in (FAILED, NOT_COLLECTED, None)
+        survivors += not is_caught
+        word = "caught" if is_caught else "SURVIVED"
+        print(f"{word:8} {time.monotonic() - start:5.1f} s  {fault}", flush=True)
+    print(f"{len(faults) - survivors} of {len(faults)} faults caught")
+    return 1 if survivors else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

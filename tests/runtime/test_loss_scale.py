@@ -10,6 +10,7 @@ from torch import nn
 
 from pipectl.errors import CaptureError
 from pipectl.runtime.gradients import LossScale
+from pipectl.runtime.manifest import LossScaleState
 from pipectl.spec.models import LossScale as Spec
 
 PARTS = Path(__file__).with_name("job_parts.py")
@@ -45,6 +46,14 @@ def test_it_unscales_skips_and_grows_as_torchs_scaler_does(initial: float) -> No
         for ours, other in zip(mine.parameters(), torchs.parameters(), strict=True):
             assert torch.equal(ours.grad.nan_to_num(), other.grad.nan_to_num())
     assert skipped == [True, True, False, False, False, True, False, False, False]
+
+
+def test_a_restored_scale_grows_when_it_would_have_grown() -> None:
+    restored = LossScale(Spec(initial=4.0, growth_interval=2), {})
+    restored.restore(LossScaleState(8.0, 1))
+    assert restored.state == LossScaleState(8.0, 1)
+    restored.update(overflow=False)
+    assert restored.value == 16.0
 
 
 def test_parameters_in_half_precision_are_refused() -> None:

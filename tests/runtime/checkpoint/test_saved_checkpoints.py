@@ -267,7 +267,8 @@ def test_a_checkpoint_of_another_model_is_refused(
     tmp_path: Path, states: dict[str, Tensor]
 ) -> None:
     stored = checkpoint.load(save(tmp_path, 6, states))
-    for other in ({"model.c": torch.ones(1)}, {"model.count": torch.ones(3)}):
+    half = {"model.half": torch.ones(2)}
+    for other in ({"model.c": torch.ones(1)}, {"model.count": torch.ones(3)}, half):
         with pytest.raises(MismatchError, match="step-000006: has"):
             stored.restore_states(other)
 
