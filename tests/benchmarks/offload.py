@@ -8,11 +8,7 @@ predicted.
 *accelerators*: predicted for a model with GPT-3's shapes, with fast links and with slow ones.
 PipeFB has half as many stages, and is compared with 1F1B on half of the ranks.
 
-*jobs*: whole jobs on four ranks: 1F1B and PipeDream on four stages, PipeFB (with PipeDream's
-schedule) on two, with and without offload to disk. Four ranks share two cores, so only the peaks
-count.
-
-    python tests/benchmarks/offload.py [--rounds COUNT] [disk] [accelerators] [jobs]
+    python tests/benchmarks/offload.py [--rounds COUNT] [disk] [accelerators]
 """
 
 from __future__ import annotations
@@ -212,13 +208,6 @@ def as_job(plan: Plan, profile: Profile, folder: Path, name: str) -> Way:
     return Way(plan, steps_s[2:], [max(rank["peak_bytes"] for rank in ranks)])
 
 
-def jobs() -> None:
-    """Print the table of :func:`trained_jobs`."""
-    print(f"\n### Jobs on {JOB_RANKS} ranks, {JOB_MICRO_BATCHES} micro-batches a step, "
-          f"{JOB_STEPS - 2} steps\n")  # fmt: skip
-    show(trained_jobs())
-
-
 def trained_jobs() -> dict[str, Way]:
     """1F1B, PipeDream and PipeFB on as many ranks."""
     job = gpt(layers=4, width=256, batch=32)
@@ -301,19 +290,16 @@ def on_large_devices() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("parts", nargs="*", help="disk, accelerators, jobs; all by default")
+    parser.add_argument(
+        "parts", nargs="*", choices=["disk", "accelerators", []], help="both by default"
+    )
     given = parser.parse_args()
-    unknown = set(given.parts) - {"disk", "accelerators", "jobs"}
-    if unknown:
-        sys.exit(f"unknown: {', '.join(unknown)}; one of disk, accelerators, jobs")
-    parts = given.parts or ["disk", "accelerators", "jobs"]
+    parts = given.parts or ["disk", "accelerators"]
     print("## Jobs short of memory")
     if "accelerators" in parts:
         on_large_devices()
     if "disk" in parts:
         disk(given.rounds)
-    if "jobs" in parts:
-        jobs()
 
 
 if __name__ == "__main__":

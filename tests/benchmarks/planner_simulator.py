@@ -9,12 +9,14 @@ Usage: python tests/benchmarks/planner_simulator.py [--small]
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import resource
+import sys
 import time
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "simulate"))
+from reference_simulation import Reference
 
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.graph import TransferKind
@@ -83,18 +85,8 @@ def reference_rows_per_s(plan: Plan, cluster: Cluster) -> str:
     if rows > MOST_REFERENCE_ROWS:
         return ""
     start = time.perf_counter()
-    _reference().Reference(plan, cluster, programs).run()
+    Reference(plan, cluster, programs).run()
     return f"{rows / (time.perf_counter() - start):,.0f}"
-
-
-def _reference() -> ModuleType:
-    file = Path(__file__).parents[1] / "simulate" / "reference_simulation.py"
-    spec = importlib.util.spec_from_file_location("reference_simulation", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def row(ranks: int, micro_batches: int) -> str:

@@ -9,80 +9,42 @@ action, and to write the file of one step, which a thread of rank 0 does.
 
 from __future__ import annotations
 
-import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import yaml
+from in_turns import cluster_of, gpt, profiled, train_in_turns
 
-from pipectl.cluster import assumed_cluster
 from pipectl.planner import PlanRequest, make_plan
-from pipectl.profile import Profile
 from pipectl.runtime.tracing import WIDTH, Recording, timeline_of
 from pipectl.schedule import Action, Kind
 
-HERE = Path(__file__).resolve().parent
-RANK = HERE / "ranks" / "trace_overhead.py"
-CONFIGS = HERE.parents[1] / "configs" / "models"
-RANKS, BATCH, MICRO_BATCHES = 2, 16, 8
+RANKS, MICRO_BATCHES = 2, 8
 ROUNDS, STEPS = 180, 2
 ACTIONS, FILES, REPEATS = 20_000, 20, 15
 PAUSE_S = 0.05
 
 
-def job() -> dict[str, Any]:
-    kwargs = {"layers": 4, "width": 128, "heads": 4, "dropout": 0.0, "vocabulary": 98}
-    return {
-        "version": 1,
-        "name": "trace-overhead",
-        "site_defaults": False,
-        "model": {"factory": f"{CONFIGS}/gpt.py:build", "kwargs": kwargs},
-        "loss": {"factory": f"{CONFIGS}/gpt.py:loss"},
-        "data": {
-            "factory": f"{CONFIGS}/text.py:training",
-            "kwargs": {"length": 64, "megabytes": 0.5},
-        },
-        "training": {"steps": 1, "batch_size": BATCH},
-        "pipeline": {"micro_batches": MICRO_BATCHES, "stages": RANKS},
-        "resources": {"nodes": 1, "tasks_per_node": RANKS, "cpus_per_task": 1},
-    }
+def measure(folder: Path, rounds: int, steps: int) -> tuple[dict[str, list[float]], int]:
+    """Seconds per step in every round, by name, and the rows of a step."""
+    job = gpt(layers=4, width=128, batch=16)
+    job.write(folder, RANKS)
+    request = PlanRequest("trace", job.batch, micro_batches=MICRO_BATCHES, stages=RANKS)
+    plan = make_plan(profiled(folder, MICRO_BATCHES), cluster_of(RANKS), request)
+    plan.save(folder / "plan.json")
+    plain = {"plan": "plan.json"}
+    contenders = {"none": plain, "every": {**plain, "records": True}, "again": plain}
+    case = {"contenders": contenders, "rounds": rounds, "steps": steps}
+    found = train_in_turns(folder, case, RANKS)[0]
+    return found["seconds"], found["rows"]["every"]
 
 
-def prepare(folder: Path, rounds: int, steps: int) -> None:
-    """Job, profile, plan, and how often."""
-    (folder / "job.yaml").write_text(yaml.safe_dump(job()))
-    command = [sys.executable, "-m", "pipectl", "profile", "job.yaml", "-o", "profile.json"]
-    subprocess.run(
-        [*command, "--scheduler", "local", "--effort", "fast"],
-        cwd=folder,
-        check=True,
-        capture_output=True,
-    )
-    request = PlanRequest("trace", batch_size=BATCH, micro_batches=MICRO_BATCHES, stages=RANKS)
-    cluster = assumed_cluster("here", [RANKS], RANKS, None)
-    make_plan(Profile.load(folder / "profile.json"), cluster, request).save(folder / "plan.json")
-    (folder / "case.json").write_text(json.dumps({"rounds": rounds, "steps": steps}))
-
-
-def measure(folder: Path) -> dict[str, Any]:
-    """Step times of rank 0, by round."""
-    command = ["mpiexec", "-n", str(RANKS), sys.executable, "-m", "mpi4py", RANK, folder]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([*map(str, command)], env=environment, check=True, timeout=1800)
-    found: dict[str, Any] = json.loads((folder / "result.json").read_text())
-    return found
-
-
-def show(found: dict[str, Any], record_s: float) -> None:
-    none, again, every = (found[name] for name in ("none", "again", "every"))
-    step_s, rows = statistics.median([*none, *again]), found["rows"]
+def show(seconds: dict[str, list[float]], rows: int, record_s: float) -> None:
+    none, again, every = (seconds[name] for name in ("none", "again", "every"))
+    step_s = statistics.median([*none, *again])
     print(f"a step, nothing recorded:  {step_s * 1e3:.2f} ms (median)")
     print(f"a step, every one recorded: {statistics.median(every) * 1e3:.2f} ms")
     base = [(n + a) / 2 for n, a in zip(none, again, strict=True)]
@@ -133,10 +95,9 @@ def write(folder: Path, rows: int) -> float:
 def main(rounds: int = ROUNDS, steps: int = STEPS) -> None:
     record_s = record()
     with tempfile.TemporaryDirectory() as folder:
-        prepare(Path(folder), rounds, steps)
-        found = measure(Path(folder))
-        write_s = write(Path(folder), found["rows"])
-    show(found, record_s)
+        seconds, rows = measure(Path(folder), rounds, steps)
+        write_s = write(Path(folder), rows)
+    show(seconds, rows, record_s)
     print(f"recording one action: {record_s * 1e6:.3f} us")
     print(f"writing a step's file: {write_s * 1e3:.2f} ms")
 

@@ -22,8 +22,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "corpus"))
 
 import packages
-from trainers import helped
-from turns import Step, timed, trained
+from turns import Step, helped, in_order, timed, trained
 
 from pipectl.capture import CapturedJob
 from pipectl.plan import Plan
@@ -78,9 +77,9 @@ def main(folder: Path) -> None:
     found: dict[str, list[float]] = {}
     with helped(folder / f"{name}.json" for name in case["plans"]) as progress:
         steps = dict(contenders(case, folder, progress))
-        for _ in range(case["rounds"]):
-            for name, step in steps.items():
-                found.setdefault(name, []).append(timed(step, case["steps"], world))
+        for number in range(case["rounds"]):
+            for name in in_order([*steps], number):
+                found.setdefault(name, []).append(timed(steps[name], case["steps"], world))
     peaks = world.gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     if world.rank == 0:
         result = {"seconds": found, "peak_bytes": peaks}

@@ -5,7 +5,8 @@ plans and ``case.json``: how many rounds, steps in each, and by name who takes p
 
 - ``on``: ``all`` ranks together, the ``first`` alone while others sleep, or ``each`` for itself;
 - ``sums``: ``late`` if sums of gradients over replicas start when all ranks have done all else;
-- ``compile``: true if stages go through ``torch.compile``.
+- ``compile``: true if stages go through ``torch.compile``;
+- ``records``: true if every row of every step is recorded.
 
 With ``recorded`` in the case, everyone then trains so many steps of which every row is recorded.
 """
@@ -17,7 +18,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -26,11 +27,11 @@ from typing import Any
 
 import torch
 from mpi4py import MPI
-from trainers import helped
 
 from pipectl.capture import CapturedJob
 from pipectl.plan import Plan
 from pipectl.runs import RunDirectory
+from pipectl.runtime.agreement import neighbours_of
 from pipectl.runtime.device import CpuDevice, settle_process
 from pipectl.runtime.process import Doing
 from pipectl.runtime.reduction import StageReduction
@@ -39,7 +40,7 @@ from pipectl.runtime.step import Step as RankStep
 from pipectl.runtime.step import StepRun
 from pipectl.runtime.tracing import Recording
 from pipectl.runtime.trainer import Trainer
-from pipectl.runtime.transport import Progress
+from pipectl.runtime.transport import Circumstances, Progress, choose_progress
 from pipectl.runtime.waiting import barrier
 from pipectl.schedule.actions import EVENT_NAMES
 from pipectl.spec import JobSpec, load
@@ -84,6 +85,21 @@ def trained(
 
     training = Training(setup, step, len(doing.actions))
     return training
+
+
+def helped(plans: Iterable[Path]) -> Progress:
+    """Messages with the help that suits the largest one of some plans. Collective."""
+    largest = max((Plan.load(path).most_sent_bytes for path in plans), default=0)
+    ranks_per_node = [len(ranks) for ranks in neighbours_of(MPI.COMM_WORLD)]
+    circumstances = Circumstances(ranks_per_node, largest)
+    return choose_progress(MPI.COMM_WORLD, "auto", circumstances).progress(staged=False)
+
+
+def in_order(names: Sequence[str], number: int) -> list[str]:
+    """Of a round, so that each is as often in every place and after every other."""
+    first = number % len(names)
+    order = [*names[first:], *names[:first]]
+    return order[::-1] if number // len(names) % 2 else order
 
 
 def timed(step: Step, steps: int, world: MPI.Intracomm) -> float:
@@ -191,6 +207,14 @@ def contender(
     if given.get("sums") == "late":
         sums: Any = training.setup.training.reductions
         sums.update({i: LateSums(each, MPI.COMM_WORLD) for i, each in sums.items()})
+    if given.get("records"):
+        step = training.step
+
+        def recorded_step(number: int) -> None:
+            training.recording = Recording()
+            step(number)
+
+        training.step = recorded_step
     return training
 
 
@@ -214,9 +238,9 @@ def measure(case: dict[str, Any], folder: Path, progress: Progress) -> dict[str,
         first_s[name] = clocked(partial(begin, name, given), world)
     steps = {name: training.step if training else nothing for name, training in found.items()}
     seconds: dict[str, list[float]] = {name: [] for name in found}
-    for _ in range(case["rounds"]):
-        for name, step in steps.items():
-            seconds[name].append(timed(step, case["steps"], world))
+    for number in range(case["rounds"]):
+        for name in in_order([*steps], number):
+            seconds[name].append(timed(steps[name], case["steps"], world))
     rows = {name: training.rows for name, training in found.items() if training}
     kinds, alone = {}, {}
     for name, training in found.items() if case.get("by_kind") else ():
