@@ -71,7 +71,7 @@ BATCHES = {"divisible": (8, 4), "smaller_last": (7, 4), "few": (6, 1), "one_left
 """Name to (samples a batch, micro-batches)."""
 UNFLUSHED_STEPS, UNFLUSHED_STRETCH = 16, 11
 """Enough for a body on four ranks, and an evaluation on the way, which empties the pipeline."""
-STEPS = 4
+STEPS = 3
 MORE_STEPS = {"gpt_float16": 8, "cnn_float16": 8, "cnn_bf16": 8, "cnn": 8}
 """Models of which some steps are left out, and one that is compared with them."""
 

@@ -58,11 +58,6 @@ def local_run(tmp_path_factory: pytest.TempPathFactory, warm_commands: str) -> P
     return run
 
 
-@pytest.fixture(scope="session")
-def local_weights(local_run: Path) -> dict[str, torch.Tensor]:
-    return weights(local_run)
-
-
 def submit(pipectl: Pipectl, local_run: Path, *settings: str) -> Path:
     """Submit the job on two nodes with the profile of the local run."""
     PROFILE.parent.mkdir()
@@ -70,31 +65,6 @@ def submit(pipectl: Pipectl, local_run: Path, *settings: str) -> Path:
     sets = [f"--set={setting}" for setting in ("pipeline.stages=2", *settings)]
     words = [*SMALL, *TWO_NODES, *sets, "--scheduler=slurm", "--json"]
     return Path(pipectl("submit", JOB, *words)["directory"])
-
-
-def check_weights(run: Path, expected: dict[str, torch.Tensor]) -> None:
-    found = weights(run)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in found)
-
-
-def test_the_job_runs_on_virtual_nodes_and_gives_the_local_weights(
-    pipectl: Pipectl, local_run: Path, local_weights: dict[str, torch.Tensor]
-) -> None:
-    run = submit(pipectl, local_run, "slurm.options.begin=now+4")
-    seen = watch(pipectl, run.name)
-    states = list(dict.fromkeys(found["state"] for found in seen))
-    assert states[0] == "QUEUED"
-    assert "RUNNING" in states
-    assert states[-1] == "COMPLETED", (run / "logs" / "job.log").read_text()
-    training = [s for s in seen if s["state"] == "RUNNING" and s["phase"] == "training"]
-    assert any(found["step"] > 0 and found["last_loss"] for found in training)
-    last = seen[-1]
-    assert last["step"] == last["steps"] == 80
-    assert last["last_loss"] < last["first_loss"]
-    assert len({rank["node"] for rank in last["ranks"]}) == 2
-    assert last["predicted_step_time_s"] > 0
-    check_weights(run, local_weights)
 
 
 @pytest.mark.usefixtures("warm")
@@ -130,32 +100,38 @@ def test_a_failing_model_fails_the_slurm_job_and_status_names_the_culprit(
     assert "rank 0" in shown or "rank 1" in shown
 
 
-TO_SCRIPT = pytest.param("--batch", marks=pytest.mark.torture)
-
-
-def start_training(pipectl: Pipectl, local_run: Path, *settings: str) -> tuple[Path, str]:
-    """A run that has made a step, and its job."""
-    run = submit(pipectl, local_run, *settings)
+def wait_for_a_step(pipectl: Pipectl, run: Path) -> dict[str, Any]:
+    """The status of a run that has made a step."""
     deadline = time.monotonic() + 280
     while not (found := pipectl("status", run.name, "--json"))["step"]:
         assert time.monotonic() < deadline, found
         time.sleep(0.2)
-    return run, str(found["job_id"])
+    return dict(found)
 
 
 @pytest.mark.usefixtures("warm")
-@pytest.mark.parametrize("whom", ["--verbose", TO_SCRIPT])
-def test_a_signal_puts_the_job_back_into_the_queue_and_it_goes_on(
-    pipectl: Pipectl, local_run: Path, local_weights: dict[str, torch.Tensor], whom: str
+@pytest.mark.parametrize("whom", ["--verbose", pytest.param("--batch", marks=pytest.mark.torture)])
+def test_a_job_on_two_nodes_is_requeued_by_a_signal_and_gives_the_local_weights(
+    pipectl: Pipectl, local_run: Path, whom: str
 ) -> None:
     """To all steps; or to the script, as Slurm sends it before the walltime is over."""
-    run, job_id = start_training(pipectl, local_run)
-    subprocess.run(["scancel", "--signal=USR2", whom, job_id], check=True)
+    run = submit(pipectl, local_run, "slurm.options.begin=now+4")
+    assert pipectl("status", run.name, "--json")["state"] == "QUEUED"
+    found = wait_for_a_step(pipectl, run)
+    assert (found["state"], found["phase"]) == ("RUNNING", "training")
+    assert found["last_loss"]
+    subprocess.run(["scancel", "--signal=USR2", whom, str(found["job_id"])], check=True)
     last = watch(pipectl, run.name)[-1]
-    assert (last["state"], last["step"]) == ("COMPLETED", 80), (run / "logs/job.log").read_text()
+    assert last["state"] == "COMPLETED", (run / "logs" / "job.log").read_text()
+    assert last["step"] == last["steps"] == 80
+    assert last["last_loss"] < last["first_loss"]
+    assert len({rank["node"] for rank in last["ranks"]}) == 2
+    assert last["predicted_step_time_s"] > 0
     metrics = (run / "metrics.jsonl").read_text().splitlines()
     assert {json.loads(line)["attempt"] for line in metrics} == {1, 2}
-    check_weights(run, local_weights)
+    expected, trained = weights(local_run), weights(run)
+    assert trained.keys() == expected.keys()
+    assert all(torch.equal(trained[name], expected[name]) for name in trained)
 
 
 @pytest.mark.usefixtures("warm")
@@ -171,8 +147,9 @@ def test_a_signal_to_end_saves_and_stops_the_run_for_good(
     pipectl: Pipectl, local_run: Path, launcher: str, how: list[str]
 ) -> None:
     more = ["training.steps=1000000", f"launch.launcher={launcher}"]
-    run, job_id = start_training(pipectl, local_run, *more)
-    subprocess.run(["scancel", *how, job_id], check=True)
+    run = submit(pipectl, local_run, *more)
+    job_id = wait_for_a_step(pipectl, run)["job_id"]
+    subprocess.run(["scancel", *how, str(job_id)], check=True)
     last = watch(pipectl, run.name)[-1]
     assert (last["state"], last["error"]) == ("PREEMPTED", None), (run / "logs/job.log").read_text()
     assert [path.name for path in (run / "checkpoints").glob("step-*")]
