@@ -520,21 +520,6 @@ class RunningNorm(nn.Module):
         return self.head((y / self.deviation).tanh())
 
 
-class Hooked(nn.Module):
-    """Changes a value by a module's hook and a gradient by a tensor's hook."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.head = nn.Linear(48, 20), nn.Linear(20, CLASSES)
-        self.stem.register_forward_hook(lambda module, given, y: y.relu())
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.stem(F.avg_pool2d(x, 4).flatten(1))
-        if y.requires_grad:
-            y.register_hook(lambda gradient: gradient * 0.5)
-        return self.head(y)
-
-
 class Segmenter(nn.Module):
     """Upsampling, instance normalisation, and two losses at two scales."""
 

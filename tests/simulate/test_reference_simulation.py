@@ -1,20 +1,12 @@
 """The simulator against a second, straightforward one."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
+from reference_simulation import Reference
 
 from pipectl.schedule import lower
 from pipectl.simulate import simulate
-
-_SPEC = importlib.util.spec_from_file_location(
-    "reference_simulation", Path(__file__).with_name("reference_simulation.py")
-)
-reference_simulation = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(reference_simulation)
 
 
 @settings(max_examples=200, deadline=None)
@@ -24,7 +16,7 @@ _SPEC.loader.exec_module(reference_simulation)
 def test_both_simulators_agree(random_case, seed):
     plan, cluster = random_case(seed)
     programs = [lower(plan, rank) for rank in range(plan.ranks)]
-    reference = reference_simulation.Reference(plan, cluster, programs)
+    reference = Reference(plan, cluster, programs)
     expected_s = reference.run()
     found = simulate(plan, cluster)
     times = [found.step_time_s, *found.utilisation]
