@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from validator import InvalidError, validate
 
@@ -56,6 +56,7 @@ def cases(draw):
     return schedule, stages, count, alone, draw(st.booleans())
 
 
+@settings(max_examples=50)
 @given(case=cases(), more=st.integers(-3, 4), smaller=st.booleans())
 def test_a_stretch_repeats_its_steady_step_and_is_proven(pipeline, case, more, smaller):
     schedule, stages, micro_batches, alone, again = case
