@@ -59,6 +59,24 @@ def test_one_stage(make_operator: Any, make_profile: Any) -> None:
     assert cost.peaks.update_bytes == 2 * 40
 
 
+def test_what_a_reader_saves_stays_until_its_backward(
+    make_operator: Any, make_profile: Any
+) -> None:
+    memory = [
+        OperatorMemory(100, "n0", 100, 0),
+        OperatorMemory(10, "n1", 10, 100, (("n0", 100),)),
+        OperatorMemory(130, "n2", 130, 10, (("n1", 10),)),
+    ]
+    saved = [(), (("n0", 100),), ()]
+    operators = [
+        make_operator(index, saved=saved[index], memory=each, parameters=())
+        for index, each in enumerate(memory)
+    ]
+    (cost,) = costs(make_profile(operators, [(0, 1), (1, 2)]), [[0, 1, 2]])
+    assert cost.peaks is not None
+    assert cost.peaks.forward_bytes == 100 + 10 + 130
+
+
 def test_what_is_sent_or_received_stays(make_operator: Any, make_profile: Any) -> None:
     first, second = costs(chain(make_operator, make_profile), [[0, 1], [2, 3]])
     assert (first.saved_bytes, second.saved_bytes) == (50 + 100, 100 + 100 + 8)

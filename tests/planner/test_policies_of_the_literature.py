@@ -9,6 +9,7 @@ from published import DappleRules
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
 from pipectl.planner.baselines import NAMES, POLICIES, Work
+from pipectl.planner.baselines.dapple import _Sums
 from pipectl.planner.baselines.pipedream import antichain_states
 from pipectl.planner.baselines.policy import balanced
 from pipectl.planner.costs.links import Links
@@ -77,6 +78,11 @@ def test_antichain_states_of_a_diamond(make_operator, make_profile):
     assert inside[1] == {0}
     assert set(inside[2:-2]) == {frozenset({0, 1}), frozenset({0, 2})}
     assert inside[-2:] == [frozenset({0, 1, 2}), frozenset({0, 1, 2, 3})]
+
+
+def test_dapple_counts_of_a_sum_what_earlier_stages_do_not_hide():
+    sums = _Sums().with_stage(2.0, 0.0, 0.0).with_stage(1.0, 0.5, 3.0)
+    assert sums.latency_s(4, 3.0) == 3 * 2.0 + 3.0 + 0.5 + (3.0 - 2.0)
 
 
 def test_dapple_links():

@@ -37,6 +37,12 @@ def test_the_last_micro_batch_may_be_smaller(pipeline):
     assert peaks_of(plan) == [GRADIENTS + 15]
 
 
+def test_a_stage_that_recomputes_keeps_its_inputs_and_adds_the_rest_for_one_backward(pipeline):
+    plan = pipeline(1, 3, costs=[replace(COST, input_bytes=4)], schedule="gpipe")
+    plan = replace(plan, stages=(replace(plan.stages[0], recompute=True),))
+    assert peaks_of(plan) == [GRADIENTS + 2 * 4 + 10]
+
+
 @pytest.mark.parametrize(
     ("peaks", "most"),
     [

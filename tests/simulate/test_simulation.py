@@ -84,6 +84,10 @@ def test_ranks_that_share_a_core_take_turns(pipeline):
     assert simulate(plan, cluster((2, 1))).step_time_s == pytest.approx(24)
 
 
+def test_a_rank_that_computes_alone_has_one_core_of_several(pipeline):
+    assert simulate(pipeline(3, 1), cluster((3, 2))).step_time_s == pytest.approx(3 * (1 + 2))
+
+
 def test_shared_cores_are_shared_evenly(pipeline):
     """Work of 1 and 3 on one core: the short one ends at 2, the long one at 4."""
     plan = pipeline(2, 1, costs=[cost(1, 0), cost(3, 0)])
