@@ -1,7 +1,8 @@
 """Trains models of the corpus over the ranks it is started on.
 
-Started as ``mpiexec -n RANKS python -m mpi4py over_mpi.py DIRECTORY MODEL...``; leaves the weights
-of every model in ``DIRECTORY/MODEL``.
+Started as ``mpiexec -n RANKS python -m mpi4py over_mpi.py DIRECTORY MODEL...``; every model is
+trained on each rank alone, and then over all of them. Leaves its weights in
+``DIRECTORY/alone-RANK/MODEL`` and ``DIRECTORY/together/MODEL``.
 """
 
 from __future__ import annotations
@@ -30,21 +31,24 @@ SCHEDULES = ("gpipe", "1f1b")
 MICRO_BATCHES = 4  # as in the batch of the cell
 
 
-def train(directory: Path, names: list[str], communicator: MPI.Comm) -> None:
+def train(directory: Path, names: list[str], world: MPI.Comm) -> None:
     torch.set_num_threads(1)
     entries = {entry.name: entry for entry in catalogue.entries()}
     for number, name in enumerate(names):
-        run = RunDirectory(directory / name)
-        if communicator.rank == 0:
-            run.trace.mkdir(parents=True)
-        communicator.Barrier()
-        path = run.path / f"job-{communicator.rank}.yaml"
+        path = directory / f"{name}-{world.rank}.yaml"
         job = CapturedJob(catalogue.spec_of(entries[name], path, MICRO_BATCHES))
-        graph = job.training_graph(catalogue.MICRO_BATCH)
-        stages = random_cut(graph, communicator.size, number)
+        first = {key: tensor.detach().clone() for key, tensor in job.states.items()}
         cell = Cell(name, SCHEDULES[number % 2], "divisible")
-        plan = make_plan(graph, stages, cell, communicator.size)
-        Trainer(Setup(communicator, job, plan, CpuDevice(), Doing()), run, 1).train()
+        for ranks, folder in ((MPI.COMM_SELF, f"alone-{world.rank}"), (world, "together")):
+            for key, tensor in job.states.items():
+                tensor.data = first[key].clone()
+            run = RunDirectory(directory / folder / name)
+            if ranks.rank == 0:
+                run.trace.mkdir(parents=True)
+            ranks.Barrier()
+            graph = job.training_graph(catalogue.MICRO_BATCH)
+            plan = make_plan(graph, random_cut(graph, ranks.size, number), cell, ranks.size)
+            Trainer(Setup(ranks, job, plan, CpuDevice(), Doing()), run, 1).train()
 
 
 if __name__ == "__main__":

@@ -80,6 +80,11 @@ def test_antichain_states_of_a_diamond(make_operator, make_profile):
     assert inside[-2:] == [frozenset({0, 1, 2}), frozenset({0, 1, 2, 3})]
 
 
+def test_antichain_states_of_a_chain_are_its_prefixes(chain):
+    inside = [set(np.flatnonzero(row).tolist()) for row in antichain_states(chain(5)).operators]
+    assert inside == [set(range(count)) for count in range(6)]
+
+
 def test_dapple_counts_of_a_sum_what_earlier_stages_do_not_hide():
     sums = _Sums().with_stage(2.0, 0.0, 0.0).with_stage(1.0, 0.5, 3.0)
     assert sums.latency_s(4, 3.0) == 3 * 2.0 + 3.0 + 0.5 + (3.0 - 2.0)

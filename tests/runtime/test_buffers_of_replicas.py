@@ -1,4 +1,4 @@
-"""What becomes of a buffer that the replicas of a stage have counted in."""
+"""What becomes of a buffer in which each replica of a stage has written."""
 
 import pytest
 import torch
@@ -14,3 +14,8 @@ def test_a_micro_batch_that_replicas_split_counts_once(
 ) -> None:
     before, after = torch.tensor([5]), torch.tensor([[8], [8]])
     assert agree(after, taken, before, split=split).tolist() == [count]
+
+
+def test_a_mean_weighs_replicas_by_their_micro_batches() -> None:
+    after = torch.tensor([[0.0], [12.0]])
+    assert agree(after, [[0, 2], [1]], None, split=False).tolist() == [4.0]

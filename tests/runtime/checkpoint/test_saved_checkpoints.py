@@ -320,9 +320,10 @@ class Nested(torch.optim.Optimizer):
         for parameter in self.param_groups[0]["params"]:
             state = self.state[parameter]
             history = state.setdefault("history", [])
+            last = state.get("last", (0, None, {}, math.inf))
+            assert (type(last), last[0], last[3]) == (tuple, len(history), math.inf)
             history.append(parameter.grad.clone())
             state["last"] = (len(history), None, {2: parameter.grad.clone()}, math.inf)
-            assert state["last"][3] == math.inf
             parameter.data -= 0.1 * sum(history) * state["last"][2][2].sign()
 
 
