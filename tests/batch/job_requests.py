@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pipectl.batch import JobRequest, get_scheduler
 from pipectl.batch.script import render_variables
 from pipectl.spec.models import Environment, Launch, Pbs, Resources, Slurm
 
+T = TypeVar("T")
 FIELDS = {field.name for field in fields(JobRequest)}
 
 
@@ -76,8 +77,10 @@ def run(request: JobRequest, *command: str) -> tuple[int, str]:
     return process.returncode, output
 
 
-def wait_until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+def wait_until(condition: Callable[[], T], timeout_s: float = 60.0, pause_s: float = 0.02) -> T:
+    """Return what a condition gives as soon as that is true."""
     deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.02)
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"it never happened: {found}"
+        time.sleep(pause_s)
+    return found

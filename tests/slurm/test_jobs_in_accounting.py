@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from job_requests import wait_until
 
 from pipectl.batch import JobState
 from pipectl.batch.slurm import SlurmScheduler
@@ -60,10 +61,7 @@ def test_they_end_as_they_did(accounts: Path) -> None:
         cancelled: (JobState.CANCELLED, None),
     }
     slurm.cancel(cancelled)
-    deadline = time.monotonic() + 120
-    while subprocess.check_output(["squeue", "-h", "-t", "all"]):
-        assert time.monotonic() < deadline
-        time.sleep(0.3)
+    wait_until(lambda: not subprocess.check_output(["squeue", "-h", "-t", "all"]), 120, 0.3)
     found = slurm.query(list(expected), since=since)
     assert {job: (status.state, status.exit_code) for job, status in found.items()} == expected
     assert {status.source for status in found.values()} == {"accounting"}

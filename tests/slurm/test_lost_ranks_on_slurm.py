@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from job_requests import make_request
+from job_requests import make_request, wait_until
 
 from pipectl.batch import JobState, JobStatus
 from pipectl.batch.script import render_variables
@@ -54,13 +54,6 @@ def submit(lab: Path, tmp_path: Path) -> Callable[..., tuple[RunDirectory, str]]
         return run, SLURM.submit(run.script, request)
 
     return start
-
-
-def wait_until(done: Callable[[], Any], timeout_s: float = 120) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def processes(run: RunDirectory) -> dict[int, list[psutil.Process]]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from job_requests import wait_until
 
 Pipectl = Callable[..., Any]
 JOB = str(Path(__file__).parents[2] / "configs" / "gpt-stdlib.yaml")
@@ -68,14 +68,9 @@ def test_a_profile_measured_by_a_training_job_is_found_too(pipectl: Pipectl) -> 
 def test_an_ended_job_goes_on_in_the_next(pipectl: Pipectl) -> None:
     submit = ("profile", JOB, *LARGE, *QUICKLY, "--submit", "--json")
     run = pipectl(*submit)["run"]
-    deadline = time.monotonic() + 280
-    while (kept := _kept()) < 1:
-        assert time.monotonic() < deadline, pipectl("status", run)
-        time.sleep(0.1)
+    kept = wait_until(_kept, 280, 0.1)
     pipectl("cancel", run)
-    while pipectl("status", run, "--json")["state"] != "CANCELLED":
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    wait_until(lambda: pipectl("status", run, "--json")["state"] == "CANCELLED", 280, 0.2)
     assert not PROFILE.exists()
     assert pipectl(*submit, "--wait")["resumed"] >= kept
     assert PROFILE.exists()

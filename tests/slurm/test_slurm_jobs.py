@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job_requests import change, make_request
+from job_requests import change, make_request, wait_until
 
 from pipectl.batch import JobRequest, JobState, JobStatus, Template
 from pipectl.batch.launchers import kind_of
@@ -61,14 +61,6 @@ def log(request: JobRequest) -> str:
     return (request.run_directory / "logs" / "job.log").read_text()
 
 
-def wait_for_file(path: Path) -> None:
-    for _ in range(200):
-        if path.exists():
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"{path} never appeared")
-
-
 def test_a_job_completes(request_of: Callable[..., JobRequest], wait_for: WaitFor) -> None:
     request = request_of("echo hello from the job")
     submitted = time.time()
@@ -106,11 +98,11 @@ def test_a_running_job_is_cancelled_and_may_clean_up(
         "trap 'echo cleaned up; exit 7' TERM; touch ready; while :; do sleep 0.05; done"
     )
     job_id = submit(request)
-    wait_for_file(request.run_directory / "ready")
+    wait_until((request.run_directory / "ready").exists)
     assert wait_for(job_id, JobState.RUNNING).nodes == "node1"
     SLURM.cancel(job_id)
     assert wait_for(job_id).state is JobState.CANCELLED
-    wait_for_file(request.run_directory / "exit_code")  # Slurm says it before the script ends
+    wait_until((request.run_directory / "exit_code").exists)  # Slurm says it before the script ends
     assert exit_file(request) in {"7\n", "143\n"}
     assert "cleaned up" in log(request)
 
@@ -122,7 +114,7 @@ def test_signals_to_the_batch_shell_reach_the_rank(
         "trap 'echo got USR2; exit 0' USR2; touch ready; while :; do sleep 0.05; done"
     )
     job_id = submit(request)
-    wait_for_file(request.run_directory / "ready")
+    wait_until((request.run_directory / "ready").exists)
     subprocess.run(["scancel", "-b", "-s", "USR2", job_id], check=True)
     assert wait_for(job_id).state is JobState.COMPLETED
     assert "got USR2" in log(request)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from job_requests import wait_until
 
 from pipectl.batch.slurm import SlurmScheduler
 
@@ -55,13 +55,11 @@ def sweep(
 
 
 def until(sweep: Callable[..., list[Status]], *wanted: str) -> list[Status]:
-    deadline = time.monotonic() + 120
-    while True:
-        found = sweep("status", "tiny")
-        if [run["state"] for run in found] == list(wanted):
-            return found
-        assert time.monotonic() < deadline, found
-        time.sleep(0.1)
+    def found() -> list[Status]:
+        runs = sweep("status", "tiny")
+        return runs if [run["state"] for run in runs] == list(wanted) else []
+
+    return wait_until(found, 120, 0.1)
 
 
 def test_a_sweep_from_submission_to_its_end(
@@ -80,10 +78,7 @@ def test_a_sweep_from_submission_to_its_end(
     (first / "go").touch()
     found = until(sweep, "COMPLETED", "CANCELLED", "RUNNING")
     assert found[0]["exit_code"] == 0
-    deadline = time.monotonic() + 60
-    while not (third / "started").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until((third / "started").exists)
     pipectl("cancel", "tiny")
     until(sweep, "COMPLETED", "CANCELLED", "CANCELLED")
     for run, seed in ((first, 11), (third, 13)):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import time
 from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from job_requests import wait_until
 
 from pipectl.runtime import checkpoint
 
@@ -30,16 +31,20 @@ PROFILE = Path("runs/gpt-stdlib.profile.json")
 pytestmark = pytest.mark.timeout(600)
 
 
-def watch(pipectl: Pipectl, run: str, timeout_s: float = 400) -> list[dict[str, Any]]:
-    """The status of a run, asked again and again until it is over."""
-    seen = []
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        seen.append(pipectl("status", run, "--json"))
-        if seen[-1]["state"] not in ("QUEUED", "RUNNING", "COMPLETING"):
-            return seen
-        time.sleep(0.3)
-    raise AssertionError(f"not over after {timeout_s} s: {seen[-1]}")
+def status_when(
+    pipectl: Pipectl, run: Path, holds: Callable[[dict[str, Any]], object]
+) -> dict[str, Any]:
+    """The status of a run, asked again and again until something holds of it."""
+
+    def status() -> dict[str, Any]:
+        found = pipectl("status", run.name, "--json")
+        return found if holds(found) else {}
+
+    return wait_until(status, 400, 0.3)
+
+
+def is_over(status: dict[str, Any]) -> bool:
+    return status["state"] not in ("QUEUED", "RUNNING", "COMPLETING")
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
@@ -94,19 +99,10 @@ def test_a_failing_model_fails_the_slurm_job_and_status_names_the_culprit(
         "resources: {nodes: 2, tasks_per_node: 1}\n"
     )
     run = Path(pipectl("submit", "job.yaml", "--scheduler=slurm", "--json")["directory"])
-    assert watch(pipectl, run.name)[-1]["state"] == "FAILED"
+    assert status_when(pipectl, run, is_over)["state"] == "FAILED"
     shown = pipectl("status", run.name)
     assert "sample 63 is broken" in shown
     assert "rank 0" in shown or "rank 1" in shown
-
-
-def wait_for_a_step(pipectl: Pipectl, run: Path) -> dict[str, Any]:
-    """The status of a run that has made a step."""
-    deadline = time.monotonic() + 280
-    while not (found := pipectl("status", run.name, "--json"))["step"]:
-        assert time.monotonic() < deadline, found
-        time.sleep(0.2)
-    return dict(found)
 
 
 @pytest.mark.usefixtures("warm")
@@ -117,11 +113,11 @@ def test_a_job_on_two_nodes_is_requeued_by_a_signal_and_gives_the_local_weights(
     """To all steps; or to the script, as Slurm sends it before the walltime is over."""
     run = submit(pipectl, local_run, "slurm.options.begin=now+4")
     assert pipectl("status", run.name, "--json")["state"] == "QUEUED"
-    found = wait_for_a_step(pipectl, run)
+    found = status_when(pipectl, run, itemgetter("step"))
     assert (found["state"], found["phase"]) == ("RUNNING", "training")
     assert found["last_loss"]
     subprocess.run(["scancel", "--signal=USR2", whom, str(found["job_id"])], check=True)
-    last = watch(pipectl, run.name)[-1]
+    last = status_when(pipectl, run, is_over)
     assert last["state"] == "COMPLETED", (run / "logs" / "job.log").read_text()
     assert last["step"] == last["steps"] == 80
     assert last["last_loss"] < last["first_loss"]
@@ -148,8 +144,8 @@ def test_a_signal_to_end_saves_and_stops_the_run_for_good(
 ) -> None:
     more = ["training.steps=1000000", f"launch.launcher={launcher}"]
     run = submit(pipectl, local_run, *more)
-    job_id = wait_for_a_step(pipectl, run)["job_id"]
+    job_id = status_when(pipectl, run, itemgetter("step"))["job_id"]
     subprocess.run(["scancel", *how, str(job_id)], check=True)
-    last = watch(pipectl, run.name)[-1]
+    last = status_when(pipectl, run, is_over)
     assert (last["state"], last["error"]) == ("PREEMPTED", None), (run / "logs/job.log").read_text()
     assert [path.name for path in (run / "checkpoints").glob("step-*")]
