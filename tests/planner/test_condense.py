@@ -57,6 +57,13 @@ def test_blocks_are_groups_and_all_that_lies_between(data, make_operator) -> Non
     found = {frozenset(block.operators) for block in graph.blocks}
     assert found == closed_groups(count, edges, labels)
     assert_is_ordered(graph)
+    ends = [(graph.block_of[u], graph.block_of[v]) for u, v in edges]
+    above: list[set[int]] = []
+    for block in range(len(graph)):
+        direct = {u for u, v in ends if v == block != u}
+        assert {*bits(graph.predecessors[block])} == direct
+        above.append(direct.union(*(above[other] for other in direct)))
+        assert {*bits(graph.ancestors[block])} == above[block]
 
 
 def assert_is_ordered(graph: BlockGraph) -> None:
