@@ -138,17 +138,17 @@ def test_the_optimizer_is_given_a_ranks_parameters_in_the_order_of_the_model(
 def test_help_and_checks_are_those_that_the_job_asks_for_and_change_no_bit(
     make_spec: Any,
     make_run: Any,
-    work: Any,
+    trained_alone: RunDirectory,
     launch: Any,
     progress: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The two ranks fail where messages, operators or checkpoints were not told."""
-    one, two = make_run(make_spec(1)), make_run(make_spec(2, launch={"progress": progress}))
+    two = make_run(make_spec(2, launch={"progress": progress}))
     monkeypatch.setenv("PIPECTL_CHECK_MESSAGES", "1")
-    for done in (work(0, one), launch(2, HERE / "wired_worker.py", "--run", two.path)):
-        assert done.returncode == 0, done.stderr
-    weights = [checkpoint.load(run.checkpoints / "step-000005") for run in (one, two)]
+    done = launch(2, HERE / "wired_worker.py", "--run", two.path)
+    assert done.returncode == 0, done.stderr
+    weights = [checkpoint.load(run.checkpoints / "step-000005") for run in (trained_alone, two)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     beat = read_heartbeat(two)
     found = {key: beat.messages[key] for key in ("route", "progress", "why")}
@@ -228,17 +228,14 @@ def test_a_collate_fn_draws_for_a_split_micro_batch_what_it_draws_on_one_rank(
 
 
 def test_a_job_goes_on_apart_as_on_one_rank(
-    make_spec: Any,
-    make_run: Any,
-    train: Any,
+    make_spec: Any, make_run: Any, trained_alone: RunDirectory, train: Any
 ) -> None:
     """Evaluations on the way, weights of the loss by targets, and a start from saved weights."""
     held_out = {"data": {"factory": f"{PARTS}:Samples", "kwargs": {"count": 7}}, "every": 2}
     sections = {"loss": VALID, "evaluation": held_out}
     apart = {"micro_batches": 2, "stages": 2, "backward": "apart"}
-    first = make_run(make_spec(1, **sections))
-    train(first)
-    model = {"factory": f"{PARTS}:Model", "weights": str(first.checkpoints / "step-000005")}
+    start = trained_alone.checkpoints / "step-000005"
+    model = {"factory": f"{PARTS}:Model", "weights": str(start)}
     one = make_run(make_spec(1, model=model, **sections))
     four = make_run(make_spec(4, model=model, pipeline=apart, **sections))
     ranks = [(stage.ranks, stage.backward_ranks) for stage in Plan.load(four.plan).stages]
@@ -247,7 +244,7 @@ def test_a_job_goes_on_apart_as_on_one_rank(
     expected, found = (checkpoint.load(run.checkpoints / "step-000005") for run in (one, four))
     assert expected.keys() == found.keys()
     assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
-    started = checkpoint.load(first.checkpoints / "step-000005")
+    started = checkpoint.load(start)
     assert not any(torch.equal(started[name], found[name]) for name in found)
     assert all_figures(four) == all_figures(one)
     assert sum(kind == "evaluation" for _, kind, *_ in all_figures(four)) == 3
@@ -333,17 +330,20 @@ def replicated(plan: Plan, replicas: int, shard: bool) -> Plan:
 
 
 def test_polling_takes_the_place_of_the_thread(
-    make_spec: Any, make_run: Any, work: Any, train: Any, monkeypatch: pytest.MonkeyPatch
+    make_spec: Any,
+    make_run: Any,
+    trained_alone: RunDirectory,
+    work: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     why = "this MPI does not allow calls from several threads"
-    one, two = make_run(make_spec(1)), make_run(make_spec(2, launch={"progress": "thread"}))
-    train(one)
+    two = make_run(make_spec(2, launch={"progress": "thread"}))
     monkeypatch.setenv("MPI4PY_RC_THREAD_LEVEL", "single")
     done = work(2, two)
     assert done.returncode == 0, done.stderr
     beat = read_heartbeat(two)
     assert (beat.messages["progress"], beat.messages["why"]) == ("poll", why)
-    weights = [checkpoint.load(run.checkpoints / "step-000005") for run in (one, two)]
+    weights = [checkpoint.load(run.checkpoints / "step-000005") for run in (trained_alone, two)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
@@ -368,11 +368,11 @@ def test_one_rank_without_threads_decides_for_all(launch: Any, tmp_path: Any) ->
     assert done.returncode == 0, done.stderr
 
 
-def test_weights_to_start_from_reach_every_rank(make_spec: Any, make_run: Any, train: Any) -> None:
+def test_weights_to_start_from_reach_every_rank(
+    make_spec: Any, make_run: Any, trained_alone: RunDirectory, train: Any
+) -> None:
     """A run goes on from the checkpoint of another; with a rate of 0, its weights stay as read."""
-    first = make_run(make_spec(1))
-    train(first)
-    stored = first.checkpoints / "step-000005"
+    stored = trained_alone.checkpoints / "step-000005"
     model = {"factory": f"{PARTS}:Model", "weights": str(stored)}
     still = {"factory": "torch.optim:SGD", "kwargs": {"lr": 0.0}}
     runs = [
