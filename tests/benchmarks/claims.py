@@ -8,8 +8,6 @@ profiles of the convolutional networks are those of ``cnn_profiles.py``.
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -25,6 +23,7 @@ import rehearsal
 from cnn_profiles import profile_of
 from in_turns import peak_of
 from planner_scale import Shape, cluster_of, gpt_profile
+from tables import table
 
 from pipectl.cluster import Cluster
 from pipectl.errors import InfeasibleError
@@ -72,33 +71,20 @@ def main() -> None:
         print(f"{section.__name__}: {perf_counter() - started_s:.0f} s", file=sys.stderr)
 
 
-def table(columns: Sequence[str], rows: Iterator[Sequence[object]]) -> Iterator[str]:
-    """Lines of a Markdown table."""
-    yield f"| {' | '.join(columns)} |"
-    yield f"|{'---|' * len(columns)}"
-    for row in rows:
-        yield f"| {' | '.join(map(str, row))} |"
-
-
 def dapple_plans() -> Iterator[str]:
     """DAPPLE's plans against PipeDream's, and ours against both, on DAPPLE's profiles."""
     yield "## DAPPLE: plans with replicas\n"
     yield "Claim: plans are up to 3.23 times faster than PipeDream's. On DAPPLE's profiles, links"
     yield "and 16 devices, simulated by the same simulator:\n"
     ratios: dict[str, list[float]] = {}
-    for path in sorted(Path(os.environ["PIPECTL_WORKLOADS"]).glob("dapple-*.json")):
-        document, profile = json.loads(path.read_text()), planner_dapple.half_and_half(path)
-        layouts = document["cluster"]["layouts"]
-        clusters = {name: planner_dapple.cluster_of(each) for name, each in layouts.items()}
-        for row, steps_s in planner_dapple.listed(document, profile, clusters).items():
-            plan, _ = planner_dapple.planned(profile, clusters[row[0]], row[1], inf)
-            ours_s = plan.predicted_step_s
-            pairs = {"pipectl over DAPPLE": (steps_s["DAPPLE"], ours_s)}
-            if "PipeDream" in steps_s:
-                pairs["DAPPLE over PipeDream"] = (steps_s["PipeDream"], steps_s["DAPPLE"])
-                pairs["pipectl over PipeDream"] = (steps_s["PipeDream"], ours_s)
-            for name, (slow_s, fast_s) in pairs.items():
-                ratios.setdefault(name, []).append(slow_s / fast_s)
+    for _, _, steps_s, plan, _ in planner_dapple.problems(inf):
+        ours_s = plan.predicted_step_s
+        pairs = {"pipectl over DAPPLE": (steps_s["DAPPLE"], ours_s)}
+        if "PipeDream" in steps_s:
+            pairs["DAPPLE over PipeDream"] = (steps_s["PipeDream"], steps_s["DAPPLE"])
+            pairs["pipectl over PipeDream"] = (steps_s["PipeDream"], ours_s)
+        for name, (slow_s, fast_s) in pairs.items():
+            ratios.setdefault(name, []).append(slow_s / fast_s)
     yield from table(
         ("plans", "problems", "faster on average", "at least", "at most"),
         (
@@ -338,10 +324,10 @@ def offload_and_pipefb() -> Iterator[str]:
     )
     ways = offload.thesis(request)
     plans = {way: make_plan(profile, cluster, each) for way, each in ways.items()}
-    yield from offload.table({way: offload.Way(plan) for way, plan in plans.items()})
+    yield from table(*offload.comparison({way: offload.Way(plan) for way, plan in plans.items()}))
     yield "\nA small GPT, trained by jobs on 4 ranks of this machine, which share two cores: only"
     yield "the peaks count. They include the memory of the process itself.\n"
-    yield from offload.table(offload.trained_jobs())
+    yield from table(*offload.comparison(offload.trained_jobs()))
 
 
 def nodes() -> Iterator[str]:

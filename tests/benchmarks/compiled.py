@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from in_turns import cluster_of, gpt, profiled, ratio, spread, train_in_turns, vision
+from tables import print_table
 
 from pipectl.planner import PlanRequest, make_plan
 
 RANKS, MICRO_BATCHES = 2, 8
 ROUNDS, STEPS = 5, 3
+COLUMNS = ("model", "s per step", "compiled", "faster", "begins later by s", "pays after")
 JOBS = {"gpt": gpt(), "resnet50": vision("resnet50"), "densenet121": vision("densenet121")}
 
 
@@ -37,7 +39,7 @@ def trained(folder: Path, name: str) -> dict[str, Any]:
     return train_in_turns(folder, case, RANKS)[0]
 
 
-def row(name: str) -> str:
+def row(name: str) -> tuple[str, ...]:
     """Of the table."""
     with tempfile.TemporaryDirectory() as place:
         found = trained(Path(place), name)
@@ -45,16 +47,13 @@ def row(name: str) -> str:
     more_s = found["first_s"]["compiled"] - found["first_s"]["plain"]
     saved_s = statistics.median(plain) - statistics.median(compiled)
     pays = f"{more_s / saved_s:.0f} steps" if saved_s > 0 else "never"
-    return (f"| {name} | {spread(plain)} | {spread(compiled)} | {ratio(plain, compiled):.2f}x "
-            f"| {more_s:.0f} | {pays} |")  # fmt: skip
+    faster = f"{ratio(plain, compiled):.2f}x"
+    return name, spread(plain), spread(compiled), faster, f"{more_s:.0f}", pays
 
 
 def main() -> None:
     print(f"## Compiled stages ({RANKS} ranks, {ROUNDS} rounds of {STEPS} steps)\n")
-    print("| model | s per step | compiled | faster | begins later by s | pays after |")
-    print("|---|---|---|---|---|---|")
-    for name in sys.argv[1:] or JOBS:
-        print(row(name), flush=True)
+    print_table(COLUMNS, map(row, sys.argv[1:] or JOBS))
 
 
 if __name__ == "__main__":

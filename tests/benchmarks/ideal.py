@@ -34,6 +34,7 @@ from in_turns import (
     spread,
     train_in_turns,
 )
+from tables import print_table
 
 from pipectl.cluster import Cluster
 from pipectl.link import Link
@@ -72,26 +73,28 @@ def plan_for(job: Job, profile: Profile, ranks: int, micro_batches: int) -> Plan
 def steps(rounds: int) -> None:
     print(f"\n### Measured steps over the simulator's without communication ({rounds} rounds, "
           f"goal {GOAL_STEP})\n")  # fmt: skip
-    print("| model | simulated step s | measured step s | ratio | bubble |")
-    print("|---|---|---|---|---|")
-    for name, job in JOBS.items():
-        simulated, measured, bubbles = [], [], []
-        with tempfile.TemporaryDirectory() as place:
-            folder = Path(place)
-            job.write(folder, RANKS)
-            for _ in range(rounds):
-                profile = profiled(folder, MICRO_BATCHES, again=True)
-                plan = plan_for(job, profile, RANKS, MICRO_BATCHES)
-                plan.save(folder / "plan.json")
-                found = simulate(plan, free(cluster_of(RANKS)))
-                simulated.append(found.step_time_s)
-                bubbles.append(found.bubble)
-                case = {"contenders": {name: {"plan": "plan.json"}}, "rounds": 3, "steps": STEPS}
-                times = train_in_turns(folder, case, RANKS)[0]["seconds"][name]
-                measured.append(statistics.median(times))
-        ratios = [real / ideal for real, ideal in zip(measured, simulated, strict=True)]
-        print(f"| {name} | {spread(simulated)} | {spread(measured)} | {spread(ratios)} "
-              f"| {statistics.median(bubbles):.3f} |", flush=True)  # fmt: skip
+    columns = ("model", "simulated step s", "measured step s", "ratio", "bubble")
+    print_table(columns, (step_row(name, job, rounds) for name, job in JOBS.items()))
+
+
+def step_row(name: str, job: Job, rounds: int) -> tuple[str, ...]:
+    simulated, measured, bubbles = [], [], []
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        job.write(folder, RANKS)
+        for _ in range(rounds):
+            profile = profiled(folder, MICRO_BATCHES, again=True)
+            plan = plan_for(job, profile, RANKS, MICRO_BATCHES)
+            plan.save(folder / "plan.json")
+            found = simulate(plan, free(cluster_of(RANKS)))
+            simulated.append(found.step_time_s)
+            bubbles.append(found.bubble)
+            case = {"contenders": {name: {"plan": "plan.json"}}, "rounds": 3, "steps": STEPS}
+            times = train_in_turns(folder, case, RANKS)[0]["seconds"][name]
+            measured.append(statistics.median(times))
+    ratios = [real / ideal for real, ideal in zip(measured, simulated, strict=True)]
+    bubble = f"{statistics.median(bubbles):.3f}"
+    return name, spread(simulated), spread(measured), spread(ratios), bubble
 
 
 class Computation(NamedTuple):
@@ -111,24 +114,26 @@ class Computation(NamedTuple):
 def computations(rounds: int) -> None:
     count = rounds * STEPS
     print(f"\n### Measured steps over their own computations ({count} steps, goal {GOAL_STEP})\n")
-    print("| model | computations alone s | measured step s | ratio |")
-    print("|---|---|---|---|")
-    for name, job in JOBS.items():
-        with tempfile.TemporaryDirectory() as place:
-            folder = Path(place)
-            job.write(folder, RANKS)
-            plan = plan_for(job, profiled(folder, MICRO_BATCHES), RANKS, MICRO_BATCHES)
-            plan.save(folder / "plan.json")
-            contenders = {name: {"plan": "plan.json"}}
-            case = {"contenders": contenders, "rounds": 1, "steps": STEPS, "recorded": count}
-            records = [rank["records"][name] for rank in train_in_turns(folder, case, RANKS)]
-        measured = [step["seconds"] for step in records[0]]
-        alone = [
-            without_waits([list(computed(mine["table"])) for mine in step])
-            for step in zip(*records, strict=True)
-        ]
-        ratios = [real / ideal for real, ideal in zip(measured, alone, strict=True)]
-        print(f"| {name} | {spread(alone)} | {spread(measured)} | {spread(ratios)} |", flush=True)
+    columns = ("model", "computations alone s", "measured step s", "ratio")
+    print_table(columns, (computations_row(name, job, count) for name, job in JOBS.items()))
+
+
+def computations_row(name: str, job: Job, count: int) -> tuple[str, ...]:
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        job.write(folder, RANKS)
+        plan = plan_for(job, profiled(folder, MICRO_BATCHES), RANKS, MICRO_BATCHES)
+        plan.save(folder / "plan.json")
+        contenders = {name: {"plan": "plan.json"}}
+        case = {"contenders": contenders, "rounds": 1, "steps": STEPS, "recorded": count}
+        records = [rank["records"][name] for rank in train_in_turns(folder, case, RANKS)]
+    measured = [step["seconds"] for step in records[0]]
+    alone = [
+        without_waits([list(computed(mine["table"])) for mine in step])
+        for step in zip(*records, strict=True)
+    ]
+    ratios = [real / ideal for real, ideal in zip(measured, alone, strict=True)]
+    return name, spread(alone), spread(measured), spread(ratios)
 
 
 def computed(table: Sequence[Sequence[float]]) -> Iterator[Computation]:
@@ -188,36 +193,41 @@ def actions(rounds: int) -> None:
         found = train_in_turns(folder, case, RANKS)
     print(f"\n### What an action of an empty stage takes ({MANY} micro-batches, {rounds} steps, "
           f"goal {GOAL_ACTION_US} us)\n")  # fmt: skip
-    print("| rank | rows per step | step, us per row | median row, us | medians by kind, us "
-          "| operators alone, us |")  # fmt: skip
-    print("|---|---|---|---|---|---|")
-    for rank, mine in enumerate(found):
-        rows = mine["rows"]["1F1B"]
-        each = [1e6 * seconds / rows for seconds in mine["seconds"]["1F1B"]]
-        kinds = {kind: 1e6 * median_s for kind, median_s in mine["kinds"]["1F1B"].items()}
-        every = kinds.pop("all")
-        shown = ", ".join(f"{kind} {us:.0f}" for kind, us in sorted(kinds.items()))
-        alone = mine["operators"]["1F1B"].items()
-        operators = ", ".join(f"{kind} {1e6 * seconds:.0f}" for kind, seconds in alone)
-        print(f"| {rank} | {rows} | {spread(each, '.1f')} | {every:.1f} | {shown} | {operators} |",
-              flush=True)  # fmt: skip
+    columns = ("rank", "rows per step", "step, us per row", "median row, us", "medians by kind, us")
+    print_table((*columns, "operators alone, us"), map(actions_row, range(RANKS), found))
+
+
+def actions_row(rank: int, mine: dict[str, Any]) -> tuple[object, ...]:
+    rows = mine["rows"]["1F1B"]
+    each = [1e6 * seconds / rows for seconds in mine["seconds"]["1F1B"]]
+    kinds = {kind: 1e6 * median_s for kind, median_s in mine["kinds"]["1F1B"].items()}
+    every = kinds.pop("all")
+    shown = ", ".join(f"{kind} {us:.0f}" for kind, us in sorted(kinds.items()))
+    alone = mine["operators"]["1F1B"].items()
+    operators = ", ".join(f"{kind} {1e6 * seconds:.0f}" for kind, seconds in alone)
+    return rank, rows, spread(each, ".1f"), f"{every:.1f}", shown, operators
 
 
 def speed_up(rounds: int) -> None:
     ideal = RANKS * MICRO_BATCHES / (MICRO_BATCHES + RANKS - 1)
     print(f"\n### Speed-up over one rank ({rounds} rounds, ideal {ideal:.2f}x, "
           f"goal {GOAL_SPEED_UP:.0%} of it)\n")  # fmt: skip
-    print("| model | pipeline step s | one rank s | speed-up | of the ideal | predicted | "
-          "beside a neighbour s | speed-up | of the ideal |")  # fmt: skip
-    print("|---|---|---|---|---|---|---|---|---|")
-    for name, job in JOBS.items():
-        plans, seconds = trained_alone_and_together(job, rounds)
-        pipeline, one, beside = (seconds[key] for key in ("pipeline", "one", "beside"))
-        predicted = plans["one"].predicted_step_s / plans["pipeline"].predicted_step_s
-        print(f"| {name} | {spread(pipeline)} | {spread(one)} | {in_rounds(one, pipeline)} "
-              f"| {ratio(one, pipeline) / ideal:.1%} | {predicted:.2f} | {spread(beside)} "
-              f"| {in_rounds(beside, pipeline)} | {ratio(beside, pipeline) / ideal:.1%} |",
-              flush=True)  # fmt: skip
+    columns = (
+        *("model", "pipeline step s", "one rank s", "speed-up", "of the ideal", "predicted"),
+        *("beside a neighbour s", "speed-up", "of the ideal"),
+    )
+    print_table(columns, (speed_up_row(name, job, rounds, ideal) for name, job in JOBS.items()))
+
+
+def speed_up_row(name: str, job: Job, rounds: int, ideal: float) -> tuple[str, ...]:
+    plans, seconds = trained_alone_and_together(job, rounds)
+    pipeline, one, beside = (seconds[key] for key in ("pipeline", "one", "beside"))
+    predicted = plans["one"].predicted_step_s / plans["pipeline"].predicted_step_s
+    shares = [f"{ratio(alone, pipeline) / ideal:.1%}" for alone in (one, beside)]
+    return (
+        *(name, spread(pipeline), spread(one), in_rounds(one, pipeline), shares[0]),
+        *(f"{predicted:.2f}", spread(beside), in_rounds(beside, pipeline), shares[1]),
+    )
 
 
 def in_rounds(ones: Sequence[float], others: Sequence[float]) -> str:

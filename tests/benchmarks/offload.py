@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ import yaml
 from in_turns import Job, cluster_of, gpt, peak_of, profiled, rates, train_in_turns
 from planner_scale import cluster_of as accelerators
 from planner_scale import gpt_profile
+from tables import print_table
 
 from pipectl.cluster import Cluster, OffloadTarget
 from pipectl.jobs.prepare import TIGHT_HEAP
@@ -142,26 +143,18 @@ def disk(rounds: int) -> None:
           f"{rounds} rounds (goal: peak -{GOAL_PEAK:.0%}, throughput -{GOAL_LOSS:.0%} at most)\n\n"
           f"A forward saves {format_bytes(saved)}: hidden from {enough / 1e9:.2f} GB/s on; "
           f"the disk gives {link.bandwidth_bytes_per_s / 1e9:.2f} GB/s.\n")  # fmt: skip
-    show(found)
+    print_table(*comparison(found))
     slow = Link(link.latency_s, enough / TOO_SLOW)
     print(f"\nWith a disk of {slow.bandwidth_bytes_per_s / 1e9:.2f} GB/s, predicted:\n")
-    show({way: Way(plan) for way, plan in on_two_ranks(profile, slow).items()})
+    print_table(*comparison({way: Way(plan) for way, plan in on_two_ranks(profile, slow).items()}))
 
 
-def show(ways: Mapping[str, Way]) -> None:
-    """Print a :func:`table`."""
-    for line in table(ways):
-        print(line, flush=True)
-
-
-def table(ways: Mapping[str, Way]) -> Iterator[str]:
-    """Lines of a table: peaks and throughput of all ways against the first."""
+def comparison(ways: Mapping[str, Way]) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows of a table: peaks and throughput of all ways against the first."""
     columns = ["", "ranks", "predicted peak", "", "predicted samples/s", ""]
     if any(way.peaks for way in ways.values()):
         columns += ["measured peak", "", "measured samples/s", ""]
-    yield f"| {' | '.join(columns)} |"
-    yield f"|{'---|' * len(columns)}"
-    first = next(iter(ways.values()))
+    first, rows = next(iter(ways.values())), []
     for way, one in ways.items():
         cells = [way, str(one.plan.ranks)]
         cells += _against(format_bytes, peak_of(one.plan), peak_of(first.plan))
@@ -173,7 +166,8 @@ def table(ways: Mapping[str, Way]) -> Iterator[str]:
             cells += _against(format_bytes, *peaks)
             found = (statistics.median(rates(each.plan, each.steps_s)) for each in (one, first))
             cells += _against(_rate, *found)
-        yield f"| {' | '.join(cells)} |"
+        rows.append(cells)
+    return columns, rows
 
 
 def _against(form: Callable[[Any], str], value: float, first: float) -> tuple[str, str]:
@@ -281,10 +275,10 @@ def on_large_devices() -> None:
         print(f"\n### {DEVICES} accelerators, {host / 1e9:.0f} GB/s to the host and "
               f"{peer / 1e9:.0f} GB/s to each other, predicted\n\nA forward saves "
               f"{format_bytes(saved)}: hidden from {enough / 1e9:.1f} GB/s on.\n")  # fmt: skip
-        show({way: Way(plan) for way, plan in plans.items()})
+        print_table(*comparison({way: Way(plan) for way, plan in plans.items()}))
         print("\nHalf as many stages, backwards on ranks of their own:\n")
         apart = with_backwards_apart(profile, host, peer)
-        show({way: Way(plan) for way, plan in apart.items()})
+        print_table(*comparison({way: Way(plan) for way, plan in apart.items()}))
 
 
 def main() -> None:

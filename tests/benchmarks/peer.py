@@ -19,13 +19,14 @@ import json
 import re
 import statistics
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from in_turns import HOST, Job, cluster_of, gpt, profiled, start, vision
+from tables import print_table
 
 from pipectl.cluster import Cluster
 from pipectl.link import Link
@@ -177,9 +178,9 @@ def peaks(folder: Path, case: dict[str, Any]) -> dict[str, list[int]]:
 def show_times(cells: Mapping[str, Mapping[str, str]]) -> None:
     """Print a row for every engine and schedule, and a column for every case."""
     print("\n### Seconds per step: median (lowest to highest)\n")
-    print(f"| | {' | '.join(cells)} |\n|---|{'---|' * len(cells)}")
-    for key in dict.fromkeys(key for column in cells.values() for key in column):
-        print(f"| {key} | {' | '.join(column.get(key, '') for column in cells.values())} |")
+    keys = dict.fromkeys(key for column in cells.values() for key in column)
+    rows = ((key, *(column.get(key, "") for column in cells.values())) for key in keys)
+    print_table(("", *cells), rows)
 
 
 def times_of(seconds: Mapping[str, list[float]]) -> dict[str, str]:
@@ -200,25 +201,29 @@ def fastest_of_the_peer(medians: Mapping[str, float], same_micro_batches: bool =
 
 def show_goals(medians: Mapping[str, Mapping[str, float]]) -> None:
     """Print how many times faster than torch each case is, and the goals."""
-    print("\n### Ratios of medians\n\n| | goal | measured |\n|---|---|---|")
+    print("\n### Ratios of medians\n")
+    print_table(("", "goal", "measured"), goals(medians))
+
+
+def goals(medians: Mapping[str, Mapping[str, float]]) -> Iterator[tuple[str, str, str]]:
     shared = {case: seconds_of for case, seconds_of in medians.items() if "@" not in case}
     for schedule in ("1F1B", "GPipe"):
         ratios = (
             f"{case} {seconds_of[f'torch/{schedule}'] / seconds_of[f'pipectl, {schedule}']:.2f}x"
             for case, seconds_of in shared.items()
         )
-        print(f"| same cut, {schedule} | {GOAL_SAME_CUT}x | {', '.join(ratios)} |")
+        yield f"same cut, {schedule}", f"{GOAL_SAME_CUT}x", ", ".join(ratios)
     for case, seconds_of in medians.items():
         best, ours = fastest_of_the_peer(seconds_of), "pipectl, its plan"
         if case in GOALS_UNEVEN:
             faster = seconds_of["torch/1F1B"] / seconds_of[ours]
-            print(f"| {case}: plan over equal layers | {GOALS_UNEVEN[case]}x | {faster:.2f}x |")
+            yield f"{case}: plan over equal layers", f"{GOALS_UNEVEN[case]}x", f"{faster:.2f}x"
         for name in [name for name in seconds_of if name.startswith(ours)]:
             of_8 = fastest_of_the_peer(seconds_of, same_micro_batches=True) / seconds_of[name]
             goal = f"{GOALS_LINK[case]}x" if case in GOALS_LINK else ""
             plan = re.sub(r" of \d+$", ", N,", name.removeprefix("pipectl, "))
             ratios = f"{of_8:.2f}x ({best / seconds_of[name]:.2f}x)"
-            print(f"| {case}: {plan} over torch's best with 8 (8 or N) | {goal} | {ratios} |")
+            yield f"{case}: {plan} over torch's best with 8 (8 or N)", goal, ratios
 
 
 def main() -> None:

@@ -1,6 +1,9 @@
-"""Stages with replicas against DAPPLE's and PipeDream's plans on DAPPLE's profiles and constants.
+"""Stages with replicas, against DAPPLE and PipeDream
 
-Needs PIPECTL_WORKLOADS. Prints a section of Markdown.
+    PIPECTL_WORKLOADS=DIRECTORY python tests/benchmarks/planner_dapple.py
+
+Simulated seconds of one iteration on DAPPLE's profiles and links, 16 devices numbered machine by
+machine. Replicas split micro-batches.
 """
 
 from __future__ import annotations
@@ -8,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterator
 from math import exp, log
 from pathlib import Path
 from time import perf_counter
@@ -15,6 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "planner" / "gate"))
 from published import cluster_of, half_and_half, plans_of
+from tables import print_table
 
 from pipectl.cluster import Cluster
 from pipectl.plan import Plan, Replication
@@ -53,21 +58,18 @@ def planned(
     return plan, perf_counter() - started_s
 
 
-HEADER = """## Stages with replicas, against DAPPLE and PipeDream
-
-`python tests/benchmarks/planner_dapple.py`; simulated seconds of one iteration on DAPPLE's profiles
-and links, 16 devices numbered machine by machine. Replicas split micro-batches.
-"""
 COLUMNS = (
     *("profile (batch, micro-batch)", "layout", "DAPPLE", "PipeDream", "best listed"),
     *("pipectl", "of best", "replicas", "planning s"),
 )
 
 
-def cells(path: Path, row: Row, values: dict[str, float], plan: Plan, took_s: float) -> str:
+def cells(
+    path: Path, row: Row, values: dict[str, float], plan: Plan, took_s: float
+) -> tuple[str, ...]:
     """A row of the table."""
     best_s = min(values.values())
-    found = (
+    return (
         f"{path.stem.removeprefix('dapple-')} ({row[1]}, {row[2]})",
         row[0],
         f"{values['DAPPLE']:.3f}",
@@ -78,31 +80,40 @@ def cells(path: Path, row: Row, values: dict[str, float], plan: Plan, took_s: fl
         " ".join(str(stage.replicas) for stage in plan.stages),
         f"{took_s:.2f}",
     )
-    return f"| {' | '.join(found)} |"
 
 
-def main() -> None:
-    """Print the table and the means."""
-    directory = Path(os.environ["PIPECTL_WORKLOADS"])
-    print(HEADER)
-    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
-    ratios: dict[str, list[float]] = {"DAPPLE": [], "PipeDream": []}
-    paths = sorted(directory.glob("dapple-*.json"))
-    planned(half_and_half(paths[0]), cluster_of([1, 1]), 16)  # compile
-    for path in paths:
+def problems(
+    budget_s: float = BUDGET_S,
+) -> Iterator[tuple[Path, Row, dict[str, float], Plan, float]]:
+    """Of all files: the steps of listed plans, our plan, and the seconds that it took."""
+    for path in sorted(Path(os.environ["PIPECTL_WORKLOADS"]).glob("dapple-*.json")):
         document, profile = json.loads(path.read_text()), half_and_half(path)
         layouts = document["cluster"]["layouts"]
         clusters = {name: cluster_of(machines) for name, machines in layouts.items()}
         for row, values in listed(document, profile, clusters).items():
-            plan, seconds = planned(profile, clusters[row[0]], row[1])
-            for name, found in ratios.items():
-                if name in values:
-                    found.append(plan.predicted_step_s / values[name])
-            print(cells(path, row, values, plan, seconds), flush=True)
+            yield path, row, values, *planned(profile, clusters[row[0]], row[1], budget_s)
+
+
+def main() -> None:
+    """Print the table and the means."""
+    next(problems())  # which compiles
+    found = []
+
+    def rows() -> Iterator[tuple[str, ...]]:
+        for problem in problems():
+            found.append(problem)
+            yield cells(*problem)
+
+    print_table(COLUMNS, rows())
     print()
-    for name, found in ratios.items():
-        mean = exp(sum(map(log, found)) / len(found))
-        print(f"Geometric mean over {len(found)} rows: {mean:.3f} of {name}'s.")
+    for name in ("DAPPLE", "PipeDream"):
+        ratios = [
+            plan.predicted_step_s / steps_s[name]
+            for _, _, steps_s, plan, _ in found
+            if name in steps_s
+        ]
+        mean = exp(sum(map(log, ratios)) / len(ratios))
+        print(f"Geometric mean over {len(ratios)} rows: {mean:.3f} of {name}'s.")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,18 @@
-"""Plans for two kinds of devices, against plans that take all devices for equal.
+"""Two kinds of devices
 
     PIPECTL_WORKLOADS=DIRECTORY python tests/benchmarks/planner_heterogeneous.py
 
-Prints a markdown section.
+Two nodes of two slow devices (speed 1, 32 GiB), two of two fast ones (speed 3, 16 GiB); links
+25 GB/s within and 10 GB/s between nodes. *Equal*: the best plan for eight equal devices, executed
+by the simulator on these.
 """
 
 import os
 import time
 from dataclasses import replace
 from pathlib import Path
+
+from tables import print_table
 
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
@@ -22,6 +26,7 @@ SLOW = Device("slow", 1.0, 32 * 2**30)
 FAST = Device("fast", 3.0, 16 * 2**30)
 WITHIN, BETWEEN = Link(1e-5, 2.5e10), Link(3e-5, 1e10)
 MICRO_BATCHES = 32
+COLUMNS = ("model", "equal s", "step s", "shorter by", "stages on", "gap", "planning s")
 
 
 def cluster_of(*devices: Device) -> Cluster:
@@ -30,7 +35,7 @@ def cluster_of(*devices: Device) -> Cluster:
     return Cluster("mixed", "assumed", nodes, WITHIN, BETWEEN)
 
 
-def row(name: str, directory: Path) -> str:
+def row(name: str, directory: Path) -> tuple[str, ...]:
     """One model, on two nodes of each kind."""
     profile = prepared(Profile.load(directory / f"{name}.json"))
     request = PlanRequest(name, MICRO_BATCHES * profile.micro_batch_size, MICRO_BATCHES)
@@ -45,24 +50,14 @@ def row(name: str, directory: Path) -> str:
     step_s = plan.prediction.step_time_s
     shown = " ".join(mixed.device(stage.ranks[0]).kind[0] for stage in plan.stages)
     return (
-        f"| {name} | {equal_s:.3f} | {step_s:.3f} | {100 * (1 - step_s / equal_s):.0f}% "
-        f"| {shown} | {100 * plan.search.gap:.0f}% | {seconds:.1f} |"
+        *(name, f"{equal_s:.3f}", f"{step_s:.3f}", f"{1 - step_s / equal_s:.0%}"),
+        *(shown, f"{plan.search.gap:.0%}", f"{seconds:.1f}"),
     )
 
 
 def main() -> None:
-    """The section."""
-    print("## Two kinds of devices\n")
-    print(
-        "Two nodes of two slow devices (speed 1, 32 GiB), two of two fast ones (speed 3, 16 GiB);"
-    )
-    print("links 25 GB/s within and 10 GB/s between nodes. *Equal*: the best plan for eight equal")
-    print("devices, executed by the simulator on these.\n")
-    print("    python tests/benchmarks/planner_heterogeneous.py\n")
-    print("| model | equal s | step s | shorter by | stages on | gap | planning s |")
-    print("|---|---|---|---|---|---|---|")
-    for name in MODELS:
-        print(row(name, Path(os.environ["PIPECTL_WORKLOADS"])), flush=True)
+    directory = Path(os.environ["PIPECTL_WORKLOADS"])
+    print_table(COLUMNS, (row(name, directory) for name in MODELS))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""The exact balance on published profiles: values, proofs and seconds, as a markdown section.
+"""Optimality: largest stage load
 
     PIPECTL_WORKLOADS=DIRECTORY python tests/benchmarks/planner_optimality.py [NAME PART]
 
-Compares the planner's value with every proven optimum of the directory's files, and prints what it
-finds and proves within ten seconds for the graphs with too many downsets. The rows of each problem
-go to standard error.
+Every published optimum is computed and proven again; a problem is a number of devices and a link.
+*Difference* is the relative difference from the published value. Seconds are of one core, without
+reading the file and without compiling. The rows of each problem go to standard error.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import perf_counter
 from typing import Any
+
+from tables import print_table
 
 from pipectl.planner.balance.balance import balance
 from pipectl.planner.balance.load_model import Balance, BalanceRequest
@@ -27,22 +29,8 @@ OPEN = {
     "pipedream-inception_v3": (None, 12.5e9, 1e9),
     "pipedream-nasnetamobile": (None, 12.5e9, 1e9),
 }
-PROVEN_TEXT = """\
-## Optimality: largest stage load
-
-    PIPECTL_WORKLOADS=DIRECTORY python tests/benchmarks/planner_optimality.py
-
-Every published optimum is computed and proven again; a problem is a number of devices and a link.
-*Difference* is the relative difference from the published value.
-Seconds are of one core, without reading the file and without compiling.
-
-| profile | problems | proven | largest difference | most downsets | longest s |
-|---|---|---|---|---|---|"""
-OPEN_TEXT = f"""
-### Graphs with too many downsets: largest load in ms (gap), within {BUDGET_S:g} s
-
-| profile | link | 2 devices | 4 devices | 8 devices | longest s |
-|---|---|---|---|---|---|"""
+PROVEN = ("profile", "problems", "proven", "largest difference", "most downsets", "longest s")
+SEARCHED = ("profile", "link", "2 devices", "4 devices", "8 devices", "longest s")
 
 
 def main() -> None:
@@ -53,12 +41,10 @@ def main() -> None:
     part = sys.argv[1] if len(sys.argv) > 1 else ""
     files = [file for file in sorted(Path(directory).glob("*.json")) if part in file.stem]
     _warm_up()
-    print(PROVEN_TEXT)
-    for file in files:
-        _print_proven(file)
-    print(OPEN_TEXT)
-    for file in files:
-        _print_open(file)
+    print_table(PROVEN, filter(None, map(_proven, files)))
+    print("\n### Graphs with too many downsets: largest load in ms (gap), within "
+          f"{BUDGET_S:g} s\n")  # fmt: skip
+    print_table(SEARCHED, (row for file in files for row in _searched(file)))
 
 
 def _warm_up() -> None:
@@ -69,8 +55,8 @@ def _warm_up() -> None:
     balance(profile, BalanceRequest(3, bandwidth_bytes_per_s=9.0))
 
 
-def _print_proven(file: Path) -> None:
-    """One row for all problems of a profile whose optimum is published."""
+def _proven(file: Path) -> tuple[object, ...]:
+    """One row for all problems of a profile whose optimum is published; nothing without one."""
     profile, requests = prepared(Profile.load(file)), set()
     name = file.stem.removeprefix("dnnpart-throughput-")
     results: list[tuple[Balance, float, float]] = []
@@ -85,15 +71,18 @@ def _print_proven(file: Path) -> None:
         values = f"{1e3 * solution.value_s:.6g} ms, published {1e3 * entry['value']:.6g} ms"
         problem = f"{name}, {request.devices} devices, {_link(profile, request)}"
         print(f"{problem}: {values}, {seconds:.3f} s", file=sys.stderr, flush=True)
-    if results:
-        cells = [name, str(len(results)), str(sum(solution.exact for solution, _, _ in results))]
-        cells += [f"{max((difference for _, _, difference in results), key=abs):.0e}"]
-        cells += [str(max(solution.downsets for solution, _, _ in results))]
-        cells += [f"{max(seconds for _, seconds, _ in results):.3f}"]
-        print(f"| {' | '.join(cells)} |", flush=True)
+    if not results:
+        return ()
+    return (
+        *(name, len(results), sum(solution.exact for solution, _, _ in results)),
+        f"{max((difference for _, _, difference in results), key=abs):.0e}",
+        max(solution.downsets for solution, _, _ in results),
+        f"{max(seconds for _, seconds, _ in results):.3f}",
+    )
 
 
-def _print_open(file: Path) -> None:
+def _searched(file: Path) -> Iterator[tuple[str, ...]]:
+    """A row for every link."""
     for bandwidth in OPEN.get(file.stem, ()):
         profile, cells, longest_s = prepared(Profile.load(file)), [], 0.0
         for devices in (2, 4, 8):
@@ -101,8 +90,7 @@ def _print_open(file: Path) -> None:
             solution, seconds = _timed(profile, request, BUDGET_S)
             cells.append(f"{1e3 * solution.value_s:.6g} ({solution.gap:.2%})")
             longest_s = max(longest_s, seconds)
-        row = [file.stem, _link(profile, request), *cells, f"{longest_s:.2f}"]
-        print(f"| {' | '.join(row)} |", flush=True)
+        yield file.stem, _link(profile, request), *cells, f"{longest_s:.2f}"
 
 
 def _timed(

@@ -1,8 +1,10 @@
-"""How long it takes to plan a GPT-3-shaped model for many ranks.
+"""Planning at scale
 
     python tests/benchmarks/planner_scale.py [RANKS ...]
 
-Prints a markdown section.
+A profile shaped like GPT-3 (96 blocks, 20 operators each, times from a roofline) on nodes of 8
+devices with 80 GiB, 1536 samples per step; one stage per rank, no replicas. Seconds include
+everything but imports and compiling.
 """
 
 import json
@@ -11,6 +13,8 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+
+from tables import print_table
 
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.link import Link
@@ -26,6 +30,10 @@ HALF = 2
 """Bytes of a number."""
 MEMORY_BYTES = 80 * 2**30
 BATCH = 1536
+COLUMNS = (
+    *("ranks", "planning s", "stages", "micro-batches", "step s", "gap"),
+    "largest peak GiB",
+)
 
 
 @dataclass(frozen=True)
@@ -150,15 +158,15 @@ def measure(ranks: int) -> dict[str, float]:
     }
 
 
-def rows(counts: list[int]) -> Iterator[str]:
+def rows(counts: list[int]) -> Iterator[tuple[object, ...]]:
     """One process for each number of ranks."""
     for ranks in counts:
         command = [sys.executable, __file__, "--one", str(ranks)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         found = json.loads(done.stdout)
         yield (
-            f"| {ranks} | {found['seconds']:.1f} | {found['stages']} | {found['micro_batches']} "
-            f"| {found['step_s']:.2f} | {100 * found['gap']:.0f}% | {found['peak_gib']:.0f} |"
+            *(ranks, f"{found['seconds']:.1f}", found["stages"], found["micro_batches"]),
+            *(f"{found['step_s']:.2f}", f"{found['gap']:.0%}", f"{found['peak_gib']:.0f}"),
         )
 
 
@@ -168,17 +176,7 @@ def main() -> None:
         print(json.dumps(measure(int(sys.argv[2]))))
         return
     counts = [int(text) for text in sys.argv[1:]] or [64, 256, 1024]
-    print("## Planning at scale\n")
-    print(
-        f"A profile shaped like GPT-3 ({BLOCKS} blocks, 20 operators each, times from a roofline)"
-    )
-    print(f"on nodes of 8 devices with {MEMORY_BYTES >> 30} GiB, {BATCH} samples per step; one")
-    print("stage per rank, no replicas. Seconds include everything but imports and compiling.\n")
-    print("    python tests/benchmarks/planner_scale.py\n")
-    print("| ranks | planning s | stages | micro-batches | step s | gap | largest peak GiB |")
-    print("|---|---|---|---|---|---|---|")
-    for row in rows(counts):
-        print(row, flush=True)
+    print_table(COLUMNS, rows(counts))
 
 
 if __name__ == "__main__":

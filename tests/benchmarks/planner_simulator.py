@@ -1,9 +1,13 @@
-"""The simulator: rows of rank programs per second, and the largest pipeline.
+"""The simulator
 
-The *reference* is the plain-Python simulator that the tests compare it with; where that would take
-minutes, it is left out. Times are of one core, after compilation.
+    python tests/benchmarks/planner_simulator.py [--small]
 
-Usage: python tests/benchmarks/planner_simulator.py [--small]
+1F1B pipelines of one stage per rank, stages of uneven cost, eight ranks per node, messages of 1 MB;
+between nodes 10 Gbit/s. A row is a computation, or the start or end of a message. *First* is the
+time of ``simulate()``, programs and memory included, when nothing is known; *again* that of a plan
+whose programs were made before; *events* that of the event loop alone. Nothing is approximated. The
+reference is the plain Python simulator that the tests compare it with (events only); if it would
+take minutes, it is left out.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "simulate"))
 from reference_simulation import Reference
+from tables import print_table
 
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.graph import TransferKind
@@ -31,17 +36,10 @@ SMALL = 3
 """Shapes of ``--small``."""
 MOST_REFERENCE_ROWS = 1_000
 RANKS_PER_NODE = 8
-HEADER = """## The simulator
-
-`python tests/benchmarks/planner_simulator.py`. 1F1B pipelines of one stage per rank, stages of
-uneven cost, eight ranks a node, messages of 1 MB; between nodes 10 Gbit/s. A row is a computation,
-or the start or end of a message. *First* is the time of `simulate()`, programs and memory included,
-when nothing is known; *again* that of a plan whose programs were made before; *events* that of the
-event loop alone. Nothing is approximated. The reference is a plain Python simulator (events only).
-
-| ranks | micro-batches | rows | step s | first s | again s | events s | rows/s first \
-| rows/s events | reference rows/s | memory so far |
-|---|---|---|---|---|---|---|---|---|---|---|"""
+COLUMNS = (
+    *("ranks", "micro-batches", "rows", "step s", "first s", "again s", "events s"),
+    *("rows/s first", "rows/s events", "reference rows/s", "memory so far"),
+)
 
 
 def plan_of(stages: int, micro_batches: int) -> Plan:
@@ -89,7 +87,7 @@ def reference_rows_per_s(plan: Plan, cluster: Cluster) -> str:
     return f"{rows / (time.perf_counter() - start):,.0f}"
 
 
-def row(ranks: int, micro_batches: int) -> str:
+def row(ranks: int, micro_batches: int) -> tuple[str, ...]:
     plan, cluster = plan_of(ranks, micro_batches), cluster_of(ranks)
     times = [time.perf_counter()]
     step_s = simulate(plan, cluster).step_time_s
@@ -106,13 +104,12 @@ def row(ranks: int, micro_batches: int) -> str:
     times.append(time.perf_counter())
     first_s, again_s, _, events_s = (end - start for start, end in pairwise(times))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    cells = (
+    return (
         *(f"{ranks:,}", f"{micro_batches:,}", f"{rows:,}", f"{step_s:.4f}"),
         *(f"{first_s:.4f}", f"{again_s / again:.4f}", f"{events_s:.4f}"),
         *(f"{rows / first_s:,.0f}", f"{rows / events_s:,.0f}"),
         *(reference_rows_per_s(plan, cluster), f"{peak:.1f} GiB"),
     )
-    return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
@@ -120,9 +117,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="leave out what takes minutes")
     small = parser.parse_args().small
     simulate(plan_of(2, 2), cluster_of(2))
-    print(HEADER)
-    for shape in SHAPES[:SMALL] if small else SHAPES:
-        print(row(*shape), flush=True)
+    print_table(COLUMNS, (row(*shape) for shape in (SHAPES[:SMALL] if small else SHAPES)))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from in_turns import cluster_of, gpt, may_shape, profiled, ratio, spread, train_in_turns
+from tables import print_table
 
 from pipectl.link import Link
 from pipectl.plan import Plan
@@ -26,6 +27,11 @@ from pipectl.units import format_bytes
 MEGABITS = (0, 2000, 1000)
 BATCH, MICRO_BATCHES, REPLICAS = 32, 8, 2
 ROUNDS, STEPS = 7, 2
+COLUMNS = (
+    *("stages x replicas", "link", "gradients", "on the wire s"),
+    *("sums after the schedule, step s", "sums during the backward, step s"),
+    *("faster", "hidden", "predicted s"),
+)
 
 
 def replicated(profile: Profile, stages: int, megabits: int) -> Plan:
@@ -43,7 +49,9 @@ def replicated(profile: Profile, stages: int, megabits: int) -> Plan:
     return replace(make_plan(profile, cluster_of(ranks, between), request), name="sums")
 
 
-def compare(profile: Profile, folder: Path, stages: int, megabits: int, rounds: int) -> None:
+def compare(
+    profile: Profile, folder: Path, stages: int, megabits: int, rounds: int
+) -> tuple[str, ...]:
     """A row of the table."""
     plan = replicated(profile, stages, megabits)
     plan.save(folder / "plan.json")
@@ -60,9 +68,10 @@ def compare(profile: Profile, folder: Path, stages: int, megabits: int, rounds: 
     saved_s = statistics.median(late) - statistics.median(early)
     where = f"{megabits} Mbit/s" if megabits else "shared memory"
     hidden = f"{saved_s / wire_s:.0%}" if wire_s else ""
-    print(f"| {stages} x {REPLICAS} | {where} | {format_bytes(size)} | {wire_s:.3f} "
-          f"| {spread(late)} | {spread(early)} | {ratio(late, early):.2f}x | {hidden} "
-          f"| {plan.predicted_step_s:.3f} |", flush=True)  # fmt: skip
+    return (
+        *(f"{stages} x {REPLICAS}", where, format_bytes(size), f"{wire_s:.3f}", spread(late)),
+        *(spread(early), f"{ratio(late, early):.2f}x", hidden, f"{plan.predicted_step_s:.3f}"),
+    )
 
 
 def main() -> None:
@@ -72,20 +81,14 @@ def main() -> None:
     given = parser.parse_args()
     rounds = 1 if given.short else ROUNDS
     print(f"## Sums of gradients beside the computation ({rounds} rounds)\n")
-    print(
-        "| stages x replicas | link | gradients | on the wire s | sums after the schedule, step s "
-        "| sums during the backward, step s | faster | hidden | predicted s |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         gpt(batch=BATCH).write(folder, REPLICAS)
         profile = profiled(folder, MICRO_BATCHES)
-        for megabits in given.megabits:
-            if not megabits or may_shape():
-                compare(profile, folder, 1, megabits, rounds)
+        cases = [(1, each) for each in given.megabits if not each or may_shape()]
         if len(os.sched_getaffinity(0)) >= 2 * REPLICAS:
-            compare(profile, folder, 2, 0, rounds)
+            cases.append((2, 0))
+        print_table(COLUMNS, (compare(profile, folder, *case, rounds) for case in cases))
 
 
 if __name__ == "__main__":

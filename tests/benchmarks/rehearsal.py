@@ -26,6 +26,7 @@ from typing import Any
 from in_turns import cluster_of, gpt, peak_of, profiled, rates, ratio, spread, train_in_turns
 from planner_scale import cluster_of as accelerators
 from planner_scale import gpt_profile
+from tables import print_table
 
 from pipectl.cluster import Cluster, Device, Node
 from pipectl.errors import InfeasibleError
@@ -110,16 +111,19 @@ def zero_bubble(rounds: int) -> None:
     steps_s = [[item["rehearsed_step_time_s"] for item in found[plan.name]] for plan in plans]
     print(f"\n### Zero-bubble: {RANKS} ranks, {MICRO_BATCHES} micro-batches, F = I = W, {rounds} "
           f"rounds\n")  # fmt: skip
-    print("| schedule | predicted step s | rehearsed step s | predicted gain | rehearsed gain "
-          "| of the predicted gain | latest rank s | published |")  # fmt: skip
-    print("|---|---|---|---|---|---|---|---|")
-    for plan, ideal, times in zip(plans, ideal_s, steps_s, strict=True):
+    columns = (
+        *("schedule", "predicted step s", "rehearsed step s", "predicted gain", "rehearsed gain"),
+        *("of the predicted gain", "latest rank s", "published"),
+    )
+
+    def row(plan: Plan, ideal: float, times: list[float]) -> tuple[str, ...]:
         gain, real = ideal_s[0] / ideal - 1, ratio(steps_s[0], times) - 1
         late_s = max(item["late_s"] for item in found[plan.name])
-        gains = f"{gain:.1%} | {real:.1%} | {_share(real, gain)}" if gain else "| |"
+        gains = (f"{gain:.1%}", f"{real:.1%}", _share(real, gain)) if gain else ("", "", "")
         published = PUBLISHED_ZERO_BUBBLE if gain else ""
-        print(f"| {plan.schedule} | {ideal:.3f} | {spread(times)} | {gains} | {late_s:.3f} "
-              f"| {published} |", flush=True)  # fmt: skip
+        return plan.schedule, f"{ideal:.3f}", spread(times), *gains, f"{late_s:.3f}", published
+
+    print_table(columns, map(row, plans, ideal_s, steps_s))
 
 
 def _share(found: float, ideal: float) -> str:
@@ -186,21 +190,26 @@ def show_dapple(
         what: was done to find the seconds.
         peaks: where they were measured.
     """
-    print(f"| plan | predicted samples/s | {what} samples/s | 1F1B is faster, predicted | {what} "
-          "| largest peak, predicted | measured | 1F1B holds | published |")  # fmt: skip
-    print("|---|---|---|---|---|---|---|---|---|")
+    columns = (
+        *("plan", "predicted samples/s", f"{what} samples/s", "1F1B is faster, predicted", what),
+        *("largest peak, predicted", "measured", "1F1B holds", "published"),
+    )
     first = plans["1F1B"]
     found = {name: rates(plan, seconds[name]) for name, plan in plans.items()}
     held = peaks or {name: peak_of(plan) for name, plan in plans.items()}
-    for name, plan in plans.items():
+
+    def row(name: str, plan: Plan) -> tuple[str, ...]:
         (expected,) = rates(plan, [plan.predicted_step_s])
         faster = rates(first, [first.predicted_step_s])[0] / expected
-        size = format_bytes(peaks[name]) if peaks else ""
-        less = f"{held['1F1B'] / held[name] - 1:+.0%}"
-        real = f"{faster:.2f}x | {ratio(found['1F1B'], found[name]):.2f}x"
-        print(f"| {described(name, plan)} | {expected:.3f} | {spread(found[name])} | {real} "
-              f"| {format_bytes(peak_of(plan))} | {size} | {less} "
-              f"| {PUBLISHED_DAPPLE if name == 'GPipe' else ''} |", flush=True)  # fmt: skip
+        return (
+            *(described(name, plan), f"{expected:.3f}", spread(found[name]), f"{faster:.2f}x"),
+            f"{ratio(found['1F1B'], found[name]):.2f}x",
+            *(format_bytes(peak_of(plan)), format_bytes(peaks[name]) if peaks else ""),
+            f"{held['1F1B'] / held[name] - 1:+.0%}",
+            PUBLISHED_DAPPLE if name == "GPipe" else "",
+        )
+
+    print_table(columns, (row(*item) for item in plans.items()))
 
 
 def dapple_rehearsed(rounds: int) -> None:

@@ -1,8 +1,9 @@
 """Runs benchmarks and writes what they print to the page of the documentation that shows it.
 
-Every benchmark is a section, which says when and with what it was measured: sections can be
-measured one at a time, when the machine has nothing else to do. One that fails keeps its old text,
-and this command then exits with 1; the page is replaced as a whole after each section.
+Every benchmark is a section, whose heading and introduction are the docstring of its program. It
+says when and with what it was measured: sections can be measured one at a time, when the machine
+has nothing else to do. One that fails keeps its old text, and this command then exits with 1; the
+page is replaced as a whole after each section.
 
     python tests/benchmarks/write_page.py run [SECTION ...]         docs/benchmarks.md
     python tests/benchmarks/write_page.py planner [SECTION ...]     docs/planner-benchmarks.md
@@ -41,8 +42,6 @@ class Page:
         prefix: of the programs' names.
         sections: in the order of the page.
         packages: whose versions count.
-        described: whether headings and introductions are the docstrings of the programs; else they
-            print their own.
         opening: how the page begins.
     """
 
@@ -50,7 +49,6 @@ class Page:
     prefix: str
     sections: tuple[str, ...]
     packages: tuple[str, ...]
-    described: bool
     opening: str
 
     def program(self, name: str) -> Path:
@@ -66,7 +64,6 @@ RUN = Page(
         *("stage_times", "stage_memory", "staleness", "compiled", "trace_overhead", "checkpoint"),
     ),
     ("torch", "mpi4py", "mpich"),
-    True,
     """# Benchmarks
 
 ```sh setup
@@ -85,7 +82,6 @@ PLANNER = Page(
     "planner_",
     ("optimality", "dapple", "cnns", "heterogeneous", "scale", "simulator"),
     ("numpy", "numba"),
-    False,
     """# Planner benchmarks
 
 `make bench-planner` measures what the planner finds and how long it takes, and writes this page.
@@ -109,9 +105,6 @@ def measure(page: Page, name: str) -> str | None:
         return None
     printed = as_markdown(done.stdout)
     how = circumstances(page, load, (time.monotonic() - begun) / 60)
-    if not page.described:
-        title, _, rest = printed.partition("\n")
-        return "\n\n".join((title, how, rest.strip()))
     title, text = introduction(page.program(name))
     rest = "\n".join(line for line in printed.splitlines() if not line.startswith("## "))
     return "\n\n".join(filter(None, (title, text, how, rest.strip())))
@@ -129,7 +122,7 @@ def circumstances(page: Page, load: float, minutes: float) -> str:
 def introduction(program: Path) -> tuple[str, str]:
     """Heading and text, from its docstring."""
     first, _, rest = (ast.get_docstring(ast.parse(program.read_text())) or "").partition("\n")
-    return f"## {first.rstrip('.')}", rest.strip()
+    return f"## {first.rstrip('.')}", rest.strip("\n")
 
 
 def as_markdown(printed: str) -> str:
