@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +49,7 @@ class Training:
         self.trainer = Trainer(setup, run, 1)
         self.trainer._telemetry.state("measuring")
         self.trainer._steps.learn_layouts()
-        batches = iter(setup.division.batches)
-        self._planned = [next(batches) for _ in range(total)]
+        self._planned = list(islice(setup.job.loader.batches(), total))
         self.trainer._steps.begin(self._planned, 0)
         self._number = count(1)
         self.saving_s: list[float] = []
@@ -69,7 +68,7 @@ class Training:
         self.trainer._telemetry.finish()
 
     def _step(self, number: int) -> None:
-        self.trainer._steps.train(number, [self._planned[number - 1][1]])
+        self.trainer._steps.train(number, [self._planned[number - 1]])
         self.trainer._between_steps(number)
 
     def _timed_save(self, step: int) -> None:
