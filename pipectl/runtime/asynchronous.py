@@ -22,7 +22,6 @@ from pipectl.capture.step import own_name, sample_shares, target_shares, weighte
 from pipectl.errors import CaptureError, MismatchError
 from pipectl.plan import Plan
 from pipectl.runtime.division import LossShares
-from pipectl.runtime.engine import Row
 from pipectl.runtime.gradients import shared_uses
 from pipectl.runtime.setup import Setup
 from pipectl.runtime.step import Batch, Step, StepRun
@@ -157,12 +156,13 @@ class AsynchronousSteps:
         step = Step(EMPTY, channels(self._plan), rank, whole)
         seed = self._setup.job.spec.training.seed, first
         run = StepRun(step, weights, loaded, seed, per_step=count)
+        run.update = partial(self._update, run)
         self._traced = any(map(self._tracing.wants, range(first, first + len(batches))))
         if self._traced:
             run.recording = self._tracing.begin(first)
         self._started = self._since = time.perf_counter()
         parts = stretch(self._plan, rank, len(batches))
-        self._setup.training.run(run, self._update, parts)
+        self._setup.training.run(run, parts)
         self._end_trace(run)
 
     def _shares(self, step: Sequence[Batch]) -> list[float]:
@@ -170,15 +170,15 @@ class AsynchronousSteps:
         targets = [targets for _, targets in step]
         return target_shares(self._weigh, self._setup.job.spec.loss.weight, targets)
 
-    def _update(self, row: Row, run: StepRun) -> None:
+    def _update(self, run: StepRun, stage: int, micro_batch: int) -> None:
         """The end of a step on this rank: an update, or after the last of its forwards."""
-        count, index = self._plan.micro_batches, row.micro_batch // self._plan.micro_batches
+        count, index = self._plan.micro_batches, micro_batch // self._plan.micro_batches
         rate, before = self._stepper.learning_rate, index * count
         weights = run.weights[before : before + count]
         losses = run.losses[:count]
         look = partial(self._end.look, self._first + index, range(count), losses, weights, before)
-        if row.stage in self._setup.stages:
-            with self._setup.stages[row.stage].updating():
+        if stage in self._setup.stages:
+            with self._setup.stages[stage].updating():
                 look()
                 self._stepper.step()
         else:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -24,25 +25,19 @@ _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 _LARGEST = 2**31 - 1
 
 
-class MessageBuffer:
+class MessageBuffer(NamedTuple):
     """A vector that MPI may read or write, now or when the device has got so far.
 
     Args:
         free: events after which MPI may use each piece, or one for all; none if it may now.
     """
 
-    def __init__(self, vector: Tensor, free: Sequence[torch.Event] = ()) -> None:
-        self.vector = vector
-        self._free = free
-
-    @property
-    def is_free_now(self) -> bool:
-        """Whether MPI may use all of it without asking."""
-        return not self._free
+    vector: Tensor
+    free: Sequence[torch.Event] = ()
 
     def is_free(self, piece: int) -> bool:
         """Whether MPI may use a piece now."""
-        return not self._free or self._free[min(piece, len(self._free) - 1)].query()
+        return not self.free or self.free[min(piece, len(self.free) - 1)].query()
 
 
 class Device:

@@ -11,7 +11,7 @@ the first of them, which also gets the reader's gradient, so that each part of i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from time import perf_counter
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from pipectl.capture import CapturedGraph, Cut, Slot
+from pipectl.capture import CapturedGraph, Cut, Lane, Slot
 from pipectl.capture.batch import Reader
 from pipectl.capture.slices import Rows, batch_dimension
 from pipectl.graph import TransferKind
@@ -95,25 +95,26 @@ class Slicing:
 
 
 class Row(NamedTuple):
-    """One action of a program.
+    """One action of a program, bound to all that it refers to.
 
     Args:
-        execute: does it; an UPDATE is the caller's.
+        execute: does it.
         activity: what the rank does, for whoever watches it.
-        micro_batch: its number.
+        computes: whether it is work of a stage, after which messages and sums go on.
     """
 
     execute: Execute
     activity: bytes
-    kind: Kind
-    stage: int
-    micro_batch: int
+    computes: bool
 
 
 Execute = Callable[[StepRun], None]
 Deliver = Callable[[StepRun, Tensors], None]
-Update = Callable[[Row, StepRun], None]
-"""Called at an UPDATE, with what the run gave so far."""
+
+
+def _update(stage: int, micro_batch: int, run: StepRun) -> None:
+    run.outbox = None
+    run.update(stage, micro_batch)
 
 
 class Engine:
@@ -155,16 +156,10 @@ class Engine:
         self.on_results: Callable[[int, int, Tensors], None] | None = None
         self.on_evaluated: Callable[[Rows, Tensors, Any], None] | None = None
 
-    def run(
-        self,
-        run: StepRun,
-        update: Update = lambda *_: None,
-        parts: Iterable[tuple[Actions, int]] | None = None,
-    ) -> None:
+    def run(self, run: StepRun, parts: Iterable[tuple[Actions, int]] | None = None) -> None:
         """Execute a step.
 
         Args:
-            update: called for every UPDATE.
             parts: rows that follow one another, with what is to be added to their micro-batches;
                 by default the step's.
         """
@@ -172,35 +167,29 @@ class Engine:
         if parts is None:
             if step not in self._programs:
                 self._programs[step] = self._bind(step, step.actions)
-            self._run_rows(run, self._programs[step], step.actions, update)
+            self._run_rows(run, self._programs[step], step.actions)
             return
         for actions, more in parts:
             shifted = actions.shifted(more)
-            self._run_rows(run, self._bind(step, shifted), shifted, update)
+            self._run_rows(run, self._bind(step, shifted), shifted)
 
-    def _run_rows(
-        self, run: StepRun, rows: Sequence[Row], actions: Actions, update: Update
-    ) -> None:
+    def _run_rows(self, run: StepRun, rows: Sequence[Row], actions: Actions) -> None:
         if run.recording is not None:
             run.recording.expect(actions.rows)
-        reductions = self.reductions.values()
-        for row in rows:
-            start, recording = perf_counter(), run.recording
-            self._board.begin(row.activity)
-            computes = row.kind.is_compute
+        begin, advance = self._board.begin, self._transport.advance
+        reductions = list(self.reductions.values())
+        for execute, activity, computes in rows:
+            start = perf_counter()
+            begin(activity)
             if computes:
                 run.outbox = None  # what was made before is sent, or waits with its send
-            if row.kind is Kind.UPDATE:
-                update(row, run)
-            else:
-                row.execute(run)
+            execute(run)
             end = perf_counter()
-            if recording is not None:
-                recording.add(start, end)
+            if run.recording is not None:
+                run.recording.add(start, end)
             if computes:
-                if row.kind is not Kind.UPDATE:
-                    run.busy_s += end - start
-                self._transport.advance()
+                run.busy_s += end - start
+                advance()
                 for reduction in reductions:
                     reduction.advance()
 
@@ -216,13 +205,16 @@ class Engine:
                 rows = rows._replace(start=start, stop=stop)
             micro_batch = MicroBatch(number, rows, age=age)
             if channel >= 0:
-                execute = self._bind_message(step, kind, stage, micro_batch, channel)
+                sends = kind in (Kind.SEND_START, Kind.SEND_WAIT)
+                bind = self._bind_send if sends else self._bind_receive
+                execute = bind(step, kind, stage, micro_batch, channel)
             else:
                 execute = self._bind_work(step, kind, stage, micro_batch, number not in read)
             if kind in (Kind.FORWARD, Kind.EVALUATE):
                 read.add(number)
             text = kind.name if number < 0 else f"{kind.name} micro-batch {number}"
-            program.append(Row(execute, action_record(text, stage), kind, stage, number))
+            computes = kind.is_compute and kind is not Kind.UPDATE
+            program.append(Row(execute, action_record(text, stage), computes))
         return program[::-1]
 
     def _bind_work(
@@ -249,7 +241,7 @@ class Engine:
                 return lambda _: reductions[index].start()
             case Kind.REDUCE_WAIT:
                 return lambda _: reductions[index].finish()
-        return lambda _: None  # an UPDATE, which is no matter of the engine's
+        return partial(_update, index, number)
 
     def _bind_forward(
         self, step: Step, kind: Kind, index: int, micro_batch: MicroBatch, is_last_reader: bool
@@ -262,17 +254,18 @@ class Engine:
         if names and rows.shape not in self._readers:
             graph = self._graphs.get(rows.shape, self.cut.graph)
             self._readers[rows.shape] = Reader(graph, training=trains, length=rows.length)
-        reader = self._readers.get(rows.shape)
+        reader, device = self._readers[rows.shape] if names else None, self._device
 
         def start(run: StepRun) -> tuple[MicroBatch, dict[str, Tensor], Tensors]:
             seeded = micro_batch._replace(seed=run.seed_of(number)) if draws else micro_batch
-            arrived = self._slicing.joined(run.inbox.pop(key, ()))
-            known = reader.read(run.load(number, rows)) if names and reader is not None else {}
+            arrived, inputs = self._slicing.joined(run.inbox.pop(key, ())), {}
+            known = None if reader is None else reader.read(run.load(number, rows))
             if is_last_reader:
                 run.drop(number)
-            if names and reader is not None:
+            if reader is not None and known is not None:
                 reader.check(known, size, names, is_whole=is_whole)
-            return seeded, {name: known[name].to(self._device) for name in names}, arrived
+                inputs = {name: known[name].to(device) for name in names}
+            return seeded, inputs, arrived
 
         def forward(run: StepRun) -> None:
             results = stage.forward(*start(run))
@@ -347,50 +340,70 @@ class Engine:
 
         return content
 
-    def _bind_message(
+    def _bind_send(
         self, step: Step, kind: Kind, index: int, micro_batch: MicroBatch, channel: int
     ) -> Execute:
-        end, board = step.channels[channel], self._board
-        lane, number, rows = lane_of(end), micro_batch.number, micro_batch.rows
-        handle = channel, number
-        sends = kind in (Kind.SEND_START, Kind.SEND_WAIT)
-        peer = end.target_rank if sends else end.source_rank
+        end, number, rows = step.channels[channel], micro_batch.number, micro_batch.rows
+        lane, peer, handle, shape = lane_of(end), end.target_rank, (channel, number), rows.shape
         line = self._transport.line(lane, peer)
-        words = f"{lane.kind}s" if number < 0 else f"{lane.kind} {number}"
-        if kind is Kind.SEND_START:
-            content = self._bind_content(step, channel, number, rows)
-
-            def start_send(run: StepRun) -> None:
-                is_half = lane.kind in _HALVES
-                tensors = self._stages[index].leaving(number) if is_half else content(run)
-                run.sends[handle] = line.start_send(number, rows.shape, tensors)
-
-            return start_send
         if kind is Kind.SEND_WAIT:
-            record = wait_record(f"rank {peer} to take {words} of stage {index}", peer)
+            words = f"rank {peer} to take {_words(lane, number)} of stage {index}"
+            awaits, record = self._board.awaits, wait_record(words, peer)
 
             def finish_send(run: StepRun) -> None:
-                board.awaits(record)
+                awaits(record)
                 line.finish_send(run.sends.pop(handle))
 
             return finish_send
+        content = self._bind_content(step, channel, number, rows)
+        if lane.kind in _HALVES:
+            leaving = self._stages[index].leaving
+            content = lambda _: leaving(number)  # noqa: E731
+        elif rows.is_whole:  # the line takes its slots out of all results
+            content = _results
+
+        def start_send(run: StepRun) -> None:
+            run.sends[handle] = line.start_send(number, shape, content(run))
+
+        return start_send
+
+    def _bind_receive(
+        self, step: Step, kind: Kind, index: int, micro_batch: MicroBatch, channel: int
+    ) -> Execute:
+        end, number, rows = step.channels[channel], micro_batch.number, micro_batch.rows
+        lane, peer, handle, shape = lane_of(end), end.source_rank, (channel, number), rows.shape
+        line = self._transport.line(lane, peer)
         if kind is Kind.RECEIVE_START:
 
             def start_receive(run: StepRun) -> None:
-                run.receives[handle] = line.start_receive(number, rows.shape)
+                run.receives[handle] = line.start_receive(number, shape)
 
             return start_receive
-        record = wait_record(f"{words} of stage {lane.source} from rank {peer}", peer)
+        words = f"{_words(lane, number)} of stage {lane.source} from rank {peer}"
+        awaits, record = self._board.awaits, wait_record(words, peer)
         key = lane.kind is TransferKind.GRADIENT, lane.target, number
-        draws = lane.kind is TransferKind.SAVED  # the forward may run again there
 
         def finish_receive(run: StepRun) -> None:
-            board.awaits(record)
+            awaits(record)
             tensors = line.finish_receive(run.receives.pop(handle))
-            if lane.kind not in _HALVES:
-                run.inbox.setdefault(key, []).append(Piece(rows, tensors))
-                return
-            seeded = micro_batch._replace(seed=run.seed_of(number)) if draws else micro_batch
-            self._stages[index].arriving(seeded, tensors)
+            run.inbox.setdefault(key, []).append(Piece(rows, tensors))
 
-        return finish_receive
+        def finish_half(run: StepRun) -> None:
+            awaits(record)
+            # The forward may run again here, from what its rank has saved.
+            seed = run.seed_of(number) if lane.kind is TransferKind.SAVED else 0
+            tensors = line.finish_receive(run.receives.pop(handle))
+            self._stages[index].arriving(micro_batch._replace(seed=seed), tensors)
+
+        return finish_half if lane.kind in _HALVES else finish_receive
+
+
+def _words(lane: Lane, number: int) -> str:
+    """What a message holds."""
+    return f"{lane.kind}s" if number < 0 else f"{lane.kind} {number}"
+
+
+def _results(run: StepRun) -> Tensors:
+    """Of the last computation."""
+    assert run.outbox is not None
+    return run.outbox[1]

@@ -17,7 +17,7 @@ the last one's forward can run before the gradients of the stage's results are t
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -41,7 +41,6 @@ from pipectl.runtime.saved_tensors import SavedTensors, run_backward, unpack
 from pipectl.runtime.stage_code import Deferred, compile_stage, insert_ticks, split_backwards
 from pipectl.runtime.versions import Version, Versions
 
-_NOTHING = nullcontext()
 Key = tuple[bool, Rows]
 """Whether a code is for training, and what it computes at once."""
 
@@ -185,7 +184,7 @@ class Segment:
         recomputes: bool,
     ) -> None:
         self.recomputes = recomputes
-        self._device, self._precision = device, precision
+        self._arithmetic = arithmetic(precision, device)
         self._anchor = torch.zeros((), requires_grad=True)
         self.codes: dict[Key, Code] = {}
         for key, cut in cuts.items():
@@ -284,8 +283,12 @@ class Segment:
         elif code.written:
             states = copy_written(states, code.written)
         used = states if version is None else version.among(states)
-        with _NOTHING if pool is None else pool.hooks():
-            results = self.call(code, micro_batch.seed, used, start.inputs, values.values())
+        given = code, micro_batch.seed, used, start.inputs, values.values()
+        if pool is None:
+            results = self.call(*given)
+        else:
+            with pool.hooks():
+                results = self.call(*given)
         if code.written and not again:
             keep_written(code, states)
         values.update(results)
@@ -307,7 +310,7 @@ class Segment:
         """Call a code; returns its results by slot."""
         batch, module = [inputs[name] for name in code.stage.inputs], code.stage.module
         run = module.forward if isinstance(module, fx.GraphModule) else module  # it has no hooks
-        with arithmetic(self._precision, self._device):
+        with self._arithmetic:
             results = run(seed, *states, *batch, *received)
         return dict(zip(code.stage.results, results, strict=True))
 

@@ -6,7 +6,7 @@ number. A :class:`StepRun` is what one execution works on, and its state.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
@@ -160,6 +160,7 @@ class StepRun:
         batches: yields (inputs, targets) of every piece; empty if no stage reads them.
         seed: parts from which random operators are seeded, the step last.
         scale: of the loss in backwards.
+        update: called at every UPDATE with its stage and micro-batch.
         recording: is told when every row began and ended.
         per_step: micro-batches of a step, if these are several, counted through.
 
@@ -177,6 +178,7 @@ class StepRun:
     batches: Iterator[Batch] = field(default_factory=lambda: iter(()))
     seed: tuple[int | str, ...] = ()
     scale: float = 1.0
+    update: Callable[[int, int], None] = lambda *_: None
     recording: Recording | None = None
     per_step: int | None = None
     inbox: dict[Key, list[Piece]] = field(default_factory=dict)

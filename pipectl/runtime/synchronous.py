@@ -104,7 +104,8 @@ class SynchronousSteps:
     def execute(self, step: int, run: StepRun) -> None:
         """The rows of a step, the update among them."""
         computed = self._loss_shares.computed(run.step)
-        self._setup.training.run(run, lambda *_: self._end.run(step, computed, run))
+        run.update = lambda *_: self._end.run(step, computed, run)
+        self._setup.training.run(run)
 
 
 def learn_layouts(setup: Setup, plan: Plan, loss_shares: LossShares) -> None:

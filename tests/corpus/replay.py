@@ -191,10 +191,10 @@ def peak_of_stage(
     step = _Step(job, plan, stage, runtime, cut)
     sizes = [Rows.of(plan.micro_batch_size)] * plan.micro_batches
     given_rows = Step(program, channels(plan), stage, sizes)
-    engine.run(step.given(given_rows), step.update)
+    engine.run(step.given(given_rows))
     gc.collect()  # what earlier steps and stages left must not be freed meanwhile
     with record_allocated(torch.device("cpu")) as recording:
-        engine.run(step.given(given_rows), step.update)
+        engine.run(step.given(given_rows))
     if mover is not None:
         mover.close()
     resident = step.resident_bytes()
@@ -232,7 +232,7 @@ class _Step:
         plan = self._plan
         batches = (self._job.loader.example(plan.micro_batch_size) for _ in plan.micro_batch_shares)
         share = 1 / plan.micro_batches
-        return StepRun(step, [share] * plan.micro_batches, batches, ("memory",))
+        return StepRun(step, [share] * plan.micro_batches, batches, ("memory",), update=self.update)
 
     def update(self, *_: Any) -> None:
         self._shared.reduce()

@@ -15,7 +15,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -99,7 +99,7 @@ class Posted:
     micro_batch: int
     shape: Shape
     places: Sequence[Place] | None = None
-    transfers: list[Transfer] = field(default_factory=list)
+    transfers: Sequence[Transfer] = ()
     note: Note | None = None
 
     @property
@@ -142,17 +142,19 @@ class Line:
             layouts = [None if tensor is None else Layout.of(tensor) for tensor in known]
             self._wire.send_object(layouts, self._rank, self._tags[~_HEADER])
             places = self._places[shape] = self._places_of(layouts)
-        posted, wire = Posted(micro_batch, shape, places), self._wire
-        vectors: dict[Slot, Tensor] = {}
-        for place in places:
-            vector = self._flat(place, tensors.get(place.slot))
-            if vector is not None:
-                vectors[place.slot] = vector
-                posted.transfers.append(wire.send(vector, self._rank, place.tag))
+        wire, rank = self._wire, self._rank
+        vectors = [self._flat(place, tensors.get(place.slot)) for place in places]
+        transfers = [
+            wire.send(vector, rank, place.tag)
+            for place, vector in zip(places, vectors, strict=True)
+            if vector is not None
+        ]
+        posted = Posted(micro_batch, shape, places, transfers)
         if self._check:
             # Of the tensors, not of the buffers: copies to these may still be under way.
-            posted.note = self._note(posted, vectors)
-            wire.send_object(posted.note, self._rank, self._tags[~_NOTE])
+            sent = zip(places, vectors, strict=True)
+            posted.note = self._note(posted, {p.slot: each for p, each in sent if each is not None})
+            wire.send_object(posted.note, rank, self._tags[~_NOTE])
         return posted
 
     def finish_send(self, posted: Posted) -> None:
@@ -177,10 +179,13 @@ class Line:
         Those of whose layouts nothing is known yet are posted when they are learnt.
         """
         posted = Posted(micro_batch, shape)
-        self._unposted.append(posted)
         if self._check:
             self._without_note.append(posted)
-        self._post_known()
+        places = self._places.get(shape)
+        if places is None or self._unposted:
+            self._unposted.append(posted)
+        else:
+            self._post(posted, places)
         return posted
 
     def finish_receive(self, posted: Posted) -> Tensors:
@@ -199,7 +204,10 @@ class Line:
                     "same versions and files",
                 )
             self._places[self._unposted[0].shape] = self._places_of(layouts)
-            self._post_known()
+            # Post receives up to the first of whose layouts nothing is known.
+            waiting = self._unposted
+            while waiting and (places := self._places.get(waiting[0].shape)) is not None:
+                self._post(waiting.popleft(), places)
         if self._check:  # a message that is too short for its buffers might never end
             self._compare(posted, {})
         self._wire.wait(posted.transfers)
@@ -228,15 +236,14 @@ class Line:
             places.append(Place(slot, tag, layout, sizes, partial(self._name, slot)))
         return places
 
-    def _post_known(self) -> None:
-        """Post receives up to the first of whose layouts nothing is known."""
-        while self._unposted and (places := self._places.get(self._unposted[0].shape)) is not None:
-            posted = self._unposted.popleft()
-            posted.places = places
-            for _, tag, layout, sizes, name in places:
-                if layout is not None:
-                    transfer = self._wire.receive(sizes, layout.dtype, self._rank, tag, name)
-                    posted.transfers.append(transfer)
+    def _post(self, posted: Posted, places: Sequence[Place]) -> None:
+        receive, rank = self._wire.receive, self._rank
+        posted.places = places
+        posted.transfers = [
+            receive(sizes, layout.dtype, rank, tag, name)
+            for _, tag, layout, sizes, name in places
+            if layout is not None
+        ]
 
     def _note(self, posted: Posted, buffers: Mapping[Slot, Tensor]) -> Note:
         """What this side holds of a message, or expects of it before it arrives."""

@@ -82,8 +82,10 @@ class Transfer:
         self, call: Call, buffer: Tensor, rank: int, tag: int, what: Words | None = None
     ) -> None:
         self.buffer, self._what = buffer, what
-        self.unstarted, self.done = 0, False
+        self.unstarted = 0
         self._request = call(memory(buffer, 0, buffer.nbytes), rank, tag)
+        # A small message mostly leaves at once.
+        self.done = what is None and self._request.Test()
 
     def advance(self) -> bool:
         """Let MPI work, and start what may follow; whether all is done.
@@ -91,7 +93,11 @@ class Transfer:
         Raises:
             WorkerError: what arrives has another size than expected.
         """
-        self.done = self.done or self._is_complete(self._request, self.buffer.nbytes)
+        if not self.done:
+            if self._what is None:
+                self.done = self._request.Test()
+            else:
+                self.done = self._is_complete(self._request, self.buffer.nbytes)
         return self.done
 
     def _is_complete(self, request: MPI.Request, size_bytes: int) -> bool:
@@ -244,12 +250,12 @@ class Progress:
     ) -> Transfer:
         """Start a transfer (see its arguments), and see to it from now on."""
         buffer, pieces = message.vector, self.pieces
-        is_whole = message.is_free_now and buffer.nbytes <= pieces.size_bytes
+        is_whole = not message.free and buffer.nbytes <= pieces.size_bytes
         transfer: Transfer
         with self._lock:
             if is_whole and (after is None or not after.unstarted):
                 transfer = Transfer(call, buffer, rank, tag, what)
-                if what is None and transfer.advance():  # a small message mostly leaves at once
+                if transfer.done:
                     return transfer
             else:
                 transfer = PiecewiseTransfer(call, message, rank, tag, pieces, what, after)
@@ -282,11 +288,12 @@ class Progress:
 
     def advance(self) -> None:
         """Let MPI work on everything once; raise what has failed in the helper."""
+        if not self._transfers and self._failure is None:
+            return
         with self._lock:
             if self._failure is not None:
                 raise self._failure
-            if self._transfers:
-                self._advance()
+            self._advance()
 
     def tick(self) -> None:
         """The same, at most every tenth of a millisecond; called between operators."""
@@ -385,11 +392,12 @@ class Wire:
     def _begin(
         self, call: Call, message: MessageBuffer, rank: int, tag: int, what: Words | None
     ) -> Transfer:
-        key = what is None, rank, tag
-        after = self._unstarted.pop(key, None) if self._unstarted else None
+        after = None
+        if self._unstarted:
+            after = self._unstarted.pop((what is None, rank, tag), None)
         transfer = self.progress.begin(call, message, rank, tag, what, after)
         if transfer.unstarted:
-            self._unstarted[key] = transfer
+            self._unstarted[what is None, rank, tag] = transfer
         return transfer
 
     def wait(self, transfers: Iterable[Transfer]) -> None:
