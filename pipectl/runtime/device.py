@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 import torch
@@ -25,15 +24,17 @@ _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 _LARGEST = 2**31 - 1
 
 
-class MessageBuffer(NamedTuple):
+class MessageBuffer:
     """A vector that MPI may read or write, now or when the device has got so far.
 
     Args:
         free: events after which MPI may use each piece, or one for all; none if it may now.
     """
 
-    vector: Tensor
-    free: Sequence[torch.Event] = ()
+    __slots__ = ("free", "vector")
+
+    def __init__(self, vector: Tensor, free: Sequence[torch.Event] = ()) -> None:
+        self.vector, self.free = vector, free
 
     def is_free(self, piece: int) -> bool:
         """Whether MPI may use a piece now."""

@@ -246,7 +246,7 @@ class Engine:
     def _bind_forward(
         self, step: Step, kind: Kind, index: int, micro_batch: MicroBatch, is_last_reader: bool
     ) -> Execute:
-        stage, number, rows = self._stages[index], micro_batch.number, micro_batch.rows
+        stage, (number, rows, _, age) = self._stages[index], micro_batch
         key, trains = (False, index, number), kind is Kind.FORWARD
         draws, names = stage.draws(trains, rows), stage.inputs(trains, rows)
         size, is_whole = rows.size, rows.is_whole
@@ -257,7 +257,9 @@ class Engine:
         reader, device = self._readers[rows.shape] if names else None, self._device
 
         def start(run: StepRun) -> tuple[MicroBatch, dict[str, Tensor], Tensors]:
-            seeded = micro_batch._replace(seed=run.seed_of(number)) if draws else micro_batch
+            seeded = micro_batch
+            if draws:
+                seeded = MicroBatch(number, rows, run.seed_of(number), age)
             arrived, inputs = self._slicing.joined(run.inbox.pop(key, ())), {}
             known = None if reader is None else reader.read(run.load(number, rows))
             if is_last_reader:

@@ -90,7 +90,8 @@ class Origins:
         """Sum what a stage has made of a micro-batch."""
         for slot, tensor in results.items():
             if tensor is not None and slot.value in self._values:
-                total = tensor.sum(dtype=_SUMMED_AS.get(tensor.dtype))
+                wide = _SUMMED_AS.get(tensor.dtype)
+                total = tensor.sum() if wide is None else tensor.sum(dtype=wide)
                 self._sums.append((Origin(micro_batch, stage), total))
 
     def first(self, micro_batches: Container[int] | None = None) -> Origin | None:

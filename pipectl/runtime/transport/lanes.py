@@ -142,19 +142,19 @@ class Line:
             layouts = [None if tensor is None else Layout.of(tensor) for tensor in known]
             self._wire.send_object(layouts, self._rank, self._tags[~_HEADER])
             places = self._places[shape] = self._places_of(layouts)
-        wire, rank = self._wire, self._rank
-        vectors = [self._flat(place, tensors.get(place.slot)) for place in places]
-        transfers = [
-            wire.send(vector, rank, place.tag)
-            for place, vector in zip(places, vectors, strict=True)
-            if vector is not None
-        ]
+        send, rank = self._wire.send, self._rank
+        transfers: list[Transfer] = []
+        vectors: dict[Slot, Tensor] = {}
+        for place in places:
+            vector = self._flat(place, tensors.get(place.slot))
+            if vector is not None:
+                vectors[place.slot] = vector
+                transfers.append(send(vector, rank, place.tag))
         posted = Posted(micro_batch, shape, places, transfers)
         if self._check:
             # Of the tensors, not of the buffers: copies to these may still be under way.
-            sent = zip(places, vectors, strict=True)
-            posted.note = self._note(posted, {p.slot: each for p, each in sent if each is not None})
-            wire.send_object(posted.note, rank, self._tags[~_NOTE])
+            posted.note = self._note(posted, vectors)
+            self._wire.send_object(posted.note, rank, self._tags[~_NOTE])
         return posted
 
     def finish_send(self, posted: Posted) -> None:
@@ -213,7 +213,8 @@ class Line:
         self._wire.wait(posted.transfers)
         if self._check:
             self._compare(posted, posted.buffers)
-        transfers, tensors = iter(posted.transfers), Tensors()
+        transfers = iter(posted.transfers)
+        tensors: Tensors = {}
         for slot, _, layout, _, _ in posted.places:
             if layout is None:
                 tensors[slot] = None
@@ -238,12 +239,11 @@ class Line:
 
     def _post(self, posted: Posted, places: Sequence[Place]) -> None:
         receive, rank = self._wire.receive, self._rank
-        posted.places = places
-        posted.transfers = [
-            receive(sizes, layout.dtype, rank, tag, name)
-            for _, tag, layout, sizes, name in places
-            if layout is not None
-        ]
+        transfers: list[Transfer] = []
+        posted.places, posted.transfers = places, transfers
+        for _, tag, layout, sizes, name in places:
+            if layout is not None:
+                transfers.append(receive(sizes, layout.dtype, rank, tag, name))
 
     def _note(self, posted: Posted, buffers: Mapping[Slot, Tensor]) -> Note:
         """What this side holds of a message, or expects of it before it arrives."""

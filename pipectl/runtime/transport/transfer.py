@@ -224,6 +224,8 @@ class Progress:
         self._lock = threading.Lock()
         self._meter, self._helpers_meter = WorkMeter(), WorkMeter()
         self._transfers: list[Transfer] = []
+        # The last transfer by (call, rank, tag), if MPI does not know of all its pieces yet.
+        self._unstarted: dict[tuple[Call, int, int], Transfer] = {}
         self._has_work = threading.Event()
         self._waiting = self._closed = False
         self._ticked_at = 0.0
@@ -246,30 +248,32 @@ class Progress:
         rank: int,
         tag: int,
         what: Words | None = None,
-        after: Transfer | None = None,
     ) -> Transfer:
         """Start a transfer (see its arguments), and see to it from now on."""
-        buffer, pieces = message.vector, self.pieces
-        is_whole = not message.free and buffer.nbytes <= pieces.size_bytes
-        transfer: Transfer
+        buffer, free, pieces, after = message.vector, message.free, self.pieces, None
         with self._lock:
-            if is_whole and (after is None or not after.unstarted):
+            if self._unstarted:
+                after = self._unstarted.pop((call, rank, tag), None)
+            if not free and not after and buffer.nbytes <= pieces.size_bytes:
                 transfer = Transfer(call, buffer, rank, tag, what)
                 if transfer.done:
                     return transfer
             else:
                 transfer = PiecewiseTransfer(call, message, rank, tag, pieces, what, after)
+                if transfer.unstarted:
+                    self._unstarted[call, rank, tag] = transfer
             self._transfers.append(transfer)
         if self._thread is not None:
             self._has_work.set()
         return transfer
 
-    def wait(self, transfers: Sequence[Transfer]) -> None:
+    def wait(self, transfers: Iterable[Transfer]) -> None:
         """Return when some transfers are complete; all others advance meanwhile."""
         pending = [transfer for transfer in transfers if not transfer.done]
-        if pending:
-            self.advance()  # which mostly ends what a schedule has let go on for long enough
-            pending = [transfer for transfer in pending if not transfer.done]
+        if not pending:
+            return
+        self.advance()  # which mostly ends what a schedule has let go on for long enough
+        pending = [transfer for transfer in pending if not transfer.done]
         if pending:
             self._waiting = True
             try:
@@ -315,6 +319,9 @@ class Progress:
 
     def _advance(self) -> None:
         self._transfers = [item for item in self._transfers if not item.advance()]
+        if self._unstarted:
+            waiting = self._unstarted.items()
+            self._unstarted = {key: each for key, each in waiting if each.unstarted}
 
     def _help(self) -> None:
         pause_s = _PAUSE_S
@@ -364,8 +371,6 @@ class Wire:
         self.progress = progress or Progress()
         self.rank, self.size = communicator.rank, communicator.size
         self._objects: list[MPI.Request] = []
-        # The last transfer by (is sent, rank, tag), if MPI does not know of all its pieces yet.
-        self._unstarted: dict[tuple[bool, int, int], Transfer] = {}
 
     @property
     def others(self) -> list[int]:
@@ -375,7 +380,7 @@ class Wire:
     def send(self, vector: Tensor, rank: int, tag: int) -> Transfer:
         """Begin to send a contiguous tensor on the device, which must not change until it left."""
         message = self._device.to_message(vector, self.progress.pieces.size_bytes)
-        return self._begin(self._send, message, rank, tag, None)
+        return self.progress.begin(self._send, message, rank, tag)
 
     def receive(
         self, sizes: Sizes, dtype: torch.dtype, rank: int, tag: int, what: Words
@@ -387,25 +392,11 @@ class Wire:
             what: names it, for errors.
         """
         message = self._device.message_buffer(sizes, dtype)
-        return self._begin(self._receive, message, rank, tag, what)
-
-    def _begin(
-        self, call: Call, message: MessageBuffer, rank: int, tag: int, what: Words | None
-    ) -> Transfer:
-        after = None
-        if self._unstarted:
-            after = self._unstarted.pop((what is None, rank, tag), None)
-        transfer = self.progress.begin(call, message, rank, tag, what, after)
-        if transfer.unstarted:
-            self._unstarted[what is None, rank, tag] = transfer
-        return transfer
+        return self.progress.begin(self._receive, message, rank, tag, what)
 
     def wait(self, transfers: Iterable[Transfer]) -> None:
         """Return when vectors have left or arrived."""
-        self.progress.wait(list(transfers))
-        if self._unstarted:
-            waiting = self._unstarted.items()
-            self._unstarted = {key: each for key, each in waiting if each.unstarted}
+        self.progress.wait(transfers)
 
     def arrived(self, transfer: Transfer) -> Tensor:
         """What has arrived, on the device."""
