@@ -1,7 +1,8 @@
 """The engine: executes rank programs on tensors, the same ones the simulator executes on costs.
 
-Before a program runs, every row is bound to all that it refers to: a stage, a line of messages,
-what it reads of the batch. So a row is a call without arguments but the state of the run.
+Before a program runs, what its rows do is bound to all that it refers to: a stage, a line of
+messages, what it reads of the batch. That is a few functions; a row is one of them and a
+micro-batch. So the rows of a program run the same code on the same data, which stay in the caches.
 
 Replicas that split micro-batches exchange the rows that both compute. A value that all samples
 share (positions of tokens, say) is the same on all replicas that make it; each reader takes it from
@@ -28,14 +29,16 @@ from pipectl.runtime.layout import Tensors
 from pipectl.runtime.process import Doing
 from pipectl.runtime.reduction import StageReduction
 from pipectl.runtime.stage import MicroBatch, Stage
-from pipectl.runtime.step import Key, Piece, Step, StepRun, lane_of
+from pipectl.runtime.step import Piece, Step, StepRun, lane_of
 from pipectl.runtime.transport import Transport
-from pipectl.schedule import Actions, Kind
+from pipectl.schedule import Actions, Channel, Kind
 from pipectl.watch.board import action_record, wait_record
 
 _HALVES = (TransferKind.SAVED, TransferKind.WEIGHT)
 """Messages between the two ranks of a stage, which know what they hold."""
-_KINDS = tuple(Kind)
+_KINDS = [(kind, kind.name, kind.is_compute and kind is not Kind.UPDATE) for kind in Kind]
+"""By number: a kind, its name, and whether it is work of a stage."""
+_READING = (Kind.FORWARD, Kind.EVALUATE)
 
 
 class Slicing:
@@ -95,26 +98,56 @@ class Slicing:
 
 
 class Row(NamedTuple):
-    """One action of a program, bound to all that it refers to.
+    """One action of a program.
 
     Args:
-        execute: does it.
+        execute: does it; actions that differ in their micro-batch alone share it.
+        micro_batch: that it is for.
         activity: what the rank does, for whoever watches it.
+        wait: what it waits for, likewise; empty if it waits for no other rank.
         computes: whether it is work of a stage, after which messages and sums go on.
     """
 
     execute: Execute
+    micro_batch: MicroBatch
     activity: bytes
+    wait: bytes
     computes: bool
 
 
-Execute = Callable[[StepRun], None]
-Deliver = Callable[[StepRun, Tensors], None]
+class Copy(NamedTuple):
+    """Rows that a stage on this rank takes over a channel from another one on it.
+
+    Args:
+        leads: whether values that all samples share go along.
+    """
+
+    channel: int
+    rows: Rows
+    leads: bool
 
 
-def _update(stage: int, micro_batch: int, run: StepRun) -> None:
-    run.outbox = None
-    run.update(stage, micro_batch)
+class Form(NamedTuple):
+    """What an action does for any micro-batch, and all that it takes to bind it.
+
+    Args:
+        flag: of forwards and evaluations, whether no later one reads the micro-batch; of
+            backwards, whether it is the last before a sum of gradients; of messages, whether
+            values that all samples share go along.
+        copies: of the results.
+    """
+
+    kind: Kind
+    stage: int
+    channel: int
+    rows: Rows
+    flag: bool
+    copies: tuple[Copy, ...]
+
+
+Execute = Callable[[StepRun, MicroBatch], None]
+Content = Callable[[StepRun, MicroBatch], Tensors]
+Deliver = Callable[[StepRun, MicroBatch, Tensors], None]
 
 
 class Engine:
@@ -153,6 +186,7 @@ class Engine:
         self._graphs = graphs or {}
         self._readers: dict[tuple[int, int], Reader] = {}
         self._programs: WeakKeyDictionary[Step, list[Row]] = WeakKeyDictionary()
+        self._bound: WeakKeyDictionary[Step, dict[Form, Execute]] = WeakKeyDictionary()
         self.on_results: Callable[[int, int, Tensors], None] | None = None
         self.on_evaluated: Callable[[Rows, Tensors, Any], None] | None = None
 
@@ -176,14 +210,16 @@ class Engine:
     def _run_rows(self, run: StepRun, rows: Sequence[Row], actions: Actions) -> None:
         if run.recording is not None:
             run.recording.expect(actions.rows)
-        begin, advance = self._board.begin, self._transport.advance
+        begin, awaits, advance = self._board.begin, self._board.awaits, self._transport.advance
         reductions = list(self.reductions.values())
-        for execute, activity, computes in rows:
+        for execute, micro_batch, activity, wait, computes in rows:
             start = perf_counter()
             begin(activity)
+            if wait:
+                awaits(wait)
             if computes:
                 run.outbox = None  # what was made before is sent, or waits with its send
-            execute(run)
+            execute(run, micro_batch)
             end = perf_counter()
             if run.recording is not None:
                 run.recording.add(start, end)
@@ -196,216 +232,236 @@ class Engine:
     def _bind(self, step: Step, actions: Actions) -> list[Row]:
         """The rows of some actions of a step, with all that they refer to."""
         program: list[Row] = []
+        bound = self._bound.setdefault(step, {})
         read: set[int] = set()  # by rows after the one under way
         for row in reversed(actions.rows.tolist()):
-            kind, (_, stage, number, channel, start, stop, age) = _KINDS[row[0]], row
+            code, stage, number, channel, start, stop, age = row
+            kind, name, computes = _KINDS[code]
             weights = channel >= 0 and step.channels[channel].kind is TransferKind.WEIGHT
             rows = Rows.of(0) if number < 0 or weights else step.sizes[number]
             if start >= 0:
                 rows = rows._replace(start=start, stop=stop)
-            micro_batch = MicroBatch(number, rows, age=age)
+            copies: tuple[Copy, ...] = ()
+            flag, wait = False, b""
             if channel >= 0:
-                sends = kind in (Kind.SEND_START, Kind.SEND_WAIT)
-                bind = self._bind_send if sends else self._bind_receive
-                execute = bind(step, kind, stage, micro_batch, channel)
-            else:
-                execute = self._bind_work(step, kind, stage, micro_batch, number not in read)
-            if kind in (Kind.FORWARD, Kind.EVALUATE):
+                flag = step.heads.get((channel, number)) == rows.start
+                if kind in (Kind.SEND_WAIT, Kind.RECEIVE_WAIT):
+                    wait = _wait(step.channels[channel], kind, number)
+            elif kind in _READING:
+                flag, copies = number not in read, _copies(step, kind, stage, number)
                 read.add(number)
-            text = kind.name if number < 0 else f"{kind.name} micro-batch {number}"
-            computes = kind.is_compute and kind is not Kind.UPDATE
-            program.append(Row(execute, action_record(text, stage), computes))
+            elif kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+                copies = _copies(step, kind, stage, number)
+                flag = kind is Kind.BACKWARD and step.closing.get(stage) == number
+            form = Form(kind, stage, channel, rows, flag, copies)
+            if form not in bound:
+                bound[form] = self._bind_form(step.channels, form)
+            activity = action_record(name if number < 0 else f"{name} micro-batch {number}", stage)
+            micro_batch = MicroBatch(number, rows, age=age)
+            program.append(Row(bound[form], micro_batch, activity, wait, computes))
         return program[::-1]
 
-    def _bind_work(
-        self, step: Step, kind: Kind, index: int, micro_batch: MicroBatch, is_last_reader: bool
-    ) -> Execute:
-        """What does anything but a message.
-
-        Args:
-            is_last_reader: whether no later row reads the micro-batch.
-        """
-        number, stages, reductions = micro_batch.number, self._stages, self.reductions
+    def _bind_form(self, channels: Sequence[Channel], form: Form) -> Execute:
+        kind, index, stages, reductions = form.kind, form.stage, self._stages, self.reductions
         match kind:
             case Kind.FORWARD | Kind.EVALUATE:
-                return self._bind_forward(step, kind, index, micro_batch, is_last_reader)
+                return self._bind_forward(channels, form)
             case Kind.BACKWARD | Kind.BACKWARD_INPUT:
-                return self._bind_backward(step, kind, index, micro_batch)
+                return self._bind_backward(channels, form)
             case Kind.BACKWARD_WEIGHT:
-                return lambda _: stages[index].finish_backward(number)
+                return lambda _, batch: stages[index].finish_backward(batch.number)
             case Kind.RECOMPUTE:
-                return lambda _: stages[index].recompute(micro_batch)
+                return lambda _, batch: stages[index].recompute(batch)
             case Kind.OFFLOAD_START | Kind.OFFLOAD_WAIT | Kind.FETCH_START | Kind.FETCH_WAIT:
-                return lambda _: stages[index].saved[number].move(kind)
+                return lambda _, batch: stages[index].saved[batch.number].move(kind)
             case Kind.REDUCE_START:
-                return lambda _: reductions[index].start()
+                return lambda *_: reductions[index].start()
             case Kind.REDUCE_WAIT:
-                return lambda _: reductions[index].finish()
-        return partial(_update, index, number)
+                return lambda *_: reductions[index].finish()
+            case Kind.UPDATE:
+                return partial(_update, index)
+            case Kind.SEND_START | Kind.SEND_WAIT:
+                return self._bind_send(channels[form.channel], form)
+        return self._bind_receive(channels[form.channel], form)
 
-    def _bind_forward(
-        self, step: Step, kind: Kind, index: int, micro_batch: MicroBatch, is_last_reader: bool
-    ) -> Execute:
-        stage, (number, rows, _, age) = self._stages[index], micro_batch
-        key, trains = (False, index, number), kind is Kind.FORWARD
-        draws, names = stage.draws(trains, rows), stage.inputs(trains, rows)
-        size, is_whole = rows.size, rows.is_whole
-        deliver = self._bind_delivery(step, TransferKind.ACTIVATION, index, micro_batch)
-        if names and rows.shape not in self._readers:
-            graph = self._graphs.get(rows.shape, self.cut.graph)
-            self._readers[rows.shape] = Reader(graph, training=trains, length=rows.length)
-        reader, device = self._readers[rows.shape] if names else None, self._device
+    def _bind_forward(self, channels: Sequence[Channel], form: Form) -> Execute:
+        index, rows, trains = form.stage, form.rows, form.kind is Kind.FORWARD
+        stage, loss_slot = self._stages[index], self._loss
+        start, deliver = self._bind_start(stage, trains, form), self._bind_delivery(channels, form)
 
-        def start(run: StepRun) -> tuple[MicroBatch, dict[str, Tensor], Tensors]:
-            seeded = micro_batch
-            if draws:
-                seeded = MicroBatch(number, rows, run.seed_of(number), age)
-            arrived, inputs = self._slicing.joined(run.inbox.pop(key, ())), {}
-            known = None if reader is None else reader.read(run.load(number, rows))
-            if is_last_reader:
-                run.drop(number)
-            if reader is not None and known is not None:
-                reader.check(known, size, names, is_whole=is_whole)
-                inputs = {name: known[name].to(device) for name in names}
-            return seeded, inputs, arrived
-
-        def forward(run: StepRun) -> None:
-            results = stage.forward(*start(run))
-            loss = results.get(self._loss)
+        def forward(run: StepRun, micro_batch: MicroBatch) -> None:
+            results = stage.forward(*start(run, micro_batch))
+            loss = results.get(loss_slot)
             if loss is not None:
                 run.losses.append(loss)
             if self.on_results is not None:
-                self.on_results(number, index, results)
-            deliver(run, results)
+                self.on_results(micro_batch.number, index, results)
+            deliver(run, micro_batch, results)
 
-        def evaluate(run: StepRun) -> None:
+        def evaluate(run: StepRun, micro_batch: MicroBatch) -> None:
             has_loss = index == self.cut.loss_stage and self.on_evaluated is not None
-            targets = run.load(number, rows)[1] if has_loss else None
-            given = start(run)
+            targets = run.load(micro_batch.number, rows)[1] if has_loss else None
+            given = start(run, micro_batch)
             results = stage.evaluate(*given)
             if has_loss and self.on_evaluated is not None:
                 self.on_evaluated(rows, {**given[2], **results}, targets)
-            deliver(run, results)
+            deliver(run, micro_batch, results)
 
         return forward if trains else evaluate
 
-    def _bind_backward(
-        self, step: Step, kind: Kind, index: int, micro_batch: MicroBatch
-    ) -> Execute:
-        stage, number = self._stages[index], micro_batch.number
-        key = True, index, number
-        is_last = kind is Kind.BACKWARD and step.closing.get(index) == number
-        deliver = self._bind_delivery(step, TransferKind.GRADIENT, index, micro_batch)
+    def _bind_start(
+        self, stage: Stage, trains: bool, form: Form
+    ) -> Callable[[StepRun, MicroBatch], tuple[MicroBatch, dict[str, Tensor], Tensors]]:
+        """What a forward takes: its micro-batch, tensors of the batch, and what has arrived."""
+        index, rows, is_last_reader = form.stage, form.rows, form.flag
+        size, is_whole, device, joined = (
+            rows.size,
+            rows.is_whole,
+            self._device,
+            self._slicing.joined,
+        )
+        draws, names = stage.draws(trains, rows), stage.inputs(trains, rows)
+        reader = None
+        if names:
+            if rows.shape not in self._readers:
+                graph = self._graphs.get(rows.shape, self.cut.graph)
+                self._readers[rows.shape] = Reader(graph, training=trains, length=rows.length)
+            reader = self._readers[rows.shape]
 
-        def backward(run: StepRun) -> None:
-            gradients = self._slicing.joined(run.inbox.pop(key, ()))
+        def start(
+            run: StepRun, micro_batch: MicroBatch
+        ) -> tuple[MicroBatch, dict[str, Tensor], Tensors]:
+            number = micro_batch.number
+            if draws:
+                micro_batch = micro_batch._replace(seed=run.seed_of(number))
+            arrived = joined(run.inbox.pop((False, index, number), ()))
+            known = {} if reader is None else reader.read(run.load(number, rows))
+            if is_last_reader:
+                run.drop(number)
+            if reader is not None:
+                reader.check(known, size, names, is_whole=is_whole)
+            return micro_batch, {name: known[name].to(device) for name in names}, arrived
+
+        return start
+
+    def _bind_backward(self, channels: Sequence[Channel], form: Form) -> Execute:
+        index, is_last, joined = form.stage, form.flag, self._slicing.joined
+        stage, deliver = self._stages[index], self._bind_delivery(channels, form)
+
+        def backward(run: StepRun, micro_batch: MicroBatch) -> None:
+            number = micro_batch.number
+            gradients = joined(run.inbox.pop((True, index, number), ()))
             if is_last:
                 self.reductions[index].arm()
             results = stage.backward(micro_batch, gradients, run.weights[number], run.scale)
-            deliver(run, results)
+            deliver(run, micro_batch, results)
 
         return backward
 
-    def _bind_delivery(
-        self, step: Step, kind: TransferKind, index: int, micro_batch: MicroBatch
-    ) -> Deliver:
+    def _bind_delivery(self, channels: Sequence[Channel], form: Form) -> Deliver:
         """Keeps results for the sends that follow; hands them to stages on this rank at once."""
-        first, copies = micro_batch.rows.start, list[tuple[Key, Rows, Callable[..., Tensors]]]()
-        for channel, carried in step.local.get((kind, index), ()):
-            rows = carried.get(micro_batch.number)
-            if rows is not None:
-                target = step.channels[channel].target_stage
-                key = kind is TransferKind.GRADIENT, target, micro_batch.number
-                copies.append((key, rows, self._bind_content(step, channel, key[2], rows)))
+        first, copies = form.rows.start, []
+        for number, rows, leads in form.copies:
+            channel = channels[number]
+            key = channel.kind is TransferKind.GRADIENT, channel.target_stage
+            copies.append((*key, rows, self._bind_content(lane_of(channel), rows, leads)))
 
-        def deliver(run: StepRun, results: Tensors) -> None:
+        def deliver(run: StepRun, micro_batch: MicroBatch, results: Tensors) -> None:
             run.outbox = first, results
-            for key, rows, content in copies:
-                run.inbox.setdefault(key, []).append(Piece(rows, content(run)))
+            for returns, target, rows, content in copies:
+                pieces = run.inbox.setdefault((returns, target, micro_batch.number), [])
+                pieces.append(Piece(rows, content(run, micro_batch)))
 
         return deliver
 
-    def _bind_content(
-        self, step: Step, channel: int, number: int, rows: Rows
-    ) -> Callable[[StepRun], Tensors]:
+    def _bind_content(self, lane: Lane, rows: Rows, leads: bool) -> Content:
         """What a message takes from the results of the last computation."""
-        slots = self.cut.lanes[lane_of(step.channels[channel])]
-        leads, is_whole = step.heads.get((channel, number)) == rows.start, rows.is_whole
+        slots, is_whole, part = self.cut.lanes[lane], rows.is_whole, self._slicing.part
 
-        def content(run: StepRun) -> Tensors:
+        def content(run: StepRun, _: MicroBatch) -> Tensors:
             assert run.outbox is not None
             origin, results = run.outbox
             tensors = {slot: results.get(slot) for slot in slots}
-            if is_whole:
-                return tensors
-            return self._slicing.part(tensors, origin, rows, leads=leads)
+            return tensors if is_whole else part(tensors, origin, rows, leads=leads)
 
         return content
 
-    def _bind_send(
-        self, step: Step, kind: Kind, index: int, micro_batch: MicroBatch, channel: int
-    ) -> Execute:
-        end, number, rows = step.channels[channel], micro_batch.number, micro_batch.rows
-        lane, peer, handle, shape = lane_of(end), end.target_rank, (channel, number), rows.shape
-        line = self._transport.line(lane, peer)
-        if kind is Kind.SEND_WAIT:
-            words = f"rank {peer} to take {_words(lane, number)} of stage {index}"
-            awaits, record = self._board.awaits, wait_record(words, peer)
+    def _bind_send(self, end: Channel, form: Form) -> Execute:
+        lane, channel, shape = lane_of(end), form.channel, form.rows.shape
+        line = self._transport.line(lane, end.target_rank)
 
-            def finish_send(run: StepRun) -> None:
-                awaits(record)
-                line.finish_send(run.sends.pop(handle))
+        def finish_send(run: StepRun, micro_batch: MicroBatch) -> None:
+            line.finish_send(run.sends.pop((channel, micro_batch.number)))
 
+        if form.kind is Kind.SEND_WAIT:
             return finish_send
-        content = self._bind_content(step, channel, number, rows)
+        content = self._bind_content(lane, form.rows, form.flag)
         if lane.kind in _HALVES:
-            leaving = self._stages[index].leaving
-            content = lambda _: leaving(number)  # noqa: E731
-        elif rows.is_whole:  # the line takes its slots out of all results
+            content = partial(_leaving, self._stages[form.stage])
+        elif form.rows.is_whole:
             content = _results
 
-        def start_send(run: StepRun) -> None:
-            run.sends[handle] = line.start_send(number, shape, content(run))
+        def start_send(run: StepRun, micro_batch: MicroBatch) -> None:
+            number = micro_batch.number
+            run.sends[channel, number] = line.start_send(number, shape, content(run, micro_batch))
 
         return start_send
 
-    def _bind_receive(
-        self, step: Step, kind: Kind, index: int, micro_batch: MicroBatch, channel: int
-    ) -> Execute:
-        end, number, rows = step.channels[channel], micro_batch.number, micro_batch.rows
-        lane, peer, handle, shape = lane_of(end), end.source_rank, (channel, number), rows.shape
-        line = self._transport.line(lane, peer)
-        if kind is Kind.RECEIVE_START:
+    def _bind_receive(self, end: Channel, form: Form) -> Execute:
+        lane, channel, rows, shape = lane_of(end), form.channel, form.rows, form.rows.shape
+        line = self._transport.line(lane, end.source_rank)
+        returns, target = lane.kind is TransferKind.GRADIENT, lane.target
 
-            def start_receive(run: StepRun) -> None:
-                run.receives[handle] = line.start_receive(number, shape)
+        def start_receive(run: StepRun, micro_batch: MicroBatch) -> None:
+            number = micro_batch.number
+            run.receives[channel, number] = line.start_receive(number, shape)
 
+        def finish_receive(run: StepRun, micro_batch: MicroBatch) -> None:
+            number = micro_batch.number
+            tensors = line.finish_receive(run.receives.pop((channel, number)))
+            run.inbox.setdefault((returns, target, number), []).append(Piece(rows, tensors))
+
+        def finish_half(run: StepRun, micro_batch: MicroBatch) -> None:
+            tensors = line.finish_receive(run.receives.pop((channel, micro_batch.number)))
+            if lane.kind is TransferKind.SAVED:  # the forward may run again here
+                micro_batch = micro_batch._replace(seed=run.seed_of(micro_batch.number))
+            self._stages[form.stage].arriving(micro_batch, tensors)
+
+        if form.kind is Kind.RECEIVE_START:
             return start_receive
-        words = f"{_words(lane, number)} of stage {lane.source} from rank {peer}"
-        awaits, record = self._board.awaits, wait_record(words, peer)
-        key = lane.kind is TransferKind.GRADIENT, lane.target, number
-
-        def finish_receive(run: StepRun) -> None:
-            awaits(record)
-            tensors = line.finish_receive(run.receives.pop(handle))
-            run.inbox.setdefault(key, []).append(Piece(rows, tensors))
-
-        def finish_half(run: StepRun) -> None:
-            awaits(record)
-            # The forward may run again here, from what its rank has saved.
-            seed = run.seed_of(number) if lane.kind is TransferKind.SAVED else 0
-            tensors = line.finish_receive(run.receives.pop(handle))
-            self._stages[index].arriving(micro_batch._replace(seed=seed), tensors)
-
         return finish_half if lane.kind in _HALVES else finish_receive
 
 
-def _words(lane: Lane, number: int) -> str:
-    """What a message holds."""
-    return f"{lane.kind}s" if number < 0 else f"{lane.kind} {number}"
+def _copies(step: Step, kind: Kind, stage: int, number: int) -> tuple[Copy, ...]:
+    """What a computation's results give to other stages on this rank."""
+    carried = TransferKind.ACTIVATION if kind in _READING else TransferKind.GRADIENT
+    return tuple(
+        Copy(channel, rows[number], step.heads.get((channel, number)) == rows[number].start)
+        for channel, rows in step.local.get((carried, stage), ())
+        if number in rows
+    )
 
 
-def _results(run: StepRun) -> Tensors:
-    """Of the last computation."""
+def _wait(channel: Channel, kind: Kind, number: int) -> bytes:
+    """What the board says of a wait for a message."""
+    words = f"{channel.kind}s" if number < 0 else f"{channel.kind} {number}"
+    if kind is Kind.SEND_WAIT:
+        peer = channel.target_rank
+        return wait_record(f"rank {peer} to take {words} of stage {channel.source_stage}", peer)
+    peer = channel.source_rank
+    return wait_record(f"{words} of stage {channel.source_stage} from rank {peer}", peer)
+
+
+def _results(run: StepRun, _: MicroBatch) -> Tensors:
+    """All of the last computation: a line takes its slots out of them."""
     assert run.outbox is not None
     return run.outbox[1]
+
+
+def _leaving(stage: Stage, _: StepRun, micro_batch: MicroBatch) -> Tensors:
+    return stage.leaving(micro_batch.number)
+
+
+def _update(stage: int, run: StepRun, micro_batch: MicroBatch) -> None:
+    run.outbox = None
+    run.update(stage, micro_batch.number)
