@@ -17,7 +17,7 @@ from pipectl.cli.console import errors, note, plain
 from pipectl.cli.views.run import print_run
 from pipectl.errors import UnknownRunError
 from pipectl.jobs.state import RunStatus, poll
-from pipectl.runs import PROFILING, RunDirectory, as_typed
+from pipectl.runs import PROFILING, RunDirectory, name_in_shell
 from pipectl.units import format_time
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def follow(run: RunDirectory) -> RunStatus:
                 reported = current
             return status
     except KeyboardInterrupt:
-        note(f"\nthe run continues; cancel it with: pipectl cancel {as_typed(run)}")
+        note(f"\nthe run continues; cancel it with: pipectl cancel {name_in_shell(run)}")
         raise
 
 

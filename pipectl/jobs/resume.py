@@ -29,9 +29,9 @@ from pipectl.runs import (
     REHEARSAL,
     Record,
     RunDirectory,
-    as_typed,
     last_checkpoint,
     locked,
+    name_in_shell,
     read_starts,
 )
 from pipectl.runs.readers import read_measured
@@ -82,7 +82,7 @@ def resume(
         if (other := add_next_job(run, record, now)) is not record:
             raise UsageError(
                 f"{run.name}: its job script has just submitted job {other.job_id}",
-                cure=f"follow it with `pipectl status {as_typed(run)}`",
+                cure=f"follow it with `pipectl status {name_in_shell(run)}`",
             )
         file = SpecFile.read(run.job, overrides)
         if not trust_owner:
@@ -125,7 +125,7 @@ def _check_over(run: RunDirectory, record: Record, now: float, *, force: bool) -
     if job.state.alive:
         raise UsageError(
             f"{run.name}: is {job.state.value}",
-            cure=f"wait for its end, or `pipectl cancel {as_typed(run)}` first",
+            cure=f"wait for its end, or `pipectl cancel {name_in_shell(run)}` first",
         )
     return job.state
 
@@ -136,13 +136,13 @@ def _check_incomplete(run: RunDirectory, record: Record, before: JobSpec, spec: 
     if early_stop and spec.evaluation == before.evaluation:
         raise UsageError(
             f"{run.name}: is complete: {early_stop}",
-            cure=f"to train on, allow more evaluations: pipectl resume {as_typed(run)} "
+            cure=f"to train on, allow more evaluations: pipectl resume {name_in_shell(run)} "
             "--set evaluation.early_stopping.patience=N",
         )
     if not early_stop and spec.training.steps <= record.steps:
         raise UsageError(
             f"{run.name}: is complete, step {record.steps} of {record.steps}",
-            cure=f"to train on, give it more steps: pipectl resume {as_typed(run)} "
+            cure=f"to train on, give it more steps: pipectl resume {name_in_shell(run)} "
             f"--set training.steps={2 * record.steps}",
         )
 
@@ -164,7 +164,7 @@ def _check_unchanged(run: RunDirectory, record: Record, before: JobSpec, spec: J
         raise UsageError(
             f"{run.name}: {key} has changed, but its checkpoints belong to the earlier model",
             cure="leave it as it was, or submit a new run, which can start from the weights that "
-            f"`pipectl export {as_typed(run)}` writes (model.weights)",
+            f"`pipectl export {name_in_shell(run)}` writes (model.weights)",
         )
 
 

@@ -31,10 +31,10 @@ from pipectl.runs import (
     RankBeat,
     Record,
     RunDirectory,
-    as_typed,
     is_job_id,
     list_runs,
     locked,
+    name_in_shell,
     read_errors,
     read_exit_code,
     read_heartbeat,
@@ -538,6 +538,6 @@ def refuse_duplicate(base: Path, name: str, now: float) -> None:
         raise UsageError(
             f"{run.name}: its submission was interrupted, but it is {record.scheduler} job "
             f"{record.job_id}; nothing new was submitted",
-            cure=f"follow it with `pipectl status {as_typed(run)}`, or end it with "
+            cure=f"follow it with `pipectl status {name_in_shell(run)}`, or end it with "
             "`pipectl cancel`; for one more run, submit again",
         )

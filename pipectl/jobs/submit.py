@@ -29,8 +29,8 @@ from pipectl.runs import (
     RunDirectory,
     Setting,
     SweepDirectory,
-    as_typed,
     locked,
+    name_in_shell,
     sweep_of,
 )
 from pipectl.spec import dump
@@ -275,12 +275,12 @@ def ids_to_wait_for(runs: Sequence[RunDirectory], scheduler: str, now: float) ->
         if state.final:
             raise UsageError(
                 f"--after {run.name}: is {state.value}, so this job would never start",
-                cure=f"`pipectl resume {as_typed(run)}` first",
+                cure=f"`pipectl resume {name_in_shell(run)}` first",
             )
         if record is None or record.job_id is None:
             raise UsageError(
                 f"--after {run.name}: its job is not known",
-                cure=f"see `pipectl status {as_typed(run)}`",
+                cure=f"see `pipectl status {name_in_shell(run)}`",
             )
         if record.scheduler != scheduler:
             raise UsageError(
@@ -293,7 +293,7 @@ def ids_to_wait_for(runs: Sequence[RunDirectory], scheduler: str, now: float) ->
             if not set(sweep.runs()) <= set(runs):
                 raise UsageError(
                     f"--after {run.name}: a job on {scheduler} cannot wait for one job of an array",
-                    cure=f"wait for the whole array: --after {as_typed(sweep)}",
+                    cure=f"wait for the whole array: --after {name_in_shell(sweep)}",
                 )
         ids[job_id] = None
     return tuple(ids)

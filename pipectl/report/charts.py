@@ -65,7 +65,7 @@ def linear_ticks(low: float, high: float, max_ticks: int = 10) -> list[float]:
     return [index * step for index in range(first, last + 1)]
 
 
-def thinned(points: Points, max_points: int) -> list[tuple[float, float]]:
+def average_points(points: Points, max_points: int) -> list[tuple[float, float]]:
     """Return at most so many points: means of neighbours if there are more."""
     count = min(len(points), max_points)
     bounds = [index * len(points) // count for index in range(count + 1)]
@@ -85,7 +85,7 @@ def steps_svg(curves: Mapping[str, Points]) -> str:
     charts = []
     for title, points in curves.items():
         if points:
-            points = thinned(points, _MAX_POINTS)
+            points = average_points(points, _MAX_POINTS)
             xs, ys = zip(*points, strict=True)
             steps = {x: f"{x:.0f}" for x in linear_ticks(xs[0], xs[-1], 8) if x == int(x)}
             values = {y: f"{y:g}" for y in linear_ticks(min(ys), max(ys), 6)}
@@ -94,7 +94,7 @@ def steps_svg(curves: Mapping[str, Points]) -> str:
     return _charts_svg(charts, "") if charts else ""
 
 
-def measured_links(cluster: Cluster) -> dict[str, Link]:
+def list_measured_links(cluster: Cluster) -> dict[str, Link]:
     """Return the links with measured messages, by name."""
     named = {"within a node": cluster.within_node, "between nodes": cluster.between_nodes}
     return {name: link for name, link in named.items() if link.timings}
@@ -105,7 +105,7 @@ def bandwidth(link: Link, size: float) -> float:
     return size / link.transfer_s(size)
 
 
-def whole_bytes(size: float) -> str:
+def format_size(size: float) -> str:
     """Format a size without trailing zeros: ``16 KiB``, ``9.54 MiB``."""
     return _without_zeros(format_bytes(size))
 
@@ -114,7 +114,7 @@ def links_svg(cluster: Cluster) -> str:
     """Draw the bandwidth by message size, and the time of sums by size and number of ranks."""
     bandwidths = {
         name: [(float(size), bandwidth(link, size)) for size, _ in link.timings]
-        for name, link in measured_links(cluster).items()
+        for name, link in list_measured_links(cluster).items()
     }
     sums = defaultdict(list)
     for ranks, size, time_s in cluster.allreduce:
@@ -134,7 +134,7 @@ def _chart_by_size(
     """Make a chart by size (above 0); the second axis has a label per power of ``base``."""
     xs, ys = zip(*(point for points in curves.values() for point in points), strict=True)
     sizes = [size for size in (16.0**power for power in range(16)) if min(xs) <= size <= max(xs)]
-    x = Axis(_WIDTH, min(xs), max(xs), {size: whole_bytes(size) for size in sizes}, math.log)
+    x = Axis(_WIDTH, min(xs), max(xs), {size: format_size(size) for size in sizes}, math.log)
     lowest = math.floor(math.log(min(ys), base))
     highest = max(math.ceil(math.log(max(ys), base)), lowest + 1)
     values = [float(base) ** power for power in range(lowest, highest + 1)]

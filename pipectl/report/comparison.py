@@ -127,7 +127,7 @@ class Part(NamedTuple):
         return f"{kind} of stage {self.stage}" if self.stage >= 0 else kind
 
 
-Spent = Mapping[str, Both]
+TimeUses = Mapping[str, Both]
 """Seconds by name in ``SPENT``."""
 
 
@@ -147,8 +147,8 @@ class Comparison:
     step: int | None
     time: Both
     parts: tuple[Part, ...]
-    ranks: Mapping[int, Spent]
-    critical: Spent
+    ranks: Mapping[int, TimeUses]
+    critical: TimeUses
     unpaired: int
     clock_error_s: float
 
@@ -182,7 +182,7 @@ class Comparison:
 def compare(predicted: Timeline, measured: Timeline, channels: Sequence[Channel]) -> Comparison:
     """Compare two timelines of a plan with the given channels."""
     ranks = sorted({event.rank for event in measured.events})
-    ours, theirs = Reading(predicted, channels), Reading(measured, channels)
+    ours, theirs = StepTimes(predicted, channels), StepTimes(measured, channels)
     expected = {key: time_s for key, time_s in ours.computing_s.items() if key[0] in ranks}
     paired = sorted(expected.keys() & theirs.computing_s.keys())
     times: dict[tuple[int, int, str], list[Both]] = defaultdict(list)
@@ -190,7 +190,7 @@ def compare(predicted: Timeline, measured: Timeline, channels: Sequence[Channel]
         rank, stage, kind, _ = key
         times[rank, stage, kind].append(Both(expected[key], theirs.computing_s[key]))
 
-    def pair(before: Mapping[str, float], after: Mapping[str, float]) -> Spent:
+    def pair(before: Mapping[str, float], after: Mapping[str, float]) -> TimeUses:
         return {name: Both(before[name], after[name]) for name in SPENT}
 
     return Comparison(
@@ -207,7 +207,7 @@ def compare(predicted: Timeline, measured: Timeline, channels: Sequence[Channel]
     )
 
 
-class Reading:
+class StepTimes:
     """The times in a timeline, given the channels of its plan.
 
     Attributes:

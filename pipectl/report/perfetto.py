@@ -16,7 +16,7 @@ from itertools import count
 from typing import Any
 
 from pipectl.plan import Plan
-from pipectl.report.comparison import Reading
+from pipectl.report.comparison import StepTimes
 from pipectl.schedule import channels
 from pipectl.schedule.actions import COMPUTE_KINDS
 from pipectl.timeline import Event, Timeline
@@ -111,7 +111,7 @@ def _arrows(
     timeline: Timeline, plan: Plan, places: Mapping[int, Place], numbers: Iterator[int]
 ) -> Iterator[Entry]:
     """Yield arrows from the action that produced a message to the one that uses it."""
-    reading = Reading(timeline, channels(plan))
+    reading = StepTimes(timeline, channels(plan))
     micro_batches = sorted({event.micro_batch for event in timeline.events})
     for channel in channels(plan):
         for micro_batch in micro_batches if not channel.is_local else ():

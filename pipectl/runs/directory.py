@@ -338,7 +338,8 @@ def find_run(base: Path, name: str) -> RunDirectory:
     if isinstance(match, RunDirectory):
         return match
     raise UnknownRunError(
-        f"{name!r} is a sweep of several runs", cure=f"name one of them, such as {one_of(match)}"
+        f"{name!r} is a sweep of several runs",
+        cure=f"name one of them, such as {example_run(match)}",
     )
 
 
@@ -355,7 +356,7 @@ def find_runs(base: Path, names: Sequence[str]) -> list[RunDirectory]:
     return list(runs)
 
 
-def as_typed(run: RunDirectory | SweepDirectory) -> str:
+def name_in_shell(run: RunDirectory | SweepDirectory) -> str:
     """Return how to name a run or sweep on a command line: by its name if possible, or its path."""
     base = run.base if isinstance(run, SweepDirectory) else run.path.parent
     try:
@@ -371,9 +372,9 @@ def as_typed(run: RunDirectory | SweepDirectory) -> str:
     return shlex.quote(path if "/" in path else f"./{path}")
 
 
-def one_of(sweep: SweepDirectory) -> str:
+def example_run(sweep: SweepDirectory) -> str:
     """Return how to name a run of a sweep on a command line, for an example."""
-    return as_typed(RunDirectory(sweep.base / f"{sweep.name}-0"))
+    return name_in_shell(RunDirectory(sweep.base / f"{sweep.name}-0"))
 
 
 def _find_all(base: Path, name: str) -> Sequence[RunDirectory | SweepDirectory]:

@@ -171,7 +171,7 @@ def read_metrics(run: RunDirectory, *, whole: bool = True) -> list[dict[str, Any
     for text in texts:
         with suppress(ValueError, RecursionError):
             if isinstance(value := json.loads(text.decode("utf-8", "replace")), dict):
-                lines.append(_sound(value))
+                lines.append(_keep_valid(value))
     has_place = (line for line in lines if None not in (line.get("step"), line.get("attempt")))
     return merge_attempts(list(has_place))
 
@@ -352,7 +352,7 @@ class Logs:
             yield from log.read_lines(to_the_end=to_the_end)
 
 
-def _sound(document: Mapping[str, Any]) -> dict[str, Any]:
+def _keep_valid(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a line of metrics without those of a wrong type."""
     sound = {}
     for key, value in document.items():
@@ -391,6 +391,6 @@ _TYPES: Mapping[str, Any] = {
     **dict.fromkeys(("gradient_of", "early_stop"), Annotated[str, _to_text]),
     "evaluation": Annotated[Mapping[str, float], _to_figures],
     "not_finite": Annotated[
-        Mapping[str, Any], lambda value: _sound(read_value(Mapping[str, Any], value))
+        Mapping[str, Any], lambda value: _keep_valid(read_value(Mapping[str, Any], value))
     ],
 }  # fmt: skip

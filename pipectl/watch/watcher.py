@@ -121,7 +121,7 @@ class Watcher:
         """Read ranks and files, decide, kill, and write; return whether all is over."""
         settings, now = self._settings, self._now
         self._own = self._own._replace(ranks=self._ranks.look(now))
-        self._take(settings.node, self._own)
+        self._store(settings.node, self._own)
         self._read_files()
         self._decide()
         if self._own.ends:
@@ -151,7 +151,7 @@ class Watcher:
         """Return whether the ranks have been started again, so that this watcher must end."""
         return self._has_folder and not self._folder.is_dir()
 
-    def _take(self, number: int, report: NodeReport) -> None:
+    def _store(self, number: int, report: NodeReport) -> None:
         """Store the report of a node, and when the first rank ended."""
         self._heard[number] = report, self._now
         concerns = self._is_first or number == self._settings.node
@@ -169,9 +169,9 @@ class Watcher:
             for number, last in self._stamps.items():
                 if (news := read_report(node_path(self._folder, number), last)) is not None:
                     self._stamps[number], report = news
-                    self._take(number, report)
+                    self._store(number, report)
 
-    def _known(self) -> list[NodeReport]:
+    def _list_reports(self) -> list[NodeReport]:
         """Return all reports with their age; time while all ranks were suspended is left out."""
         reports = []
         for _, (node, heard_at) in sorted(self._heard.items()):
@@ -194,7 +194,7 @@ class Watcher:
             return
         if is_suspended(node for node, _ in self._heard.values()):
             self._suspended_at = now
-        nodes = self._known()
+        nodes = self._list_reports()
         limit = limit_s(nodes, settings.nodes, settings.min_s, settings.predicted_s)
         limit *= 1.0 if self._is_first else _WITHOUT_FIRST
         ended_s = None if self._ended_at is None else now - self._ended_at

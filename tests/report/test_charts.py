@@ -8,7 +8,7 @@ import pytest
 
 from pipectl.cluster import ASSUMED_BETWEEN, Cluster, Device, Node
 from pipectl.link import Link
-from pipectl.report.charts import links_svg, steps_svg, thinned, whole_bytes
+from pipectl.report.charts import average_points, format_size, links_svg, steps_svg
 
 FAST = Link(1e-6, 1e9, timings=tuple((4**p, 1e-6 + 4**p / 1e9) for p in range(11)))
 SLOW = Link(1e-5, 1e8, timings=tuple((4**p, 1e-5 + 4**p / 1e8) for p in range(9)))
@@ -47,7 +47,7 @@ def test_a_picture_without_measurements_is_well_formed() -> None:
     ("size", "text"), [(1, "1 B"), (16 * 2**10, "16 KiB"), (100, "100 B"), (1536, "1.50 KiB")]
 )
 def test_sizes_have_no_superfluous_digits(size: int, text: str) -> None:
-    assert whole_bytes(size) == text
+    assert format_size(size) == text
 
 
 def test_figures_by_step() -> None:
@@ -67,7 +67,7 @@ def test_figures_by_step() -> None:
 
 def test_a_long_curve_is_drawn_by_means() -> None:
     points = [(float(step), float(step % 2)) for step in range(100_000)]
-    found = thinned(points, 1000)
+    found = average_points(points, 1000)
     assert len(found) == 1000
     assert {y for _, y in found} == {0.5}
     assert len(steps_svg({"loss": points})) < 30_000

@@ -14,12 +14,12 @@ from pipectl.runs import (
     RunDirectory,
     Setting,
     SweepDirectory,
-    as_typed,
     find,
     find_run,
     find_runs,
     list_runs,
     list_sweeps,
+    name_in_shell,
 )
 
 NOW = datetime(2026, 11, 20, 15, 22, 33).timestamp()
@@ -155,13 +155,16 @@ def test_a_run_is_called_by_what_finds_it(base: Path, monkeypatch: pytest.Monkey
         (base, f"./{run.name}"),
     ):
         monkeypatch.chdir(directory)
-        assert as_typed(run) == called
+        assert name_in_shell(run) == called
         assert find_run(Path("runs"), called) == run
     (elsewhere / "runs").symlink_to(base)
     monkeypatch.chdir(elsewhere)
-    assert as_typed(run) == run.name
+    assert name_in_shell(run) == run.name
     monkeypatch.chdir(base)
-    assert as_typed(RunDirectory(elsewhere / "runs" / run.name)) == f"'{elsewhere}/runs/{run.name}'"
+    assert (
+        name_in_shell(RunDirectory(elsewhere / "runs" / run.name))
+        == f"'{elsewhere}/runs/{run.name}'"
+    )
 
 
 def record(run: Path, job_id: str, sweep: str = "") -> None:
@@ -267,7 +270,7 @@ def test_a_sweep_is_found_by_its_path(tmp_path: Path, monkeypatch: pytest.Monkey
     sweep, runs = SweepDirectory.create(tmp_path / "out", "gpt", 2, NOW)
     monkeypatch.chdir(tmp_path)
     called = f"out/sweeps/{STEM}"
-    assert as_typed(sweep) == called
+    assert name_in_shell(sweep) == called
     assert find(Path("runs"), called).path == sweep.path
     assert find_runs(Path("runs"), [called]) == runs
     assert find(Path("runs"), f"out/{STEM}-0") == runs[0]
@@ -275,7 +278,7 @@ def test_a_sweep_is_found_by_its_path(tmp_path: Path, monkeypatch: pytest.Monkey
         find_run(Path("runs"), called)
     assert caught.value.cure == f"name one of them, such as out/{STEM}-0"
     (tmp_path / "out").rename("runs")
-    assert as_typed(SweepDirectory(tmp_path / "runs/sweeps" / STEM)) == STEM
+    assert name_in_shell(SweepDirectory(tmp_path / "runs/sweeps" / STEM)) == STEM
 
 
 def test_a_part_of_several_names_is_refused(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from pipectl.runs import (
     Logs,
     Record,
     RunDirectory,
-    as_typed,
     find_runs,
+    name_in_shell,
     read_errors,
     read_exit_code,
 )
@@ -89,12 +89,12 @@ def _print_logs(
     show(last_lines, tail)
     if not printed and tail != 0:
         who = f"rank {', '.join(map(str, sorted(ranks)))}" if ranks else "the run"
-        note(f"{run.name}: {who} has printed nothing; see: pipectl status {as_typed(run)}")
+        note(f"{run.name}: {who} has printed nothing; see: pipectl status {name_in_shell(run)}")
     if unknown is not None:
         raise UnknownRunError(
             f"{run.name}: the log has stopped, and it is unknown whether the run is alive: "
             f"{unknown or 'no source knows its job'}",
-            cure=f"to follow it again: pipectl logs -f {as_typed(run)}",
+            cure=f"to follow it again: pipectl logs -f {name_in_shell(run)}",
         )
 
 

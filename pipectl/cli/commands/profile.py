@@ -28,7 +28,7 @@ from pipectl.jobs.profiles import measure
 from pipectl.jobs.submit import submit as submit_job
 from pipectl.link import Link
 from pipectl.profile import Profile
-from pipectl.report.charts import bandwidth, measured_links, whole_bytes
+from pipectl.report.charts import bandwidth, format_size, list_measured_links
 from pipectl.spec import JobSpec, load
 from pipectl.units import format_bytes, format_time
 
@@ -146,9 +146,9 @@ def show_profile(profile: Profile, path: Path, began: float, *, as_json: bool) -
 def links_view(cluster: Cluster) -> RenderableType:
     """Measured links: times by message size, effects of other messages, and times of sums."""
     parts: list[RenderableType] = [plain(f"{cluster.name}: {cluster.source}", "bold"), ""]
-    links, rows = measured_links(cluster), []
+    links, rows = list_measured_links(cluster), []
     for size in sorted({size for link in links.values() for size, _ in link.timings}):
-        cells = [whole_bytes(size)]
+        cells = [format_size(size)]
         for link in links.values():
             measured = size <= link.timings[-1][0]
             cells.append(format_time(link.transfer_s(size)) if measured else "")
@@ -162,7 +162,7 @@ def links_view(cluster: Cluster) -> RenderableType:
         times = {(ranks, size): format_time(time_s) for ranks, size, time_s in cluster.allreduce}
         counts = sorted({ranks for ranks, _ in times})
         sums = [
-            (whole_bytes(size), *(times.get((count, size), "") for count in counts))
+            (format_size(size), *(times.get((count, size), "") for count in counts))
             for size in sorted({size for _, size in times})
         ]
         parts += ["", table(("sum", *(f"{count} ranks" for count in counts)), sums)]
@@ -189,4 +189,4 @@ def _link_lines(name: str, link: Link) -> Iterator[str]:
         yield f"  {facts.pairs} pairs: {facts.at_once:.2f} times as long as one; taken as {kind}"
     for size, hidden, polled in facts.overlap:
         shares = f"{hidden:.0%}, and {polled:.0%} with polling"
-        yield f"  hidden by compute, {whole_bytes(size)}: {shares}"
+        yield f"  hidden by compute, {format_size(size)}: {shares}"

@@ -26,7 +26,7 @@ from pipectl.report.comparison import (
     Comparison,
     Part,
     RecordedStep,
-    Spent,
+    TimeUses,
     explain,
     load_step,
 )
@@ -190,7 +190,7 @@ def _parts_table(parts: Sequence[Part]) -> Table:
     return table(_PARTS, rows, left=("action",))
 
 
-def _ranks_table(ranks: Mapping[int, Spent]) -> Table:
+def _ranks_table(ranks: Mapping[int, TimeUses]) -> Table:
     """Predicted and measured times of the ranks in a step, without kinds that take no time."""
     kinds = [name for name in SPENT if any(max(r[name]) >= _NOTHING_S for r in ranks.values())]
     rows = [

@@ -15,7 +15,7 @@ from pipectl.cli.console import note, output, plain, say, say_json
 from pipectl.cli.views import run as view
 from pipectl.errors import UnknownRunError, UsageError
 from pipectl.jobs.state import Poller, RunStatus, get_statuses
-from pipectl.runs import RunDirectory, SweepDirectory, find, find_runs, list_runs, one_of
+from pipectl.runs import RunDirectory, SweepDirectory, example_run, find, find_runs, list_runs
 
 _POLL_S = 0.5
 _MARGIN = 4
@@ -38,7 +38,7 @@ def command(
         raise UsageError("--ranks: needs one run", cure="name it, or write `last`")
     one = find(directory, names[0]) if names and len(names) == 1 else None
     if ranks and isinstance(one, SweepDirectory):
-        raise UsageError("--ranks: needs one run", cure=f"name one, such as {one_of(one)}")
+        raise UsageError("--ranks: needs one run", cure=f"name one, such as {example_run(one)}")
     runs = find_runs(directory, names or ())
     if watching:
         _watch(one, runs, directory, limit)

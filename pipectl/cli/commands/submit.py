@@ -28,7 +28,7 @@ from pipectl.jobs.prepare import (
     render,
     warning_of_code,
 )
-from pipectl.runs import Record, RunDirectory, SweepDirectory, as_typed, find_runs, sweep_of
+from pipectl.runs import Record, RunDirectory, SweepDirectory, find_runs, name_in_shell, sweep_of
 from pipectl.spec import JobSpec, Point, SpecFile
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def _submit_and_follow(
         of = "" if record.scheduler == LOCAL else f" ({record.scheduler} job {array})"
         say(f"submitted: {len(submissions)} runs of {record.name}{of}")
         say(f"sweep directory: {short_path(sweep.path)}")
-        say(f"see: pipectl status {as_typed(sweep)}")
+        say(f"see: pipectl status {name_in_shell(sweep)}")
     if wait:
         _follow_sweep(sweep, as_json=as_json)
     elif as_json:
@@ -207,7 +207,7 @@ def finish(
     """Print a run that was submitted: ``lines`` and the command for its status, or its JSON with
     ``more`` keys. With ``wait``, follow it to its end."""
     if not as_json:
-        for line in (*lines, f"see: pipectl status {as_typed(run)}"):
+        for line in (*lines, f"see: pipectl status {name_in_shell(run)}"):
             say(line)
     if wait:
         from pipectl.cli.follow import follow_or_exit

@@ -18,8 +18,8 @@ from pipectl.jobs.state import RunStatus, find_best
 from pipectl.runs import (
     PROFILING,
     SweepDirectory,
-    as_typed,
     last_checkpoint,
+    name_in_shell,
     read_heartbeat,
     read_metrics,
     step_of,
@@ -149,7 +149,7 @@ def run_facts(
 def _failure(status: RunStatus) -> Iterator[Fact]:
     """What ended the run, or what it waits for."""
     job, failure = status.job, status.failure
-    details = f"details: {short_path(status.run.errors)}, pipectl logs {as_typed(status.run)}"
+    details = f"details: {short_path(status.run.errors)}, pipectl logs {name_in_shell(status.run)}"
     if failure is not None and job.state is not JobState.COMPLETED:
         others = len(status.errors) - 1
         also = f" (and {plural(others, 'more rank')})" if others else ""
@@ -158,7 +158,7 @@ def _failure(status: RunStatus) -> Iterator[Fact]:
     if job.reason and not (failure is not None and job.reason.startswith("exit code")):
         yield "reason", job.reason, ""
     if failure is None and job.state is JobState.FAILED:
-        yield "details", f"pipectl logs {as_typed(status.run)}", ""
+        yield "details", f"pipectl logs {name_in_shell(status.run)}", ""
     if job.start is not None and job.state.waits:
         yield "expected", f"to start {datetime.fromtimestamp(job.start):%Y-%m-%d %H:%M}", ""
     if stalled := status.stalled:
@@ -266,7 +266,7 @@ def _files(status: RunStatus) -> Iterator[Fact]:
         yield "weights", short_path(weights), ""
     if status.can_go_on:
         since = "the beginning" if weights is None else f"step {step_of(weights)}"
-        yield "resume with", f"pipectl resume {as_typed(run)}  (from {since})", ""
+        yield "resume with", f"pipectl resume {name_in_shell(run)}  (from {since})", ""
 
 
 def run_picture(status: RunStatus, width: int, height: int) -> RenderableType:
@@ -460,11 +460,11 @@ def sparkline(values: Sequence[float], width: int) -> str:
     Args:
         width: maximum number of characters.
     """
-    from pipectl.report.charts import thinned  # for --watch alone
+    from pipectl.report.charts import average_points  # for --watch alone
 
     if not values:
         return ""
-    means = [mean for _, mean in thinned(list(enumerate(values)), width)]
+    means = [mean for _, mean in average_points(list(enumerate(values)), width)]
     low, span = min(means), max(means) - min(means)
     top = len(_LEVELS) - 1
     return "".join(_LEVELS[round(top * (mean - low) / span) if span else 0] for mean in means)
