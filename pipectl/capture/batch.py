@@ -1,10 +1,10 @@
 """A batch: its inputs and targets, and what a graph knows of them.
 
-Tensors of a batch enter the graph; numbers stand in its operators, as they were when it was
-captured. It knows nothing of all else (names of files, say). Only the number of samples is free,
-and the length of sequences if there are buckets: other sizes stand in the operators as numbers, so
-a batch of another shape (padded to its longest sample, say) would fail deep inside of torch, or
-train on something else.
+Tensors of a batch are inputs of the graph; numbers are constants in its operators. The graph
+ignores everything else (names of files, for example). Only the number of samples is free, and the
+sequence length if there are buckets: other sizes are constants in the operators, so a batch of
+another shape (padded to its longest sample, for example) would fail inside torch, or train on
+something else.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _MAX_NAMED = 3
 
 
 def split_sample(batch: Any) -> tuple[Any, Any]:
-    """A collated batch as (inputs, targets).
+    """Return a collated batch as (inputs, targets).
 
-    A pair is taken as such, ``{"inputs": ..., "targets": ...}`` likewise; any other mapping goes
-    to the model as keywords and, whole, to the loss.
+    A pair is used as it is, and so is ``{"inputs": ..., "targets": ...}``; any other mapping goes
+    to the model as keyword arguments and, as a whole, to the loss.
     """
     if isinstance(batch, Mapping):
         if set(batch) == {"inputs", "targets"}:
@@ -48,7 +48,7 @@ def split_sample(batch: Any) -> tuple[Any, Any]:
 
 
 def check_samples(inputs: Any, targets: Any, size: int) -> None:
-    """Raise unless a batch has tensors, and ``size`` samples in the first dimension of each."""
+    """Raise unless a batch has tensors, with ``size`` samples in the first dimension of each."""
     leaves = tensors_in((inputs, targets))
     if not leaves:
         raise CaptureError(
@@ -65,17 +65,16 @@ def check_samples(inputs: Any, targets: Any, size: int) -> None:
 class Reader:
     """Finds the tensors and numbers of batches by their names in a graph, and checks them.
 
-    They are known by their places in ``(inputs, targets)``, so keys of dictionaries may come in any
-    order. Where a name is follows from the structure of a batch; it is found once for each.
+    They are identified by their places in ``(inputs, targets)``, so that keys of dictionaries may
+    come in any order. The places are looked up once for each structure of a batch.
 
     Args:
         training: whether it reads batches of ``data``, or of ``evaluation.data``.
-        length: that sequences are padded to; 0 without buckets.
+        length: padded length of sequences; 0 without buckets.
 
     Attributes:
-        checked: the tensors and numbers that are checked, as they were captured, by name. Tensors
-            that only the user's own code reads are left out: it takes what it is made for, and the
-            shape of what it gives is looked at.
+        checked: the captured tensors and numbers that are checked, by name. Tensors that only
+            opaque submodules read are left out; the shapes of their results are checked instead.
     """
 
     def __init__(self, graph: CapturedGraph, *, training: bool = True, length: int = 0) -> None:
@@ -96,10 +95,10 @@ class Reader:
         self._forms = {name: (shapes[name][1:], t.dtype) for name, t in tensors.items()}
 
     def read(self, batch: Any) -> dict[str, Any]:
-        """Tensors and numbers by name.
+        """Return tensors and numbers by name.
 
         Raises:
-            CaptureError: there are others of them than were captured.
+            CaptureError: they differ from those that were captured.
         """
         spec: pytree.TreeSpec | None = None
         if all(type(part) is Tensor for part in batch):  # most often
@@ -118,13 +117,13 @@ class Reader:
         """Raise unless values are like those that were captured.
 
         Args:
-            values: as :meth:`read` gives them.
-            samples: that tensors must have.
-            names: of the tensors to look at.
+            values: as from :meth:`read`.
+            samples: number of samples that tensors must have.
+            names: of the tensors to check.
             is_whole: whether it is a whole micro-batch, whose numbers can be compared.
 
         Raises:
-            CaptureError: one is not.
+            CaptureError: a value differs.
         """
         for name, expected in self.checked.items():
             if name in self._forms:
@@ -163,7 +162,7 @@ class Reader:
             )
 
     def _index_by_name(self, batch: Any) -> dict[str, int]:
-        """The index among all leaves of every tensor and number."""
+        """Return the index of every tensor and number among all leaves."""
         leaves = enumerate(pytree.tree_flatten_with_path(batch)[0])
         batch_leaves = {
             (_kind(leaf), place): index for index, (place, leaf) in leaves if _kind(leaf)
@@ -189,19 +188,19 @@ class Reader:
 
 
 def by_name(graph: CapturedGraph, batch: Any, *, training: bool = True) -> dict[str, Any]:
-    """What a :class:`Reader` reads of one batch."""
+    """Read one batch by a :class:`Reader`."""
     return Reader(graph, training=training).read(batch)
 
 
 def _kind(leaf: Any) -> str:
-    """What a leaf is to the graph; empty for what it knows nothing of."""
+    """Return what a leaf is to the graph; empty if the graph ignores it."""
     if isinstance(leaf, Tensor):
         return "tensor"
     return "number" if isinstance(leaf, int | float) else ""
 
 
 def _describe(kind: str, place: Place) -> str:
-    """A leaf of ``(inputs, targets)`` in words."""
+    """Describe a leaf of ``(inputs, targets)``."""
     part = place[0].get(("inputs", "targets"))
     return f"{kind} {part}{pytree.keystr(place[1:])}"
 
@@ -211,5 +210,5 @@ def _shape(sizes: Any) -> str:
 
 
 def spared(graph: CapturedGraph, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of a batch for one forward: those that it writes are copies."""
+    """Return the tensors of a batch for one forward, with copies of those that it writes."""
     return {name: t.clone() if name in graph.written else t for name, t in inputs.items()}

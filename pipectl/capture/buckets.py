@@ -1,8 +1,8 @@
-"""Buckets: batches whose sequences have about one length, and are padded to the same one.
+"""Buckets: batches of sequences of similar length, which are padded to the same length.
 
-Every sample belongs to the shortest bucket that holds it, and every batch to one bucket. In the
-order of an epoch, a batch of a bucket is full when its last sample comes; what is left of each
-bucket comes last. So every epoch has as many batches of each bucket as the others.
+Every sample belongs to the shortest bucket that is long enough, and every batch to one bucket. In
+the order of an epoch, a batch of a bucket is complete when its last sample comes; the rest of each
+bucket comes at the end. So every epoch has the same number of batches per bucket.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ Indices = npt.NDArray[np.int64]
 
 
 class Buckets:
-    """The samples of a dataset by the length that their sequences are padded to.
+    """The samples of a dataset by their padded length.
 
     Args:
-        lengths: of the buckets, rising.
-        pad: the values that fields are padded with, by their names.
+        lengths: of the buckets, ascending.
+        pad: the padding values of fields, by name.
         sample_lengths: of every sample.
         section: of the spec that names the dataset.
 
     Attributes:
-        used_lengths: those that have samples, rising.
+        used_lengths: lengths of the buckets that have samples, ascending.
 
     Raises:
         CaptureError: a sample is longer than all buckets.
@@ -65,7 +65,7 @@ class Buckets:
         )
 
     def arrange(self, order: Sequence[int], batch_size: int) -> list[Indices]:
-        """The samples of every batch of an epoch.
+        """Return the samples of every batch of an epoch.
 
         Args:
             order: of all samples.
@@ -80,15 +80,15 @@ class Buckets:
         return [samples[places] for places in (*full, *rest)]
 
     def length_of(self, samples: Sequence[int] | Indices) -> int:
-        """The length that some samples are padded to when they are joined."""
+        """Return the padded length of a batch of some samples."""
         return int(self._lengths[self._bucket_of[samples].max()])
 
     def tokens_of(self, samples: Indices) -> int:
-        """The sum of the lengths of some samples."""
+        """Return the sum of the lengths of some samples."""
         return int(self._sample_lengths[samples].sum())
 
     def fitting(self, length: int) -> list[int]:
-        """Samples of one bucket; if it has none, those of shorter ones."""
+        """Return the samples of one bucket, or of shorter ones if it has none."""
         bucket = int(np.searchsorted(self._lengths, length))
         mine = np.flatnonzero(self._bucket_of == bucket)
         return (mine if len(mine) else np.flatnonzero(self._bucket_of < bucket)).tolist()
@@ -96,10 +96,10 @@ class Buckets:
     def join(
         self, samples: Sequence[tuple[int, Any]], collate: Callable[[list[Any]], Any], length: int
     ) -> Any:
-        """A batch of samples, padded.
+        """Return a padded batch of samples.
 
-        What the dataset's own ``collate_fn`` makes is padded; other samples are before they are
-        joined.
+        The output of the dataset's own ``collate_fn`` is padded; otherwise samples are padded
+        before they are collated.
 
         Args:
             samples: each with its index.
@@ -118,7 +118,7 @@ class Buckets:
         """Raise unless a batch has all fields that are to be padded.
 
         Raises:
-            CaptureError: naming one that it has not.
+            CaptureError: naming a field that is missing.
         """
         fields: dict[str, None] = {}
         _map_fields(batch, lambda name, _: fields.setdefault(name))
@@ -148,10 +148,10 @@ class Buckets:
 
 
 def length_of_sample(sample: Any, pad: Mapping[str, float], section: str) -> int:
-    """The length of the longest of the fields of a sample that are padded.
+    """Return the length of the longest padded field of a sample.
 
     Raises:
-        CaptureError: it has none of them.
+        CaptureError: it has none of the fields.
     """
     fields: dict[str, None] = {}
     lengths: list[int] = []
@@ -168,7 +168,7 @@ def length_of_sample(sample: Any, pad: Mapping[str, float], section: str) -> int
 
 
 def unknown_field(section: str, name: str, fields: Mapping[str, None]) -> CaptureError:
-    """The refusal of a name under ``data.pad`` that no sequence has."""
+    """Return the refusal of a name under ``data.pad`` that no sequence has."""
     return CaptureError(
         f"{section}: data.pad names {name!r}, but the sequences have the fields "
         f"{', '.join(fields) or 'of no name'}",
@@ -178,7 +178,7 @@ def unknown_field(section: str, name: str, fields: Mapping[str, None]) -> Captur
 
 
 def field_of(place: pytree.KeyPath) -> str:
-    """The name of the field at a place in ``(inputs, targets)``."""
+    """Return the name of the field at a place in ``(inputs, targets)``."""
     keys = [str(entry.key) for entry in place if isinstance(entry, pytree.MappingKey)]
     if keys:
         return keys[-1]
@@ -188,10 +188,10 @@ def field_of(place: pytree.KeyPath) -> str:
 
 
 def _map_fields(value: Any, change: Callable[[str, Any], Any], name: str = "") -> Any:
-    """A sample or batch with all of its fields changed.
+    """Return a sample or batch with all of its fields changed.
 
     Args:
-        change: called with the name and value of each.
+        change: called with the name and value of each field.
     """
     if isinstance(value, Mapping):
         return {key: _map_fields(item, change, str(key)) for key, item in value.items()}

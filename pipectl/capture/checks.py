@@ -1,11 +1,11 @@
-"""Checks of values, which a graph leaves out: ``assert``, and a ``raise`` that an ``if`` guards.
+"""Checks of values, which a graph leaves out: ``assert``, and ``raise`` under an ``if``.
 
-A graph holds no branch on values. Where one side of such a branch only raises an exception, the
-other side is what every step that goes on has taken, so that side alone is captured. This is how
-models guard themselves (``assert not x.isnan().any()``) and how ``torch.distributions`` checks
-arguments. Which sides raise is read from the source of the code that asks, and whether the model
-catches what they raise from that of its callers. From 2.15 on, torch asserts asynchronously where
-it exports its own checks; such an operator counts as one of them.
+A graph contains no branch on values. If one side of a branch only raises an exception, every step
+that continues has taken the other side, so only that side is captured. Models check themselves like
+this (``assert not x.isnan().any()``), and ``torch.distributions`` checks its arguments. The source
+of the code that asks shows which sides raise; the source of its callers shows whether the model
+catches what they raise. From 2.15 on, torch exports its own checks as asynchronous asserts; such an
+operator counts as a check.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _GUARD = torch.ops.aten._assert_tensor_metadata.default
 
 
 def mark_condition(condition: Any) -> None:
-    """Note at the operator that gives a condition that nobody else asked for it."""
+    """Mark the operator that computes a condition: nobody else has asked for it."""
     mode = get_proxy_mode()
     slot: Any = None
     if mode is not None and isinstance(condition, Tensor):
@@ -49,7 +49,7 @@ def mark_condition(condition: Any) -> None:
 
 
 def drop_conditions(graph: fx.Graph) -> None:
-    """Drop the operators that do nothing but give the conditions of checks that were left out."""
+    """Drop the operators that only compute conditions of checks that were left out."""
     unread = {node for node in graph.nodes if _KEY in node.meta}
     for node in reversed(graph.nodes):
         if node.target is _GUARD and unread.issuperset(node.all_input_nodes):
@@ -60,7 +60,7 @@ def drop_conditions(graph: fx.Graph) -> None:
 
 
 def _acts(node: fx.Node) -> bool:
-    """Whether an operator does more than give a value."""
+    """Return whether an operator does more than compute a value."""
     schema = getattr(node.target, "_schema", None)
     draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     if schema is None:
@@ -69,7 +69,7 @@ def _acts(node: fx.Node) -> bool:
 
 
 def passing_answer(frame: FrameType) -> bool | None:
-    """The answer with which a frame that asks goes on; None if it goes on with both."""
+    """Return the answer with which a frame that asks continues; None if it continues with both."""
     path = _path(frame.f_code, frame.f_lasti)
     node = path[-1]
     if dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("CALL"):
@@ -83,7 +83,7 @@ def passing_answer(frame: FrameType) -> bool | None:
 
 
 def is_caught(frame: FrameType | None) -> bool:
-    """Whether the model catches an exception that leaves what a frame of it calls.
+    """Return whether the model catches an exception from a frame or from what it calls.
 
     The handlers of torch and of pipectl, which every call of a module passes, raise it again.
     """
@@ -97,7 +97,7 @@ def is_caught(frame: FrameType | None) -> bool:
 
 @lru_cache(maxsize=1024)
 def _path(code: CodeType, offset: int) -> list[ast.AST]:
-    """The syntax around an instruction, from its function to the smallest that holds all of it."""
+    """Return the syntax nodes around an instruction, from its function to the innermost node."""
     position = list(code.co_positions())[offset // 2]
     path: list[ast.AST] = [_tree(code.co_filename)]
     while (inner := _holding(path[-1], position)) is not None:
@@ -115,7 +115,7 @@ def _tree(filename: str) -> ast.Module:
 
 
 def _holding(node: ast.AST, position: tuple[Any, ...]) -> ast.AST | None:
-    """The child of a node that holds all of a position."""
+    """Return the child of a node that contains a position."""
     if None in position:
         return None
     line, last_line, column, last_column = position
@@ -131,7 +131,7 @@ def _holding(node: ast.AST, position: tuple[Any, ...]) -> ast.AST | None:
 
 
 def _leads_to_raise(path: Sequence[ast.AST], answer: bool) -> bool:
-    """Whether all that follows the answer to a question of an ``if`` or ``assert`` is a raise."""
+    """Return whether an answer to an ``if`` or ``assert`` always leads to a raise."""
     node = path[-1]
     if isinstance(node, ast.If | ast.Assert):  # Python 3.11 asks at the place of the statement
         above = [*path, node.test]
@@ -158,7 +158,7 @@ def _leads_to_raise(path: Sequence[ast.AST], answer: bool) -> bool:
 
 
 def _following(block: ast.AST, statement: ast.stmt) -> list[ast.stmt]:
-    """The statements after one in the same block."""
+    """Return the statements after a statement in the same block."""
     for name in ("body", "orelse", "finalbody"):
         statements = getattr(block, name, None)
         if isinstance(statements, list) and statement in statements:
@@ -167,7 +167,7 @@ def _following(block: ast.AST, statement: ast.stmt) -> list[ast.stmt]:
 
 
 def _raises(statements: Iterable[ast.stmt]) -> bool:
-    """Whether statements, run in order, surely end in a raise of their own."""
+    """Return whether statements, run in order, always end in a raise of their own."""
     for statement in statements:
         if isinstance(statement, ast.Assert):
             if isinstance(statement.test, ast.Constant) and not statement.test.value:
@@ -178,7 +178,7 @@ def _raises(statements: Iterable[ast.stmt]) -> bool:
 
 
 def _catches(frame: FrameType, path: Sequence[ast.AST]) -> bool:
-    """Whether a frame may go on after an exception at the end of a path."""
+    """Return whether a frame may continue after an exception at the end of a path."""
     if len(path) == 1:  # its source is not known
         return bool(frame.f_code.co_exceptiontable)
     for outer, inner in pairwise(path):
@@ -195,7 +195,7 @@ def _catches(frame: FrameType, path: Sequence[ast.AST]) -> bool:
 
 
 def _lets_pass(frame: FrameType, manager: ast.expr) -> bool:
-    """Whether the context manager of a ``with`` is known to catch nothing, as those of torch."""
+    """Return whether the context manager of a ``with`` is known to catch nothing, like torch's."""
     expression = manager.func if isinstance(manager, ast.Call) else manager
     names: list[str] = []
     while isinstance(expression, ast.Attribute):

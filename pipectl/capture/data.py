@@ -1,9 +1,9 @@
-"""Batches: which samples each step takes, and loading them the same way on every rank.
+"""Batches: the samples of each step, loaded the same way on every rank.
 
-Samples are drawn in an order that follows from the run seed alone, and python, numpy and torch
-are seeded before each sample, so a rank that loads the inputs and a rank that loads the targets
-see the same augmentation. What a ``collate_fn`` draws follows from the last sample of its
-micro-batch, or, of iterable data, from the place of the micro-batch in the run.
+The order of the samples depends on the run seed only, and Python, numpy and torch are seeded before
+each sample, so a rank that loads the inputs and a rank that loads the targets see the same
+augmentation. What a ``collate_fn`` draws depends on the last sample of its micro-batch, or, with
+iterable data, on the position of the micro-batch in the run.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Sample = tuple[int, int]
 
 
 def micro_batches_of(samples: int, micro_batch_size: int) -> list[range]:
-    """Positions within a batch of its micro-batches: all full but the last, which has the rest."""
+    """Return the positions of each micro-batch in a batch: all full except the last."""
     positions = range(samples)
     return [positions[i : i + micro_batch_size] for i in range(0, samples, micro_batch_size)]
 
 
 def split_batch(samples: int, micro_batch_size: int) -> list[int]:
-    """Sizes of the micro-batches of a batch."""
+    """Return the sizes of the micro-batches of a batch."""
     return [len(positions) for positions in micro_batches_of(samples, micro_batch_size)]
 
 
@@ -46,9 +46,9 @@ class Samples(NamedTuple):
     """The samples of one batch.
 
     Args:
-        epoch: that they are of.
+        epoch: of the samples.
         positions: in the order of the epoch.
-        length: that their sequences are padded to; 0 without buckets.
+        length: padded length of their sequences; 0 without buckets.
         tokens: the sum of the lengths of their sequences; 0 without buckets.
     """
 
@@ -59,7 +59,7 @@ class Samples(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many."""
+        """Number of samples."""
         return len(self.positions)
 
 
@@ -68,18 +68,18 @@ Pieces = Callable[[Samples], Sequence[range]]
 
 
 class Loader:
-    """Draws the batches of one dataset, and loads their micro-batches on a rank that needs them.
+    """Draws the batches of one dataset, and loads the micro-batches that a rank needs.
 
     Args:
-        dataset: map-style (``__len__`` and ``__getitem__``) or iterable; may bring its own
+        dataset: map-style (``__len__`` and ``__getitem__``) or iterable; may have its own
             ``collate_fn``, and the ``lengths`` of its samples.
         seed: of the run.
-        batch_size: samples of a batch; None for all of the dataset, or of a bucket.
-        drop_last: whether the rest of an epoch that fills no batch is left out.
-        workers: loader processes; 0 loads in this one.
-        shuffle: whether each epoch takes the samples in an order of its own.
-        buckets: lengths that sequences are padded to, rising; empty if they are not.
-        pad: the values that fields are padded with, by their names.
+        batch_size: samples per batch; None for all of the dataset, or of a bucket.
+        drop_last: whether an incomplete last batch of an epoch is left out.
+        workers: number of loader processes; 0 loads in this process.
+        shuffle: whether each epoch has an order of its own.
+        buckets: padded lengths of sequences, ascending; empty without padding.
+        pad: the padding values of fields, by name.
         section: of the spec that names the dataset.
     """
 
@@ -112,7 +112,7 @@ class Loader:
         """Size of the dataset; None if it is iterable.
 
         Raises:
-            CaptureError: a map-style dataset that has no length, or is empty.
+            CaptureError: a map-style dataset has no length, or is empty.
         """
         if self._iterable:
             return None
@@ -129,7 +129,7 @@ class Loader:
         """The samples by length; None without buckets.
 
         Raises:
-            CaptureError: a sample is longer than all of them, or the lengths are not known.
+            CaptureError: a sample is longer than all buckets, or the lengths are not known.
         """
         if not self._lengths:
             return None
@@ -157,17 +157,17 @@ class Loader:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The lengths that its sequences are padded to, rising; (0,) without buckets."""
+        """The padded lengths of its sequences, ascending; (0,) without buckets."""
         return (0,) if self.buckets is None else self.buckets.used_lengths
 
     def batches(self) -> Iterator[Samples]:
-        """The batches of a run, without end: epoch follows epoch."""
+        """Yield the batches of a run without end, epoch after epoch."""
         return (batch for epoch in count() for batch in self.epoch(epoch))
 
     def epoch(self, epoch: int) -> list[Samples]:
-        """The batches of one epoch; as many of each size and length as in every other.
+        """Return the batches of one epoch; every epoch has the same number of each size and length.
 
-        Those of iterable data are always full.
+        Batches of iterable data are always full.
         """
         samples, buckets = self.samples, self.buckets
         if samples is None:
@@ -187,7 +187,7 @@ class Loader:
         return batches
 
     def order(self, epoch: int) -> list[int]:
-        """Index of the sample at every position of an epoch."""
+        """Return the index of the sample at every position of an epoch."""
         order = self._drawn(epoch)
         if self.buckets is None:
             return order
@@ -195,17 +195,17 @@ class Loader:
         return [index for batch in arranged for index in batch.tolist()]
 
     def resized(self, batch_size: int, *, drop_last: bool) -> Loader:
-        """A loader of the same samples in batches of another size."""
+        """Return a loader of the same samples with another batch size."""
         other = copy(self)
         other._batch_size, other._drop_last = batch_size, drop_last
         return other
 
     def example(self, size: int, first: int = 0, length: int = 0) -> tuple[Any, Any]:
-        """``size`` samples, collated, as (inputs, targets); repeated if too few.
+        """Return ``size`` collated samples as (inputs, targets), repeated if there are too few.
 
         Args:
-            first: number of the first one in a dataset that is not iterable, or in its bucket.
-            length: that sequences are padded to; 0 stands for the largest.
+            first: number of the first sample in a map-style dataset, or in its bucket.
+            length: padded length of sequences; 0 stands for the largest.
         """
         length, samples = length or self.lengths[-1], self.samples
         indices: Sequence[int] = range(samples or 0)
@@ -229,7 +229,7 @@ class Loader:
     def micro_batches(
         self, batches: Iterable[Samples], micro_batch_size: int, skipped: int = 0
     ) -> Iterator[tuple[Any, Any]]:
-        """(inputs, targets) of every micro-batch of ``batches``, in order; see :meth:`pieces`."""
+        """Yield (inputs, targets) of every micro-batch of ``batches``; see :meth:`pieces`."""
         return self.pieces(
             batches, lambda batch: micro_batches_of(batch.size, micro_batch_size), skipped
         )
@@ -237,13 +237,13 @@ class Loader:
     def pieces(
         self, batches: Iterable[Samples], pieces_of: Pieces, skipped: int = 0
     ) -> Iterator[tuple[Any, Any]]:
-        """(inputs, targets) of parts of ``batches``, in order; other samples are not loaded.
+        """Yield (inputs, targets) of parts of ``batches``, in order; other samples are not loaded.
 
-        Of an iterable dataset, they are read and dropped.
+        Other samples of an iterable dataset are read and dropped.
 
         Args:
-            pieces_of: positions within a batch that are loaded at once, rising.
-            skipped: how many batches at the beginning were used before.
+            pieces_of: positions within a batch that are loaded together, ascending.
+            skipped: number of batches at the beginning that were used before.
         """
         if self._iterable:
             collated: Iterable[Any] = self._stream(batches, pieces_of, skipped)
@@ -257,7 +257,7 @@ class Loader:
         return (split_sample(batch) for batch in collated)
 
     def _drawn(self, epoch: int) -> list[int]:
-        """All samples, in the order in which an epoch draws them."""
+        """Return all samples, in the order in which an epoch draws them."""
         samples = self.samples or 0
         if not self._shuffle:
             return list(range(samples))
@@ -268,7 +268,7 @@ class Loader:
         return _Seeded(self._dataset, self._seed, numbered=self.buckets is not None)
 
     def _samples(self, batches: Iterable[Samples], pieces_of: Pieces) -> Iterator[list[Sample]]:
-        """The samples of every piece."""
+        """Yield the samples of every piece."""
         current_epoch, order = -1, list[int]()
         for batch in batches:
             epoch, start = batch.epoch, batch.positions.start
@@ -323,7 +323,7 @@ class Loader:
 
 
 def _as_it_is(sample: Any) -> Any:
-    """What `DataLoader` otherwise makes tensors of, the dataset's own `collate_fn` joins."""
+    """Leave a sample for ``collate_fn``; ``DataLoader`` would convert it to tensors."""
     return sample
 
 
@@ -332,7 +332,7 @@ def _skip(samples: Iterator[Any], count: int) -> None:
 
 
 def seed_sample(seed: int, epoch: int, index: int) -> None:
-    """Seed python, numpy and torch for one sample."""
+    """Seed Python, numpy and torch for one sample."""
     _seed(seed_of(seed, "sample", epoch, index))
 
 
@@ -343,10 +343,10 @@ def _seed(value: int) -> None:
 
 
 class _Seeded(Dataset[Any]):
-    """A map-style dataset whose samples depend on (seed, epoch, index) alone.
+    """A map-style dataset whose samples depend on (seed, epoch, index) only.
 
     Args:
-        numbered: whether each comes with its index.
+        numbered: whether each sample comes with its index.
     """
 
     def __init__(self, dataset: Any, seed: int, *, numbered: bool = False) -> None:
@@ -364,7 +364,7 @@ class _Seeded(Dataset[Any]):
 class _SeededStream(IterableDataset[Any]):
     """One epoch of an iterable dataset, with the generators seeded before each sample.
 
-    Otherwise its random numbers would follow from what the rank has computed in between.
+    Otherwise its random numbers would depend on what the rank has computed in between.
     """
 
     def __init__(self, dataset: Iterable[Any], seed: int, epoch: int) -> None:
@@ -387,7 +387,7 @@ class _SeededStream(IterableDataset[Any]):
 
 
 def check_dataset(dataset: Any, key: str, factory: str) -> None:
-    """Refuse what is no dataset but is often taken for one.
+    """Raise for objects that are often mistaken for a dataset.
 
     Args:
         key: of the section of the spec that names the factory.

@@ -1,16 +1,16 @@
-"""Building a model without memory for its tensors, and making each of them later, alone.
+"""Building a model without memory for its tensors, and initialising each tensor later, on its own.
 
-While a factory runs under :meth:`Deferred.build`, tensors have shapes but no values, and every
-operator that writes one is noted. :meth:`Deferred.make` runs the noted operators that one tensor
-follows from again, this time on memory. So each parameter and buffer comes to be by its module's
-own rule, whatever that is (``reset_parameters``, a function of ``nn.init`` applied afterwards, a
-table computed in ``__init__``), and independently of which others are made in the same process.
+While a factory runs in :meth:`Deferred.build`, tensors have shapes but no values, and every
+operator that writes one is recorded. :meth:`Deferred.make` runs the recorded operators on which one
+tensor depends, this time on memory. So each parameter and buffer is initialised by its module's own
+code (``reset_parameters``, a function of ``nn.init``, a table computed in ``__init__``),
+independently of the others that are initialised in the same process.
 
-A random draw is seeded by the name of the tensor it is made for and by its number in that tensor's
-history, so layers that are added or moved leave the values of all others as they are. A draw that
-reaches several tensors (copies of a block, two halves of one tensor) belongs to the first of them
-in the order of the model. Where the factory looked at values, there were no names yet: the draws
-that led to what it saw are seeded by their number in the whole factory.
+A random draw is seeded by the name of the tensor that it is for and by its number in that tensor's
+history, so adding or moving layers leaves the values of all others unchanged. A draw that reaches
+several tensors (copies of a block, two halves of one tensor) belongs to the first of them in the
+order of the model. If the factory looks at values, there are no names yet: the draws on which they
+depend are seeded by their number in the whole factory.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Write(NamedTuple):
 
 
 class Deferred:
-    """What a factory did to make its tensors.
+    """The operations by which a factory makes its tensors.
 
     Args:
         seed: of the run, for random operators.
@@ -62,9 +62,9 @@ class Deferred:
         self._origins: dict[int, tuple[str | int, ...]] = {}
 
     def build(self, factory: Callable[[], nn.Module]) -> nn.Module:
-        """The model of a factory, whose parameters and buffers have no memory.
+        """Return the model of a factory, whose parameters and buffers have no memory.
 
-        What modules hold as plain attributes is made at once: every rank needs it.
+        Tensors in plain attributes of modules are made immediately: every rank needs them.
 
         Raises:
             CaptureError: the factory fails, perhaps because tensors have no values yet.
@@ -98,7 +98,7 @@ class Deferred:
         return model
 
     def make(self, tensor: Tensor, name: str) -> Tensor:
-        """The values of a tensor that the factory created; a parameter stays one.
+        """Return the values of a tensor that the factory created; a parameter stays a parameter.
 
         Args:
             name: of the parameter or buffer, for messages.
@@ -123,7 +123,7 @@ class Deferred:
         return nn.Parameter(values, tensor.requires_grad) if is_parameter else values
 
     def values(self, tensor: Tensor) -> Tensor:
-        """The tensor with the values it has by now."""
+        """Return the tensor with its present values."""
         storages: dict[int, torch.UntypedStorage] = {}
 
         def argument(leaf: Any) -> Any:
@@ -146,7 +146,7 @@ class Deferred:
             return _laid_out(tensor, storages[storage_of(tensor)])
 
     def note(self, function: Any, arguments: Any, outlines: Any, result: Any) -> None:
-        """Note a call, if it wrote anything.
+        """Record a call if it wrote anything.
 
         Args:
             arguments: (args, kwargs).
@@ -174,7 +174,7 @@ class Deferred:
             self._filled |= storages
 
     def _history(self, target: int) -> list[Write]:
-        """The calls that the values in a storage follow from, in order."""
+        """Return the calls on which the values in a storage depend, in order."""
         needed: set[int] = set()
         reached: dict[int, int] = {}
         open_ends = [(target, len(self._writes))]
@@ -192,7 +192,7 @@ class Deferred:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every operator the factory calls."""
+    """Sees every operator that the factory calls."""
 
     def __init__(self, deferred: Deferred) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -214,13 +214,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _laid_out(outline: Tensor, storage: torch.UntypedStorage) -> Tensor:
-    """A tensor with memory that lies in it as one without values does in its own."""
+    """Return a tensor in ``storage`` with the layout of a tensor without values."""
     layout = int(outline.storage_offset()), tuple(outline.shape), outline.stride()
     return torch.empty(0, dtype=outline.dtype).set_(storage, *layout)
 
 
 def _storage_like(outline: Tensor, tensor: Tensor) -> torch.UntypedStorage:
-    """The storage of a tensor with memory, in the size and layout of one without values."""
+    """Return the storage of a tensor, in the size and layout of a tensor without values."""
     storage, size_bytes = tensor.untyped_storage(), outline.untyped_storage().nbytes()
     layout = outline.stride(), outline.storage_offset()
     if (tensor.stride(), tensor.storage_offset()) != layout or storage.nbytes() != size_bytes:

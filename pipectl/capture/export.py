@@ -1,6 +1,6 @@
 """From a model to a graph: ``torch.export`` of the wrapper, with a free batch dimension.
 
-The length of sequences is free, too, if they are padded to several.
+The sequence length is free too, if sequences are padded to several lengths.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _MANY_STEPS = 2520
 def export_step(
     step: Step, inputs: Any, targets: Any, kept: Kept, padded: Collection[str] = ()
 ) -> ExportedProgram:
-    """The graph of one micro-batch, in the step's current mode (training or evaluation).
+    """Return the graph of one micro-batch, in the step's current mode (training or evaluation).
 
-    The batch dimension (0) of every tensor is left free if the model allows it, and that of the
-    sequence (1) of fields that are padded; if it specialises a size, the graph holds for this size
-    alone.
+    The batch dimension (0) of every tensor is free if the model allows it, and so is the sequence
+    dimension (1) of padded fields; if the model specialises a size, the graph is valid for this
+    size only.
 
     Args:
-        inputs, targets: a collated micro-batch of at least 2 samples: torch gives sizes 0 and 1
-            a meaning of their own.
-        kept: submodules that become one operator each, of which is only known what they give for
-            this length.
+        inputs, targets: a collated micro-batch of at least 2 samples: sizes 0 and 1 are special in
+            torch.
+        kept: submodules that become one operator each; their results are known for this length
+            only.
         padded: names of fields whose length is free.
 
     Raises:
@@ -81,7 +81,7 @@ def _refuse_counts(
     numbers: Mapping[str, tuple[Any, Any]],
     free: Any,
 ) -> None:
-    """Refuse numbers that every step changes, if a later step has another graph for them.
+    """Refuse numbers that every step changes, if the graph of a later step differs.
 
     Raises:
         RefusedError: naming the first such number.
@@ -113,7 +113,7 @@ def _refuse_counts(
 
 
 def _free(batch: Any, padded: Collection[str]) -> Any:
-    """The dimensions of every tensor of a batch that an export leaves free."""
+    """Return the dimensions of every tensor of a batch that an export leaves free."""
 
     def of_leaf(place: pytree.KeyPath, leaf: Any) -> dict[int, Any] | None:
         if not isinstance(leaf, Tensor) or not leaf.dim():
@@ -125,7 +125,7 @@ def _free(batch: Any, padded: Collection[str]) -> Any:
 
 
 def _text(program: ExportedProgram) -> str:
-    """All that a program computes, but for the values of parameters and buffers."""
+    """Return all that a program computes, except for the values of parameters and buffers."""
     graphs = [m.graph for m in program.graph_module.modules() if isinstance(m, fx.GraphModule)]
     nodes = [
         f"{node.name} = {getattr(node.target, '__name__', node.target)}{node.args}{node.kwargs}"
@@ -145,7 +145,7 @@ def _program(
     free: Any,
     numbers: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[ExportedProgram, Assignments]:
-    """The program, and what every step assigns anew.
+    """Return the program, and what every step assigns.
 
     Args:
         free: sizes, as torch.export takes them.

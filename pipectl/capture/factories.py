@@ -1,4 +1,4 @@
-"""Importing what a spec names and calling it, with errors that point at the user's line."""
+"""Imports and calls what a spec names, with errors that name the user's line."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _USER = "pipectl_user_"
 
 
 def find(factory: str, base: Path) -> Callable[..., Any]:
-    """The callable that ``./file.py:name`` or ``package.module:name`` names.
+    """Return the callable that ``./file.py:name`` or ``package.module:name`` names.
 
     Args:
         factory: as written in the spec.
         base: directory of the spec file, for relative files.
 
     Raises:
-        CaptureError: no such file, module or name, or its import fails.
+        CaptureError: there is no such file, module or name, or its import fails.
     """
     reference = references.parse(factory, base)
     attribute = reference.attribute
@@ -58,7 +58,7 @@ def find(factory: str, base: Path) -> Callable[..., Any]:
 
 
 def call(function: Callable[..., Any], factory: str, /, *args: Any, **kwargs: Any) -> Any:
-    """Call user code; its exception becomes an error that names file and line.
+    """Call user code; an exception becomes an error that names file and line.
 
     Raises:
         CaptureError: the arguments do not fit, or the callable raises.
@@ -76,14 +76,14 @@ def call(function: Callable[..., Any], factory: str, /, *args: Any, **kwargs: An
 
 
 def bind(function: Callable[..., Any], factory: str, kwargs: Mapping[str, Any]) -> Any:
-    """A loss or metric: a class is constructed with ``kwargs``, a function gets them bound."""
+    """Return a loss or metric: an instance of a class, or a function with ``kwargs`` bound."""
     if inspect.isclass(function):
         return call(function, factory, **kwargs)
     return functools.partial(function, **kwargs) if kwargs else function
 
 
 def module_of(user_class: type) -> str:
-    """The module of a user's class; that of a file by the file's name alone, wherever it lies."""
+    """Return the module of a user's class; for a file, its name without the directory."""
     name = user_class.__module__
     if not name.startswith(_USER):
         return name
@@ -91,7 +91,7 @@ def module_of(user_class: type) -> str:
 
 
 def is_torch_code(filename: str) -> bool:
-    """Whether a file is torch's."""
+    """Return whether a file belongs to torch."""
     return filename.startswith(str(Path(torch.__file__).parent))
 
 

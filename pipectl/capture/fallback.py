@@ -1,9 +1,9 @@
-"""Models that no export takes as they are: the submodules that break become single operators.
+"""Submodules that cannot be exported: each becomes a single operator.
 
-Which they are is found by trying: the innermost submodule in which an export fails is kept as it
-is, and if that is not enough (its result's size depends on values, say) the one around it. The
-model first runs as it is on a few small batches, which shows what each call of such a submodule
-gives. While the model is exported, each call is recorded as one operator.
+They are found by trial: the innermost submodule in which an export fails is kept as it is; if that
+is not enough (because the size of its result depends on values, for example), the submodule around
+it is kept. The model first runs on a few small batches, which shows the result of each call of such
+a submodule. During the export, each call is recorded as one operator.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class Kept:
     """Submodules that become operators.
 
     Args:
-        outlines: what each of their calls gives, in order, by path.
-        fixed: whether that is known for one batch size alone.
-        unrolls: whether the others may have loops as long as they like.
+        outlines: the results of their calls, in order, by path.
+        fixed: whether the outlines are known for one batch size only.
+        unrolls: whether loops in the rest of the model may be of any length.
     """
 
     outlines: Mapping[str, Sequence[Outline]] = field(default_factory=dict)
@@ -79,9 +79,9 @@ class Fallback:
     """The submodules of a step that are kept as operators.
 
     Args:
-        patterns: shell patterns of paths in the user's model, as the user gave them.
+        patterns: the user's shell patterns of paths in the model.
         make: gives parameters and buffers their values, if they have none.
-        tell: called with what a capture does that takes long.
+        tell: called with a message if a capture takes long.
 
     Raises:
         CaptureError: a pattern matches nothing.
@@ -113,7 +113,7 @@ class Fallback:
 
     @property
     def reasons(self) -> dict[str, str]:
-        """Why each submodule that is not named is kept, by its path in the user's model."""
+        """Why each submodule that the user did not name is kept, by its path in the model."""
         return {own_name(p): self._reasons[p] for p in self._paths() if p in self._reasons}
 
     def capture(
@@ -122,14 +122,14 @@ class Fallback:
         example: Callable[[int], Any],
         capture: Callable[[Kept], CapturedGraph],
     ) -> CapturedGraph:
-        """What ``capture`` gives, with as few submodules kept as it takes.
+        """Return the result of ``capture``, with as few submodules kept as possible.
 
         Args:
             size: samples of the micro-batch that is exported.
-            example: gives a batch of so many samples.
+            example: returns a batch of a given size.
 
         Raises:
-            CaptureError: it fails however the model is cut; names the user's line.
+            CaptureError: it fails whatever is kept; names the user's line.
         """
         while True:
             kept: Kept | None = None
@@ -143,7 +143,7 @@ class Fallback:
                 self._keep(error)
 
     def _observe(self, size: int, example: Callable[[int], Any]) -> Kept:
-        """The submodules that are kept by now, and what their calls give."""
+        """Return the submodules that are kept so far, with the results of their calls."""
         paths = self._paths()
         if not paths:
             return Kept(unrolls=self._unrolls)
@@ -170,7 +170,7 @@ class Fallback:
         return self._observe(size, example)
 
     def _keep(self, error: CaptureError) -> None:
-        """Keep the submodule in which an export failed; raise if there is none to blame."""
+        """Keep the submodule in which an export failed; raise the error if there is none."""
         refused = error if isinstance(error, RefusedError) else None
         keep = refused.keep if refused else Keep.INNERMOST
         part = (refused.part if refused else None) or culprit(error)
@@ -218,7 +218,7 @@ class Fallback:
         self._reasons[around] = f"{own_name(path)} {why}"
 
     def _paths(self) -> list[str]:
-        """Submodules that are kept and lie in no other that is."""
+        """Return the submodules that are kept, without those inside others."""
         paths = {*self._named, *self._reasons}
         return sorted(p for p in paths if not any(p.startswith(f"{other}.") for other in paths))
 
@@ -235,9 +235,9 @@ class Fallback:
 def _observe(
     step: Step, paths: Sequence[str], batches: Mapping[tuple[int, int], Any], make: Make
 ) -> dict[str, list[Outline]]:
-    """What every call of some submodules gives, in order, by their paths.
+    """Return the results of all calls of some submodules, in order, by their paths.
 
-    The model runs once for every batch, in its current mode, and is left as it was.
+    The model runs once for every batch, in its current mode; afterwards it is as before.
 
     Args:
         batches: (inputs, targets) by their first and last sample.
@@ -273,7 +273,7 @@ def _observe(
 
 @contextmanager
 def _named(path: str) -> Iterator[None]:
-    """Say of which submodule an error inside is."""
+    """Add the path of the submodule to an error inside."""
     try:
         yield
     except RefusedError as error:
@@ -283,7 +283,7 @@ def _named(path: str) -> Iterator[None]:
 
 
 def _watch(path: str, module: nn.Module, make: Make, calls: list[Outline]) -> Mask:
-    """A mask that calls the module, and notes what it gave."""
+    """Return a mask that calls the module and stores the outline of its result."""
     states = States(module)
     count = len(states.names)
     generators = [*SHARED_GENERATORS, *own_generators(module)]
@@ -327,7 +327,7 @@ def _watch(path: str, module: nn.Module, make: Make, calls: list[Outline]) -> Ma
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """A tensor with values, not connected, as it will not be on a stage."""
+    """Return a tensor with values and without history, as on a stage."""
     sample = tensor.detach()
     if is_deferred(tensor):
         blank = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
@@ -337,10 +337,10 @@ def _sample(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def recorded_calls(step: Step, kept: Kept, recorder: Recorder) -> Iterator[None]:
-    """While a step is exported: calls of opaque submodules become single operators.
+    """Record calls of opaque submodules as single operators during an export.
 
     Raises:
-        RefusedError: from the export, if a submodule is called more often than is known.
+        RefusedError: from the export, if a submodule is called more often than it was observed.
     """
     size: list[Any] = []  # of the batch
 

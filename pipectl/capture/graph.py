@@ -1,8 +1,8 @@
-"""The captured graph: operators in order, what they read, and what must stay together.
+"""The captured graph: operators in order, what they read, and which must share a stage.
 
-An in-place operator makes an order that no edge shows: who reads before the write, who after. Which
-operators share storage is found by running the graph once on fake tensors. All operators that touch
-a storage up to its last write stay in one stage, where the graph order holds.
+An in-place operator creates an order that no edge shows: some operators read before the write, some
+after it. The graph runs once on fake tensors, which shows the operators that share a storage. All
+operators that use a storage up to its last write stay in one stage, which keeps the graph order.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class State:
     """A parameter, buffer or constant that the graph reads.
 
     Args:
-        name: full name within the wrapper, e.g. ``model.blocks.0.weight``.
+        name: full name within the wrapper, for example ``model.blocks.0.weight``.
         kind: ``parameter``, ``buffer`` or ``constant``.
     """
 
@@ -61,37 +61,37 @@ class State:
 
 
 class CapturedGraph:
-    """One exported graph (training or evaluation) in the form that can be cut.
+    """An exported graph (training or evaluation) that can be cut.
 
     Args:
         states: parameters and buffers by full name, tied ones once.
         tied: further names of tied states to the name in ``states``.
-        example: the ``(inputs, targets)`` it was exported with.
-        batch: samples in them.
-        length: that their sequences are padded to; 0 without buckets.
-        padded: names of the fields that are.
+        example: the ``(inputs, targets)`` that it was exported with.
+        batch: number of samples in the example.
+        length: padded length of its sequences; 0 without buckets.
+        padded: names of the fields that are padded.
 
     Attributes:
         states: parameters, buffers and constants by placeholder name.
-        inputs: what the batch held, by placeholder names, in pytree order of (inputs, targets):
-            tensors without values, numbers and all else as they were.
-        places: where each of ``inputs`` lies in a batch.
-        operators: nodes that compute, in graph order. Each is an operator of the profile; its
-            name is the operator's id.
-        loss: name of the node that gives the loss.
-        outputs: what the model returned, flattened: names of tensors, nodes of sizes, or constants
-            as they are.
+        inputs: contents of the batch by placeholder name, in pytree order of (inputs, targets):
+            tensors without values, and everything else unchanged.
+        places: the place of each of ``inputs`` in a batch.
+        operators: nodes that compute, in graph order. Each is an operator of the profile; its name
+            is the operator's id.
+        loss: name of the node that computes the loss.
+        outputs: what the model returned, flattened: names of tensors, nodes of sizes, or constants.
         output_spec: pytree structure of ``outputs``.
         groups: a group's id for every operator that must share a stage with others.
-        requires_grad: whether the operator's value has a gradient, once all its writes are done.
+        requires_grad: whether the operator's value has a gradient after all its writes.
         last_writer: for values that are written after they are computed: the last operator that
-            does.
-        rewritten: placeholders of the buffers that are written, other than by a norm itself.
-        written: placeholders of all states and inputs that are written, each with the operator of
-            its last write.
-        batch_size: the size it was exported with, and, if ``fixed``, the only one it holds for.
-        length: of sequences when it was exported; it holds for others if their length is free.
-        symbols: that stand for the number of samples in sizes; none if ``fixed``.
+            writes them.
+        rewritten: placeholders of the buffers that are written by an operator other than a norm.
+        written: placeholders of all states and inputs that are written, with the operator of the
+            last write.
+        batch_size: the exported batch size; if ``fixed``, the only one for which the graph is
+            valid.
+        length: the exported sequence length; others are valid if the length is free.
+        symbols: the symbols for the number of samples in sizes; none if ``fixed``.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class CapturedGraph:
     def tokens_per_sample(self) -> int:
         """Length of the sequences of token ids that the model reads; 0 if it reads none.
 
-        Its first input of integers with two dimensions, (samples, positions), holds them.
+        These are its first input of integers with the two dimensions (samples, positions).
         """
         for name, value in self.inputs.items():
             is_input = self.places[name][0] == pytree.SequenceKey(0)
@@ -159,9 +159,9 @@ class CapturedGraph:
         return 0
 
     def holds_for(self, batch: int, length: int = 0) -> bool:
-        """Whether the model computes the same for micro-batches of another size.
+        """Return whether the graph is valid for micro-batches of another size.
 
-        What it asks of the size itself (``if len(x) > 8``) was decided when it was captured.
+        Conditions on the size itself (``if len(x) > 8``) were decided when the model was captured.
 
         Args:
             batch: samples of the micro-batch.
@@ -187,7 +187,7 @@ class CapturedGraph:
 
     @cached_property
     def users(self) -> dict[str, tuple[str, ...]]:
-        """For every value, state and input: the operators that read it, in graph order."""
+        """The operators that read each value, state and input, in graph order."""
         users: dict[str, list[str]] = {}
         for node in self.operators:
             for source in self.tensor_inputs(node):
@@ -195,7 +195,7 @@ class CapturedGraph:
         return {name: tuple(readers) for name, readers in users.items()}
 
     def last_use(self, value: str) -> int:
-        """Position of the last operator that reads a value; -1 if none does."""
+        """Return the position of the last operator that reads a value; -1 if none does."""
         users = self.users.get(value, ("",))
         return self.position.get(users[-1], -1)
 
@@ -213,23 +213,23 @@ class CapturedGraph:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Digest of the whole graph: equal for equal models, whatever their weights."""
+        """Digest of the whole graph; equal for equal models with any weights."""
         states = [f"{name}={state}" for name, state in self.states.items()]
         entering = self.graph.find_nodes(op="placeholder")
         shapes = [self._describe(n) for n in entering if isinstance(n.meta["val"], Tensor)]
         return _digest("\n".join([*states, *shapes, *self.signatures.values(), self.loss]), 32)
 
     def tensor_inputs(self, node: fx.Node) -> list[fx.Node]:
-        """Nodes whose tensors an operator reads: operators, states and inputs; sizes left out."""
+        """Return the nodes whose tensors an operator reads, without sizes."""
         return [source for source in node.all_input_nodes if not self.is_size(source)]
 
     def states_of(self, node: fx.Node) -> list[State]:
-        """The parameters, buffers and constants that an operator reads."""
+        """Return the parameters, buffers and constants that an operator reads."""
         names = (source.name for source in node.all_input_nodes)
         return [self.states[name] for name in names if name in self.states]
 
     def sample_dimensions(self, value: Any) -> list[int]:
-        """The dimensions of a captured value that count samples; none if it is no tensor."""
+        """Return the dimensions of a captured value that count samples; none if no tensor."""
         sizes: Sequence[Any] = value.shape if isinstance(value, Tensor) else ()
         return [
             dim
@@ -238,13 +238,13 @@ class CapturedGraph:
         ]
 
     def is_size(self, node: fx.Node) -> bool:
-        """Whether a node gives a number that follows from the batch size (or a subgraph)."""
+        """Return whether a node is a number that follows from the batch size (or a subgraph)."""
         if node.op == "get_attr":
             return True
         return node.op == "call_function" and not _computes(node)
 
     def shape_of(self, name: str, batch: int, length: int = 0) -> tuple[int, ...]:
-        """The shape of an input tensor in a micro-batch of ``batch`` samples."""
+        """Return the shape of an input tensor in a micro-batch of ``batch`` samples."""
         shape = self.inputs[name].shape
         return tuple(
             size if isinstance(size, int) else (batch, length)[dim]
@@ -252,7 +252,7 @@ class CapturedGraph:
         )
 
     def size_at(self, node: fx.Node, batch: int, length: int = 0) -> Any:
-        """The number a size node gives for a micro-batch of ``batch`` samples.
+        """Return the value of a size node for a micro-batch of ``batch`` samples.
 
         Raises:
             CaptureError: it depends on more than the size of the batch.
@@ -269,7 +269,9 @@ class CapturedGraph:
         return bool(expression) if isinstance(value, torch.SymBool) else int(expression)
 
     def difference(self, fingerprint: str | None, signatures: Mapping[str, str]) -> str | None:
-        """None if this is the graph with ``fingerprint``, else where the two first differ."""
+        """Return where this graph first differs from the one with ``fingerprint``; None if it does
+        not.
+        """
         if fingerprint == self.fingerprint:
             return None
         for index, (mine, other) in enumerate(
@@ -299,7 +301,7 @@ class CapturedGraph:
         return f"{node.name}={target}{arguments}"
 
     def _merge_tied(self) -> None:
-        """Let one placeholder stand for a state that has several names."""
+        """Use one placeholder for a state that has several names."""
         first: dict[State, fx.Node] = {}
         for node in self.graph.nodes:
             state = self.states.get(node.name) if node.op == "placeholder" else None
@@ -308,10 +310,10 @@ class CapturedGraph:
                 del self.states[node.name]
 
     def _follow_writes(self, trial: _Trial) -> None:
-        """Set gradients and writers; let later readers read the operator that wrote.
+        """Set gradients and writers, and let later readers read the operator that wrote.
 
-        ``y = relu_(x)`` returns ``x`` itself, so both names are one tensor; with one name for it,
-        the order of the write and of later reads stands in the edges.
+        ``y = relu_(x)`` returns ``x`` itself, so both names are one tensor. With one name for it,
+        the edges show the order of the write and of later reads.
         """
         for node, value in trial.values.items():
             last = max((trial.last_write.get(s, -1) for s in storages_in(value)), default=-1)
@@ -333,7 +335,7 @@ class CapturedGraph:
 
 
 def _computes(node: fx.Node) -> bool:
-    """Whether a node is an operator: not a guard, and more than arithmetic on sizes."""
+    """Return whether a node is an operator: not a guard, and not only arithmetic on sizes."""
     if node.op != "call_function" or node.target in _GUARDS:
         return False
     value = node.meta.get("val")
@@ -371,9 +373,9 @@ def _placeholders(
 
 
 def _symbols(sizes: Sequence[Any]) -> frozenset[Any]:
-    """The symbols of a size that is free in all tensors; none if it is a number in one.
+    """Return the symbols of a size that is free in all tensors; none if it is a number in one.
 
-    A tensor that nobody reads has a symbol of its own, even if all others have numbers.
+    A tensor that nobody reads has its own symbol, even if all others have numbers.
     """
     if not all(isinstance(size, torch.SymInt) and size.node.expr.is_Symbol for size in sizes):
         return frozenset()
@@ -381,9 +383,9 @@ def _symbols(sizes: Sequence[Any]) -> frozenset[Any]:
 
 
 def _conditions(sizes: Sequence[Any], symbols: frozenset[Any]) -> tuple[Any, ...]:
-    """What code outside torch asked of free sizes, which must be answered as it was.
+    """Return the conditions on free sizes that code outside torch asked for.
 
-    What torch asks it asks again for every size.
+    The answers must be the same for other sizes. Torch itself asks again for every size.
     """
     free = [size for size in sizes if isinstance(size, torch.SymInt)]
     environments = {id(size.node.shape_env): size.node.shape_env for size in free}
@@ -416,7 +418,7 @@ def _digest(text: str, length: int = 12) -> str:
 
 
 class _Trial:
-    """One run of the graph on fake tensors; all values stay, so that storages stay distinct.
+    """A run of the graph on fake tensors. All values stay alive, so that storages stay distinct.
 
     Attributes:
         values: of every node.
@@ -424,7 +426,7 @@ class _Trial:
         touched: operators that read or write each storage, in order.
         last_write: index of the last operator that writes a storage.
         persistent: storages of states and inputs.
-        returned_argument: the argument that an in-place operator returned itself.
+        returned_argument: the argument that an in-place operator returned.
     """
 
     def __init__(self, graph: CapturedGraph, states: Mapping[str, Tensor]) -> None:
@@ -484,7 +486,7 @@ class _Trial:
         return result
 
     def groups(self) -> dict[str, str]:
-        """For operators that must share a stage with others: the first of all these."""
+        """Return the first operator of its group for every operator in a group."""
         members: dict[fx.Node, set[fx.Node]] = {}
         for nodes in self._joined():
             group = set(nodes).union(*(members.get(node, ()) for node in nodes))

@@ -1,4 +1,4 @@
-"""The objects a spec names, and their captured graphs. The profiler and every rank start here."""
+"""The objects that a spec names, and their captured graphs."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ class CapturedJob:
     """Model, loss and data of a job, and the graphs of its training and evaluation step.
 
     Args:
-        tell: called with what a capture does that takes long.
+        tell: called with a message if a capture takes long.
 
     Attributes:
-        step: the wrapper that holds the user's model and loss.
+        step: the wrapper of the user's model and loss.
         loader: of the training data.
         states: parameters and buffers by full name within the wrapper, tied ones once. With
             ``materialize: per_rank`` they have no memory until :meth:`materialize` is called.
@@ -62,7 +62,7 @@ class CapturedJob:
     Raises:
         CaptureError: a factory fails or returns the wrong kind of object, or a trained parameter
             has a hook on its gradient or shares memory with another state.
-        DataFileError: the weights to start from do not fit the model.
+        DataFileError: the initial weights do not fit the model.
     """
 
     def __init__(self, spec: JobSpec, tell: Tell = lambda _: None) -> None:
@@ -109,13 +109,13 @@ class CapturedJob:
         return self.step.model
 
     def materialize(self, names: Iterable[str]) -> None:
-        """Give values to those of ``states`` that have none yet; see :meth:`made`."""
+        """Give values to those of ``states`` that have none; see :meth:`made`."""
         for name in names:
             if is_deferred(self.states[name]):
                 self.states[name] = self.made(name)
 
     def made(self, name: str) -> Tensor:
-        """The values of one of ``states`` that has none yet, for the caller alone.
+        """Return the values of one of ``states`` that has none yet; they belong to the caller.
 
         Raises:
             CaptureError: neither the checkpoint nor the factory gives it values.
@@ -134,7 +134,7 @@ class CapturedJob:
         return self._fallback.reasons
 
     def training_graph(self, batch: int, length: int = 0) -> CapturedGraph:
-        """The training graph for micro-batches of ``batch`` samples.
+        """Return the training graph for micro-batches of ``batch`` samples.
 
         Args:
             length: of their sequences; 0 stands for the largest of the training data.
@@ -151,9 +151,10 @@ class CapturedJob:
         return graph
 
     def evaluation_graph(self, batch: int, length: int = 0) -> CapturedGraph:
-        """The evaluation graph (``model.eval()``), with outputs if a metric wants them.
+        """Return the evaluation graph (``model.eval()``), with outputs if a metric needs them.
 
-        It is of a training batch; with buckets of a held-out one, whose lengths may be others.
+        It is captured on a training batch; with buckets on a held-out one, whose lengths may
+        differ.
         """
         held_out = self.evaluation_loader if self.spec.data.buckets else None
         return self._graph(held_out or self.loader, batch, length, training=False)
@@ -165,10 +166,10 @@ class CapturedJob:
         return None if evaluation is None else self._loader(evaluation.data, "evaluation.data")
 
     def check_shapes(self, batch: int) -> None:
-        """Look whether batches from elsewhere in the data have other shapes than the first one.
+        """Raise if batches from elsewhere in the data have other shapes than the first one.
 
-        They are padded by their own longest sample, say. Training refuses each of them, too, but
-        only when it comes.
+        They may be padded to their longest sample, for example. Training refuses such a batch too,
+        but only when it comes.
 
         Raises:
             CaptureError: naming the tensor and both shapes; or the model computes something else
@@ -185,7 +186,7 @@ class CapturedJob:
                     reader.check(values, batch, values, is_whole=True)
 
     def misfit(self, batch: int) -> CaptureError | None:
-        """Why model and loss fail on the first ``batch`` samples; None if they do not."""
+        """Return why model and loss fail on the first ``batch`` samples; None if they do not."""
         return self._misfit(self.loader.example(batch))
 
     def _misfit(self, batch: tuple[Any, Any]) -> CaptureError | None:
@@ -201,19 +202,19 @@ class CapturedJob:
         return None
 
     def metrics(self) -> dict[str, Any]:
-        """Metric functions or objects by name."""
+        """Return metric functions or objects by name."""
         evaluation = self.spec.evaluation
         if evaluation is None:
             return {}
         return {name: self._bound(item) for name, item in evaluation.metrics.items()}
 
     def weight(self) -> Any | None:
-        """The function that weighs a micro-batch by its targets; None weighs by samples."""
+        """Return the function that weighs a micro-batch by its targets; None weighs by samples."""
         weight = self.spec.loss.weight
         return None if weight == "samples" else factories.find(weight, self.spec.base)
 
     def parameter_groups(self) -> dict[str, int]:
-        """The index in ``optimizer.groups`` of each parameter that belongs to one.
+        """Return the index in ``optimizer.groups`` of each parameter that belongs to a group.
 
         Raises:
             CaptureError: a group matches no parameter.
@@ -224,11 +225,13 @@ class CapturedJob:
         return assign_groups(names, [group.match for group in self.spec.optimizer.groups])
 
     def find(self, item: Factory) -> Any:
-        """The callable a section of the spec names."""
+        """Return the callable that a section of the spec names."""
         return factories.find(item.factory, self.spec.base)
 
     def _values(self, tensor: Tensor) -> Tensor:
-        """A parameter or buffer of the step with its values, for the caller alone if made now."""
+        """Return a parameter or buffer of the step with values, which belong to the caller if made
+        now.
+        """
         if not is_deferred(tensor):
             return tensor
         name = self._names[id(tensor)]
@@ -330,7 +333,7 @@ class Traits:
     Args:
         random: operators that draw random numbers.
         shared: trained parameters that several operators use, by their names in the user's model.
-        half: whether some operators run in half precision by an autocast of the model's own.
+        half: whether some operators run in half precision by an autocast inside the model.
     """
 
     random: tuple[str, ...]
@@ -339,7 +342,7 @@ class Traits:
 
 
 def find_traits(spec: JobSpec, batch: int) -> Traits:
-    """Capture a job's model for micro-batches of ``batch`` samples and look.
+    """Capture a job's model for micro-batches of ``batch`` samples and return its traits.
 
     Raises:
         CaptureError: the model cannot be captured.
@@ -357,12 +360,12 @@ def find_traits(spec: JobSpec, batch: int) -> Traits:
 
 
 def assign_groups(names: Mapping[str, Sequence[str]], patterns: Sequence[str]) -> dict[str, int]:
-    """The index of the first pattern that matches each parameter; the others are left out.
+    """Return the index of the first pattern that matches each parameter, without the others.
 
     Args:
-        names: all names of each parameter in the user's model (several if it is tied), by the name
-            it has here.
-        patterns: shell patterns such as ``*.bias``; upper and lower case differ.
+        names: all names of each parameter in the user's model (several if it is tied), by its name
+            here.
+        patterns: shell patterns such as ``*.bias``, case-sensitive.
 
     Raises:
         CaptureError: a pattern matches no parameter.

@@ -1,12 +1,12 @@
 """A submodule as one operator of a graph, which runs the user's own code.
 
-Such code may do what no graph can hold: branch on values, call numpy, keep things in lists. A stage
-calls the module itself, within the stage's autograd graph, with parameters and buffers as arguments
-like any other.
+Such code may do what no graph can hold: branch on values, call numpy, or keep state in lists. A
+stage calls the module itself within the stage's autograd graph, with parameters and buffers as
+arguments.
 
-A stage must know beforehand what it receives and sends. So the calls that are seen at a few batch
-sizes are put together to one outline of the result: which tensors, in whose memory, of which sizes,
-each linear in the batch size.
+A stage must know in advance what it receives and sends. The calls are therefore observed at a few
+batch sizes and combined into an outline of the result: which tensors, in whose memory, and of which
+sizes, each a linear function of the batch size.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
 
 
 class States:
-    """The parameters and buffers of a module and of those in it, tied ones once.
+    """The parameters and buffers of a module and its submodules, tied ones once.
 
     Attributes:
-        names: of each in the module that has it.
+        names: the name of each in the module that owns it.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -51,14 +51,14 @@ class States:
         self.names = [name for (_, name), *_ in self._places]
 
     def now(self) -> list[Tensor]:
-        """What stands in the module at present."""
+        """Return the tensors that are in the module at present."""
         return [entries[name] for (entries, name), *_ in self._places]
 
     @contextmanager
     def replaced(self, tensors: Sequence[Tensor]) -> Iterator[None]:
-        """Let other tensors stand in the module; a buffer that is assigned is written instead.
+        """Put other tensors into the module; a buffer that is assigned is written instead.
 
-        ``torch.func.functional_call`` does the same, but looks for all names anew in every call.
+        ``torch.func.functional_call`` does the same, but looks up all names in every call.
         """
         before = self.now()
         self._put(tensors)
@@ -81,10 +81,10 @@ class Arguments:
     """Positional and keyword arguments of a call.
 
     Attributes:
-        tensors, sizes: those among them, in order; sizes are symbolic.
+        tensors, sizes: the tensors and symbolic sizes among them, in order.
 
     Raises:
-        RefusedError: one of them holds tensors that cannot be taken out.
+        RefusedError: an argument contains tensors that cannot be taken out.
     """
 
     def __init__(self, args: Any, kwargs: Any) -> None:
@@ -101,7 +101,7 @@ class Arguments:
         self._leaves = [None if i in self._places else leaf for i, leaf in enumerate(leaves)]
 
     def filled(self, values: Sequence[Any]) -> Any:
-        """The (args, kwargs) with other tensors and, after them, other sizes."""
+        """Return the (args, kwargs) with other tensors, followed by other sizes."""
         leaves = list(self._leaves)
         for place, value in zip(self._places, values, strict=True):
             leaves[place] = value
@@ -112,9 +112,9 @@ class Form(NamedTuple):
     """A tensor of a result.
 
     Args:
-        origin: index of the argument in whose memory it lies; None for memory of its own.
+        origin: index of the argument whose memory it uses; None for memory of its own.
         memory: number of the memory among those of arguments and result.
-        layout: sizes, strides and offset in one row, each as (factor, rest) of the batch size.
+        layout: sizes, strides and offset in one tuple, each as (factor, rest) of the batch size.
     """
 
     dtype: torch.dtype
@@ -125,31 +125,31 @@ class Form(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor, origin: int | None, memory: int = -1) -> Form:
-        """The form of a tensor, in which all sizes are numbers."""
+        """Return the form of a tensor, in which all sizes are numbers."""
         numbers = (*tensor.shape, *tensor.stride(), int(tensor.storage_offset()))
         layout = tuple((0, number) for number in numbers)
         return cls(tensor.dtype, tensor.requires_grad, origin, memory, layout)
 
     def layout_at(self, batch: Any = 0) -> tuple[tuple[Any, ...], tuple[Any, ...], Any]:
-        """Sizes, strides and offset for ``batch`` samples; symbolic if ``batch`` is."""
+        """Return sizes, strides and offset for ``batch`` samples; symbolic if ``batch`` is."""
         numbers = [factor * batch + rest if factor else rest for factor, rest in self.layout]
         dims = len(numbers) // 2
         return tuple(numbers[:dims]), tuple(numbers[dims:-1]), numbers[-1]
 
     def blank(self, batch: Any = 0, device: torch.device | None = None) -> Tensor:
-        """A tensor of this form without values, in memory of its own."""
+        """Return a tensor of this form without values, in memory of its own."""
         sizes, strides, _ = self.layout_at(batch)
         return torch.empty_strided(sizes, strides, dtype=self.dtype, device=device)
 
     def in_own_memory(self, memory: int) -> Form:
-        """The same at the start of memory that no argument has."""
+        """Return this form at the start of memory that no argument has."""
         return self._replace(origin=None, memory=memory, layout=(*self.layout[:-1], (0, 0)))
 
 
 class Unsteady:
-    """Stands for a part of a result that no two calls give in one structure.
+    """A part of a result whose structure differs between calls.
 
-    Nothing may be read of it but its type, ``kind``.
+    Only its type, ``kind``, may be read.
     """
 
     def __init__(self, kind: type) -> None:
@@ -167,7 +167,7 @@ class Unsteady:
 
 @dataclass(frozen=True)
 class Outline:
-    """What a call gives.
+    """The result of a call.
 
     Args:
         leaves: the flat result, with forms for tensors.
@@ -185,10 +185,10 @@ class Outline:
     def of_call(
         cls, result: Any, arguments: Sequence[Tensor], written: frozenset[int], draws: bool
     ) -> Outline:
-        """The outline of one call.
+        """Return the outline of one call.
 
         Raises:
-            RefusedError: the result holds something that is neither a tensor nor plain.
+            RefusedError: the result contains something that is neither a tensor nor a plain value.
         """
         leaves, structure = pytree.tree_flatten(result)
         memories: dict[int, int] = {}
@@ -213,7 +213,7 @@ class Outline:
 
     @classmethod
     def of_calls(cls, batches: Sequence[int], calls: Sequence[Outline]) -> Outline:
-        """The outline that agrees with calls at several batch sizes.
+        """Return the outline that agrees with calls at several batch sizes.
 
         Raises:
             RefusedError: there is none.
@@ -230,14 +230,14 @@ class Outline:
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, Form))
 
     def blanks(self, batch: Any, device: torch.device | None) -> list[Tensor]:
-        """The tensors of a result without values, each in memory of its own."""
+        """Return the tensors of a result without values, each in memory of its own."""
         blanks = [form.blank(batch, device) for form in self.forms]
         grad = torch.is_grad_enabled()
         pairs = zip(blanks, self.forms, strict=True)
         return [anchored(b) if grad and form.requires_grad else b for b, form in pairs]
 
     def result(self, tensors: Sequence[Any]) -> Any:
-        """The result with these tensors in it."""
+        """Return the result with these tensors in it."""
         waiting = iter(tensors)
         flat = [next(waiting) if isinstance(leaf, Form) else leaf for leaf in self.leaves]
         return self.structure.unflatten(flat)
@@ -246,9 +246,10 @@ class Outline:
 def _shared(
     structures: Sequence[Any], calls: Sequence[Sequence[Any]]
 ) -> tuple[Any, list[tuple[Any, ...]]]:
-    """The structure that several results share, and for each of its leaves theirs.
+    """Return the structure that several results share, and the leaves of all results for each leaf.
 
-    A part of one type in which they differ, as a list of another length, is one unsteady leaf.
+    A part of one type whose structure differs, such as a list of another length, is one unsteady
+    leaf.
     """
     first = structures[0]
     if all(other == first for other in structures):
@@ -268,7 +269,7 @@ def _shared(
 
 
 def _common(batches: Sequence[int], column: Sequence[Any]) -> Any:
-    """What one leaf of the result has in common over several calls."""
+    """Return what one leaf of the result has in common over several calls."""
     first = column[0]
     if type(first) is Unsteady:
         return first
@@ -297,12 +298,12 @@ def _common(batches: Sequence[int], column: Sequence[Any]) -> Any:
 
 
 class Opaque:
-    """One call of a submodule, as an operator: ``opaque(batch, *states, *tensors, *sizes)``.
+    """One call of a submodule as an operator: ``opaque(batch, *states, *tensors, *sizes)``.
 
     Args:
         path: of the module in the step.
-        arguments: of the call while the model was exported.
-        outline: what the call gives.
+        arguments: of the call during the export.
+        outline: of the result.
     """
 
     def __init__(
@@ -327,21 +328,21 @@ class Opaque:
 
     @cached_property
     def _generators(self) -> list[Any]:
-        """Those of its own; while a model is exported, others stand in for some of them."""
+        """The module's own generators. During an export, some of them are replaced by others."""
         return own_generators(self._module)
 
     def __repr__(self) -> str:
         return f"{self.path} ({type(self._module).__name__})"
 
     def __call__(self, batch: int, *arguments: Any) -> Any:
-        """Call the module; gives the tensors of its result, alone or in a tuple.
+        """Call the module; return the tensors of its result, a single one without a tuple.
 
         Args:
             batch: samples of the micro-batch.
             arguments: parameters and buffers, then the tensors of the call, then its sizes.
 
         Raises:
-            CaptureError: the result has other sizes than those that were captured.
+            CaptureError: the result has other sizes than when it was captured.
         """
         values, count = list(arguments), len(self._states.names)
         if any(isinstance(value, Tensor) and is_deferred(value) for value in values):
@@ -372,7 +373,8 @@ class Opaque:
         return results[0] if len(results) == 1 else tuple(results)
 
     def _imitate(self, batch: int, arguments: Sequence[Any]) -> list[Tensor]:
-        """Tensors that share memory and have gradients as those of a real call; values are none.
+        """Return tensors without values that share memory and have gradients like those of a real
+        call.
 
         Arguments that a call writes are marked as written.
         """
@@ -400,7 +402,7 @@ class Opaque:
         return results
 
     def _checked(self, result: Any, batch: int, arguments: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors of a result, in the layouts that were captured."""
+        """Return the tensors of a result, in the layouts that were captured."""
         outline = self.outline
         try:
             leaves = outline.structure.flatten_up_to(result)
@@ -438,12 +440,12 @@ class Opaque:
 
 
 def enter(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
-    """Aliases of tensors that require a gradient, and an anchor for :func:`leave`.
+    """Return aliases of tensors that require a gradient, and an anchor for :func:`leave`.
 
-    What eager code does may depend on values: an input may have no gradient today, or one in
-    another layout. A stage must know beforehand what it receives and sends. So if any result of
-    :func:`leave` gets a gradient, each of the tensors gets one, zeros if need be, in the layout of
-    the tensor, and only once: the sum over its uses inside.
+    What eager code does may depend on values: an input may have no gradient today, or a gradient in
+    another layout. A stage must know in advance what it receives and sends. If any result of
+    :func:`leave` gets a gradient, each of the tensors therefore gets one: the sum over its uses,
+    zeros if there is none, in the layout of the tensor.
     """
     if not tensors:
         return [], torch.empty(0, requires_grad=True)
@@ -452,12 +454,12 @@ def enter(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
 
 
 def leave(anchor: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors, all with gradient, as values of their own that may be written in place."""
+    """Return the tensors, all with gradient, as values that may be written in place."""
     return list(_Leave.apply(anchor, *tensors)) if tensors else []  # type: ignore[no-untyped-call]
 
 
 def anchored(tensor: Tensor) -> Tensor:
-    """A tensor with a gradient that leads nowhere, and that may be written in place."""
+    """Return a tensor with a gradient that goes nowhere, and that may be written in place."""
     return leave(torch.empty(0, requires_grad=True), [tensor])[0]
 
 
@@ -493,11 +495,11 @@ _written_once: WeakSet[nn.Module] = WeakSet()
 
 
 def write_buffers_once(model: nn.Module) -> None:
-    """Let each module of a model write its buffers in forwards alone, not in backwards.
+    """Let the modules of a model write their buffers in forwards, but not in backwards.
 
     Plain PyTorch counts a micro-batch twice within ``torch.utils.checkpoint``: the running
-    statistics of a BatchNorm move twice, the second time in the order of the backwards, which is
-    the schedule's.
+    statistics of a BatchNorm move twice, and the second time in the order of the backwards, which
+    depends on the schedule.
     """
     for module in model.modules():
         if module in _written_once or all(each is None for each in module._buffers.values()):

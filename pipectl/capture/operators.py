@@ -1,4 +1,4 @@
-"""What the operators of a graph are: their schemas, and whether they draw random numbers."""
+"""Facts about the operators of a graph: what they write, and whether they draw random numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipectl.capture.randomness import Seeder, seed_libraries, seed_operator
 def arguments_by_name(
     schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The arguments that are given, by the names they have in the schema."""
+    """Return the arguments of a call by their names in the schema."""
     names = (argument.name for argument in schema.arguments)
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
@@ -26,10 +26,10 @@ def arguments_by_name(
 def written_tensors(
     target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, statistics: bool = False
 ) -> list[Tensor]:
-    """The arguments whose memory an operator says it writes.
+    """Return the arguments whose memory an operator writes, by its schema.
 
     Args:
-        statistics: whether to add the running statistics of norms, of which none says that.
+        statistics: whether to add the running statistics of norms, which no schema mentions.
     """
     schema = getattr(target, "_schema", None)
     if schema is None:
@@ -44,7 +44,7 @@ def written_tensors(
 
 
 def gives_views(operator: Any) -> bool:
-    """Whether what an operator gives may lie in the memory of what it does not write."""
+    """Return whether the result may be a view of an argument that is not written."""
     returns = getattr(getattr(operator, "_schema", None), "returns", ())
     return any(each.alias_info and not each.alias_info.is_write for each in returns)
 
@@ -64,32 +64,32 @@ class Applied:
         return f"{module_of(self.function)}.{self.function.__qualname__}"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the function gives, with its own backward."""
+        """Apply the function, with its own backward."""
         return self.function.apply(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 def seeder_of(node: fx.Node, root: fx.GraphModule) -> Seeder | None:
-    """What seeds an operator before it runs; None if it cannot draw random numbers."""
+    """Return what seeds an operator before it runs; None if it draws no random numbers."""
     if runs(node, root, Opaque):
         return seed_libraries  # whether it draws may depend on values
     return seed_operator if is_random(node, root) else None
 
 
 def is_random(node: fx.Node, root: fx.GraphModule) -> bool:
-    """Whether an operator draws random numbers, itself or in a subgraph, or may do so.
+    """Return whether an operator, or a subgraph that it runs, may draw random numbers.
 
-    Dropout with probability 0 (attention without dropout, say) draws none.
+    Dropout with probability 0 (attention without dropout, for example) draws none.
     """
     return any(_draws(inner) for inner in _with_inner(node, root))
 
 
 def runs(node: fx.Node, root: fx.GraphModule, kind: type) -> bool:
-    """Whether an operator, or one of the subgraphs it runs, calls a target of some kind."""
+    """Return whether an operator, or a subgraph that it runs, calls a target of type ``kind``."""
     return any(isinstance(inner.target, kind) for inner in _with_inner(node, root))
 
 
 def _with_inner(node: fx.Node, root: fx.GraphModule) -> Iterator[fx.Node]:
-    """An operator and those of the subgraphs it runs."""
+    """Yield an operator and those of the subgraphs that it runs."""
     yield node
     for source in node.all_input_nodes:
         body = root.get_submodule(str(source.target)) if source.op == "get_attr" else None

@@ -1,6 +1,6 @@
-"""Every place where torch or Python is patched while a model is built or exported.
+"""All patches of torch and Python during the construction and the export of a model.
 
-Each patch says why it is needed; if it names no versions of torch, all from 2.13 to 2.15 need it.
+Each patch says why it is needed; unless it names versions of torch, 2.13 to 2.15 need it.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ _ABSENT = object()
 
 @contextmanager
 def patched_export(step: nn.Module, recorder: Recorder, *, unrolls: bool) -> Iterator[None]:
-    """All patches under which a step is exported.
+    """Apply all patches for the export of a step.
 
     Args:
-        recorder: gets the autograd functions that it uses.
-        unrolls: whether loops may be as long as they like.
+        recorder: gets the autograd functions that the step uses.
+        unrolls: whether loops may be of any length.
 
     Raises:
         RefusedError: from the export, if the model does what no graph can hold.
@@ -81,7 +81,7 @@ def patched_export(step: nn.Module, recorder: Recorder, *, unrolls: bool) -> Ite
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep torch's advice about its own internals off the user's terminal."""
+    """Suppress torch's advice about its internals."""
     logger = logging.getLogger("torch")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -95,11 +95,12 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _refused_draws() -> Iterator[None]:
-    """Let functions of ``random`` and ``numpy.random`` fail: a graph would freeze the numbers.
+    """Refuse draws by functions of ``random`` and ``numpy.random``: a graph would freeze the
+    numbers.
 
     Raises:
-        RefusedError: from the export; or when it is over, if only the states of the generators show
-            that somebody drew, by a function imported by its name.
+        RefusedError: from the export; or at its end, if only the states of the generators show a
+            draw, by a function that was imported by its name.
     """
     known = states_of(LIBRARY_GENERATORS)
 
@@ -131,7 +132,7 @@ def _refused_draws() -> Iterator[None]:
 
 @contextmanager
 def _refused_generators(step: nn.Module) -> Iterator[None]:
-    """Let draws from the system's generator and from those of the model's own fail."""
+    """Refuse draws from the system's generator and from the model's own generators."""
     with ExitStack() as stack:
         for name in ("random", "getrandbits"):  # of those made in the forward, too
             stack.enter_context(mock.patch.object(random.SystemRandom, name, _refuse_draw))
@@ -151,9 +152,9 @@ class _RefusingGenerator:
 
 @contextmanager
 def _left_out_checks() -> Iterator[None]:
-    """Let ``if`` and ``assert`` on values go on if the other side only raises.
+    """Let ``if`` and ``assert`` on values continue if the other side only raises.
 
-    ``torch.export`` refuses every branch on values.
+    ``torch.export`` refuses all branches on values.
     """
 
     def passing(ask: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -178,10 +179,10 @@ def _left_out_checks() -> Iterator[None]:
 
 
 class _WatchedCalls(TorchFunctionMode):
-    """Leaves asserts out, and raises if a model calls what no graph can hold.
+    """Leaves asserts out, and refuses calls of functions that no graph can hold.
 
-    An export drops ``backward()`` and writes through ``.data`` without a word. A read of ``.data``
-    counts as ``.detach()``. From 2.15 on, torch checks arguments by asynchronous asserts.
+    An export drops ``backward()`` and writes through ``.data`` silently. A read of ``.data`` counts
+    as ``.detach()``. From 2.15 on, torch checks arguments by asynchronous asserts.
     """
 
     def __init__(self, *, unrolls: bool) -> None:
@@ -193,7 +194,6 @@ class _WatchedCalls(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Call a function of torch, unless it is one of those."""
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling():  # a branch of torch.cond: it refuses them itself
             return func(*args, **kwargs)
@@ -220,11 +220,11 @@ class _WatchedCalls(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _count_repeats(self) -> None:
-        """Note that the module which is being called is at its line once more.
+        """Count the calls from the current line of the module that is being called.
 
         Raises:
-            RefusedError: that was too often; the loop lies in the innermost of the frames that
-                are the same in two such calls.
+            RefusedError: there were too many; the loop is in the innermost frame that two such
+                calls share.
         """
         if self._repeats is None:
             return
@@ -254,7 +254,7 @@ _GET_DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]
 
 
 def _calling_module(frame: FrameType | None) -> tuple[FrameType | None, nn.Module | None]:
-    """The innermost call of a module that a frame lies in, and that module."""
+    """Return the innermost call of a module around a frame, and that module."""
     while frame is not None:
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module):
@@ -264,7 +264,7 @@ def _calling_module(frame: FrameType | None) -> tuple[FrameType | None, nn.Modul
 
 
 def _is_torch_calling() -> bool:
-    """Whether torch itself, other than by handing calls on, calls the function of torch."""
+    """Return whether torch itself calls a function of torch, other than by dispatch."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_name == "__torch_function__":
         frame = frame.f_back
@@ -273,10 +273,10 @@ def _is_torch_calling() -> bool:
 
 @contextmanager
 def _marked_regions() -> Iterator[None]:
-    """Note at every operator under which autocast it runs, and whether without gradients.
+    """Store in every operator its autocast, and whether it runs without gradients.
 
-    The passes of ``torch.export`` wrap such parts in one operator, which no cut could divide.
-    ``torch.inference_mode()``, of which a trace tells nothing, counts as ``torch.no_grad()``.
+    The passes of ``torch.export`` wrap such parts in one operator, which no cut can divide.
+    ``torch.inference_mode()``, which a trace does not show, counts as ``torch.no_grad()``.
     """
 
     def enter(self: Any) -> None:
@@ -302,7 +302,7 @@ def _marked_regions() -> Iterator[None]:
 
 
 class _Recorded(HigherOrderOperator):
-    """Stands for a Python function in the graph of an export, which takes no others."""
+    """Stands for a Python function in an exported graph, which accepts no others."""
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         raise NotImplementedError
@@ -313,7 +313,7 @@ fx.node.has_side_effect(_RECORDED)  # it is kept even if nothing reads its resul
 
 
 class Recorder:
-    """Calls of Python functions that an export holds as single operators."""
+    """Records calls of Python functions as single operators of an export."""
 
     def __init__(self) -> None:
         self._targets: list[Any] = []
@@ -324,7 +324,7 @@ class Recorder:
         """Append a call to the graph that is being traced.
 
         Args:
-            give: gives the result, of which the trace sees nothing else.
+            give: returns the result; the trace sees nothing of how.
         """
         mode: Any = get_proxy_mode()
         with disable_proxy_modes_tracing():
@@ -350,12 +350,12 @@ class Recorder:
 
 @contextmanager
 def _recorded_functions(recorder: Recorder) -> Iterator[None]:
-    """Record autograd functions as operators, and refuse gradients that a forward forms.
+    """Record autograd functions as operators, and refuse gradients inside a forward.
 
-    An export drops the backward of an autograd function, and hooks on gradients, without a word.
+    An export drops the backward of an autograd function, and hooks on gradients, silently.
 
     Raises:
-        CaptureError: from the export, if the model puts a hook on a gradient.
+        CaptureError: from the export, if the model registers a hook on a gradient.
     """
     untouched: Any = vars(torch.autograd.Function)["apply"]
 
@@ -389,7 +389,7 @@ def _recorded_functions(recorder: Recorder) -> Iterator[None]:
 
 @contextmanager
 def refused_reads(attributes: Sequence[Attribute]) -> Iterator[None]:
-    """While a step is exported once more: refuse attributes that are read before they are written.
+    """Refuse reads of attributes before they are written, while a step is exported again.
 
     An export reads plain attributes of modules as constants.
 
@@ -405,11 +405,11 @@ def refused_reads(attributes: Sequence[Attribute]) -> Iterator[None]:
 
 
 class _Guard:
-    """Stands in a class for an attribute, before the values that its instances have.
+    """Replaces an attribute in a class, in front of the values of its instances.
 
     Args:
-        attributes: the attribute in the modules that must not read it before they write it.
-        default: what the class has in its place.
+        attributes: the attribute in the modules that must write it before they read it.
+        default: the value in the class.
     """
 
     def __init__(self, name: str, attributes: Sequence[Attribute], default: Any) -> None:
@@ -439,7 +439,7 @@ class _Guard:
 
 @contextmanager
 def copyable_without_values() -> Iterator[None]:
-    """Let ``copy.deepcopy`` clone a tensor without values; torch would look for its memory."""
+    """Let ``copy.deepcopy`` clone a tensor without values; torch would access its memory."""
 
     def deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Any:
         if id(tensor) not in memo:
@@ -453,7 +453,7 @@ def copyable_without_values() -> Iterator[None]:
 
 
 class Mask:
-    """Lets calls of a module, its hooks included, go to a function with the same arguments."""
+    """Redirects calls of a module, including its hooks, to a function with the same arguments."""
 
     def __init__(self, module: nn.Module, stand_in: Callable[..., Any]) -> None:
         self._own = vars(module)
@@ -461,7 +461,7 @@ class Mask:
 
     @contextmanager
     def worn(self) -> Iterator[None]:
-        """While the mask is on the module."""
+        """Apply the mask within the context."""
         self._swap()
         try:
             yield

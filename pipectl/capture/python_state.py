@@ -1,12 +1,12 @@
-"""What a model keeps from one step to the next other than in parameters and buffers.
+"""State that a model keeps between steps outside of parameters and buffers.
 
-That is in Python objects: attributes of modules, and what these lead to. No state dict has it and
-no graph follows it. Objects of torch and of Python's own library are left out, but for modules,
-lists, mappings, sets and generators of random numbers.
+It is in Python objects: attributes of modules, and whatever they refer to. It is not in the state
+dict, and no graph follows it. Objects of torch and of the standard library are ignored, except
+modules, lists, mappings, sets and random number generators.
 
-A graph would freeze it: it has what plain attributes held when it was captured, and torch drops
-what is assigned. That does no harm if nothing reads it again (a map to look at), or if every step
-would assign the same (a table that is made when it is first needed).
+A graph would freeze this state: it contains the values of plain attributes at the time of the
+capture, and torch drops assignments. This does no harm if nothing reads the attribute again, or if
+every step assigns the same (such as a table that is computed when it is first needed).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ABSENT = object()
 
 
 class Attribute(NamedTuple):
-    """A plain attribute of a module; ``path`` is the module's in the step."""
+    """A plain attribute of a module; ``path`` is the path of the module in the step."""
 
     module: nn.Module
     path: str
@@ -53,9 +53,9 @@ class Number(NamedTuple):
     """A number or truth value in a Python object.
 
     Args:
-        holder: the attributes, mapping or list that has it.
+        holder: the attributes, mapping or list that contains it.
         key: its name, key or index there.
-        attribute: it, if it is one of a module; None if it lies deeper.
+        attribute: the attribute of a module that it is; None if it is inside one.
     """
 
     value: Any
@@ -65,7 +65,7 @@ class Number(NamedTuple):
 
 
 class _Item(NamedTuple):
-    """A container, generator or array that a model leads to; ``module`` if these are its own."""
+    """A container, generator or array of a model; ``module`` if it is a module's attributes."""
 
     value: Any
     path: str
@@ -75,7 +75,7 @@ class _Item(NamedTuple):
 
 @contextmanager
 def undisturbed(model: nn.Module, tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Afterwards these tensors, what modules keep in Python, and generators are as before."""
+    """Restore the tensors, the Python state of the modules, and the generators afterwards."""
     own = [item.value for item in _items(model)]
     values = [*SHARED_GENERATORS, *own, *filter(_is_restorable, tensors)]
     restores = [_restore_of(value) for value in values]
@@ -88,7 +88,7 @@ def undisturbed(model: nn.Module, tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def numbers_in(model: nn.Module) -> dict[str, Number]:
-    """All numbers by name, such as ``blocks.3.calls`` or ``meter.counts['steps']``."""
+    """Return all numbers by name, such as ``blocks.3.calls`` or ``meter.counts['steps']``."""
     numbers: dict[str, Number] = {}
     for value, path, module, are_attributes in _items(model):
         if type(value) in (*_MAPPINGS, list):
@@ -101,7 +101,7 @@ def numbers_in(model: nn.Module) -> dict[str, Number]:
 
 
 def _items(model: nn.Module) -> Iterator[_Item]:
-    """All that a model leads to and that may change, each once."""
+    """Yield everything in a model that may change, once."""
     visited = {id(value) for value in (*model.parameters(), *model.buffers(), *model.modules())}
     waiting = [_Item(vars(m), path, m, True) for path, m in model.named_modules()]
     while waiting:
@@ -131,7 +131,7 @@ def _items(model: nn.Module) -> Iterator[_Item]:
 
 
 def _is_restorable(tensor: Tensor) -> bool:
-    """Whether a tensor can be compared with a copy, and copied into."""
+    """Return whether a tensor can be compared with a copy, and written."""
     if tensor.layout is not torch.strided or tensor.is_meta:
         return False
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
@@ -140,7 +140,7 @@ def _is_restorable(tensor: Tensor) -> bool:
 
 
 def _restore_of(value: Any) -> Callable[[], None]:
-    """What gives an object its present content again; one that still has it is left alone."""
+    """Return a function that restores the present content of an object, if it has changed."""
     if isinstance(value, Tensor):
         return partial(_restore_tensor, value, value.detach().clone())
     if isinstance(value, np.ndarray):
@@ -177,14 +177,15 @@ def _identities(container: Any) -> list[int]:
 
 
 class Assignments:
-    """While a step is exported: finds what every step would assign anew to plain attributes.
+    """While a step is exported: finds the plain attributes that every step assigns.
 
     Args:
-        numbers: others that numbers are during the export, by name, as later steps have them.
+        numbers: values for numbers during the export, by name, as in later steps.
 
     Attributes:
-        tensors: attributes that got tensors which follow from the batch, or from what was there.
-        numbers: numbers that are others now, by name, with what they were and what they are.
+        tensors: attributes that were assigned tensors that follow from the batch, or from old
+            values.
+        numbers: numbers that have changed, by name, with the old and the new value.
     """
 
     def __init__(self, step: nn.Module, numbers: Mapping[str, Any]) -> None:
@@ -209,9 +210,9 @@ class Assignments:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Drop new attributes and buffers with tensors of the export, which torch leaves.
+        """Drop new attributes and buffers with tensors of the export, which torch leaves behind.
 
-        Other attributes may say what a forward has done for good (put hooks on modules, say).
+        Other attributes may record what a forward has done permanently (such as registering hooks).
         """
         for hook in self._hooks:
             hook.remove()
@@ -248,7 +249,9 @@ class Assignments:
                 self.numbers[name] = known.value, number.value
 
     def _changes(self, old: Any, new: Any) -> bool:
-        """Whether tensors follow from the batch or, other than by a conversion, from old ones."""
+        """Return whether tensors follow from the batch or, except by a conversion, from old
+        tensors.
+        """
         mode: Any = get_proxy_mode()
         known = {id(leaf) for leaf in pytree.tree_leaves(old)}
         for node in _nodes(new):
@@ -271,7 +274,7 @@ class Assignments:
 
 
 def _nodes(value: Any) -> list[fx.Node]:
-    """The nodes of tensors in the graph that is being traced."""
+    """Return the nodes of tensors in the graph that is being traced."""
     mode = get_proxy_mode()
     if mode is None:
         return []
@@ -280,7 +283,7 @@ def _nodes(value: Any) -> list[fx.Node]:
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:
-    """The nodes on whose values, not only sizes and types, those of a node depend."""
+    """Return the nodes on whose values, not only sizes and types, the value of a node depends."""
     kind = _kind(node)
     if kind.startswith(("sym_", "new_")) or kind.endswith("_like"):
         return []
@@ -292,7 +295,7 @@ def _kind(node: fx.Node) -> str:
 
 
 def extra_states(model: nn.Module, *, tensors: bool = True) -> dict[str, str]:
-    """What modules add to a state dict (``get_extra_state``), as comparable texts by path."""
+    """Return each module's addition to the state dict (``get_extra_state``) as text, by path."""
     plain = nn.Module.get_extra_state
     return {
         path: comparable(module.get_extra_state(), tensors=tensors)
@@ -304,12 +307,12 @@ def extra_states(model: nn.Module, *, tensors: bool = True) -> dict[str, str]:
 def refuse_extra_states(
     model: nn.Module, before: Mapping[str, str], *, tensors: bool = True
 ) -> None:
-    """Raise if the extra state of a module is another one after a forward.
+    """Raise if the extra state of a module has changed in a forward.
 
-    One that stays the same comes from the factory on every rank.
+    A state that does not change comes from the factory on every rank.
 
     Raises:
-        RefusedError: no checkpoint would hold it.
+        RefusedError: no checkpoint would contain it.
     """
     if not before:
         return

@@ -1,6 +1,6 @@
-"""Generators of random numbers, and seeds: a function of (run seed, step, micro-batch, operator).
+"""Random number generators, and seeds from (run seed, step, micro-batch, operator).
 
-So a dropout mask is the same in every plan, whatever ran before it on the same rank.
+With these seeds a dropout mask is the same in every plan, whatever ran before on the same rank.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ SHARED_GENERATORS = (torch.default_generator, *LIBRARY_GENERATORS)
 
 
 def seed_of(*parts: int | str) -> int:
-    """A 64-bit seed from the parts, well mixed."""
+    """Return a 64-bit seed that depends on all parts."""
     text = "\0".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def seed_operator(base: int, key: int) -> None:
-    """Seed the generators a random operator draws from, just before it runs.
+    """Seed torch's generators for one random operator.
 
-    ``torch.manual_seed`` would do the same, 80 times slower.
+    ``torch.manual_seed`` does the same, 80 times slower.
 
     Args:
         base: seed of (run, step, micro-batch).
@@ -56,7 +56,7 @@ def seed_operator(base: int, key: int) -> None:
 
 
 def seed_libraries(base: int, key: int) -> None:
-    """The same for an operator that runs a user's code, which may use python's and numpy's too."""
+    """Seed Python's, numpy's and torch's generators, for an operator that runs user code."""
     seed = _mix(base ^ key)
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -68,21 +68,21 @@ SEEDERS: tuple[Seeder, ...] = (seed_operator, seed_libraries)
 
 
 def _mix(value: int) -> int:
-    """The finaliser of splitmix64 (Steele et al., 2014): every input bit reaches every output."""
+    """Mix all bits: the finaliser of splitmix64 (Steele et al., 2014)."""
     value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
     return value ^ (value >> 31)
 
 
 def seed_everything(seed: int) -> None:
-    """Seed python, numpy and torch, so that a factory makes the same object on every rank."""
+    """Seed Python, numpy and torch, so that a factory makes the same object on every rank."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def generator_state(value: Any) -> Any:
-    """The state of a generator of random numbers; None for all else, and for one that has none."""
+    """Return the state of a random number generator; None for anything else, or without a state."""
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         return value.getstate()
     if isinstance(value, np.random.Generator):
@@ -91,7 +91,7 @@ def generator_state(value: Any) -> Any:
 
 
 def set_state(generator: Any, state: Any) -> None:
-    """Give a generator a state that :func:`generator_state` gave."""
+    """Set a generator to a state from :func:`generator_state`."""
     if isinstance(generator, random.Random):
         generator.setstate(state)
     elif isinstance(generator, np.random.Generator):
@@ -101,15 +101,15 @@ def set_state(generator: Any, state: Any) -> None:
 
 
 def states_of(generators: Sequence[Any]) -> str:
-    """What tells whether somebody drew from them."""
+    """Return a text that changes when somebody draws from one of the generators."""
     return comparable([generator_state(each) for each in generators])
 
 
 def comparable(value: Any, *, tensors: bool = True) -> str:
-    """A text that is the same for equal values.
+    """Return a text that is equal for equal values.
 
     Args:
-        tensors: whether to compare what tensors hold, which those of an export do not.
+        tensors: whether to compare the values of tensors, which do not exist during an export.
     """
 
     def text(leaf: Any) -> Any:
@@ -131,7 +131,9 @@ def comparable(value: Any, *, tensors: bool = True) -> str:
 
 
 def generator_places(root: nn.Module) -> list[tuple[dict[str, Any], str]]:
-    """Where generators lie: dictionaries of modules and of the files of users' classes."""
+    """Return the dictionaries and keys of generators: in modules, and in the files of users'
+    classes.
+    """
     spaces = [vars(module) for module in root.modules()]
     for kind in {type(module): None for module in root.modules()}:
         code = sys.modules.get(kind.__module__)
@@ -141,16 +143,16 @@ def generator_places(root: nn.Module) -> list[tuple[dict[str, Any], str]]:
 
 
 def own_generators(root: nn.Module) -> list[Any]:
-    """Generators that modules keep in attributes, and those among the globals of their code.
+    """Return the generators in attributes of modules and among the globals of their code.
 
-    Those of the system are left out: they have neither a seed nor a state.
+    ``random.SystemRandom`` has neither a seed nor a state and is left out.
     """
     generators = {id(own[name]): own[name] for own, name in generator_places(root)}
     return [each for each in generators.values() if not isinstance(each, random.SystemRandom)]
 
 
 def reseed(generators: Sequence[Any]) -> None:
-    """Seed generators of a model's own from python's shared one, which was seeded just before."""
+    """Seed a model's own generators from Python's shared one, which has just been seeded."""
     for generator in generators:
         seed = random.getrandbits(32)
         if isinstance(generator, torch.Generator):

@@ -56,10 +56,11 @@ class RefusedError(CaptureError):
 
     Args:
         keep: what may become one operator instead.
-        part: the module that does it, or its path; None for the innermost that was being called.
-        loop: the line of a loop that is too long to be unrolled unasked.
-        is_explained: whether the error says something of the user's code. If not, its cause is what
-            torch or pipectl raised.
+        part: the module that does it, or its path; None for the innermost module that was being
+            called.
+        loop: the line of a loop that is too long to be unrolled by default.
+        is_explained: whether the error says something about the user's code. If not, its cause is
+            an error of torch or pipectl.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class RefusedError(CaptureError):
 
 
 class Refusal(Enum):
-    """What a model may not do: the message, what to do instead, and what may be kept whole."""
+    """What a model may not do: message, cure, and what may be kept as one operator."""
 
     CONTROL_FLOW = (
         _CAPTURED + "its control flow depends on the values of tensors",
@@ -201,10 +202,10 @@ class Refusal(Enum):
         is_explained: bool = True,
         **words: Any,
     ) -> RefusedError:
-        """The error, with the line of the model.
+        """Return the error, with the line of the model.
 
         Args:
-            place: the line, as :func:`place_of` gives it; by default the one that is running.
+            place: the line, as from :func:`place_of`; by default the line that is running.
             part, loop, is_explained: as in :class:`RefusedError`.
             words: of the message.
         """
@@ -220,7 +221,7 @@ class Refusal(Enum):
 
 
 def unsuitable(what: str, cure: str | None = None, part: str | None = None) -> RefusedError:
-    """The refusal of a submodule that cannot be an operator; the text has it as its subject."""
+    """Return the refusal of a submodule that cannot be an operator: the text's subject."""
     return RefusedError(what, cure=cure, keep=Keep.AROUND, part=part)
 
 
@@ -234,13 +235,13 @@ _KINDS = {
 
 
 def module_of(node: fx.Node) -> str:
-    """The path of the module that calls an operator; empty if that is not known."""
+    """Return the path of the module that calls an operator; empty if it is not known."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     return str(stack[-1][0]) if stack else ""
 
 
 def explain(error: BaseException) -> RefusedError:
-    """What a failed export or run means, with the line of the model that causes it."""
+    """Return the refusal for a failed export or run, with the line of the model that causes it."""
     subject, place = f"{type(error).__name__}: {first_line(error)}", place_of(error)
     for pattern, refusal in _KINDS.items():
         if re.search(pattern, subject, re.I):
@@ -249,15 +250,15 @@ def explain(error: BaseException) -> RefusedError:
 
 
 def first_line(error: BaseException) -> str:
-    """The text of an error up to its first line break, without torch's own remarks."""
+    """Return the first line of an error's text, without torch's remarks."""
     first = next((line for line in str(error).splitlines() if line.strip()), "")
     return re.sub(r"\s*\(unhinted:.*", "", first).strip()
 
 
 def place_of(error: BaseException) -> str:
-    """``" (at model.py:12: if x.sum() > 0:)"``: the user's innermost line, or nothing.
+    """Return the user's innermost line, ``" (at model.py:12: if x.sum() > 0:)"``, or nothing.
 
-    Of a model that a library brings, it is the library's line.
+    For a model from a library, it is the library's line.
     """
     traces = [list(traceback.walk_tb(each.__traceback__)) for each in _chain(error)]
     users = next(filter(None, map(_user_place, traces)), "")
@@ -266,7 +267,7 @@ def place_of(error: BaseException) -> str:
 
 
 def running_line() -> str:
-    """The same for the line of the step that is running; nothing outside of a step."""
+    """Return the same for the line of the step that is running; nothing outside of a step."""
     trace: list[tuple[FrameType, int]] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -285,7 +286,7 @@ def _user_place(trace: Trace) -> str:
 
 
 def _library_place(trace: Trace) -> str:
-    """The innermost line of the packages, other than torch, whose modules were being called."""
+    """Return the innermost line of the packages, except torch, whose modules were being called."""
 
     def package(module: str) -> str:
         return module.partition(".")[0]
@@ -302,25 +303,25 @@ def _library_place(trace: Trace) -> str:
 
 
 def place_of_node(node: fx.Node) -> str:
-    """The same for the line that calls an operator of a graph."""
+    """Return the same for the line that calls an operator of a graph."""
     return place_in(node.meta.get("stack_trace") or "")
 
 
 def place_in(text: str) -> str:
-    """The same for a traceback that torch printed into ``text``."""
+    """Return the same for a traceback that torch printed into ``text``."""
     printed = re.findall(r'File "([^"]+)", line (\d+)', text)
     user_frames = [(name, int(line)) for name, line in printed if is_user_code(name)]
     return place_at(*user_frames[-1]) if user_frames else ""
 
 
 def place_at(name: str, line: int) -> str:
-    """The same for a line of a file."""
+    """Return the same for a line of a file."""
     source = linecache.getline(name, line).strip()
     return f" (at {name}:{line}: {source})" if source else f" (at {name}:{line})"
 
 
 def culprit(error: BaseException) -> nn.Module | None:
-    """The innermost module that was being called when an error arose."""
+    """Return the innermost module that was being called when an error was raised."""
     for one in _chain(error):
         for frame, _ in reversed(list(traceback.walk_tb(one.__traceback__))):
             module = frame.f_locals.get("self")
@@ -330,7 +331,7 @@ def culprit(error: BaseException) -> nn.Module | None:
 
 
 def _chain(error: BaseException | None) -> list[BaseException]:
-    """An error and what it was raised from, the first one first."""
+    """Return an error and its causes, the first cause first."""
     errors: list[BaseException] = []
     while error is not None and error not in errors:
         errors.insert(0, error)
@@ -383,15 +384,15 @@ def refuse_backward_hooks(model: nn.Module, kept: Iterable[nn.Module] = ()) -> N
 
 
 def has_hooks(parameter: nn.Parameter) -> bool:
-    """Whether something is called with its gradient."""
+    """Return whether a parameter has a hook on its gradient."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def refuse_parameter_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Raise if a parameter that is trained has a hook on its gradient.
+    """Raise if a trained parameter has a hook on its gradient.
 
-    It would run in some plans alone: others train leaves in the parameter's memory (one for each
-    of several uses, or for each version of the weights), or add the gradients of replicas.
+    It would run in some plans only: others train leaves in the parameter's memory (one for each of
+    several uses, or for each version of the weights), or add the gradients of replicas.
 
     Raises:
         CaptureError: naming the parameter.
@@ -440,9 +441,9 @@ def refuse_overlaps(states: Mapping[str, Tensor]) -> None:
 
 
 def _locate(tensor: Tensor) -> tuple[object, np.ndarray[Any, Any]] | None:
-    """The memory of a tensor, and an array that lies there alike, of which nothing may be read.
+    """Return the memory of a tensor and an array with the same addresses, which must not be read.
 
-    None if it lies in no memory that another could share.
+    None if no other tensor can share its memory.
     """
     if is_lazy(tensor) or tensor.is_nested or tensor.layout is not torch.strided:
         return None
@@ -465,13 +466,13 @@ def _locate(tensor: Tensor) -> tuple[object, np.ndarray[Any, Any]] | None:
 
 
 def refuse_writes(graph: CapturedGraph) -> None:
-    """Raise if a run of the graph writes a parameter, or a tensor that is no state of the model.
+    """Raise if a run of the graph writes a parameter, or a tensor that is not a state of the model.
 
-    Several operators, replicas and recomputed forwards each have a parameter of their own, which a
-    write in one of them would not reach. No checkpoint holds other tensors.
+    Several operators, replicas and recomputed forwards each have their own copy of a parameter,
+    which a write in one of them would not reach. No checkpoint contains other tensors.
 
     Raises:
-        CaptureError: naming what is written, and the line that does it.
+        CaptureError: naming what is written, and the line that writes it.
     """
     for placeholder, writer in graph.written.items():
         state = graph.states.get(placeholder)
@@ -483,7 +484,7 @@ def refuse_writes(graph: CapturedGraph) -> None:
 
 
 def misfit(error: Exception, inputs: Any, targets: Any, spec: JobSpec) -> CaptureError:
-    """The refusal of a model and a loss that fail on a batch of the data."""
+    """Return the refusal of a model and a loss that fail on a batch of the data."""
     trace, frame_locals = error.__traceback__, dict[str, Any]()
     while trace is not None:  # whether the model had returned when the step failed, and what
         if trace.tb_frame.f_code is Step.forward.__code__:
@@ -515,7 +516,7 @@ def misfit(error: Exception, inputs: Any, targets: Any, spec: JobSpec) -> Captur
 
 
 def _describe(value: Any) -> str:
-    """A batch, or a part of one, in a few words."""
+    """Describe a batch, or a part of one."""
     if isinstance(value, Tensor):
         return f"{list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, Mapping):

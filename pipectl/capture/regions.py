@@ -1,14 +1,13 @@
-"""The contexts in which operators run: mixed precision, and parts of a model with their own.
+"""Contexts in which operators run: mixed precision, and parts of a model without gradients.
 
-Exported under autocast, a graph holds no casts: autocast makes them when an operator runs. So the
-graph can be cut anywhere, and every stage runs its part in the same context. What the model itself
-asks of a dtype (``x.to(y.dtype)``) is answered while it is captured, which therefore happens in
-this context too.
+If a model is exported under autocast, the graph contains no casts: autocast makes them when an
+operator runs. The graph can then be cut anywhere, and every stage runs in the same context. The
+model is captured in this context too, because it may ask for a dtype (``x.to(y.dtype)``).
 
-Parts of a model may run under an autocast of their own, or without gradients. While it traces,
-``torch.export`` marks where such a part begins and ends. Its own passes then wrap the part in one
-operator, which no cut could divide, and forget a ``torch.no_grad()`` inside an autocast. Here every
-operator carries instead what holds for it, and a stage enters and leaves.
+Parts of a model may have an autocast of their own, or run without gradients. ``torch.export`` marks
+the beginning and the end of such a part, and its passes then wrap the part in one operator, which
+no cut can divide, and lose a ``torch.no_grad()`` inside an autocast. Here every operator carries
+its context instead, and the stage enters and leaves it.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ _ENTER, _EXIT = autocast_mode._enter_autocast, autocast_mode._exit_autocast
 
 
 class Autocast(NamedTuple):
-    """An autocast that the model asks for; whether it caches casts is not known of a trace.
+    """An autocast inside the model. A trace does not say whether it caches casts.
 
     Args:
-        device: type of the tensors it is for, as captured on the CPU.
+        device: type of the tensors that it applies to, as captured on the CPU.
     """
 
     device: str
@@ -45,10 +44,10 @@ class Autocast(NamedTuple):
 
 
 class Region(NamedTuple):
-    """What holds for an operator, beside what holds for the whole model.
+    """The context of an operator, in addition to the context of the whole model.
 
     Args:
-        autocasts: one per device, in the order of their names.
+        autocasts: one per device type, sorted.
         gradients: False under ``torch.no_grad()``.
     """
 
@@ -56,7 +55,7 @@ class Region(NamedTuple):
     gradients: bool
 
     def entered(self) -> AbstractContextManager[Any]:
-        """The context in which operators of this region run."""
+        """Return the context manager for operators of this region."""
         stack = ExitStack()
         for device, dtype, enabled in self.autocasts:
             for kind in _devices(device):
@@ -66,7 +65,7 @@ class Region(NamedTuple):
         return stack
 
     def run(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What an operator gives in this region."""
+        """Run an operator in this region."""
         with self.entered():
             result = target(*args, **kwargs)
         return result if self.gradients else without_gradient(result, (args, kwargs))
@@ -77,9 +76,10 @@ WHOLE = Region((), gradients=True)
 
 
 def without_gradient(result: Any, arguments: Any) -> Any:
-    """What an operator gave under ``torch.no_grad()``, but for arguments that it handed through.
+    """Detach the result of an operator that ran under ``torch.no_grad()``, except for its
+    arguments.
 
-    Torch says of a view made there that it requires a gradient, though it lets none through.
+    Torch sets ``requires_grad`` on a view that was made there, although no gradient passes it.
     """
     argument_ids = {id(leaf) for leaf in pytree.tree_leaves(arguments)}
     return pytree.tree_map_only(
@@ -88,13 +88,13 @@ def without_gradient(result: Any, arguments: Any) -> Any:
 
 
 def region_of(node: fx.Node) -> Region:
-    """The region of an operator of a captured graph."""
+    """Return the region of an operator of a captured graph."""
     region: Region = node.meta.get(_KEY, WHOLE)
     return region
 
 
 class Switch:
-    """Writes into a graph where its operators, appended one by one, enter and leave regions."""
+    """Adds calls to a graph that enter and leave regions between its operators."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
@@ -102,7 +102,7 @@ class Switch:
         self._open: fx.Node | None = None
 
     def to(self, region: Region) -> None:
-        """Let what is appended from here on run in ``region``."""
+        """Run the operators that are appended from now on in ``region``."""
         if region == self._region:
             return
         if self._open is not None:
@@ -113,7 +113,7 @@ class Switch:
 
 @dataclass(frozen=True)
 class _Enter:
-    """Entering a region, as a function of a graph."""
+    """A call in a graph that enters a region."""
 
     region: Region
 
@@ -130,9 +130,9 @@ def _leave(entered: ExitStack) -> None:
 
 
 def mark_regions(module: fx.GraphModule, signature: Any, passes: list[Any]) -> tuple[Any, Any]:
-    """Move the marks of a traced graph into its operators.
+    """Store the region of every operator in the operator, and remove torch's marks.
 
-    Subgraphs (branches, say) are operators as a whole and go torch's own way.
+    Subgraphs (branches, for example) belong to one operator and keep torch's own passes.
     """
     autocasts: dict[fx.Node, Autocast] = {}
     gradients, marks = True, []
@@ -169,7 +169,7 @@ def _mark_subgraph(module: fx.GraphModule, node: fx.Node, passes: list[Any]) -> 
 
 
 def _devices(captured: str) -> Iterator[str]:
-    """Where an autocast holds: what was captured on the CPU may run on an accelerator."""
+    """Yield the device types of an autocast; what was captured on the CPU may run elsewhere."""
     if captured == "cpu":
         yield captured
     used = accelerator_in_use()
@@ -185,7 +185,7 @@ _NOTHING = nullcontext()
 
 
 def arithmetic(precision: str, device: torch.device) -> AbstractContextManager[object]:
-    """The context for forwards; backwards follow what their forward did, and need none.
+    """Return the context for forwards; backwards need none.
 
     Args:
         precision: as in the spec.
@@ -197,10 +197,10 @@ def arithmetic(precision: str, device: torch.device) -> AbstractContextManager[o
 
 @contextmanager
 def missing_kernels(operator: str, precision: str, device: torch.device) -> Iterator[None]:
-    """Say which operator it is that has no kernel for ``float16``; CPUs lack some.
+    """Name the operator that has no ``float16`` kernel; CPUs lack some.
 
     Raises:
-        CaptureError: what ran inside failed as torch does if a kernel is missing.
+        CaptureError: the code inside failed as torch does if a kernel is missing.
     """
     try:
         yield
@@ -217,13 +217,13 @@ def missing_kernels(operator: str, precision: str, device: torch.device) -> Iter
 
 @cache
 def accelerator() -> tuple[str, Any]:
-    """The type of the machine's accelerators and torch's module for them; None without one."""
+    """Return the type of the accelerators of this machine and torch's module for them, or None."""
     device = torch.accelerator.current_accelerator()
     return ("cpu", None) if device is None else (device.type, torch.get_device_module(device))
 
 
 def accelerator_in_use() -> str | None:
-    """The type of the accelerator (``cuda``, ``xpu``, ...); None while nothing has run on one."""
+    """Return the type of the accelerator (``cuda``, for example); None if none is in use."""
     kind, module = accelerator()
     used = module is not None and getattr(module, "is_initialized", lambda: True)()
     return kind if used else None

@@ -1,8 +1,8 @@
-"""Samples of a micro-batch: where they lie, which operators relate them, and draws of the whole.
+"""The samples of a micro-batch in the values of a graph, and random draws for whole micro-batches.
 
-A replica that computes some rows of a micro-batch must draw what one process draws for them. So it
-runs a random operator on a tensor as large as the whole micro-batch, with its own rows in place,
-and keeps these rows of the result.
+A replica that computes some rows of a micro-batch must draw the numbers that one process draws for
+them. It runs each random operator on a tensor for the whole micro-batch, with its own rows in
+place, and keeps these rows of the result.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _CURE = "let replicas take whole micro-batches"
 
 
 class Rows(NamedTuple):
-    """Samples ``start`` to ``stop`` of a micro-batch of ``whole``.
+    """Samples ``start`` to ``stop`` of a micro-batch of ``whole`` samples.
 
     Args:
         length: of its sequences; 0 without buckets.
@@ -35,17 +35,17 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, samples: int, length: int = 0) -> Rows:
-        """All samples of a micro-batch."""
+        """Return all samples of a micro-batch."""
         return cls(0, samples, samples, length)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """What the shapes of values follow from: the samples of the micro-batch, and its length."""
+        """Samples of the micro-batch and sequence length, which determine the shapes of values."""
         return self.whole, self.length
 
     @property
     def size(self) -> int:
-        """How many samples."""
+        """Number of samples."""
         return self.stop - self.start
 
     @property
@@ -55,13 +55,13 @@ class Rows(NamedTuple):
 
 
 def batch_dimension(graph: CapturedGraph, node: fx.Node, value: Any = None) -> int | None:
-    """The dimension of a value that counts samples; None if all samples share the value.
+    """Return the dimension of a value that counts samples; None if all samples share the value.
 
     Args:
-        value: one of several that the node gives.
+        value: one of several results of the node.
 
     Raises:
-        CaptureError: samples are merged with something else, so that rows cannot be told.
+        CaptureError: the samples are merged with another dimension.
     """
     value = node.meta.get("val") if value is None else value
     dims = graph.sample_dimensions(value)
@@ -77,10 +77,10 @@ def batch_dimension(graph: CapturedGraph, node: fx.Node, value: Any = None) -> i
 
 
 def whole_draw(graph: CapturedGraph, node: fx.Node, rows: Rows) -> Callable[..., Any]:
-    """A random operator as a function of some rows, which draws for the whole micro-batch.
+    """Return a random operator as a function of some rows that draws for the whole micro-batch.
 
     Raises:
-        CaptureError: the operator is a user's code, of which nobody knows what it draws.
+        CaptureError: the operator runs user code, whose draws are not known.
     """
     target: Any = node.target
     schema = getattr(target, "_schema", None)
@@ -112,7 +112,7 @@ def whole_draw(graph: CapturedGraph, node: fx.Node, rows: Rows) -> Callable[...,
 
 
 def _grown(tensor: Tensor, dim: int | None, rows: Rows) -> Tensor:
-    """A tensor of the whole micro-batch, in the same layout, with some rows in their place."""
+    """Return a tensor for the whole micro-batch in the same layout, with the rows in place."""
     if dim is None:
         return tensor
     sizes = list(tensor.shape)
@@ -124,12 +124,13 @@ def _grown(tensor: Tensor, dim: int | None, rows: Rows) -> Tensor:
 
 
 def coupled_operators(graph: CapturedGraph) -> list[int]:
-    """Places of the operators through which samples of a micro-batch depend on one another.
+    """Return the positions of operators through which samples of a micro-batch depend on each
+    other.
 
-    Batch norm does that, and whatever gives a value of all samples (their mean, say) that an
-    operator uses together with values of single samples, or relates samples to samples, as
-    ``x @ x.T`` does. The mean at the end of a loss is none. A graph for one batch size does not
-    show which dimensions count samples: there, batch norm alone is known.
+    These are batch norms, operators that combine a value of all samples (their mean, for example)
+    with values of single samples, and operators that relate samples to samples, such as ``x @
+    x.T``. The mean at the end of a loss is none. A graph for one batch size does not show which
+    dimensions count samples: there, only batch norms are known.
     """
     places = []
     of_all: set[fx.Node] = set()
@@ -146,13 +147,13 @@ def coupled_operators(graph: CapturedGraph) -> list[int]:
 
 
 def _sample_dimensions(graph: CapturedGraph, node: fx.Node) -> int:
-    """How many dimensions of a value count samples."""
+    """Return how many dimensions of a value count samples."""
     values = pytree.tree_leaves(node.meta.get("val"))
     return max((len(graph.sample_dimensions(value)) for value in values), default=0)
 
 
 def _is_batch_norm(node: fx.Node) -> bool:
-    """One that takes its statistics from the micro-batch."""
+    """Return whether an operator is a batch norm with the statistics of the micro-batch."""
     schema = getattr(node.target, "_schema", None)
     if "batch_norm" not in str(node.target) or schema is None:
         return False

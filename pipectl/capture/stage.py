@@ -23,8 +23,8 @@ class Slot(NamedTuple):
     """One tensor of a message.
 
     Args:
-        value: operator whose value (or gradient) travels.
-        use: the operator that uses it, where each use's gradient travels on its own; else "".
+        value: operator whose value (or gradient) is sent.
+        use: the operator that uses it, if the gradient of each use is sent separately; else "".
     """
 
     value: str
@@ -38,7 +38,7 @@ class Cut:
     Args:
         graph: a training or evaluation graph.
         stage_of: stage of every operator.
-        training: whether gradients return.
+        training: whether gradients are sent back.
     """
 
     graph: CapturedGraph
@@ -59,17 +59,17 @@ class Cut:
 
     @cached_property
     def result_names(self) -> frozenset[str]:
-        """Operators whose values are results of the whole step: the loss and wanted outputs."""
+        """Operators whose values are results of the whole step: the loss and the outputs."""
         known = self.graph.position
         outputs = (name for name in self.graph.outputs if isinstance(name, str) and name in known)
         return frozenset({self.graph.loss, *outputs})
 
     def operators(self, stage: int) -> list[str]:
-        """The operators of a stage, in graph order."""
+        """Return the operators of a stage, in graph order."""
         return [node.name for node in self.graph.operators if self.stage_of[node.name] == stage]
 
     def received(self, stage: int) -> list[Slot]:
-        """What a stage receives: one slot per value, or one per use if uses travel separately."""
+        """Return the slots that a stage receives: per value, or per use if uses are separate."""
         received, position = list[Slot](), self.graph.position
         for lane, slots in self.lanes.items():
             if lane.kind is TransferKind.ACTIVATION and lane.target == stage:
@@ -78,7 +78,7 @@ class Cut:
         return sorted(received, key=lambda s: (position[s.value], position.get(s.use, -1)))
 
     def forked(self, stage: int) -> list[str]:
-        """Values of a stage whose gradients come back use by use."""
+        """Return the values of a stage whose gradients come back separately for each use."""
         names = [name for name in self.split_uses if self.stage_of[name] == stage]
         return sorted(names, key=self.graph.position.__getitem__)
 
@@ -125,14 +125,13 @@ class Cut:
 def evaluation_stages(
     graph: CapturedGraph, training: CapturedGraph, plan: Mapping[str, int]
 ) -> dict[str, int]:
-    """Stages for the operators of the evaluation graph.
+    """Return a stage for every operator of the evaluation graph.
 
-    An operator goes where its parameters and buffers are, and every operator as early as its
-    inputs and its group allow: whatever is possible at all is possible that way. The loss waits for
-    the outputs, which are wanted where it is.
+    An operator goes to the stage of its parameters and buffers, as early as its inputs and its
+    group allow; if any assignment is possible, this one is. The loss waits for the outputs.
 
     Raises:
-        CaptureError: a parameter is only in a stage before the values it meets.
+        CaptureError: a parameter is only in a stage before the values that it is used with.
     """
     # Stages that hold each parameter and buffer in training, by full name.
     holders = {
@@ -180,10 +179,10 @@ class StageCode:
     Args:
         states: (placeholder, use) of each state argument; ``use`` is "" unless the parameter has
             one accumulator per use.
-        inputs: names of the batch tensors it reads.
-        received: slots it reads.
-        results: slots it gives: values that leave the stage, and each remote use of a value whose
-            gradients return use by use.
+        inputs: names of the batch tensors that it reads.
+        received: slots that it reads.
+        results: slots that it returns: values that leave the stage, and each remote use of a value
+            whose gradients come back separately for each use.
     """
 
     module: Callable[..., tuple[Tensor, ...]]
@@ -197,14 +196,14 @@ _CPU = torch.device("cpu")
 
 
 def build_stage(cut: Cut, stage: int, rows: Rows | int, device: torch.device = _CPU) -> StageCode:
-    """The code of ``stage`` for some samples of a micro-batch.
+    """Build the code of ``stage`` for some samples of a micro-batch.
 
     Args:
-        rows: of the micro-batch; a number stands for a whole one of so many samples.
-        device: that it runs on, and creates tensors on.
+        rows: of the micro-batch; a number stands for a whole micro-batch of this size.
+        device: where it runs and creates tensors.
 
     Raises:
-        CaptureError: the graph was captured for another, fixed, batch size.
+        CaptureError: the graph was captured for another, fixed batch size.
     """
     graph, rows = cut.graph, Rows.of(rows) if isinstance(rows, int) else rows
     if graph.fixed and not (rows.is_whole and rows.whole == graph.batch_size):
@@ -217,14 +216,14 @@ def build_stage(cut: Cut, stage: int, rows: Rows | int, device: torch.device = _
 
 
 def on_device(arguments: Any, device: torch.device) -> Any:
-    """Arguments of an operator, which was captured on the CPU."""
+    """Replace the device in the arguments of an operator, which was captured on the CPU."""
     return fx.node.map_aggregate(
         arguments, lambda item: device if isinstance(item, torch.device) else item
     )
 
 
 def place_subgraphs(root: fx.GraphModule, device: torch.device) -> None:
-    """Have the branches and bodies that operators of a graph call compute on a device."""
+    """Let the branches and bodies that operators call compute on a device."""
     if device == _CPU:
         return
     for module in root.modules():
@@ -235,17 +234,17 @@ def place_subgraphs(root: fx.GraphModule, device: torch.device) -> None:
 
 
 def uses_of_parameter(graph: CapturedGraph, placeholder: str) -> tuple[str, ...]:
-    """The operators that use a parameter, if they are several: each has its own accumulator."""
+    """Return the operators that use a parameter, if several: each has its own accumulator."""
     users = graph.users.get(placeholder, ())
     several = graph.states[placeholder].kind == "parameter" and len(users) > 1
     return users if several else ()
 
 
 class _Builder:
-    """Copies a stage's operators into a graph of its own.
+    """Copies the operators of a stage into a graph of its own.
 
     Attributes:
-        local: what stands in that graph for values, states, inputs and uses.
+        local: the nodes of that graph for values, states, inputs and uses.
     """
 
     def __init__(self, cut: Cut, stage: int, rows: Rows, device: torch.device) -> None:
@@ -311,7 +310,7 @@ class _Builder:
         return self.graph.call_function(without_gradient, (copy, [*args, *kwargs.values()]))
 
     def fork(self, name: str, writer: str) -> None:
-        """Give every later use of a value an alias of its own, with gradients summed in order."""
+        """Give every later use of a value its own alias, with gradients summed in order."""
         position = self.captured.position
         users = [u for u in self.captured.users[name] if position[u] > position[writer]]
         self.switch.to(WHOLE)
@@ -320,7 +319,7 @@ class _Builder:
             self.local[Slot(name, user)] = self.graph.call_function(_item, (fork, index))
 
     def results(self) -> list[Slot]:
-        """What leaves the stage.
+        """Return the slots of what leaves the stage.
 
         Raises:
             CaptureError: the model returns a state that no operator of this stage reads.
@@ -346,7 +345,7 @@ class _Builder:
 
 
 def fork_uses(value: Tensor, uses: int) -> tuple[Tensor, ...]:
-    """Aliases of ``value``, one per use; gradients are summed last use first, as autograd does."""
+    """Return one alias of ``value`` per use; gradients are summed last use first, as usual."""
     return _Fork.apply(value, uses)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -370,23 +369,23 @@ class _Fork(torch.autograd.Function):
 
 
 class Receive(torch.autograd.Function):
-    """Enters a received activation into a stage's graph and catches its gradient.
+    """Brings a received activation into a stage's autograd graph and stores its gradient.
 
-    A leaf would force the gradient into its own layout, and sums over another layout differ in
-    bits; here the gradient keeps the layout that one process gives it.
+    A leaf would convert the gradient to its own layout, and sums in another layout differ in bits;
+    here the gradient keeps the layout that it has in one process.
     """
 
     @staticmethod
     def forward(
         ctx: Any, _: Tensor, value: Tensor, caught: dict[Slot, Tensor | None], slot: Slot
     ) -> Tensor:
-        """An alias of ``value`` that requires gradient because the first argument does."""
+        """Return an alias of ``value`` that requires a gradient because the first argument does."""
         ctx.set_materialize_grads(False)
         ctx.caught, ctx.slot = caught, slot
         return value.view_as(value)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[None, None, None, None]:
-        """Keep the gradient; it goes no further."""
+        """Store the gradient; it goes no further."""
         ctx.caught[ctx.slot] = gradient
         return None, None, None, None

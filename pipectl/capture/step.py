@@ -22,17 +22,17 @@ _WITHIN = f"{_MODEL}."
 
 
 def in_model(name: str) -> bool:
-    """Whether a parameter, buffer or submodule of the step belongs to the user's model."""
+    """Return whether a parameter, buffer or submodule of the step belongs to the user's model."""
     return name.startswith(_WITHIN)
 
 
 def own_name(name: str) -> str:
-    """What the user's model calls it."""
+    """Return the name in the user's model."""
     return name.removeprefix(_WITHIN)
 
 
 def own_path(path: str) -> str:
-    """The same for a module, which may be the model itself: that is empty."""
+    """Return the path of a module in the user's model; empty for the model itself."""
     return "" if path == _MODEL else own_name(path)
 
 
@@ -42,7 +42,7 @@ class Step(nn.Module):
     Args:
         model: the user's, unchanged.
         loss: called with (outputs, targets); None if the model returns its own loss.
-        with_outputs: whether the outputs are wanted beside the loss, for metrics.
+        with_outputs: whether to return the outputs too, for metrics.
     """
 
     def __init__(self, model: nn.Module, loss: Loss | None, *, with_outputs: bool) -> None:
@@ -53,7 +53,7 @@ class Step(nn.Module):
         self.with_outputs = with_outputs
 
     def forward(self, inputs: Any, targets: Any) -> Any:
-        """The loss, and the outputs if they are wanted."""
+        """Return the loss, and the outputs if they are wanted."""
         parameters = {path: dict(m._parameters) for path, m in self.named_modules()}
         modules = self.modules()
         buffers = [(m, n, t) for m in modules for n, t in m._buffers.items() if t is not None]
@@ -74,7 +74,7 @@ class Step(nn.Module):
         return (loss, exportable(outputs)) if self.with_outputs else loss
 
     def _refuse_replaced(self, before: Mapping[str, Mapping[str, nn.Parameter | None]]) -> None:
-        """Raise if parameters were replaced by others, which no optimizer knows."""
+        """Raise if a parameter was replaced by another, which no optimizer knows."""
         for path, module in self.named_modules():
             for name, parameter in before.get(path, {}).items():
                 if module._parameters.get(name) is not parameter:
@@ -87,19 +87,18 @@ class Step(nn.Module):
 
 
 class _LossFunction(nn.Module):
-    """A loss that is no module, as one: it has a place in the step like any part of the model."""
+    """Makes a loss function a module of the step."""
 
     def __init__(self, function: Loss) -> None:
         super().__init__()
         self._function = function
 
     def forward(self, outputs: Any, targets: Any) -> Tensor:
-        """The loss."""
         return self._function(outputs, targets)
 
 
 def as_module(model: Any, factory: str) -> nn.Module:
-    """The model; a list of layers is one that calls them in order."""
+    """Return the model; a list of layers becomes a module that calls them in order."""
     layers = list(model) if isinstance(model, list | tuple | nn.ModuleList) else []
     wrong = next((layer for layer in layers if not isinstance(layer, nn.Module)), None)
     if layers and wrong is None:
@@ -114,7 +113,7 @@ def as_module(model: Any, factory: str) -> nn.Module:
 
 
 def resized(name: str, before: torch.Size, after: torch.Size) -> CaptureError:
-    """The error that a forward gives a buffer another shape."""
+    """Return the error for a forward that changes the shape of a buffer."""
     return CaptureError(
         f"model: changes the shape of buffer {name!r} from {list(before)} to {list(after)}",
         cure="give it its final shape in the factory; observers of quantisation get it there when "
@@ -123,7 +122,7 @@ def resized(name: str, before: torch.Size, after: torch.Size) -> CaptureError:
 
 
 def loss_of_outputs(outputs: Any) -> Any:
-    """The loss in what a model returned: ``.loss``, ``["loss"]``, the first item, or itself."""
+    """Return a model's loss: ``.loss``, ``["loss"]``, the first item, or the output itself."""
     if isinstance(outputs, Mapping):
         return outputs.get("loss")
     if isinstance(outputs, Tensor):
@@ -134,16 +133,17 @@ def loss_of_outputs(outputs: Any) -> Any:
 
 
 def exportable(outputs: Any) -> Any:
-    """What a model returned, in a form that export takes.
+    """Return a model's output in a form that export accepts.
 
-    Dataclasses are made known to torch; objects that hold no plain data (caches, say) become None.
+    Dataclasses are registered with torch; objects without plain data (caches, for example) become
+    None.
     """
     known = make_known(outputs)
     return pytree.tree_map(lambda leaf: leaf if isinstance(leaf, _PLAIN) else None, known)
 
 
 def make_known(value: Any) -> Any:
-    """The value, whose dataclasses torch can take apart from now on."""
+    """Register all dataclasses in a value with torch, so that it can be flattened."""
     for leaf in pytree.tree_leaves(value):
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             torch.export.register_dataclass(type(leaf))
@@ -152,13 +152,13 @@ def make_known(value: Any) -> Any:
 
 
 def check_loss(loss: Any, outputs: Any = None) -> None:
-    """Refuse what cannot be trained on.
+    """Raise unless the loss can be trained on.
 
     Args:
         outputs: what the model returned, if the loss is a part of it.
 
     Raises:
-        CaptureError: the loss is no floating-point scalar.
+        CaptureError: the loss is not a floating-point scalar.
     """
     if loss is None and isinstance(outputs, Mapping):
         keys = ", ".join(map(repr, outputs))
@@ -183,15 +183,15 @@ def check_loss(loss: Any, outputs: Any = None) -> None:
 
 
 def sample_shares(sizes: Sequence[int]) -> list[float]:
-    """The share of every micro-batch in the loss, by its number of samples."""
+    """Return the share of every micro-batch in the loss, by its number of samples."""
     total = sum(sizes)
     return [size / total for size in sizes]
 
 
 def target_shares(weigh: Callable[[Any], Any], name: str, targets: Sequence[Any]) -> list[float]:
-    """The share of every micro-batch, by what ``weigh`` says of its targets.
+    """Return the share of every micro-batch, by the weights of its targets.
 
-    Where all weights are 0 (nothing but padding), all shares are.
+    If all weights are 0 (nothing but padding), all shares are 0.
 
     Args:
         name: of ``weigh``, for errors.
@@ -202,7 +202,7 @@ def target_shares(weigh: Callable[[Any], Any], name: str, targets: Sequence[Any]
 
 
 def target_weight(weigh: Callable[[Any], Any], name: str, targets: Any) -> float:
-    """What ``weigh`` says of some targets.
+    """Return the weight of some targets.
 
     Args:
         name: of ``weigh``, for errors.
@@ -211,7 +211,7 @@ def target_weight(weigh: Callable[[Any], Any], name: str, targets: Any) -> float
 
 
 def weighted(losses: Sequence[Tensor], shares: Sequence[float]) -> float:
-    """The loss of a step; NaN if none is computed."""
+    """Return the loss of a step; NaN if no loss is computed."""
     if not losses:
         return math.nan
     # The loss of a micro-batch without weight (no valid token, say) may be undefined.
@@ -221,6 +221,6 @@ def weighted(losses: Sequence[Tensor], shares: Sequence[float]) -> float:
 
 
 def first_undefined(losses: Iterable[Tensor], shares: Sequence[float]) -> int | None:
-    """The first loss with a share that is infinite or NaN; None if all are finite."""
+    """Return the index of the first weighted loss that is not finite; None if there is none."""
     pairs = enumerate(zip(losses, shares, strict=True))
     return next((i for i, (loss, share) in pairs if share and not math.isfinite(loss)), None)

@@ -1,11 +1,11 @@
-"""Safetensors files, written piece by piece with a checksum, and read tensor by tensor.
+"""Safetensors files, written in pieces with a checksum, and read tensor by tensor.
 
-The library's own writer wants all tensors at once, and the checksum would read the file again. Here
-a tensor is no longer needed once it is written, and every piece is hashed while a cache has it. The
+The library's writer needs all tensors at once, and the checksum would read the file again. Here a
+tensor is released after it is written, and every piece is hashed while it is in the cache. The
 format: eight bytes with the length of a JSON header, the header, and the tensors without gaps.
 
-The library's reader maps files into memory, where what was read stays in the process for as long as
-any tensor of the file does, and where a file that another node removes takes the process with it.
+The library's reader maps files into memory: what was read stays in the process as long as any
+tensor of the file, and if another node removes the file, the process ends.
 """
 
 from __future__ import annotations
@@ -59,19 +59,19 @@ def write_tensors(
     read: Callable[[str], Tensor],
     metadata: Mapping[str, str] | None = None,
 ) -> tuple[int, str]:
-    """Write a file and have it on the disk; one tensor is asked for at a time.
+    """Write a file and flush it to the disk; tensors are requested one at a time.
 
-    Readers want numbers at multiples of their size, so the largest types come first.
+    Readers expect numbers at multiples of their size, so the largest types come first.
 
     Args:
-        layouts: of all tensors: themselves, or tensors of the meta device.
-        read: gives a tensor by its name.
+        layouts: of all tensors: the tensors, or tensors of the meta device.
+        read: returns a tensor by its name.
 
     Returns:
         Bytes of the file, and its SHA-256.
 
     Raises:
-        OSError: the disk is full, say.
+        OSError: the disk is full, for example.
         TypeError: the format has no such type.
     """
     ordered = sorted(layouts, key=lambda name: (-layouts[name].element_size(), name))
@@ -109,11 +109,11 @@ _TYPES = {code: dtype for dtype, code in CODES.items()}
 
 @dataclass(frozen=True)
 class Header:
-    """What a file holds.
+    """The contents of a file.
 
     Args:
         layouts: of its tensors, on the meta device.
-        starts: of their bytes in the file.
+        starts: offsets of their bytes in the file.
         metadata: the file's own notes.
     """
 

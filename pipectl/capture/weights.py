@@ -1,7 +1,7 @@
-"""Weights to start from: safetensors files, read one tensor at a time.
+"""Initial weights: safetensors files, read one tensor at a time.
 
-A checkpoint is one file, several with the ``model.safetensors.index.json`` of model hubs, or a
-directory of either; the checkpoints of a run are such directories too.
+A checkpoint is one file, several files with the ``model.safetensors.index.json`` of model hubs, or
+a directory of either; checkpoints of a run are such directories too.
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ class Weights:
         }
 
     def match(self, step: nn.Module, states: Mapping[str, Tensor], tied: Mapping[str, str]) -> None:
-        """Find the tensors of a model, of which the checkpoint may use any name.
+        """Find the tensors of a model; the checkpoint may use any name of a tied tensor.
 
         Args:
-            step: the wrapper that holds the model.
+            step: the wrapper of the model.
             states: its parameters and buffers, tied ones once.
             tied: further names of tied ones, to their name in ``states``.
 
         Raises:
-            DataFileError: listing names that are missing or too many, and wrong shapes and types.
+            DataFileError: lists missing and unknown names, and wrong shapes and types.
         """
         names = {name: [own_name(name)] for name in states if in_model(name)}
         for further, name in tied.items():
@@ -92,7 +92,7 @@ class Weights:
             )
 
     def load(self, name: str, like: Tensor) -> Tensor | None:
-        """A tensor of the model, on memory of its own, with the type and layout of ``like``.
+        """Return a tensor of the model, in memory of its own, with the type and layout of ``like``.
 
         None if the checkpoint does not have it.
         """
@@ -111,7 +111,7 @@ class Weights:
 
 
 def _holds(wide: torch.dtype, dtype: torch.dtype) -> bool:
-    """Whether every value of the second type is one of the first: bfloat16 of float32, say."""
+    """Return whether every value of the second type is one of the first."""
     if wide == dtype:
         return True
     if wide.is_floating_point != dtype.is_floating_point or {wide, dtype} & _WITHOUT_PROMOTION:

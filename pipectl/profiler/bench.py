@@ -1,21 +1,22 @@
-"""Timing operators and stages where they run: in stages, over and over, as ranks run them.
+"""Timing operators and stages in place: in stages, repeatedly, as ranks run them.
 
-A first pass runs the stages in the order of the pipeline and keeps what each one received:
-activations for its forward, gradients for its backward. Afterwards any stage can be run alone, one
+A first pass runs the stages in the order of the pipeline and stores what each one receives:
+activations for its forward, gradients for its backward. Any stage can then be run alone, one
 forward and one backward at a time, as in the steady state of 1F1B.
 
-For the times of operators the whole graph runs as one stage. If its data is more than the cache
-holds, it also runs in windows that stay in the cache, one at a time: a stage of a long pipeline is
-like them. For what stages take besides their operators, random stages are timed whole, too.
+For the times of operators the whole graph runs as one stage. If its data does not fit in the cache,
+it also runs in windows that do, one at a time: a stage of a long pipeline is like them. Random
+stages are timed as a whole too, for what stages take in addition to their operators.
 
-An operator measured alone finds other caches, another allocator and other neighbours than in a
-stage, and misses what autograd does between operators. So marks are set into the stage's own code:
+An operator measured alone has other caches, another allocator and other neighbours than in a stage,
+and does not include what autograd does between operators. Marks are therefore set into the stage's
+own code:
 
     mark  conv2d  mark  batch_norm  mark  relu  mark
 
-A mark notes the time and how many autograd nodes exist by then; thus every node of the backward
-belongs to the operator that made it, and a hook before each node notes when its turn comes. What
-lies between two such times is the operator's, gradient accumulation included.
+A mark records the time and the number of autograd nodes so far; so every node of the backward
+belongs to the operator that created it, and a hook before each node records when it starts. The
+time between two records belongs to the operator, including gradient accumulation.
 """
 
 from __future__ import annotations
@@ -62,19 +63,19 @@ _count_nodes: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignor
 
 
 class Cost(NamedTuple):
-    """What measuring itself costs, in seconds: of a mark, and of a hook of the backward."""
+    """The cost of measuring, in seconds: of a mark, and of a hook of the backward."""
 
     mark_s: float
     hook_s: float
 
 
 class Marked:
-    """A stage's code with marks; called in its place, it notes when every operator begins.
+    """A stage's code with marks, which record when every operator begins.
 
     Args:
         operators: names of the captured operators; other calls belong to one of them.
-        clock: in seconds, when everything before is done.
-        cost: of measuring, taken off every figure.
+        clock: in seconds, after all queued work.
+        cost: of measuring, subtracted from every figure.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class Marked:
         self._module = fx.GraphModule(module, graph)
 
     def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
-        """What the stage's code returns."""
+        """Run the stage's code."""
         self._begins.clear()
         self._nodes.clear()
         results: tuple[Tensor, ...] = self._module(*arguments)
@@ -120,7 +121,7 @@ class Marked:
         return results
 
     def watch_backward(self) -> None:
-        """Set the hooks for the backward of the call that was just made."""
+        """Set the hooks for the backward of the last call."""
         self._turns.clear()
         visited = set(self._roots)
         waiting = list(visited)
@@ -146,7 +147,7 @@ class Marked:
         return turn
 
     def spent(self, end: float) -> Pairs:
-        """The times of the call and of its backward, which was over at ``end``."""
+        """Return the times of the call and of its backward, which ended at ``end``."""
         backward_s = dict.fromkeys(self._owners, 0.0)
         for (index, begin), (_, over) in pairwise([*self._turns, (_OUTSIDE, end)]):
             if index != _OUTSIDE:
@@ -158,10 +159,10 @@ class Marked:
 
 
 def cost_of_measuring(clock: Clock) -> Cost:
-    """What a mark and a hook take on this machine: the medians of some trials."""
+    """Measure a mark and a hook on this machine; medians of some trials."""
 
     def backward_s(hook: Callable[[Any], None] | None) -> float:
-        """Time of the backward of a chain of small operators, with a hook at each or without."""
+        """Time the backward of a chain of small operators, with or without a hook at each."""
         value = torch.ones(1, requires_grad=True)
         for _ in range(_CHAIN):
             value = -value
@@ -188,12 +189,12 @@ def cost_of_measuring(clock: Clock) -> Cost:
 
 @dataclass(frozen=True)
 class Subject:
-    """A graph and the micro-batch it is measured on.
+    """A graph and the micro-batch on which it is measured.
 
     Args:
         states: parameters and buffers by full name.
         batch: the tensors of the micro-batch by name, on the device.
-        size: samples in it.
+        size: number of samples.
         precision: as in the spec.
         length: of its sequences; 0 without buckets.
     """
@@ -208,7 +209,9 @@ class Subject:
 
     @classmethod
     def of(cls, job: CapturedJob, size: int, device: Device) -> Subject:
-        """The training graph of a job and the first samples of its data, the longest ones."""
+        """Return a job's training graph and the first samples of its data, padded to the largest
+        length.
+        """
         graph = job.training_graph(size)
         named = by_name(graph, job.loader.example(size))
         target = device.torch_device
@@ -252,7 +255,7 @@ class Bench:
         return len(self._stages)
 
     def run(self, index: int) -> tuple[float, float]:
-        """One forward and one backward of a stage: the seconds of each."""
+        """Run one forward and one backward of a stage; return the seconds of each."""
         batch = self._batch(index)
         start = self._clock()
         self._forward(index, batch)
@@ -261,7 +264,7 @@ class Bench:
         return middle - start, self._clock() - middle
 
     def run_marked(self, index: int, cost: Cost) -> Pairs:
-        """The same with marks: where the time went.
+        """Run a stage with marks; return the seconds of each operator.
 
         Args:
             cost: of measuring.
@@ -280,7 +283,7 @@ class Bench:
         return marked.spent(self._clock())
 
     def run_all(self) -> list[tuple[float, float]]:
-        """Forward and backward time of every stage; a run before fills the caches."""
+        """Return forward and backward time of every stage; a run before fills the caches."""
         times = []
         for index in range(len(self)):
             self.run(index)
@@ -294,7 +297,7 @@ class Bench:
             stage.forget()
 
     def _batch(self, index: int) -> dict[str, Tensor]:
-        """What a stage reads from the batch, for one forward: every run finds the same."""
+        """Return the batch tensors of a stage for one forward; every run finds the same values."""
         return spared(self.cut.graph, self._batches[index])
 
     def _forward(self, index: int, batch: Mapping[str, Tensor]) -> Tensors:
@@ -315,12 +318,12 @@ class Bench:
 
 
 def whole(graph: CapturedGraph) -> dict[str, int]:
-    """The cut with everything in one stage."""
+    """Return the cut with everything in one stage."""
     return {node.name: 0 for node in graph.operators}
 
 
 def windows(graph: CapturedGraph, sizes: Mapping[str, float], limit: float) -> dict[str, int]:
-    """A cut into runs of neighbouring operators of at most ``limit`` in all, if groups allow it.
+    """Return a cut into runs of operators of at most ``limit`` in total, if groups allow it.
 
     Args:
         sizes: of every operator, in any unit.
@@ -338,7 +341,7 @@ def windows(graph: CapturedGraph, sizes: Mapping[str, float], limit: float) -> d
 
 
 def random_stages(graph: CapturedGraph, seed: int) -> dict[str, int]:
-    """A cut into 2 to 6 runs of neighbouring operators, anywhere that groups allow."""
+    """Return a cut into 2 to 6 runs of operators, anywhere that groups allow."""
     draw = random.Random(seed)
     allowed = _borders(graph)
     count = min(draw.randint(_MIN_STAGES, _MAX_STAGES) - 1, len(allowed))
@@ -346,7 +349,7 @@ def random_stages(graph: CapturedGraph, seed: int) -> dict[str, int]:
 
 
 def _borders(graph: CapturedGraph) -> list[int]:
-    """Places between neighbouring operators that divide no group."""
+    """Return the places between neighbouring operators that divide no group."""
     groups = [graph.groups.get(node.name) for node in graph.operators]
     last = {group: index for index, group in enumerate(groups)}
     borders, closed = [], -1
@@ -372,8 +375,8 @@ class Timed:
 
     Args:
         uncached: in the whole graph.
-        cached: in stages whose data stays in the cache; empty if the whole graph's does.
-        loading_s: to load a micro-batch; 0 if processes beside the rank do that.
+        cached: in stages whose data stays in the cache; empty if that of the whole graph does.
+        loading_s: to load a micro-batch; 0 if other processes do that.
     """
 
     uncached: Pairs
@@ -389,10 +392,10 @@ def time_operators(
     batches: Iterator[Any],
     advance: Advance,
 ) -> Timed:
-    """Times of the operators, and of loading the micro-batches that ``batches`` yields.
+    """Time the operators, and the loading of the micro-batches that ``batches`` yields.
 
     Args:
-        working_set: bytes that every operator touches, about.
+        working_set: approximate number of bytes that every operator uses.
         cache_bytes: as in :func:`fit_stages`.
     """
     graph, clock = subject.graph, clock_of(subject.device)
@@ -405,7 +408,7 @@ def time_operators(
     cost = cost_of_measuring(clock)
 
     def load() -> bool:
-        """Whether there was a micro-batch; the training reports samples that cannot be loaded."""
+        """Return whether there was a micro-batch; the training reports samples that fail."""
         with suppress(Exception):
             return next(batches, None) is not None
         return False
@@ -428,7 +431,7 @@ def time_operators(
 
 
 def _medians(runs: Iterable[Pairs], rewriting_s: Mapping[str, float]) -> Pairs:
-    """Medians of every operator, over the runs that have it."""
+    """Return medians of every operator, over the runs that contain it."""
     times: dict[str, list[tuple[float, float]]] = {}
     for name, pair in chain.from_iterable(run.items() for run in runs):
         times.setdefault(name, []).append(pair)
@@ -440,7 +443,7 @@ def _medians(runs: Iterable[Pairs], rewriting_s: Mapping[str, float]) -> Pairs:
 
 
 def _rewriting_s(subject: Subject) -> dict[str, float]:
-    """By operator, the time of the copies that a stage makes of buffers it rewrites."""
+    """Return, by operator, the time of the copies that a stage makes of buffers it rewrites."""
     graph, clock = subject.graph, clock_of(subject.device)
 
     def copying_s(placeholder: str) -> float:
@@ -460,7 +463,7 @@ def _rewriting_s(subject: Subject) -> dict[str, float]:
 def time_stages(
     subject: Subject, footprints: Footprints, rounds: Rounds, advance: Advance
 ) -> list[Sample]:
-    """Random stages and the whole graph, timed; more of them the less time they take."""
+    """Time random stages and the whole graph; more of them the faster they are."""
     graph, clock = subject.graph, clock_of(subject.device)
     benches = [Bench(subject, whole(graph))]
     start = clock()
@@ -480,7 +483,9 @@ def time_stages(
 
 
 def _repeat(rounds: Rounds, advance: Advance) -> Iterator[int]:
-    """Numbers of rounds; in each everything runs, so that a drift of the machine hits all alike."""
+    """Yield numbers of rounds; each runs everything, so that drift of the machine affects all
+    alike.
+    """
     start = time.perf_counter()
     for done in range(rounds.most):
         used = (time.perf_counter() - start) / rounds.budget_s

@@ -1,4 +1,4 @@
-"""How much time a profile may take, and which micro-batch sizes it measures."""
+"""The time that a profile may take, and the micro-batch sizes that it measures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MICRO_BATCHES_PER_STAGE = 2
 
 @dataclass(frozen=True)
 class Rounds:
-    """How often to repeat a measurement: at least, at most, and within which time in between."""
+    """How often to repeat a measurement: at least, at most, and the time limit in between."""
 
     least: int
     most: int
@@ -20,7 +20,7 @@ class Rounds:
 
 
 class Effort(Enum):
-    """What the user asks for: quick figures or steady ones."""
+    """The user's choice: quick figures or steady ones."""
 
     FAST = "fast"
     NORMAL = "normal"
@@ -47,10 +47,11 @@ sizes only)."""
 
 
 def measured_sizes(spec: JobSpec, effort: Effort = Effort.NORMAL) -> tuple[int, ...]:
-    """Micro-batch sizes to measure, that of the profile first.
+    """Return the micro-batch sizes to measure, the size of the profile first.
 
-    One if the spec says how many micro-batches there are; else several for the planner to choose
-    from, which reach from single samples to the whole batch, each a fixed factor above the last.
+    It is one size if the spec sets the number of micro-batches; else several, from single samples
+    to the whole batch, each a fixed factor larger than the one before, for the planner to choose
+    from.
     """
     batch = spec.training.batch_size
     if spec.pipeline.micro_batches is not None:

@@ -1,13 +1,13 @@
-"""What a stage takes besides its operators, fitted to stages that were timed whole.
+"""What a stage takes in addition to its operators, fitted to stages that were timed as a whole.
 
-Forward and backward of a stage are taken to be
+Forward and backward of a stage are modelled as
 
-    factor x operators + overhead + a time for each value that enters + one for each that leaves
+    factor x operators + overhead + a time for each value received + one for each value sent
 
-with coefficients that are not negative and make the sum of relative errors smallest (iteratively
-reweighted least squares); errors of stages far shorter than any plan has count less. The factor is
-for what the operators' own times miss. If operators have a second time, for stages that stay in
-the cache, the cache's size is chosen by the same sum.
+with coefficients that are not negative and minimise the sum of relative errors (iteratively
+reweighted least squares); errors of stages that are far shorter than in any plan have less weight.
+The factor covers what the operators' own times miss. If operators have a second time, for stages
+that stay in the cache, the size of the cache is chosen by the same sum.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ _SHORT = 0.1
 
 @dataclass(frozen=True)
 class Sample:
-    """A stage that was timed whole; medians, in seconds.
+    """A stage that was timed as a whole; medians, in seconds.
 
     Args:
-        parts: the partition, and which of its stages it is.
+        parts: the partition that contains the stage.
+        stage: its index.
     """
 
     parts: Footprint
@@ -53,7 +54,7 @@ class Fit:
 
     Args:
         factors: for forward and backward of every operator.
-        error: mean share by which forward and backward differ from their prediction, weighted.
+        error: mean relative difference of forward and backward from their prediction, weighted.
     """
 
     stage: StageOverhead
@@ -62,11 +63,11 @@ class Fit:
 
 
 def fit_stages(samples: Sequence[Sample], times: Times, cache_bytes: int | None) -> Fit:
-    """The best fit.
+    """Return the best fit.
 
     Args:
         times: of the operators at the micro-batch size of the samples and the footprints.
-        cache_bytes: the last level cache; None if operators have one time only.
+        cache_bytes: the last level cache; None if operators have only one time.
     """
     shares = [None] if cache_bytes is None else [round(s * cache_bytes) for s in CACHE_SHARES]
     return min((_fit(samples, times, cache) for cache in shares), key=lambda fit: fit.error)
@@ -94,7 +95,7 @@ def _fit(samples: Sequence[Sample], times: Times, cache_bytes: int | None) -> Fi
 def _least_relative_errors(
     rows: Sequence[tuple[float, float, float, float]], target: Sequence[float]
 ) -> tuple[list[float], float]:
-    """Coefficients, the factor first, and the mean relative error that they leave."""
+    """Return the coefficients, the factor first, and the mean relative error."""
     if not target:
         return [1.0, 0.0, 0.0, 0.0], 0.0
     measured = np.array(target)
@@ -110,7 +111,7 @@ def _least_relative_errors(
 
 
 def _reweighted(matrix: Floats, target: Floats) -> Floats:
-    """Coefficients of at least 0 with the smallest sum of errors, which are not squared."""
+    """Return non-negative coefficients with the smallest sum of absolute errors."""
     weights = np.ones(len(matrix))
     coefficients = _non_negative(matrix, target, weights)
     for _ in range(_REWEIGHTINGS):
@@ -120,7 +121,7 @@ def _reweighted(matrix: Floats, target: Floats) -> Floats:
 
 
 def _non_negative(matrix: Floats, target: Floats, weights: Floats) -> Floats:
-    """Weighted least squares; a column whose coefficient would be negative is left out."""
+    """Solve weighted least squares, without columns whose coefficient would be negative."""
     columns = list(range(matrix.shape[1]))
     coefficients = np.zeros(matrix.shape[1])
     while columns:

@@ -55,14 +55,14 @@ def profile_job(
 ) -> Profile:
     """Capture a job's model and measure every operator on this node.
 
-    Operators are timed where they run, in the forward and backward of the whole graph, while as
-    many processes compute on the node as it will have ranks. A model that fits no process
+    Operators are timed in place, in the forward and backward of the whole graph, while as many
+    processes compute on the node as it will have ranks. A model that fits in no process
     (``materialize: per_rank``) is measured operator by operator instead.
 
     Args:
-        progress: called with (work done, all work, what was just done).
+        progress: called with (work done, total work, what was just done).
         effort: how long to measure.
-        journal: where finished measurements are kept, and those of an interrupted run are found.
+        journal: keeps finished measurements, and has those of an interrupted run.
 
     Raises:
         CaptureError: the model, its loss or its data cannot be captured.
@@ -109,10 +109,10 @@ def profile_job(
 
 
 def _baseline_bytes(job: CapturedJob, size: int, device: Device) -> int:
-    """What a rank holds besides its stages: libraries, captured graph and data.
+    """Return what a rank needs besides its stages: libraries, captured graph and data.
 
-    An accelerator holds none of it. Taken right after the capture, which every rank does for itself
-    and which leaves more behind than importing torch does.
+    An accelerator holds none of it. It is measured directly after the capture, which every rank
+    does for itself and which takes more memory than importing torch.
     """
     job.training_graph(size)
     if not isinstance(device, CpuDevice):
@@ -152,7 +152,7 @@ class _Profiling:
         self._work = Work(progress, {**more, **parts})
 
     def profile(self) -> Profile:
-        """The profile, but for what is known of the process."""
+        """Return the profile, without what is known of the process."""
         optimizer = optimizer_cost(self._job, self._device)
         profile = self._measure_in_pieces() if self._in_pieces else self._measure_in_place()
         kept = [f"{path} stays one operator: {why}" for path, why in self._job.kept.items()]
@@ -163,7 +163,7 @@ class _Profiling:
         return replace(profile, optimizer=optimizer, assumptions=assumptions)
 
     def _measure_in_pieces(self) -> Profile:
-        """Operator by operator, equal ones once."""
+        """Measure operator by operator, equal ones once."""
         budget_s = self._effort.operators.budget_s / 100
         operators: dict[str, Operator] = {}
         times: dict[int, Timed] = {}
@@ -176,7 +176,7 @@ class _Profiling:
         return replace(self._assemble(operators, times), assumptions=(_IN_PIECES,))
 
     def _measure_in_place(self) -> Profile:
-        """In the forward and backward of the whole graph and of random stages."""
+        """Measure in the forward and backward of the whole graph and of random stages."""
         base = self._sizes[0]
         measured = self._walk(base, _KEPT, None)
         saved_bytes = sum(dict(pair for one in measured.values() for pair in one.saved).values())
@@ -210,7 +210,7 @@ class _Profiling:
         return self._with_loading(profile, {size: each.loading_s for size, each in times.items()})
 
     def _is_captured(self, size: int) -> bool:
-        """Whether the model takes micro-batches of a size; one it must take is measured first."""
+        """Return whether the model accepts a micro-batch size; raise if it is that of the profile."""
         try:
             self._job.training_graph(size)
         except CaptureError as error:
@@ -223,7 +223,7 @@ class _Profiling:
         return True
 
     def _walk(self, size: int, part: str, budget_s: float | None) -> dict[str, Operator]:
-        """Every operator by itself, for what it keeps, and for its times if there is a budget."""
+        """Measure every operator alone: what it keeps, and its times if there is a budget."""
         subject = Subject.of(self._job, size, self._device)
         walk = Walk(self._job, subject, self._journal, budget_s)
         total = len(subject.graph.operators)
@@ -233,7 +233,7 @@ class _Profiling:
         return measured
 
     def _cache_bytes(self, working_set: Mapping[str, float]) -> int | None:
-        """The last level cache; None on an accelerator, or if all data is in a small part of it."""
+        """Return the last level cache; None on an accelerator, or if a small part of it is enough."""
         if not isinstance(self._device, CpuDevice):
             return None
         cache_bytes = last_level_bytes()
@@ -251,7 +251,7 @@ class _Profiling:
         return asdict(time_operators(subject, working_set, cache_bytes, rounds, loaded, advance))
 
     def _fit(self, profile: Profile, cache_bytes: int | None) -> dict[str, Any]:
-        """What stages take besides operators, and how operators are scaled to it."""
+        """Return what stages take besides operators, and the factors of operators."""
         size = profile.micro_batch_size
         subject = Subject.of(self._job, size, self._device)
         rounds, advance = self._effort.stages, partial(self._work.advance, _STAGES)
@@ -284,7 +284,7 @@ class _Profiling:
         )
 
     def _with_loading(self, profile: Profile, loading_s: Mapping[int, float]) -> Profile:
-        """With the time to load a micro-batch in the operators that read inputs and targets first.
+        """Add the time to load a micro-batch to the first operators that read inputs and targets.
 
         The ranks of their stages load the data, each for itself.
 

@@ -1,4 +1,4 @@
-"""What an interrupted measurement leaves behind, so that the next one goes on from there."""
+"""Finished measurements of an interrupted profile, from which the next one continues."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _GRAPH = "graph"
 
 
 class Journal:
-    """Finished measurements by key, in a JSON file that is replaced whole with every note.
+    """Finished measurements by key, in a JSON file that is replaced as a whole with every entry.
 
-    Two processes that measure the same replace each other's notes, of which either is good. If the
-    disk becomes full, notes are kept in memory only.
+    Two processes that measure the same job replace each other's entries; either is valid. If the
+    disk is full, entries are kept in memory only.
 
     Args:
         path: its directory exists; None keeps everything in memory.
-        header: what decides whether noted measurements are still good; a file with another
-            header, or a damaged one, is discarded.
+        header: decides whether earlier entries are still valid; a file with another header, or a
+            damaged file, is discarded.
 
     Attributes:
-        resumed: measurements taken over from an earlier process.
+        resumed: number of measurements from an earlier process.
 
     Raises:
         UsageError: the file cannot be written.
@@ -47,11 +47,11 @@ class Journal:
         self.resumed = len(self)
 
     def __len__(self) -> int:
-        """Measurements that are kept."""
+        """Return the number of measurements."""
         return sum(key != _GRAPH for key in self._entries)
 
     def find(self, key: str) -> dict[str, Any] | None:
-        """What was noted under ``key``, by this process or an earlier one."""
+        """Return the entry of ``key``, from this process or an earlier one."""
         return self._entries.get(key)
 
     def note(self, key: str, entry: dict[str, Any]) -> None:
@@ -67,7 +67,7 @@ class Journal:
             self._is_written = False
 
     def remember(self, key: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What was noted under ``key``; if nothing was, what is measured now, which is kept."""
+        """Return the entry of ``key``; if there is none, measure and keep it."""
         entry = self.find(key)
         if entry is None:
             entry = measure()
@@ -75,7 +75,7 @@ class Journal:
         return entry
 
     def match(self, fingerprint: str) -> None:
-        """Forget everything that was not measured for this graph."""
+        """Remove everything that was not measured for this graph."""
         graph = {"fingerprint": fingerprint}
         if self.find(_GRAPH) != graph:
             self._entries.clear()
@@ -83,7 +83,7 @@ class Journal:
             self.note(_GRAPH, graph)
 
     def remove(self) -> None:
-        """The measurement is complete: nothing is left to go on with."""
+        """Remove the file: the measurement is complete."""
         if self._path is not None:
             self._is_written = False
             self._path.unlink(missing_ok=True)

@@ -1,8 +1,8 @@
-"""The machine that is measured: its accelerator, cache and clock, and how much memory is live.
+"""The machine that is measured: its accelerator, cache and clock, and its live memory.
 
-On the CPU the allocator reports every allocation and release to torch's profiler, also those that
-an operator makes and drops again; accelerators count by themselves. Libraries that bring their own
-allocator (MKL's work buffers, say) are not seen by either.
+On the CPU the allocator reports every allocation and release to torch's profiler, including
+temporary values of operators; accelerators count on their own. Neither sees libraries with an
+allocator of their own (work buffers of MKL, for example).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _MARK = "pipectl: end of phase"
 
 
 def accelerator_name(accelerators_per_node: int) -> str | None:
-    """Name of the accelerator that is measured, such as ``NVIDIA H200``; None for the CPU.
+    """Return the name of the accelerator, such as ``NVIDIA H200``; None for the CPU.
 
     Args:
-        accelerators_per_node: as the job spec asks.
+        accelerators_per_node: as in the job spec.
     """
     device = choose_device(accelerators_per_node, 0).torch_device
     if device.type == "cpu":
@@ -38,7 +38,7 @@ def accelerator_name(accelerators_per_node: int) -> str | None:
 
 
 def last_level_bytes(caches: Path = _CACHES) -> int:
-    """Size of the largest cache of this machine; 32 MiB if it does not say."""
+    """Return the size of the largest cache of this machine; 32 MiB if it is not known."""
     sizes = [0]
     for index in caches.glob("index*"):
         try:
@@ -52,7 +52,7 @@ def last_level_bytes(caches: Path = _CACHES) -> int:
 
 
 def clock_of(device: Device) -> Clock:
-    """Seconds, when everything that was queued on the device is done."""
+    """Return a clock in seconds that first waits for all work queued on the device."""
     if isinstance(device, CpuDevice):
         return time.perf_counter
 
@@ -67,9 +67,9 @@ class Phase(NamedTuple):
     """Live bytes during a part of a recording.
 
     Args:
-        peak_bytes: the most, above the level at the start of the recording; at least what was
+        peak_bytes: the maximum above the level at the start of the recording; at least what was
             live when the phase began.
-        end_bytes: what is live at its end.
+        end_bytes: live bytes at its end.
     """
 
     peak_bytes: int
@@ -77,12 +77,12 @@ class Phase(NamedTuple):
 
 
 def record_allocated(device: torch.device) -> Recording:
-    """A recording for tensors of ``device``."""
+    """Return a recording for tensors of ``device``."""
     return Recording() if device.type == "cpu" else _OnAccelerator(device)
 
 
 class Recording:
-    """Records live bytes of the CPU while it is entered; ``phases`` are complete afterwards."""
+    """Records live bytes of the CPU within its context; ``phases`` are complete afterwards."""
 
     def __init__(self) -> None:
         self.phases: list[Phase] = []

@@ -1,7 +1,7 @@
-"""Processes that compute beside the measured one, as the other ranks of a node will.
+"""Processes that compute during the measurement, as the other ranks of a node will.
 
-Cores share caches and the way to memory, so an operator alone on a node is faster than in
-training. Each neighbour captures the same job and trains it, over and over, until it is stopped.
+Cores share caches and the memory bus, so an operator alone on a node is faster than in training.
+Each neighbour captures the same job and trains it repeatedly until it is stopped.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _END_S = 10.0
 
 
 class Neighbours:
-    """As many as the node will have ranks besides one, and cores for them.
+    """As many processes as the node will have other ranks, if there are cores for them.
 
     Args:
-        size: samples of the micro-batches they compute.
+        size: samples of the micro-batches that they compute.
     """
 
     def __init__(self, spec: JobSpec, size: int) -> None:
@@ -70,7 +70,7 @@ class Neighbours:
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """What the figures hold for, where neighbours were wanted and did not come."""
+        """A note for the profile if some neighbours did not start."""
         missing = self.count - self.computing
         if not missing:
             return ()
@@ -81,14 +81,14 @@ class Neighbours:
 
     @property
     def computing(self) -> int:
-        """Neighbours that compute by now."""
+        """Number of neighbours that compute."""
         return sum(
             ready.is_set() and process.is_alive()
             for ready, process in zip(self._ready, self._processes, strict=True)
         )
 
     def wait(self) -> None:
-        """Return when all compute, or have failed, or take too long."""
+        """Wait until all neighbours compute or have failed, or take too long."""
         deadline = time.monotonic() + _PATIENCE_S
         while time.monotonic() < deadline:
             pairs = zip(self._ready, self._processes, strict=True)
@@ -98,9 +98,10 @@ class Neighbours:
 
 
 def neighbour_count(spec: JobSpec, cores: int) -> int:
-    """Neighbours to start for a job on a machine with so many cores.
+    """Return the number of neighbours for a job on a machine with this number of cores.
 
-    None for a model that fits no process, nor for accelerators, of which each rank has its own.
+    It is 0 for a model that fits in no process, and for accelerators, because each rank has its
+    own.
     """
     alone = spec.model.materialize == "per_rank" or spec.resources.gpus_per_node > 0
     at_once = min(spec.resources.tasks_per_node, cores // spec.resources.cpus_per_task)
@@ -108,18 +109,20 @@ def neighbour_count(spec: JobSpec, cores: int) -> int:
 
 
 def has_room(job: CapturedJob, place: int) -> bool:
-    """Whether memory is left for the gradients of a neighbour, those before, and who measures."""
+    """Return whether memory is left for the gradients of the measuring process and neighbours up to
+    this.
+    """
     gradients = sum(tensor.nbytes for tensor in job.states.values() if tensor.requires_grad)
     return (place + 2) * gradients <= int(psutil.virtual_memory().available)
 
 
 def _compute(spec: JobSpec, size: int, place: int, ready: Event, stop: Event) -> None:
-    """Train until told to stop, or until whoever measures is gone, be it before this begins.
+    """Train until told to stop, or until the measuring process has ended.
 
-    Without a word: what fails here fails in the measuring process, too, which tells the user.
+    It prints nothing: what fails here also fails in the measuring process, which tells the user.
 
     Args:
-        place: among the neighbours; where memory is short, the first ones compute.
+        place: among the neighbours; if memory is short, the first ones compute.
     """
     silence = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):

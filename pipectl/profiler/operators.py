@@ -1,7 +1,7 @@
 """Running a captured graph operator by operator on real tensors, measuring each.
 
-Operators equal to one measured before (those of repeated blocks) are not measured again. In a model
-that fits no process they are not run either: later operators get values of the same shapes.
+Operators equal to an earlier one (those of repeated blocks) are not measured again. In a model that
+fits in no process they are not run either: later operators get values of the same shapes.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _RESULT = -1
 
 
 class Run(NamedTuple):
-    """What went into one call, and what it gave.
+    """The inputs and results of one call.
 
     Args:
-        leaves: the arguments it was called with, flattened: aliases or copies of the call's own.
-        seeds: gradients that its backward began with.
-        gradients: of the arguments that want one, in order; none if there was no backward.
+        leaves: the flattened arguments: aliases or copies of the call's own.
+        seeds: gradients with which its backward began.
+        gradients: of the arguments that require one, in order; none if there was no backward.
     """
 
     result: Any
@@ -79,7 +79,7 @@ class Call:
         return pytree.tree_leaves((self.args, self.kwargs))
 
     def fresh(self) -> tuple[Any, Any]:
-        """The arguments for one run: aliases, or copies if they are written."""
+        """Return the arguments for one run: aliases, or copies if they are written."""
 
         def alias(tensor: Tensor) -> Tensor:
             alias = tensor.detach().requires_grad_(tensor.requires_grad)
@@ -89,7 +89,7 @@ class Call:
         return fresh
 
     def run(self, mark: Callable[[], None] = lambda: None) -> Run:
-        """Forward and backward.
+        """Run forward and backward.
 
         Args:
             mark: called before the forward, after it, and before the backward.
@@ -111,21 +111,21 @@ class Call:
 
 @dataclass(frozen=True)
 class Pattern:
-    """What equal operators cost. Arguments are known by their index among all leaves.
+    """The cost of equal operators. Arguments are identified by their index among all leaves.
 
-    What a backward releases of its own (saved values of the operators it consists of) makes room
-    for what it allocates later, as in a stage. Arguments and seeds are not counted.
+    Memory that a backward releases (saved values of the operators of which it consists) makes room
+    for later allocations, as in a stage. Arguments and seeds are not counted.
 
     Args:
-        result: what they give, with forms for tensors.
+        result: with forms for tensors.
         output_bytes: of the result, if it is one tensor.
         kept: (argument whose memory it is, ``_RESULT``, or None; bytes) of each storage that
             autograd keeps for the backward.
-        made_bytes: storages that the result brings.
-        forward_bytes, backward_bytes: most that was live at once.
-        gradients: (argument, bytes of memory that its gradient brings).
-        flops: of both ways.
-        times: seconds of both ways; 0 if they were not asked for.
+        made_bytes: storages that the result creates.
+        forward_bytes, backward_bytes: maximum of live bytes.
+        gradients: (argument, bytes of memory that its gradient creates).
+        flops: of both passes.
+        times: seconds of both passes; 0 if they were not measured.
     """
 
     result: Any
@@ -140,7 +140,7 @@ class Pattern:
 
     @property
     def origins(self) -> list[int | None]:
-        """For every tensor of the result the argument in whose memory it lies, or None."""
+        """For every tensor of the result the argument whose memory it uses, or None."""
         leaves = pytree.tree_leaves(self.result, is_leaf=_is_form)
         return [leaf.origin for leaf in leaves if isinstance(leaf, Form)]
 
@@ -150,7 +150,7 @@ def _is_form(value: Any) -> bool:
 
 
 def observe(call: Call, device: torch.device) -> tuple[Any, Pattern]:
-    """Run an operator forward and backward once, and follow its memory; what it gave, too."""
+    """Run an operator forward and backward once, and record its memory; return its result too."""
     kept_bytes: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ def observe(call: Call, device: torch.device) -> tuple[Any, Pattern]:
         return tensor
 
     def new_bytes(value: Any, known: Sequence[Any]) -> int:
-        """Bytes of the storages in ``value`` that no tensor in ``known`` lies in."""
+        """Return the bytes of the storages in ``value`` that no tensor in ``known`` uses."""
         old = set(storages_in(known))
         sizes = {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors_in(value))}
         return sum(size for storage, size in sizes.items() if storage not in old)
@@ -192,9 +192,9 @@ def observe(call: Call, device: torch.device) -> tuple[Any, Pattern]:
 
 
 def count_flops(call: Call) -> int:
-    """Floating-point operations of matrix products, convolutions and attention, both ways.
+    """Count floating-point operations of matrix products, convolutions and attention, both passes.
 
-    0 for code that runs under no mode of torch's dispatcher.
+    The count is 0 for code that does not run under a mode of torch's dispatcher.
     """
     counter = FlopCounterMode(display=False, custom_mapping=_ATTENTION)
     with suppress(Exception), counter:
@@ -204,7 +204,7 @@ def count_flops(call: Call) -> int:
 
 
 def time_alone(call: Call, device: Device, budget_s: float) -> tuple[float, float]:
-    """Seconds of forward and backward: medians of runs, which drop those that were disturbed.
+    """Return the median seconds of forward and backward, which exclude runs that were disturbed.
 
     Runs are repeated until the figures are steady or the budget is used.
     """
@@ -229,11 +229,11 @@ class Walk:
     """One pass over a graph at one batch size.
 
     Values are freed after their last reader, so the pass needs little more memory than the widest
-    place of the graph, and parameters are asked for by the operator that is measured.
+    part of the graph; parameters are created for the operator that is measured.
 
     Args:
-        budget_s: seconds for the times of each operator; None takes no times.
-        journal: where these are kept.
+        budget_s: seconds for the times of each operator; None measures no times.
+        journal: keeps the times.
     """
 
     def __init__(
@@ -256,9 +256,9 @@ class Walk:
                 self._values[node] = None if tensor is None else tensor.clone()  # may be written
 
     def measure(self, done: Callable[[str], None]) -> dict[str, Operator]:
-        """Measure every operator in order; ``done`` is called with the name of each.
+        """Measure every operator in order; call ``done`` with the name of each.
 
-        Their times are those that they take by themselves; 0 if they were not asked for.
+        The times are those of the operator alone; 0 if they were not measured.
         """
         last_reader: dict[fx.Node, fx.Node] = {}
         for node in self._graph.operators:
@@ -286,7 +286,7 @@ class Walk:
         return measured
 
     def _key(self, node: fx.Node, call: Call) -> Any:
-        """Equal for operators of one kind with equal arguments, but for the values of tensors."""
+        """Return a key that is equal for calls that differ only in the values of tensors."""
         order: dict[int, int] = {}
         described: list[Any] = []
         for leaf in call.leaves:
@@ -300,7 +300,7 @@ class Walk:
         return node.target, region_of(node), str(structure), tuple(described)
 
     def _value_like(self, call: Call, pattern: Pattern) -> Any:
-        """The value of an operator equal to one measured before."""
+        """Return the value of an operator equal to an earlier one."""
         if self._fits:
             args, kwargs = call.fresh()
             with torch.enable_grad():
@@ -320,7 +320,7 @@ class Walk:
         return pytree.tree_map_only(Form, fill, pattern.result, is_leaf=_is_form)
 
     def _observe(self, node: fx.Node, key: Any) -> Pattern:
-        """Measure an operator, and remember it for those with an equal key."""
+        """Measure an operator, and remember the figures for those with an equal key."""
         call = self._call(node, self._state)
         (forward_s, backward_s), budget_s = (0.0, 0.0), self._budget_s
         with missing_kernels(node.name, self._subject.precision, self._device), torch.enable_grad():
@@ -341,7 +341,9 @@ class Walk:
         return pattern
 
     def _value(self, call: Call, result: Any, written: set[int]) -> Any:
-        """What later operators read: if values are written in place, in their own memory."""
+        """Return what later operators read; values that are written in place are in their own
+        memory.
+        """
         flags = pytree.tree_map_only(Tensor, lambda tensor: tensor.requires_grad, result)
         if written and not self._state_storages & written:
             with torch.no_grad():
@@ -359,7 +361,7 @@ class Walk:
         )
 
     def _operator(self, node: fx.Node, pattern: Pattern) -> Operator:
-        """An operator of the profile, by the names of values, parameters and buffers.
+        """Return an operator of the profile, with the names of values, parameters and buffers.
 
         What is kept has the name of the value whose memory it is, so that no stage counts it twice.
         """
@@ -421,7 +423,9 @@ class Walk:
         )
 
     def _call(self, node: fx.Node, make: Callable[[State], Tensor]) -> Call:
-        """An operator with its arguments; ``make`` gives parameters, buffers and constants."""
+        """Return an operator with its arguments; ``make`` returns parameters, buffers and
+        constants.
+        """
 
         def value(source: fx.Node) -> Any:
             if source.name in self._graph.states:
@@ -451,15 +455,15 @@ class Walk:
         return Call(target if plain else run_target, args, dict(kwargs), mutates)
 
     def _outline(self, state: State) -> Tensor:
-        """A parameter, buffer or constant: its shape, layout and type, perhaps without values."""
+        """Return a parameter, buffer or constant, perhaps without values."""
         known = self._constants if state.kind == "constant" else self._subject.states
         return known[state.name]
 
     def _state(self, state: State) -> Tensor:
-        """The same with values.
+        """Return a parameter, buffer or constant with values.
 
-        If it has no memory, a parameter is random, in the range that layers are usually initialised
-        in; a buffer has the values that the factory gives it, since it may hold indices.
+        If it has no memory, a parameter is random, in the range of usual initialisations; a buffer
+        has the values of the factory, because it may contain indices.
         """
         tensor = self._outline(state)
         if not is_deferred(tensor):

@@ -1,4 +1,4 @@
-"""What the optimizer costs: state, time and temporary values of a step, on sample parameters."""
+"""The cost of the optimizer: state, time and temporary values of a step, on sample parameters."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ _STEP_SHAPE = (1024, 512)
 
 
 def optimizer_cost(job: CapturedJob, device: Device) -> OptimizerCost:
-    """State, time and temporary values of a step, per byte of parameters.
+    """Measure state, time and temporary values of a step, per byte of parameters.
 
     Raises:
-        CaptureError: the optimizer fails, or ranks that hold some parameters each cannot use it.
+        CaptureError: the optimizer fails, or cannot be used by ranks with some of the parameters
+            each.
     """
     clock, place = clock_of(device), device.torch_device
     if may_divide(job.spec):
@@ -59,11 +60,11 @@ def optimizer_cost(job: CapturedJob, device: Device) -> OptimizerCost:
 
 
 def _step_memory(job: CapturedJob, device: torch.device) -> StepMemory:
-    """Temporary values of an optimizer step, once its state is there.
+    """Measure temporary values of an optimizer step, after its state was created.
 
-    Steps over one, two and three equal parameters tell what each adds: if all are updated
-    together, the third adds as much as the second; in a loop that still holds values of the
-    parameter before, the second adds something and the third nothing.
+    Steps over one, two and three equal parameters show what each adds: if all are updated together,
+    the third adds as much as the second; in a loop that still holds values of the parameter before,
+    the second adds something and the third nothing.
     """
     trained = [name for name, tensor in job.states.items() if tensor.requires_grad]
 
@@ -88,7 +89,7 @@ def _step_memory(job: CapturedJob, device: torch.device) -> StepMemory:
 
 
 def _sample(job: CapturedJob, device: torch.device) -> dict[str, nn.Parameter]:
-    """Copies of some parameters; of those without memory, random vectors, perhaps shorter."""
+    """Return copies of some parameters; for those without memory, random vectors, perhaps shorter."""
     sample: dict[str, nn.Parameter] = {}
     total = 0
     for name, tensor in job.states.items():

@@ -1,4 +1,4 @@
-"""How far a profile is, in units of the time that its parts will take, roughly."""
+"""The progress of a profile, in units of the time that its parts are expected to take."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Work:
         self._before = 0.0
 
     def advance(self, part: str, share: float, name: str | None = None) -> None:
-        """So much of a part is done.
+        """Report the share of a part that is done.
 
         Args:
             name: of what was just done, if not of the part.
@@ -33,6 +33,6 @@ class Work:
             self._progress(round(done), _UNITS, name or part)
 
     def end(self, part: str) -> None:
-        """A part is done."""
+        """Report that a part is done."""
         self.advance(part, 1.0)
         self._before += self._units[part]
