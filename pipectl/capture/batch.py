@@ -209,6 +209,6 @@ def _shape(sizes: Any) -> str:
     return f"[{', '.join(map(str, sizes))}]"
 
 
-def spared(graph: CapturedGraph, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def copy_written_inputs(graph: CapturedGraph, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors of a batch for one forward, with copies of those that it writes."""
     return {name: t.clone() if name in graph.written else t for name, t in inputs.items()}

@@ -194,7 +194,7 @@ class Loader:
         arranged = self.buckets.arrange(order, self._batch_size or len(order))
         return [index for batch in arranged for index in batch.tolist()]
 
-    def resized(self, batch_size: int, *, drop_last: bool) -> Loader:
+    def with_batch_size(self, batch_size: int, *, drop_last: bool) -> Loader:
         """Return a loader of the same samples with another batch size."""
         other = copy(self)
         other._batch_size, other._drop_last = batch_size, drop_last

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from pipectl.capture.buckets import field_of
 from pipectl.capture.checks import drop_conditions
-from pipectl.capture.fallback import Kept, recorded_calls
+from pipectl.capture.fallback import KeptModules, recorded_calls
 from pipectl.capture.patches import Recorder, patched_export, refused_reads
 from pipectl.capture.python_state import Assignments, numbers_in
 from pipectl.capture.refusals import Refusal, RefusedError, explain, refuse_backward_hooks
@@ -30,7 +30,7 @@ _MANY_STEPS = 2520
 
 
 def export_step(
-    step: Step, inputs: Any, targets: Any, kept: Kept, padded: Collection[str] = ()
+    step: Step, inputs: Any, targets: Any, kept: KeptModules, padded: Collection[str] = ()
 ) -> ExportedProgram:
     """Return the graph of one micro-batch, in the step's current mode (training or evaluation).
 
@@ -76,7 +76,7 @@ def export_step(
 def _refuse_counts(
     step: Step,
     batch: tuple[Any, Any],
-    kept: Kept,
+    kept: KeptModules,
     program: ExportedProgram,
     numbers: Mapping[str, tuple[Any, Any]],
     free: Any,
@@ -141,7 +141,7 @@ def _text(program: ExportedProgram) -> str:
 def _program(
     step: Step,
     batch: tuple[Any, Any],
-    kept: Kept,
+    kept: KeptModules,
     free: Any,
     numbers: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[ExportedProgram, Assignments]:

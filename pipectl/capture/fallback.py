@@ -25,7 +25,7 @@ from pipectl.capture.factories import is_torch_code
 from pipectl.capture.graph import CapturedGraph
 from pipectl.capture.opaque import Arguments, Opaque, Outline, States, anchored
 from pipectl.capture.patches import Mask, Recorder
-from pipectl.capture.python_state import extra_states, refuse_extra_states, undisturbed
+from pipectl.capture.python_state import extra_states, preserve_state, refuse_extra_states
 from pipectl.capture.randomness import (
     SHARED_GENERATORS,
     own_generators,
@@ -41,7 +41,7 @@ from pipectl.capture.refusals import (
     place_of,
     unsuitable,
 )
-from pipectl.capture.step import Step, in_model, make_known, own_name, resized
+from pipectl.capture.step import Step, in_model, own_name, register_dataclasses, resize_error
 from pipectl.capture.tensors import fill_sample, is_deferred, tensors_in
 from pipectl.errors import CaptureError
 from pipectl.faults import is_user_code
@@ -56,7 +56,7 @@ library's, so that its user cannot put the line that breaks into a submodule."""
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptModules:
     """Submodules that become operators.
 
     Args:
@@ -120,7 +120,7 @@ class Fallback:
         self,
         size: int,
         example: Callable[[int], Any],
-        capture: Callable[[Kept], CapturedGraph],
+        capture: Callable[[KeptModules], CapturedGraph],
     ) -> CapturedGraph:
         """Return the result of ``capture``, with as few submodules kept as possible.
 
@@ -132,7 +132,7 @@ class Fallback:
             CaptureError: it fails whatever is kept; names the user's line.
         """
         while True:
-            kept: Kept | None = None
+            kept: KeptModules | None = None
             try:
                 kept = self._observe(size, example)
                 return capture(kept)
@@ -142,11 +142,11 @@ class Fallback:
                     raise
                 self._keep(error)
 
-    def _observe(self, size: int, example: Callable[[int], Any]) -> Kept:
+    def _observe(self, size: int, example: Callable[[int], Any]) -> KeptModules:
         """Return the submodules that are kept so far, with the results of their calls."""
         paths = self._paths()
         if not paths:
-            return Kept(unrolls=self._unrolls)
+            return KeptModules(unrolls=self._unrolls)
         failure: Exception | None = None
         for fixed in (False, True):  # perhaps it is a model for one batch size
             samples = example(size if fixed else _MAX_SAMPLES)
@@ -156,7 +156,7 @@ class Fallback:
             }
             try:
                 outlines = _observe(self._step, paths, batches, self._make)
-                return Kept(outlines, fixed, self._unrolls)
+                return KeptModules(outlines, fixed, self._unrolls)
             except CaptureError:
                 raise
             except Exception as error:
@@ -252,7 +252,7 @@ def _observe(
         buffers = [each for each in step.buffers() if not is_deferred(each)]
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(undisturbed(step, buffers))
+            stack.enter_context(preserve_state(step, buffers))
             for path in paths:
                 mask = _watch(path, step.get_submodule(path), make, calls[path])
                 stack.enter_context(mask.worn())
@@ -298,7 +298,7 @@ def _watch(path: str, module: nn.Module, make: Make, calls: list[Outline]) -> Ma
             args, kwargs = arguments.filled(tensors[count:])
             with mask.lifted(), states.replaced(tensors[:count]):
                 try:
-                    result = make_known(module(*args, **kwargs))
+                    result = register_dataclasses(module(*args, **kwargs))
                 except RuntimeError as error:
                     if "appears to not have been used in the graph" not in str(error):
                         raise
@@ -308,7 +308,7 @@ def _watch(path: str, module: nn.Module, make: Make, calls: list[Outline]) -> Ma
                     ) from error
             for name, tensor, (shape, _) in zip(states.names, tensors, before, strict=False):
                 if tensor.shape != shape:
-                    raise resized(name, shape, tensor.shape)
+                    raise resize_error(name, shape, tensor.shape)
             written = frozenset(i for i, t in enumerate(tensors) if t._version != before[i][1])
             draws = states_of(generators) != random
             calls.append(Outline.of_call(result, tensors, written, draws))
@@ -336,7 +336,7 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def recorded_calls(step: Step, kept: Kept, recorder: Recorder) -> Iterator[None]:
+def recorded_calls(step: Step, kept: KeptModules, recorder: Recorder) -> Iterator[None]:
     """Record calls of opaque submodules as single operators during an export.
 
     Raises:

@@ -17,10 +17,10 @@ from pipectl.capture.batch import Reader, check_samples
 from pipectl.capture.data import Loader, check_dataset
 from pipectl.capture.deferred import Deferred
 from pipectl.capture.export import export_step
-from pipectl.capture.fallback import Fallback, Kept, Tell
+from pipectl.capture.fallback import Fallback, KeptModules, Tell
 from pipectl.capture.graph import CapturedGraph
 from pipectl.capture.operators import is_random
-from pipectl.capture.python_state import undisturbed
+from pipectl.capture.python_state import preserve_state
 from pipectl.capture.randomness import seed_everything, seed_of
 from pipectl.capture.refusals import (
     RefusedError,
@@ -109,12 +109,12 @@ class CapturedJob:
         return self.step.model
 
     def materialize(self, names: Iterable[str]) -> None:
-        """Give values to those of ``states`` that have none; see :meth:`made`."""
+        """Give values to those of ``states`` that have none; see :meth:`initial_values`."""
         for name in names:
             if is_deferred(self.states[name]):
-                self.states[name] = self.made(name)
+                self.states[name] = self.initial_values(name)
 
-    def made(self, name: str) -> Tensor:
+    def initial_values(self, name: str) -> Tensor:
         """Return the values of one of ``states`` that has none yet; they belong to the caller.
 
         Raises:
@@ -192,7 +192,7 @@ class CapturedJob:
     def _misfit(self, batch: tuple[Any, Any]) -> CaptureError | None:
         if any(map(is_deferred, (*self.step.parameters(), *self.step.buffers()))):
             return None  # too large to be run
-        with torch.enable_grad(), undisturbed(self.step, self.step.buffers()):
+        with torch.enable_grad(), preserve_state(self.step, self.step.buffers()):
             try:
                 self.step(*batch)
             except CaptureError as error:
@@ -235,7 +235,11 @@ class CapturedJob:
         if not is_deferred(tensor):
             return tensor
         name = self._names[id(tensor)]
-        return self.made(name) if is_deferred(self.states[name]) else self.states[name].clone()
+        return (
+            self.initial_values(name)
+            if is_deferred(self.states[name])
+            else self.states[name].clone()
+        )
 
     def _bound(self, item: Factory) -> Any:
         return factories.bind(self.find(item), item.factory, item.kwargs)
@@ -289,7 +293,7 @@ class CapturedJob:
         self.step.train(training)
         precision, padded = self.spec.training.precision, self.spec.data.pad
 
-        def capture(kept: Kept) -> CapturedGraph:
+        def capture(kept: KeptModules) -> CapturedGraph:
             program = export_step(self.step, inputs, targets, kept, padded)
             states = self.states, self.tied
             return CapturedGraph(program, *states, (inputs, targets), size, length, padded)

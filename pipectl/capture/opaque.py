@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from pipectl.capture.randomness import own_generators, reseed
 from pipectl.capture.refusals import Refusal, RefusedError, unsuitable
-from pipectl.capture.step import make_known, own_name
+from pipectl.capture.step import own_name, register_dataclasses
 from pipectl.capture.tensors import is_deferred, storage_of, storages_in, tensors_in
 
 _SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -88,7 +88,7 @@ class Arguments:
     """
 
     def __init__(self, args: Any, kwargs: Any) -> None:
-        leaves, self._structure = pytree.tree_flatten(make_known((args, kwargs)))
+        leaves, self._structure = pytree.tree_flatten(register_dataclasses((args, kwargs)))
         for leaf in leaves:
             inside = getattr(leaf, "__dict__", {})
             if not isinstance(leaf, Tensor) and tensors_in(list(inside.values())):

@@ -50,7 +50,7 @@ def gives_views(operator: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Applied:
+class FunctionCall:
     """An autograd function as an operator of a graph."""
 
     function: type[torch.autograd.Function]
@@ -102,7 +102,7 @@ def _with_inner(node: fx.Node, root: fx.GraphModule) -> Iterator[fx.Node]:
 def _draws(node: fx.Node) -> bool:
     if isinstance(node.target, Opaque):
         return node.target.outline.draws
-    if isinstance(node.target, Applied):
+    if isinstance(node.target, FunctionCall):
         return True
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False

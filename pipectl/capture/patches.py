@@ -42,7 +42,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from pipectl.capture.checks import is_caught, mark_condition, passing_answer
 from pipectl.capture.factories import is_torch_code
-from pipectl.capture.operators import Applied
+from pipectl.capture.operators import FunctionCall
 from pipectl.capture.python_state import Attribute
 from pipectl.capture.randomness import LIBRARY_GENERATORS, generator_places, states_of
 from pipectl.capture.refusals import (
@@ -344,7 +344,7 @@ class Recorder:
                 number, *args = node.args
                 node.target, node.args = self._targets[number], tuple(args)
                 node._rename(module.graph._target_to_str(node.target))
-                if isinstance(node.target, Applied) and not node.users:
+                if isinstance(node.target, FunctionCall) and not node.users:
                     module.graph.erase_node(node)
 
 
@@ -367,7 +367,9 @@ def _recorded_functions(recorder: Recorder) -> Iterator[None]:
         bound = untouched.__get__(None, function)
         if get_proxy_mode() is None:
             return bound(*args, **kwargs)
-        return recorder.record(Applied(function), args, kwargs, partial(bound, *args, **kwargs))
+        return recorder.record(
+            FunctionCall(function), args, kwargs, partial(bound, *args, **kwargs)
+        )
 
     def refuse_hook(*_: Any) -> None:
         subject, why = "puts a hook on a gradient", "which no graph can hold"

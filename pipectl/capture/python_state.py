@@ -74,7 +74,7 @@ class _Item(NamedTuple):
 
 
 @contextmanager
-def undisturbed(model: nn.Module, tensors: Iterable[Tensor]) -> Iterator[None]:
+def preserve_state(model: nn.Module, tensors: Iterable[Tensor]) -> Iterator[None]:
     """Restore the tensors, the Python state of the modules, and the generators afterwards."""
     own = [item.value for item in _items(model)]
     values = [*SHARED_GENERATORS, *own, *filter(_is_restorable, tensors)]

@@ -67,11 +67,11 @@ class Step(nn.Module):
         for (module, name, old), shape in zip(buffers, shapes, strict=True):
             new = module._buffers[name]
             if new is not None and new.shape != shape:
-                raise resized(name, shape, new.shape)
+                raise resize_error(name, shape, new.shape)
             if new is not old and new is not None:
                 old.copy_(new.detach())
                 module._buffers[name] = old
-        return (loss, exportable(outputs)) if self.with_outputs else loss
+        return (loss, make_exportable(outputs)) if self.with_outputs else loss
 
     def _refuse_replaced(self, before: Mapping[str, Mapping[str, nn.Parameter | None]]) -> None:
         """Raise if a parameter was replaced by another, which no optimizer knows."""
@@ -112,7 +112,7 @@ def as_module(model: Any, factory: str) -> nn.Module:
     )
 
 
-def resized(name: str, before: torch.Size, after: torch.Size) -> CaptureError:
+def resize_error(name: str, before: torch.Size, after: torch.Size) -> CaptureError:
     """Return the error for a forward that changes the shape of a buffer."""
     return CaptureError(
         f"model: changes the shape of buffer {name!r} from {list(before)} to {list(after)}",
@@ -132,22 +132,22 @@ def loss_of_outputs(outputs: Any) -> Any:
     return getattr(outputs, "loss", None)
 
 
-def exportable(outputs: Any) -> Any:
+def make_exportable(outputs: Any) -> Any:
     """Return a model's output in a form that export accepts.
 
     Dataclasses are registered with torch; objects without plain data (caches, for example) become
     None.
     """
-    known = make_known(outputs)
+    known = register_dataclasses(outputs)
     return pytree.tree_map(lambda leaf: leaf if isinstance(leaf, _PLAIN) else None, known)
 
 
-def make_known(value: Any) -> Any:
+def register_dataclasses(value: Any) -> Any:
     """Register all dataclasses in a value with torch, so that it can be flattened."""
     for leaf in pytree.tree_leaves(value):
         if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             torch.export.register_dataclass(type(leaf))
-            return make_known(value)
+            return register_dataclasses(value)
     return value
 
 
@@ -210,7 +210,7 @@ def target_weight(weigh: Callable[[Any], Any], name: str, targets: Any) -> float
     return float(call(weigh, name, targets))
 
 
-def weighted(losses: Sequence[Tensor], shares: Sequence[float]) -> float:
+def weighted_loss(losses: Sequence[Tensor], shares: Sequence[float]) -> float:
     """Return the loss of a step; NaN if no loss is computed."""
     if not losses:
         return math.nan

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, fx
 
 from pipectl.capture import CapturedGraph, CapturedJob, Cut, Slot
-from pipectl.capture.batch import by_name, spared
+from pipectl.capture.batch import by_name, copy_written_inputs
 from pipectl.capture.randomness import SEEDERS
 from pipectl.capture.slices import Rows
 from pipectl.capture.stage import StageCode
@@ -69,7 +69,7 @@ class Cost(NamedTuple):
     hook_s: float
 
 
-class Marked:
+class MarkedCode:
     """A stage's code with marks, which record when every operator begins.
 
     Args:
@@ -237,7 +237,7 @@ class Bench:
             Stage(index, {self._key: self.cut}, states, device, precision=precision)
             for index in range(1 + max(stage_of.values()))
         ]
-        self._marked: dict[int, Marked] = {}
+        self._marked: dict[int, MarkedCode] = {}
         self._batches = [
             {name: subject.batch[name] for name in stage.inputs(*self._key)}
             for stage in self._stages
@@ -273,7 +273,7 @@ class Bench:
         plain = code.stage
         if index not in self._marked:
             operators = self.cut.graph.position
-            self._marked[index] = Marked(plain, operators, self._clock, cost)
+            self._marked[index] = MarkedCode(plain, operators, self._clock, cost)
         marked = self._marked[index]
         code.stage = replace(plain, module=marked)
         self._forward(index, self._batch(index))
@@ -298,7 +298,7 @@ class Bench:
 
     def _batch(self, index: int) -> dict[str, Tensor]:
         """Return the batch tensors of a stage for one forward; every run finds the same values."""
-        return spared(self.cut.graph, self._batches[index])
+        return copy_written_inputs(self.cut.graph, self._batches[index])
 
     def _forward(self, index: int, batch: Mapping[str, Tensor]) -> Tensors:
         received = self._received[TransferKind.ACTIVATION, index]
@@ -317,7 +317,7 @@ class Bench:
                     self._received[kind, lane.target][slot] = copy
 
 
-def whole(graph: CapturedGraph) -> dict[str, int]:
+def single_stage(graph: CapturedGraph) -> dict[str, int]:
     """Return the cut with everything in one stage."""
     return {node.name: 0 for node in graph.operators}
 
@@ -370,7 +370,7 @@ def _stages(graph: CapturedGraph, borders: Container[int]) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Timed:
+class OperatorTimes:
     """Times of every operator at one micro-batch size.
 
     Args:
@@ -391,7 +391,7 @@ def time_operators(
     rounds: Rounds,
     batches: Iterator[Any],
     advance: Advance,
-) -> Timed:
+) -> OperatorTimes:
     """Time the operators, and the loading of the micro-batches that ``batches`` yields.
 
     Args:
@@ -399,7 +399,7 @@ def time_operators(
         cache_bytes: as in :func:`fit_stages`.
     """
     graph, clock = subject.graph, clock_of(subject.device)
-    cuts = [whole(graph)]
+    cuts = [single_stage(graph)]
     if cache_bytes is not None:
         cuts.append(windows(graph, working_set, CACHE_SHARES[0] * cache_bytes))
     benches = [Bench(subject, cut) for cut in cuts]
@@ -425,7 +425,7 @@ def time_operators(
             bench.forget()  # cuts of one model take turns
     rewriting_s = _rewriting_s(subject)
     uncached, *cached = [_medians(runs, rewriting_s) for runs in spent]
-    return Timed(
+    return OperatorTimes(
         uncached, cached[0] if cached else {}, statistics.median(loading_s) if loading_s else 0.0
     )
 
@@ -465,10 +465,10 @@ def time_stages(
 ) -> list[Sample]:
     """Time random stages and the whole graph; more of them the faster they are."""
     graph, clock = subject.graph, clock_of(subject.device)
-    benches = [Bench(subject, whole(graph))]
+    benches = [Bench(subject, single_stage(graph))]
     start = clock()
     benches[0].run_all()
-    affordable = rounds.budget_s / (rounds.least * (clock() - start))
+    affordable = rounds.budget_s / (rounds.min_rounds * (clock() - start))
     count = min(_MAX_CUTS, max(_MIN_CUTS, int(affordable)))
     benches += [Bench(subject, random_stages(graph, seed)) for seed in range(count)]
     times = [[bench.run_all() for bench in benches] for _ in _repeat(rounds, advance)]
@@ -487,10 +487,12 @@ def _repeat(rounds: Rounds, advance: Advance) -> Iterator[int]:
     alike.
     """
     start = time.perf_counter()
-    for done in range(rounds.most):
+    for done in range(rounds.max_rounds):
         used = (time.perf_counter() - start) / rounds.budget_s
-        if done >= rounds.least and used > 1:
+        if done >= rounds.min_rounds and used > 1:
             break
         yield done
-        advance(min(1.0, max((done + 1) / rounds.most, min(used, (done + 1) / rounds.least))))
+        advance(
+            min(1.0, max((done + 1) / rounds.max_rounds, min(used, (done + 1) / rounds.min_rounds)))
+        )
     advance(1.0)

@@ -14,8 +14,8 @@ _MICRO_BATCHES_PER_STAGE = 2
 class Rounds:
     """How often to repeat a measurement: at least, at most, and the time limit in between."""
 
-    least: int
-    most: int
+    min_rounds: int
+    max_rounds: int
     budget_s: float
 
 

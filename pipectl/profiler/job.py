@@ -20,7 +20,7 @@ from pipectl.faults import is_ours
 from pipectl.planner.costs.footprint import Footprints
 from pipectl.planner.costs.operator_times import operator_times
 from pipectl.profile import MeasuredOn, Operator, Profile, StageOverhead
-from pipectl.profiler.bench import Subject, Timed, time_operators, time_stages
+from pipectl.profiler.bench import OperatorTimes, Subject, time_operators, time_stages
 from pipectl.profiler.effort import Effort, measured_sizes
 from pipectl.profiler.fit import CACHE_SHARES, fit_stages
 from pipectl.profiler.journal import Journal
@@ -166,12 +166,12 @@ class _Profiling:
         """Measure operator by operator, equal ones once."""
         budget_s = self._effort.operators.budget_s / 100
         operators: dict[str, Operator] = {}
-        times: dict[int, Timed] = {}
+        times: dict[int, OperatorTimes] = {}
         for size in self._sizes:
             if self._is_captured(size):
                 measured = self._walk(size, _size(size), budget_s)
                 pairs = {name: (o.forward_s, o.backward_s) for name, o in measured.items()}
-                times[size] = Timed(pairs, {})
+                times[size] = OperatorTimes(pairs, {})
                 operators = operators or measured
         return replace(self._assemble(operators, times), assumptions=(_IN_PIECES,))
 
@@ -185,7 +185,7 @@ class _Profiling:
             name: 2.0 * one.parameter_bytes + sum(size for _, size in one.saved)
             for name, one in measured.items()
         }
-        times: dict[int, Timed] = {}
+        times: dict[int, OperatorTimes] = {}
         for size in self._sizes:
             needed_bytes = saved_bytes * size / base
             if size > base and needed_bytes >= _MEMORY_SHARE * self._device.free_bytes():
@@ -199,7 +199,7 @@ class _Profiling:
                     {name: (forward_s, backward_s) for name, (forward_s, backward_s) in p.items()}
                     for p in (entry["uncached"], entry["cached"])
                 )
-                times[size] = Timed(uncached, cached, entry["loading_s"])
+                times[size] = OperatorTimes(uncached, cached, entry["loading_s"])
                 self._work.end(_size(size))
         profile = self._assemble(measured, times)
         cache_bytes = self._cache_bytes(working_set)
@@ -210,7 +210,7 @@ class _Profiling:
         return self._with_loading(profile, {size: each.loading_s for size, each in times.items()})
 
     def _is_captured(self, size: int) -> bool:
-        """Return whether the model accepts a micro-batch size; raise if it is that of the profile."""
+        """Return whether the model accepts a micro-batch size; raise for the profile's."""
         try:
             self._job.training_graph(size)
         except CaptureError as error:
@@ -233,7 +233,7 @@ class _Profiling:
         return measured
 
     def _cache_bytes(self, working_set: Mapping[str, float]) -> int | None:
-        """Return the last level cache; None on an accelerator, or if a small part of it is enough."""
+        """Return the last level cache; None on an accelerator, or if it is large enough."""
         if not isinstance(self._device, CpuDevice):
             return None
         cache_bytes = last_level_bytes()
@@ -243,7 +243,7 @@ class _Profiling:
         loader = self._job.loader
         loaded: Iterator[Any] = iter(())
         if not self._job.spec.data.workers:  # a rank loads it itself, between its computations
-            loader = loader.resized(size, drop_last=(loader.samples or 0) >= size)
+            loader = loader.with_batch_size(size, drop_last=(loader.samples or 0) >= size)
             loaded = loader.micro_batches(loader.batches(), size)
         subject = Subject.of(self._job, size, self._device)
         cache_bytes = self._cache_bytes(working_set)
@@ -258,7 +258,9 @@ class _Profiling:
         samples = time_stages(subject, Footprints(profile), rounds, advance)
         return asdict(fit_stages(samples, operator_times(profile, size), cache_bytes))
 
-    def _assemble(self, measured: Mapping[str, Operator], times: Mapping[int, Timed]) -> Profile:
+    def _assemble(
+        self, measured: Mapping[str, Operator], times: Mapping[int, OperatorTimes]
+    ) -> Profile:
         spec, graph, base = self._job.spec, self._graph, self._sizes[0]
         some_cached = any(timed.cached for timed in times.values())
         operators = {

@@ -18,7 +18,7 @@ from typing import Self
 import psutil
 
 from pipectl.capture import CapturedJob
-from pipectl.profiler.bench import Bench, Subject, whole
+from pipectl.profiler.bench import Bench, Subject, single_stage
 from pipectl.runtime.device import CpuDevice, settle_process
 from pipectl.spec import JobSpec
 
@@ -137,7 +137,7 @@ def _compute(spec: JobSpec, size: int, place: int, ready: Event, stop: Event) ->
     if not has_room(job, place):
         return
     subject = Subject.of(job, size, CpuDevice())
-    bench = Bench(subject, whole(subject.graph))
+    bench = Bench(subject, single_stage(subject.graph))
     ready.set()
     while not stop.is_set() and measuring.is_alive():
         bench.run(0)

@@ -469,7 +469,7 @@ class Walk:
         if not is_deferred(tensor):
             return tensor
         if not (isinstance(tensor, nn.Parameter) and tensor.is_floating_point()):
-            return self._job.made(state.name).to(self._device)
+            return self._job.initial_values(state.name).to(self._device)
         sizes, strides = tensor.shape, tensor.stride()
         bound = prod(sizes[1:]) ** -0.5
         filled = torch.empty_strided(sizes, strides, dtype=tensor.dtype, device=self._device)

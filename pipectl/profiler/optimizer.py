@@ -89,7 +89,7 @@ def _step_memory(job: CapturedJob, device: torch.device) -> StepMemory:
 
 
 def _sample(job: CapturedJob, device: torch.device) -> dict[str, nn.Parameter]:
-    """Return copies of some parameters; for those without memory, random vectors, perhaps shorter."""
+    """Return copies of some parameters; random vectors for those without memory."""
     sample: dict[str, nn.Parameter] = {}
     total = 0
     for name, tensor in job.states.items():

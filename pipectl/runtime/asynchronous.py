@@ -18,7 +18,7 @@ from typing import Any
 
 from pipectl.capture.data import Samples, split_batch
 from pipectl.capture.slices import Rows
-from pipectl.capture.step import own_name, sample_shares, target_shares, weighted
+from pipectl.capture.step import own_name, sample_shares, target_shares, weighted_loss
 from pipectl.errors import CaptureError, MismatchError
 from pipectl.plan import Plan
 from pipectl.runtime.division import LossShares
@@ -194,7 +194,7 @@ class AsynchronousSteps:
         self._telemetry.report(
             StepReport(
                 step=self._first + index,
-                loss=weighted(losses, weights),
+                loss=weighted_loss(losses, weights),
                 learning_rate=rate,
                 gradient_norm=math.nan,
                 busy_s=run.busy_s,

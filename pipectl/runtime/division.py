@@ -11,7 +11,7 @@ from mpi4py import MPI
 from pipectl.capture import CapturedJob
 from pipectl.capture.data import Loader, Samples, split_batch
 from pipectl.capture.slices import Rows
-from pipectl.capture.step import target_weight, weighted
+from pipectl.capture.step import target_weight, weighted_loss
 from pipectl.errors import CaptureError, MismatchError
 from pipectl.plan import Plan
 from pipectl.runtime.reduction import group_of
@@ -137,7 +137,7 @@ class LossShares:
         micro_batches = self.computed(run.step)
         if not micro_batches:
             return 0.0 if self._group is not None else float("nan")
-        return weighted(run.losses, [run.weights[index] for index in micro_batches])
+        return weighted_loss(run.losses, [run.weights[index] for index in micro_batches])
 
     def _parts(self, step: Step) -> dict[int, Rows]:
         assert step.plan is not None

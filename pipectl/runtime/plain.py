@@ -31,7 +31,7 @@ from pipectl.capture.step import (
     sample_shares,
     target_shares,
     target_weight,
-    weighted,
+    weighted_loss,
 )
 from pipectl.capture.tensors import is_deferred
 from pipectl.errors import PipectlError
@@ -78,7 +78,7 @@ def train(spec: JobSpec, micro_batch_size: int, directory: Path) -> None:
             shares = sample_shares(sizes)
         before = {name: buffer.clone() for name, buffer in job.step.named_buffers() if skips}
         step_losses = _accumulate(job, batches, shares, scaler, device)
-        losses.append(weighted(step_losses, shares))
+        losses.append(weighted_loss(step_losses, shares))
         faulty = skips and (
             first_undefined(step_losses, shares) is not None
             or bool(not scaler.is_enabled() and not_finite(parameters, gradient_norms(parameters)))
@@ -158,7 +158,7 @@ class FirstWeights(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         full = self._full[name]
         tensor = self._job.states[full]
-        return (self._job.made(full) if is_deferred(tensor) else tensor).detach()
+        return (self._job.initial_values(full) if is_deferred(tensor) else tensor).detach()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._full)

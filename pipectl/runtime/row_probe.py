@@ -151,7 +151,7 @@ def _train(
     changes = {"steps": warm_up + steps, "batch_size": plan.batch_size}
     training = job.spec.training.model_copy(update=changes)
     job.spec = job.spec.model_copy(update={"training": training})
-    job.loader = job.loader.resized(plan.batch_size, drop_last=False)
+    job.loader = job.loader.with_batch_size(plan.batch_size, drop_last=False)
     setup = Setup(communicator, job, plan, choose_device(0, 0), Doing())
     Trainer(setup, run, 1).train()
     communicator.Barrier()

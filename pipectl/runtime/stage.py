@@ -28,7 +28,7 @@ from torch import Tensor, fx, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipectl.capture import Cut, Slot, build_stage
-from pipectl.capture.batch import spared
+from pipectl.capture.batch import copy_written_inputs
 from pipectl.capture.randomness import SEEDERS
 from pipectl.capture.regions import arithmetic
 from pipectl.capture.slices import Rows
@@ -224,7 +224,7 @@ class Segment:
         inputs = {name: start.inputs[name] for name in code.stage.inputs}
         arrived = {source: start.arrived[source] for _, source, _ in code.received}
         start = start._replace(inputs=inputs, arrived=arrived, buffers=buffers)
-        origin = start._replace(inputs=spared(code.cut.graph, inputs))
+        origin = start._replace(inputs=copy_written_inputs(code.cut.graph, inputs))
         self.kept[index] = origin if pool is None else origin.map_tensors(pool.pack)
         # Its graph ends here. Gradients stay on, since operators may choose their kernels by
         # whether their inputs have one.

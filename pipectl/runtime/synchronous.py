@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any
 
 from pipectl.capture.data import Samples
-from pipectl.capture.python_state import undisturbed
+from pipectl.capture.python_state import preserve_state
 from pipectl.plan import Plan
 from pipectl.runtime.division import LossShares
 from pipectl.runtime.setup import Setup
@@ -118,7 +118,7 @@ def learn_layouts(setup: Setup, plan: Plan, loss_shares: LossShares) -> None:
         plan: whose steps do not overlap; its messages are those of the training.
     """
     seed = setup.job.spec.training.seed, "layouts"
-    with undisturbed(setup.job.step, setup.written.values()):
+    with preserve_state(setup.job.step, setup.written.values()):
         for rows in setup.division.sizes:
             trial = _rank_step(setup, plan_of_trial(plan, rows.whole), rows.length)
             assert trial.pieces is not None

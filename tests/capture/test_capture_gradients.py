@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipectl.capture.operators import Applied
+from pipectl.capture.operators import FunctionCall
 from pipectl.errors import CaptureError
 
 MODELS = Path(__file__).with_name("models.py")
@@ -85,4 +85,4 @@ def test_a_hook_that_never_runs_is_none(make_job, kwargs) -> None:
 def test_functions_of_one_name_are_told_apart(make_job) -> None:
     job = make_job("OneName")
     applied = [node.target for node in job.training_graph(4).operators]
-    assert [t.function for t in applied if isinstance(t, Applied)] == list(job.model.functions)
+    assert [t.function for t in applied if isinstance(t, FunctionCall)] == list(job.model.functions)

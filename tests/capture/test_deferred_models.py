@@ -52,7 +52,7 @@ def tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def made() -> dict[str, Tensor]:
+def initial_values() -> dict[str, Tensor]:
     notes, model = deferred(build)
     return {name: notes.make(tensor, name) for name, tensor in tensors(model).items()}
 

@@ -180,6 +180,6 @@ def test_a_trial_that_cannot_be_begun_is_no_fault_of_the_model(
         raise RuntimeError("broken")
 
     job = make_job("mlp")
-    monkeypatch.setattr("pipectl.capture.job.undisturbed", broken)
+    monkeypatch.setattr("pipectl.capture.job.preserve_state", broken)
     with pytest.raises(RuntimeError, match="broken"):
         job.misfit(4)

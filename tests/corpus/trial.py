@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from pipectl.capture import CapturedJob
-from pipectl.capture.operators import Applied, is_random
+from pipectl.capture.operators import FunctionCall, is_random
 from pipectl.capture.stage import uses_of_parameter
 from pipectl.spec import JobSpec
 
@@ -38,7 +38,7 @@ class Trial:
         self.graph = self.job.training_graph(MICRO_BATCH)
         self.job.evaluation_graph(MICRO_BATCH)
         self.capture_s = time.perf_counter() - start
-        loader = self.job.loader.resized(MICRO_BATCH * MICRO_BATCHES, drop_last=False)
+        loader = self.job.loader.with_batch_size(MICRO_BATCH * MICRO_BATCHES, drop_last=False)
         self._batches = list(loader.micro_batches(islice(loader.batches(), STEPS), MICRO_BATCH))
         self.reference = self._train(random_cut(self.graph, 1, 0))
 
@@ -121,7 +121,7 @@ def _may_draw(node: fx.Node) -> bool:
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     chances = {"p", "dropout", "dropout_p"} & {*names}
     drops_nothing = bool(chances) and not any(given.get(chance) for chance in chances)
-    return not (isinstance(node.target, Applied) or drops_nothing)
+    return not (isinstance(node.target, FunctionCall) or drops_nothing)
 
 
 def _different(expected: Outcome, found: Outcome) -> list[str]:

@@ -87,7 +87,7 @@ class Captured:
         """The same model with its first weights, in another training."""
         self.job.spec = spec
         size, drop_last = spec.training.batch_size, spec.data.drop_last
-        self.job.loader = self.job.loader.resized(size, drop_last=drop_last)
+        self.job.loader = self.job.loader.with_batch_size(size, drop_last=drop_last)
         for name, tensor in self.job.states.items():
             tensor.data = self.first[name].clone()
         return self.job

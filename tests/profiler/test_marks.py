@@ -9,7 +9,7 @@ from torch import fx
 
 from pipectl.capture.randomness import seed_operator
 from pipectl.capture.stage import StageCode
-from pipectl.profiler.bench import Cost, Marked, cost_of_measuring
+from pipectl.profiler.bench import Cost, MarkedCode, cost_of_measuring
 
 
 def ticking():
@@ -34,7 +34,7 @@ def chain() -> StageCode:
 
 
 def test_marked_code_gives_the_same_and_knows_the_parts_of_the_forward() -> None:
-    marked = Marked(chain(), {"double", "square", "add"}, ticking(), Cost(0.0, 0.0))
+    marked = MarkedCode(chain(), {"double", "square", "add"}, ticking(), Cost(0.0, 0.0))
     x = torch.tensor(3.0, requires_grad=True)
     (result,) = marked(x)
     assert result.item() == 42.0
@@ -47,7 +47,7 @@ def test_marked_code_gives_the_same_and_knows_the_parts_of_the_forward() -> None
 
 
 def test_every_node_of_the_backward_belongs_to_the_operator_that_made_it() -> None:
-    marked = Marked(chain(), {"double", "square", "add"}, ticking(), Cost(0.0, 0.0))
+    marked = MarkedCode(chain(), {"double", "square", "add"}, ticking(), Cost(0.0, 0.0))
     (result,) = marked(torch.tensor(3.0, requires_grad=True))
     marked.watch_backward()
     result.backward()
@@ -57,7 +57,7 @@ def test_every_node_of_the_backward_belongs_to_the_operator_that_made_it() -> No
 
 
 def test_what_was_there_before_belongs_to_no_operator() -> None:
-    marked = Marked(chain(), {"double", "square", "add"}, ticking(), Cost(0.0, 0.0))
+    marked = MarkedCode(chain(), {"double", "square", "add"}, ticking(), Cost(0.0, 0.0))
     x = torch.tensor(3.0, requires_grad=True)
     (result,) = marked(x.exp())
     marked.watch_backward()
@@ -68,7 +68,7 @@ def test_what_was_there_before_belongs_to_no_operator() -> None:
 
 
 def test_the_cost_of_measuring_is_taken_off_but_no_time_is_negative() -> None:
-    marked = Marked(chain(), {"double", "square", "add"}, ticking(), Cost(0.25, 5.0))
+    marked = MarkedCode(chain(), {"double", "square", "add"}, ticking(), Cost(0.25, 5.0))
     (result,) = marked(torch.tensor(3.0, requires_grad=True))
     marked.watch_backward()
     result.backward()
@@ -78,7 +78,7 @@ def test_the_cost_of_measuring_is_taken_off_but_no_time_is_negative() -> None:
 
 
 def test_a_stage_without_gradients_spends_nothing_in_its_backward() -> None:
-    marked = Marked(chain(), {"double", "square", "add"}, ticking(), Cost(0.0, 0.0))
+    marked = MarkedCode(chain(), {"double", "square", "add"}, ticking(), Cost(0.0, 0.0))
     marked(torch.tensor(3.0))
     marked.watch_backward()
     assert {backward_s for _, backward_s in marked.spent(100.0).values()} == {0.0}

@@ -19,7 +19,7 @@ from pipectl.capture import CapturedJob
 from pipectl.errors import CaptureError
 from pipectl.profile import Operator
 from pipectl.profiler import profile_job
-from pipectl.profiler.bench import Bench, Cost, Subject, random_stages, whole, windows
+from pipectl.profiler.bench import Bench, Cost, Subject, random_stages, single_stage, windows
 from pipectl.profiler.journal import Journal
 from pipectl.profiler.machine import last_level_bytes
 from pipectl.profiler.neighbours import Neighbours, _compute, has_room, neighbour_count
@@ -166,7 +166,7 @@ def test_random_stages_are_runs_and_depend_on_the_seed(tmp_path: Path) -> None:
     for cut in found:
         assert list(cut.values()) == sorted(cut.values())
         assert 2 <= len(set(cut.values())) <= 6
-    assert set(whole(graph).values()) == {0}
+    assert set(single_stage(graph).values()) == {0}
 
 
 def test_neighbours_leave_room_for_those_before_them(
@@ -182,7 +182,7 @@ def test_neighbours_leave_room_for_those_before_them(
 def test_gradients_do_not_stay_between_the_rounds_of_cuts(tmp_path: Path) -> None:
     job = CapturedJob(spec_of(tmp_path))
     subject = Subject.of(job, 4, CpuDevice())
-    stages = Bench(subject, whole(subject.graph))
+    stages = Bench(subject, single_stage(subject.graph))
     stages.run(0)
     assert all(parameter.grad is not None for parameter in job.step.parameters())
     stages.forget()

@@ -120,4 +120,4 @@ def test_first_weights_are_made_one_by_one_where_nobody_holds_them(make_spec: An
     assert len(first) == len(list(first)) == len(job.model.state_dict())
     for name, tensor in first.items():
         assert not is_deferred(tensor)
-        assert torch.equal(tensor, job.made(f"model.{name}"))
+        assert torch.equal(tensor, job.initial_values(f"model.{name}"))
