@@ -72,7 +72,7 @@ class KeptModules:
 
 Make = Callable[[Tensor], Tensor]
 """The values of a parameter or buffer, which may have none yet."""
-Tell = Callable[[str], None]
+Notify = Callable[[str], None]
 
 
 class Fallback:
@@ -81,14 +81,14 @@ class Fallback:
     Args:
         patterns: the user's shell patterns of paths in the model.
         make: gives parameters and buffers their values, if they have none.
-        tell: called with a message if a capture takes long.
+        notify: called with a message if a capture takes long.
 
     Raises:
         CaptureError: a pattern matches nothing.
     """
 
-    def __init__(self, step: Step, patterns: tuple[str, ...], make: Make, tell: Tell) -> None:
-        self._step, self._make, self._tell = step, make, tell
+    def __init__(self, step: Step, patterns: tuple[str, ...], make: Make, notify: Notify) -> None:
+        self._step, self._make, self._notify = step, make, notify
         self._modules = dict(step.named_modules())
         # By their dictionaries, which the proxies that an export puts around modules share.
         self._path_of = {id(vars(module)): path for path, module in self._modules.items()}
@@ -181,7 +181,7 @@ class Fallback:
         may_be_kept = self._may_be_kept(path)
         if refused and refused.loop and not may_be_kept:
             self._unrolls = True
-            self._tell(
+            self._notify(
                 f"capturing a long loop{refused.loop}, which takes minutes; to shorten it, "
                 f"{AS_IT_IS}"
             )

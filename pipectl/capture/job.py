@@ -17,7 +17,7 @@ from pipectl.capture.batch import Reader, check_samples
 from pipectl.capture.data import Loader, check_dataset
 from pipectl.capture.deferred import Deferred
 from pipectl.capture.export import export_step
-from pipectl.capture.fallback import Fallback, KeptModules, Tell
+from pipectl.capture.fallback import Fallback, KeptModules, Notify
 from pipectl.capture.graph import CapturedGraph
 from pipectl.capture.operators import is_random
 from pipectl.capture.python_state import preserve_state
@@ -50,7 +50,7 @@ class CapturedJob:
     """Model, loss and data of a job, and the graphs of its training and evaluation step.
 
     Args:
-        tell: called with a message if a capture takes long.
+        notify: called with a message if a capture takes long.
 
     Attributes:
         step: the wrapper of the user's model and loss.
@@ -65,7 +65,7 @@ class CapturedJob:
         DataFileError: the initial weights do not fit the model.
     """
 
-    def __init__(self, spec: JobSpec, tell: Tell = lambda _: None) -> None:
+    def __init__(self, spec: JobSpec, notify: Notify = lambda _: None) -> None:
         self.spec = spec
         seed_everything(spec.training.seed)
         path, per_rank = spec.weights_path, spec.model.materialize == "per_rank"
@@ -100,7 +100,7 @@ class CapturedJob:
                 if loaded is not None:
                     with torch.no_grad():
                         tensor.copy_(loaded)
-        self._fallback = Fallback(self.step, spec.model.opaque, self._values, tell)
+        self._fallback = Fallback(self.step, spec.model.opaque, self._values, notify)
         self._graphs: dict[tuple[bool, int, int], CapturedGraph] = {}
 
     @property

@@ -145,27 +145,19 @@ def mark_regions(module: fx.GraphModule, signature: Any, passes: list[Any]) -> t
         elif node.target is _SET_GRADIENTS:
             gradients = node.args[0]
         else:
-            node.meta[_KEY] = _region(autocasts, gradients)
-            _mark_subgraph(module, node, passes)
+            innermost = {autocast.device: autocast for autocast in autocasts.values()}
+            node.meta[_KEY] = Region(tuple(sorted(innermost.values())), gradients)
+            inner = getattr(module, str(node.target), None) if node.op == "get_attr" else None
+            if isinstance(inner, fx.GraphModule):
+                for apply in reversed(passes):
+                    inner, _ = apply(inner, None)
+                setattr(module, str(node.target), inner)
             continue
         marks.append(node)
     for node in reversed(marks):
         module.graph.erase_node(node)
     module.recompile()
     return module, signature
-
-
-def _region(autocasts: dict[fx.Node, Autocast], gradients: bool) -> Region:
-    innermost = {autocast.device: autocast for autocast in autocasts.values()}
-    return Region(tuple(sorted(innermost.values())), gradients)
-
-
-def _mark_subgraph(module: fx.GraphModule, node: fx.Node, passes: list[Any]) -> None:
-    inner = getattr(module, str(node.target), None) if node.op == "get_attr" else None
-    if isinstance(inner, fx.GraphModule):
-        for apply in reversed(passes):
-            inner, _ = apply(inner, None)
-        setattr(module, str(node.target), inner)
 
 
 def _devices(captured: str) -> Iterator[str]:
@@ -179,8 +171,6 @@ def _devices(captured: str) -> Iterator[str]:
 
 _DTYPES = {"bf16": torch.bfloat16, "float16": torch.float16}
 _MISSING = re.compile("not implemented for|could not create a primitive|not supported|Half")
-
-
 _NOTHING = nullcontext()
 
 

@@ -68,23 +68,23 @@ def profile_job(
         CaptureError: the model, its loss or its data cannot be captured.
     """
 
-    def tell(phase: str) -> None:
+    def notify(phase: str) -> None:
         if progress is not None:
             progress(0, 0, phase)
 
     settle_process(spec.threads)
     sizes = measured_sizes(spec, effort)
-    tell("capturing the model")
+    notify("capturing the model")
     with Neighbours(spec, sizes[0]) as neighbours:
-        job = CapturedJob(spec, tell)
+        job = CapturedJob(spec, notify)
         device = choose_device(spec.resources.gpus_per_node, 0)
         baseline_bytes = _baseline_bytes(job, sizes[0], device)
         job.check_shapes(sizes[0])
         journal = Journal() if journal is None else journal  # an empty one counts as false
         profiling = _Profiling(job, effort, sizes, progress, journal, device)
-        tell("waiting for the processes on the other cores")
+        notify("waiting for the processes on the other cores")
         neighbours.wait()
-        tell("measuring")
+        notify("measuring")
         try:
             profile = profiling.profile()
         except Exception as error:
