@@ -21,6 +21,6 @@ def record(integers: str = "", floats: str = "") -> np.dtype[np.void]:
     """
     fields: list[tuple[str, type]] = [(name, np.int64) for name in integers.split()]
     fields += [(name, np.float64) for name in floats.split()]
-    # Without numba, an attribute of np.record would hide a field of the same name.
+    # In interpreted kernels, an attribute of np.record would hide a field of the same name.
     assert not [name for name, _ in fields if hasattr(np.record, name)], fields
     return np.dtype((np.record, fields))

@@ -1,83 +1,176 @@
-"""Compilation of the inner loops of the planner and the simulator with numba.
+"""Compilation of the inner loops of the planner and the simulator with LLVM.
 
-A kernel is a plain function of numbers and NumPy arrays. numba compiles it on the first call with
-given argument types and caches the result on disk, so only the first run after an installation is
-slow. Kernels follow IEEE arithmetic in the order written (no ``fastmath``, no threads), so results
-are the same on every machine, and the same as in Python with ``NUMBA_DISABLE_JIT=1``, which is how
-to debug a kernel. numba checks only the modification time of a kernel's own file: after a change to
-a kernel, touch the files of the kernels that call it.
-
-Importing numba takes a third of a second; only modules that plan or simulate import this module.
+A kernel is a plain function of numbers and NumPy arrays. On its first call with given types,
+:mod:`pipectl.translation` translates it to LLVM IR, and LLVM compiles it in a tenth of a second.
+The machine code is kept in the user's cache directory under a name that is a hash of the code of
+the kernel and of all that it calls, so it is never stale. Kernels follow IEEE arithmetic in the
+order written, for any processor of the architecture (no fused operations, no vectors, no threads):
+results are the same on every machine, and the same as Python's with ``PIPECTL_INTERPRET=1``, which
+is the way to debug a kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+import ctypes
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from time import perf_counter
+from types import FunctionType
+from typing import Any, Generic, ParamSpec, TypeVar
 
-import numba
-from numba.core import types
-from numba.core.caching import IndexDataCacheFile
-from numba.core.event import TimingListener, register
+import llvmlite
+import llvmlite.binding as llvm
+import numpy as np
+
+from pipectl import translation
+from pipectl.files import make_private_directory
+from pipectl.translation import Module, Type, operand_types, type_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-_FROM_PYTHON = {"no_cfunc_wrapper": True, "error_model": "numpy"}
-_IN_PLACE = {"_nrt": False, **_FROM_PYTHON}
-_TIMER = TimingListener()  # type: ignore[no-untyped-call]
-register("numba:compile", _TIMER)  # type: ignore[no-untyped-call]
-_PART = {"no_cpython_wrapper": True, **_IN_PLACE}
+_C_TYPES: dict[str, Any] = {
+    "i64": ctypes.c_int64,
+    "double": ctypes.c_double,
+    "i1": ctypes.c_bool,
+    "ptr": ctypes.c_void_p,
+}
+_RETURNED: dict[str, Any] = {"None": None, "int": ctypes.c_int64, "float": ctypes.c_double}
+_OTHERS_MAY_WRITE = 0o022
+_spent_s = 0.0
 
 
 def compiling_s() -> float:
-    """Return the seconds that this process has spent compiling kernels that were not cached."""
-    return float(_TIMER.duration) if _TIMER.done else 0.0
+    """Seconds that this process has spent on kernels which it did not find on disk."""
+    return _spent_s
+
+
+class Kernel(Generic[P, R]):
+    """A function that runs as machine code; takes its arguments by position."""
+
+    def __init__(self, function: Callable[P, R]) -> None:
+        self.__doc__ = function.__doc__
+        self.function = function
+        self._codes: dict[tuple[Type, ...], Callable[..., R]] = {}
+
+    def __call__(self, *args: P.args, **_: P.kwargs) -> R:
+        """The function's result."""
+        kinds = tuple(map(type_of, args))
+        code = self._codes.get(kinds)
+        if code is None:
+            code = self._codes[kinds] = _code_of(self.function, kinds)
+        return code(*_operands(args))
 
 
 def compiled(function: Callable[P, R]) -> Callable[P, R]:
-    """Compile a kernel (decorator). Kernels may call each other."""
-    return _jit(function, _FROM_PYTHON)
+    """Decorate a kernel; kernels may call each other."""
+    return function if os.environ.get("PIPECTL_INTERPRET") else Kernel(function)
 
 
-def compiled_in_place(function: Callable[P, R]) -> Callable[P, R]:
-    """Compile a kernel that allocates no arrays (decorator).
-
-    The kernel does not count references to its arguments, which would take longer than many small
-    steps. (``_nrt`` is an undocumented option of numba.)
-    """
-    return _jit(function, _IN_PLACE)
-
-
-def part_of_kernel(function: Callable[P, R]) -> Callable[P, R]:
-    """Compile a function that allocates no arrays and is called only by kernels (decorator).
-
-    It gets no entry point for Python, which is the slowest part to compile.
-    """
-    return _jit(function, _PART)
+def _operands(values: Iterable[Any]) -> list[Any]:
+    """Numbers as they are, arrays as address and shape, tuples as their members."""
+    operands: list[Any] = []
+    for value in values:
+        if isinstance(value, np.ndarray):
+            operands += value.__array_interface__["data"][0], *value.shape
+        elif isinstance(value, tuple):
+            operands += _operands(value)
+        else:
+            operands.append(value)
+    return operands
 
 
-class _Index(IndexDataCacheFile):
-    """A cache index that reads as empty if this version cannot load it."""
-
-    def _load_index(self) -> Any:
-        try:
-            return super()._load_index()  # type: ignore[no-untyped-call]
-        except (ImportError, AttributeError):
-            return {}
+def _function_of(called: Any) -> FunctionType | None:
+    """The Python function of a kernel; None for anything else."""
+    function = called.function if isinstance(called, Kernel) else None
+    return function if isinstance(function, FunctionType) else None
 
 
-def _jit(function: Callable[P, R], options: dict[str, Any]) -> Callable[P, R]:
-    kernel: Callable[P, R]
+def _code_of(function: Any, kinds: tuple[Type, ...]) -> Callable[..., Any]:
+    """The machine code of a function for arguments of some types."""
+    global _spent_s
+    machine, engine = _engine()
+    hashed = sha256(f"{llvmlite.__version__} {machine.triple} {kinds}".encode())
+    hashed.update(Path(translation.__file__).read_bytes())
+    for each in _meanings(function, set()):
+        hashed.update(repr(each).encode())
+    symbol = f"{function.__name__}-{hashed.hexdigest()[:32]}"  # one name space for all kernels
+    folder = _folder()
+    path = None if folder is None else folder / f"{symbol}.o"
+    data = b""
+    with suppress(OSError):
+        data = b"" if path is None else path.read_bytes()
+    if not data:
+        begin_s = perf_counter()
+        data = _compile(function, kinds, symbol, machine)
+        _spent_s += perf_counter() - begin_s
+        with suppress(OSError):
+            _keep(path, data)
+    engine.add_object_file(llvm.ObjectFileRef.from_data(data))
+    engine.finalize_object()
+    returned = _RETURNED[function.__annotations__["return"]]
+    given = [_C_TYPES[each] for kind in kinds for each in operand_types(kind)]
+    return ctypes.CFUNCTYPE(returned, *given)(engine.get_function_address(symbol))
+
+
+def _meanings(function: FunctionType, seen: set[FunctionType]) -> Iterator[object]:
+    """All that the machine code of a function depends on besides types, calls included."""
+    seen.add(function)
+    code, names = function.__code__, function.__globals__
+    yield code.co_code, code.co_consts, code.co_names, code.co_varnames
+    for name in code.co_names:
+        value = names.get(name)
+        called = _function_of(value)
+        if called is not None and called not in seen:
+            yield from _meanings(called, seen)
+        elif isinstance(value, int | float):
+            yield name, value
+        else:
+            yield name, getattr(value, "_fields", None)
+
+
+def _compile(function: Any, kinds: tuple[Type, ...], symbol: str, machine: Any) -> bytes:
+    """An object file; vectors and unrolled loops would take longer to compile than they save."""
+    text = Module(_function_of).translate(function, kinds, symbol)
+    module = llvm.parse_assembly(text)
+    tuning = llvm.create_pipeline_tuning_options(speed_level=2)
+    tuning.loop_unrolling = tuning.loop_vectorization = tuning.slp_vectorization = False
+    builder = llvm.create_pass_builder(machine, tuning)
+    builder.getModulePassManager().run(module, builder)
+    return bytes(machine.emit_object(module))
+
+
+@cache
+def _engine() -> tuple[Any, Any]:
+    """LLVM's description of the machine, for any processor of its kind, and what loads code."""
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    target = llvm.Target.from_default_triple()
+    machine = target.create_target_machine(opt=2, codemodel="jitdefault", jit=True)
+    return machine, llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+
+
+@cache
+def _folder() -> Path | None:
+    """Where machine code is kept; None if that cannot be, or if others could write there."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(base) / "pipectl" / "kernels"
     try:
-        kernel = numba.njit(cache=True, **options)(function)
-        if cache := getattr(kernel, "_cache", None):  # absent if NUMBA_DISABLE_JIT is set
-            cache._cache_file.__class__ = _Index
-    except RuntimeError:  # no cache directory is writable: compile in every process
-        kernel = numba.njit(**options)(function)
-    if template := getattr(kernel, "get_call_template", None):
-        # Otherwise a call with a constant compiles a kernel of its own.
-        vars(kernel)["get_call_template"] = lambda types_by_place, types_by_name: template(
-            tuple(map(types.unliteral, types_by_place)), types_by_name
-        )
-    return kernel
+        make_private_directory(folder)
+        status = folder.stat()
+    except OSError:
+        return None
+    own = status.st_uid == os.geteuid() and not status.st_mode & _OTHERS_MAY_WRITE
+    return folder if own else None
+
+
+def _keep(path: Path | None, data: bytes) -> None:
+    """Write a file at once; raises OSError."""
+    if path is not None:
+        with NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(data)
+        Path(file.name).replace(path)

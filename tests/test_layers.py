@@ -15,7 +15,7 @@ ONLY_IN = {
     "torch": {"capture", "profiler", "runtime"},
     "safetensors": {"capture", "profiler", "runtime"},
     "mpi4py": {"runtime"},
-    "numba": {"compiled"},
+    "llvmlite": {"compiled"},
     "typer": {"cli"},
     "rich": {"cli"},
     "subprocess": {"batch/process.py"},
@@ -55,7 +55,7 @@ import pipectl.cli, pipectl.jobs.prepare, pipectl.jobs.submit, pipectl.jobs.swee
 import pipectl.jobs.in_job, pipectl.jobs.profiles, pipectl.profiler.job
 assert "mpi4py" not in sys.modules
 import pipectl.runtime.worker
-assert "numba" not in sys.modules
+assert "llvmlite" not in sys.modules
 """
 
 

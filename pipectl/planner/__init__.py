@@ -4,7 +4,7 @@ A search makes of a ``Chain`` of downsets a ``Cut`` (stages and kinds of device)
 ranks), a ``Choice`` (with micro-batch size, schedule and warm-up), a ``Candidate`` (with an
 estimate), and a ``Verdict`` (simulated, and whether it fits): the plan.
 
-What is named here is loaded when it is asked for: the search brings numba along, and the process
+What is named here is loaded when it is asked for: the search brings LLVM along, and the process
 that measures what a rank's process needs (``profiler``) uses only the planner's cost model.
 """
 

@@ -484,7 +484,10 @@ def explore(
     """
     graph = condense(profile)
     counts = stage_counts(request, cluster.ranks, len(graph))
-    space = CutSpace.of(graph, profile)
+    if counts[-1] == 1:
+        space = CutSpace(graph, (0, graph.everything), True)
+    else:
+        space = CutSpace.of(graph, profile)
     if len(space.graph) < counts[-1]:  # too few for the stages: small blocks stay apart
         space = CutSpace.sample(graph)
     problem = Problem(profile, cluster, request, space.graph)

@@ -45,7 +45,7 @@ def execute(sequences: Sequence[Integers], stages: int, micro_batches: int) -> E
         sequences: kind, stage and micro-batch of each rank's actions; shape [actions, 3] per rank.
             Backwards are all whole or all split, and complete.
     """
-    from pipectl.schedule.sequences_kernel import run  # imports numba; only lists need it
+    from pipectl.schedule.sequences_kernel import run  # imports LLVM; only lists need it
 
     rows = np.concatenate(sequences).astype(np.int64)
     splits = bool((rows[:, 0] == Kind.BACKWARD_INPUT).any())

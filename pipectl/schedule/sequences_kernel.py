@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from pipectl.compiled import compiled_in_place, part_of_kernel
+from pipectl.compiled import compiled
 
 FORWARD, BACKWARD, WEIGHT = range(3)
 """As in :mod:`pipectl.schedule.sequences`."""
 Table = npt.NDArray[np.int64]
 
 
-@compiled_in_place
+@compiled
 def run(
     rows: Table,
     duration: Table,
@@ -46,7 +46,7 @@ def run(
                 moved = True
 
 
-@part_of_kernel
+@compiled
 def _ready_at(over_at: Table, part: int, stage: int, index: int) -> int:
     """Return when all dependencies of an action are over; below 0 if unknown."""
     if part == FORWARD:

@@ -21,7 +21,7 @@ from math import inf
 from typing import Any
 
 from pipectl.arrays import Records
-from pipectl.compiled import compiled_in_place, part_of_kernel
+from pipectl.compiled import compiled
 from pipectl.simulate.tables import (
     COMPUTE,
     KIND,
@@ -37,7 +37,7 @@ from pipectl.simulate.tables import (
 )
 
 
-@compiled_in_place
+@compiled
 def advance(tables: Tables, events: int) -> int:
     """Process at most so many events; return the number of events in the queue."""
     clock, queue, pools, count = tables.clock[0], tables.queue, tables.pools, len(tables.ranks)
@@ -62,7 +62,7 @@ def advance(tables: Tables, events: int) -> int:
     return int(clock.queued)
 
 
-@part_of_kernel
+@compiled
 def _go_on(tables: Tables, number: int, event_s: float) -> None:
     """Execute rows of a rank until one takes time.
 
@@ -102,7 +102,7 @@ def _go_on(tables: Tables, number: int, event_s: float) -> None:
     tables.clock[0].now = max(tables.clock[0].now, now)
 
 
-@part_of_kernel
+@compiled
 def _begin_row(
     tables: Tables,
     number: int,
@@ -144,7 +144,7 @@ def _begin_row(
     return True
 
 
-@part_of_kernel
+@compiled
 def _own_s(rank: Any, time_s: float) -> float:
     """Return the time by which a rank runs ahead; on shared cores, defer it and return 0."""
     if rank.pool < 0:
@@ -153,7 +153,7 @@ def _own_s(rank: Any, time_s: float) -> float:
     return 0.0
 
 
-@part_of_kernel
+@compiled
 def _record(
     records: Records,
     clock: Any,
@@ -170,7 +170,7 @@ def _record(
         clock.recorded += 1
 
 
-@part_of_kernel
+@compiled
 def _foresee(queue: Records, clock: Any, time: float, item: int) -> None:
     """Schedule an event."""
     clock.number += 1
@@ -178,7 +178,7 @@ def _foresee(queue: Records, clock: Any, time: float, item: int) -> None:
     clock.queued += 1
 
 
-@part_of_kernel
+@compiled
 def _wait(transfer: Any, ranks: Records, number: int) -> None:
     """Append a rank to those that wait for a transfer."""
     last = transfer.waiting
@@ -188,7 +188,7 @@ def _wait(transfer: Any, ranks: Records, number: int) -> None:
     transfer.waiting = number
 
 
-@part_of_kernel
+@compiled
 def _start(tables: Tables, position: int, number: int, now: float) -> None:
     """Start a transfer; it moves when all of its ends have started it."""
     stream, row = tables.streams[number], tables.rows[position]
@@ -213,7 +213,7 @@ def _start(tables: Tables, position: int, number: int, now: float) -> None:
         _foresee(tables.queue, tables.clock[0], transfer.over_at, last)
 
 
-@part_of_kernel
+@compiled
 def _meet(ranks: Records, queue: Records, clock: Any, number: int, now: float) -> None:
     """Let all ranks continue when the last one is there and they have agreed."""
     ranks[clock.met].met = number
@@ -225,7 +225,7 @@ def _meet(ranks: Records, queue: Records, clock: Any, number: int, now: float) -
         clock.met = 0
 
 
-@part_of_kernel
+@compiled
 def _compute(tables: Tables, number: int, position: int, operation: int, now: float) -> None:
     """Begin a computation; the rank continues at its end."""
     rank, row, pools = tables.ranks[number], tables.rows[position], tables.pools
@@ -248,7 +248,7 @@ def _compute(tables: Tables, number: int, position: int, operation: int, now: fl
     _set_alarm(tables, rank.pool)
 
 
-@part_of_kernel
+@compiled
 def _set_alarm(tables: Tables, number: int) -> None:
     """Schedule the end of a pool's next work and void the pool's older alarms."""
     pool, clock = tables.pools[number], tables.clock[0]
@@ -261,18 +261,18 @@ def _set_alarm(tables: Tables, number: int) -> None:
         clock.number += 1
 
 
-@part_of_kernel
+@compiled
 def _rate(pool: Any) -> float:
     return min(1.0, float(pool.cores / max(1, pool.busy)))
 
 
-@part_of_kernel
+@compiled
 def _put(heap: Records, place: int, time: float, number: int, item: int) -> None:
     entry = heap[place]
     entry.time, entry.number, entry.target = time, number, item
 
 
-@part_of_kernel
+@compiled
 def push(heap: Records, base: int, size: int, time: float, number: int, item: int) -> None:
     """Add an entry to the heap of ``size`` entries that starts at index ``base``."""
     place = size
@@ -286,7 +286,7 @@ def push(heap: Records, base: int, size: int, time: float, number: int, item: in
     _put(heap, base + place, time, number, item)
 
 
-@part_of_kernel
+@compiled
 def drop_first(heap: Records, base: int, size: int) -> None:
     """Remove the first entry of the heap of ``size`` entries that starts at index ``base``."""
     last = heap[base + size - 1]

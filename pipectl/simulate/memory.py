@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pipectl.arrays import Floats, Integers, Records, record
-from pipectl.compiled import compiled_in_place, part_of_kernel
+from pipectl.compiled import compiled
 from pipectl.graph import TransferKind
 from pipectl.plan import Plan
 from pipectl.schedule.actions import Actions, Kind
@@ -94,7 +94,7 @@ def peak_bytes(programs: Programs, amounts: Amounts) -> Floats:
     return peaks
 
 
-@compiled_in_place
+@compiled
 def _execute(programs: Programs, amounts: Amounts, moving: Records, peaks: Floats) -> None:
     """Fill in the peaks.
 
@@ -145,7 +145,7 @@ def _execute(programs: Programs, amounts: Amounts, moving: Records, peaks: Float
             held += born - dead
 
 
-@part_of_kernel
+@compiled
 def _note_leaving(programs: Programs, amounts: Amounts, rank: Any, moving: Records) -> None:
     """Record the activations that a rank sends and does not keep, by stage and micro-batch."""
     for position in range(rank.first, rank.end):

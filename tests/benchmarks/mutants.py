@@ -24,8 +24,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 CHECKOUT = HERE.parents[1]
 COPY = CHECKOUT / "build" / "faults"
-KERNELS = CHECKOUT / "build" / "kernels-of-faults"
-LOADED = ("hypothesis", "numba", "pydantic", "pytest", "torch", "yaml")
+LOADED = ("hypothesis", "llvmlite.binding", "pydantic", "pytest", "torch", "yaml")
 """What takes long to import and does not import pipectl: tests run in forks that have it."""
 LIMIT_S = 90
 """A test that takes longer hangs because of the fault."""
@@ -47,7 +46,7 @@ class Fault:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether it is in what numba compiles, which its tests then run as Python instead."""
+        """Whether it is in a kernel, which its tests then run as Python instead."""
         return "pipectl.compiled" in (CHECKOUT / self.file).read_text()
 
 
@@ -118,9 +117,7 @@ def run_tests(tests: Sequence[str], limit_s: float, *, compiles: bool = True) ->
         output = os.open("output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        os.environ |= {"PYTHONPATH": str(COPY), "NUMBA_CACHE_DIR": str(KERNELS)}
-        os.environ["NUMBA_DISABLE_JIT"] = str(int(not compiles))
-        importlib.import_module("numba").core.config.reload_config()
+        os.environ |= {"PYTHONPATH": str(COPY), "PIPECTL_INTERPRET": "" if compiles else "1"}
         sys.path.insert(0, str(COPY))
         options = ("-x", "-n", "0", "-p", "no:cacheprovider")
         os._exit(importlib.import_module("pytest").main([*options, *tests]))

@@ -81,7 +81,7 @@ PLANNER = Page(
     CHECKOUT / "docs" / "planner-benchmarks.md",
     "planner_",
     ("optimality", "dapple", "cnns", "heterogeneous", "scale", "simulator"),
-    ("numpy", "numba"),
+    ("numpy", "llvmlite"),
     """# Planner benchmarks
 
 `make bench-planner` measures what the planner finds and how long it takes, and writes this page.

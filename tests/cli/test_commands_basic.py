@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from pipectl.plan import Plan
 
-HEAVY = {"torch", "mpi4py", "numpy", "numba", "pipectl.spec", "pipectl.planner"}
+HEAVY = {"torch", "mpi4py", "numpy", "llvmlite", "pipectl.spec", "pipectl.planner"}
 
 
 @pytest.mark.parametrize("group", [(), ("lab",)])

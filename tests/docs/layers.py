@@ -22,6 +22,7 @@ LAYERS = (
         "fields",
         "arrays",
         "compiled",
+        "translation",
         "versions",
         "faults",
         "directives",

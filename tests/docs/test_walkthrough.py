@@ -51,7 +51,6 @@ def python(tmp_path: Path) -> Path:
 def warm(python: Path, warm_python_of: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """That Python, which has loaded what its wheel installed."""
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")  # to compile takes longer than so small a plan
     with warm_python_of(interpreter=str(python)) as program:
         yield program
 

@@ -104,7 +104,7 @@ def test_every_kind_of_row_is_rehearsed(pipeline, rehearse):
 def test_its_worker_loads_neither_torch_nor_a_compiler(launch):
     code = (
         "import sys; import pipectl.runtime.rehearsal; "
-        "print([name for name in ('torch', 'numba', 'pydantic') if name in sys.modules])"
+        "print([name for name in ('torch', 'llvmlite', 'pydantic') if name in sys.modules])"
     )
     done = launch(0, "-c", code, fresh=True)
     assert (done.returncode, done.stdout) == (0, "[]\n")

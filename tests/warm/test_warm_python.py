@@ -35,7 +35,9 @@ def test_words_directory_environment_and_input_are_the_callers(
 
 
 def test_it_has_loaded_torch_and_mpi_and_not_the_planners_compiler(warm_python: str) -> None:
-    code = "import sys; print(*(name in sys.modules for name in ('torch', 'mpi4py.MPI', 'numba')))"
+    code = (
+        "import sys; print(*(name in sys.modules for name in ('torch', 'mpi4py.MPI', 'llvmlite')))"
+    )
     assert run(warm_python, *ASK, code).stdout == "True True False\n"
     assert run(warm_python, "-c", code).stdout == "False False False\n"  # Python itself
 

@@ -52,10 +52,11 @@ def best_of_orders(
 def _cut(model: LoadModel, devices: int, order: Sequence[int], bound_s: float) -> Stages | None:
     """The best partition below a bound along one order."""
     shape = (len(order) + 1, devices + 1)
-    best_s, before = np.empty(shape), np.zeros(shape, dtype=np.int64)
-    limit, moves = model.limit_bytes, model.moves
-    blocks = np.array(order, dtype=np.int64)
-    _cut_order(blocks, bound_s, model.compute_s, model.memory_bytes, limit, moves, best_s, before)
+    best_s, before = np.full(shape, inf), np.zeros(shape, dtype=np.int64)
+    best_s[0] = 0.0
+    blocks, count = np.array(order), np.zeros(len(model.moves.transfer_s), dtype=np.int64)
+    costs = model.compute_s, model.memory_bytes
+    _cut_order(blocks, bound_s, *costs, model.limit_bytes, model.moves, count, best_s, before)
     if not np.isfinite(best_s[-1].min()):
         return None
     left, end = int(best_s[-1].argmin()), len(order)
@@ -89,6 +90,7 @@ def _cut_order(
     memory_bytes: Floats,
     limit_bytes: float,
     moves: Moves,
+    count: Integers,
     best_s: Floats,
     before: Integers,
 ) -> None:
@@ -97,13 +99,14 @@ def _cut_order(
     Args:
         order: blocks.
         bound_s: stages of this load or more are of no interest.
-        best_s: out; smallest largest load by prefix and devices, infinite where there is no way.
+        count: room for a number of every value.
+        best_s: out; smallest largest load by prefix and devices, infinite where there is no way,
+            as it is at first, except 0 for no blocks.
         before: out; start of the last stage.
     """
-    best_s[:] = np.inf
-    best_s[0] = 0.0
     for end in range(1, len(order) + 1):
-        count = np.zeros(len(moves.transfer_s), dtype=np.int64)
+        for value in range(len(count)):
+            count[value] = 0
         work_s, moved_s, bytes_in = 0.0, 0.0, 0.0
         for start in range(end - 1, -1, -1):
             block = order[start]

@@ -86,6 +86,22 @@ class Limits(NamedTuple):
     allowed: Integers
 
 
+class Walk(NamedTuple):
+    """Where a walk is.
+
+    Args:
+        path: by depth: downset, next arc and block; shape [3, depths].
+        sums: by depth: compute with fixed transfers, transfers that may end, bytes.
+        inside: users of every value in the stage; 0 between walks.
+        fresh: of every value, whether none of its users is before the stage.
+    """
+
+    path: Integers
+    sums: Floats
+    inside: Integers
+    fresh: Integers
+
+
 class Decider:
     """Answers for one model and any bound."""
 
@@ -115,11 +131,17 @@ class Decider:
             self._cut_s,
             self._allowed(bound_s),
         )
+        depths, values = len(model.compute_s) + 1, len(model.moves.transfer_s)
+        walk = Walk(
+            np.zeros((3, depths), dtype=np.int64),
+            np.zeros((depths, 3)),
+            *np.zeros((2, values), dtype=np.int64),
+        )
         start, full = 0, len(lattice.sets) - 1
         while start < full:
             if expired():
                 raise TimeoutError
-            start = _reach(lattice, model.moves, limits, fewest, before, start, _STEPS)
+            start = _reach(lattice, model.moves, limits, fewest, before, walk, start, _STEPS)
         if fewest[full] == NEVER:
             return None
         stages: list[tuple[int, ...]] = []
@@ -189,17 +211,12 @@ def _walk(
     fewest: Integers,
     before: Integers,
     start: int,
-    fresh: Integers,
+    walk: Walk,
 ) -> int:
-    """Note all stages that start at a downset; returns the steps it took.
-
-    By depth: downset, next arc, block and three sums: compute with fixed transfers, transfers that
-    may end, bytes.
-    """
+    """Note all stages that start at a downset; returns the steps it took."""
     _, larger_at, larger, added = lattice
-    at, arc, blocks = np.zeros((3, len(limits.compute_s) + 1), dtype=np.int64)
-    sums = np.zeros((len(limits.compute_s) + 1, 3))
-    count = np.zeros(len(moves.transfer_s), dtype=np.int64)
+    at, arc, blocks = walk.path[0], walk.path[1], walk.path[2]
+    sums, count = walk.sums, walk.inside
     needed = fewest[start] + 1
     taken, depth = 0, 0
     at[0], arc[0], blocks[0] = start, larger_at[start], -1
@@ -215,7 +232,7 @@ def _walk(
         if block < blocks[depth]:
             continue
         taken, depth = taken + 1, depth + 1
-        _add(limits, moves, count, fresh, sums, depth, block)
+        _add(limits, moves, count, walk.fresh, sums, depth, block)
         if sums[depth, 0] >= limits.bound_s or sums[depth, 2] > limits.limit_bytes:
             _leave(moves, count, block)
             depth -= 1
@@ -251,6 +268,7 @@ def _reach(
     limits: Limits,
     fewest: Integers,
     before: Integers,
+    walk: Walk,
     first: int,
     count: int,
 ) -> int:
@@ -265,8 +283,7 @@ def _reach(
     Returns:
         The downset to go on with; the full one once all is done, or once that is reached.
     """
-    full, taken = len(lattice.sets) - 1, 0
-    fresh = np.zeros(len(moves.transfer_s), dtype=np.int64)
+    full, taken, fresh = len(lattice.sets) - 1, 0, walk.fresh
     for start in range(first, full):
         if taken > count:
             return start
@@ -276,7 +293,7 @@ def _reach(
                 for place in range(moves.users_at[value], moves.users_at[value + 1]):
                     if has(lattice.sets, start, moves.users[place]):
                         fresh[value] = 0
-            taken += _walk(lattice, moves, limits, fewest, before, start, fresh)
+            taken += _walk(lattice, moves, limits, fewest, before, start, walk)
             if fewest[full] < NEVER:
                 break
     return full

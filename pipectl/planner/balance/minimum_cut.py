@@ -51,11 +51,12 @@ def stage_bound_s(model: LoadModel, enough_s: float, expired: Callable[[], bool]
     np.add.at(alone, moves.users, transfers)
     network = _network(model)
     bound_s, sink = 0.0, len(network.head_at) - 2
+    notes = np.zeros((4, sink + 2), dtype=np.int64)
     for block in np.argsort(-alone, kind="stable"):
         if alone[block] <= bound_s or bound_s >= enough_s or expired():
             break
         fresh = network._replace(room=network.room.copy())
-        flow_s = _maximum_flow(fresh, int(block), sink) * (1 - TOLERANCE / 10)
+        flow_s = _maximum_flow(fresh, int(block), sink, notes) * (1 - TOLERANCE / 10)
         bound_s = max(bound_s, flow_s)
     return bound_s
 
@@ -87,7 +88,8 @@ def _network(model: LoadModel) -> Network:
 @compiled
 def _levels(network: Network, source: int, level: Integers, queue: Integers) -> None:
     """Distance of every node from the source along arcs with room; -1 where there is no way."""
-    level[:] = -1
+    for node in range(len(level)):
+        level[node] = -1
     level[source] = 0
     queue[0] = source
     read, written = 0, 1
@@ -123,7 +125,8 @@ def _blocking_flow(
     network: Network, source: int, sink: int, level: Integers, following: Integers, path: Integers
 ) -> float:
     """Send along shortest ways until none is left."""
-    following[:] = network.head_at[:-1]
+    for node in range(len(following)):
+        following[node] = network.head_at[node]
     sent = 0.0
     depth = 0
     node = source
@@ -150,10 +153,14 @@ def _blocking_flow(
 
 
 @compiled
-def _maximum_flow(network: Network, source: int, sink: int) -> float:
-    """The flow from source to sink; the network's room is what is left afterwards."""
+def _maximum_flow(network: Network, source: int, sink: int, notes: Integers) -> float:
+    """The flow from source to sink; the network's room is what is left afterwards.
+
+    Args:
+        notes: room for four numbers of every node.
+    """
     nodes = len(network.head_at) - 1
-    level, queue, following, path = np.zeros((4, nodes + 1), dtype=np.int64)
+    level, queue, following, path = notes[0], notes[1], notes[2], notes[3]
     flow = 0.0
     while True:
         _levels(network, source, level, queue)

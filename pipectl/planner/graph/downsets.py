@@ -200,9 +200,7 @@ class Enumeration:
 
     def __init__(self, downsets: Sequence[int]) -> None:
         self._downsets = downsets
-        rows = membership(downsets, downsets[-1].bit_length()).astype(np.int64)
-        # Entry (i, j): nothing of i is outside of j.
-        self._larger = (rows @ (1 - rows).T == 0) & ~np.eye(len(rows), dtype=np.bool_)
+        self._larger = follows(membership(downsets, downsets[-1].bit_length()))
         # By number of stages: chains from each downset to the full one.
         self._ways = [np.zeros(len(downsets))]
         self._ways[0][-1] = 1

@@ -18,7 +18,7 @@ import numpy as np
 
 from pipectl.arrays import Floats, Integers, Records
 from pipectl.cluster import Cluster
-from pipectl.compiled import compiled_in_place, part_of_kernel
+from pipectl.compiled import compiled
 from pipectl.planner.costs.footprint import baseline_bytes
 from pipectl.planner.costs.links import Links, RankGroups
 from pipectl.planner.costs.operator_times import OperatorTimes
@@ -207,7 +207,7 @@ def _recomputing(layouts: Sequence[Layout]) -> Integers:
     return np.array([one.recompute or none for one in layouts], dtype=np.int64)
 
 
-@compiled_in_place
+@compiled
 def step_times(
     pipelines: Pipelines,
     warm_ups: Integers,
@@ -241,7 +241,7 @@ def step_times(
             )
 
 
-@part_of_kernel
+@compiled
 def _place(pipelines: Pipelines, stages: Records, first: int, ways: Records) -> None:
     """The messages of one pipeline and direction on the links that they take there."""
     for index in range(len(ways)):

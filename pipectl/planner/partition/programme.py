@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pipectl.arrays import Floats, Integers, Records, Words, record
-from pipectl.compiled import compiled_in_place, part_of_kernel
+from pipectl.compiled import compiled
 from pipectl.planner.costs.table import CostTable
 from pipectl.planner.graph.downsets import CutSpace
 
@@ -201,7 +201,7 @@ def _by_work(space: CutSpace, costs: CostTable) -> tuple[Integers, Words]:
     return order, np.ascontiguousarray(space.words[order])
 
 
-@compiled_in_place
+@compiled
 def _extend(
     words: Words,
     costs: CostTable,
@@ -260,7 +260,7 @@ class _Stage(NamedTuple):
     returning_bytes: float
 
 
-@part_of_kernel
+@compiled
 def _stage(start: Any, end: Any, goal: Goal, cache_bytes: float) -> _Stage:
     touched = end.saved_bytes - start.saved_bytes
     parameters = end.parameter_bytes - start.parameter_bytes
@@ -282,7 +282,7 @@ def _stage(start: Any, end: Any, goal: Goal, cache_bytes: float) -> _Stage:
     )
 
 
-@part_of_kernel
+@compiled
 def _load_s(stage: _Stage, costs: CostTable, option: Any, start: int, end: int) -> float:
     """What the busiest device of a stage computes, or copies, for one micro-batch."""
     row, mode, slowness = option.row, option.mode, option.slowness
@@ -301,7 +301,7 @@ def _load_s(stage: _Stage, costs: CostTable, option: Any, start: int, end: int) 
     return float(max(work_s * slowness, stage.entering_bytes * option.copy_s_per_byte))
 
 
-@part_of_kernel
+@compiled
 def _is_allowed(stage: _Stage, option: Any, goal: Goal, load_s: float) -> bool:
     """Whether a stage does not load or hold too much, whatever comes after it."""
     if goal.objective == MEMORY:
@@ -313,7 +313,7 @@ def _is_allowed(stage: _Stage, option: Any, goal: Goal, load_s: float) -> bool:
     return load_s <= goal.cap_s
 
 
-@part_of_kernel
+@compiled
 def _excess_bytes(stage: _Stage, option: Any, goal: Goal, depth: int) -> float:
     """Memory above the limit of a stage with so many stages after it."""
     if len(goal.flying) == 0:
@@ -333,7 +333,7 @@ def _excess_bytes(stage: _Stage, option: Any, goal: Goal, depth: int) -> float:
     return float(taken + flying * held)
 
 
-@part_of_kernel
+@compiled
 def _joined(
     stage: _Stage, option: Any, goal: Goal, value: float, load_s: float, excess: float
 ) -> float:
@@ -354,7 +354,7 @@ def _joined(
     return max(value, load_s)
 
 
-@part_of_kernel
+@compiled
 def _extend_by_stage(
     costs: CostTable,
     options: Options,

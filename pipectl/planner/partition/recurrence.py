@@ -25,7 +25,7 @@ from __future__ import annotations
 from typing import Any
 
 from pipectl.arrays import Floats, Integers, Records, record
-from pipectl.compiled import part_of_kernel
+from pipectl.compiled import compiled
 
 SAME = 1e-13
 """Two advances differ by rounding alone if their difference is below this share of the time."""
@@ -53,7 +53,7 @@ The rest is filled in: when the link is free, also one turn ``before``.
 """
 
 
-@part_of_kernel
+@compiled
 def step_s(
     stages: Records,
     ahead: Records,
@@ -95,7 +95,7 @@ def step_s(
     return ready_s + update_s
 
 
-@part_of_kernel
+@compiled
 def _begin(
     stages: Records, ahead: Records, behind: Records, warm_up: Integers, micro_batches: int
 ) -> None:
@@ -109,7 +109,7 @@ def _begin(
         there, returned = _clear(ahead, there, number), _clear(behind, returned, number)
 
 
-@part_of_kernel
+@compiled
 def _clear(ways: Records, place: int, source: int) -> int:
     """Free the links of a stage's messages, which begin at a place; where the next stage's do."""
     while place < len(ways) and ways[place].source == source:
@@ -118,7 +118,7 @@ def _clear(ways: Records, place: int, source: int) -> int:
     return place
 
 
-@part_of_kernel
+@compiled
 def _backwards(
     turn: int,
     ring: int,
@@ -145,7 +145,7 @@ def _backwards(
             place += 1
 
 
-@part_of_kernel
+@compiled
 def _forwards(share: float, stages: Records, ahead: Records) -> None:
     """The forwards of one turn, the first stage first, and their activations on their way."""
     for number in range(len(stages)):
@@ -159,14 +159,14 @@ def _forwards(share: float, stages: Records, ahead: Records) -> None:
             place += 1
 
 
-@part_of_kernel
+@compiled
 def _pass(way: Any, ready: float, share: float) -> float:
     """When a message arrives that is ready at some time."""
     way.free_at = max(way.free_at, ready) + way.hold_s * share
     return float(way.free_at + way.late_s)
 
 
-@part_of_kernel
+@compiled
 def _advance(stages: Records, ahead: Records, behind: Records) -> float:
     """By how much all clocks moved since the last call, -1 if not alike."""
     step, alike = stages[0].end - stages[0].before, True
@@ -182,7 +182,7 @@ def _advance(stages: Records, ahead: Records, behind: Records) -> float:
     return step if alike else -1.0
 
 
-@part_of_kernel
+@compiled
 def _skip(
     turns: int,
     ring: int,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from pipectl.arrays import Floats, Integers, Records, record
-from pipectl.compiled import compiled_in_place, part_of_kernel
+from pipectl.compiled import compiled
 from pipectl.planner.costs.liveness import memory_of, parameter_gradients
 from pipectl.planner.graph.blocks import BlockGraph, membership
 from pipectl.planner.graph.downsets import Partition
@@ -205,7 +205,7 @@ def _users(held: Iterable[Mapping[str, int]]) -> tuple[dict[str, list[int]], dic
     return users, sizes
 
 
-@compiled_in_place
+@compiled
 def sum_cuts(graph: Graph, stage_of: Integers, sums: Sums, seen: Integers, moved: Integers) -> None:
     """Fill in what every partition needs.
 
@@ -238,7 +238,7 @@ def sum_cuts(graph: Graph, stage_of: Integers, sums: Sums, seen: Integers, moved
     sums.first[2 * len(stage_of)] = place
 
 
-@part_of_kernel
+@compiled
 def _sum_storage(
     graph: Graph,
     storage: Any,
@@ -279,7 +279,7 @@ def _sum_storage(
             stages[stage].saved_bytes += operator.kept_bytes
 
 
-@part_of_kernel
+@compiled
 def _send(
     operator: Any,
     users: Integers,
@@ -324,7 +324,7 @@ def _send(
         stages[source].sent += 1
 
 
-@part_of_kernel
+@compiled
 def _list_transfers(moved: Integers, transfers: Records, place: int) -> int:
     """The transfers by source and target; makes room for those of the next partition."""
     for source in range(len(moved)):
