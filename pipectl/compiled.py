@@ -40,7 +40,7 @@ _C_TYPES: dict[str, Any] = {
     "ptr": ctypes.c_void_p,
 }
 _RETURNED: dict[str, Any] = {"None": None, "int": ctypes.c_int64, "float": ctypes.c_double}
-_OTHERS_MAY_WRITE = 0o022
+_OTHERS_MAY_WRITE, _DIGEST_BYTES = 0o022, 32
 _spent_s = 0.0
 
 
@@ -100,16 +100,13 @@ def _code_of(function: Any, kinds: tuple[Type, ...]) -> Callable[..., Any]:
         hashed.update(repr(each).encode())
     symbol = f"{function.__name__}-{hashed.hexdigest()[:32]}"  # one name space for all kernels
     folder = _folder()
-    path = None if folder is None else folder / f"{symbol}.o"
-    data = b""
-    with suppress(OSError):
-        data = b"" if path is None else path.read_bytes()
-    if not data:
+    data = None if folder is None else _read(folder / symbol)
+    if data is None:
         begin_s = perf_counter()
         data = _compile(function, kinds, symbol, machine)
         _spent_s += perf_counter() - begin_s
-        with suppress(OSError):
-            _keep(path, data)
+        if folder is not None:
+            _write(folder / symbol, data)
     engine.add_object_file(llvm.ObjectFileRef.from_data(data))
     engine.finalize_object()
     returned = _RETURNED[function.__annotations__["return"]]
@@ -157,20 +154,32 @@ def _engine() -> tuple[Any, Any]:
 @cache
 def _folder() -> Path | None:
     """Where machine code is kept; None if that cannot be, or if others could write there."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(base) / "pipectl" / "kernels"
     try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        folder = Path(base) / "pipectl" / "kernels"
         make_private_directory(folder)
         status = folder.stat()
-    except OSError:
+    except (OSError, RuntimeError):  # the second if the user has no home
         return None
     own = status.st_uid == os.geteuid() and not status.st_mode & _OTHERS_MAY_WRITE
     return folder if own else None
 
 
-def _keep(path: Path | None, data: bytes) -> None:
-    """Write a file at once; raises OSError."""
-    if path is not None:
-        with NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(data)
-        Path(file.name).replace(path)
+def _read(path: Path) -> bytes | None:
+    """The content of a file that begins with its hash; None if it is missing or damaged."""
+    with suppress(OSError):
+        content = path.read_bytes()
+        digest, data = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+        return data if sha256(data).digest() == digest else None
+    return None
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Create such a file at once, if possible."""
+    with suppress(OSError), NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        try:
+            file.write(sha256(data).digest() + data)
+            file.close()
+            Path(file.name).replace(path)
+        except OSError:
+            Path(file.name).unlink()

@@ -367,14 +367,10 @@ class _Body:
         then, other, after = self._new(), self._new(), self._new()
         self._branch(node.test, then, other)
         for label, body in ((then, node.body), (other, node.orelse)):
-            self._label_after_branch(label)
+            self._label(label)
             self._block(body)
             self._end(f"br label {after}")
-        self._label_after_branch(after)
-
-    def _label_after_branch(self, label: str) -> None:
-        self._lines.append(f"{label[1:]}:")
-        self._open = True
+        self._label(after)
 
     def _branch(self, test: ast.expr, then: str, other: str) -> None:
         truth = self._as(BOOL, self._value(test), test).operands[0]
@@ -385,12 +381,13 @@ class _Body:
         test, body, after = self._new(), self._new(), self._new()
         self._label(test)
         self._branch(node.test, body, after)
-        self._repeat(node.body, body, test, after)
+        self._label(body)
+        self._repeat(node.body, test, after)
         self._end(f"br label {test}")
-        self._label_after_branch(after)
+        self._label(after)
 
-    def _repeat(self, body: Sequence[ast.stmt], label: str, again: str, after: str) -> None:
-        self._label_after_branch(label)
+    def _repeat(self, body: Sequence[ast.stmt], again: str, after: str) -> None:
+        """The body of a loop, with the labels that continue and break lead to."""
         self._loops.append((again, after))
         self._block(body)
         self._loops.pop()
@@ -420,16 +417,14 @@ class _Body:
         compared = "slt" if step > 0 else "sgt"
         truth = self._emit(f"icmp {compared} i64 {now}, {stop.operands[0]}")
         self._end(f"br i1 {truth}, label {body}, label {after}")
-        self._label_after_branch(body)
+        self._label(body)
         self._set(node.target, Value(INT, (now,)))
-        self._loops.append((further, after))
-        self._block(node.body)
-        self._loops.pop()
+        self._repeat(node.body, further, after)
         self._label(further)
         (now,) = self._load(counter).operands
         self._store(counter, Value(INT, (self._emit(f"add i64 {now}, {step}"),)), node)
         self._end(f"br label {test}")
-        self._label_after_branch(after)
+        self._label(after)
 
     # Expressions.
 
@@ -636,21 +631,21 @@ class _Body:
             ends = (further, after) if isinstance(node.op, ast.And) else (after, further)
             self._do(f"br i1 {value.operands[0]}, label {ends[0]}, label {ends[1]}")
             self._open = False
-            self._label_after_branch(further)
+            self._label(further)
         return self._load(slot)
 
     def _value_ifexp(self, node: ast.IfExp) -> Value:
         then, other, after = self._new(), self._new(), self._new()
         self._branch(node.test, then, other)
-        self._label_after_branch(then)
+        self._label(then)
         value = self._value(node.body)
         slot = self._slot(value.type)
         self._store(slot, value, node)
         self._end(f"br label {after}")
-        self._label_after_branch(other)
+        self._label(other)
         self._store(slot, self._value(node.orelse), node)
         self._end(f"br label {after}")
-        self._label_after_branch(after)
+        self._label(after)
         return self._load(slot)
 
     def _value_call(self, node: ast.Call) -> Value:

@@ -123,6 +123,10 @@ def test_a_kernel_is_compiled_once_and_found_on_disk_after(
     assert file.stat().st_mode & 0o777 == 0o600
     assert Kernel(loops)(*_arguments("loops"))
     assert compiling_s() == spent
+    file.write_bytes(file.read_bytes()[:-1])  # damaged
+    assert Kernel(loops)(*_arguments("loops"))
+    assert compiling_s() > spent
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_without_a_directory_to_write_to_kernels_are_compiled(monkeypatch: Any) -> None:
