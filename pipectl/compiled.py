@@ -23,8 +23,6 @@ from time import perf_counter
 from types import FunctionType
 from typing import Any, Generic, ParamSpec, TypeVar
 
-import llvmlite
-import llvmlite.binding as llvm
 import numpy as np
 
 from pipectl import translation
@@ -93,8 +91,8 @@ def _function_of(called: Any) -> FunctionType | None:
 def _code_of(function: Any, kinds: tuple[Type, ...]) -> Callable[..., Any]:
     """The machine code of a function for arguments of some types."""
     global _spent_s
-    machine, engine = _engine()
-    hashed = sha256(f"{llvmlite.__version__} {machine.triple} {kinds}".encode())
+    llvm, machine, engine = _llvm()
+    hashed = sha256(f"{llvm.llvm_version_info} {machine.triple} {kinds}".encode())
     hashed.update(Path(translation.__file__).read_bytes())
     for each in _meanings(function, set()):
         hashed.update(repr(each).encode())
@@ -103,7 +101,7 @@ def _code_of(function: Any, kinds: tuple[Type, ...]) -> Callable[..., Any]:
     data = None if folder is None else _read(folder / symbol)
     if data is None:
         begin_s = perf_counter()
-        data = _compile(function, kinds, symbol, machine)
+        data = _compile(function, kinds, symbol)
         _spent_s += perf_counter() - begin_s
         if folder is not None:
             _write(folder / symbol, data)
@@ -130,9 +128,10 @@ def _meanings(function: FunctionType, seen: set[FunctionType]) -> Iterator[objec
             yield name, getattr(value, "_fields", None)
 
 
-def _compile(function: Any, kinds: tuple[Type, ...], symbol: str, machine: Any) -> bytes:
+def _compile(function: Any, kinds: tuple[Type, ...], symbol: str) -> bytes:
     """An object file; vectors and unrolled loops would take longer to compile than they save."""
     text = Module(_function_of).translate(function, kinds, symbol)
+    llvm, machine, _ = _llvm()
     module = llvm.parse_assembly(text)
     tuning = llvm.create_pipeline_tuning_options(speed_level=2)
     tuning.loop_unrolling = tuning.loop_vectorization = tuning.slp_vectorization = False
@@ -142,13 +141,16 @@ def _compile(function: Any, kinds: tuple[Type, ...], symbol: str, machine: Any) 
 
 
 @cache
-def _engine() -> tuple[Any, Any]:
-    """LLVM's description of the machine, for any processor of its kind, and what loads code."""
+def _llvm() -> tuple[Any, Any, Any]:
+    """LLVM, which only processes that call a kernel load; the machine, as any processor of its
+    architecture; and what loads code."""
+    import llvmlite.binding as llvm
+
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     target = llvm.Target.from_default_triple()
     machine = target.create_target_machine(opt=2, codemodel="jitdefault", jit=True)
-    return machine, llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+    return llvm, machine, llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
 
 
 @cache

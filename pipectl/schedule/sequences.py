@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from pipectl.compiled import compiled
 from pipectl.schedule.actions import Integers, Kind
 from pipectl.schedule.order import Order, Turns
 
@@ -45,8 +46,6 @@ def execute(sequences: Sequence[Integers], stages: int, micro_batches: int) -> E
         sequences: kind, stage and micro-batch of each rank's actions; shape [actions, 3] per rank.
             Backwards are all whole or all split, and complete.
     """
-    from pipectl.schedule.sequences_kernel import run  # imports LLVM; only lists need it
-
     rows = np.concatenate(sequences).astype(np.int64)
     splits = bool((rows[:, 0] == Kind.BACKWARD_INPUT).any())
     duration = np.where(rows[:, 0] == Kind.BACKWARD, 2, 1)
@@ -55,7 +54,7 @@ def execute(sequences: Sequence[Integers], stages: int, micro_batches: int) -> E
     over_at = np.full((WEIGHT + 1, stages, micro_batches), -1, dtype=np.int64)
     first = np.concatenate([[0], ends[:-1]])
     turns, position = over_at.copy(), first.copy()
-    run(rows, duration, position, ends, np.zeros_like(ends), over_at, turns)
+    _run(rows, duration, position, ends, np.zeros_like(ends), over_at, turns)
     weight = _turns_in(turns[WEIGHT]) if splits else None
     order = Order(_turns_in(turns[FORWARD]), _turns_in(turns[BACKWARD]), weight)
     return Execution(order, position - first, over_at >= 0)
@@ -67,3 +66,51 @@ def _turns_in(table: Table) -> Turns:
         return looked_up
 
     return turns
+
+
+@compiled
+def _run(
+    rows: Table,
+    duration: Table,
+    position: Table,
+    ends: Table,
+    clock: Table,
+    over_at: Table,
+    turns: Table,
+) -> None:
+    """Start every action when its rank and its dependencies are ready; fills ``turns``.
+
+    Args:
+        clock: zeros, one per rank.
+        position: next row of each rank.
+        over_at: end of each part; below 0 if it was not executed.
+    """
+    moved = True
+    while moved:
+        moved = False
+        for rank in range(len(ends)):
+            while position[rank] < ends[rank]:
+                row = position[rank]
+                part, stage, index = rows[row]
+                ready = _ready_at(over_at, part, stage, index)
+                if ready < 0:
+                    break
+                start = max(clock[rank], ready)
+                turns[part, stage, index] = start
+                clock[rank] = over_at[part, stage, index] = start + duration[row]
+                position[rank] += 1
+                moved = True
+
+
+@compiled
+def _ready_at(over_at: Table, part: int, stage: int, index: int) -> int:
+    """Return when all dependencies of an action are over; below 0 if unknown."""
+    if part == FORWARD:
+        return 0 if stage == 0 else int(over_at[FORWARD, stage - 1, index])
+    if part == WEIGHT:
+        return int(over_at[BACKWARD, stage, index])
+    made = over_at[FORWARD, stage, index]
+    if stage == over_at.shape[1] - 1 or made < 0:
+        return int(made)
+    later = over_at[BACKWARD, stage + 1, index]
+    return int(later if later < 0 else max(made, later))

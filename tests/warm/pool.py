@@ -152,7 +152,7 @@ def run_tests(
         return None
     if "pipectl.capture" in sys.modules:
         captured.capture()
-    if "llvmlite" in sys.modules:
+    if "pipectl.compiled" in sys.modules:
         kernels.load()
     config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
     sys.stdout.flush()
