@@ -79,7 +79,7 @@ def check_texts(faults: Sequence[Fault]) -> None:
 
 
 def copy_checkout() -> None:
-    """The files that git does not ignore, with their times, by which kernels are found on disk."""
+    """The files that git does not ignore."""
     shutil.rmtree(COPY, ignore_errors=True)
     listed = subprocess.run(
         ["git", "ls-files", "-zco", "--exclude-standard"],
