@@ -172,14 +172,17 @@ class RankGroups:
     def number(self, layouts: Sequence[Sequence[Ranks]]) -> Integers:
         """The groups of layouts with equally many stages; shape [layouts, stages]."""
         numbers, before = self._numbers, len(self._numbers)
-        rows = [[numbers.setdefault(held, len(numbers)) for held in each] for each in layouts]
+        rows = {  # layouts that differ in their cuts alone have the same object
+            key: [numbers.setdefault(held, len(numbers)) for held in each]
+            for key, each in {id(each): each for each in layouts}.items()
+        }
         if len(numbers) > before:
             self._describe()
         if len(numbers) > len(self._classes):
             larger = np.full((2 * len(numbers),) * 2, -1, dtype=np.int64)
             larger[: len(self._classes), : len(self._classes)] = self._classes
             self._classes = larger
-        return np.array(rows, dtype=np.int64)
+        return np.array([rows[id(each)] for each in layouts], dtype=np.int64)
 
     def classes(self, senders: Integers, receivers: Integers) -> Integers:
         """The classes of pairs of groups, those of the given pairs at least; shape [groups] * 2."""
