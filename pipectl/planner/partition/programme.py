@@ -14,8 +14,9 @@ go to the chain that was met first, so the result is the same on every machine.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from hashlib import blake2b
 from math import inf
 from typing import Any, NamedTuple
 
@@ -34,6 +35,9 @@ KEEP, RECOMPUTE, ELSEWHERE, RECOMPUTE_ELSEWHERE = range(4)
 """What a stage does with what its backward needs; the last two have a second device for it."""
 STEPS = 10**8
 """Of the inner loop between two looks at the time."""
+
+MAX_KEPT, MAX_KEPT_BYTES = 128, 2**20
+"""Results that are kept for searches of the same graph within other limits, and bytes of each."""
 
 Check = Callable[[], None]
 """Called now and then; raises to end the search."""
@@ -61,6 +65,9 @@ _BEST = np.dtype(
 )
 """The best chain from a downset to the end: its value, infinite if there is none; downset and tally
 that its first stage is followed by; the option of that; and how many stages it has."""
+
+
+_known_chains: dict[bytes, Records] = {}
 
 
 class Options(NamedTuple):
@@ -176,6 +183,9 @@ def best_chains(
     """
     order, words = _by_work(space, costs)
     table = costs.reordered(order)
+    key = _hash_of((words, table, options, goal))
+    if key in _known_chains:
+        return Chains(_known_chains[key], order)
     states = len(space)
     best = np.zeros((states, len(options.following)), dtype=_BEST)
     best["value"] = inf
@@ -191,7 +201,23 @@ def best_chains(
         check()
         begin = max(0, stop - chunk)
         _extend(words, table, options, goal, best, reached, begin, stop, least_slow, plain)
+    if best.nbytes <= MAX_KEPT_BYTES:
+        if len(_known_chains) == MAX_KEPT:
+            del _known_chains[next(iter(_known_chains))]
+        _known_chains[key] = best
     return Chains(best, order)
+
+
+def _hash_of(values: Iterable[Any]) -> bytes:
+    """Of the content of numbers and arrays, which tuples may hold."""
+    content = blake2b(digest_size=16)
+    for value in values:
+        if isinstance(value, np.ndarray):
+            content.update(f"{value.shape}".encode())
+            content.update(value.tobytes())
+        else:
+            content.update(_hash_of(value) if isinstance(value, tuple) else repr(value).encode())
+    return content.digest()
 
 
 def _by_work(space: CutSpace, costs: CostTable) -> tuple[Integers, Words]:
