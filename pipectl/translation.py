@@ -96,8 +96,8 @@ def type_of(value: Any) -> Type:
         TypeError: kernels do not know it.
     """
     if isinstance(value, np.ndarray):
-        if not value.flags.c_contiguous:
-            raise TypeError("kernels take arrays in C order")
+        if not (value.flags.c_contiguous and value.dtype.isnative):
+            raise TypeError("kernels take arrays in C order and in the machine's byte order")
         return Array(value.dtype, value.ndim)
     if isinstance(value, tuple):
         return Group(tuple(map(type_of, value)), getattr(value, "_fields", ()))
@@ -360,8 +360,12 @@ class _Body:
                 yield Value(kind, value.operands[at : at + size])
                 at += size
             return
+        dtype, (address, _) = value.type.dtype, value.operands
         for place in range(count):
-            yield self._at(value, [constant(place)])
+            yield self._read(
+                dtype,
+                self._emit(f"getelementptr i8, ptr {address}, i64 {place * dtype.itemsize}"),
+            )
 
     def _if(self, node: ast.If) -> None:
         then, other, after = self._new(), self._new(), self._new()
@@ -378,6 +382,7 @@ class _Body:
         self._open = False
 
     def _while(self, node: ast.While) -> None:
+        self._refuse_else(node)
         test, body, after = self._new(), self._new(), self._new()
         self._label(test)
         self._branch(node.test, body, after)
@@ -398,7 +403,12 @@ class _Body:
     def _continue(self, _: ast.Continue) -> None:
         self._end(f"br label {self._loops[-1][0]}")
 
+    def _refuse_else(self, node: ast.While | ast.For) -> None:
+        if node.orelse:
+            raise self._fail(node, "loops of kernels have no else")
+
     def _for(self, node: ast.For) -> None:
+        self._refuse_else(node)
         if isinstance(node.iter, ast.Tuple):
             for each in node.iter.elts:
                 self._set(node.target, self._value(each))
@@ -514,12 +524,9 @@ class _Body:
             if isinstance(place, ast.Slice):
                 assert place.step is None
                 assert dimension == value.type.dimensions - 1
-                begin = place.lower
-                end = (
-                    shape[dimension]
-                    if place.upper is None
-                    else self._index(place.upper, shape[dimension])
-                )
+                begin, end = place.lower, shape[dimension]
+                if place.upper is not None:
+                    end = self._index(place.upper, end)
             at = "0" if begin is None else self._index(begin, shape[dimension])
             if end is not None:
                 end = self._emit(f"sub i64 {end}, {at}")
@@ -533,14 +540,6 @@ class _Body:
         part = self._emit(f"getelementptr i8, ptr {address}, i64 {offset}")
         rest = rest if end is None else [end]
         return (Array(value.type.dtype, len(rest)), part, *rest)
-
-    def _at(self, value: Value, places: Sequence[Value]) -> Value:
-        """One element of an array with one dimension."""
-        (place,) = places
-        size = value.type.dtype.itemsize
-        offset = self._emit(f"mul i64 {place.operands[0]}, {size}")
-        address = self._emit(f"getelementptr i8, ptr {value.operands[0]}, i64 {offset}")
-        return self._read(value.type.dtype, address)
 
     def _index(self, node: ast.expr, size: str) -> str:
         """A place; those below 0 count from the end."""
@@ -559,20 +558,16 @@ class _Body:
     ) -> Value:
         right = self._value(other)
         if isinstance(operator, ast.Div):
-            left, right = self._as(FLOAT, left, node), self._as(FLOAT, right, node)
-            return Value(
-                FLOAT, (self._emit(f"fdiv double {left.operands[0]}, {right.operands[0]}"),)
-            )
-        kind = (
-            INT
-            if left.type is BOOL and isinstance(operator, ast.Add | ast.Sub | ast.Mult)
-            else BOOL
-        )
-        kind, one, two = self._alike(left, right, node, least=kind)
-        if isinstance(operator, ast.FloorDiv | ast.Mod):
+            one, two = (self._as(FLOAT, each, node).operands[0] for each in (left, right))
+            return Value(FLOAT, (self._emit(f"fdiv double {one}, {two}"),))
+        is_bitwise = isinstance(operator, ast.BitAnd | ast.BitOr | ast.BitXor)
+        kind, one, two = self._alike(left, right, node, least=BOOL if is_bitwise else INT)
+        if isinstance(operator, ast.FloorDiv | ast.Mod) and kind is INT:
             return self._divide(one, two, floor=isinstance(operator, ast.FloorDiv))
-        names = _COMPUTED[type(operator)]
-        return Value(kind, (self._emit(f"{names[kind is FLOAT]} {kind.llvm} {one}, {two}"),))
+        name = _COMPUTED.get(type(operator), ("", ""))[kind is FLOAT]
+        if not name:
+            raise self._fail(node, f"kernels do not compute this with a {kind.name}")
+        return Value(kind, (self._emit(f"{name} {kind.llvm} {one}, {two}"),))
 
     def _alike(
         self, left: Value, right: Value, node: ast.AST, least: Scalar = BOOL
@@ -650,6 +645,8 @@ class _Body:
 
     def _value_call(self, node: ast.Call) -> Value:
         name = ast.unparse(node.func)
+        if node.keywords:
+            raise self._fail(node, "kernels take arguments by position")
         values = list(map(self._value, node.args))
         if name in ("min", "max"):
             return self._extreme(name, values, node)

@@ -156,9 +156,34 @@ def changing(number: int) -> int:
     return number
 
 
+def power(number: int) -> int:
+    return number**2
+
+
+def rounding(value: float) -> float:
+    return value // 2
+
+
+def searching(number: int) -> int:
+    while number > 0:
+        number -= 1
+    else:
+        number = 7
+    return number
+
+
+def naming(number: int) -> int:
+    return max(number, 1, key=abs)
+
+
 @pytest.mark.parametrize(
     ("function", "argument", "words"),
     [
+        (power, 3, "do not compute this with a int"),
+        (rounding, 3.0, "do not compute this with a float"),
+        (searching, 3, "no else"),
+        (naming, 3, "by position"),
+        (unknown, np.zeros(3, dtype=">f8"), "byte order"),
         (unknown, np.zeros(3), "kernels do not call this: sorted"),
         (changing, 1, "line 2 of it"),
         (unknown, np.zeros((4, 4)).T, "arrays in C order"),
