@@ -46,9 +46,15 @@ def clip(model: nn.Module, max_norm: float) -> float:
     return float(total)
 
 
-@pytest.mark.parametrize("largest", [1e-3, 0.5, 30.0, 1e9])
-def test_clipping_on_one_rank_is_torchs_to_the_bit(largest: float) -> None:
+@pytest.mark.parametrize(
+    ("largest", "size"), [(1e-3, 1.0), (0.5, 1.0), (30.0, 1.0), (1e9, 1.0), (1e-6, 1e-5)]
+)
+def test_clipping_on_one_rank_is_torchs_to_the_bit(largest: float, size: float) -> None:
+    """Gradients as small as what torch adds to their norm are among them."""
     mine, torchs = model_with_gradients(), model_with_gradients()
+    for parameter in [*mine.parameters(), *torchs.parameters()]:
+        if parameter.grad is not None:
+            parameter.grad.mul_(size)
     expected = torch.nn.utils.clip_grad_norm_(torchs.parameters(), largest)
     assert clip(mine, largest) == float(expected)
     for ours, other in zip(mine.parameters(), torchs.parameters(), strict=True):
