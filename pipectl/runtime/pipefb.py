@@ -290,7 +290,8 @@ class _Half(Stage):
         (self._segment,) = self.segments
         self._wire, self._other_rank = wire, other_rank
         self._agreed: dict[Rows, Agreement] = {}
-        self._places: dict[Rows, int] = {}
+        planned = next(iter(self._segment.codes.values()))
+        self._places = places_of(planned.cut, self.index)
         self._leaving: dict[int, Tensors] = {}
         self._graphs: dict[Rows, Graph] = {}
         self._arrived: dict[int, tuple[MicroBatch, list[Any]]] = {}
@@ -368,9 +369,7 @@ class ForwardHalf(_Half):
             WorkerError: it lies otherwise in memory than that of an earlier micro-batch.
         """
         rows, code = micro_batch.rows, self._code(micro_batch.rows)
-        if rows not in self._places:
-            self._places[rows] = places_of(code.cut, self.index)
-        layout, message = pack(tensors, lasting_states(code), self._places[rows])
+        layout, message = pack(tensors, lasting_states(code), self._places)
         if rows not in self._agreed:
             self._agreed[rows] = layout._replace(start=start, structure=tuple(structure))
             self._wire.send_object(self._agreed[rows], self._other_rank, self.index)

@@ -33,7 +33,6 @@ class Reports(Generic[T]):
         ranks: that report; all by default.
 
     Attributes:
-        latest: that came from each rank.
         incomplete: steps of which some ranks have reported, with the reports.
     """
 
@@ -42,7 +41,6 @@ class Reports(Generic[T]):
         self._count = communicator.size if ranks is None else len(ranks)
         self._sending: list[MPI.Request] = []
         self._receiving: list[tuple[MPI.Request, int]] = []
-        self.latest: dict[int, T] = {}
         self.incomplete: dict[int, dict[int, T]] = {}
 
     @property
@@ -77,7 +75,6 @@ class Reports(Generic[T]):
         return [(step, self.incomplete.pop(step)) for step in sorted(whole)]
 
     def _accept(self, rank: int, step: int, report: T) -> None:
-        self.latest[rank] = report
         self.incomplete.setdefault(step, {})[rank] = report
 
 

@@ -8,7 +8,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
@@ -35,6 +35,8 @@ class StepReport:
         tokens: of its samples; 0 if they are not of tokens.
         loss_scale: of this step, in float16.
         skipped: whether gradients overflowed.
+        rss_bytes, waiting, time: of the rank when it reports, which :class:`Telemetry` fills in;
+            ``waiting`` is the share of its time that it waits for others.
     """
 
     step: int
@@ -48,6 +50,9 @@ class StepReport:
     loss_scale: float = math.nan
     skipped: bool = False
     tokens: int = 0
+    rss_bytes: int = 0
+    waiting: float = 0.0
+    time: float = 0.0
 
 
 class Telemetry:
@@ -86,7 +91,8 @@ class Telemetry:
         host, node = socket.gethostname(), node_name()
         me = RankBeat(communicator.rank, host, node, os.getpid(), stages)
         self._ranks = communicator.gather(me)
-        self._reports = Reports[dict[str, Any]](communicator)
+        self._reports = Reports[StepReport](communicator)
+        self._latest: dict[int, StepReport] = {}
         self._beat_at = 0.0
         self._said_at = float("-inf")
         self._lines = Lines(run.metrics, warn)
@@ -106,12 +112,9 @@ class Telemetry:
 
     def report(self, report: StepReport) -> None:
         """Send one step's figures on their way; never waits for another rank."""
-        own = {
-            "rss_bytes": self._process.memory_info().rss,
-            "waiting": self._waiting.share(),
-            "time": time.time(),
-        }
-        self._reports.send(report.step, {**asdict(report), **own})
+        rss_bytes, waiting = self._process.memory_info().rss, self._waiting.share()
+        own = replace(report, rss_bytes=rss_bytes, waiting=waiting, time=time.time())
+        self._reports.send(report.step, own)
         if self._communicator.rank == 0:
             self._take_in()
             self._beat()
@@ -158,6 +161,7 @@ class Telemetry:
     def _take_in(self) -> None:
         """Write a line for every step of which all ranks have reported."""
         for step, reports in self._reports.collect():
+            self._latest = reports
             line = self._metrics(step, reports)
             self._append(line)
             now = time.monotonic()
@@ -173,30 +177,25 @@ class Telemetry:
     def _stamp(self, step: int) -> dict[str, Any]:
         return {"attempt": self._attempt, "step": step, "time": time.time()}
 
-    def _metrics(self, step: int, reports: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    def _metrics(self, step: int, reports: dict[int, StepReport]) -> dict[str, Any]:
         first = reports[0]
-        known = {
-            name: next((r[name] for r in reports.values() if not math.isnan(r[name])), None)
-            for name in ("learning_rate", "gradient_norm")
-        }
-        scaling = {}
-        if not math.isnan(first["loss_scale"]):
-            scaling = {"loss_scale": first["loss_scale"], "skipped": first["skipped"]}
-        samples_per_s, tokens = first["samples"] / first["step_time_s"], {}
-        if first["tokens"]:
-            tokens = {"tokens_per_s": first["tokens"] / first["step_time_s"]}
-        return {
+        line: dict[str, Any] = {
             "attempt": self._attempt,
             "step": step,
             "steps": self._steps,
-            "time": first["time"],
-            "loss": sum(reports[rank]["loss"] for rank in self._loss_ranks),
-            "step_time_s": first["step_time_s"],
-            "samples_per_s": samples_per_s,
-            **tokens,
-            **known,
-            **scaling,
+            "time": first.time,
+            "loss": sum(reports[rank].loss for rank in self._loss_ranks),
+            "step_time_s": first.step_time_s,
+            "samples_per_s": first.samples / first.step_time_s,
         }
+        if first.tokens:
+            line["tokens_per_s"] = first.tokens / first.step_time_s
+        for name in ("learning_rate", "gradient_norm"):
+            values = (getattr(report, name) for report in reports.values())
+            line[name] = next((value for value in values if not math.isnan(value)), None)
+        if not math.isnan(first.loss_scale):
+            line |= {"loss_scale": first.loss_scale, "skipped": first.skipped}
+        return line
 
     def _append(self, *lines: dict[str, Any]) -> None:
         """Write lines, and those that still wait to be written."""
@@ -214,10 +213,14 @@ class Telemetry:
         assert self._ranks is not None
         ranks = []
         for rank in self._ranks:
-            if (latest := self._reports.latest.get(rank.rank)) is not None:
-                names = "busy_s", "rss_bytes", "peak_bytes"
-                figures = {name: latest[name] for name in names}
-                rank = replace(rank, waiting=round(latest["waiting"], 3), **figures)
+            if (latest := self._latest.get(rank.rank)) is not None:
+                rank = replace(
+                    rank,
+                    waiting=round(latest.waiting, 3),
+                    busy_s=latest.busy_s,
+                    rss_bytes=latest.rss_bytes,
+                    peak_bytes=latest.peak_bytes,
+                )
             ranks.append(rank)
         progress = self._state, self._step, self._steps, self._attempt
         heartbeat = Heartbeat(*progress, tuple(ranks), self._messages)
