@@ -269,7 +269,7 @@ class Bench:
         Args:
             cost: of measuring.
         """
-        code = self._stages[index].segments[0].codes[self._key]
+        code = self._stages[index].segments[0].codes[self._micro_batch.rows]
         plain = code.stage
         if index not in self._marked:
             operators = self.cut.graph.position

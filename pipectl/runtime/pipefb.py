@@ -297,7 +297,7 @@ class _Half(Stage):
         self._arrived: dict[int, tuple[MicroBatch, list[Any]]] = {}
 
     def _code(self, rows: Rows) -> Code:
-        return self._segment.codes[True, rows]
+        return self._segment.codes[rows]
 
     def forget(self) -> None:
         """Drop gradients, unfinished micro-batches, and what is not sent."""

@@ -163,7 +163,7 @@ class Segment:
 
     Args:
         number: of the segment as a stage of the cuts.
-        cuts: by key, for all that it will compute.
+        cuts: by rows, for all that it will compute.
         argument: gives a parameter or buffer that some code is called with.
         recomputes: whether a forward keeps only what it starts from.
 
@@ -176,7 +176,7 @@ class Segment:
     def __init__(
         self,
         number: int,
-        cuts: Mapping[Key, Cut],
+        cuts: Mapping[Rows, Cut],
         argument: Callable[[Cut, Slot], Tensor],
         device: torch.device,
         precision: str,
@@ -186,12 +186,12 @@ class Segment:
         self.recomputes = recomputes
         self._arithmetic = arithmetic(precision, device)
         self._anchor = torch.zeros((), requires_grad=True)
-        self.codes: dict[Key, Code] = {}
-        for key, cut in cuts.items():
-            code, graph = build_stage(cut, number, key[1], device), cut.graph
-            names = graph.written if recomputes and key[0] else graph.rewritten
+        self.codes: dict[Rows, Code] = {}
+        for rows, cut in cuts.items():
+            code, graph = build_stage(cut, number, rows, device), cut.graph
+            names = graph.written if recomputes else graph.rewritten
             assert isinstance(code.module, fx.GraphModule)
-            self.codes[key] = Code(
+            self.codes[rows] = Code(
                 code,
                 cut,
                 [argument(cut, slot) for slot in code.states],
@@ -201,8 +201,8 @@ class Segment:
                 Slot(graph.loss),
                 any(node.target in SEEDERS for node in code.module.graph.nodes),
             )
-        training = [code for key, code in self.codes.items() if key[0]]
-        trained = (t for code in training for t in code.arguments if t.requires_grad)
+        arguments = (t for code in self.codes.values() for t in code.arguments)
+        trained = (tensor for tensor in arguments if tensor.requires_grad)
         self.leaves = list({id(tensor): tensor for tensor in trained}.values())
         self.kept: dict[int, Start | Live | Deferred] = {}
         self._splits = False
@@ -218,7 +218,7 @@ class Segment:
         if not self.recomputes:
             self.kept[index], results = self.run(start, again=False, pool=pool)
             return results
-        code = self.codes[True, start.micro_batch.rows]
+        code = self.codes[start.micro_batch.rows]
         # The forward leaves the memory of buffers behind: see keep_written().
         buffers = {index: code.arguments[index].detach() for index in code.written}
         inputs = {name: start.inputs[name] for name in code.stage.inputs}
@@ -264,7 +264,7 @@ class Segment:
     ) -> tuple[Live, dict[Slot, Tensor]]:
         """A training forward; ``again`` if it was run before and is to leave no trace."""
         micro_batch, version = start.micro_batch, start.version
-        code = self.codes[True, micro_batch.rows]
+        code = self.codes[micro_batch.rows]
         caught: dict[Slot, Tensor | None] = {}
         values: dict[Slot, Tensor] = {}
         for slot, source, has_gradient in code.received:
@@ -317,9 +317,8 @@ class Segment:
     def split_backwards(self) -> None:
         """Have every backward leave work for :meth:`finish_backward`."""
         self._splits = True
-        for (training, _), code in self.codes.items():
-            if training:
-                split_backwards(code.stage, code.cut.graph.states, lambda: self._deferring)
+        for code in self.codes.values():
+            split_backwards(code.stage, code.cut.graph.states, lambda: self._deferring)
 
 
 class Stage:
@@ -364,9 +363,9 @@ class Stage:
         self.parameters: dict[str, nn.Parameter] = {}
         self.buffers: dict[str, Tensor] = {}
         self.uses: dict[Slot, Tensor] = {}
-        training = {key: cut for key, cut in cuts.items() if key[0]}
-        evaluating = {key: cut for key, cut in cuts.items() if not key[0]}
-        inner = {key: cut_segments(cut, index, firsts) for key, cut in training.items()}
+        training = {rows: cut for (trains, rows), cut in cuts.items() if trains}
+        evaluating = {rows: cut for (trains, rows), cut in cuts.items() if not trains}
+        inner = {rows: cut_segments(cut, index, firsts) for rows, cut in training.items()}
         given = self._argument, self.device, precision
         again = recompute or bool(firsts)
         self.segments = [
@@ -378,10 +377,10 @@ class Stage:
         for key in cuts:
             names = (name for code in self._codes(key) for name in code.stage.inputs)
             self._inputs[key] = tuple(dict.fromkeys(names))
-        self._results: dict[Key, list[Slot]] = {}
-        for key, cut in training.items():
-            results = {slot for code in self._codes(key) for slot in code.stage.results}
-            self._results[key] = [slot for slot in _sent(cut, index) if slot in results]
+        self._results: dict[Rows, list[Slot]] = {}
+        for rows, cut in training.items():
+            results = {slot for code in self._codes((True, rows)) for slot in code.stage.results}
+            self._results[rows] = [slot for slot in _sent(cut, index) if slot in results]
 
     def draws(self, training: bool, rows: Rows) -> bool:
         """Whether it draws random numbers, so that its micro-batches need a seed."""
@@ -408,11 +407,11 @@ class Stage:
         Returns:
             The stage's results by slot.
         """
-        key = True, micro_batch.rows
         version = None if self.versions is None else self.versions.of_age(micro_batch.age)
         pool = None
         if self._mover is not None:
-            states = [state for code in self._codes(key) for state in code.arguments]
+            codes = (segment.codes[micro_batch.rows] for segment in self.segments)
+            states = [state for code in codes for state in code.arguments]
             used = states if version is None else version.among(states)
             pool = self._pool(micro_batch.number, used)
         values = dict(arrived)
@@ -420,7 +419,7 @@ class Stage:
             results = segment.forward(Start(micro_batch, inputs, values, {}, version), pool)
             for slot, tensor in results.items():
                 values[slot] = tensor.detach()
-        return {slot: values[slot] for slot in self._results[key]}
+        return {slot: values[slot] for slot in self._results[micro_batch.rows]}
 
     def recompute(self, micro_batch: MicroBatch) -> None:
         """Run a forward once more, of several segments the last one's."""
@@ -445,7 +444,7 @@ class Stage:
         for segment in reversed(self.segments):
             if segment is not self.segments[-1]:
                 segment.recompute(index)
-            slots = segment.codes[True, micro_batch.rows].returning
+            slots = segment.codes[micro_batch.rows].returning
             entering = {slot: returned.pop(slot) for slot in slots if slot in returned}
             caught, version = segment.backward(index, entering, weight, scale)
             returned |= caught
@@ -462,7 +461,7 @@ class Stage:
         self, micro_batch: MicroBatch, inputs: Mapping[str, Tensor], arrived: Tensors
     ) -> Tensors:
         """Run the evaluation forward of a micro-batch; returns the results by slot."""
-        code = self._evaluation.codes[False, micro_batch.rows]
+        code = self._evaluation.codes[micro_batch.rows]
         received = [arrived[slot] for slot in code.stage.received]
         states = copy_written(code.arguments, code.written)
         with torch.no_grad():
@@ -521,8 +520,9 @@ class Stage:
         raise NotImplementedError
 
     def _codes(self, key: Key) -> list[Code]:
-        segments = self.segments if key[0] else [self._evaluation]
-        return [segment.codes[key] for segment in segments]
+        trains, rows = key
+        segments = self.segments if trains else [self._evaluation]
+        return [segment.codes[rows] for segment in segments]
 
     def _argument(self, cut: Cut, slot: Slot) -> Tensor:
         """A parameter or buffer of this stage, moved to the device in place."""

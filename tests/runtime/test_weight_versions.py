@@ -1,7 +1,5 @@
 """Versions of the weights: what autograd needs, not a copy more."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -24,33 +22,6 @@ def step(versions, optimizer, in_use):
     versions.before_update(in_use)
     optimizer.step()
     versions.after_update()
-
-
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
-def test_old_graphs_give_the_gradients_of_deep_copies(optimizer):
-    torch.manual_seed(0)
-    layer = nn.Linear(3, 2)
-    twin = copy.deepcopy(layer)
-    ours, theirs = optimizer(layer.parameters(), lr=0.1), optimizer(twin.parameters(), lr=0.1)
-    versions = Versions(list(layer.parameters()), kept=1)
-    inputs = [torch.randn(4, 3) for _ in range(6)]
-    waiting, copies = [], []
-    for index, given in enumerate(inputs):
-        waiting.append(forward(versions, 0, given, layer.weight, layer.bias))
-        copies.append((copy.deepcopy(twin), given))
-        if index >= 2:
-            version, loss = waiting.pop(0)
-            loss.backward()
-            versions.collect(version)
-            step(versions, ours, [held for held, _ in waiting])
-            old, then = copies.pop(0)
-            old.zero_grad()
-            torch.nn.functional.linear(then, old.weight, old.bias).tanh().square().sum().backward()
-            for mine, its in zip(twin.parameters(), old.parameters(), strict=True):
-                mine.grad = its.grad
-            theirs.step()
-        pairs = zip(layer.parameters(), twin.parameters(), strict=True)
-        assert all(torch.equal(mine, its) for mine, its in pairs)
 
 
 def test_nothing_is_copied_where_nothing_waits():

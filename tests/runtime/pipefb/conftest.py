@@ -124,7 +124,7 @@ class Step:
     def _forward(self, number: int, batch: dict[str, Tensor]) -> None:
         values: dict[Slot, Tensor | None] = {}
         for index, (front, back) in enumerate(zip(self.forwards, self.backwards, strict=True)):
-            code = front.segments[0].codes[True, Rows.of(self.size)].stage
+            code = front.segments[0].codes[Rows.of(self.size)].stage
             micro_batch = MicroBatch(number, Rows.of(self.size), 7 + number)
             inputs = {name: batch[name].clone() for name in code.inputs}
             arrived = {Slot(s.value): copied(values[Slot(s.value)]) for s in code.received}

@@ -49,7 +49,7 @@ def test_each_memory_travels_once_and_weights_do_not(steps):
     agreed = apart.forwards[0]._agreed[Rows.of(2)]
     states = [view for view in agreed.views if view.number < 0]
     assert len(agreed.sizes) < len(agreed.views) - len(states)
-    code = apart.forwards[0].segments[0].codes[True, Rows.of(2)].stage
+    code = apart.forwards[0].segments[0].codes[Rows.of(2)].stage
     assert {~view.number for view in states} >= {
         index for index, slot in enumerate(code.states)
         if "out_weight" in slot.value or "qkv_weight" in slot.value
