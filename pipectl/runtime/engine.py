@@ -279,7 +279,7 @@ class Engine:
             case Kind.REDUCE_WAIT:
                 return lambda *_: reductions[index].finish()
             case Kind.UPDATE:
-                return partial(_update, index)
+                return partial(self._update, index)
             case Kind.SEND_START | Kind.SEND_WAIT:
                 return self._bind_send(channels[form.channel], form)
         return self._bind_receive(channels[form.channel], form)
@@ -386,6 +386,11 @@ class Engine:
 
         return content
 
+    def _update(self, stage: int, run: StepRun, micro_batch: MicroBatch) -> None:
+        run.outbox = None
+        run.update(stage, micro_batch.number)
+        self._transport.advance()
+
     def _bind_send(self, end: Channel, form: Form) -> Execute:
         lane, channel, shape = lane_of(end), form.channel, form.rows.shape
         line = self._transport.line(lane, end.target_rank)
@@ -460,8 +465,3 @@ def _results(run: StepRun, _: MicroBatch) -> Tensors:
 
 def _leaving(stage: Stage, _: StepRun, micro_batch: MicroBatch) -> Tensors:
     return stage.leaving(micro_batch.number)
-
-
-def _update(stage: int, run: StepRun, micro_batch: MicroBatch) -> None:
-    run.outbox = None
-    run.update(stage, micro_batch.number)
