@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -72,6 +74,11 @@ def assert_is_ordered(graph: BlockGraph) -> None:
         assert all(before < position for before in bits(graph.predecessors[position]))
         for after in bits(graph.successors[position]):
             assert graph.predecessors[after] >> position & 1
+
+
+def test_ancestors_lie_any_number_of_edges_above(make_operator) -> None:
+    graph = contract([make_operator(i) for i in range(6)], [*pairwise(range(6))], range(6))
+    assert [*map(int.bit_count, graph.ancestors)] == [*range(6)]
 
 
 def test_operator_between_two_members_of_a_group_joins_them(make_profile, make_operator) -> None:
