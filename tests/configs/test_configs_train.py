@@ -164,3 +164,34 @@ def test_schedule_of_the_learning_rate_ends_with_the_run(name):
 @pytest.mark.parametrize("path", sorted(MODELS.glob("*.py")), ids=lambda path: path.name)
 def test_models_know_nothing_of_pipectl(path):
     assert "pipectl" not in path.read_text(encoding="utf-8")
+
+
+def test_lora_trains_on_tokens_and_on_bytes_only_without_a_tokenizer(
+    tmp_path,
+):
+    pytest.importorskip("peft", reason="pip install 'pipectl[corpus]'")
+    transformers = pytest.importorskip("transformers", reason="pip install 'pipectl[corpus]'")
+    tokenizers = pytest.importorskip("tokenizers", reason="pip install 'pipectl[corpus]'")
+    recipe, base, file = _module("causal_lm"), tmp_path / "base", tmp_path / "text"
+    file.write_text("the loss of the sentence " * 4)
+    with pytest.raises(FileNotFoundError, match=r"base is no directory with config\.json"):
+        recipe["Text"](str(file), str(base))
+
+    transformers.LlamaConfig(vocab_size=128).save_pretrained(base)
+    of_bytes = recipe["Text"](str(file), str(base), length=4)
+    assert bytes(of_bytes[0]["input_ids"].tolist()) == b"the "
+    with pytest.raises(ValueError, match="100 tokens, fewer than a window of 128"):
+        recipe["Text"](str(file), str(base))
+
+    transformers.LlamaConfig(vocab_size=32000).save_pretrained(base)
+    with pytest.raises(ValueError, match="no tokenizer for its vocabulary of 32000"):
+        recipe["Text"](str(file), str(base), length=4)
+
+    words = {"the": 300, "loss": 301, "of": 302, "sentence": 303}
+    model = tokenizers.models.WordLevel(words, unk_token="the")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(base)
+    data = recipe["Text"](str(file), str(base), length=5)
+    assert len(data) == 4
+    assert data[1]["input_ids"].tolist() == data[1]["labels"].tolist() == [300, 301, 302, 300, 303]

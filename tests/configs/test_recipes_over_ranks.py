@@ -122,7 +122,7 @@ def test_what_lora_learnt_loads_in_plain_transformers(tmp_path: Path, trained: A
         "optimizer.kwargs.lr=0.05",
         "pipeline.micro_batches=2",
         f"model.kwargs.base={base}",
-        f"data.kwargs={{file: {text}, length: 16}}",
+        f"data.kwargs={{file: {text}, base: {base}, length: 16}}",
     )
     (run,) = trained(spec, 2)
     assert sum(losses(run)[-5:]) < 0.97 * sum(losses(run)[:5])
