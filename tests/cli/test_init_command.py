@@ -137,6 +137,9 @@ def test_a_controller_that_does_not_answer_is_no_obstacle(cli: Command, slurm: P
     assert result.code == 0
     assert "limits of queues are unknown" in result.err
     assert written().slurm.partition == "any"
+    assert result.out.endswith("next: pipectl submit job.yaml --wait --scheduler local\n")
+    result = cli("init", "chosen", "--scheduler", "slurm")
+    assert result.out.endswith("next: pipectl submit chosen/job.yaml --wait\n")
 
 
 def test_a_model_of_ones_own(cli: Command) -> None:
@@ -181,6 +184,21 @@ def test_a_package_beside_the_current_directory_is_reached_from_the_job(
     assert spec.evaluation.data.factory == f"{name}:held_out_data"
 
 
+@pytest.mark.parametrize(
+    ("names", "chosen"),
+    [(["val"], "val"), (["test_set", "validation"], "validation"), (["test", "validate"], None)],
+)
+def test_held_out_data_is_recognized_by_its_usual_names(
+    cli: Command, names: list[str], chosen: str | None
+) -> None:
+    functions = "".join(f"def {name}(): ...\n" for name in ["training_data", *names])
+    Path("mine.py").write_text(f"class Net: ...\n{functions}")
+    assert cli("init", "--model", "mine.py:Net").code == 0
+    evaluation = written().evaluation
+    factory = evaluation and evaluation.data.factory
+    assert factory == (chosen and f"./mine.py:{chosen}")
+
+
 def test_held_out_data_that_is_not_there_is_a_comment_in_the_job(cli: Command) -> None:
     Path("mine.py").write_text("class Net: ...\ndef training_data(): ...\n")
     assert cli("init", "--model", "mine.py:Net").code == 0
@@ -201,6 +219,7 @@ def test_a_recipe_is_copied_with_its_code(cli: Command) -> None:
     for options, message in (
         (["gpt-stdlb"], "no recipe 'gpt-stdlb'; did you mean 'gpt-stdlib'?"),
         (["gpt-stdlib", "--nodes", "2"], "--nodes: has no effect with --recipe"),
+        (["gpt-stdlib", "--scheduler", "local"], "then set launch.scheduler in its job file"),
     ):
         done = cli("init", "first", "--recipe", *options)
         assert (done.code, message in done.err, Path("first").exists()) == (2, True, False)

@@ -38,8 +38,29 @@ _OF_NODE = 0.9
 """Share of a node's memory that jobs request: the system needs the rest."""
 _OF_SHARE = 0.9
 """Share of a rank's memory that a plan uses: the C library keeps some freed memory."""
-_HELD_OUT = ("held_out_data", "held_out", "validation_data", "evaluation_data", "test_data")
-"""Names of functions that return evaluation data, as far as `init` knows them."""
+_HELD_OUT = (
+    r"held_out(_data|_set|_dataset)?",
+    r"val(id|idation)?(_data|_set|_dataset)?",
+    r"(eval|evaluation|dev|test)_(data|set|dataset)",
+)
+"""Names of functions that return evaluation data, as far as `init` knows them, the best first."""
+_KEYS_OF_OPTIONS = {
+    "--model": "model",
+    "--data": "data",
+    "--loss": "loss",
+    "--name": "name",
+    "--scheduler": "launch.scheduler",
+    "--partition": "slurm.partition (or pbs.queue)",
+    "--queue": "pbs.queue (or slurm.partition)",
+    "--account": "slurm.account (or pbs.account)",
+    "--nodes": "resources.nodes",
+    "--tasks-per-node": "resources.tasks_per_node",
+    "--cpus-per-task": "resources.cpus_per_task",
+    "--gpus-per-node": "resources.gpus_per_node",
+    "--memory": "resources.memory_per_node",
+    "--walltime": "resources.walltime",
+}
+"""Keys of the job that say what the options say."""
 _QUEUE_KEYS = {"slurm": "partition", "pbs": "queue"}
 _QUESTIONS: dict[str, tuple[str, Callable[[str], Any], Callable[[Any], str]]] = {
     "nodes": ("Nodes", opt.reader(opt.parse_whole_number), str),
@@ -85,13 +106,13 @@ def command(
     force: bool = opt.flag("Replace files that exist.", "--force"),
 ) -> None:
     if recipe is not None:
-        others = (
-            "--model --data --loss --name --scheduler --partition --account --nodes "
-            "--tasks-per-node --cpus-per-task --gpus-per-node --memory --walltime"
-        )
-        opt.refuse(
-            context, others, "has no effect with --recipe", cure="change the job file afterwards"
-        )
+        for option, key in _KEYS_OF_OPTIONS.items():
+            opt.refuse(
+                context,
+                option,
+                "has no effect with --recipe",
+                cure=f"write the recipe without it, then set {key} in its job file",
+            )
         _copy_recipe(recipe, directory, force=force)
         return
     if not is_name(name):
@@ -110,7 +131,17 @@ def command(
         why, cure = "the job runs on this machine", "add --scheduler slurm or --scheduler pbs"
         opt.refuse(context, "--partition --account", why, cure=cure)
     ask = is_terminal() and not yes and where != LOCAL
-    queue = _find_queue(where, partition, ask=ask)
+    queues: Sequence[Queue] = ()
+    reachable = True
+    try:
+        queues = get_scheduler(where).queues()
+    except SchedulerError as error:
+        reachable = False
+        note(
+            f"the limits of queues are unknown: {error.message.splitlines()[0]}\n"
+            "for a job on this machine, add --scheduler local"
+        )
+    queue = _choose_queue(queues, partition, ask=ask)
     options = {
         "nodes": nodes, "tasks_per_node": tasks_per_node, "cpus_per_task": cpus_per_task,
         "gpus_per_node": gpus_per_node, "memory_per_node": memory, "walltime": walltime,
@@ -141,7 +172,8 @@ def command(
         write_text(example, _starter_file("model.py.txt"))
     for target in targets:
         say(f"written: {target}")
-    say(f"next: pipectl submit {job} --wait")
+    elsewhere = "" if reachable or scheduler is not None else " --scheduler local"
+    say(f"next: pipectl submit {job} --wait{elsewhere}")
 
 
 def is_terminal() -> bool:
@@ -212,8 +244,9 @@ def _read_code(model: str, loss: str, data: str | None, directory: Path) -> dict
     except (OSError, SyntaxError, ValueError):  # loading it says what is wrong
         tree = ast.Module([], [])
     functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
-    held_out = next((name for name in _HELD_OUT if name in functions), None)
-    named["held_out"] = f"{data.rpartition(':')[0]}:{held_out or _HELD_OUT[0]}"
+    named_so = (name for each in _HELD_OUT for name in functions if re.fullmatch(each, name))
+    held_out = next(named_so, None)
+    named["held_out"] = f"{data.rpartition(':')[0]}:{held_out or 'held_out_data'}"
     seen = {key: _seen_from(directory, text) for key, text in named.items()}
     return {"loss": LOSS_OF_MODEL, **seen, "has_held_out": held_out is not None}
 
@@ -229,17 +262,9 @@ def _seen_from(directory: Path, text: str) -> str:
     return f"{path if reference.file else f'{path}/{reference.module}'}:{reference.attribute}"
 
 
-def _find_queue(scheduler: str, name: str | None, *, ask: bool) -> Queue:
+def _choose_queue(queues: Sequence[Queue], name: str | None, *, ask: bool) -> Queue:
     """The partition or queue with the name, else the default one if it is open, else the first open
     one; without a name if no queue is known."""
-    try:
-        queues = get_scheduler(scheduler).queues()
-    except SchedulerError as error:
-        note(
-            f"the limits of queues are unknown: {error.message.splitlines()[0]}\n"
-            "for a job on this machine, add --scheduler local"
-        )
-        return Queue(name or "")
     by_name = {queue.name: queue for queue in queues}
     ready = [queue for queue in queues if queue.open]
     queue = next((queue for queue in ready if queue.default), ready[0] if ready else Queue(""))
