@@ -158,8 +158,9 @@ def plan_step(
         if explained:
             tell("explaining")
             explanation = explain(
-                best.plan, *subject, search.plan, best.alternatives, lambda: search.interrupted
-            )
+                best.plan, *subject, search.plan, best.alternatives, lambda: search.interrupted,
+                can_add_nodes=inputs.can_add_nodes,
+            )  # fmt: skip
     simulation = simulate(best.plan, inputs.cluster)
     return StepAnswer(
         inputs,

@@ -76,6 +76,7 @@ class PlanInputs:
         plan_file: file for the job's own plan; None if the plan is another one.
         warnings: about the profile and the cluster.
         kept_micro_batches: number of micro-batches of the job's last plan, if it is kept.
+        can_add_nodes: whether more nodes can be asked for; not for a job on this machine alone.
     """
 
     profile: Profile
@@ -85,6 +86,7 @@ class PlanInputs:
     plan_file: Path | None = None
     warnings: tuple[str, ...] = ()
     kept_micro_batches: int | None = None
+    can_add_nodes: bool = True
 
     @classmethod
     def of(cls, job: Job, micro_batches: int | None = None, **values: Any) -> PlanInputs:
@@ -160,6 +162,7 @@ def gather(
         plan_file=plan_path(spec) if devices is None else None,
         warnings=tuple(filter(None, warnings)),
         kept_micro_batches=micro_batches,
+        can_add_nodes=planned.scheduler != LOCAL,
     )
 
 

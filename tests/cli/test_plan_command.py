@@ -44,7 +44,7 @@ def test_plan_shows_stages_a_verdict_and_a_gantt_in_80_columns(
     result = cli("plan", "job.yaml", "--scheduler", "slurm")
     assert (result.code, result.err) == (0, "")
     assert max(map(len, result.out.splitlines())) <= 80
-    golden(result.out, vary=r"(?s)by pipectl in .*?(?=\n\n)")
+    golden(result.out, vary=r"(?s)search: .*?(?=\n\n)")
 
 
 def test_a_search_that_compiled_the_planner_says_so(
@@ -269,10 +269,10 @@ def test_no_pipeline_is_recommended_if_that_is_faster(
     assumed_cluster("fast", [4], 4, None).save(Path("c.json"))
     batch = ("--set", "training.batch_size=16")
     text = " ".join(cli(*ALONE, "--cluster", "c.json", *batch).out.split())
-    assert "would help: no pipeline: data parallelism on 4 ranks takes about " in text
+    assert "faster: data parallelism on 4 ranks without a pipeline: about " in text
     slow = ("--communication-scale", "100000")
     result = cli("lab", "plan", "job.yaml", "--scheduler", "slurm", *slow)
-    assert "no pipeline: one rank alone takes" in result.out
+    assert "one rank without a pipeline: " in result.out
 
 
 @pytest.mark.skipif(WORKLOADS is None, reason="PIPECTL_WORKLOADS is not set")

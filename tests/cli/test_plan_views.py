@@ -159,6 +159,8 @@ def test_verdicts_advice_and_remarks(pipeline: Plans, golden: Callable[..., None
         replace(plan, search=search), without=WithoutPipeline(None, None, "no size"),
         stopped="by Ctrl-C", compiling_s=1.5,
     )  # fmt: skip
+    little = answer(plan, replace(PARTS, bubble_s=0.01, communication_s=0.0))
+    dapple = replace(searched.plan, search=replace(search, planner="dapple"))
     best = replace(searched.plan, search=replace(search, gap=0.0))
     answers = {
         "bubble": answer(plan),
@@ -166,7 +168,10 @@ def test_verdicts_advice_and_remarks(pipeline: Plans, golden: Callable[..., None
         "messages": answer(plan, replace(PARTS, communication_s=0.2)),
         "reduction": answer(plan, replace(PARTS, reduction_s=0.2)),
         "recomputation": answer(plan, replace(PARTS, recompute_s=0.2)),
-        "little": answer(plan, replace(PARTS, bubble_s=0.01, communication_s=0.0)),
+        "little": little,
+        "little, on this machine": replace(
+            little, inputs=replace(little.inputs, can_add_nodes=False)
+        ),
         "no offer helps": answer(plan, explanation=replace(why, offers=why.offers[1:])),
         "one stage": answer(timed(pipeline(1, 4, node_of_rank=(0, 1)), 1.0)),
         "one rank is slower": answer(plan, without=WithoutPipeline(Estimate(1, 1.1, 0.0, 0), None)),
@@ -174,6 +179,7 @@ def test_verdicts_advice_and_remarks(pipeline: Plans, golden: Callable[..., None
         "data parallelism is faster": answer(plan, without=parallel),
         "and was considered": answer(plan, without=parallel, replicas=None),
         "search": replace(searched, inputs=replace(searched.inputs, kept_micro_batches=4)),
+        "another planner": replace(searched, plan=dapple),
         "best plan": replace(searched, plan=best),
         **{name: answer(plan, link=link) for name, link in links.items()},
     }

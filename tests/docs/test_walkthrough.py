@@ -19,7 +19,7 @@ from reader import bash, basic_commands
 PAGE = CHECKOUT / "docs" / "walkthrough.md"
 _CONTROL = re.compile(r"\x1b\[[^A-Za-z]*[A-Za-z]|\^C")  # of what draws on a terminal
 _DEPENDS_ON_TIMES = (
-    *("bottleneck:", "it waits:", "would help:", "sum gradients", "search:", "per step"),
+    *("bottleneck:", "it waits:", "faster:", "sum gradients", "search:", "per step"),
     *("waiting", "stage "),
 )
 _SHORTER = "pipectl submit job.yaml --set training.steps=20 --set evaluation.every=20"

@@ -39,6 +39,14 @@ def test_another_node_is_nothing_to_a_model_that_cannot(chain: Callable[..., Pro
     assert offers(found)["one more node"].gain(found.plan.predicted_step_s) == 0.0
 
 
+def test_a_job_on_one_machine_is_offered_no_other_node(chain: Callable[..., Profile]):
+    plan = make_plan(chain(4), cluster(2), REQUEST)
+    subject = chain(4), cluster(2), REQUEST, make_plan
+    found = offers(explain(plan, *subject, can_add_nodes=False))
+    assert "one more node" not in found
+    assert set(found) == set(offers(explain(plan, *subject))) - {"one more node"}
+
+
 def test_memory_is_offered_where_it_is_limited(chain: Callable[..., Profile]):
     free = offers(explained(chain(2), cluster(1)))["1 GiB more for every rank"]
     assert (free.step_s, free.reason) == (None, "nothing: memory is not limited")

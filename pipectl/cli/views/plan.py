@@ -39,14 +39,15 @@ _NOTHING, _SMALL = 1e-3, 0.05
 _NOTEWORTHY_S = 1.0
 """Minimum compile time that is printed, in seconds."""
 _FASTER = 1.005
+_DATA_PARALLEL = "--set pipeline.replicas=any"
 _PARTS = (
     ("compute_s", "forward and backward"),
     ("recompute_s", "recomputation"),
     ("update_s", "optimizer step"),
-    ("reduction_s", "waits for gradient all-reduce"),
-    ("offload_s", "waits for offloaded values"),
-    ("communication_s", "waits for messages"),
-    ("bubble_s", "fill, drain, waits for others"),
+    ("reduction_s", "waiting for sums of gradients"),
+    ("offload_s", "waiting for offloaded values"),
+    ("communication_s", "waiting for messages"),
+    ("bubble_s", "waiting for other ranks"),
 )
 
 
@@ -212,9 +213,9 @@ def verdict(answer: StepAnswer) -> Iterator[tuple[str, str]]:
         share, waiting = f"{parts.busy_s / step_s:.1%}", "it waits"
         yield "bottleneck", f"rank {parts.rank} ({stages}), which computes for {share} of the step"
     losses = [
-        (parts.bubble_s, "for other stages, to fill and to drain"),
+        (parts.bubble_s, "for other ranks (the pipeline fills and drains)"),
         (parts.communication_s, "for messages"),
-        (parts.reduction_s, "for gradient all-reduce"),
+        (parts.reduction_s, "for sums of gradients"),
         (parts.offload_s, "for offloaded values"),
     ]
     lost = [
@@ -224,11 +225,11 @@ def verdict(answer: StepAnswer) -> Iterator[tuple[str, str]]:
     ]
     if lost:
         yield waiting, ", ".join(lost)
-    yield "would help", _advice(answer)
+    yield _advice(answer)
 
 
-def _advice(answer: StepAnswer) -> str:
-    """The best change that was tried, else what the largest loss suggests."""
+def _advice(answer: StepAnswer) -> tuple[str, str]:
+    """What is faster or would help as planned, else what may help against the largest loss."""
     plan, parts, request = answer.plan, answer.parts, answer.inputs.request
     worth = _without_advice(plan, answer.without, considered=request.replicas is None)
     if worth:
@@ -238,10 +239,9 @@ def _advice(answer: StepAnswer) -> str:
         offers = answer.explanation.offers
         best = max(offers, key=lambda offer: offer.gain(step_s), default=None)
         if best is None or not best.gain(step_s):
-            return "no change that was tried"
-        return (
-            f"{best.change}: {format_time(best.step_s or 0.0)} per step ({-best.gain(step_s):+.1%})"
-        )
+            return "would help", "none of the changes that were tried"
+        step, gain = format_time(best.step_s or 0.0), best.gain(step_s)
+        return "would help", f"{best.change}: {step} per step ({-gain:+.1%})"
     open_micro_batches = (
         request.micro_batches is None or answer.inputs.kept_micro_batches is not None
     )
@@ -256,46 +256,61 @@ def _advice(answer: StepAnswer) -> str:
     }
     advice, lost_s = max(losses.items(), key=lambda loss: loss[1])
     if lost_s < _SMALL * parts.step_s:
-        return "more nodes; --nodes 1,2,4 says up to how many nodes it is faster"
-    return f"{advice}; --explain tries that and more"
+        if not answer.inputs.can_add_nodes:
+            return (
+                "would help",
+                f"only faster operators: waits are less than {_SMALL:.0%} of the step",
+            )
+        return "may help", "more nodes; --nodes 1,2,4 says up to how many nodes it is faster"
+    return "may help", f"{advice}; not tried: --explain tries such changes"
 
 
-def _without_advice(plan: Plan, without: WithoutPipeline | None, *, considered: bool) -> str:
-    """Advice to train without a pipeline; empty if that is not faster, or unknown.
+def _without_advice(
+    plan: Plan, without: WithoutPipeline | None, *, considered: bool
+) -> tuple[str, str] | None:
+    """What is faster without a pipeline; None if nothing is, or nothing is known.
 
     Args:
         considered: whether the planner was free to choose replicas.
     """
     better = None if without is None else without.better_than(plan)
     if better is not None and better.ranks == 1:
-        return f"no pipeline: one rank alone takes {format_time(better.step_s)} per step"
+        return "faster", f"one rank without a pipeline: {format_time(better.step_s)} per step"
     if better is not None:
         advice = (
-            f"no pipeline: data parallelism on {better.ranks} ranks takes about "
+            f"data parallelism on {better.ranks} ranks without a pipeline: about "
             f"{format_time(better.step_s)} per step, {format_time(better.reduction_s)} of it to "
             "sum gradients"
         )
-        return advice if considered else f"{advice} (pipeline.replicas: any considers it)"
+        return "faster", advice if considered else f"{advice} ({_DATA_PARALLEL} plans it)"
     if without is not None and len(plan.stages) == 1 and plan.stages[0].replicas < plan.ranks:
-        return "fewer ranks: no cut makes a step shorter than one rank alone does"
-    return ""
+        return "would help", "fewer ranks: no cut makes a step shorter than one rank alone does"
+    return None
 
 
 def remarks(answer: StepAnswer) -> Iterator[tuple[str, str]]:
     """Remarks on the search and the plan: labels and texts."""
+    from pipectl.planner.baselines import OWN
     from pipectl.runtime.nodes import unsupported
 
     plan, inputs, search = answer.plan, answer.inputs, answer.plan.search
     if search is not None:
-        text = f"by {search.planner} in {format_time(search.planning_s)}"
+        text = f"took {format_time(search.planning_s)}"
+        if search.planner != OWN:
+            text = f"by {search.planner}, {text}"
         if answer.compiling_s >= _NOTEWORTHY_S:
             text += f", {format_time(answer.compiling_s)} of it to compile the planner"
         if answer.stopped:
             text += f", stopped {answer.stopped}"
         if search.step_lower_bound_s is not None and search.gap is not None:
-            bound = f"takes less than {format_time(search.step_lower_bound_s)} per step"
-            bound = bound if search.gap >= _NOTHING else "is faster"
-            text += f"; no plan with these micro-batch sizes {bound}"
+            if search.gap < _NOTHING:
+                text += "; no plan with these micro-batch sizes is faster"
+            else:
+                bound = format_time(search.step_lower_bound_s)
+                text += (
+                    f"; lower bound {bound} per step: with these micro-batch sizes no plan can be "
+                    "faster than that, and perhaps none is as fast"
+                )
         yield "search", text
     if inputs.kept_micro_batches is not None:
         yield (

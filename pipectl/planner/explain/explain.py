@@ -109,6 +109,8 @@ def explain(
     planner: Planner,
     others: Iterable[Plan] = (),
     expired: Callable[[], bool] = lambda: False,
+    *,
+    can_add_nodes: bool = True,
 ) -> Explanation:
     """Explain the best plan of a request.
 
@@ -116,6 +118,7 @@ def explain(
         planner: what made it; asked again for every change.
         others: further plans of the same request that the search has judged.
         expired: whether to ask no more; what is left out is then missing from the answer.
+        can_add_nodes: whether there may be more nodes than the cluster has.
     """
 
     def while_time(profile: Profile, cluster: Cluster, request: PlanRequest) -> Plan:
@@ -137,7 +140,7 @@ def explain(
         parts=step_parts(plan, cluster, simulate(plan, cluster)),
         link=busiest_link(plan, cluster),
         alternatives=tuple(Alternative(*each) for each in ranked[:MAX_ALTERNATIVES]),
-        offers=tuple(_offers(subject)),
+        offers=tuple(_offers(subject, can_add_nodes=can_add_nodes)),
     )
 
 
@@ -164,7 +167,7 @@ class _Subject:
             return Offer(change, reason=error.message)
 
 
-def _offers(subject: _Subject) -> Iterator[Offer]:
+def _offers(subject: _Subject, *, can_add_nodes: bool) -> Iterator[Offer]:
     """What changes buy; each is planned anew.
 
     Links twice as fast mean the same on every network; one GB/s more would be eight networks of
@@ -172,7 +175,8 @@ def _offers(subject: _Subject) -> Iterator[Offer]:
     """
     plan, cluster, request = subject.plan, subject.cluster, subject.request
     nodes, limit = len(cluster.nodes), request.memory_limit_bytes
-    yield subject.offer("one more node", with_nodes(cluster, nodes + 1))
+    if can_add_nodes:
+        yield subject.offer("one more node", with_nodes(cluster, nodes + 1))
     change = "1 GiB more for every rank"
     if limit is None and all(node.device.memory_bytes is None for node in cluster.nodes):
         yield Offer(change, reason="nothing: memory is not limited")
