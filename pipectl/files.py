@@ -80,15 +80,21 @@ def write_log(log: int, text: str) -> None:
             data = data[os.write(log, data[:_PIECE]) :]
 
 
-def make_directory(path: Path) -> None:
-    """Create a private directory and its parents, or check that the existing one is writable.
+def make_directory(path: Path, *, private: bool = True) -> None:
+    """Create a directory and its parents, or check that the existing one is writable.
+
+    Args:
+        private: whether new directories have mode 0700; else their mode follows the umask.
 
     Raises:
         UsageError: the directory cannot be created or written.
     """
     cure = "choose a directory you may write to"
     try:
-        make_private_directory(path)
+        if private:
+            make_private_directory(path)
+        else:
+            path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(
             f"{path}: cannot be created: {error.strerror or error}", cure=cure
@@ -124,8 +130,11 @@ def is_stream(path: Path) -> bool:
     return place.exists() and not (place.is_file() or place.is_dir())
 
 
-def make_directory_of(path: Path) -> None:
+def make_directory_of(path: Path, *, private: bool = True) -> None:
     """Create the directory of a file before the long work that ends with :func:`write_text`.
+
+    Args:
+        private: see :func:`make_directory`.
 
     Raises:
         UsageError: the file could not be written.
@@ -142,7 +151,7 @@ def make_directory_of(path: Path) -> None:
         raise _unwritable(path, error) from error
     if place.is_dir():
         raise UsageError(f"{path}: is a directory", cure="name a file in it")
-    make_directory((place if path.is_symlink() else path).parent)
+    make_directory((place if path.is_symlink() else path).parent, private=private)
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -91,7 +91,7 @@ def label_lines(
             parts = [piece for part in parts for piece in fold(part) or [""]]
         for number, part in enumerate(parts):
             head = plain(f"{'' if number else label:<{indent}}", "bold" if bold else "")
-            yield head.append_text(plain(part, style))
+            yield Text.assemble(head, plain(part, style))  # the label's style is not the text's
 
 
 def table(

@@ -165,6 +165,8 @@ def _line(status: RunStatus) -> str:
         return state.value
     loss = "" if now.last_loss is None else f", loss {now.last_loss:.4g}"
     progress = f", step {now.step} of {status.steps}{loss}" if now.step else ""
+    if " after step " in status.phase:  # the reports of this step may still be on their way
+        progress = loss
     if status.record is not None and status.record.kind == PROFILING:
         progress = f" {now.step}%" if now.step else ""
     return f"{state.value}: {status.phase}{progress}"

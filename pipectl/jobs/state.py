@@ -55,7 +55,7 @@ _MIN_PAUSE_S, _MAX_PAUSE_S, _GROWTH = 10.0, 60.0, 1.25
 _SUBMIT_GRACE_S = 60.0
 _MIN_FRESH_S, _FRESH_STEPS = 60.0, 3
 """Largest age of a heartbeat, in seconds and in steps: one is written after each step."""
-_STOPPED = "stopped at a checkpoint; `pipectl resume RUN` continues from it"
+_STOPPED = "stopped at a checkpoint"
 POLL_S = 0.5
 _MAX_UNKNOWN_S = 300.0
 BY_TAG = "found by its tag"

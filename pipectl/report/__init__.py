@@ -6,6 +6,7 @@ a run directory may come from another user. Jinja is imported only to render.
 
 from __future__ import annotations
 
+import re
 from base64 import b64encode
 from functools import cache
 from hashlib import sha256
@@ -35,6 +36,7 @@ def render_page(**values: Any) -> str:
 @cache
 def _environment() -> Environment:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup, escape
 
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES),
@@ -44,5 +46,10 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"time": format_time, "bytes": format_bytes}
+
+    def code(text: str) -> Markup:
+        """Text in backticks as code."""
+        return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(text))))
+
+    environment.filters |= {"time": format_time, "bytes": format_bytes, "code": code}
     return environment

@@ -12,13 +12,15 @@ from typing import NamedTuple
 from pipectl.cluster import Cluster
 from pipectl.link import Link
 from pipectl.report import render
-from pipectl.units import format_bytes, format_time
+from pipectl.units import format_bytes, format_time, plural
 
 Points = Sequence[tuple[float, float]]
 _WIDTH, _HEIGHT = 440, 220
 _LEFT, _GAP = 76, 100
 _COLOURS = ("#2f7fb5", "#cf6a26", "#4f8f45", "#8a5fb0", "#a08a1e", "#6e7781")
 _MAX_POINTS = 1000
+_OUTLIER = 5
+"""Distance from the range of most values, relative to this range, from which on one is far."""
 _MAX_DOTS = 30
 """Curves with at most this many points show them as dots."""
 
@@ -51,6 +53,7 @@ class Chart(NamedTuple):
     curves: Mapping[str, Points]
     x: Axis
     y: Axis
+    x_name: str = ""
 
 
 def linear_ticks(low: float, high: float, max_ticks: int = 10) -> list[float]:
@@ -76,22 +79,42 @@ def average_points(points: Points, max_points: int) -> list[tuple[float, float]]
     ]
 
 
-def steps_svg(curves: Mapping[str, Points]) -> str:
-    """Draw a chart per curve; the result is empty without points.
+def steps_svg(figures: Mapping[str, Mapping[str, Points]]) -> str:
+    """Draw a chart per figure; the result is empty without points.
+
+    Points far from all others are drawn at the border, so that they do not flatten the curves.
 
     Args:
-        curves: (step, figure) by name, with ascending steps.
+        figures: curves by name, by title; each a list of (step, value) with ascending steps.
     """
     charts = []
-    for title, points in curves.items():
-        if points:
-            points = average_points(points, _MAX_POINTS)
-            xs, ys = zip(*points, strict=True)
-            steps = {x: f"{x:.0f}" for x in linear_ticks(xs[0], xs[-1], 8) if x == int(x)}
-            values = {y: f"{y:g}" for y in linear_ticks(min(ys), max(ys), 6)}
-            x, y = Axis(_WIDTH, xs[0], xs[-1], steps), Axis(_HEIGHT, max(ys), min(ys), values)
-            charts.append(Chart(title, {"": points}, x, y))
+    for title, named in figures.items():
+        curves = {name: average_points(each, _MAX_POINTS) for name, each in named.items() if each}
+        if curves:
+            xs, ys = zip(*(point for points in curves.values() for point in points), strict=True)
+            low, high = _range_without_outliers(ys)
+            steps = {x: f"{x:.0f}" for x in linear_ticks(min(xs), max(xs), 8) if x == int(x)}
+            values = {y: f"{y:g}" for y in linear_ticks(low, high, 6)}
+            x, y = Axis(_WIDTH, min(xs), max(xs), steps), Axis(_HEIGHT, high, low, values)
+            shown = {
+                name: [(step, min(max(value, low), high)) for step, value in points]
+                for name, points in curves.items()
+            }
+            if outliers := sum(not low <= value <= high for value in ys):
+                title = f"{title} (at the border: {plural(outliers, 'point')} beyond it)"
+            if len(shown) == 1:  # it needs no name
+                shown = {"": next(iter(shown.values()))}
+            charts.append(Chart(title, shown, x, y, "step"))
     return _charts_svg(charts, "") if charts else ""
+
+
+def _range_without_outliers(values: Sequence[float]) -> tuple[float, float]:
+    """The range of values, without those far from the range of the middle 90 %."""
+    ranked = sorted(values)
+    last = len(ranked) - 1
+    low, high = ranked[math.ceil(0.05 * last)], ranked[math.floor(0.95 * last)]
+    margin = _OUTLIER * (high - low) if high > low else math.inf
+    return max(ranked[0], low - margin), min(ranked[-1], high + margin)
 
 
 def list_measured_links(cluster: Cluster) -> dict[str, Link]:

@@ -49,7 +49,7 @@ SPENT = {
                    "are other nodes; `pipectl profile --again` measures again"),
     OTHERS: Use("waiting for other ranks", "more micro-batches keep the pipeline full for longer",
                 "filling and draining the pipeline"),
-    COMMUNICATION: Use("waiting for messages on their way", f"fewer stages send less; {_LINKS}"),
+    COMMUNICATION: Use("waiting for messages", f"fewer stages send less; {_LINKS}"),
     SUMS: Use("waiting for sums of gradients", f"fewer replicas sum less; {_LINKS}"),
     OFFLOAD: Use("waiting for offloaded values", "recomputing, or more memory per rank, needs no "
                  "offload; `disk_link` and `host_link` in the cluster file say how fast it is"),
@@ -336,11 +336,11 @@ def explain(comparison: Comparison) -> list[tuple[str, str]]:
     ]
     by_share = sorted((share for share in shares if share[0] >= _MIN_SHARE), reverse=True)
     uses = ", ".join(f"{share:.0%} {name}" for share, name in by_share)
-    return [*lines, ("ranks spend", uses), ("difference", _find_largest_difference(comparison))]
+    return [*lines, ("ranks spend", uses), *_find_largest_difference(comparison)]
 
 
-def _find_largest_difference(comparison: Comparison) -> str:
-    """Describe the largest difference to the prediction, other than waits for other ranks."""
+def _find_largest_difference(comparison: Comparison) -> list[tuple[str, str]]:
+    """The largest difference to the prediction, other than waits for other ranks, and advice."""
     more_s, rank, name, both = max(
         (
             (abs(both.more_s), -rank, name, both)
@@ -351,7 +351,10 @@ def _find_largest_difference(comparison: Comparison) -> str:
         key=lambda each: each[:2],
     )
     if more_s < _MIN_DIFFERENCE * comparison.time.predicted_s:
-        return f"no part of any rank's step differs by {_MIN_DIFFERENCE:.0%} of the step or more"
+        share = f"{_MIN_DIFFERENCE:.0%}"
+        return [
+            ("difference", f"no part of any rank's step differs by {share} of the step or more")
+        ]
     what, note = SPENT[name].name, ""
     parts = [part for part in comparison.parts if part.rank == -rank]
     if name == COMPUTING and parts:
@@ -360,7 +363,8 @@ def _find_largest_difference(comparison: Comparison) -> str:
         note = "; loading the data counts as forward" if part.kind == "forward" else ""
     amount = f"{format_time(abs(both.more_s))} {'longer' if both.more_s > 0 else 'shorter'}"
     times = "" if both.ratio is None or both.ratio > _MAX_RATIO else f" ({both.ratio:.2f} times)"
-    return f"{what} on rank {-rank}: {amount} than predicted{times}; {SPENT[name].advice}{note}"
+    difference = f"{what} on rank {-rank}: {amount} than predicted{times}{note}"
+    return [("difference", difference), ("advice", SPENT[name].advice)]
 
 
 @dataclass(frozen=True)

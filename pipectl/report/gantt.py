@@ -185,7 +185,7 @@ def gantt_svg(timelines: Timeline | Mapping[str, Timeline], title: str, *notes: 
             x += 17 + _LETTER_WIDTH * len(look.name) + 14
     last_s = end_s * (1 - 2 * _LABEL_WIDTH / _WIDTH)
     ticks = [time_s for time_s in linear_ticks(0.0, end_s) if time_s < last_s]
-    top = (28 if title else 10) + _LINE_HEIGHT * len(notes)
+    top = (28 if title else 10) + (_LINE_HEIGHT * len(notes) + 8 if notes else 0)
     return render(
         "gantt.svg.j2",
         title=title,

@@ -136,7 +136,7 @@ class Trainer:
         if self._saves_after(step) or step % _CHECK_REPLICAS_EVERY == 0:
             self._setup.replicas.check_weights(step)
         if self._evaluates_after(step):
-            self._begin("evaluating")
+            self._begin("evaluating", f" after step {step}")
             # Weights go to where forwards run without the backwards, as the next step sends them.
             renewal = lower_renewal(plan, self._rank)
             setup.training.run(StepRun(Step(renewal, channels(plan), self._rank, ())))
@@ -153,8 +153,8 @@ class Trainer:
             self._begin("training")
         self._saver.poll()
 
-    def _begin(self, phase: str) -> None:
-        self._telemetry.state(phase)
+    def _begin(self, phase: str, detail: str = "") -> None:
+        self._telemetry.state(f"{phase}{detail}")
         self._setup.doing.action = phase
 
     def _make_saver(self, run: RunDirectory, attempt: int) -> Saver:

@@ -22,6 +22,7 @@ from pipectl.schedule.one_f_one_b import ONE_F_ONE_B, ZB_H1
 from pipectl.schedule.order import Order, Placement, Schedule, Shape
 from pipectl.schedule.pipedream import PIPEDREAM, PIPEDREAM_2BW
 from pipectl.schedule.v_shaped import DUAL_PIPE_V, V_HALF, V_MIN, ZB_V
+from pipectl.units import did_you_mean
 
 SCHEDULES = {
     schedule.name: schedule
@@ -200,9 +201,10 @@ def make_listed(name: str, ranks: int, stages: int, micro_batches: int) -> Liste
     """
     entries = entry_points(group=_GROUP, name=name)
     if not entries:
-        known = ", ".join((*NAMES, *sorted(packaged_names())))
+        known = (*NAMES, *sorted(packaged_names()))
         raise UsageError(
-            f"there is no schedule {name!r}", cure=f"one of: {known}, or a file that ends in .csv"
+            f"there is no schedule {name!r}{did_you_mean(name, known)}",
+            cure=f"one of: {', '.join(known)}, or a file that ends in .csv",
         )
     try:
         lists = next(iter(entries)).load()(ranks, stages, micro_batches)

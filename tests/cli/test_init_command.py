@@ -363,3 +363,18 @@ def test_the_starter_model_learns_its_data(cli: Command, place: Path) -> None:
     loss = torch.nn.CrossEntropyLoss()(model(inputs), targets)
     loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("mask", "modes"), [(0o022, (0o755, 0o644)), (0o077, (0o700, 0o600))])
+def test_what_it_writes_has_the_permissions_of_the_umask(
+    cli: Command, mask: int, modes: tuple[int, int]
+) -> None:
+    before = os.umask(mask)
+    try:
+        assert cli("init", "a/b", "--scheduler", "local").code == 0
+        assert cli("init", "recipe", "--recipe", "gpt-stdlib").code == 0
+    finally:
+        os.umask(before)
+    for root in (Path("a"), Path("recipe")):
+        for path in (root, *root.rglob("*")):
+            assert path.stat().st_mode & 0o777 == modes[path.is_file()], path

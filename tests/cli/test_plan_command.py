@@ -187,7 +187,9 @@ def test_a_profile_and_a_number_of_devices_are_enough(cli: Command, alone: Path)
     assert "plan:" not in result.out
     assert {path.name for path in Path().iterdir()} == {"bin", "p.json"}
     files = ("-o", "out/plan.json", "--svg", "out/p.svg")
-    assert cli(*ALONE, "--devices", "2", *files).code == 0
+    result = cli(*ALONE, "--devices", "2", *files)
+    assert result.code == 0
+    assert result.out.splitlines()[-2:] == ["plan: out/plan.json", "picture: out/p.svg"]
     assert len(Plan.load(Path("out/plan.json")).stages) == 2
     assert Path("out/p.svg").read_text().startswith("<svg ")
 

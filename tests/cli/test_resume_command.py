@@ -54,6 +54,8 @@ def test_the_same_job_goes_on_in_its_directory(cli: Command, ended: RunDirectory
     assert (record.job_id, record.state) == ("42", "submitted")
     told = [(event.what, event.detail) for event in record.history]
     assert told == [("submitted", "41"), ("submitting", "resumed"), ("submitted", "42")]
+    shown = {line.split()[0] for line in cli("status", "last").out.splitlines()}
+    assert {"submitted", "resumed"} <= shown
     ended.exit_code.write_text("1\n")
     result = cli("resume", "last", "--set", "training.steps=9", "--set", "optimizer.kwargs.lr=0.5")
     assert result.code == 0

@@ -15,7 +15,14 @@ import pytest
 from rich.console import Console
 
 from pipectl.batch import JobState, JobStatus
-from pipectl.cli.views.run import bar, format_long_time, run_json, run_lines, sparkline
+from pipectl.cli.views.run import (
+    bar,
+    format_long_time,
+    ranks_table,
+    run_json,
+    run_lines,
+    sparkline,
+)
 from pipectl.jobs.state import RunStatus
 from pipectl.plan import Prediction
 from pipectl.runs import RunDirectory
@@ -265,6 +272,18 @@ def status_of(folder: Path, ranks: Sequence[RankBeat] = (), **fields: Any) -> Ru
     run, shown = RunDirectory(folder), tuple(ranks)
     status = RunStatus(run, None, job, "training", Measured(step=3), None, shown, None)
     return replace(status, **fields)
+
+
+def test_how_messages_move_is_said_in_words(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    sent = {"route": "in place", "progress": "none", "why": "a single rank"}
+    beat = {"version": 1, "state": "training", "step": 1, "steps": 2, "messages": sent}
+    run.heartbeat.write_text(json.dumps({**beat, "time": 1.0, "ranks": []}))
+    shown = ranks_table(status_of(tmp_path, [RankBeat(0)])).caption
+    assert str(shown) == (
+        "messages go straight from the ranks' memory and move while a rank sends or waits "
+        "(launch.progress: none; reason: a single rank)"
+    )
 
 
 def test_the_lines_of_a_run(pipeline: Any, tmp_path: Path, golden: Callable[..., None]) -> None:

@@ -51,8 +51,8 @@ def test_sizes_have_no_superfluous_digits(size: int, text: str) -> None:
 
 
 def test_figures_by_step() -> None:
-    assert steps_svg({"loss": []}) == ""
-    text = steps_svg({"loss": [(1, 4.0), (2, 2.0), (3, 1.0)], "speed": []})
+    assert steps_svg({"loss": {"training": []}}) == ""
+    text = steps_svg({"loss": {"training": [(1, 4.0), (2, 2.0), (3, 1.0)]}, "speed": {}})
     places = re.search('points="([^"]+)"', text)
     assert places is not None
     xs, ys = zip(*(map(float, place.split(",")) for place in places[1].split()), strict=True)
@@ -62,7 +62,25 @@ def test_figures_by_step() -> None:
     assert ">1.5<" in text
     assert text.count("<polyline") == 1
     for points in ([(1, 2.0)], [(1, 2.0), (2, 2.0)], [(1, -1e308), (2, 1e308), (3, 5e-324)]):
-        assert "nan" not in steps_svg({"flat": points})
+        assert "nan" not in steps_svg({"flat": {"": points}})
+
+
+def test_training_and_evaluation_share_a_chart_whose_axis_has_a_name() -> None:
+    text = steps_svg({"loss": {"training": [(1, 4.0), (9, 1.0)], "evaluation": [(5, 2.0)]}})
+    assert text.count("<polyline") == 2
+    assert {">training<", ">evaluation<", ">step<"} <= set(re.findall(">[a-z]+<", text))
+
+
+def test_an_outlier_does_not_flatten_a_curve_and_a_steep_beginning_is_whole() -> None:
+    points = [(step, 2.0 + step % 3 / 10) for step in range(100)]
+    text = steps_svg({"loss": {"training": [*points[:50], (50, 1e6), *points[51:]]}})
+    assert "loss (at the border: 1 point beyond it)" in text
+    places = re.search('points="([^"]+)"', text)
+    assert places is not None
+    ys = [float(place.split(",")[1]) for place in places[1].split()]
+    assert max(ys) - sorted(ys)[1] > 30, "the others fill a part of the height"
+    steep = [(step, 2.0 + 8 * 0.5**step) for step in range(30)]
+    assert "border" not in steps_svg({"loss": {"training": steep}})
 
 
 def test_a_long_curve_is_drawn_by_means() -> None:
@@ -70,4 +88,4 @@ def test_a_long_curve_is_drawn_by_means() -> None:
     found = average_points(points, 1000)
     assert len(found) == 1000
     assert {y for _, y in found} == {0.5}
-    assert len(steps_svg({"loss": points})) < 30_000
+    assert len(steps_svg({"loss": {"": points}})) < 30_000

@@ -103,3 +103,19 @@ def test_it_asks_nothing_of_the_network(page_with: Callable[[str], Reader], tmp_
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert f"script-src 'sha256-{digest}'\"" in text, "and no other program runs"
     assert not re.search(r"https?://(?!www\.w3\.org)|src=|href=|@import|url\(", text)
+
+
+def test_commands_are_code_and_losses_of_evaluations_are_drawn(
+    page_with: Callable[[str], Reader], tmp_path: Path
+) -> None:
+    page_with("x")
+    run = RunDirectory(next(tmp_path.glob("*-x")))
+    slow = (Event(0, 0.0, 1.0, "forward", 0, 0), Event(1, 1.0, 5.0, "forward", 1, 0))
+    Timeline(slow, 2, 10).save(run.measured_of(10))
+    with run.metrics.open("a") as lines:
+        for step, evaluation in enumerate(({"loss": 0.5}, {"loss": None}, None)):
+            line = {"attempt": 1, "step": step, "evaluation": evaluation}
+            lines.write(json.dumps(line) + "\n")
+    text = make_page(run, 1.7e9)
+    assert "<code>pipectl profile --again</code>" in text
+    assert ">evaluation</text>" in text

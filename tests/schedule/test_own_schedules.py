@@ -76,5 +76,7 @@ def test_files_of_spreadsheets_begin_with_a_mark(tmp_path):
 def test_names_and_files_that_are_not_there(tmp_path):
     with pytest.raises(UsageError, match="there is no schedule 'fold'"):
         make_listed("fold", 2, 2, 3)
+    with pytest.raises(UsageError, match="'1f1c'; did you mean '1f1b'"):
+        make_listed("1f1c", 2, 2, 3)
     with pytest.raises(UsageError, match="cannot be read"):
         read_listed(tmp_path / "x.csv", "x.csv")

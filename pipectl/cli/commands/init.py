@@ -165,7 +165,7 @@ def command(
         memory_limit=node_bytes and int(node_bytes * _OF_SHARE) // resources.tasks_per_node,
     )
     for target in targets:
-        make_directory_of(target)
+        make_directory_of(target, private=False)
     write_text(job, text)
     write_json(schema, json_schema())
     if code is None:
@@ -214,7 +214,7 @@ def _copy_recipe(name: str, directory: Path, *, force: bool) -> None:
     schema = directory / _SCHEMA
     _check_new([*copies, schema], force=force)
     for target, source in copies.items():
-        make_directory_of(target)
+        make_directory_of(target, private=False)
         write_text(target, source.read_text("utf-8"))
     write_json(schema, json_schema())
     for target in (*copies, schema):

@@ -129,19 +129,7 @@ def show(
         warn(warning)
     inputs, console = inputs.fold(), output()
     if counts is not None:
-        subject, request = (inputs.profile, inputs.cluster, inputs.request), inputs.request
-        with interruptible(search) as tell:
-            result = scaling(
-                *subject, counts, search.plan, lambda count: tell(f"planning for {count} nodes")
-            )
-        if as_json:
-            say_json({**result.to_json(), "cut_short": search.cut_short})
-            return
-        title = f"{request.name}: {request.batch_size} samples per step; node-hours of 1000 steps"
-        console.print(plain(title, "bold"), view.scaling_table(result, console.width), sep="\n")
-        lines = map(plain, view.scaling_lines(result))
-        assumptions = (*inputs.profile.assumptions, *inputs.cluster.assumptions)
-        console.print(Group(*lines, *view.assumption_lines(assumptions)))
+        _show_counts(inputs, search, counts, as_json=as_json)
         return
     for file in filter(None, (output_file, svg)):
         make_directory_of(file)
@@ -158,5 +146,26 @@ def show(
     console.print(view.step_view(answer, console.width))
     if inputs.cluster_file is not None:
         say(f"cluster: {inputs.cluster_file} ({inputs.cluster.source})")
-    if output_file is not None:
-        say(f"plan: {output_file}")
+    for label, path in (("plan", output_file), ("picture", svg)):
+        if path is not None:
+            say(f"{label}: {path}")
+
+
+def _show_counts(
+    inputs: PlanInputs, search: PlanSearch, counts: tuple[int, ...], *, as_json: bool
+) -> None:
+    """Compare numbers of nodes, and print."""
+    subject, request = (inputs.profile, inputs.cluster, inputs.request), inputs.request
+    console = output()
+    with interruptible(search) as tell:
+        result = scaling(
+            *subject, counts, search.plan, lambda count: tell(f"planning for {count} nodes")
+        )
+    if as_json:
+        say_json({**result.to_json(), "cut_short": search.cut_short})
+        return
+    title = f"{request.name}: {request.batch_size} samples per step; node-hours of 1000 steps"
+    console.print(plain(title, "bold"), view.scaling_table(result, console.width), sep="\n")
+    lines = map(plain, view.scaling_lines(result))
+    assumptions = (*inputs.profile.assumptions, *inputs.cluster.assumptions)
+    console.print(Group(*lines, *view.assumption_lines(assumptions)))

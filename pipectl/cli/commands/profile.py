@@ -30,7 +30,7 @@ from pipectl.link import Link
 from pipectl.profile import Profile
 from pipectl.report.charts import bandwidth, format_size, list_measured_links
 from pipectl.spec import JobSpec, load
-from pipectl.units import format_bytes, format_time
+from pipectl.units import format_bytes, format_time, plural
 
 
 def command(
@@ -133,11 +133,12 @@ def show_profile(profile: Profile, path: Path, began: float, *, as_json: bool) -
         }
         say_json(answer)
         return
+    samples = plural(profile.micro_batch_size, "sample")
     loading = f" ({format_time(profile.loading_s)} loading)" if profile.loading_s else ""
     say(
         f"{profile.name}: {len(profile.operators)} operators, "
         f"{format_bytes(sum(parameters.values()))} of parameters; forward {format_time(forward_s)}"
-        f"{loading}, backward {format_time(backward_s)} for {profile.micro_batch_size} samples"
+        f"{loading}, backward {format_time(backward_s)} for {samples}"
     )
     say(f"profile: {path}")
     note_origin(profile, began, "use --again to measure again")

@@ -84,7 +84,10 @@ def command(
         note(f"{short_path(perfetto.absolute())} ({size}): open it at https://ui.perfetto.dev")
     if svg is not None:
         title = step_line(recorded, comparison)
-        write_text(svg, gantt_svg(recorded.timelines(), title, recorded.plan.summary))
+        picture = gantt_svg(recorded.timelines(), title, recorded.plan.summary)
+        write_text(svg, picture)
+        size = format_bytes(len(picture))
+        note(f"{short_path(svg.absolute())} ({size}): open it in a browser")
 
 
 def make_page(run: RunDirectory, now: float, step: int | None = None) -> str:
@@ -106,7 +109,7 @@ def make_page(run: RunDirectory, now: float, step: int | None = None) -> str:
         comparison, timelines = recorded.compare(), recorded.timelines()
         verdict = explain(comparison)
         if status.plan and (flops := status.plan.describe_flops(comparison.time.measured_s)):
-            verdict.append(("speed", f"{flops}, all ranks together"))
+            verdict.append(("computed", f"{flops} in this step, all ranks together"))
     except PipectlError:
         if step is not None:
             raise
@@ -114,9 +117,14 @@ def make_page(run: RunDirectory, now: float, step: int | None = None) -> str:
             timelines = {"predicted": Timeline.load(run.predicted)}
     lines = read_metrics(run)
     curves = {
-        name: [(line["step"], line[key]) for line in lines if line.get(key) is not None]
-        for name, key in _CURVES.items()
+        title: {
+            "training": [(line["step"], line[key]) for line in lines if line.get(key) is not None]
+        }
+        for title, key in _CURVES.items()
     }
+    for line in lines:
+        if (loss := (line.get("evaluation") or {}).get("loss")) is not None:
+            curves["loss"].setdefault("evaluation", []).append((line["step"], loss))
     peaks = sorted(status.peaks, key=lambda peak: -peak.measured_bytes)[:_MAX_PEAKS]
     return render_page(
         now=f"{datetime.fromtimestamp(now):%Y-%m-%d %H:%M:%S}",
@@ -203,7 +211,7 @@ def _ranks_table(ranks: Mapping[int, TimeUses]) -> Table:
         )
         for rank, spent in ranks.items()
     ]
-    return table(("rank", *(name.replace("_", " ") for name in kinds)), rows, wrap=True)
+    return table(("rank", *(SPENT[name].name for name in kinds)), rows, wrap=True)
 
 
 def _remarks(

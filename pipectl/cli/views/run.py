@@ -17,6 +17,7 @@ from pipectl.fields import write_value
 from pipectl.jobs.state import RunStatus, find_best
 from pipectl.runs import (
     PROFILING,
+    Record,
     SweepDirectory,
     last_checkpoint,
     name_in_shell,
@@ -47,6 +48,12 @@ _FIGURES = (
     *("remaining_s", "evaluation_step", "evaluation"),
 )
 """Measurements that `status --json` prints under the same name."""
+_MOVES = {
+    "none": "while a rank sends or waits",
+    "poll": "also between operators",
+    "thread": "at any time, by a thread",
+}
+"""When messages move, by the heartbeat's ``progress``."""
 _EIGHTHS, _LEVELS = " ▏▎▍▌▋▊▉█", "▁▂▃▄▅▆▇█"
 _WORDS = ("run", "values", "state", "on", "waits for")
 _OPTIONAL = (  # the least important first
@@ -201,7 +208,8 @@ def _pace(status: RunStatus) -> Iterator[Fact]:
                 text += f", {samples_per_s * so_far.tokens_per_sample:,.0f} tokens/s"
             flops = status.plan.describe_flops(step_s)
             text += f", {flops}" if flops else ""
-        text += "" if status.efficiency is None else f", efficiency {status.efficiency:.0%}"
+        if status.efficiency is not None:
+            text += f", efficiency {status.efficiency:.0%} (profiled computing / ranks' time)"
         yield "speed", text, ""
     if status.predicted_step_s is not None:
         text, style = f"{format_time(status.predicted_step_s)} per step", ""
@@ -253,7 +261,7 @@ def _files(status: RunStatus) -> Iterator[Fact]:
         yield "values", values_text(record.sweep.values), ""
         yield "sweep", record.sweep.name, ""
     if record is not None:
-        yield "submitted", f"{datetime.fromtimestamp(record.submitted_at):%Y-%m-%d %H:%M:%S}", ""
+        yield from _dates(record)
     if _measures(status):
         for label, path in (("profile", run.profile), ("cluster", run.cluster)):
             if path.exists():
@@ -267,6 +275,14 @@ def _files(status: RunStatus) -> Iterator[Fact]:
     if status.can_go_on:
         since = "the beginning" if weights is None else f"step {step_of(weights)}"
         yield "resume with", f"pipectl resume {name_in_shell(run)}  (from {since})", ""
+
+
+def _dates(record: Record) -> Iterator[Fact]:
+    """When the run was submitted first, and when it was last resumed."""
+    first_s = min((record.submitted_at, *(event.time for event in record.history)))
+    for label, time_s in (("submitted", first_s), ("resumed", record.submitted_at)):
+        if label == "submitted" or time_s > first_s:
+            yield label, f"{datetime.fromtimestamp(time_s):%Y-%m-%d %H:%M:%S}", ""
 
 
 def run_picture(status: RunStatus, width: int, height: int) -> RenderableType:
@@ -441,8 +457,11 @@ def ranks_table(status: RunStatus, max_rows: int | None = None, width: int | Non
     picture = table(heads, rows, left=heads[1:4], optional=optional, width=width)
     heartbeat = read_heartbeat(status.run)
     if heartbeat and (sent := heartbeat.messages):
-        how = f"messages: {sent.get('route')}; progress: {sent.get('progress')}"
-        picture.caption = plain(f"{how} ({sent.get('why')})", "dim")
+        route, mode, why = (sent.get(key) for key in ("route", "progress", "why"))
+        route = "straight from the ranks' memory" if route == "in place" else route
+        moves = "".join(f" and move {words}" for key, words in _MOVES.items() if key == mode)
+        how = f"messages go {route}{moves} (launch.progress: {mode}; reason: {why})"
+        picture.caption = plain(how, "dim")
         picture.caption_justify = "left"
     return picture
 
