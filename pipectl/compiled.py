@@ -17,8 +17,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cache
 from hashlib import sha256
+from inspect import getsource
 from pathlib import Path
 from tempfile import NamedTemporaryFile
+from threading import Lock
 from time import perf_counter
 from types import FunctionType
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -26,7 +28,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import numpy as np
 
 from pipectl import translation
-from pipectl.files import make_private_directory
+from pipectl.files import fault_of_owner, make_private_directory
 from pipectl.translation import Module, Type, operand_types, type_of
 
 P = ParamSpec("P")
@@ -38,7 +40,8 @@ _C_TYPES: dict[str, Any] = {
     "ptr": ctypes.c_void_p,
 }
 _RETURNED: dict[str, Any] = {"None": None, "int": ctypes.c_int64, "float": ctypes.c_double}
-_OTHERS_MAY_WRITE, _DIGEST_BYTES = 0o022, 32
+_DIGEST_BYTES = 32
+_LOCK = Lock()
 _spent_s = 0.0
 
 
@@ -55,12 +58,19 @@ class Kernel(Generic[P, R]):
         self.function = function
         self._codes: dict[tuple[Type, ...], Callable[..., R]] = {}
 
-    def __call__(self, *args: P.args, **_: P.kwargs) -> R:
-        """The function's result."""
+    def __call__(self, *args: P.args, **named: P.kwargs) -> R:
+        """The function's result.
+
+        Raises:
+            TypeError: the arguments, or the function, are not what a kernel can have or do.
+        """
+        if named:
+            raise TypeError("kernels take arguments by position")
         kinds = tuple(map(type_of, args))
         code = self._codes.get(kinds)
         if code is None:
-            code = self._codes[kinds] = _code_of(self.function, kinds)
+            with _LOCK:
+                code = self._codes[kinds] = _code_of(self.function, kinds)
         return code(*_operands(args))
 
 
@@ -92,8 +102,11 @@ def _code_of(function: Any, kinds: tuple[Type, ...]) -> Callable[..., Any]:
     """The machine code of a function for arguments of some types."""
     global _spent_s
     llvm, machine, engine = _llvm()
+    result = function.__annotations__.get("return")
+    if result not in _RETURNED:
+        raise TypeError(f"{function.__name__}: only kernels can take the result, {result}")
     hashed = sha256(f"{llvm.llvm_version_info} {machine.triple} {kinds}".encode())
-    hashed.update(Path(translation.__file__).read_bytes())
+    hashed.update(getsource(translation).encode())
     for each in _meanings(function, set()):
         hashed.update(repr(each).encode())
     symbol = f"{function.__name__}-{hashed.hexdigest()[:32]}"  # one name space for all kernels
@@ -107,9 +120,8 @@ def _code_of(function: Any, kinds: tuple[Type, ...]) -> Callable[..., Any]:
             _write(folder / symbol, data)
     engine.add_object_file(llvm.ObjectFileRef.from_data(data))
     engine.finalize_object()
-    returned = _RETURNED[function.__annotations__["return"]]
     given = [_C_TYPES[each] for kind in kinds for each in operand_types(kind)]
-    return ctypes.CFUNCTYPE(returned, *given)(engine.get_function_address(symbol))
+    return ctypes.CFUNCTYPE(_RETURNED[result], *given)(engine.get_function_address(symbol))
 
 
 def _meanings(function: FunctionType, seen: set[FunctionType]) -> Iterator[object]:
@@ -117,15 +129,15 @@ def _meanings(function: FunctionType, seen: set[FunctionType]) -> Iterator[objec
     seen.add(function)
     code, names = function.__code__, function.__globals__
     yield code.co_code, code.co_consts, code.co_names, code.co_varnames
+    yield function.__annotations__.get("return")
     for name in code.co_names:
         value = names.get(name)
         called = _function_of(value)
         if called is not None and called not in seen:
             yield from _meanings(called, seen)
-        elif isinstance(value, int | float):
-            yield name, value
-        else:
-            yield name, getattr(value, "_fields", None)
+        yield getattr(value, "_fields", None)
+        attributes = (getattr(value, each, None) for each in code.co_names)
+        yield [each for each in (value, *attributes) if isinstance(each, float | int | np.generic)]
 
 
 def _compile(function: Any, kinds: tuple[Type, ...], symbol: str) -> bytes:
@@ -160,17 +172,17 @@ def _folder() -> Path | None:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         folder = Path(base) / "pipectl" / "kernels"
         make_private_directory(folder)
-        status = folder.stat()
     except (OSError, RuntimeError):  # the second if the user has no home
         return None
-    own = status.st_uid == os.geteuid() and not status.st_mode & _OTHERS_MAY_WRITE
-    return folder if own else None
+    return None if fault_of_owner(folder, root=False) else folder
 
 
 def _read(path: Path) -> bytes | None:
-    """The content of a file that begins with its hash; None if it is missing or damaged."""
-    with suppress(OSError):
-        content = path.read_bytes()
+    """The content of an own file that begins with its hash; None if there is no such file."""
+    with suppress(OSError), path.open("rb") as file:
+        if os.fstat(file.fileno()).st_uid != os.geteuid():  # somebody else moved the directory
+            return None
+        content = file.read()
         digest, data = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
         return data if sha256(data).digest() == digest else None
     return None
