@@ -4,9 +4,18 @@ A kernel is a function of numbers, NumPy arrays in C order, tables (arrays of re
 :mod:`pipectl.arrays`) and named tuples of these. The types of a variable follow from the arguments
 and never change. What may stand in a kernel: assignments, ``if``, ``while``, ``for`` over ``range``
 or over a tuple, arithmetic and comparisons, ``min``, ``max``, ``abs``, ``len``, ``int``, ``float``,
-``bool``, ``np.ceil``, indices and slices of arrays, attributes of records and named tuples, calls
-of named tuples and of other kernels. All of it means what it means in Python, except that nothing
-is checked: an index beyond the end is the caller's fault, and integers have 64 bits.
+``bool``, ``np.ceil``, ``np.uint64``, indices and slices of arrays, attributes of records and named
+tuples, calls of named tuples and of other kernels. All else is refused, also a variable that may
+have no value where it is read, and an end without a result.
+
+All of it means what it means in Python with NumPy's numbers, except that nothing is checked while
+it runs: indices beyond the end and shifts by 64 bits or more are the caller's fault. Integers have
+64 bits. Numbers divided by 0 are infinite, integers 0; ``int`` of what is too large is the largest
+integer, of NaN 0. Two numbers are compared, added and so on as the larger type of the two. Global
+numbers are constants.
+
+Why not numba: it took ten seconds to compile what takes one here, and a second to load in every
+process.
 
 Every value is some LLVM operands: an array is its address and its shape, a tuple its members.
 """
@@ -17,10 +26,11 @@ import ast
 import inspect
 import struct
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import chain
+from itertools import chain, islice
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -31,7 +41,7 @@ class Scalar(NamedTuple):
     """A number.
 
     Args:
-        name: ``int``, ``float`` or ``bool``.
+        name: ``int``, ``float``, ``bool`` or ``word``.
         llvm: how LLVM calls it.
     """
 
@@ -40,8 +50,16 @@ class Scalar(NamedTuple):
 
 
 INT, FLOAT, BOOL = Scalar("int", "i64"), Scalar("float", "double"), Scalar("bool", "i1")
+WORD = Scalar("word", "i64")
+"""64 bits without a sign, for sets; only the operators of bits take it."""
 _SCALARS = {each.name: each for each in (BOOL, INT, FLOAT)}
-_STORED = {"i4": "i32", "i8": "i64", "u8": "i64", "f8": "double"}
+_STORED: dict[np.dtype[Any], tuple[str, Scalar]] = {
+    np.dtype(np.int32): ("i32", INT),
+    np.dtype(np.int64): ("i64", INT),
+    np.dtype(np.uint64): ("i64", WORD),
+    np.dtype(np.float64): ("double", FLOAT),
+}
+"""How LLVM calls the elements of an array, and what they are as values."""
 
 
 class Array(NamedTuple):
@@ -65,6 +83,12 @@ class Group(NamedTuple):
 
 
 Type = Scalar | Array | Row | Group
+_PYTHON: tuple[tuple[Any, Scalar], ...] = (
+    ((bool, np.bool_), BOOL),
+    ((int, np.signedinteger), INT),
+    (float, FLOAT),
+    (np.uint64, WORD),
+)
 
 
 class Value(NamedTuple):
@@ -96,12 +120,14 @@ def type_of(value: Any) -> Type:
         TypeError: kernels do not know it.
     """
     if isinstance(value, np.ndarray):
-        if not (value.flags.c_contiguous and value.dtype.isnative):
-            raise TypeError("kernels take arrays in C order and in the machine's byte order")
+        if not value.flags.carray:
+            raise TypeError("kernels take aligned arrays in C order that can be written")
         return Array(value.dtype, value.ndim)
     if isinstance(value, tuple):
         return Group(tuple(map(type_of, value)), getattr(value, "_fields", ()))
-    for python, kind in (((bool, np.bool_), BOOL), ((int, np.integer), INT), (float, FLOAT)):
+    if isinstance(value, int | np.signedinteger) and not -(1 << 63) <= value < 1 << 63:
+        raise TypeError(f"kernels take integers of 64 bits, not {value}")
+    for python, kind in _PYTHON:
         if isinstance(value, python):
             return kind
     raise TypeError(f"kernels do not take a {type(value).__name__}")
@@ -124,7 +150,7 @@ class Module:
     """
 
     function_of: Callable[[Any], FunctionType | None]
-    functions: dict[tuple[Any, ...], tuple[str, Any]] = field(default_factory=dict)
+    functions: dict[tuple[Any, ...], tuple[str, Any] | None] = field(default_factory=dict)
     texts: list[str] = field(default_factory=list)
 
     def call(self, function: FunctionType, kinds: Sequence[Type]) -> tuple[str, Any]:
@@ -132,11 +158,14 @@ class Module:
         key = function, *kinds
         if key not in self.functions:
             name = f"@{function.__name__}.{len(self.functions)}"
-            self.functions[key] = name, None
+            self.functions[key] = None  # until it is translated
             body = _Body(self, function, kinds, name)
             self.functions[key] = name, body.result
             self.texts.append(body.text)
-        return self.functions[key]
+        translated = self.functions[key]
+        if translated is None:
+            raise TypeError(f"{function.__name__}: kernels do not call themselves")
+        return translated
 
     def translate(self, function: FunctionType, kinds: Sequence[Type], symbol: str) -> str:
         """A function with all that it calls, of which others see it alone, by its symbol."""
@@ -144,17 +173,24 @@ class Module:
         *called, own = self.texts
         begin, rest = own.split(name, 1)
         own = f'{begin.replace("internal ", "")}@"{symbol}"{rest}'
-        intrinsics = "declare double @llvm.fabs.f64(double)\ndeclare double @llvm.ceil.f64(double)"
-        return "\n".join([intrinsics, *called, own])
+        return "\n".join([_INTRINSICS, *called, own])
 
 
 @cache
 def _tree(function: FunctionType) -> ast.FunctionDef:
     node = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
-    assert isinstance(node, ast.FunctionDef)
+    if not isinstance(node, ast.FunctionDef) or node.name != function.__name__:
+        raise TypeError(f"the file of {function.__module__}.{function.__name__} has changed")
     return node
 
 
+_INTRINSICS = """
+declare double @llvm.fabs.f64(double)
+declare double @llvm.ceil.f64(double)
+declare i64 @llvm.fptosi.sat.i64.f64(double)
+declare i64 @llvm.smin.i64(i64, i64)
+declare i64 @llvm.smax.i64(i64, i64)
+"""
 _COMPARED = {
     ast.Lt: ("slt", "olt"),
     ast.LtE: ("sle", "ole"),
@@ -163,10 +199,14 @@ _COMPARED = {
     ast.Eq: ("eq", "oeq"),
     ast.NotEq: ("ne", "une"),
 }
+_FLOATS = {"abs": "fabs", "np.ceil": "ceil"}
+_OF_BITS = (ast.BitAnd, ast.BitOr, ast.BitXor, ast.LShift, ast.RShift)
+_OF_BOOLS = (ast.BitAnd, ast.BitOr, ast.BitXor)
 _COMPUTED = {
     ast.Add: ("add", "fadd"),
     ast.Sub: ("sub", "fsub"),
     ast.Mult: ("mul", "fmul"),
+    ast.Div: ("", "fdiv"),
     ast.BitAnd: ("and", ""),
     ast.BitOr: ("or", ""),
     ast.BitXor: ("xor", ""),
@@ -193,24 +233,33 @@ class _Body:
         self._lines: list[str] = []
         self._open = True  # whether the current block has no end yet
         self._variables: dict[str, Value] = {}
+        self._assigned: set[str] = set()  # the variables that have a value here
         self._loops: list[tuple[str, str]] = []
         self.result: Any = None
+        self._returns_nothing = False
         declared = tree.returns.id if isinstance(tree.returns, ast.Name) else ""
         self._declared = _SCALARS.get(declared)
-        parameters: list[str] = []
         every = (each for each in ast.walk(tree) if isinstance(each, ast.Name))
-        changed = {each.id for each in every if isinstance(each.ctx, ast.Store)}
+        self._changed = {each.id for each in every if isinstance(each.ctx, ast.Store)}
         self._unchanged: dict[str, Value] = {}
+        parameters: list[str] = []
+        if function.__code__.co_freevars:
+            raise TypeError(f"{self._where}: kernels use no variables of other functions")
+        if len(tree.args.args) != len(kinds):
+            expected = len(tree.args.args)
+            raise TypeError(f"{self._where} takes {expected} arguments, not {len(kinds)}")
         for argument, kind in zip(tree.args.args, kinds, strict=True):
             operands = tuple(self._new() for _ in operand_types(kind))
             parameters += map(" ".join, zip(operand_types(kind), operands, strict=True))
-            if argument.arg in changed:
-                self._bind(argument.arg, Value(kind, operands))
+            if argument.arg in self._changed:
+                self._bind(argument.arg, Value(kind, operands), argument)
             else:
                 self._unchanged[argument.arg] = Value(kind, operands)
         self._block(tree.body)
         if self._open:
-            self._end("ret void" if self.result is None else "unreachable")
+            self._return(ast.Return())
+        if self._returns_nothing and (self._declared or self.result):
+            raise TypeError(f"{self._where} may end without a result")
         returned = "void" if self.result is None else _returned(self.result)
         self.text = "\n".join(
             [
@@ -272,10 +321,11 @@ class _Body:
         for kind, operand, at in rows:
             self._do(f"store {kind} {operand}, ptr {at}")
 
-    def _bind(self, name: str, value: Value, node: ast.AST | None = None) -> None:
+    def _bind(self, name: str, value: Value, node: ast.AST) -> None:
         if name not in self._variables:
             self._variables[name] = self._slot(value.type)
-        self._store(self._variables[name], value, node or ast.Name(name))
+        self._store(self._variables[name], value, node)
+        self._assigned.add(name)
 
     def _as(self, kind: Type, value: Value, node: ast.AST) -> Value:
         """A value as one of another type: bools count as integers, integers as floats."""
@@ -288,8 +338,6 @@ class _Body:
             return Value(FLOAT, (self._emit(f"sitofp i64 {operand} to double"),))
         if kind is FLOAT and value.type is BOOL:
             return self._as(FLOAT, self._as(INT, value, node), node)
-        if kind is BOOL and value.type is INT:
-            return Value(BOOL, (self._emit(f"icmp ne i64 {operand}, 0"),))
         raise self._fail(node, f"{value.type} is not {kind}")
 
     # Statements.
@@ -310,6 +358,7 @@ class _Body:
 
     def _return(self, node: ast.Return) -> None:
         if node.value is None:
+            self._returns_nothing = True
             self._end("ret void")
             return
         value = self._value(node.value)
@@ -328,74 +377,94 @@ class _Body:
             self._set(target, value)
 
     def _augassign(self, node: ast.AugAssign) -> None:
-        place: Any = ast.copy_location(type(node.target)(**vars(node.target)), node)
-        place.ctx = ast.Load()
-        self._set(node.target, self._compute(node.op, self._value(place), node.value, node))
+        if isinstance(node.target, ast.Name):
+            value = self._compute(node.op, self._value_name(node.target), node.value, node)
+            self._bind(node.target.id, value, node)
+        else:
+            dtype, address = self._place(node.target)
+            old = self._read(dtype, address, node)
+            self._write(dtype, address, self._compute(node.op, old, node.value, node), node)
 
     def _set(self, target: ast.expr, value: Value) -> None:
         if isinstance(target, ast.Tuple):
-            for each, member in zip(
-                target.elts, self._members(value, len(target.elts)), strict=True
-            ):
+            members = self._members(value, target, len(target.elts))
+            if len(members) != len(target.elts):
+                raise self._fail(target, f"there are {len(members)} values for this")
+            for each, member in zip(target.elts, members, strict=True):
                 self._set(each, member)
         elif isinstance(target, ast.Name):
             self._bind(target.id, value, target)
-        elif isinstance(target, ast.Attribute):
-            dtype, address = self._field(self._value(target.value), target)
-            self._write(dtype, address, value, target)
-        elif isinstance(target, ast.Subscript):
-            array, address = self._element(target)
-            if array.dimensions:
-                raise self._fail(target, "kernels set one element at a time")
-            self._write(array.dtype, address, value, target)
         else:
-            raise self._fail(target, "kernels do not set this")
+            self._write(*self._place(target), value, target)
 
-    def _members(self, value: Value, count: int) -> Iterator[Value]:
-        """Of a tuple, or of an array with one dimension."""
-        if isinstance(value.type, Group):
-            at = 0
-            for kind in value.type.members:
-                size = len(operand_types(kind))
-                yield Value(kind, value.operands[at : at + size])
-                at += size
-            return
-        dtype, (address, _) = value.type.dtype, value.operands
-        for place in range(count):
-            yield self._read(
-                dtype,
-                self._emit(f"getelementptr i8, ptr {address}, i64 {place * dtype.itemsize}"),
-            )
+    def _place(self, target: ast.expr) -> tuple[np.dtype[Any], str]:
+        """The type and the address of a field or an element."""
+        if isinstance(target, ast.Attribute):
+            return self._field(self._value(target.value), target)
+        if isinstance(target, ast.Subscript):
+            array, address, *_ = self._element(target, self._value(target.value))
+            if not array.dimensions:
+                return array.dtype, address
+        raise self._fail(target, "kernels set names, fields and single elements")
+
+    def _members(self, value: Value, node: ast.AST, count: int = 0) -> list[Value]:
+        """Of a tuple, or so many of an array with one dimension."""
+        if isinstance(value.type, Array) and value.type.dimensions == 1:
+            size, address = value.type.dtype.itemsize, value.operands[0]
+            places = [f"getelementptr i8, ptr {address}, i64 {size * n}" for n in range(count)]
+            return [self._read(value.type.dtype, self._emit(place), node) for place in places]
+        if not isinstance(value.type, Group):
+            raise self._fail(node, f"{value.type} is no tuple")
+        operands = iter(value.operands)
+        return [
+            Value(kind, tuple(islice(operands, len(operand_types(kind)))))
+            for kind in value.type.members
+        ]
 
     def _if(self, node: ast.If) -> None:
         then, other, after = self._new(), self._new(), self._new()
         self._branch(node.test, then, other)
+        before, ends = self._assigned, []
         for label, body in ((then, node.body), (other, node.orelse)):
+            self._assigned = set(before)
             self._label(label)
             self._block(body)
-            self._end(f"br label {after}")
-        self._label(after)
+            if self._open:
+                ends.append(self._assigned)
+                self._end(f"br label {after}")
+        if ends:
+            self._assigned = set.intersection(*ends)
+            self._label(after)
 
     def _branch(self, test: ast.expr, then: str, other: str) -> None:
-        truth = self._as(BOOL, self._value(test), test).operands[0]
-        self._do(f"br i1 {truth}, label {then}, label {other}")
-        self._open = False
+        (truth,) = self._truth(test).operands
+        self._end(f"br i1 {truth}, label {then}, label {other}")
 
     def _while(self, node: ast.While) -> None:
-        self._refuse_else(node)
         test, body, after = self._new(), self._new(), self._new()
         self._label(test)
-        self._branch(node.test, body, after)
-        self._label(body)
-        self._repeat(node.body, test, after)
+        endless = isinstance(node.test, ast.Constant) and node.test.value is True
+        if not endless:
+            self._branch(node.test, body, after)
+            self._label(body)
+        self._repeat(node, test, after)
         self._end(f"br label {test}")
-        self._label(after)
+        if not endless or any(isinstance(each, ast.Break) for each in ast.walk(node)):
+            self._label(after)
 
-    def _repeat(self, body: Sequence[ast.stmt], again: str, after: str) -> None:
+    def _repeat(
+        self, node: ast.While | ast.For, again: str, after: str, item: Value | None = None
+    ) -> None:
         """The body of a loop, with the labels that continue and break lead to."""
+        if node.orelse:
+            raise self._fail(node, "loops of kernels have no else")
+        before = set(self._assigned)
+        if isinstance(node, ast.For) and item is not None:
+            self._set(node.target, item)
         self._loops.append((again, after))
-        self._block(body)
+        self._block(node.body)
         self._loops.pop()
+        self._assigned = before  # the body may not have run, or not all of it
 
     def _break(self, _: ast.Break) -> None:
         self._end(f"br label {self._loops[-1][1]}")
@@ -403,33 +472,33 @@ class _Body:
     def _continue(self, _: ast.Continue) -> None:
         self._end(f"br label {self._loops[-1][0]}")
 
-    def _refuse_else(self, node: ast.While | ast.For) -> None:
-        if node.orelse:
-            raise self._fail(node, "loops of kernels have no else")
-
     def _for(self, node: ast.For) -> None:
-        self._refuse_else(node)
+        after = self._new()
         if isinstance(node.iter, ast.Tuple):
-            for each in node.iter.elts:
-                self._set(node.target, self._value(each))
-                self._block(node.body)
+            for item in list(map(self._value, node.iter.elts)):
+                further = self._new()
+                self._repeat(node, further, after, item)
+                self._label(further)
+            self._label(after)
             return
         if not (isinstance(node.iter, ast.Call) and ast.unparse(node.iter.func) == "range"):
             raise self._fail(node.iter, "kernels repeat over ranges and tuples")
-        bounds = [self._as(INT, self._value(each), each) for each in node.iter.args]
-        begin, stop = (constant(0), bounds[0]) if len(bounds) == 1 else bounds[:2]
-        step = ast.literal_eval(node.iter.args[2]) if len(bounds) == 3 else 1
+        arguments = node.iter.args
+        step = self._literal(arguments[2]) if len(arguments) == 3 else 1
+        if not 1 <= len(arguments) <= 3 or node.iter.keywords or not step:
+            raise self._fail(node.iter, "no range")
+        bounds = [self._as(INT, self._value(each), each) for each in arguments[:2]]
+        begin, stop = bounds if len(bounds) == 2 else (constant(0), bounds[0])
         counter = self._slot(INT)
         self._store(counter, begin, node)
-        test, body, further, after = (self._new() for _ in range(4))
+        test, body, further = (self._new() for _ in range(3))
         self._label(test)
         (now,) = self._load(counter).operands
         compared = "slt" if step > 0 else "sgt"
         truth = self._emit(f"icmp {compared} i64 {now}, {stop.operands[0]}")
         self._end(f"br i1 {truth}, label {body}, label {after}")
         self._label(body)
-        self._set(node.target, Value(INT, (now,)))
-        self._repeat(node.body, further, after)
+        self._repeat(node, further, after, Value(INT, (now,)))
         self._label(further)
         (now,) = self._load(counter).operands
         self._store(counter, Value(INT, (self._emit(f"add i64 {now}, {step}"),)), node)
@@ -446,7 +515,20 @@ class _Body:
         return value
 
     def _value_constant(self, node: ast.Constant) -> Value:
-        return constant(node.value)  # type: ignore[arg-type]
+        return self._constant(node.value, node)
+
+    def _constant(self, value: Any, node: ast.AST) -> Value:
+        """A literal, or what a global name stands for."""
+        if not isinstance(value, float | int | np.generic):
+            raise self._fail(node, "no number")
+        return constant(value)  # type: ignore[arg-type]
+
+    def _literal(self, node: ast.expr) -> int:
+        with suppress(ValueError):
+            value = ast.literal_eval(node)
+            if isinstance(value, int):
+                return value
+        raise self._fail(node, "no literal integer")
 
     def _value_tuple(self, node: ast.Tuple) -> Value:
         values = list(map(self._value, node.elts))
@@ -456,46 +538,50 @@ class _Body:
     def _value_name(self, node: ast.Name) -> Value:
         if node.id in self._unchanged:
             return self._unchanged[node.id]
-        if node.id in self._variables:
+        if node.id in self._assigned:
             return self._load(self._variables[node.id])
-        return constant(self._globals[node.id])
+        if node.id in self._changed:
+            raise self._fail(node, "this may have no value yet")
+        return self._constant(self._globals.get(node.id), node)
 
     def _value_attribute(self, node: ast.Attribute) -> Value:
-        if isinstance(node.value, ast.Name) and not self._is_local(node.value.id):
-            return constant(getattr(self._globals[node.value.id], node.attr))
+        name = node.value.id if isinstance(node.value, ast.Name) else None
+        if name and name not in self._unchanged and name not in self._changed:
+            return self._constant(getattr(self._globals.get(name), node.attr, None), node)
         value = self._value(node.value)
         if isinstance(value.type, Array) and node.attr == "shape":
             shape = value.operands[1:]
             return Value(Group((INT,) * len(shape)), shape)
-        if isinstance(value.type, Group):
-            members = list(self._members(value, 0))
-            return members[value.type.names.index(node.attr)]
-        return self._read(*self._field(value, node))
-
-    def _is_local(self, name: str) -> bool:
-        return name in self._variables or name in self._unchanged
+        if isinstance(value.type, Group) and node.attr in value.type.names:
+            return self._members(value, node)[value.type.names.index(node.attr)]
+        return self._read(*self._field(value, node), node)
 
     def _field(self, value: Value, node: ast.Attribute) -> tuple[np.dtype[Any], str]:
         """The type and the address of a field of a record."""
-        if not isinstance(value.type, Row):
+        fields: Any = value.type.dtype.fields if isinstance(value.type, Row) else {}
+        if node.attr not in fields:
             raise self._fail(node, f"{value.type} has no such attribute")
-        fields: Any = value.type.dtype.fields
         dtype, offset = fields[node.attr][:2]
         return dtype, self._emit(f"getelementptr i8, ptr {value.operands[0]}, i64 {offset}")
 
-    def _read(self, dtype: np.dtype[Any], address: str) -> Value:
+    def _stored(self, dtype: np.dtype[Any], node: ast.AST) -> tuple[str, Scalar]:
+        if dtype not in _STORED:
+            raise self._fail(node, f"kernels do not know elements of type {dtype}")
+        return _STORED[dtype]
+
+    def _read(self, dtype: np.dtype[Any], address: str, node: ast.AST) -> Value:
         """What is at an address."""
         if dtype.fields:
             return Value(Row(dtype), (address,))
-        stored = _STORED[dtype.str[1:]]
+        stored, kind = self._stored(dtype, node)
         operand = self._emit(f"load {stored}, ptr {address}")
         if stored == "i32":
             operand = self._emit(f"sext i32 {operand} to i64")
-        return Value(FLOAT if stored == "double" else INT, (operand,))
+        return Value(kind, (operand,))
 
     def _write(self, dtype: np.dtype[Any], address: str, value: Value, node: ast.AST) -> None:
-        stored = _STORED[dtype.str[1:]]
-        (operand,) = self._as(FLOAT if stored == "double" else INT, value, node).operands
+        stored, kind = self._stored(dtype, node)
+        (operand,) = self._as(kind, value, node).operands
         if stored == "i32":
             operand = self._emit(f"trunc i64 {operand} to i32")
         self._do(f"store {stored} {operand}, ptr {address}")
@@ -503,52 +589,61 @@ class _Body:
     def _value_subscript(self, node: ast.Subscript) -> Value:
         value = self._value(node.value)
         if isinstance(value.type, Group):
-            place: int = ast.literal_eval(node.slice)
-            return list(self._members(value, 0))[place]
+            place = self._literal(node.slice)
+            if not -len(value.type.members) <= place < len(value.type.members):
+                raise self._fail(node, "the tuple has no such member")
+            return self._members(value, node)[place]
         array, address, *shape = self._element(node, value)
         if array.dimensions:
             return Value(array, (address, *shape))
-        return self._read(array.dtype, address)
+        return self._read(array.dtype, address, node)
 
-    def _element(self, node: ast.Subscript, value: Value | None = None) -> Any:
+    def _element(self, node: ast.Subscript, value: Value) -> Any:
         """The type, the address and the shape of a part of an array."""
-        value = value or self._value(node.value)
-        if not isinstance(value.type, Array):
-            raise self._fail(node, f"{value.type} has no elements")
         places = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        dimensions = value.type.dimensions if isinstance(value.type, Array) else 0
+        if len(places) > dimensions:
+            raise self._fail(node, f"{value.type} has no such elements")
         address, *shape = value.operands
-        end: str | None = None
-        offset = "0"
+        offset, rest = "0", shape[len(places) :]
         for dimension, place in enumerate(places):
-            begin: ast.expr | None = place
+            size = shape[dimension]
             if isinstance(place, ast.Slice):
-                assert place.step is None
-                assert dimension == value.type.dimensions - 1
-                begin, end = place.lower, shape[dimension]
-                if place.upper is not None:
-                    end = self._index(place.upper, end)
-            at = "0" if begin is None else self._index(begin, shape[dimension])
-            if end is not None:
-                end = self._emit(f"sub i64 {end}, {at}")
+                if place.step is not None or dimension != dimensions - 1:
+                    raise self._fail(node, "kernels slice the last dimension, without steps")
+                at = "0" if place.lower is None else self._bound(place.lower, size)
+                end = size if place.upper is None else self._bound(place.upper, size)
+                rest = [self._larger(self._emit(f"sub i64 {end}, {at}"), "0")]
+            else:
+                at = self._index(place, size)
             if dimension:
-                offset = self._emit(f"mul i64 {offset}, {shape[dimension]}")
+                offset = self._emit(f"mul i64 {offset}, {size}")
             offset = self._emit(f"add i64 {offset}, {at}")
-        rest = shape[len(places) :]
-        for size in rest:
+        for size in shape[len(places) :]:
             offset = self._emit(f"mul i64 {offset}, {size}")
         offset = self._emit(f"mul i64 {offset}, {value.type.dtype.itemsize}")
         part = self._emit(f"getelementptr i8, ptr {address}, i64 {offset}")
-        rest = rest if end is None else [end]
         return (Array(value.type.dtype, len(rest)), part, *rest)
 
     def _index(self, node: ast.expr, size: str) -> str:
         """A place; those below 0 count from the end."""
-        (place,) = self._as(INT, self._value(node), node).operands
+        value = self._value(node)
+        if value.type is not INT:
+            raise self._fail(node, "no integer")
+        (place,) = value.operands
         if place.isdigit():
             return place
         below = self._emit(f"icmp slt i64 {place}, 0")
         ahead = self._emit(f"add i64 {place}, {size}")
         return self._emit(f"select i1 {below}, i64 {ahead}, i64 {place}")
+
+    def _bound(self, node: ast.expr, size: str) -> str:
+        """A bound of a slice, which is nowhere beyond the ends."""
+        place = self._larger(self._index(node, size), "0")
+        return self._emit(f"call i64 @llvm.smin.i64(i64 {place}, i64 {size})")
+
+    def _larger(self, one: str, two: str) -> str:
+        return self._emit(f"call i64 @llvm.smax.i64(i64 {one}, i64 {two})")
 
     def _value_binop(self, node: ast.BinOp) -> Value:
         return self._compute(node.op, self._value(node.left), node.right, node)
@@ -557,34 +652,41 @@ class _Body:
         self, operator: ast.operator, left: Value, other: ast.expr, node: ast.AST
     ) -> Value:
         right = self._value(other)
+        of_bits = isinstance(operator, _OF_BITS)
+        least = BOOL if isinstance(operator, _OF_BOOLS) else INT
         if isinstance(operator, ast.Div):
-            one, two = (self._as(FLOAT, each, node).operands[0] for each in (left, right))
-            return Value(FLOAT, (self._emit(f"fdiv double {one}, {two}"),))
-        is_bitwise = isinstance(operator, ast.BitAnd | ast.BitOr | ast.BitXor)
-        kind, one, two = self._alike(left, right, node, least=BOOL if is_bitwise else INT)
+            least = FLOAT
+        kind, one, two = self._alike(left, right, node, least, words=of_bits)
         if isinstance(operator, ast.FloorDiv | ast.Mod) and kind is INT:
             return self._divide(one, two, floor=isinstance(operator, ast.FloorDiv))
         name = _COMPUTED.get(type(operator), ("", ""))[kind is FLOAT]
         if not name:
             raise self._fail(node, f"kernels do not compute this with a {kind.name}")
+        if kind is WORD and name == "ashr":
+            name = "lshr"
         return Value(kind, (self._emit(f"{name} {kind.llvm} {one}, {two}"),))
 
     def _alike(
-        self, left: Value, right: Value, node: ast.AST, least: Scalar = BOOL
+        self, left: Value, right: Value, node: ast.AST, least: Scalar, *, words: bool = False
     ) -> tuple[Scalar, str, str]:
-        """Two numbers as numbers of the larger type."""
+        """Two numbers as numbers of the larger type, or, if those are allowed, two words."""
+        if words and left.type is right.type is WORD:
+            return WORD, left.operands[0], right.operands[0]
         order = list(_SCALARS.values())
         for each in (left, right):
-            if not isinstance(each.type, Scalar):
+            if each.type not in order:
                 raise self._fail(node, f"{each.type} is no number")
         kind = max(left.type, right.type, least, key=order.index)
         pair = [self._as(kind, each, node).operands[0] for each in (left, right)]
         return kind, pair[0], pair[1]
 
     def _divide(self, one: str, two: str, *, floor: bool) -> Value:
-        """Integers; quotients are rounded down, as in Python."""
-        quotient = self._emit(f"sdiv i64 {one}, {two}")
-        rest = self._emit(f"srem i64 {one}, {two}")
+        """Integers, rounded down as in Python; 0 if the divisor is 0, as in NumPy."""
+        zero = self._emit(f"icmp eq i64 {two}, 0")
+        one = self._emit(f"select i1 {zero}, i64 0, i64 {one}")
+        divisor = self._emit(f"select i1 {zero}, i64 1, i64 {two}")
+        quotient = self._emit(f"sdiv i64 {one}, {divisor}")
+        rest = self._emit(f"srem i64 {one}, {divisor}")
         signs = self._emit(f"xor i64 {rest}, {two}")
         differ = self._emit(f"icmp slt i64 {signs}, 0")
         uneven = self._emit(f"icmp ne i64 {rest}, 0")
@@ -593,40 +695,65 @@ class _Body:
         return Value(INT, (self._emit(f"add i64 {quotient if floor else rest}, {change}"),))
 
     def _value_unaryop(self, node: ast.UnaryOp) -> Value:
-        value = self._value(node.operand)
-        (operand,) = value.operands
         if isinstance(node.op, ast.Not):
-            (operand,) = self._as(BOOL, value, node).operands
+            (operand,) = self._truth(node.operand).operands
             return Value(BOOL, (self._emit(f"xor i1 {operand}, true"),))
-        if isinstance(node.op, ast.Invert):
-            return Value(INT, (self._emit(f"xor i64 {operand}, -1"),))
+        value = self._value(node.operand)
+        if isinstance(node.op, ast.Invert) and value.type in (INT, WORD):
+            return Value(value.type, (self._emit(f"xor i64 {value.operands[0]}, -1"),))
+        if isinstance(node.op, ast.USub) and value.type is FLOAT:
+            return Value(FLOAT, (self._emit(f"fneg double {value.operands[0]}"),))
+        if isinstance(node.op, ast.USub) and value.type is INT:
+            return Value(INT, (self._emit(f"sub i64 0, {value.operands[0]}"),))
+        raise self._fail(node, "kernels do not compute this")
+
+    def _truth(self, node: ast.expr) -> Value:
+        """Whether a condition is met; any number may be one."""
+        if isinstance(node, ast.BoolOp):
+            return self._value_boolop(node, self._truth)
+        value = self._value(node)
+        if value.type in (INT, WORD):
+            return Value(BOOL, (self._emit(f"icmp ne i64 {value.operands[0]}, 0"),))
         if value.type is FLOAT:
-            return Value(FLOAT, (self._emit(f"fneg double {operand}"),))
-        return Value(INT, (self._emit(f"sub i64 0, {operand}"),))
+            return Value(BOOL, (self._emit(f"fcmp une double {value.operands[0]}, 0.0"),))
+        return self._as(BOOL, value, node)
 
     def _value_compare(self, node: ast.Compare) -> Value:
-        left, truth = self._value(node.left), ""
-        for operator, other in zip(node.ops, node.comparators, strict=True):
-            right = self._value(other)
-            kind, one, two = self._alike(left, right, node, least=INT)
-            names = _COMPARED[type(operator)]
-            compared = f"fcmp {names[1]}" if kind is FLOAT else f"icmp {names[0]}"
-            fresh = self._emit(f"{compared} {kind.llvm} {one}, {two}")
-            truth = self._emit(f"and i1 {truth}, {fresh}") if truth else fresh
-            left = right
-        return Value(BOOL, (truth,))
+        def compare() -> Iterator[Value]:
+            left = self._value(node.left)
+            for operator, other in zip(node.ops, node.comparators, strict=True):
+                right = self._value(other)
+                words = isinstance(operator, ast.Eq | ast.NotEq)
+                kind, one, two = self._alike(left, right, node, INT, words=words)
+                if type(operator) not in _COMPARED:
+                    raise self._fail(node, "kernels do not compare so")
+                names = _COMPARED[type(operator)]
+                compared = f"fcmp {names[1]}" if kind is FLOAT else f"icmp {names[0]}"
+                yield Value(BOOL, (self._emit(f"{compared} {kind.llvm} {one}, {two}"),))
+                left = right
 
-    def _value_boolop(self, node: ast.BoolOp) -> Value:
-        """Operands after one that decides are not looked at."""
+        return next(compare()) if len(node.ops) == 1 else self._decide(compare(), last=False)
+
+    def _value_boolop(
+        self, node: ast.BoolOp, read: Callable[[ast.expr], Value] | None = None
+    ) -> Value:
+        """Of bools, so that the result is one; in a condition of what ``read`` makes of each."""
+        truths = (
+            read(each) if read else self._as(BOOL, self._value(each), each) for each in node.values
+        )
+        return self._decide(truths, last=isinstance(node.op, ast.Or))
+
+    def _decide(self, truths: Iterable[Value], *, last: bool) -> Value:
+        """The last of some truths that is looked at: the first of the value ``last``, if any."""
         slot, after = self._slot(BOOL), self._new()
-        for number, each in enumerate(node.values):
-            value = self._as(BOOL, self._value(each), each)
-            self._store(slot, value, each)
-            further = self._new() if number < len(node.values) - 1 else after
-            ends = (further, after) if isinstance(node.op, ast.And) else (after, further)
-            self._do(f"br i1 {value.operands[0]}, label {ends[0]}, label {ends[1]}")
-            self._open = False
+        for truth in truths:  # translated one by one
+            further = self._new()
+            (operand,) = truth.operands
+            self._do(f"store i1 {operand}, ptr {slot.operands[0]}")
+            ends = (after, further) if last else (further, after)
+            self._end(f"br i1 {operand}, label {ends[0]}, label {ends[1]}")
             self._label(further)
+        self._label(after)
         return self._load(slot)
 
     def _value_ifexp(self, node: ast.IfExp) -> Value:
@@ -646,36 +773,49 @@ class _Body:
     def _value_call(self, node: ast.Call) -> Value:
         name = ast.unparse(node.func)
         if node.keywords:
-            raise self._fail(node, "kernels take arguments by position")
+            raise self._fail(node, "kernels take and give arguments by position")
+        if name == "bool" and len(node.args) == 1:
+            return self._truth(node.args[0])
         values = list(map(self._value, node.args))
-        if name in ("min", "max"):
-            return self._extreme(name, values, node)
-        if name in _SCALARS:
-            return self._convert(_SCALARS[name], values[0], node)
-        if name == "len":
-            return Value(INT, (values[0].operands[1],))
-        if name == "abs" and values[0].type is FLOAT:
-            return self._intrinsic("fabs", values[0])
-        if name == "np.ceil":
-            return self._intrinsic("ceil", values[0])
-        if name == "np.uint64":
-            return values[0]
-        called: Any = self._globals.get(name)
-        function = self._module.function_of(called)
-        operands = list(chain.from_iterable(each.operands for each in values))
         kinds = [each.type for each in values]
-        if function is None and hasattr(called, "_fields"):  # a named tuple is made
+        called: Any = self._globals.get(name)
+        if name in ("min", "max") and len(values) > 1:
+            return self._extreme(name, values, node)
+        if function := self._module.function_of(called):
+            return self._call(function, values)
+        if getattr(called, "_fields", None) and len(called._fields) == len(values):
+            operands = chain.from_iterable(each.operands for each in values)
             return Value(Group(tuple(kinds), called._fields), tuple(operands))
-        if function is None:
-            raise self._fail(node, "kernels do not call this")
-        return self._call(function, kinds, operands)
+        if len(values) == 1:
+            return self._apply(name, values[0], node)
+        raise self._fail(node, "kernels do not call this")
 
-    def _call(
-        self, function: FunctionType, kinds: Sequence[Type], operands: Sequence[str]
-    ) -> Value:
+    def _apply(self, name: str, value: Value, node: ast.Call) -> Value:
+        """Call a function of one value."""
+        if name == "int" and value.type is FLOAT:
+            operand = self._emit(f"call i64 @llvm.fptosi.sat.i64.f64(double {value.operands[0]})")
+            return Value(INT, (operand,))
+        if name == "int":
+            return self._as(INT, value, node)
+        if name == "float":
+            return self._as(FLOAT, value, node)
+        if name == "np.uint64" and value.type is INT:
+            return Value(WORD, value.operands)
+        if name == "len" and isinstance(value.type, Group):
+            return constant(len(value.type.members))
+        if name == "len" and isinstance(value.type, Array) and value.type.dimensions:
+            return Value(INT, (value.operands[1],))
+        if name in _FLOATS and value.type is FLOAT:
+            called = f"double @llvm.{_FLOATS[name]}.f64"
+            return Value(FLOAT, (self._emit(f"call {called}(double {value.operands[0]})"),))
+        raise self._fail(node, "kernels do not call this")
+
+    def _call(self, function: FunctionType, values: Sequence[Value]) -> Value:
         """Call another kernel."""
+        kinds = [each.type for each in values]
         name, result = self._module.call(function, kinds)
         types = chain.from_iterable(map(operand_types, kinds))
+        operands = chain.from_iterable(each.operands for each in values)
         given = ", ".join(map(" ".join, zip(types, operands, strict=True)))
         if result is None:
             self._do(f"call void {name}({given})")
@@ -687,23 +827,13 @@ class _Body:
         parts = (self._emit(f"extractvalue {returned} {whole}, {each}") for each in members)
         return Value(result, tuple(parts))
 
-    def _intrinsic(self, name: str, value: Value) -> Value:
-        return Value(
-            FLOAT, (self._emit(f"call double @llvm.{name}.f64(double {value.operands[0]})"),)
-        )
-
     def _extreme(self, name: str, values: Sequence[Value], node: ast.Call) -> Value:
         """The first of several that none is below, or above."""
         best = values[0]
         for value in values[1:]:
-            kind, one, two = self._alike(best, value, node, least=INT)
+            kind, one, two = self._alike(best, value, node, INT)
             compared = {"min": ("icmp slt", "fcmp olt"), "max": ("icmp sgt", "fcmp ogt")}[name]
             better = self._emit(f"{compared[kind is FLOAT]} {kind.llvm} {two}, {one}")
             chosen = self._emit(f"select i1 {better}, {kind.llvm} {two}, {kind.llvm} {one}")
             best = Value(kind, (chosen,))
         return best
-
-    def _convert(self, kind: Scalar, value: Value, node: ast.Call) -> Value:
-        if kind is INT and value.type is FLOAT:
-            return Value(INT, (self._emit(f"fptosi double {value.operands[0]} to i64"),))
-        return self._as(kind, value, node)

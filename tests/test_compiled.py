@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+from enum import IntEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 
 import pipectl.compiled
-from pipectl.arrays import Floats, Integers, Records, record
+from pipectl.arrays import Floats, Integers, Records, Words, record
 from pipectl.compiled import Kernel, compiled, compiling_s
 
 LIMIT, STEP = 7, 0.25
@@ -81,6 +83,51 @@ def groups(pair: Pair, step: int) -> float:
     return half + pair.table.shape[0] + pair.table[1].time_s
 
 
+@compiled
+def _take(numbers: Integers) -> int:
+    numbers[0] += 1
+    return int(numbers[0])
+
+
+def orders(numbers: Integers, out: Integers) -> None:
+    """Effects of operands happen once and in Python's order."""
+    out[_take(numbers)] += 5
+    out[numbers[0]] += _take(numbers)
+    out[4], out[3] = out[3:5]
+    for number in (numbers[0], numbers[0] + 1, 40, 50):
+        numbers[0] = -7
+        if number == numbers[1]:
+            continue
+        if number == 50:
+            break
+        out[5] += number
+
+
+def bounds(values: Floats, words: Words, out: Floats) -> None:
+    """Slices end with the array, and later comparisons are not looked at; words have no sign."""
+    count = len(values)
+    for begin in range(-count - 2, count + 3):
+        for end in range(-count - 2, count + 3):
+            out[0] = out[0] * 1.5 + len(values[begin:end])
+    for place in range(100_000_000):
+        if not 0 <= place < count != values[place] >= 0:
+            break
+        out[1] += 1
+    out[2] = len((count, count, count))
+    if words[0] >> np.uint64(60) == np.uint64(15) and values[0]:
+        out[3] = 1
+    out[4] = bool(words[0]) + bool(values[0]) + (True << True)
+
+
+def quotients(numbers: Integers, values: Floats, out: Floats) -> None:
+    """NumPy's numbers divide by 0."""
+    out[0] = numbers[0] // numbers[1]
+    out[1] = numbers[0] % numbers[1]
+    out[2] = values[0] / values[1]
+    out[3] = -values[0] / values[1]
+    out[4] = values[1] / values[1]
+
+
 def _table() -> Records:
     table = np.zeros(5, dtype=ENTRY)
     table["number"], table["time_s"] = np.arange(5), np.linspace(-1, 1, 5)
@@ -94,21 +141,31 @@ def _arguments(name: str) -> tuple[Any, ...]:
         "mixed": (numbers[:8], values[:8], np.zeros((8, 6))),
         "loops": (_table(), np.array([3, 1, 4, 0])),
         "groups": (Pair(_table(), 3.5), -5),
+        "orders": (np.array([0, 3]), np.arange(6)),
+        "bounds": (values[1:5], np.array([2**64 - 1], dtype=np.uint64), np.zeros(5)),
+        "quotients": (np.array([7, 0]), values[[5, 1]], np.zeros(5)),
     }[name]
 
 
-@pytest.mark.parametrize("function", [mixed, loops, groups], ids=lambda each: each.__name__)
+@pytest.mark.filterwarnings("ignore:(divide by zero|invalid value) encountered")
+@pytest.mark.parametrize(
+    "function",
+    [mixed, loops, groups, orders, bounds, quotients],
+    ids=lambda each: each.__name__,
+)
 def test_machine_code_does_what_python_does(function: Any, monkeypatch: Any) -> None:
     arguments = _arguments(function.__name__)
     by_code = Kernel(function)(*arguments)
     again = _arguments(function.__name__)
-    monkeypatch.setitem(globals(), "_halve", getattr(_halve, "function", _halve))
+    for called in (_halve, _take):
+        function_of = getattr(called, "function", called)
+        monkeypatch.setitem(globals(), function_of.__name__, function_of)
     assert by_code == function(*again)
     for one, other in zip(arguments, again, strict=True):
         for each, same in zip(
             *((x if isinstance(x, tuple) else (x,)) for x in (one, other)), strict=True
         ):
-            assert np.array_equal(each, same)
+            np.testing.assert_array_equal(each, same)
 
 
 def test_a_kernel_is_compiled_once_and_found_on_disk_after(
@@ -147,6 +204,54 @@ def test_a_directory_that_others_may_write_to_is_not_used(tmp_path: Path, monkey
     assert find() == folder
 
 
+def whole(value: float) -> int:
+    return int(value)
+
+
+def test_integers_of_what_is_none_are_defined() -> None:
+    values = math.inf, -math.inf, math.nan, 1e300, -2.7
+    largest = 2**63 - 1
+    assert [Kernel(whole)(each) for each in values] == [largest, -largest - 1, 0, largest, -2]
+
+
+def test_numbers_may_be_numpys() -> None:
+    assert Kernel(whole)(np.float64(2.5)) == Kernel(whole)(np.int64(2)) == 2
+
+
+LENGTH = np.int64(3)
+
+
+class Color(IntEnum):
+    RED = 4
+
+
+def _constants() -> int:
+    return int(LENGTH) + Color.RED
+
+
+def test_code_is_not_found_again_once_its_meaning_has_changed(monkeypatch: Any) -> None:
+    def meanings() -> list[object]:
+        return list(pipectl.compiled._meanings(_constants, set()))
+
+    first = meanings()
+    assert first == meanings()
+    monkeypatch.setitem(_constants.__annotations__, "return", "float")
+    second = meanings()
+    monkeypatch.setattr("tests.test_compiled.LENGTH", np.int64(5))
+    third = meanings()
+    monkeypatch.setattr("tests.test_compiled.Color", IntEnum("Color", {"RED": 5}))
+    fourth = meanings()
+    assert len(set(map(str, (first, second, third, fourth)))) == 4
+
+
+def test_code_in_a_file_of_somebody_else_is_not_loaded(tmp_path: Path, monkeypatch: Any) -> None:
+    pipectl.compiled._write(tmp_path / "code", b"code")
+    assert pipectl.compiled._read(tmp_path / "code") == b"code"
+    own = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: own + 1)
+    assert pipectl.compiled._read(tmp_path / "code") is None
+
+
 def unknown(values: Floats) -> float:
     return sorted(values)[0]
 
@@ -154,6 +259,52 @@ def unknown(values: Floats) -> float:
 def changing(number: int) -> int:
     number += 0.5
     return number
+
+
+def widening(number: int) -> int:
+    flag = number > 0
+    if flag:
+        flag = number
+    return flag
+
+
+def maybe(number: int) -> int:
+    if number:
+        other = 1
+    return other
+
+
+def maybe_later(number: int) -> int:
+    for each in range(number):
+        last = each
+    return last
+
+
+def too_early(number: int) -> int:
+    number += shadowed  # noqa: F823
+    shadowed = 1
+    return number + shadowed
+
+
+def either(number: int) -> int:
+    return number or 5
+
+
+def endless(number: int) -> int:  # noqa: RET503
+    while number > 0:
+        return number
+
+
+def otherwise(number: int) -> int:
+    for _ in range(number):
+        number += 1
+    else:
+        number = 0
+    return number
+
+
+def plus(number: int) -> int:
+    return +number
 
 
 def power(number: int) -> int:
@@ -164,32 +315,98 @@ def rounding(value: float) -> float:
     return value // 2
 
 
-def searching(number: int) -> int:
-    while number > 0:
-        number -= 1
-    else:
-        number = 7
-    return number
+def itself(number: int) -> int:
+    return int(again(number))
 
 
-def naming(number: int) -> int:
-    return max(number, 1, key=abs)
+@compiled
+def again(number: int) -> int:
+    return again(number - 1) if number else 0
+
+
+def named(number: int) -> int:
+    sums = Sums(part=number, whole=2)
+    return sums.whole
+
+
+def alone(values: Floats) -> float:
+    return max(values)
+
+
+def chosen(values: Floats) -> float:
+    return values[len(values) > 1]
+
+
+def rows(values: Floats) -> float:
+    one, _ = values
+    return one
+
+
+def strides(values: Floats) -> int:
+    return len(values[::2])
+
+
+def first(values: Floats) -> float:
+    return values[0]
+
+
+def pair(number: int) -> tuple[int, int]:
+    return number, number
+
+
+def below(words: Words) -> int:
+    return int(words[0] < words[1])
+
+
+def huge(number: int) -> int:
+    return number & 0x1_0000_0000_0000_0000
+
+
+shadowed = 3
+READ_ONLY = np.broadcast_to(0.0, 3).copy()
+READ_ONLY.flags.writeable = False
 
 
 @pytest.mark.parametrize(
     ("function", "argument", "words"),
     [
-        (power, 3, "do not compute this with a int"),
-        (rounding, 3.0, "do not compute this with a float"),
-        (searching, 3, "no else"),
-        (naming, 3, "by position"),
-        (unknown, np.zeros(3, dtype=">f8"), "byte order"),
         (unknown, np.zeros(3), "kernels do not call this: sorted"),
         (changing, 1, "line 2 of it"),
         (unknown, np.zeros((4, 4)).T, "arrays in C order"),
+        (unknown, READ_ONLY, "can be written"),
         (unknown, "text", "do not take a str"),
+        (widening, 1, "is not Scalar"),
+        (maybe, 1, "may have no value yet: other"),
+        (maybe_later, 1, "may have no value yet: last"),
+        (too_early, 1, "may have no value yet: shadowed"),
+        (either, 1, "number or 5|: number"),
+        (endless, 1, "may end without a result"),
+        (otherwise, 1, "loops of kernels have no else"),
+        (plus, 1, "do not compute this"),
+        (power, 1, "do not compute this with an? int"),
+        (rounding, 3.0, "do not compute this with an? float"),
+        (itself, 1, "do not call themselves"),
+        (named, 1, "by position"),
+        (alone, np.zeros(3), "do not call this: max"),
+        (chosen, np.zeros(3), "no integer"),
+        (rows, np.zeros((2, 2)), "is no tuple"),
+        (strides, np.zeros(3), "without steps"),
+        (first, np.zeros(3, dtype=">f8"), "elements of type >f8"),
+        (first, np.zeros(3, dtype=bool), "elements of type bool"),
+        (first, np.zeros((3, 3)), "is not Scalar"),
+        (pair, 1, "only kernels can take the result"),
+        (below, np.zeros(3, dtype=np.uint64), "is no number"),
+        (huge, 1, "64 bits"),
+        (plus, 2**63, "64 bits"),
     ],
 )
 def test_what_no_kernel_can_do_is_said(function: Any, argument: Any, words: str) -> None:
     with pytest.raises(TypeError, match=words):
         Kernel(function)(argument)
+
+
+def test_arguments_are_taken_by_position() -> None:
+    with pytest.raises(TypeError, match="by position"):
+        Kernel(whole)(value=1.5)
+    with pytest.raises(TypeError, match="takes 1 arguments, not 2"):
+        Kernel(whole)(1.5, 2)
