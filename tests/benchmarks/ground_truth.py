@@ -1,0 +1,174 @@
+"""Predicted against published step times: GPTs on up to 8 A100 of one node, measured by others.
+
+PIPECTL_GROUND_TRUTH=DIRECTORY python tests/benchmarks/ground_truth.py
+
+The directory holds `vtrain_single_node.csv` (VIA Research Group at KAIST, with vTrain). What a
+layer, the ends of the model and an update take is fitted to the rows without a pipeline or tensor
+parallelism. The rows with a pipeline, which the fit has not seen, are then simulated: equal numbers
+of layers in every stage, 1F1B. vTrain reports 8.4 %, but predicts from operators alone, without any
+measured step, so that the two figures say different things.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from tables import print_table
+
+from pipectl.cluster import Cluster, Device, Node
+from pipectl.graph import TransferKind
+from pipectl.link import Link
+from pipectl.plan import Plan, Stage, StageCost, Transfer
+from pipectl.schedule import default_warm_up
+from pipectl.simulate import simulate
+
+MICRO_BATCHES = (1, 2, 4, 8)
+"""Samples."""
+NVLINK = Link(10e-6, 2e11)
+FORWARD = 1 / 3
+"""Of forward and backward together; only their sum is measured."""
+
+
+class Row(NamedTuple):
+    """One measured step; seconds."""
+
+    gpus: int
+    batch: int
+    micro_batch: int
+    hidden: int
+    heads: int
+    layers: int
+    sequence: int
+    tensor: int
+    data: int
+    pipeline: int
+    step_s: float
+
+    @property
+    def micro_batches(self) -> int:
+        return self.batch // (self.micro_batch * self.data)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds by micro-batch; of updates, without sums of gradients and for all that are sent."""
+
+    layer_s: dict[int, float]
+    ends_s: dict[int, float]
+    layer_update_s: tuple[float, float]
+    ends_update_s: tuple[float, float]
+
+    def update_s(self, layers: float, ends: float, data: int) -> float:
+        plain = self.layer_update_s[0] * layers + self.ends_update_s[0] * ends
+        summed = self.layer_update_s[1] * layers + self.ends_update_s[1] * ends
+        return plain + summed * _sent(data)
+
+
+def _sent(data: int) -> float:
+    """Of the gradients, what each replica sends and receives to sum them."""
+    return 2 * (data - 1) / data
+
+
+def read(path: Path) -> list[Row]:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        _, *lines = csv.reader(file)
+    return [Row(*map(int, line[:-1]), float(line[-1]) / 1e3) for line in lines]
+
+
+def fit(rows: Sequence[Row]) -> Parts:
+    """Least squares of relative errors; no part is negative."""
+    matrix = []
+    for row in rows:
+        own = [row.micro_batches * (row.micro_batch == size) for size in MICRO_BATCHES]
+        sent = _sent(row.data)
+        update = [row.layers, row.layers * sent, 1, sent]
+        matrix.append([*(count * row.layers for count in own), *own, *update])
+    target = np.array([row.step_s for row in rows])
+    scaled = np.array(matrix, dtype=float) / target[:, None]
+    columns = list(range(scaled.shape[1]))
+    found = np.zeros(scaled.shape[1])
+    while columns:
+        solution = np.linalg.lstsq(scaled[:, columns], np.ones(len(rows)), rcond=None)[0]
+        if solution.min() >= 0:
+            found[columns] = solution
+            break
+        del columns[int(solution.argmin())]
+    layer, ends, update = found[:4].tolist(), found[4:8].tolist(), found[8:].tolist()
+    sizes = MICRO_BATCHES
+    return Parts(
+        dict(zip(sizes, layer, strict=True)),
+        dict(zip(sizes, ends, strict=True)),
+        (update[0], update[1]),
+        (update[2], update[3]),
+    )
+
+
+def predict(row: Row, parts: Parts) -> float:
+    """Simulated step; the pipelines of all replicas are alike, so that one of them is simulated."""
+    stages, layers = [], row.layers / row.pipeline
+    for index in range(row.pipeline):
+        ends = float(index == row.pipeline - 1)
+        work_s = parts.layer_s[row.micro_batch] * layers + parts.ends_s[row.micro_batch] * ends
+        update_s = parts.update_s(layers, ends, row.data)
+        cost = StageCost(work_s * FORWARD, work_s * (1 - FORWARD), update_s, 0, 0, 0)
+        stages.append(Stage((f"stage{index}",), (index,), cost))
+    size = 2 * row.micro_batch * row.sequence * row.hidden
+    between = range(row.pipeline - 1)
+    plan = Plan(
+        name="published",
+        fingerprint=None,
+        schedule="1f1b",
+        warm_up=default_warm_up("1f1b", row.pipeline, row.micro_batches),
+        batch_size=row.micro_batches * row.micro_batch,
+        micro_batch_size=row.micro_batch,
+        micro_batches=row.micro_batches,
+        stages=tuple(stages),
+        transfers=(
+            *(Transfer(TransferKind.ACTIVATION, i, i + 1, size) for i in between),
+            *(Transfer(TransferKind.GRADIENT, i + 1, i, size) for i in between),
+        ),
+        node_of_rank=(0,) * row.pipeline,
+    )
+    node = Node("node", row.pipeline, row.pipeline, Device("a100"))
+    return simulate(plan, Cluster("node", "published", (node,), NVLINK, NVLINK)).step_time_s
+
+
+def comparison(folder: Path) -> tuple[Sequence[str], list[Sequence[object]]]:
+    """Heads and rows of the table: errors of predictions by kind of row."""
+    rows = [row for row in read(folder / "vtrain_single_node.csv") if row.tensor == 1]
+    plain = [row for row in rows if row.pipeline == 1]
+    parts = {h: fit([r for r in plain if r.hidden == h]) for h in {r.hidden for r in rows}}
+    errors: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        kind = "without a pipeline (fitted)"
+        if row.pipeline > 1:
+            kind = f"{row.pipeline} stages" + ", with replicas" * (row.data > 1)
+        errors[kind].append(predict(row, parts[row.hidden]) / row.step_s - 1)
+    lines: list[Sequence[object]] = []
+    for kind, signed in sorted(errors.items()):
+        sizes = sorted(map(abs, signed))
+        p90 = sizes[int(0.9 * (len(sizes) - 1))]
+        figures = statistics.median(sizes), p90, sizes[-1]
+        bias = f"{statistics.mean(signed):+.1%}"
+        lines.append((kind, len(sizes), *(f"{each:.1%}" for each in figures), bias))
+    return ("steps", "count", "median error", "90% within", "worst", "bias"), lines
+
+
+def main() -> None:
+    if folder := os.environ.get("PIPECTL_GROUND_TRUTH"):
+        print_table(*comparison(Path(folder)))
+    else:
+        sys.exit("set PIPECTL_GROUND_TRUTH to the directory of vtrain_single_node.csv")
+
+
+if __name__ == "__main__":
+    main()
