@@ -40,6 +40,18 @@ def parse_bytes(text: str) -> int:
     return int(size)
 
 
+def parse_memory(text: str) -> int:
+    """Parse the memory of a process or node; see :func:`parse_bytes`.
+
+    Raises:
+        ValueError: the text is not a size, or a number of bytes in which no process runs.
+    """
+    size = parse_bytes(text)
+    if 0 < size < 2**20 and text.strip()[-1:].isdigit():
+        raise ValueError(f"{text} is {size} bytes; did you mean {text}GiB?")
+    return size
+
+
 def format_bytes(size_bytes: float) -> str:
     """Format a size with three significant digits and a binary unit: ``1.50 GiB``."""
     size = float(size_bytes)
@@ -146,7 +158,9 @@ def did_you_mean(word: str, known: Iterable[str], *, similarity: float = 0.6) ->
     Args:
         similarity: minimum similarity of that word, from 0 to 1.
     """
-    nearest = difflib.get_close_matches(word, list(known), n=1, cutoff=similarity)
+    names = list(known)
+    nearest = [name for name in names if name.lower() == word.lower()]
+    nearest = nearest or difflib.get_close_matches(word, names, n=1, cutoff=similarity)
     return f"; did you mean {nearest[0]!r}?" if nearest else ""
 
 

@@ -144,7 +144,7 @@ def plan_step(
         InfeasibleError: nothing fits; the message says how much is missing.
     """
     subject = inputs.profile, inputs.cluster, inputs.request
-    with advise_other_micro_batches(inputs.kept_micro_batches):
+    with advise_other_micro_batches(inputs):
         before_s = compiling_s()
         best = search.find(*subject)
         spent_s = compiling_s() - before_s

@@ -77,6 +77,7 @@ class PlanInputs:
         warnings: about the profile and the cluster.
         kept_micro_batches: number of micro-batches of the job's last plan, if it is kept.
         can_add_nodes: whether more nodes can be asked for; not for a job on this machine alone.
+        job_file: file of the job, if it is known.
     """
 
     profile: Profile
@@ -87,6 +88,7 @@ class PlanInputs:
     warnings: tuple[str, ...] = ()
     kept_micro_batches: int | None = None
     can_add_nodes: bool = True
+    job_file: Path | None = None
 
     @classmethod
     def of(cls, job: Job, micro_batches: int | None = None, **values: Any) -> PlanInputs:
@@ -163,6 +165,7 @@ def gather(
         warnings=tuple(filter(None, warnings)),
         kept_micro_batches=micro_batches,
         can_add_nodes=planned.scheduler != LOCAL,
+        job_file=job,
     )
 
 
@@ -255,8 +258,8 @@ def plan_job(job: Job, *, keep: bool = False) -> Plan:
         InfeasibleError: nothing fits; the message says how much is missing.
     """
     micro_batches = kept_micro_batches(job.spec) if keep else None
-    inputs = PlanInputs.of(job, micro_batches)
-    with advise_other_micro_batches(micro_batches):
+    inputs = PlanInputs.of(job, micro_batches, kept_micro_batches=micro_batches)
+    with advise_other_micro_batches(inputs):
         return make_plan(inputs.profile, inputs.cluster, inputs.request)
 
 
@@ -285,16 +288,21 @@ def kept_micro_batches(spec: JobSpec) -> int | None:
 
 
 @contextmanager
-def advise_other_micro_batches(micro_batches: int | None) -> Iterator[None]:
-    """A context whose InfeasibleError says that the number of micro-batches was kept."""
+def advise_other_micro_batches(inputs: PlanInputs) -> Iterator[None]:
+    """A context whose InfeasibleError says that the number of micro-batches was kept.
+
+    It does not if the limit is too small for the process alone.
+    """
     try:
         yield
     except InfeasibleError as error:
-        if micro_batches is not None:
+        limit, count = inputs.request.memory_limit_bytes, inputs.kept_micro_batches
+        is_enough = limit is None or limit > (inputs.profile.process_baseline_bytes or 0)
+        if count is not None and is_enough:
+            file = "JOB.yaml" if inputs.job_file is None else shlex.quote(str(inputs.job_file))
             error.cure = (
                 f"{error.cure}\nor let the planner choose the number of micro-batches again "
-                f"(now {micro_batches}, from the previous plan): pipectl plan JOB.yaml "
-                "--new-micro-batches"
+                f"(now {count}, from the previous plan): pipectl plan {file} --new-micro-batches"
             )
         raise
 

@@ -78,7 +78,7 @@ def verify(
     from pipectl.schedule import SCHEDULES
 
     here = ("resources.nodes=1", f"resources.tasks_per_node={ranks}")
-    spec = load(job, [*overrides, *here])
+    spec = load(job, [*overrides, *here], check_names=True)
     if not trust_owner:
         refuse_code_of_others(spec, job)
     schedule = SCHEDULES.get(spec.pipeline.schedule or "")

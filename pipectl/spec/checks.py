@@ -6,14 +6,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from inspect import signature
 from itertools import pairwise
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipectl.directives import QSUB, SBATCH, fault_of_option
 from pipectl.spec.document import MAX_DEPTH, escape, resolve
 from pipectl.spec.models import (
     Data,
+    Environment,
     Evaluation,
-    JobSpec,
     Launch,
     Loss,
     Pbs,
@@ -22,9 +23,11 @@ from pipectl.spec.models import (
     Slurm,
     Sweep,
     Training,
+    factories_in,
+    files_in,
     is_within,
 )
-from pipectl.spec.references import fault_of_name
+from pipectl.spec.references import Reference, faults_of_use, parse
 
 if TYPE_CHECKING:
     from pipectl.schedule.order import Schedule
@@ -70,6 +73,8 @@ _MICRO_BATCHES = ("pipeline", "micro_batches")
 _WARM_UP = ("pipeline", "warm_up")
 _BACKWARD = ("pipeline", "backward")
 _WEIGHTS = ("model", "weights")
+_PLACEHOLDER = "/path/to/"
+"""Begins the paths in recipes, which users replace."""
 
 
 def fault_of_former_key(path: Sequence[str | int]) -> str:
@@ -102,32 +107,61 @@ def cross_check(sections: Mapping[str, Any]) -> Iterator[Finding]:
             yield from check(**{name: sections[name] for name in names})
 
 
-def missing_files(spec: JobSpec) -> Iterator[Finding]:
-    """References of the spec to files that do not exist."""
-    code = ((path, reference.file) for path, reference in spec.factories())
-    for path, file in (*code, *spec.files()):
+def missing_files(data: Mapping[str, Any], base: Path) -> Iterator[Finding]:
+    """Files that do not exist: those that a spec names, and placeholders of recipes.
+
+    Args:
+        data: of the spec, valid or not.
+        base: directory of the spec.
+    """
+    code = ((path, _parse(text, base)) for path, text, _ in factories_in(data))
+    files = [(path, None if each is None else each.file) for path, each in code]
+    for path, file in (*files, *((path, base / text) for path, text in files_in(data))):
         try:
             is_there = file is None or file.is_file() or (path == _WEIGHTS and file.is_dir())
         except OSError:  # a name that no file can have
             is_there = False
         if not is_there:
             yield path, f"no such file{' or directory' * (path == _WEIGHTS)}: {file}"
+    for path, _, kwargs in factories_in(data):
+        for name, value in kwargs.items():
+            is_placeholder = isinstance(value, str) and value.startswith(_PLACEHOLDER)
+            if is_placeholder and not Path(value).exists():
+                fault = f"{value!r} is the placeholder of the recipe; write your own path"
+                yield (*path[:-1], "kwargs", name), fault
 
 
-def missing_names(spec: JobSpec) -> Iterator[Finding]:
-    """References of the spec to functions and classes that do not exist.
+def wrong_uses(
+    data: Mapping[str, Any], base: Path, environment: Environment | None
+) -> Iterator[Finding]:
+    """References to functions and classes that do not exist, or do not take their ``kwargs``.
 
     Installed packages are not looked at if the job runs with those of another Python.
+
+    Args:
+        data: of the spec, valid or not.
+        base: directory of the spec.
+        environment: of the spec; None if it is not valid.
     """
-    environment = spec.environment
-    elsewhere = (
+    elsewhere = environment is None or (
         environment.container or environment.modules or environment.setup
         or "PYTHONPATH" in environment.variables
     )  # fmt: skip
-    for path, reference in spec.factories():
-        installed = reference.file is None and reference.root is None
-        if not (installed and elsewhere) and (fault := fault_of_name(reference)):
-            yield path, fault
+    for path, text, kwargs in factories_in(data):
+        reference = _parse(text, base)
+        if reference is None or (elsewhere and reference.is_installed):
+            continue
+        is_alone = path[:-1] in (("model",), ("data",), ("evaluation", "data"))
+        is_alone &= not data.get("sweep")  # which may give it further ones
+        for name, fault in faults_of_use(reference, list(kwargs), is_alone=is_alone):
+            yield (path if name is None else (*path[:-1], "kwargs", name)), fault
+
+
+def _parse(text: str, base: Path) -> Reference | None:
+    try:
+        return parse(text, base)
+    except (OSError, ValueError):  # a name that no file can have
+        return None
 
 
 def _built_in(pipeline: Pipeline) -> Schedule | None:

@@ -19,11 +19,12 @@ from pydantic_core import ErrorDetails
 from pipectl.errors import Problem, SpecError, UsageError
 from pipectl.files import RUNS_VARIABLE
 from pipectl.spec.checks import (
+    Finding,
     cross_check,
     drop_former_keys,
     fault_of_former_key,
     missing_files,
-    missing_names,
+    wrong_uses,
 )
 from pipectl.spec.document import (
     KEY,
@@ -40,7 +41,7 @@ from pipectl.spec.document import (
     resolve,
     to_yaml,
 )
-from pipectl.spec.models import JobSpec, holds_variables
+from pipectl.spec.models import Environment, JobSpec, holds_variables
 from pipectl.spec.schema import choices, describe_schema, json_schema, properties, schema_at
 from pipectl.spec.types import WrongTypeError, check_version
 from pipectl.units import did_you_mean
@@ -91,6 +92,7 @@ def load(
     *,
     sites: Sequence[Path] | None = None,
     check_files: bool = True,
+    check_names: bool = False,
 ) -> JobSpec:
     """The job spec in ``path``.
 
@@ -98,12 +100,14 @@ def load(
         overrides: ``a.b=value`` each, as given to ``--set``; a later one wins.
         sites: files with site defaults, weakest first; by default those of :func:`site_files`.
         check_files: whether the Python and cluster files it names must exist.
+        check_names: see :meth:`SpecFile.spec`.
 
     Raises:
         SpecError: with every problem in the spec, the site files and the overrides.
         UsageError: an override that is no ``a.b=value``.
     """
-    return SpecFile.read(path, overrides, sites).spec(check_files=check_files)
+    file = SpecFile.read(path, overrides, sites)
+    return file.spec(check_files=check_files, check_names=check_names)
 
 
 def dump(spec: JobSpec) -> str:
@@ -164,7 +168,8 @@ class SpecFile:
 
         Args:
             check_files: see :func:`load`.
-            check_names: whether the names in user code must exist, too.
+            check_names: whether the functions and classes must exist, too, and take their keyword
+                arguments, as far as this can be read without running code.
 
         Raises:
             SpecError: with every problem.
@@ -319,8 +324,16 @@ def _validate(
     if data.get("name") is None:
         stem = re.sub(r"[^A-Za-z0-9._-]", "-", source.stem).strip("._-")
         data["name"] = stem[:64] or "job"
+    base = source.absolute().parent
+
+    def faults_of_code(environment: Environment | None) -> Iterator[Finding]:
+        if check_files:
+            yield from missing_files(data, base)
+        if check_names:
+            yield from wrong_uses(data, base, environment)
+
     try:
-        spec = JobSpec.model_validate(data)
+        spec = JobSpec.model_validate(data, context={"base": base})
     except ValidationError as error:
         details = error.errors(include_url=False)
         problems = [_explain_fault(document, detail) for detail in details]
@@ -332,13 +345,10 @@ def _validate(
             for name, info in JobSpec.model_fields.items()
             if name not in wrong
         }
-        return None, [*problems, *(document.problem(*each) for each in cross_check(sections))]
-    spec._base = source.absolute().parent
-    faults = list(cross_check(dict(spec)))
-    if check_files:
-        faults += missing_files(spec)
-    if check_names:
-        faults += missing_names(spec)
+        faults = [*cross_check(sections), *faults_of_code(sections.get("environment"))]
+        return None, [*problems, *(document.problem(*each) for each in faults)]
+    spec._base = base
+    faults = [*cross_check(dict(spec)), *faults_of_code(spec.environment)]
     return None if faults else spec, [document.problem(*each) for each in faults]
 
 

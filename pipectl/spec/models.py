@@ -6,12 +6,21 @@ null, or not given, has its default; in attributes of ``pipeline``, None stands 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from pipectl.spec import references, types
 
@@ -26,12 +35,20 @@ class Factory(types.Section):
     """`./file.py:name`, relative to the spec file, or `package.module:name`, which may also be next
     to the spec file."""
     kwargs: types.Keywords = Field(default_factory=dict)
-    """Keyword arguments; the values keep their YAML types."""
+    """Keyword arguments; the values keep their YAML types. A text that begins with `./` or `../` is
+    a path relative to the spec file, and your code gets it as an absolute path. Other relative
+    paths mean another file in a job than in `pipectl profile`: ranks run in the run directory."""
 
     @model_validator(mode="before")
     @classmethod
     def _expand(cls, value: Any) -> Any:
         return {"factory": value} if isinstance(value, str) else value
+
+    @field_validator("kwargs")
+    @classmethod
+    def _make_paths_absolute(cls, kwargs: Any, info: ValidationInfo) -> Any:
+        base = (info.context or {}).get("base")
+        return kwargs if base is None else _with_absolute_paths(kwargs, base)
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: Any, handler: Any) -> dict[str, Any]:
@@ -40,6 +57,16 @@ class Factory(types.Section):
     def resolve(self, base: Path) -> references.Reference:
         """What `factory` names, with relative files looked up from ``base``."""
         return references.parse(self.factory, base)
+
+
+def _with_absolute_paths(value: Any, base: Path) -> Any:
+    """A value in which texts that begin with ``./`` or ``../`` are paths from ``base``."""
+    if isinstance(value, dict):
+        return {key: _with_absolute_paths(item, base) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_absolute_paths(item, base) for item in value]
+    is_path = isinstance(value, str) and value.startswith(("./", "../"))
+    return os.path.normpath(base / value) if is_path else value
 
 
 _SHORT = {"title": "./file.py:name or package.module:name", "type": "string", "pattern": ":"}
@@ -517,33 +544,12 @@ class JobSpec(types.Section):
 
     def files(self) -> Iterator[tuple[tuple[str, ...], Path]]:
         """Absolute paths of all files besides user code, with the path of their key."""
-        named = {
-            ("cluster",): self.cluster_file,
-            ("pipeline", "schedule"): self.schedule_file,
-            ("launch", "template"): self.template_file,
-            ("model", "weights"): self.weights_path,
-        }
-        yield from ((key, file) for key, file in named.items() if file is not None)
+        yield from ((key, self.base / text) for key, text in files_in(self.model_dump()))
 
     def factories(self) -> Iterator[tuple[tuple[str, ...], references.Reference]]:
         """Every reference to user code, with the path of its key."""
-        named: dict[tuple[str, ...], str | None] = {
-            ("model", "factory"): self.model.factory,
-            ("loss", "factory"): self.loss.factory if self.loss.factory != "model" else None,
-            ("data", "factory"): self.data.factory,
-            ("optimizer", "factory"): self.optimizer.factory,
-            ("lr_scheduler", "factory"): getattr(self.lr_scheduler, "factory", None),
-            ("loss", "weight"): self.loss.weight if self.loss.weight != "samples" else None,
-        }
-        if self.evaluation is not None:
-            named["evaluation", "data", "factory"] = self.evaluation.data.factory
-            for name, metric in self.evaluation.metrics.items():
-                named["evaluation", "metrics", name, "factory"] = metric.factory
-        for name, callback in self.callbacks.items():
-            named["callbacks", name, "factory"] = callback.factory
-        for key, text in named.items():
-            if text is not None:
-                yield key, references.parse(text, self.base)
+        for path, text, _ in factories_in(self.model_dump()):
+            yield path, references.parse(text, self.base)
 
     @property
     def container(self) -> str | None:
@@ -555,6 +561,54 @@ class JobSpec(types.Section):
     def threads(self) -> int:
         """Threads that a rank computes with."""
         return self.resources.cpus_per_task - self.launch.spare_cores
+
+
+def files_in(data: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """All files besides user code that the data of a spec name, with the paths of their keys.
+
+    Args:
+        data: valid or not.
+    """
+    keys = ("cluster",), ("pipeline", "schedule"), ("launch", "template"), ("model", "weights")
+    for key in keys:
+        value: Any = data
+        for name in key:
+            value = value.get(name) if isinstance(value, Mapping) else None
+        if isinstance(value, str) and (
+            key[-1] != "schedule" or value.endswith(types.SCHEDULE_SUFFIX)
+        ):
+            yield key, value
+
+
+def factories_in(
+    data: Mapping[str, Any],
+) -> Iterator[tuple[tuple[str, ...], str, Mapping[str, Any]]]:
+    """Path of the key, reference and keyword arguments of all user code in the data of a spec.
+
+    Args:
+        data: valid or not; what is no reference, or no mapping, is left out.
+    """
+
+    def mapping(value: Any) -> Mapping[str, Any]:
+        return value if isinstance(value, Mapping) else {}
+
+    names = ("model", "loss", "data", "optimizer", "lr_scheduler")
+    named: dict[tuple[str, ...], Any] = {(name,): data.get(name) for name in names}
+    evaluation = mapping(data.get("evaluation"))
+    named["evaluation", "data"] = evaluation.get("data")
+    groups: tuple[tuple[tuple[str, ...], Any], ...] = (
+        (("evaluation", "metrics"), evaluation.get("metrics")),
+        (("callbacks",), data.get("callbacks")),
+    )
+    for path, group in groups:
+        named |= {(*path, name): item for name, item in mapping(group).items()}
+    for path, item in named.items():
+        text = item if isinstance(item, str) else mapping(item).get("factory")
+        if isinstance(text, str) and not references.fault_of(text):  # as `model`, for the loss
+            yield (*path, "factory"), text, mapping(mapping(item).get("kwargs"))
+    weight = mapping(data.get("loss")).get("weight")
+    if isinstance(weight, str) and not references.fault_of(weight):
+        yield ("loss", "weight"), weight, {}
 
 
 def holds_variables(key: str) -> bool:

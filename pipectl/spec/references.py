@@ -14,7 +14,7 @@ import ast
 import re
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import decode_source, find_spec
@@ -28,6 +28,11 @@ _FORM = "write ./file.py:name or package.module:name"
 # As it was before any user code ran, which may change it.
 _SEARCH = tuple(entry for entry in sys.path if entry)
 _LIBRARY = ("site-packages", "dist-packages")
+_BINDERS = {"__getattr__", "globals", "locals", "vars", "exec", "setattr"}
+"""What a module may use to give itself names that only running it tells."""
+_INIT = ["__init__"]
+_MAX_DEPTH = 10
+"""Modules that are followed from one import to the next."""
 _UNPARSABLE = (OSError, SyntaxError, ValueError, RecursionError)
 
 
@@ -56,6 +61,11 @@ class Reference:
         """The reference as a spec in the same directory has it: the same wherever the file lies."""
         where = self.module if self.file is None else f"./{self.file.name}"
         return f"{where}:{self.attribute}"
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether it names an installed module, or one of the standard library."""
+        return self.module is not None and self.root is None
 
     @property
     def source(self) -> Path | None:
@@ -133,33 +143,180 @@ def user_sources(references: Iterable[Reference]) -> dict[str, Path]:
     return sources
 
 
-def fault_of_name(reference: Reference) -> str | None:
-    """Why the name of a reference cannot be found; None if it can, or may be."""
-    file = reference.source
-    if reference.module is not None and reference.root is None:
-        top = reference.module.partition(".")[0]
-        try:
-            if top in sys.stdlib_module_names or find_spec(top) is not None:
-                return None
-        except ValueError:  # it is loaded, by other means than a file
-            return None
-        return f"no module {top!r} is installed, and there is none next to the job file"
-    if reference.root is not None and file is None:
-        return f"there is no module {reference.module} in {reference.root}"
-    if file is None or not file.is_file():  # a missing file is reported elsewhere
-        return None
+def faults_of_use(
+    reference: Reference, kwargs: Collection[str], *, is_alone: bool
+) -> Iterator[tuple[str | None, str]]:
+    """What is wrong with a reference, and with the keyword arguments that it is called with.
+
+    Args:
+        kwargs: their names.
+        is_alone: whether there are no other arguments.
+
+    Yields:
+        The name of a wrong argument, or None, and the fault. Nothing that only running the code
+        can tell.
+    """
+    if fault := _fault_of_module(reference):
+        yield None, fault
+        return
     try:
-        code = decode_source(file.read_bytes())
-        names = set(symtable(code, str(file), "exec").get_identifiers())
+        module = _Module.of(reference)
     except SyntaxError as error:
-        return f"{file}:{error.lineno or 1}: {error.msg}"
-    except _UNPARSABLE:
-        return None
-    first = reference.attribute.partition(".")[0]
-    if not names.isdisjoint({first, "__getattr__", "globals"}) or _may_bind_more(code):
-        return None
-    inner = file.name == "__init__.py" and _find(first, [str(file.parent)])
-    return None if inner else f"{file} defines no {first!r}{did_you_mean(first, names)}"
+        yield None, f"{error.filename}:{error.lineno or 1}: {error.msg}"
+        return
+    if module is None:
+        return
+    first, dot, _ = reference.attribute.partition(".")
+    names = module.names()
+    if names is not None and first not in names:
+        package = module.file.name == "__init__.py"
+        if not (package and _find(first, [str(module.file.parent)])):
+            where = reference.module if reference.is_installed else module.file
+            yield None, f"{where} defines no {first!r}{did_you_mean(first, names)}"
+        return
+    parameters = None if dot else module.parameters(first)
+    if parameters is None:
+        return
+    for name in kwargs:
+        if name not in parameters:
+            hint = did_you_mean(name, parameters) or f"; it takes {', '.join(parameters)}"
+            yield name, f"{first} takes no argument {name!r}{hint if parameters else ''}"
+    required = [name for name, is_required in parameters.items() if is_required]
+    if is_alone and (missing := [name for name in required if name not in kwargs]):
+        yield None, f"{first} needs the argument {missing[0]!r}; write it under kwargs"
+
+
+def _fault_of_module(reference: Reference) -> str:
+    """Why the module of a reference cannot be found; empty if it can, or may be."""
+    if not reference.is_installed:
+        is_missing = reference.root is not None and reference.source is None
+        return f"there is no module {reference.module} in {reference.root}" if is_missing else ""
+    top = str(reference.module).partition(".")[0]
+    try:
+        if top in sys.stdlib_module_names or find_spec(top) is not None:
+            return ""
+    except ValueError:  # it is loaded, by other means than a file
+        return ""
+    return f"no module {top!r} is installed, and there is none next to the job file"
+
+
+@dataclass(frozen=True)
+class _Module:
+    """A module as it is written.
+
+    Args:
+        search: where the modules that it imports are looked for.
+        depth: how many modules have led to it.
+    """
+
+    file: Path
+    code: str
+    tree: ast.Module
+    search: tuple[str, ...]
+    depth: int = 0
+
+    @classmethod
+    def of(cls, reference: Reference) -> _Module | None:
+        """The module of a reference; None if it cannot be read. Raises a SyntaxError."""
+        if reference.is_installed:
+            file = _file_of(_find(str(reference.module), [*_SEARCH]))
+            return None if file is None else cls.read(file, _SEARCH)
+        file = reference.source
+        search = (str(reference.root or (file and file.parent)), *_SEARCH)
+        return None if file is None else cls.read(file, search)
+
+    @classmethod
+    def read(cls, file: Path, search: tuple[str, ...], depth: int = 0) -> _Module | None:
+        """The module in a file; None if it is not Python's text. Raises a SyntaxError."""
+        if file.suffix != ".py" or depth > _MAX_DEPTH:
+            return None
+        try:
+            code = decode_source(file.read_bytes())
+            return cls(file, code, ast.parse(code, str(file)), search, depth)
+        except SyntaxError:
+            raise
+        except _UNPARSABLE:
+            return None
+
+    def names(self) -> set[str] | None:
+        """The names that it has, and perhaps others; None if only running it tells."""
+        names = set(symtable(self.code, str(self.file), "exec").get_identifiers())
+        if not names.isdisjoint(_BINDERS):
+            return None
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Global) or _is_modules(node):
+                return None
+            if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+                module = self._imported(node)
+                more = None if module is None else module.names()
+                if more is None:
+                    return None
+                names |= more
+        return names
+
+    def parameters(self, name: str) -> dict[str, bool] | None:
+        """What a function, or the constructor of a class, may be given by keyword, and whether it
+        must be; None if anything, or if only running the module tells."""
+        binders = [node for node in ast.walk(self.tree) if name in _bound_by(node)]
+        if not binders:
+            binders = [node for node in ast.walk(self.tree) if "*" in _bound_by(node)]
+        node = binders[0] if len(binders) == 1 else None
+        if node not in self.tree.body:
+            return None
+        if isinstance(node, ast.ImportFrom):
+            module = self._imported(node)
+            alias = next(each for each in node.names if (each.asname or each.name) in (name, "*"))
+            inner = name if alias.name == "*" else alias.name
+            return None if module is None else module.parameters(inner)
+        skipped = 0
+        if isinstance(node, ast.ClassDef):
+            methods = [
+                each
+                for each in node.body
+                if isinstance(each, ast.FunctionDef) and each.name in ("__init__", "__new__")
+            ]
+            if node.decorator_list or node.keywords or [each.name for each in methods] != _INIT:
+                return None
+            node, skipped = methods[0], 1
+        if not isinstance(node, ast.FunctionDef) or node.decorator_list or node.args.kwarg:
+            return None
+        args = node.args
+        first = len(args.args) - len(args.defaults)
+        parameters = {arg.arg: index < first for index, arg in enumerate(args.args)}
+        for _ in range(skipped - len(args.posonlyargs)):
+            parameters.pop(next(iter(parameters), ""), None)
+        for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True):
+            parameters[arg.arg] = default is None
+        return parameters
+
+    def _imported(self, node: ast.ImportFrom) -> _Module | None:
+        """The module that a statement imports from; None if it cannot be read."""
+        if node.level:
+            folder = self.file.parents[min(node.level, len(self.file.parents)) - 1]
+            spec = _find(node.module, [str(folder)]) if node.module else None
+            file = _file_of(spec) if node.module else folder / "__init__.py"
+        else:
+            file = _file_of(_find(node.module or "", list(self.search)))
+        try:
+            return None if file is None else _Module.read(file, self.search, self.depth + 1)
+        except SyntaxError:
+            return None
+
+
+def _bound_by(node: ast.AST) -> Collection[str]:
+    """The names that a node of a syntax tree gives a value to."""
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return [each.asname or each.name.partition(".")[0] for each in node.names]
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return (node.name,)
+    if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+        return (node.id,)
+    return ()
+
+
+def _is_modules(node: ast.AST) -> bool:
+    """Whether a node is ``sys.modules``, through which a module may replace itself."""
+    return isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.modules"
 
 
 def _find(module: str, search: list[str]) -> ModuleSpec | None:
@@ -176,15 +333,6 @@ def _file_of(spec: ModuleSpec | None) -> Path | None:
     if spec is None:
         return None
     return Path(spec.origin or next(iter(spec.submodule_search_locations or ())))
-
-
-def _may_bind_more(code: str) -> bool:
-    """Whether a module may have names that only running it tells."""
-    return any(
-        isinstance(node, ast.Global)
-        or (isinstance(node, ast.ImportFrom) and node.names[0].name == "*")
-        for node in ast.walk(ast.parse(code))
-    )
 
 
 def _imports(name: str, path: Path) -> Iterator[str]:

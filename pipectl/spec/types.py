@@ -24,7 +24,14 @@ from pydantic_core import core_schema
 from pipectl.directives import RESOURCES
 from pipectl.spec import references
 from pipectl.spec.document import parse_scalar, resolve
-from pipectl.units import format_clock, is_name, parse_bytes, parse_duration, parse_walltime
+from pipectl.units import (
+    format_clock,
+    is_name,
+    parse_bytes,
+    parse_duration,
+    parse_memory,
+    parse_walltime,
+)
 
 VERSION = 1
 SCHEDULE_SUFFIX = ".csv"
@@ -94,6 +101,14 @@ def _quantity(parse: Callable[[str], int]) -> BeforeValidator:
         raise WrongTypeError
 
     return BeforeValidator(read)
+
+
+def _read_memory(value: Any) -> int:
+    try:
+        parse_bytes(str(value))
+    except ValueError:
+        raise WrongTypeError from None
+    return parse_memory(str(value))
 
 
 def _size_text(size_bytes: int) -> str:
@@ -194,7 +209,7 @@ Padding = Annotated[dict[str, _Number], _MAPPING]
 Bytes = Annotated[
     int,
     Field(ge=1, le=_MAX),
-    _quantity(parse_bytes),
+    BeforeValidator(_read_memory),
     _json("a size such as 4GiB"),
     PlainSerializer(_size_text, when_used="json"),
 ]

@@ -114,6 +114,7 @@ def test_flags_for_everything(cli: Command, slurm: Pretend) -> None:
         (["--walltime", "31m"], "a longer walltime"),
         (["--memory", "17GB"], "more memory"),
         (["--memory", "much"], "not a size"),
+        (["--memory", "16"], "16 is 16 bytes; did you mean 16GiB?"),
         (["--walltime", "0"], "more than 0"),
         (["--name", "a b"], "cannot name a job"),
         (["--model", "model"], "--model: 'model' names no function"),
@@ -212,7 +213,16 @@ def test_a_recipe_is_copied_with_its_code(cli: Command) -> None:
     assert {"gpt-stdlib", "names-seq2seq", "lora-llm"} <= set(names)
     for name in names:
         cli("init", name, "--recipe", name)
-        assert cli("check", f"{name}/{name}.yaml").code == 0
+        checked = cli("check", f"{name}/{name}.yaml")
+        lines = [line.partition(": ")[2] for line in checked.err.splitlines()]
+        placeholders = {
+            "lora-llm": ["model.kwargs.base", "data.kwargs.file", "data.kwargs.base"],
+            "vit-images": ["data.kwargs.root", "evaluation.data.kwargs.root"],
+        }.get(name, [])
+        assert [line.split(": ")[1] for line in lines] == placeholders, checked.err
+        assert all(
+            line.endswith("placeholder of the recipe; write your own path") for line in lines
+        )
     assert Path("digits-cnn/models/digits.py").is_file()
     assert Path("digits-cnn/job.schema.json").is_file()
     assert not Path("digits-cnn/models/gpt.py").exists()

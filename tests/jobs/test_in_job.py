@@ -113,8 +113,10 @@ def test_a_failure_is_reported_in_the_run_and_on_standard_error(
 
 
 def test_no_feasible_plan_exits_4(run: RunDirectory, measured: list[Path]) -> None:
-    run.job.write_text(run.job.read_text().replace("memory_limit: 1073741824", "memory_limit: 1"))
-    assert "memory_limit: 1\n" in run.job.read_text()
+    run.job.write_text(
+        run.job.read_text().replace("memory_limit: 1073741824", "memory_limit: 1048576")
+    )
+    assert "memory_limit: 1048576\n" in run.job.read_text()
     assert in_job.main([str(run.path)]) == 4
     assert run.profile.exists()
     assert not run.plan.exists()

@@ -54,7 +54,7 @@ def test_every_link_has_a_heading() -> None:
     [
         "",
         "resources: {walltime: 1:30:00, memory_per_node: 8GiB, nodes: 1e0}",
-        "resources: {walltime: 90, memory_per_node: 1.5}",
+        "resources: {walltime: 90, memory_per_node: 2097152.5}",
         "pipeline: {memory_limit: 4294967296, stages: auto, warm_up: auto, schedule: auto}",
         "pipeline: {stages: 1, warm_up: [2], schedule: 1f1b, recompute: none, replicas: 1}",
         "resources:\nslurm:\nlr_scheduler:\nenvironment: {variables: {A: , B: 1, C: true}}",

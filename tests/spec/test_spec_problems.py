@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipectl.errors import SpecError
-from pipectl.spec import load
+from pipectl.spec import SpecFile, load
 
 WRONG_SPECS = Path(__file__).with_name("wrong_specs.txt")
 """Blocks of lines: what is added to the minimal spec (``~``: in place of the line of that key;
@@ -74,6 +74,98 @@ def test_missing_files_are_named_with_their_place(complaints, minimal, tmp_path)
         f"job.yaml:8:53: evaluation.metrics.m.factory: no such file: {gone}",
         f"job.yaml:9:12: optimizer.factory: no such file: {tmp_path.parent / 'none' / 'gone.py'}",
     ]
+
+
+CODE = """
+from torch import nn
+from parts import *
+
+class Net(nn.Module):
+    def __init__(self, width, depth=2, *, dropout=0.0): ...
+
+class Inherited(Net): ...
+
+def samples(count, **more): ...
+"""
+"""The file of the user's code in the following tests."""
+
+
+@pytest.fixture
+def faults_of_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The problems of a text of which names in user code are checked too."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text(CODE)
+    Path("parts.py").write_text("from inner import Part as Piece\n")
+    Path("inner.py").write_text("class Part:\n    def __init__(self, size): ...\n")
+
+    def check(text: str) -> list[str]:
+        Path("job.yaml").write_text(text)
+        try:
+            SpecFile.read(Path("job.yaml"), (), ()).spec(check_names=True)
+        except SpecError as error:
+            return [str(problem).partition(": ")[2] for problem in error.problems]
+        return []
+
+    return check
+
+
+def test_wrong_names_and_arguments_are_listed_together_with_wrong_keys(faults_of_code) -> None:
+    text = """
+modle: 1
+model: {factory: ./mine.py:Net, kwargs: {dept: 3}, size: 2}
+loss: torch.nn:CrossEntropyLos
+data: ./mine.py:sample
+evaluation: {data: ./gone.py:held_out}
+optimizer: torch.optim:Adamw
+lr_scheduler: {factory: torch.optim.lr_scheduler:CosineAnnealingLR, kwargs: {Tmax: 4}}
+training: {steps: 1, batch_size: 4}
+"""
+    faults = faults_of_code(text)
+    here = Path.cwd()
+    assert sorted(faults) == [
+        f"data.factory: {here}/mine.py defines no 'sample'; did you mean 'samples'?",
+        f"evaluation.data.factory: no such file: {here}/gone.py",
+        "loss.factory: torch.nn defines no 'CrossEntropyLos'; did you mean 'CrossEntropyLoss'?",
+        "lr_scheduler.kwargs.Tmax: CosineAnnealingLR takes no argument 'Tmax'; did you mean 'T_max'?",
+        "model.factory: Net needs the argument 'width'; write it under kwargs",
+        "model.kwargs.dept: Net takes no argument 'dept'; did you mean 'depth'?",
+        "model.size: unknown key; known are factory, kwargs, materialize, opaque, weights",
+        "modle: unknown key; did you mean 'model'?",
+        "optimizer.factory: torch.optim defines no 'Adamw'; did you mean 'AdamW'?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "faults"),
+    [
+        ("{factory: ./mine.py:Net, kwargs: {width: 1, dropout: 1}}", []),
+        ("{factory: ./mine.py:Inherited, kwargs: {anything: 1}}", []),
+        ("{factory: ./mine.py:samples, kwargs: {count: 1, anything: 1}}", []),
+        ("{factory: ./mine.py:Piece, kwargs: {size: 1}}", []),
+        ("{factory: mine:Piece, kwargs: {size: 1, x: 1}}", ["model.kwargs.x: Piece takes no argument 'x'; it takes size"]),
+        ("{factory: ./mine.py:Part}", ["model.factory: {}/mine.py defines no 'Part'"]),
+        ("{factory: mine:Peace}", ["model.factory: {}/mine.py defines no 'Peace'; did you mean 'Piece'?"]),
+    ],
+)  # fmt: skip
+def test_arguments_are_followed_through_imports_as_far_as_they_can_be_read(
+    faults_of_code, minimal: str, model: str, faults: list[str]
+) -> None:
+    text = re.sub("^model:.*", f"model: {model}", minimal, flags=re.MULTILINE)
+    assert faults_of_code(text) == [each.replace("{}", str(Path.cwd())) for each in faults]
+
+
+def test_a_sweep_may_give_an_argument_that_the_job_leaves_out(faults_of_code, minimal: str) -> None:
+    text = re.sub("^model:.*", "model: ./mine.py:Net", minimal, flags=re.MULTILINE)
+    assert len(faults_of_code(text)) == 1
+    assert faults_of_code(text + "sweep: {grid: {model.kwargs.width: [1, 2]}}\n") == []
+
+
+def test_paths_in_kwargs_are_relative_to_the_file_if_they_begin_with_a_dot(read, minimal) -> None:
+    values = "{a: ./x/../y, b: [../z], c: x, d: /e, f: .5}"
+    text = re.sub("^model:.*", f"model: {{factory: a:b, kwargs: {values}}}", minimal, flags=re.M)
+    here = Path.cwd()
+    expected = {"a": f"{here}/y", "b": [f"{here.parent}/z"], "c": "x", "d": "/e", "f": 0.5}
+    assert read(text).model.kwargs == expected
 
 
 def test_all_required_keys_are_named(complaints) -> None:

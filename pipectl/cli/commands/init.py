@@ -69,7 +69,7 @@ _QUESTIONS: dict[str, tuple[str, Callable[[str], Any], Callable[[Any], str]]] = 
     "gpus_per_node": ("GPUs of each node", opt.reader(opt.parse_whole_number, zero=True), str),
     "memory_per_node": (
         "Memory of each node",
-        lambda text: None if text == "default" else opt.read_size(text),
+        lambda text: None if text == "default" else opt.read_memory(text),
         lambda size: "default" if size is None else f"{size >> 20}MiB",
     ),
     "walltime": ("Walltime", opt.read_walltime, format_clock),
@@ -98,7 +98,7 @@ def command(
     tasks_per_node: int | None = opt.count("Ranks on each node."),
     cpus_per_task: int | None = opt.count("Cores of each rank."),
     gpus_per_node: int | None = opt.count("Accelerators of each node.", min=0),
-    memory: int | None = opt.value("SIZE", "Memory of each node: 16GiB.", parser=opt.read_size),
+    memory: int | None = opt.value("SIZE", "Memory of each node: 16GiB.", parser=opt.read_memory),
     walltime: int | None = opt.value(
         "TIME", "Time limit: 1h30m; a number alone is minutes.", parser=opt.read_walltime
     ),

@@ -103,7 +103,7 @@ def command(
         opt.refuse(context, "--allow", f"{planner} chooses by its own rules")
     changes = list(overrides or ())
     if memory_limit is not None:
-        changes.append(f"pipeline.memory_limit={memory_limit}")
+        changes.append(f"pipeline.memory_limit={memory_limit}B")
     counts = plan_command.read_node_counts(context, nodes)
     inputs = gather(
         job, profile_file, changes, scheduler=scheduler, cluster=cluster, devices=devices,

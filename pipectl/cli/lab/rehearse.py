@@ -27,7 +27,7 @@ def command(
     as_json: bool = opt.JSON,
     overrides: list[str] | None = opt.OVERRIDES,
 ) -> None:
-    spec = load(job, overrides or ())
+    spec = load(job, overrides or (), check_names=True)
     warn(warning_of_code(spec, job))
     with profiling_progress() as progress:
         planned = plan_rehearsal(spec, scheduler, progress)
