@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby, pairwise
+from math import inf
 from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, NamedTuple
@@ -182,14 +183,14 @@ def merge_attempts(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     If an attempt repeats steps of an earlier one, it replaces that one's lines from its first step.
     """
     kept: dict[tuple[int, int], dict[str, Any]] = {}
-    of_attempt = itemgetter("attempt")
-    for _, group in groupby(sorted(lines, key=of_attempt), key=of_attempt):
+    end, of_attempt = inf, itemgetter("attempt")
+    for _, group in groupby(sorted(lines, key=of_attempt, reverse=True), key=of_attempt):
         attempt = list(group)
-        first = min(line["step"] for line in attempt)
-        kept = {key: line for key, line in kept.items() if key[0] < first}
         for line in attempt:
-            kind = 1 if "not_finite" in line else 2 if "evaluation" in line else 0
-            kept[line["step"], kind] = line
+            if line["step"] < end:
+                kind = 1 if "not_finite" in line else 2 if "evaluation" in line else 0
+                kept[line["step"], kind] = line
+        end = min(end, min(line["step"] for line in attempt))
     return [kept[key] for key in sorted(kept)]
 
 

@@ -1,6 +1,7 @@
 """What a job writes while it runs: lines of metrics, heartbeats, errors, the exit code."""
 
 import json
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,13 @@ def test_every_step_has_one_line_of_the_last_attempt_that_reached_it(
         first = min(step for other, step in pairs if other == attempt)
         overruled = any(other > attempt and step <= first for other, step in pairs)
         assert overruled or (attempt, first) in zip(attempts, steps, strict=True)
+
+
+def test_a_file_with_an_attempt_per_line_is_read_in_time_that_grows_with_its_lines() -> None:
+    lines = [line(number, number) for number in range(20_000)]
+    start = time.process_time()
+    assert merge_attempts(lines) == lines
+    assert time.process_time() - start < 5, "it took a time that grows with the square"
 
 
 STEPS = 20_000
