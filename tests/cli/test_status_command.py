@@ -128,6 +128,21 @@ def test_json_holds_the_same(cli: Command, finished: Path) -> None:
     assert json.loads(cli("status", "--json").out) == [one]
 
 
+def test_json_has_every_key_of_a_rank_also_before_its_first_step(
+    cli: Command, failed: Path
+) -> None:
+    heartbeat(failed, ranks=[*RANKS, {"rank": 3, "node": "n3", "stages": []}])
+    ranks = json.loads(cli("status", failed.name, "--json").out)["ranks"]
+    assert ranks[0] == {**RANKS[0], "host": "", "pid": None}
+    assert ranks[3] == {
+        **dict.fromkeys(ranks[0]),
+        "rank": 3,
+        "host": "",
+        "node": "n3",
+        "stages": [],
+    }
+
+
 def test_metrics_that_are_not_finite_are_said_to_be(cli: Command, finished: Path) -> None:
     for values in ({"loss": None, "perplexity": 2.5}, None):
         line = {"attempt": 1, "step": 10, "time": 0, "evaluation": values}

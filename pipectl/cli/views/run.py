@@ -13,7 +13,6 @@ from rich.text import Text
 
 from pipectl.batch import JobState, JobStatus
 from pipectl.cli.console import label_lines, output, plain, say_json, short_path, table
-from pipectl.fields import write_value
 from pipectl.jobs.state import RunStatus, find_best
 from pipectl.runs import (
     PROFILING,
@@ -108,7 +107,7 @@ def run_json(status: RunStatus) -> dict[str, Any]:
         "not_finite_steps": list(so_far.not_finite),
         "early_stop": so_far.early_stop or None,
         "waits_for": None if status.laggard is None else status.laggard._asdict(),
-        "ranks": [write_value(rank) for rank in status.ranks],
+        "ranks": [vars(rank) for rank in status.ranks],
         "peaks": [peak._asdict() for peak in status.peaks],
         "error": None if failure is None else {"where": failure.where, "message": failure.what},
     }
