@@ -136,13 +136,15 @@ class Document:
         Args:
             key_place: of the value's key, and of mappings that are new.
         """
-        path, places, data = tuple(path), dict(self.places), value.data
+        path, data = tuple(path), value.data
+        places = {p: place for p, place in self.places.items() if p[: len(path)] != path}
         for depth in reversed(range(len(path))):
             outer, around = self.locate(path[:depth])
             is_new = len(outer) < depth or not isinstance(around, dict)
             data = {**({} if is_new else around), path[depth]: data}
             if is_new:
-                places[path[:depth]] = places[*path[:depth], KEY] = key_place
+                places[path[:depth]] = key_place
+                places.setdefault((*path[:depth], KEY), key_place)
         places |= {(*path, *inner): place for inner, place in value.places.items()}
         places[*path, KEY] = key_place
         return Document(data, places, self.problems + value.problems)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipectl.errors import SpecError, UsageError
-from pipectl.spec import JobSpec, load, site_files
+from pipectl.spec import JobSpec, SpecFile, load, site_files
 
 SHORT = """\
 {version: 1, name: demo, model: a:model, loss: a:loss, data: a:data, optimizer: a:optimizer,
@@ -50,6 +50,17 @@ def test_mappings_are_merged_and_lists_replaced(layered) -> None:
     assert spec.slurm.options == {"qos": "r", "mem": "0"}
     assert spec.environment.modules == ("clang",)
     assert spec.environment.variables == {"A": "1", "B": "2", "factory": "2", "C": "3"}
+
+
+def test_what_a_site_sets_below_a_replaced_mapping_is_from_the_site(
+    tmp_path: Path, minimal: str
+) -> None:
+    site, job = tmp_path / "site.yaml", tmp_path / "job.yaml"
+    site.write_text("slurm:\n  options: {qos: r}\n")
+    job.write_text(minimal + "slurm: {options: {qos: q}}\n")
+    file = SpecFile.read(job, ["slurm.options={hold: true}"], [site])
+    origins = {origin.path[-1]: origin for origin in file.origins(file.spec())}
+    assert (origins["qos"].value, origins["qos"].place) == ("r", (str(site), 2, 18))
 
 
 def test_null_removes_a_site_default(layered) -> None:
@@ -172,6 +183,11 @@ def test_every_key_joins_a_factory_in_short_form(read, override: str) -> None:
     before, after = read(SHORT), read(SHORT, override)
     assert set(before.factories()) <= set(after.factories())
     assert after != before
+
+
+def test_a_key_whose_text_becomes_a_mapping_stays_in_its_place(complaints, minimal) -> None:
+    found = complaints(minimal.replace("{steps: 10, batch_size: 8}", "many"), "training.steps=3")
+    assert found == ["job.yaml:6:1: training.batch_size: missing"]
 
 
 def test_text_that_is_no_factory_is_replaced(read, minimal) -> None:
