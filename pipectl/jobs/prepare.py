@@ -114,9 +114,8 @@ class Job:
 
         The profile then no longer says that these times are assumed.
         """
-        if profile is None:
-            return self
-        assert self.cluster is not None
+        if profile is None or self.cluster is None:
+            return replace(self, profile=profile)
         cluster = self.cluster.with_rows(profile.rows)
         if all(node.device.rows is not None for node in cluster.nodes):
             others = [each for each in profile.assumptions if not each.startswith(UNKNOWN_ROWS)]
@@ -183,11 +182,12 @@ def prepare(
         with _name_values_in_errors(job.values):
             jobs[index] = complete(replace(job, mpi_choice=choices.get(settings, _NOT_CHOSEN)))
         choices[settings] = jobs[index].mpi_choice
-    if make_missing and must_run:
-        render(jobs[0])  # an error in the script is raised before the model is measured
 
     def profile(job: Job, save: bool) -> Job:
+        if make_missing and must_run:
+            render(job)  # an error in the script is raised before the model is measured
         path = profile_path(job.spec)
+        job = replace(job, cluster=None)  # that of other jobs with this profile may be another
         job = find_profile(job, path, progress, make=make_missing and name == LOCAL, save=save)
         if must_run and job.profile is not None and job.profile.fingerprint is None:
             raise MismatchError(

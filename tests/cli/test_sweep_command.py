@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pipectl.jobs.prepare import prepare
+from pipectl.cluster import assumed_cluster
+from pipectl.errors import InvalidInputError
+from pipectl.jobs.prepare import UNKNOWN_ROWS, Job, prepare
+from pipectl.link import RowTimes
 from pipectl.profile import Profile
 from pipectl.runs import Record
 from pipectl.spec import SpecFile, profile_key
@@ -123,6 +126,37 @@ def test_on_this_machine_models_are_measured_once_each(
     plans = [id(inputs.plan) for inputs in found]
     assert plans == [plans[0]] * 2 + [plans[2]] * 2 + [plans[4]] * 2
     assert [inputs.profile is None for inputs in found] == [False] * 6
+
+
+def test_an_error_in_the_script_of_a_point_names_it_before_its_model_is_measured(
+    sweep: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def render(job: Job) -> str:
+        if job.spec.model.kwargs:
+            raise InvalidInputError("launch.bind: cannot be written")
+        return ""
+
+    monkeypatch.setattr("pipectl.jobs.prepare.render", render)
+    monkeypatch.setattr("pipectl.jobs.profiles.measure", lambda *_: pytest.fail("measured"))
+    file = SpecFile.read(Path("job.yaml"), ["sweep.grid={model.kwargs: [{}, {width: 3}]}"])
+    spec = file.spec()
+    with pytest.raises(InvalidInputError, match=r"^model.kwargs=.*width.*: launch.bind: cannot"):
+        prepare(spec, "local", points=file.points(spec))
+
+
+def test_row_times_of_one_points_cluster_are_assumed_for_the_others(
+    profile: Path, profile_document: Callable[..., dict[str, Any]]
+) -> None:
+    cluster = assumed_cluster("two nodes", [1, 1], 1, None)
+    cluster.with_rows(RowTimes()).save(Path("timed.json"))
+    cluster.save(Path("untimed.json"))
+    key = json.loads(profile.read_text())["key"]
+    profile.write_text(json.dumps(profile_document(key=key, assumptions=[UNKNOWN_ROWS])))
+    points = "sweep.points=[{cluster: timed.json}, {cluster: untimed.json}]"
+    file = SpecFile.read(Path("job.yaml"), [points])
+    spec = file.spec()
+    found = prepare(spec, "local", points=file.points(spec))
+    assert [UNKNOWN_ROWS in job.profile.assumptions for job in found if job.profile] == [0, 1]
 
 
 def test_a_point_that_cannot_be_planned_is_named(cli: Command, sweep: None) -> None:
