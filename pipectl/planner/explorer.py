@@ -42,7 +42,7 @@ from pipectl.planner.evaluate import out_of_time
 from pipectl.planner.graph.blocks import condense
 from pipectl.planner.graph.downsets import CutSpace
 from pipectl.planner.infeasible import infeasible, least_demanding
-from pipectl.planner.partition.cutter import MANY_RANKS, Cutter, cut_request
+from pipectl.planner.partition.cutter import MANY_RANKS, MAX_FITTING, Cutter, cut_request
 from pipectl.planner.partition.estimate import ROUNDING
 from pipectl.planner.partition.layout import (
     FAR,
@@ -190,8 +190,13 @@ class Explorer:
         for each in tried:
             self.judge.examine(Candidate(each, each.size, problem.micro_batches(each.size), 0.0))
         best = self.judge.best()
+        if best is None and demand is not None:
+            cutter = self.cutter
+            if counts[-1] == 1:  # what would help may have more stages than were allowed
+                cutter = Cutter(problem, CutSpace.sample(problem.graph, MAX_FITTING))
+            raise infeasible(problem, cutter, demand)
         if best is None:
-            raise infeasible(problem, self.cutter, demand) if demand else out_of_time()
+            raise out_of_time()
         return best
 
     def _push(self, estimate_s: float, simplicity: tuple[int, ...], item: _Item) -> None:
