@@ -28,7 +28,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import numpy as np
 
 from pipectl import translation
-from pipectl.files import fault_of_owner, make_private_directory
+from pipectl.files import user_cache
 from pipectl.translation import Module, Type, operand_types, type_of
 
 P = ParamSpec("P")
@@ -168,13 +168,7 @@ def _llvm() -> tuple[Any, Any, Any]:
 @cache
 def _folder() -> Path | None:
     """Where machine code is kept; None if that cannot be, or if others could write there."""
-    try:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        folder = Path(base) / "pipectl" / "kernels"
-        make_private_directory(folder)
-    except (OSError, RuntimeError):  # the second if the user has no home
-        return None
-    return None if fault_of_owner(folder, root=False) else folder
+    return user_cache("kernels")
 
 
 def _read(path: Path) -> bytes | None:

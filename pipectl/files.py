@@ -119,6 +119,21 @@ def make_private_directory(path: Path) -> None:
             raise
 
 
+def user_cache(name: str) -> Path | None:
+    """Return the directory ``~/.cache/pipectl/NAME``, and create it if it is missing.
+
+    Returns:
+        None if it cannot be created, or if others could write there.
+    """
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        directory = Path(base) / "pipectl" / name
+        make_private_directory(directory)
+    except (OSError, RuntimeError):  # the second if the user has no home
+        return None
+    return None if fault_of_owner(directory, root=False) else directory
+
+
 def is_stream(path: Path) -> bool:
     """Return whether a path is an open stream such as ``/dev/stdout``, a device or a pipe."""
     try:

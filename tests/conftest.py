@@ -129,6 +129,7 @@ def no_measuring_of_rows(monkeypatch: pytest.MonkeyPatch, request: pytest.Fixtur
     """
     if "measured_rows" not in request.fixturenames:
         monkeypatch.setattr("pipectl.jobs.profiles.measure_rows", lambda *_: (ROWS, ""))
+        monkeypatch.setattr("pipectl.jobs.profiles.user_cache", lambda _: None)
 
 
 @pytest.fixture

@@ -84,12 +84,15 @@ class Lines:
 
     def __init__(self, work: str) -> None:
         self._work, self._phase = work, ""
+        self._counted = work
         self._began_s = self._pause_s = 0.0
         self._first = self._done = self._total = 0
 
     def report(self, done: int, total: int, what: str) -> None:
-        """Store the progress. All counted work is one phase."""
-        phase = self._work if total else what
+        """Store the progress. Counted work is one phase until it is counted from the beginning."""
+        if total and done < self._done:
+            self._counted = f"{self._work} {what}"
+        phase = self._counted if total else what
         if phase != self._phase:
             self._phase, self._began_s, self._pause_s = phase, monotonic(), LINE_S
             self._first = done

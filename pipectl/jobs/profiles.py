@@ -10,11 +10,14 @@ import hashlib
 import json
 import os
 import platform
+import shutil
 import socket
 import sys
 import tempfile
+import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -24,10 +27,17 @@ from typing import TYPE_CHECKING, Any
 import pipectl
 from pipectl.batch import JobRequest, allocation, process
 from pipectl.batch.launchers import choose_mpi, launch_command
-from pipectl.errors import DataFileError, PipectlError, SchedulerError
+from pipectl.errors import DataFileError, PipectlError, SchedulerError, UsageError
 from pipectl.faults import with_details
 from pipectl.fields import read_fields, write_value
-from pipectl.files import is_stream, make_directory, make_directory_of, read_json, write_json
+from pipectl.files import (
+    is_stream,
+    make_directory,
+    make_directory_of,
+    read_json,
+    user_cache,
+    write_json,
+)
 from pipectl.jobs.prepare import UNKNOWN_ROWS
 from pipectl.link import RowTimes
 from pipectl.profile import MeasuredOn, Profile
@@ -44,6 +54,11 @@ _MAX_CACHED = 32
 _MEASURING_CODE = ("capture", "profiler", "runtime")
 _ROW_RANKS = 2
 _ROW_PATIENCE_S = 120.0
+_ROWS_BUDGET_S = {"fast": 3.0, "normal": 10.0, "thorough": 30.0}
+"""Time for the steps that measure rows, by effort."""
+_LOOK_S = 0.5
+_MPI_VARIABLES = ("MPI4PY_LIBMPI", "MPI4PY_MPIABI", "LD_LIBRARY_PATH")
+"""Variables that choose the MPI library."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -116,9 +131,9 @@ def _find_or_measure(
     journal = Journal(path.with_suffix(".journal"), identity)
     try:
         profile = profile_job(spec, progress, effort=Effort(effort), journal=journal)
+        profile = _with_rows(profile, spec, progress, effort, directory, again=again)
     except KeyboardInterrupt as stop:
         raise Interrupted(len(journal)) from stop
-    profile = _with_rows(profile, spec, progress, directory, again=again)
     device = replace(
         device,
         neighbours=profile.device.neighbours if profile.device else 0,
@@ -130,13 +145,7 @@ def _find_or_measure(
     profile = replace(profile, device=device)
     profile.save(path)
     journal.remove()
-    ages = []
-    for file in (*directory.glob("*.json"), *directory.glob("*.journal")):
-        with suppress(OSError):
-            ages.append((file.stat().st_mtime, file))
-    for _, file in sorted(ages)[:-_MAX_CACHED]:
-        with suppress(OSError):
-            file.unlink()
+    _remove_old_files(directory)
     return profile
 
 
@@ -146,6 +155,17 @@ def _cache_file(directory: Path, prefix: str, identity: dict[str, Any]) -> Path:
     identity["pipectl"] = [pipectl.__version__, _hash_of_measuring_code()]
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
     return directory / f"{prefix}{digest[:32]}.json"
+
+
+def _remove_old_files(directory: Path) -> None:
+    """Keep the newest files of a cache."""
+    ages = []
+    for file in (*directory.glob("*.json"), *directory.glob("*.journal")):
+        with suppress(OSError):
+            ages.append((file.stat().st_mtime, file))
+    for _, file in sorted(ages)[:-_MAX_CACHED]:
+        with suppress(OSError):
+            file.unlink()
 
 
 @cache
@@ -199,42 +219,59 @@ def processor() -> str:
 
 
 def _with_rows(
-    profile: Profile, spec: JobSpec, progress: Progress | None, directory: Path, *, again: bool
+    profile: Profile,
+    spec: JobSpec,
+    progress: Progress | None,
+    effort: str,
+    directory: Path,
+    *,
+    again: bool,
 ) -> Profile:
     """The profile with the times of rows of programs, or with what is assumed instead.
 
     These times depend on the machine and on how ranks are started, not on the model, so all jobs of
-    an output directory share them.
+    a user share them on this machine.
+
+    Args:
+        directory: of the times if the user has no cache.
     """
     scheduler = allocation()
     identity = {
         "host": socket.gethostname(),
         "scheduler": scheduler,
         "launch": spec.launch.model_dump(mode="json"),
-        "threads": spec.threads,
+        "device": asdict(this_device(spec)),
+        "effort": effort,
+        "prefix": sys.prefix,
+        "mpiexec": shutil.which("mpiexec"),
+        "library": [os.environ.get(name) for name in _MPI_VARIABLES],
     }
+    directory = user_cache("rows") or directory
     path = _cache_file(directory, "rows-", identity)
     if not again:
         with suppress(DataFileError):
             rows = read_fields(RowTimes, read_json(path, cure=_CURE), file=str(path), cure=_CURE)
             return replace(profile, rows=rows)
-    if progress is not None:
-        progress(0, 0, "measuring messages")
-    row_times, assumption = measure_rows(spec, scheduler)
+    row_times, assumption = measure_rows(spec, scheduler, effort, progress)
     if row_times is None:
         return replace(profile, assumptions=(*profile.assumptions, assumption))
-    write_json(path, write_value(row_times))
+    with suppress(UsageError):  # a full home is no reason to fail
+        write_json(path, write_value(row_times))
+    _remove_old_files(directory)
     return replace(profile, rows=row_times)
 
 
-def measure_rows(spec: JobSpec, scheduler: str) -> tuple[RowTimes | None, str]:
+def measure_rows(
+    spec: JobSpec, scheduler: str, effort: str = "normal", progress: Progress | None = None
+) -> tuple[RowTimes | None, str]:
     """Measure the times of rows on this node.
 
-    Two ranks with cores of their own train a small model for a moment, if the ranks of the job
+    Two ranks with cores of their own train a small model for some seconds, if the ranks of the job
     share nodes.
 
     Args:
         scheduler: scheduler whose launcher starts ranks here.
+        effort: ``fast``, ``normal`` or ``thorough``.
 
     Returns:
         The times, or None and what is assumed instead.
@@ -252,11 +289,13 @@ def measure_rows(spec: JobSpec, scheduler: str) -> tuple[RowTimes | None, str]:
         launch = launch.model_copy(update={"args": one_node})
     try:
         with tempfile.TemporaryDirectory(prefix="pipectl-rows-") as name:
-            output = Path(name, "rows.json")
+            output, parts = Path(name, "rows.json"), Path(name, "parts")
             arguments = ("--run", name, "--output", str(output), "--threads", str(spec.threads))
+            arguments += ("--budget", str(_ROWS_BUDGET_S[effort]), "--progress", str(parts))
             request = request_of_two(launch, "pipectl.runtime.row_probe", *arguments)
             command = launch_command(request, scheduler)
-            result = process.run(command, cure="", timeout_s=_ROW_PATIENCE_S)
+            with _progress_of(parts, progress):
+                result = process.run(command, cure="", timeout_s=_ROW_PATIENCE_S)
             if result.returncode:
                 raise SchedulerError(result.message.splitlines()[-1])
             document = read_json(output, cure=_CURE)
@@ -264,6 +303,32 @@ def measure_rows(spec: JobSpec, scheduler: str) -> tuple[RowTimes | None, str]:
     except (PipectlError, OSError) as error:
         text = error.message if isinstance(error, PipectlError) else str(error)
         return None, f"{UNKNOWN_ROWS} (two ranks did not start: {text})"
+
+
+@contextmanager
+def _progress_of(parts: Path, progress: Progress | None) -> Iterator[None]:
+    """While the block runs, report the parts that the row probe notes in a file as finished."""
+    if progress is None:
+        yield
+        return
+    over = threading.Event()
+
+    def look() -> None:
+        done, total = 0, 1
+        while True:
+            with suppress(OSError, ValueError):
+                done, total = map(int, parts.read_text(encoding="ascii").split())
+            progress(done, total, "messages between ranks")
+            if over.wait(_LOOK_S):
+                return
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def request_of_two(launch: Launch, *command: str) -> JobRequest:

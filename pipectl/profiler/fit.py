@@ -26,6 +26,8 @@ from pipectl.profile import StageOverhead
 Floats = npt.NDArray[np.float64]
 CACHE_SHARES = (0.25, 0.5, 0.75, 1.0, 1.5)
 """Parts of the last level cache that stages of a rank may have for themselves."""
+DISTURBED = 0.1
+"""A larger error of a fit shows that other processes disturbed the measurement."""
 _MIN_FACTOR, _MAX_FACTOR = 0.5, 2.0
 _REWEIGHTINGS = 30
 _SMALL_ERROR = 1e-3
@@ -65,12 +67,18 @@ class Fit:
 def fit_stages(samples: Sequence[Sample], times: Times, cache_bytes: int | None) -> Fit:
     """Return the best fit.
 
+    If even the best one is bad, other processes disturbed the measurement. The difference between
+    the two times of an operator is then noise rather than an effect of the cache, so only the first
+    time is used.
+
     Args:
         times: of the operators at the micro-batch size of the samples and the footprints.
         cache_bytes: the last level cache; None if operators have only one time.
     """
     shares = [None] if cache_bytes is None else [round(s * cache_bytes) for s in CACHE_SHARES]
-    return min((_fit(samples, times, cache) for cache in shares), key=lambda fit: fit.error)
+    fit = min((_fit(samples, times, cache) for cache in shares), key=lambda fit: fit.error)
+    disturbed = cache_bytes is not None and fit.error > DISTURBED
+    return _fit(samples, times, None) if disturbed else fit
 
 
 def _fit(samples: Sequence[Sample], times: Times, cache_bytes: int | None) -> Fit:

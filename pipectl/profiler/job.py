@@ -22,7 +22,7 @@ from pipectl.planner.costs.operator_times import operator_times
 from pipectl.profile import MeasuredOn, Operator, Profile, StageOverhead
 from pipectl.profiler.bench import OperatorTimes, Subject, time_operators, time_stages
 from pipectl.profiler.effort import Effort, measured_sizes
-from pipectl.profiler.fit import CACHE_SHARES, fit_stages
+from pipectl.profiler.fit import CACHE_SHARES, DISTURBED, fit_stages
 from pipectl.profiler.journal import Journal
 from pipectl.profiler.machine import last_level_bytes
 from pipectl.profiler.neighbours import Neighbours
@@ -40,6 +40,10 @@ _WATCHER_BYTES = 12 << 20
 _IN_PIECES = (
     "operators were measured one at a time, equal ones once, and their times were not scaled to "
     "the time of the whole model, which fits no process (materialize: per_rank)"
+)
+_DISTURBED = (
+    "stages took {:.0%} more or less than their operators on average, so other processes probably "
+    "disturbed the measurement (profile --again measures again)"
 )
 _KEPT, _STAGES = "what operators keep", "random stages"
 _MEMORY_SHARE = 0.5
@@ -205,6 +209,8 @@ class _Profiling:
         cache_bytes = self._cache_bytes(working_set)
         fit = self._journal.remember("stages", partial(self._fit, profile, cache_bytes))
         self._work.end(_STAGES)
+        if fit["error"] > DISTURBED:
+            self._assumptions.append(_DISTURBED.format(fit["error"]))
         operators = tuple(operator.scaled(*fit["factors"]) for operator in profile.operators)
         profile = replace(profile, operators=operators, stage=StageOverhead(**fit["stage"]))
         return self._with_loading(profile, {size: each.loading_s for size, each in times.items()})

@@ -1,8 +1,8 @@
 """The row probe: two ranks of a node train a small model, and rank 0 writes what rows take.
 
-``mpiexec -n 2 python -m mpi4py -m pipectl.runtime.row_probe --run DIRECTORY --output FILE``. The
-model's only purpose is to have messages of some sizes: `Setup` and `Trainer` are those of every
-training, so what is read from the recorded steps holds for them.
+``mpiexec -n 2 python -m mpi4py -m pipectl.runtime.row_probe --run DIRECTORY --output FILE --budget
+SECONDS``. The model's only purpose is to have messages of some sizes: `Setup` and `Trainer` are
+those of every training, so what is read from the recorded steps holds for them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from statistics import median
 
 import torch
 from mpi4py import MPI
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from pipectl.capture import CapturedJob, Cut
 from pipectl.fields import write_value
-from pipectl.files import make_private_directory, write_json
+from pipectl.files import make_private_directory, write_json, write_text
 from pipectl.link import RowTimes
 from pipectl.plan import Plan, Stage, StageCost, Transfer
 from pipectl.runs import RunDirectory
@@ -34,12 +35,16 @@ from pipectl.timeline import Timeline
 SAMPLES = (1, 16, 64, 256)
 """Of a micro-batch: messages of 4 KiB, 64 KiB, 256 KiB and 1 MiB."""
 MICRO_BATCHES = 8
-STEPS = 15
-_WIDTH, _HIDDEN, _ROWS, _BLOCKS = 1024, 256, 64, 8
+MIN_STEPS, MAX_STEPS = 3, 15
+"""Steps that count, for each size of messages. Each step has 16 messages."""
+_PILOT_STEPS = 2
+_START_PARTS = 3
+"""The start and the capture take about as long as three sizes of messages."""
+_WIDTH, _HIDDEN, _ROWS, _BLOCKS = 1024, 256, 16, 8
 
 
 class Half(nn.Module):
-    """Layers on values of its own, for some milliseconds, and a scale for the samples' columns.
+    """Layers on values of its own, for a few milliseconds, and a scale for the samples' columns.
 
     The layers run the operators and go through the memory of a usual stage: after it, Python and
     MPI do not find in the caches what they had there. Few of their parameters are trained, since an
@@ -141,8 +146,12 @@ def _plan(job: CapturedJob, samples: int) -> Plan:
 def _train(
     communicator: MPI.Comm, directory: Path, job: CapturedJob, samples: int, steps: int
 ) -> Steps:
-    """Train with micro-batches of a size, after a few steps that do not count."""
-    run, warm_up = RunDirectory(directory / f"{samples}"), 1 + steps // 4
+    """Train with micro-batches of a size, after a few steps that do not count.
+
+    Args:
+        directory: of the run; it is made.
+    """
+    run, warm_up = RunDirectory(directory), _warm_up(steps)
     if communicator.rank == 0:
         for place in (run.path, run.path / "trace", run.checkpoints, run.logs):
             make_private_directory(place)
@@ -164,21 +173,46 @@ def _train(
     return Steps(channels(plan), recorded, tuple(times_s[step] for step in counted))
 
 
+def _warm_up(steps: int) -> int:
+    return 1 + steps // 4
+
+
+def _affordable_steps(step_s: float, budget_s: float) -> int:
+    """The most steps per size that fit into the budget together with those of the warm-up."""
+    counts = range(MAX_STEPS, MIN_STEPS, -1)
+    return next(
+        (n for n in counts if len(SAMPLES) * (n + _warm_up(n)) * step_s <= budget_s), MIN_STEPS
+    )
+
+
 def measure_rows(
-    communicator: MPI.Comm, directory: Path, threads: int, steps: int = STEPS
+    communicator: MPI.Comm,
+    directory: Path,
+    threads: int,
+    budget_s: float,
+    progress: Path | None = None,
 ) -> RowTimes:
     """What rows take on this node; collective over two ranks.
 
     Args:
         directory: for files of the trainings, empty.
         threads: of each rank.
-        steps: that count, for each size of messages.
+        budget_s: for the steps; a few are made even if they take longer.
+        progress: file for the finished parts and their total number.
     """
     settle_process(threads)
+    if communicator.rank == 0:
+        make_private_directory(directory)
     job = CapturedJob(_spec(max(SAMPLES), threads))
     for samples in SAMPLES:  # before a training frees what the other rank holds
         job.training_graph(samples)
-    measured = [_train(communicator, directory, job, samples, steps) for samples in SAMPLES]
+    pilot = _train(communicator, directory / "pilot", job, max(SAMPLES), _PILOT_STEPS)
+    step_s = broadcast(communicator, median(pilot.time_s or [0.0]))
+    steps, measured = _affordable_steps(step_s, budget_s), []
+    for index, samples in enumerate(SAMPLES):
+        if progress is not None and communicator.rank == 0:
+            write_text(progress, f"{_START_PARTS + index} {_START_PARTS + len(SAMPLES)}")
+        measured.append(_train(communicator, directory / f"{samples}", job, samples, steps))
     mine = RowTimes() if communicator.rank else row_times_of(measured)
     return broadcast(communicator, mine)
 
@@ -189,9 +223,12 @@ def main() -> None:
     parser.add_argument("--run", type=Path, required=True, help="an empty directory")
     parser.add_argument("--output", type=Path, required=True, help="file for the times")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=STEPS, help="for each size of messages")
+    parser.add_argument("--budget", type=float, required=True, help="seconds for the steps")
+    parser.add_argument("--progress", type=Path, help="file for the progress")
     arguments = parser.parse_args()
-    times = measure_rows(MPI.COMM_WORLD, arguments.run, arguments.threads, arguments.steps)
+    times = measure_rows(
+        MPI.COMM_WORLD, arguments.run, arguments.threads, arguments.budget, arguments.progress
+    )
     if MPI.COMM_WORLD.rank == 0:
         write_json(arguments.output, write_value(times))
 

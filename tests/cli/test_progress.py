@@ -29,6 +29,10 @@ from pipectl.jobs.plan_search import PlanSearch
             ["capturing: 10.0 s", "capturing: 20.0 s", "profiling: 10%"], id="not counted"),
         pytest.param({0: (0, 0, "planning"), 9: (0, 0, "explaining")}, ["explaining: 10.0 s",
                      "explaining: 20.0 s"], id="the next phase"),
+        pytest.param(
+            {0: (50, 100, "a"), 9: (100, 100, "b"), 15: (0, 1, "messages"), 20: (3, 7, "messages")},
+            ["profiling messages: 43%, about 13.3 s left",
+             "profiling messages: 43%, about 26.7 s left"], id="counted again"),
     ],
 )  # fmt: skip
 def test_a_line_after_ten_twenty_and_forty_seconds_of_a_phase(

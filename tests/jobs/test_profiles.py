@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from pipectl.files import user_cache
 from pipectl.jobs import profiles
 from pipectl.jobs.prepare import is_fresh
 from pipectl.jobs.profiles import Interrupted, measure, measure_rows
@@ -239,20 +240,26 @@ def test_two_ranks_of_this_machine_measure_rows(
     monkeypatch.setattr("pipectl.jobs.profiles._ROW_PATIENCE_S", 500.0)  # the machine may be busy
     monkeypatch.setattr(sys, "executable", warm_python)
     spec = load(write_job("resources: {tasks_per_node: 2}"), check_files=False)
-    rows, assumption = measure_rows(spec, "local")
+    reports: list[tuple[int, int, str]] = []
+    rows, assumption = measure_rows(spec, "local", "fast", lambda *each: reports.append(each))
     assert (rows is not None, assumption) == (True, "")
     assert rows is not None
     for table in (rows.send_start, rows.send_wait, rows.receive_start, rows.receive_wait):
         assert [size for size, _ in table] == [4096, 65536, 262144, 1048576]
         assert all(0 < seconds < 1 for _, seconds in table)
     assert all(0 < seconds < 1 for seconds in (rows.compute, rows.begin, rows.end))
+    assert reports[0] == (0, 1, "messages between ranks")
+    assert (3, 7, "messages between ranks") in reports
 
 
-def test_jobs_of_one_directory_share_the_times_of_rows(
+def test_output_directories_of_a_user_share_the_times_of_rows(
     write_job: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("pipectl.jobs.profiles.user_cache", user_cache)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     spec = load(write_job(), check_files=False)
     asked: list[Any] = []
+    places: list[Path] = []
 
     def count(*given: Any) -> tuple[RowTimes, str]:
         asked.append(given)
@@ -261,8 +268,9 @@ def test_jobs_of_one_directory_share_the_times_of_rows(
     monkeypatch.setattr("pipectl.jobs.profiles.measure_rows", count)
     profile = Profile("p", "test", 1, (), ())
 
-    def rows_of(job: JobSpec, *, again: bool = False) -> float:
-        rows = profiles._with_rows(profile, job, None, tmp_path, again=again).rows
+    def rows_of(job: JobSpec, *, again: bool = False, effort: str = "fast") -> float:
+        places.append(tmp_path / f"runs{len(places)}")
+        rows = profiles._with_rows(profile, job, None, effort, places[-1], again=again).rows
         assert rows is not None
         return rows.compute
 
@@ -270,3 +278,5 @@ def test_jobs_of_one_directory_share_the_times_of_rows(
     bound = spec.launch.model_copy(update={"bind": "cores"})
     assert rows_of(spec.model_copy(update={"launch": bound})) == 2.0
     assert [rows_of(spec, again=True), rows_of(spec)] == [3.0, 3.0]
+    assert rows_of(spec, effort="thorough") == 4.0
+    assert not any(place.exists() for place in places)

@@ -11,7 +11,7 @@ from pipectl.planner.costs.footprint import Footprints
 from pipectl.planner.costs.operator_times import operator_times
 from pipectl.planner.costs.stage_costs import stage_times
 from pipectl.profile import Operator, Profile, StageOverhead
-from pipectl.profiler.fit import Sample, fit_stages
+from pipectl.profiler.fit import DISTURBED, Sample, fit_stages
 
 STAGE = StageOverhead(1e-5, 2e-6, 3e-6, 2e-5, 4e-6, 5e-6)
 
@@ -76,6 +76,18 @@ def test_the_cache_is_found() -> None:
     fit = fit_stages(samples(of, made, (1.0, 1.0)), operator_times(of, 8), 32 << 20)
     assert fit.stage.cache_bytes == 24 << 20
     assert fit.error < 1e-3
+
+
+def test_noise_is_not_taken_for_the_cache() -> None:
+    of, draw = profile(cached=True), random.Random(3)
+    made = replace(STAGE, cache_bytes=24 << 20)
+    noisy = [
+        replace(s, forward_s=s.forward_s * draw.choice((1, 3)), backward_s=s.backward_s * 2)
+        for s in samples(of, made, (1.0, 1.0))
+    ]
+    fit = fit_stages(noisy, operator_times(of, 8), 32 << 20)
+    assert fit.error > DISTURBED
+    assert fit.stage.cache_bytes is None
 
 
 def test_one_disturbed_sample_changes_little() -> None:

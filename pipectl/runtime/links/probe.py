@@ -30,6 +30,8 @@ from pipectl.runtime.waiting import broadcast
 from pipectl.spec import JobSpec, load
 
 Pair = tuple[int, int]
+_ROWS_SHARE = 1 / 3
+"""Of the budget, for what messages take of the ranks' own time; links and sums get all of it."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ def probe(directory: RunDirectory, key: str, budget_s: float) -> Cluster:
         say("measuring links between nodes", 40 if within else 0)
         between_nodes = measure_link(communicator, between, share_s)
         between_nodes = measure_sharing(communicator, between_nodes, ranks_of)
-    say("measuring rows of programs", 75)
+    say("measuring what messages take of the ranks' time", 75)
     rows = _measure_rows(communicator, (within or between)[0], directory, spec, budget_s)
     from pipectl.runtime.device import settle_process  # and torch, which links do without
 
@@ -131,10 +133,10 @@ def _measure_rows(
     color, key = (0, pair.index(communicator.rank)) if communicator.rank in pair else (1, 0)
     two = communicator.Split(color, key)
     if communicator.rank in pair:
-        from pipectl.runtime.row_probe import STEPS, measure_rows  # loads torch
+        from pipectl.runtime.row_probe import measure_rows  # loads torch
 
-        folder, steps = directory.path / "rows", max(2, min(STEPS, round(budget_s)))
-        mine = measure_rows(two, folder, spec.threads, steps)
+        folder = directory.path / "rows"
+        mine = measure_rows(two, folder, spec.threads, budget_s * _ROWS_SHARE)
         if communicator.rank == pair[0]:
             shutil.rmtree(folder, ignore_errors=True)
     two.Free()
