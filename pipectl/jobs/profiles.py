@@ -290,8 +290,8 @@ def measure_rows(
     try:
         with tempfile.TemporaryDirectory(prefix="pipectl-rows-") as name:
             output, parts = Path(name, "rows.json"), Path(name, "parts")
-            arguments = ("--run", name, "--output", str(output), "--threads", str(spec.threads))
-            arguments += ("--budget", str(_ROWS_BUDGET_S[effort]), "--progress", str(parts))
+            arguments = ["--run", name, "--output", str(output), "--threads", str(spec.threads)]
+            arguments += ["--budget", str(_ROWS_BUDGET_S[effort]), "--progress", str(parts)]
             request = request_of_two(launch, "pipectl.runtime.row_probe", *arguments)
             command = launch_command(request, scheduler)
             with _progress_of(parts, progress):
