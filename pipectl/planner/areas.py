@@ -129,19 +129,15 @@ class Areas:
 
     def layouts(self, cuts: Iterable[Cut]) -> list[Layout]:
         """Cuts with every placement."""
-        problem, everywhere = self._problem, self._problem.request.recompute
+        problem = self._problem
         return [
-            Layout(
-                cut.partition,
-                one_each(place),
-                (True,) * len(cut.partition) if everywhere else cut.recompute,
-            )
+            Layout(cut.partition, one_each(place), cut.recompute)
             for cut in cuts
             for place in placements(problem.cluster, problem.devices, cut.kinds)
         ]
 
     def everything(self, area: Area) -> list[Layout] | None:
-        """All layouts of an area without recomputation; None if they are many."""
+        """All layouts of an area; None if they are many."""
         return self._every_layout(area.stages)
 
     def _find_every_layout(self, stages: int) -> list[Layout] | None:
@@ -152,9 +148,8 @@ class Areas:
         if not places or self._enumeration.count(stages) > most // len(places):
             return None
         partitions = self._enumeration.every_partition(stages)
-        again = (True,) * stages if self._problem.request.recompute else ()
         ranks = list(map(one_each, places))
-        return [Layout(partition, held, again) for partition in partitions for held in ranks]
+        return [Layout(partition, held) for partition in partitions for held in ranks]
 
     @cached_property
     def _enumeration(self) -> Enumeration | None:
@@ -206,10 +201,9 @@ def first_choices(problem: Problem, counts: Sequence[int]) -> Iterator[Choice]:
         near = min(sizes, key=lambda size: (abs(size - measured), size))
         for size in dict.fromkeys((near, min(sizes))):
             order = open_orders(request, stages, problem.micro_batches(size))[0]
-            again = (bool(request.recompute),) * stages if request.recompute else ()
             partition = even_partition(problem, stages, size)
             ranks = one_each(tuple(sorted(fastest[:stages])))
-            yield Choice(Layout(partition, ranks, again), size, *order)
+            yield Choice(Layout(partition, ranks), size, *order)
 
 
 def even_partition(problem: Problem, stages: int, size: int) -> Partition:

@@ -19,10 +19,9 @@ from math import ceil
 
 from pipectl.cluster import Cluster
 from pipectl.plan import Plan, Search, Stage
-from pipectl.planner.costs.operator_times import OperatorTimes
 from pipectl.planner.graph.blocks import BlockGraph, bits
-from pipectl.planner.request import PlanRequest, micro_batch_sizes
-from pipectl.profile import Profile
+from pipectl.planner.problem import Problem
+from pipectl.planner.request import micro_batch_sizes
 
 PLANNER = "pipectl"
 
@@ -92,19 +91,17 @@ def least_step_s(plan: Plan, cluster: Cluster) -> float:
     return max(loads)
 
 
-def work_s(
-    profile: Profile, cluster: Cluster, request: PlanRequest, tried: Iterable[int] = ()
-) -> float:
+def work_s(problem: Problem, tried: Iterable[int] = ()) -> float:
     """All work of a step, at the size at which a sample takes least, spread over all devices.
 
     Args:
         tried: micro-batch sizes besides those that a search with open ones tries.
     """
+    cluster, request = problem.cluster, problem.request
     speed = sum(cluster.device(rank).speed for rank in range(cluster.ranks))
     sizes = {*tried, *micro_batch_sizes(request, request.batch_size)}
     slices = {ceil(size / count) for size in sizes for count in range(1, cluster.ranks + 1)}
-    times = OperatorTimes(profile)
-    samples_s = (sum(map(sum, times.at(size).cached)) / size for size in sorted(slices))
+    samples_s = (sum(map(sum, problem.times.at(size).cached)) / size for size in sorted(slices))
     return min(samples_s) * request.batch_size / speed
 
 

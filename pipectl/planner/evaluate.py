@@ -59,6 +59,9 @@ class Evaluator:
     Args:
         expired: asked now and then; once it is true, no more is tried.
         max_actions: to simulate, forwards and backwards of all replicas in all.
+
+    Attributes:
+        sizes: of the micro-batches of the plans that were run.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class Evaluator:
         self._expired = expired
         self._max_actions = max_actions
         self._actions = 0
+        self.sizes: set[int] = set()
 
     @property
     def is_exhausted(self) -> bool:
@@ -90,6 +94,7 @@ class Evaluator:
     def run(self, plan: Plan) -> Plan:
         """The plan with its prediction."""
         self._actions += 2 * plan.micro_batches * sum(stage.replicas for stage in plan.stages)
+        self.sizes.add(plan.micro_batch_size)
         return predicted(plan, self.problem.cluster, self.problem.baseline_bytes)
 
     def fits(self, tried: Plan) -> bool:

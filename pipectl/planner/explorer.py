@@ -42,7 +42,7 @@ from pipectl.planner.evaluate import out_of_time
 from pipectl.planner.graph.blocks import condense
 from pipectl.planner.graph.downsets import CutSpace
 from pipectl.planner.infeasible import infeasible, least_demanding
-from pipectl.planner.partition.cutter import MANY_RANKS, MAX_FITTING, Cutter, cut_request
+from pipectl.planner.partition.cutter import MANY_RANKS, Cutter, cut_request
 from pipectl.planner.partition.estimate import ROUNDING
 from pipectl.planner.partition.layout import (
     FAR,
@@ -58,7 +58,6 @@ from pipectl.planner.partition.programme import Check
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import (
     PlanRequest,
-    choices,
     micro_batch_sizes,
     open_orders,
     stage_counts,
@@ -73,7 +72,7 @@ MAX_ERROR = 0.01
 """Of an estimate, by which the search goes on then."""
 MIN_GAIN = 1e-6
 """Share of the step by which a move of borders makes it shorter at least."""
-MAX_FITTINGS = 24
+MAX_RECUTS = 24
 """Memory-limited searches, the most promising first."""
 MAX_ACTIONS_OF_REPLICAS = 400_000
 """Simulated forwards and backwards of plans with replicas."""
@@ -182,21 +181,16 @@ class Explorer:
         Raises:
             InfeasibleError, OutOfTimeError: these do not fit.
         """
-        problem, counts, demand = self.problem, self._areas.counts, None
+        problem, counts, plan = self.problem, self._areas.counts, None
         tried = first_choices(problem, counts)
         if finished:
-            choice, demand = least_demanding(problem, self.cutter, counts)
+            choice, plan = least_demanding(problem, self.cutter, counts)
             tried = iter((choice,))
         for each in tried:
             self.judge.examine(Candidate(each, each.size, problem.micro_batches(each.size), 0.0))
         best = self.judge.best()
-        if best is None and demand is not None:
-            cutter = self.cutter
-            if counts[-1] == 1:  # what would help may have more stages than were allowed
-                cutter = Cutter(problem, CutSpace.sample(problem.graph, MAX_FITTING))
-            raise infeasible(problem, cutter, demand)
         if best is None:
-            raise out_of_time()
+            raise infeasible(problem, plan) if plan else out_of_time()
         return best
 
     def _push(self, estimate_s: float, simplicity: tuple[int, ...], item: _Item) -> None:
@@ -250,11 +244,14 @@ class Explorer:
 
     def _fit(self, fit: _CutForMemory) -> None:
         """Cut anew, within the memory limit."""
-        if self._fitted < MAX_FITTINGS and not self._is_hopeless(fit):
-            if self._consider_fit(fit):
-                self._fitted += 1
-            else:
-                self._hopeless.append(fit)
+        if self._is_hopeless(fit):
+            return
+        if self._fitted == MAX_RECUTS:
+            self.judge.gave_up = True
+        elif self._consider_fit(fit):
+            self._fitted += 1
+        else:
+            self._hopeless.append(fit)
 
     def _is_hopeless(self, fit: _CutForMemory) -> bool:
         """Whether less of everything found no stages that fit."""
@@ -269,9 +266,10 @@ class Explorer:
         """Judge the partitions that fit best, without and with recomputation; are there any?"""
         area, any_cuts = fit.area, False
         for mix in self._areas.mixes(area.stages):
-            for recompute in choices(self.problem.request.recompute):
-                wanted = cut_request(self.problem, area.size, fit.warm_up, mix, recompute=recompute)
-                cuts = self.cutter.balanced(wanted)
+            wanted = cut_request(self.problem, area.size, fit.warm_up, mix)
+            keeps = [replace(wanted, recompute=False)] if wanted.recompute is None else []
+            for each in (*keeps, wanted):
+                cuts = self.cutter.balanced(each)
                 any_cuts |= bool(cuts)
                 layouts, order = self._areas.layouts(cuts), (fit.schedule, fit.warm_up)
                 self.judge.consider(Candidates(self.problem, layouts, area.size, [order]))
@@ -435,7 +433,6 @@ class Explorer:
         """A layout with replicas in every way that is allowed, none of which has nothing to do."""
         request, layout = self.problem.request, proposal.layout
         stages = len(layout.partition)
-        again = (True,) * stages if request.recompute else ()
         for way in request.replications:
             sizes = {proposal.size}
             if way is Replication.WHOLE and request.micro_batches is None:
@@ -447,7 +444,7 @@ class Explorer:
                 replicas = tuple(map(len, ranks))
                 in_turn = replicas if way is Replication.WHOLE else None
                 if max(replicas) > 1:
-                    fewer = Layout(layout.partition, ranks, again)
+                    fewer = Layout(layout.partition, ranks)
                     for order in open_orders(request, stages, count, in_turn):
                         choice = Choice(fewer, size, *order, way)
                         yield replace(proposal, choice=choice, micro_batches=count)
@@ -511,7 +508,7 @@ def explore(
     others = explorer.alternatives(best, alternatives) if alternatives and finished else []
     # Of steps with replicas, nothing is known but the work there is.
     replicated = request.replicas is None
-    least_s = work_s(profile, cluster, request) if replicated else explorer.least_step_s()
+    least_s = work_s(problem, judge.evaluator.sizes) if replicated else explorer.least_step_s()
     plans = []
     for verdict in (best, *others):
         plan, bound = verdict.plan, None

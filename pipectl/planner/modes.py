@@ -53,6 +53,8 @@ class Mode(NamedTuple):
         return cls(stage.recompute, stage.offload, stage.blocks is not None)
 
 
+ON_THE_DEVICE = 2
+"""Micro-batches of a stage that offloads; the others wait elsewhere."""
 Price = Callable[[Mode, Stage], float]
 """What is to be low."""
 
@@ -120,6 +122,18 @@ class ModeSearch:
             if tried is not None and evaluator.fits(tried) and _is_faster(tried, best):
                 best = tried
         return None if best is None else self._improved(best, fitting)
+
+    def least_demanding(self, plan: Plan) -> Plan:
+        """As it is, if that is allowed, or with one mode for all stages: what exceeds limits least.
+
+        Args:
+            plan: with a prediction.
+        """
+        stages = plan.stages
+        tried = [plan] if all(Mode.of(stage) in self._allowed for stage in stages) else []
+        alike = (self._with_modes(plan, [mode] * len(stages)) for mode in self._allowed)
+        tried += map(self._evaluator.run, alike)
+        return min(tried, key=self._evaluator.problem.excess_bytes)
 
     def _with_modes(self, plan: Plan, chosen: Sequence[Mode]) -> Plan:
         in_blocks = any(mode.blocks for mode in chosen)
@@ -235,6 +249,7 @@ class Shortlist:
         self.plans: list[Plan] = []
         self.closest: Plan | None = None
         self.finished = True
+        self._plain_s = inf  # the shortest step of plans that need not gain anything
         self._modes = ModeSearch(self.evaluator, offload)
         self._cluster = problem.cluster
         self._accepts = accepts
@@ -244,20 +259,28 @@ class Shortlist:
         """The shortest step so far."""
         return min((plan.predicted_step_s for plan in self.plans), default=inf)
 
+    def add(self, plans: Iterable[Plan]) -> None:
+        """Accept plans that fit, with predictions, if they are as asked for."""
+        for plan in filter(self._accepts, plans):
+            self.plans.append(plan)
+            self._plain_s = min(self._plain_s, plan.predicted_step_s)
+
     def consider(self, proposed: Iterable[Plan], gain: float = TIE) -> None:
         """Accept what fits; of what does not, what could be the fastest if it saves memory.
 
         Args:
             proposed: without predictions.
-            gain: share of the shortest step by which others must be faster; if it is more than a
-                tie, no slower ones are accepted.
+            gain: share by which their steps must be shorter than that of any plan that was accepted
+                without a gain (or of any plan, if there is none such); if it is more than a tie,
+                only what is the fastest is accepted.
         """
+        gain_s = self._limit_s(gain)
         simulated: list[Plan] = []
         for plan in proposed:
             if self.evaluator.is_exhausted and (self.plans or simulated):
                 self.finished = False
                 break
-            if least_step_s(plan, self._cluster) < self.fastest_s * (1 - gain):
+            if least_step_s(plan, self._cluster) < min(gain_s, self.fastest_s * (1 - TIE)):
                 simulated.append(self._modes.simplest(plan))
                 excess, closest = self.evaluator.problem.excess_bytes, self.closest
                 if closest is None or excess(simulated[-1]) < excess(closest):
@@ -266,12 +289,21 @@ class Shortlist:
 
     def settle(self, simulated: Iterable[Plan], gain: float = TIE) -> None:
         """The same for plans with predictions."""
+        gain_s = self._limit_s(gain)
         for plan in sorted(simulated, key=preference):
-            limit_s = self.fastest_s * (1 - gain)
-            held: Plan | None = plan if self.evaluator.fits(plan) else None
+            limit_s = min(gain_s, self.fastest_s * (1 - TIE))
+            fitting: Plan | None = plan if self.evaluator.fits(plan) else None
             if plan.predicted_step_s < limit_s and not (self.plans and self.evaluator.is_exhausted):
-                held = self._modes.within_memory(plan)
-            if held is None or not self._accepts(held):
+                fitting = self._modes.within_memory(plan)
+            if fitting is None:
                 continue
-            if gain == TIE or held.predicted_step_s < limit_s:
-                self.plans.append(held)
+            if gain == TIE:
+                self.add([fitting])
+            elif fitting.predicted_step_s < limit_s and self._accepts(fitting):
+                self.plans.append(fitting)
+
+    def _limit_s(self, gain: float) -> float:
+        """What steps must be shorter than if they have to gain more than a tie."""
+        if gain == TIE:
+            return inf
+        return (self._plain_s if self._plain_s < inf else self.fastest_s) * (1 - gain)

@@ -75,9 +75,7 @@ def named_plan(
     problem = Problem(profile, cluster, request)
     cutter = Cutter(problem, CutSpace.plain(problem.graph), check)
     shortlist = Shortlist(problem, expired, (bool(request.offload),))
-    pipelines = _pipelines(problem)
-    sizes = {size for _, size in pipelines}
-    for places, size in pipelines:
+    for places, size in _pipelines(problem):
         shortlist.consider(_proposals(problem, cutter, places, size))
     closest = shortlist.closest
     assert closest is not None
@@ -95,7 +93,7 @@ def named_plan(
             cure="set pipeline.schedule to auto, use more ranks, or raise the limit",
         )
     plan = min(shortlist.plans, key=preference)
-    bound_s, load_bound = work_s(profile, cluster, request, sizes), None
+    bound_s, load_bound = work_s(problem, shortlist.evaluator.sizes), None
     if not request.backward_apart:
         load_bound = _load_bound(plan, cutter, problem)
     finished = shortlist.finished and not expired()
@@ -279,22 +277,19 @@ def _cut_for_memory(plan: Plan, cutter: Cutter, shortlist: Shortlist) -> list[Pl
     size, order = last.micro_batch_size, (last.schedule, last.warm_up)
     ranks = tuple(stage.ranks for stage in last.stages)
     mix = _mix_of(problem, [rank for (rank,) in ranks])
-    again = problem.request.recompute
     others: list[Plan] = []
     with suppress(OutOfTimeError):
         for _ in range(MAX_CUTS_FOR_MEMORY):
             wanted = replace(
-                cut_request(problem, size, last.warm_up, mix, recompute=again is not False),
+                cut_request(problem, size, last.warm_up, mix),
                 reserved_bytes=_reserved_bytes(last, problem),
             )
             tried = []
             for cut in cutter.balanced(wanted) or cutter.smallest_peak(wanted):
                 if evaluator.is_exhausted:
                     break
-                recompute = (True,) * len(ranks) if again else cut.recompute
-                changed = problem.plan(
-                    Choice(Layout(cut.partition, ranks, recompute), size, *order)
-                )
+                layout = Layout(cut.partition, ranks, cut.recompute)
+                changed = problem.plan(Choice(layout, size, *order))
                 changed = replace(changed, actions=last.actions, assumptions=last.assumptions)
                 tried.append(evaluator.run(with_halves(changed, problem.profile)))
             if not tried:

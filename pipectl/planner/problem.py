@@ -215,7 +215,7 @@ class Problem:
             layout.ranks,
             self._costs_of(choice),
             choice.backward_ranks or ((),) * count,
-            layout.recompute or (False,) * count,
+            layout.recompute or (bool(request.recompute),) * count,
             strict=True,
         )
         return Plan(

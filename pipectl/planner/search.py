@@ -40,7 +40,8 @@ from pipectl.planner.evaluate import TIE, out_of_time, preference
 from pipectl.planner.explain.what_if import with_enough_memory, with_ranks
 from pipectl.planner.explorer import MAX_ACTIONS_OF_REPLICAS, explore
 from pipectl.planner.graph.downsets import CutSpace
-from pipectl.planner.modes import Shortlist
+from pipectl.planner.infeasible import infeasible, least_demanding
+from pipectl.planner.modes import ON_THE_DEVICE, Shortlist
 from pipectl.planner.named import (
     PLACED_GAIN,
     SPLIT_GAIN,
@@ -68,8 +69,6 @@ MAX_RANKS = 64
 """With more, backwards elsewhere and several stages per rank are not looked for."""
 MICRO_BATCHES = 8
 """Per rank at most, with backwards elsewhere."""
-ON_THE_DEVICE = 2
-"""Micro-batches of an offloading stage."""
 
 Expired = Callable[[], bool]
 Key = tuple[object, ...]
@@ -185,7 +184,7 @@ def judged(
         replicas = tuple(stage.replicas for stage in plan.stages)
         shapes.setdefault((replicas, plan.micro_batches, plan.replication), plan)
     # Of the step, nothing is known but the work there is.
-    bound_s = work_s(problem.profile, problem.cluster, problem.request)
+    bound_s = work_s(problem, shortlist.evaluator.sizes)
     return [
         with_findings(plan, problem.cluster, bound_s, finished=shortlist.finished, planner=planner)
         for plan in shapes.values()
@@ -264,8 +263,11 @@ def varied_plans(
     Raises:
         InfeasibleError, OutOfTimeError: nothing fits, or nothing was found in time.
     """
-    search = _VariantSearch(Problem(profile, cluster, request), expired)
-    plans, bound_s = search.run(), work_s(profile, cluster, request)
+    problem = Problem(profile, cluster, request)
+    search = _VariantSearch(problem, expired)
+    plans = search.run()
+    sizes = {plan.micro_batch_size for plan in plans}
+    bound_s = work_s(problem, sizes | search.shortlist.evaluator.sizes)
     finished = not search.shortlist.evaluator.is_exhausted
     return [
         replace(
@@ -306,9 +308,11 @@ class _VariantSearch:
         request, plans = self._request, self.shortlist.plans
         plain, reason = self._plain()
         if not request.blocks:
-            plans += [plan for plan in plain if self._is_as_asked(plan)]
+            self.shortlist.add(plain)
         if not self._expired() or (plain and not plans and request.blocks):
             self._try_all(plain)
+        if not plans and not self._expired() and isinstance(reason, InfeasibleError):
+            self._try_least_demanding(reason)
         if not plans:
             raise out_of_time() if self._expired() else reason or self._nothing()
         ordered = sorted(plans, key=preference)
@@ -387,6 +391,24 @@ class _VariantSearch:
             not request.backward_apart or all(stage.backward_ranks for stage in stages)
         )
 
+    def _try_least_demanding(self, reason: InfeasibleError) -> None:
+        """What needs least memory with all that is allowed.
+
+        Raises:
+            InfeasibleError: that does not fit, either; or ``reason``, if memory is not why.
+        """
+        problem, request = self._problem, self._request
+        offload = choices(request.offload)
+        more = True in offload or request.blocks is not False
+        one_rank_each = request.replicas in (None, 1) and not request.backward_apart
+        if not (more and one_rank_each and problem.has_limits) or request.schedule in PLACED:
+            raise reason
+        counts = stage_counts(request, problem.cluster.ranks, len(problem.graph))
+        _, plan = least_demanding(problem, self._cutter, counts, offload)
+        if not self.shortlist.evaluator.fits(plan):
+            raise infeasible(problem, plan, offload)
+        self.shortlist.add([plan])
+
     def _nothing(self) -> InfeasibleError:
         ranks = self._cluster.ranks
         if self._request.backward_apart and ranks > MAX_RANKS:
@@ -461,12 +483,9 @@ class _VariantSearch:
         self._offloaded_areas.add((stages, size))
         orders = open_orders(self._request, stages, problem.micro_batches(size))
         held = tuple(min(depth, ON_THE_DEVICE) for depth in orders[0][1])
-        again = self._request.recompute is not False
         for mix in mixes(problem.devices, len(problem.graph) + 1, stages, stages):
             with suppress(OutOfTimeError):
-                for cut in self._cutter.balanced(
-                    cut_request(problem, size, held, mix, recompute=again)
-                ):
+                for cut in self._cutter.balanced(cut_request(problem, size, held, mix)):
                     for place in placements(problem.cluster, problem.devices, cut.kinds):
                         layout = Layout(cut.partition, one_each(place))
                         for order in orders:

@@ -1,5 +1,6 @@
 """Stages that recompute block by block: where they are cut, what they hold, and when."""
 
+import re
 from dataclasses import replace
 from itertools import pairwise
 
@@ -143,3 +144,21 @@ def test_a_stage_with_its_backward_elsewhere_has_no_blocks(deep) -> None:
     found = BlockPlans(deep).of(replace(plan, stages=(first, plan.stages[1])))
     assert found[0] is None
     assert found[1] is not None
+
+
+def test_the_memory_that_an_error_asks_for_is_that_of_stages_in_blocks(
+    make_operator, make_profile
+) -> None:
+    own = [((f"n{index}", 10**6), (f"s{index}", 10**7)) for index in range(OPERATORS)]
+    operators = [make_operator(i, output_bytes=10**6, saved=own[i]) for i in range(OPERATORS)]
+    profile = make_profile(operators, list(pairwise(range(OPERATORS))))
+    asked = {"stages": 2, "recompute": None, "schedule": "1f1b"}
+    cures = []
+    for blocks in (False, None):
+        tight = request(**asked, blocks=blocks, memory_limit_bytes=10**6)
+        with pytest.raises(InfeasibleError) as caught:
+            make_plan(profile, cluster_of(2), tight)
+        cures.append(int(re.search(r"memory_limit (\d+)MiB", caught.value.cure)[1]))
+    assert cures[1] < cures[0]
+    enough = request(**asked, blocks=None, memory_limit_bytes=cures[1] * 2**20)
+    make_plan(profile, cluster_of(2), enough)

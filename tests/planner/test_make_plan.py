@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -233,8 +234,8 @@ def test_infeasible_error_names_rank_stage_figures_and_cures(chain) -> None:
         "17.2 KiB more than its limit of 29.3 KiB"
     )
     assert error.cure == (
-        "pipeline.memory_limit 1MiB would be enough; 4 stages on 4 ranks: about 29.1 KiB (fits); "
-        "schedule 1f1b: about 12.7 KiB (fits)"
+        "pipeline.memory_limit 1MiB would be enough; 4 stages on 4 ranks: about 32.0 KiB "
+        "(still too much); schedule 1f1b: about 16.6 KiB (fits)"
     )
 
 
@@ -244,7 +245,7 @@ def test_smaller_micro_batches_are_offered_as_a_cure(chain) -> None:
     )
     with pytest.raises(InfeasibleError) as caught:
         make_plan(chain(8), cluster_of([2], 2), request)
-    assert "micro_batches 8: about 12.7 KiB (fits)" in caught.value.cure
+    assert "micro_batches 16: about 11.7 KiB (fits)" in caught.value.cure
 
 
 def test_a_limit_below_the_process_itself_blames_only_the_limit(chain) -> None:
@@ -330,3 +331,19 @@ def test_sizes_of_edges_that_no_step_is_planned_with_are_told(chain, size, told)
     profile = replace(chain(4), edge_bytes={("n0", "n1"): size})
     plan = make_plan(profile, cluster_of([2], 2), PlanRequest("job", 8))
     assert sum("edge_bytes are not used" in said for said in plan.assumptions) == told
+
+
+def test_changes_of_stages_that_recompute_are_estimated_as_such(make_operator, make_profile):
+    own = [((f"n{i}:own", 10**6),) for i in range(8)]
+    operators = [make_operator(i, output_bytes=10**5, saved=own[i]) for i in range(8)]
+    operators = [
+        replace(each, saved=(*each.saved, (f"n{i - 1}", 10**5)) if i else each.saved)
+        for i, each in enumerate(operators)
+    ]
+    profile = make_profile(operators, [(i, i + 1) for i in range(7)])
+    request = PlanRequest(*("job", 64, 8, 2, "gpipe"), memory_limit_bytes=5_000_000, recompute=None)
+    with pytest.raises(InfeasibleError) as caught:
+        make_plan(profile, cluster_of([2], 2), request)
+    assert re.search(r"schedule 1f1b: about [\d.]+ MiB \(fits\)", caught.value.cure)
+    plan = make_plan(profile, cluster_of([2], 2), replace(request, schedule="1f1b"))
+    assert max(plan.prediction.peak_memory_bytes) <= 5_000_000

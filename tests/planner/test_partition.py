@@ -14,7 +14,8 @@ from pipectl.planner.costs.devices import Mix
 from pipectl.planner.costs.links import hold_s
 from pipectl.planner.graph.blocks import bits, condense
 from pipectl.planner.graph.downsets import CutSpace
-from pipectl.planner.partition.cutter import Cutter
+from pipectl.planner.partition.cutter import Cutter, table_of
+from pipectl.planner.partition.programme import MEMORY, Goal, Options, best_chains
 from pipectl.planner.problem import Problem
 from pipectl.profile import StageOverhead
 
@@ -93,3 +94,21 @@ def test_times_of_many_messages_are_those_of_each(times, sizes, latency_s) -> No
     link = replace(measured_link([(4**i, t) for i, t in enumerate(times)]), latency_s=latency_s)
     found = hold_s(link, np.array(sizes, dtype=float))
     assert found == pytest.approx([link.hold_s(size) for size in sizes], rel=1e-9, abs=1e-15)
+
+
+def test_results_are_kept_for_the_same_numbers_only(chain) -> None:
+    """1.2 and 12.5 read like 1.21 and 2.5 if one is written after the other."""
+    profile = chain(4)
+    space = CutSpace.plain(condense(profile))
+    table = table_of(problem_of(profile, space.graph), space, 8)
+    options = Options.of(equal(2).following, limit_bytes=0.0)
+    peaks = [
+        best_chains(
+            space,
+            table,
+            options,
+            Goal(MEMORY, flying=np.ones(2), temporary_bytes=one, buffers=other, limit_bytes=0.0),
+        ).value(equal(2).tallies(2))
+        for one, other in ((1.2, 12.5), (1.21, 2.5))
+    ]
+    assert peaks[0] > peaks[1] + 1000

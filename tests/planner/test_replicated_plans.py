@@ -158,7 +158,9 @@ def test_the_bound_of_plans_without_replicas_holds_for_those_with(chain) -> None
     request = PlanRequest("job", 32, stages=5, replicas=None)
     plan = make_plan(profile, cluster, request)
     assert max(stage.replicas for stage in plan.stages) == 1
-    assert plan.search.step_lower_bound_s == pytest.approx(work_s(profile, cluster, request))
+    assert plan.search.step_lower_bound_s == pytest.approx(
+        work_s(Problem(profile, cluster, request))
+    )
 
 
 @pytest.mark.parametrize("asked", [{"stages": 5}, {"warm_up": (14, 12, 8, 6, 2)}])

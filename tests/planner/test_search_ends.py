@@ -121,3 +121,10 @@ def test_no_smaller_micro_batches_are_faster(make_profile, make_operator) -> Non
     ]
     assert plan.predicted_step_s <= min(steps) * (1 + 1e-3)
     assert plan.search.step_lower_bound_s <= min(steps)
+
+
+def test_a_search_that_leaves_out_cuts_for_memory_says_so(hungry, monkeypatch) -> None:
+    request = PlanRequest("job", 64, stages=4, memory_limit_bytes=200_000, recompute=None)
+    assert make_plan(hungry, CLUSTER, request).search.finished
+    monkeypatch.setattr("pipectl.planner.explorer.MAX_RECUTS", 0)
+    assert not make_plan(hungry, CLUSTER, request).search.finished

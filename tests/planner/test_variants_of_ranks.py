@@ -10,7 +10,9 @@ from pipectl.cluster import Cluster, Device, Node
 from pipectl.errors import InfeasibleError
 from pipectl.link import Link
 from pipectl.planner import PlanRequest, make_plan, search_plans
-from pipectl.planner.named import SPLIT_GAIN
+from pipectl.planner.modes import ModeSearch, Shortlist
+from pipectl.planner.named import PLACED_GAIN, SPLIT_GAIN
+from pipectl.planner.problem import Problem
 from pipectl.schedule import lower
 from pipectl.schedule.interleaved import INTERLEAVED
 from pipectl.simulate import simulate
@@ -142,3 +144,38 @@ def test_several_stages_a_rank_stay_within_memory(chain) -> None:
         chain(16), cluster_of([4], memory_bytes=limit), every_schedule=True, micro_batches=4
     )
     assert max(plan.prediction.peak_memory_bytes) <= limit
+
+
+def test_gains_count_against_plans_that_need_none(chain, monkeypatch) -> None:
+    """Neither against interleaved ones, nor against others with split backwards."""
+    plain = planned(chain(8), cluster_of([4]))
+    shares = {"plain": 1.0, "interleaved": 0.95, "recomputes": 0.91, "fits": 0.85, "slow": 0.93}
+
+    def lasting(name, share):
+        step_s = share * plain.predicted_step_s
+        return replace(plain, name=name, prediction=replace(plain.prediction, step_time_s=step_s))
+
+    def within_memory(_, plan):
+        return lasting(plan.name, shares[plan.name])
+
+    monkeypatch.setattr(ModeSearch, "within_memory", within_memory)
+    shortlist = Shortlist(Problem(chain(8), cluster_of([4]), PlanRequest("job", 64)), lambda: False)
+    shortlist.settle([lasting("plain", 1.0)])
+    shortlist.settle([lasting("interleaved", 0.95)], PLACED_GAIN)
+    split = {"recomputes": 0.8, "slow": 0.84, "fits": 0.85}
+    shortlist.settle([lasting(*pair) for pair in split.items()], SPLIT_GAIN)
+    accepted = [plan.name for plan in shortlist.plans]
+    assert accepted == ["plain", "interleaved", "recomputes", "fits"]
+
+
+def test_the_bound_holds_at_sizes_that_only_some_plans_have(make_operator, make_profile) -> None:
+    """Micro-batches of four samples, which are no power of two of a batch of 54, are fast."""
+    sizes = {4: 0.1, **{size: 1.0 * size for size in (1, 2, 3, 5, 6, 7, 9, 13, 14, 18, 27, 54)}}
+    timings = {size: (1e-3 * share, 2e-3 * share) for size, share in sizes.items()}
+    operators = [
+        make_operator(index, forward_s=8e-3, backward_s=16e-3, timings=timings)
+        for index in range(16)
+    ]
+    profile = make_profile(operators, list(pairwise(range(16))))
+    plan = make_plan(profile, cluster_of([4]), PlanRequest("job", 54, every_schedule=True))
+    assert plan.search.step_lower_bound_s <= plan.predicted_step_s

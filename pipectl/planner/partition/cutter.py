@@ -82,7 +82,7 @@ class Cut:
 
     Args:
         kinds: of device.
-        recompute: which stages do; empty if none.
+        recompute: which stages do, if that was open; empty if none does, or all must.
         devices: of every stage: replicas, or two if its backward is elsewhere.
     """
 
@@ -101,7 +101,7 @@ class CutRequest:
         warm_up: micro-batches in flight in every stage.
         mix: the devices that stages may use.
         limits_bytes: memory of each kind of device.
-        recompute: whether stages may.
+        recompute: whether all stages do, or none; None leaves it to the programme.
         reserved_bytes: memory that every stage leaves to other stages of its device; empty if none
             does.
     """
@@ -110,7 +110,7 @@ class CutRequest:
     warm_up: tuple[int, ...]
     mix: Mix
     limits_bytes: tuple[float, ...]
-    recompute: bool = False
+    recompute: bool | None = False
     reserved_bytes: tuple[float, ...] = ()
 
 
@@ -216,7 +216,7 @@ class Cutter:
     def _fitting_options(
         self, request: CutRequest, mix: Mix, limits: Sequence[float]
     ) -> tuple[Options, tuple[int, ...]]:
-        modes = (KEEP, RECOMPUTE) if request.recompute else (KEEP,)
+        modes = {False: (KEEP,), True: (RECOMPUTE,), None: (KEEP, RECOMPUTE)}[request.recompute]
         return self._options(mix, limits, modes), modes
 
     def _fitting_goal(
@@ -303,8 +303,8 @@ class Cutter:
 
     def _cut(self, space: CutSpace, chain: Chain, modes: Sequence[int] = (KEEP,)) -> Cut:
         kinds, chosen = zip(*(divmod(each, len(modes)) for each in chain.options), strict=True)
-        again = tuple(modes[mode] == RECOMPUTE for mode in chosen) if any(chosen) else ()
-        return Cut(space.partition(chain.cuts), kinds, again)
+        recompute = tuple(map(bool, chosen)) if any(chosen) else ()  # of KEEP, RECOMPUTE
+        return Cut(space.partition(chain.cuts), kinds, recompute)
 
     def with_backwards_elsewhere(
         self, size: int, *, every: bool, recompute: bool | None
@@ -346,8 +346,7 @@ class Cutter:
         return Cut(
             space.partition(chain.cuts),
             (0,) * len(chosen),
-            tuple(mode == RECOMPUTE_ELSEWHERE for mode in chosen),
-            tuple(1 if mode == KEEP else 2 for mode in chosen),
+            devices=tuple(1 if mode == KEEP else 2 for mode in chosen),
         )
 
     def with_replicas(self, size: int) -> list[Cut]:
@@ -497,11 +496,10 @@ def replica_counts(most: int) -> list[int]:
     return counts
 
 
-def cut_request(
-    problem: Problem, size: int, warm_up: Sequence[int], mix: Mix, *, recompute: bool = False
-) -> CutRequest:
-    """A request within the limits of a problem's devices."""
-    return CutRequest(size, tuple(warm_up), mix, problem.kind_limits_bytes, recompute)
+def cut_request(problem: Problem, size: int, warm_up: Sequence[int], mix: Mix) -> CutRequest:
+    """What a problem asks for, within the limits of its devices."""
+    limits, recompute = problem.kind_limits_bytes, problem.request.recompute
+    return CutRequest(size, tuple(warm_up), mix, limits, recompute)
 
 
 def table_of(

@@ -109,7 +109,7 @@ class Estimator:
         for begin in range(0, len(layouts), chunk):
             end = min(begin + chunk, len(layouts))
             step_times(pipelines, depths, count, last_share, begin, end, room, back, steps_s)
-        again = _recomputing(layouts)
+        again = self._recomputing(layouts)
         if self._crowded or again.any():
             full, stages = count - 1 + last_share, pipelines.stages
             work = full * (stages["forward_s"] * (1 + again) + stages["backward_s"])
@@ -145,7 +145,7 @@ class Estimator:
             most = np.maximum(saved * np.minimum(depths, whole), summed + later)
             shares.append((resident + np.maximum(most, summing)) / limits - 1)
         excess: Floats = np.maximum(0.0, np.stack([each.max(axis=1) for each in shares], axis=1))
-        return np.where(_recomputing(layouts).any(axis=1, keepdims=True), 0.0, excess)
+        return np.where(self._recomputing(layouts).any(axis=1, keepdims=True), 0.0, excess)
 
     def _cut(self, layouts: Sequence[Layout]) -> tuple[Integers, Cuts]:
         """Which partition each layout has, and their sums: several sizes have the same."""
@@ -198,13 +198,13 @@ class Estimator:
         work_s: Floats = busiest + stages["update_s"].max(axis=1)
         return work_s
 
-
-def _recomputing(layouts: Sequence[Layout]) -> Integers:
-    """1 for every stage that recomputes, which it may do while it waits; else 0."""
-    if not any(one.recompute for one in layouts):
-        return np.zeros((1, 1), dtype=np.int64)
-    none = (False,) * len(layouts[0].partition)
-    return np.array([one.recompute or none for one in layouts], dtype=np.int64)
+    def _recomputing(self, layouts: Sequence[Layout]) -> Integers:
+        """1 for every stage that recomputes, which it may do while it waits; else 0."""
+        everywhere = bool(self._request.recompute)
+        if everywhere or not any(one.recompute for one in layouts):
+            return np.full((1, 1), everywhere, dtype=np.int64)
+        none = (False,) * len(layouts[0].partition)
+        return np.array([one.recompute or none for one in layouts], dtype=np.int64)
 
 
 @compiled

@@ -37,7 +37,8 @@ class Layout(NamedTuple):
     """Stages and their ranks.
 
     Args:
-        recompute: which stages compute their forward again for their backward; empty if none.
+        recompute: which stages compute their forward again for their backward; empty if all of
+            them must, or none does.
     """
 
     partition: Partition

@@ -213,10 +213,12 @@ def _hash_of(values: Iterable[Any]) -> bytes:
     content = blake2b(digest_size=16)
     for value in values:
         if isinstance(value, np.ndarray):
-            content.update(f"{value.shape}".encode())
+            content.update(f"{value.shape};".encode())
             content.update(value.tobytes())
+        elif isinstance(value, tuple):
+            content.update(_hash_of(value))
         else:
-            content.update(_hash_of(value) if isinstance(value, tuple) else repr(value).encode())
+            content.update(f"{value!r};".encode())
     return content.digest()
 
 
