@@ -1,8 +1,10 @@
 """Ending early: when the job script or a signal asks for it, or a metric no longer improves.
 
 A signal reaches the script, launchers and ranks in as many ways as there are launchers, so whoever
-gets one makes a file. Rank 0 looks for it once a second; what it found at the end of one step, all
-ranks know at the end of the next, without waiting for one another.
+gets one makes a file. Rank 0 looks for it at the ends of steps, at most once a second. If steps take
+less than that, all ranks stop after the next step, without waiting for one another. After a longer
+step they wait for the answer of rank 0, and stop at once: the time until the walltime ends may not
+be enough for one more.
 """
 
 from __future__ import annotations
@@ -24,6 +26,9 @@ from pipectl.spec.models import EarlyStopping as EarlyStoppingSpec
 from pipectl.units import plural
 
 _LOOK_S = 1.0
+"""Shortest time between looks at the file, and longest step after which no rank waits for one."""
+_GO_ON, _STOP, _WAIT = range(3)
+"""What rank 0 says: to wait for its next answer, too, because steps are long."""
 _FOR_GOOD = (signal.SIGTERM, signal.SIGINT)
 """Somebody ends the job: the file names them, and the job script does not start it again."""
 _SIGNALS = (*_FOR_GOOD, signal.SIGUSR1, signal.SIGUSR2)
@@ -65,52 +70,56 @@ class Stopping:
 
     Args:
         communicator: of its own.
-        asked: the file.
+        request: the file that asks for it.
     """
 
-    def __init__(self, communicator: MPI.Comm, asked: Path) -> None:
+    def __init__(self, communicator: MPI.Comm, request: Path) -> None:
         self._communicator = communicator
-        self._asked = asked
-        self._looked_at = float("-inf")
+        self._request = request
+        self._looked_at = self._sent_at = float("-inf")
         self._word = np.zeros(1, dtype=np.int8)
         self._sending: MPI.Request | None = None
+        self._waits = False
 
     def stops(self, *, at_once: bool = False) -> bool:
-        """Whether to stop now, as was told at the call before; collective.
+        """Whether to stop after this step; the same on all ranks. Collective.
 
-        Args:
-            at_once: whether rank 0 looks for the file now, for which all wait.
+        Rank 0 sends one answer per call. Ranks wait for that of this call if ``at_once``, or if
+        steps are long; otherwise they take the answer of the call before.
         """
-        if at_once:
+        word = self._receive()
+        if at_once or self._waits or word == _WAIT:
             self._send()
-        stop = self._receive()
-        if not (stop or at_once):
+            word = self._receive()
+        elif word == _GO_ON:
             self._send()
-        return stop
+        self._waits = word == _WAIT
+        return word == _STOP
 
     def finish(self) -> None:
-        """Hear what was told last; collective."""
+        """Receive the last answer; collective."""
         self._receive()
 
-    def _receive(self) -> bool:
+    def _receive(self) -> int:
         if self._sending is None:
-            return False
+            return _GO_ON
         wait([self._sending])
         self._sending = None
-        return bool(self._word[0])
+        return int(self._word[0])
 
     def _send(self) -> None:
         if self._communicator.rank == 0:
-            self._word[0] = self._looks()
+            now = time.monotonic()
+            is_long, self._sent_at = now - self._sent_at >= _LOOK_S, now
+            self._word[0] = _STOP if self._is_requested(now) else _WAIT if is_long else _GO_ON
         self._sending = self._communicator.Ibcast(self._word, 0)
 
-    def _looks(self) -> bool:
-        now = time.monotonic()
+    def _is_requested(self, now: float) -> bool:
         if now - self._looked_at < _LOOK_S:
             return False
         self._looked_at = now
         try:
-            return self._asked.exists()
+            return self._request.exists()
         except OSError:  # the file system is away
             return False
 

@@ -1,4 +1,4 @@
-"""Signals to a rank ask for a checkpoint and the end of the run."""
+"""Signals to a rank ask for a checkpoint and the end of the run, which ranks agree on."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import os
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
+from mpi4py import MPI
 
-from pipectl.runtime.stopping import stop_on_signals
+from pipectl.runtime import stopping
+from pipectl.runtime.stopping import Stopping, stop_on_signals
 
 
 @pytest.mark.parametrize(
@@ -39,3 +42,33 @@ def test_what_a_rank_has_forked_ends_by_signals_as_ever(tmp_path: Path) -> None:
         _, status = os.waitpid(child, 0)
     assert os.WTERMSIG(status) == signal.SIGTERM
     assert not (tmp_path / "stop").exists()
+
+
+class World:
+    """A communicator of one rank, without MPI."""
+
+    rank = 0
+
+    def Ibcast(self, _word: np.ndarray, _root: int) -> MPI.Request:  # noqa: N802
+        return MPI.REQUEST_NULL
+
+
+@pytest.mark.parametrize(
+    ("step_s", "request_in", "stop_after"),
+    [(0.125, 1, 2), (0.125, 26, 34), (100.0, 2, 2), (100.0, 7, 7)],
+    ids=["short", "short, a look per second", "long", "long, later"],
+)
+def test_a_request_in_a_long_step_is_obeyed_at_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step_s: float, request_in: int, stop_after: int
+) -> None:
+    """The lead time has to be enough for one step; short steps may be followed by one more."""
+    now = 1000.0
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: now)
+    stops = Stopping(World(), tmp_path / "stop")
+    for step in range(1, 40):
+        now += step_s
+        if step == request_in:
+            (tmp_path / "stop").touch()
+        if stops.stops():
+            break
+    assert step == stop_after
