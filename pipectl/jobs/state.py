@@ -194,7 +194,7 @@ class Answer(NamedTuple):
     error: str | None = None
 
 
-def _ask(records: Sequence[Record]) -> dict[str, Answer]:
+def query_jobs(records: Sequence[Record]) -> dict[str, Answer]:
     """Ask every batch system once about its jobs; the answers by its name."""
     answers = {}
     for name in {record.scheduler for record in records if record.job_id}:
@@ -231,7 +231,7 @@ class Poller:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._pause_s, self._due_s = _MIN_PAUSE_S, 0.0
-        self._asked: frozenset[tuple[str, str | None]] = frozenset()
+        self._asked: frozenset[tuple[str, str]] = frozenset()
         self._answers: Mapping[str, Answer] = {}
 
     def get_statuses(self, runs: Sequence[RunDirectory], now: float) -> list[RunStatus]:
@@ -240,16 +240,16 @@ class Poller:
         damage: dict[RunDirectory, str] = {}
         for run in runs:
             try:
-                records[run] = recover(run, now)
+                records[run] = read_record(run, now)
             except DataFileError as error:
                 damage[run] = error.message
         # Do not wait for a batch system that hangs if the files tell the state of every run.
         files_tell = all(run.heartbeat.exists() or run.exit_code.exists() for run in runs)
         with process.patience(_SHORT_PATIENCE_S if files_tell else inf):
-            answers = self._ask(records)
+            records, answers = self._query(records, now)
             newer = {run: add_next_job(run, record, now) for run, record in records.items()}
             if newer != records:
-                records, answers = newer, self._ask(newer)
+                records, answers = self._query(newer, now)
         statuses = []
         for run in runs:
             heartbeat = read_heartbeat(run)  # after the question, as all files
@@ -277,26 +277,54 @@ class Poller:
             )
         return statuses
 
-    def _ask(self, records: Mapping[RunDirectory, Record]) -> Mapping[str, Answer]:
-        here = [record for record in records.values() if record.scheduler == LOCAL]
+    def _query(
+        self, records: Mapping[RunDirectory, Record], now: float
+    ) -> tuple[dict[RunDirectory, Record], dict[str, Answer]]:
+        """The records with the jobs of interrupted submissions, and the newest answers."""
         away = {run: record for run, record in records.items() if record.scheduler != LOCAL}
-        jobs = frozenset((record.scheduler, record.job_id) for record in away.values())
+        jobs = _names_of_jobs(away)
         is_known = jobs <= self._asked
-        if (
+        is_due = (
             not is_known
             or self._clock() >= self._due_s
             or any(self._has_ended_since(run, record) for run, record in away.items())
-        ):
+        )
+        errors: dict[str, Answer] = {}
+        missing_tags: set[str] = set()  # the runs of a sweep share one
+        records = dict(records)
+        for run, record in records.items():
+            if record.job_id is not None or not (is_due or record.scheduler == LOCAL):
+                continue
+            if record.scheduler in errors or record.tag in missing_tags:
+                continue
+            try:
+                records[run] = recover(run, now, raises=True)
+            except PipectlError as error:
+                errors[record.scheduler] = Answer({}, error.message)
+            if records[run].job_id is None:
+                missing_tags.add(record.tag)
+        if is_due:
+            away = {run: record for run, record in records.items() if record.scheduler != LOCAL}
             self._pause_s = min(self._pause_s * _GROWTH, _MAX_PAUSE_S) if is_known else _MIN_PAUSE_S
-            self._asked, self._answers = jobs, _ask(list(away.values()))
+            self._asked = jobs | _names_of_jobs(away)
+            reachable = [each for each in away.values() if each.scheduler not in errors]
+            self._answers = {**query_jobs(reachable), **errors}
             self._due_s = self._clock() + self._pause_s
-        return {**self._answers, **_ask(here)}
+        here = [record for record in records.values() if record.scheduler == LOCAL]
+        return records, {**self._answers, **query_jobs(here)}
 
     def _has_ended_since(self, run: RunDirectory, record: Record) -> bool:
         """Whether a job that ran according to the last answer has written its exit code."""
         listed = self._answers.get(record.scheduler, Answer({})).listed.get(record.job_id or "")
         is_running = listed is not None and listed.state.alive and not listed.state.waits
         return is_running and run.exit_code.exists()
+
+
+def _names_of_jobs(records: Mapping[RunDirectory, Record]) -> frozenset[tuple[str, str]]:
+    """Scheduler and id of every job; the path of the run while its job is not known."""
+    return frozenset(
+        (each.scheduler, each.job_id or str(run.path)) for run, each in records.items()
+    )
 
 
 def poll(
@@ -362,9 +390,9 @@ def decide_state(
         step_time_s: None if unknown.
     """
     listed, cancelled = answer.listed.get(record.job_id or ""), record.state == "cancelled"
-    own = None if exit_code is None else _end_of(exit_code, cancelled=cancelled)
+    own = None if exit_code is None else _state_of_code(exit_code, cancelled=cancelled)
     if listed is not None and listed.state is not JobState.UNKNOWN:
-        return _complete(listed, own, cancelled=cancelled)
+        return _combine_states(listed, own, cancelled=cancelled)
     # The code may be of an earlier start, while the next one waits in a queue that did not answer.
     may_go_on = exit_code == CHECKPOINTED and answer.error is not None
     if own is not None and not may_go_on:
@@ -390,7 +418,7 @@ def decide_state(
     return JobStatus(JobState.UNKNOWN, reason="; ".join([*first, reason, end, last]), source="none")
 
 
-def _end_of(code: int, *, cancelled: bool) -> JobStatus:
+def _state_of_code(code: int, *, cancelled: bool) -> JobStatus:
     """The state after an exit code; a cancelled job may have completed before the signal."""
     state = JobState.FAILED if code else JobState.COMPLETED
     reason = f"exit code {code}" if code else ""
@@ -401,7 +429,7 @@ def _end_of(code: int, *, cancelled: bool) -> JobStatus:
     return JobStatus(state, reason=reason, exit_code=code, source="run directory")
 
 
-def _complete(listed: JobStatus, own: JobStatus | None, *, cancelled: bool) -> JobStatus:
+def _combine_states(listed: JobStatus, own: JobStatus | None, *, cancelled: bool) -> JobStatus:
     """Combine the batch system's state of a job with ``own``, that of its exit code.
 
     Batch systems list a job that stopped at a checkpoint as failed.
@@ -453,7 +481,23 @@ def find_best(runs: Sequence[RunStatus]) -> RunStatus | None:
     return completed[min(losses)[1]] if len(losses) > 1 else None
 
 
-def recover(run: RunDirectory, now: float, *, is_locked: bool = False) -> Record:
+def read_record(run: RunDirectory, now: float) -> Record:
+    """The record of a run, from files alone; with the job that its job script submitted, as on PBS.
+
+    Raises:
+        DataFileError: there is no record, or it is damaged.
+    """
+    record = Record.load(run.record)
+    newer = add_next_job(run, record, now)
+    if newer is record or fault_of_owner(run.path, root=False) is not None:
+        return newer
+    with locked(run, wait=False) as ours:
+        return recover(run, now, is_locked=True) if ours else record
+
+
+def recover(
+    run: RunDirectory, now: float, *, is_locked: bool = False, raises: bool = False
+) -> Record:
     """The record of a run, with the id of its current job.
 
     The saved record lacks this id if the submission was interrupted after it reached the queue (the
@@ -462,6 +506,7 @@ def recover(run: RunDirectory, now: float, *, is_locked: bool = False) -> Record
 
     Args:
         is_locked: whether the caller holds the lock of the run.
+        raises: whether to raise a SchedulerError if the batch system cannot be asked.
 
     Raises:
         DataFileError: there is no record, or it is damaged.
@@ -474,11 +519,14 @@ def recover(run: RunDirectory, now: float, *, is_locked: bool = False) -> Record
         if fault_of_owner(run.path, root=False) is not None:
             return newer
         with locked(run, wait=False) as ours:
-            return recover(run, now, is_locked=True) if ours else record
+            return recover(run, now, is_locked=True, raises=raises) if ours else record
     if newer is record and record.state == "submitting":
-        with suppress(PipectlError):
+        try:
             if (job_id := _find(run, record)) is not None:
                 newer = record.after(now, "submitted", job_id=job_id, detail=BY_TAG)
+        except PipectlError:
+            if raises:
+                raise
     if newer is not record:
         with suppress(UsageError):  # the next command finds the job in the same way
             newer.save(run.record)

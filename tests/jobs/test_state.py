@@ -29,6 +29,12 @@ class Scheduler:
 
     def __init__(self) -> None:
         self.asked: list[list[str]] = []
+        self.searched: list[str] = []
+        self.job_of_tag: str | None = None
+
+    def find(self, tag: str) -> str | None:
+        self.searched.append(tag)
+        return self.job_of_tag
 
     def query(self, ids: Any, *, since: float) -> dict[str, JobStatus]:
         self.asked.append(list(ids))
@@ -59,6 +65,31 @@ def test_questions_become_rare(tmp_path: Path, schedulers: dict[str, Scheduler])
         clock.now += 0.5
     assert 10 <= len(schedulers["slurm"].asked) <= 17, "in ten minutes"
     assert poller._pause_s == 60.0
+
+
+def interrupted(tmp_path: Path) -> RunDirectory:
+    made = RunDirectory.create(tmp_path, "demo", 1.7e9)
+    Record("demo", "slurm", made.name, 1.7e9, 1, 1, 5).save(made.record)
+    return made
+
+
+def test_searches_for_a_job_become_rare_too(
+    tmp_path: Path, schedulers: dict[str, Scheduler]
+) -> None:
+    clock, runs = Clock(), [interrupted(tmp_path), run(tmp_path, "7")]
+    poller, slurm = Poller(clock), schedulers["slurm"]
+    for _ in range(2 * 600):
+        found, _ = poller.get_statuses(runs, 1.7e9 + 600)
+        assert found.job.state is JobState.UNKNOWN
+        clock.now += 0.5
+    assert 10 <= len(slurm.searched) <= 17, "in ten minutes"
+    slurm.job_of_tag = "8"
+    clock.now += 60
+    assert poller.get_statuses(runs, 1.7e9)[0].job.state is JobState.RUNNING
+    assert sorted(slurm.asked[-1]) == ["7", "8"]
+    count = len(slurm.asked)
+    assert poller.get_statuses(runs, 1.7e9)[0].job.state is JobState.RUNNING
+    assert len(slurm.asked) == count
 
 
 def test_a_new_job_is_asked_about_at_once(tmp_path: Path, schedulers: dict[str, Scheduler]) -> None:
@@ -135,6 +166,24 @@ def test_a_queue_that_hangs_is_waited_for_while_nothing_else_tells_of_a_run(
     (found,) = poller.get_statuses([made], 1.7e9 + 600)
     assert waited == [patience_s]
     assert f"squeue: no answer within {patience_s} s" in found.job.reason
+
+
+def test_of_several_searches_only_the_first_waits_for_a_queue_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs, waited = [interrupted(tmp_path), interrupted(tmp_path), run(tmp_path, "7")], []
+    for each in runs:
+        each.exit_code.write_text("1\n")
+
+    def hang(*_: Any, timeout: float, **__: Any) -> Any:
+        waited.append(timeout)
+        raise subprocess.TimeoutExpired("squeue", timeout)
+
+    monkeypatch.setattr(subprocess, "run", hang)
+    statuses = Poller(Clock()).get_statuses(runs, 1.7e9 + 600)
+    assert waited == [10]
+    assert [status.job.state for status in statuses] == [JobState.FAILED] * 3
+    assert {status.query_error for status in statuses} == {"squeue: no answer within 10 s"}
 
 
 @pytest.mark.parametrize(("times_s", "expected_s"), [([9.0], 9.0), ([9.0, 1.0], 1.0)])
