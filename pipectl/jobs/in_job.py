@@ -12,6 +12,7 @@ counts as memory of a rank.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ from pipectl.jobs.prepare import (
     profile_path,
 )
 from pipectl.jobs.profiles import measure
-from pipectl.runs import Heartbeat, Record, RunDirectory, last_checkpoint
+from pipectl.runs import ATTEMPT, Heartbeat, Record, RunDirectory, last_checkpoint
 from pipectl.spec import load
 from pipectl.units import printable
 
@@ -49,20 +50,25 @@ def progress_of(run: RunDirectory, steps: int, *, measures_only: bool = False) -
         steps: optimizer steps of the run.
         measures_only: whether the run does not train; its steps are percent.
     """
-    last_s = 0.0
+    last_s, attempt = 0.0, _attempt()
 
     def report(done: int, total: int, what: str) -> None:
         nonlocal last_s
         now = time.monotonic()
         if not total:
-            Heartbeat(what, 0, steps).save(run.heartbeat)
+            Heartbeat(what, 0, steps, attempt).save(run.heartbeat)
         elif now - last_s >= _BEAT_S:
             last_s, percent = now, 100 * done // total
             state = "profiling" if measures_only else f"profiling {percent}%"
             step = percent if measures_only else 0
-            Heartbeat(state, step, steps).save(run.heartbeat)
+            Heartbeat(state, step, steps, attempt).save(run.heartbeat)
 
     return report
+
+
+def _attempt() -> int:
+    """Number of the job's start, from 1."""
+    return int(os.environ.get(ATTEMPT, "1"))
 
 
 def profile_and_plan(run: RunDirectory) -> None:
@@ -123,7 +129,7 @@ def main(arguments: Sequence[str]) -> int:
             progress(0, 0, "capturing")
             spec, effort = move_to(run, load(run.job)), values.effort
             measure(spec, run.profile, progress, effort, again=values.again).save(values.output)
-            Heartbeat("profiled", PERCENT, PERCENT).save(run.heartbeat)
+            Heartbeat("profiled", PERCENT, PERCENT, _attempt()).save(run.heartbeat)
     except Exception as raised:
         error = with_details(raised, run.preparation_error)
         report = ErrorReport.of(error, action="PREPARE")

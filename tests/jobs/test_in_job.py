@@ -72,11 +72,12 @@ def test_a_heartbeat_tells_how_far_it_is(
     run: RunDirectory, measured: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     beats = []
+    monkeypatch.setenv("PIPECTL_ATTEMPT", "3")
     monkeypatch.setattr(Heartbeat, "save", lambda beat, path: beats.append((path, beat)))
     in_job.profile_and_plan(run)
     assert [path for path, _ in beats] == [run.heartbeat] * 2
     assert [beat.state for _, beat in beats] == ["profiling 33%", "planning"]
-    assert [(beat.step, beat.steps) for _, beat in beats] == [(0, 4)] * 2
+    assert [(beat.step, beat.steps, beat.attempt) for _, beat in beats] == [(0, 4, 3)] * 2
 
 
 @pytest.mark.parametrize(
