@@ -34,6 +34,9 @@ from pipectl.spec import JobSpec, Point, SpecFile
 if TYPE_CHECKING:
     from pipectl.profile import Profile
 
+_GPUS = re.compile(r"gpu(?::([A-Za-z_][^:]*))?(?::([0-9]+))?")
+"""GPUs in the value of --gres, with their type and number per node."""
+
 
 def command(
     context: typer.Context,
@@ -62,7 +65,7 @@ def command(
         parser=opt.read_walltime,
     ),
     gres: str | None = opt.value(
-        "GRES", "gpu:N sets resources.gpus_per_node; other values set slurm.options.gres."
+        "GRES", "gpu[:TYPE][:N] sets resources.gpus_per_node; others set slurm.options.gres."
     ),
     as_json: bool = opt.JSON,
     overrides: list[str] | None = opt.OVERRIDES,
@@ -73,12 +76,16 @@ def command(
         only, cure = "--dry-run and --test-only", "leave it out"
         opt.refuse(context, "--json", f"{only} print text", cure=cure)
         opt.refuse(context, "--wait --after", f"{only} submit nothing", cure=cure)
-    gpus = re.fullmatch(r"gpu(?::([0-9]+))?", gres or "")
+    names = (gres or "").split(",")
+    gpus = next(filter(None, map(_GPUS.fullmatch, names)), None)
+    if gpus is not None:
+        names.remove(gpus[0])
     values = {
         "resources.nodes": nodes,
         "resources.walltime": walltime and f"{walltime}s",
-        "resources.gpus_per_node": int(gpus[1] or 1) if gpus else None,
-        "slurm.options.gres": None if gpus else gres,
+        "resources.gpus_per_node": int(gpus[2] or 1) if gpus else None,
+        "slurm.options.gpus-per-node": f"{gpus[1]}:{gpus[2] or 1}" if gpus and gpus[1] else None,
+        "slurm.options.gres": ",".join(names) or None,
         "slurm.partition": partition,
         "slurm.account": account,
         "pbs.queue": queue,
@@ -94,7 +101,7 @@ def command(
     points, batch_system = file.points(spec), choose_scheduler(spec, scheduler)
     unused = {"slurm": "--queue", "pbs": "--partition", LOCAL: "--partition --queue --account"}
     others = unused[batch_system]
-    if not gpus and batch_system != "slurm":
+    if (gpus is None or gpus[1] or names) and batch_system != "slurm":
         others += " --gres"
     opt.refuse(context, others, f"is not used with {batch_system}", cure="leave it out")
     warn(warning_of_code(spec, job))
