@@ -48,8 +48,8 @@ class JobRequest:
         python: absolute path of the interpreter that submits.
         command: command of each rank, started under MPI.
         environment: its container is an absolute path or an address.
-        checkpoint: ``lead_time``, and ``max_requeues`` of the run over all its starts; None for
-            jobs that cannot continue from a checkpoint.
+        checkpoint: None for jobs that cannot continue from a checkpoint.
+        earlier_starts: how often the job script of the run was started before this submission.
         alone: whether to start the command once, on the first node, without MPI.
         first_command: command that runs once, on the first node, before the launch.
         binds: host directories that the container sees under the same names.
@@ -70,6 +70,7 @@ class JobRequest:
     slurm: Slurm
     pbs: Pbs
     checkpoint: Checkpoint | None = None
+    earlier_starts: int = 0
     alone: bool = False
     first_command: tuple[str, ...] = ()
     binds: tuple[Path, ...] = ()
@@ -110,6 +111,14 @@ class JobRequest:
         """Seconds from the signal to save a checkpoint to the end of the walltime."""
         limit = self.resources.walltime // _MIN_WALLTIME_PER_LEAD_TIME
         return 0 if self.checkpoint is None else min(self.checkpoint.lead_time, limit)
+
+    @property
+    def max_starts(self) -> int | None:
+        """Maximum of the starts of the run that its script counts; None if it never starts again
+        by itself."""
+        if self.checkpoint is None or not self.checkpoint.max_requeues:
+            return None
+        return self.earlier_starts + 1 + self.checkpoint.max_requeues
 
     @property
     def changes_path(self) -> bool:

@@ -439,11 +439,6 @@ def make_request(
         offloads = to_disk and any(stage.offload for stage in plan.stages)
     variables = {**(TIGHT_HEAP if offloads else {}), **spec.environment.variables}
     environment = {"variables": variables, "container": spec.container}
-    checkpoint = spec.checkpoint
-    if requeues := checkpoint.max_requeues:
-        # The script counts all starts of the run; each submission allows as many more.
-        starts = read_starts(RunDirectory(directory))
-        checkpoint = checkpoint.model_copy(update={"max_requeues": starts + requeues})
     return JobRequest(
         name=job.name,
         tag=tag or f"{directory.name} {uuid.uuid4().hex[:8]}",
@@ -455,7 +450,8 @@ def make_request(
         environment=spec.environment.model_copy(update=environment),
         slurm=spec.slurm,
         pbs=spec.pbs,
-        checkpoint=checkpoint if job.kind == TRAINING else None,
+        checkpoint=spec.checkpoint if job.kind == TRAINING else None,
+        earlier_starts=read_starts(RunDirectory(directory)),
         alone=job.alone,
         first_command=(python, "-m", IN_JOB, str(directory)) if job.plans_in_job else (),
         binds=() if spec.container is None else _binds(spec, directory.parent, job.output),

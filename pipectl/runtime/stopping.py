@@ -1,10 +1,10 @@
 """Ending early: when the job script or a signal asks for it, or a metric no longer improves.
 
 A signal reaches the script, launchers and ranks in as many ways as there are launchers, so whoever
-gets one makes a file. Rank 0 looks for it at the ends of steps, at most once a second. If steps take
-less than that, all ranks stop after the next step, without waiting for one another. After a longer
-step they wait for the answer of rank 0, and stop at once: the time until the walltime ends may not
-be enough for one more.
+gets one makes a file. Rank 0 looks for it at the end of a step, at most once a second. If steps
+take less than that, all ranks stop after the next one, without waiting for one another. After a
+longer step they wait for the answer of rank 0, and stop at once: the time until the walltime ends
+may not be enough for one more.
 """
 
 from __future__ import annotations

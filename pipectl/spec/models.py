@@ -357,12 +357,13 @@ class Checkpoint(types.Section):
     """Number of checkpoints to keep; older ones are removed."""
     keep_every: types.Count | None = None
     """Checkpoints whose step is a multiple of this are kept too."""
-    lead_time: types.Seconds = 180
+    lead_time: types.LeadTime = 180
     """How long before the end of the walltime the ranks save a checkpoint and end, at most a
     quarter of the walltime. It must be enough for a step and the checkpoint."""
     max_requeues: types.Natural = 3
-    """How often the job is requeued after that, or after the failure of a node, to continue from
-    its last checkpoint. (On PBS it submits itself again, if the site allows that.)"""
+    """How often the job is requeued after that, or by the batch system after the failure of a node
+    or a preemption, to continue from its last checkpoint. (On PBS it submits itself again, if the
+    site allows that.)"""
 
 
 class Trace(types.Section):

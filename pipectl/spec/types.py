@@ -38,6 +38,7 @@ SCHEDULE_SUFFIX = ".csv"
 """Suffix of the file of a user's own schedule."""
 
 _MAX = 2**63 - 1
+_MAX_LEAD_TIME_S = 2**16 - 1
 _REFERENCE = "./file.py:name or package.module:name"
 _CHECK_MESSAGES = "PIPECTL_CHECK_MESSAGES"
 _READONLY = ("BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID")
@@ -109,6 +110,13 @@ def _read_memory(value: Any) -> int:
     except ValueError:
         raise WrongTypeError from None
     return parse_memory(str(value))
+
+
+def _lead_time(seconds: int) -> int:
+    if seconds > _MAX_LEAD_TIME_S:
+        longest = format_clock(_MAX_LEAD_TIME_S)
+        raise ValueError(f"must be at most {longest}, the longest time of sbatch's --signal")
+    return seconds
 
 
 def _size_text(size_bytes: int) -> str:
@@ -215,6 +223,7 @@ Bytes = Annotated[
 ]
 _Clock = Annotated[int, Field(ge=1, le=_MAX), PlainSerializer(format_clock)]
 Seconds = Annotated[_Clock, _quantity(parse_duration), _json("a duration such as 01:30:00 or 90m")]
+LeadTime = Annotated[Seconds, AfterValidator(_lead_time)]
 Walltime = Annotated[
     _Clock, _quantity(parse_walltime), _json("a time such as 01:30:00, 90m or 90 (minutes)")
 ]

@@ -42,6 +42,11 @@ attempt=0
 attempt=$((10#$attempt + 1))
 write_file attempt "$attempt"
 export PIPECTL_ATTEMPT=$attempt
+if ((attempt > 4)); then # by the batch system, which does not count
+    write_file requeue_error "it was started 4 times, as checkpoint.max_requeues allows"
+    cat "$PIPECTL_RUN_DIRECTORY/requeue_error" >&2
+    exit 75
+fi
 if ((attempt > 1)); then # what earlier starts reported is out of the way, not lost
     before="$PIPECTL_RUN_DIRECTORY/errors/attempt-$((attempt - 1))"
     (umask 077 && mkdir -p "$before") && mv -f "$PIPECTL_RUN_DIRECTORY"/errors/*.json "$before" 2>/dev/null
@@ -167,7 +172,7 @@ with_variables() {
     exec "$@"
 }
 
-run with_variables apptainer exec --nv '--bind=/scratch/u/my runs' --bind=/home/u '/proj/my image.sif' python3 -m pipectl.jobs.prepare '/scratch/u/my runs/100%' || exit "$?"
+run with_variables apptainer exec --nv '--bind=/scratch/u/my runs' --bind=/home/u '/proj/my image.sif' python3 -m pipectl.jobs.in_job '/scratch/u/my runs/100%' || exit "$?"
 
 stop_s=129420
 wait_s=$((SECONDS < stop_s ? stop_s - SECONDS : 1))
@@ -195,7 +200,7 @@ run_ranks /opt/env/bin/mpiexec -n 4 --map-by ppr:2:node:PE=16 --rank-by slot --b
 code=$?
 if ((code == 0)) && [[ -e "$PIPECTL_RUN_DIRECTORY/stopped" ]]; then
     code=75
-    if ((attempt <= 3)) && [[ ! -s "$PIPECTL_RUN_DIRECTORY/stop" ]]; then
+    if ((attempt < 4)) && [[ ! -s "$PIPECTL_RUN_DIRECTORY/stop" ]]; then
         # Users may not requeue a job on PBS: the script submits itself again.
         if next=$(qsub -C '#PBS' "$PIPECTL_RUN_DIRECTORY/job.sh" 2>"$PIPECTL_RUN_DIRECTORY/requeue_error"); then
             write_file resubmitted "$next"

@@ -171,7 +171,7 @@ with_variables() {
     exec "$@"
 }
 
-run with_variables apptainer exec --nv '--bind=/scratch/u/my runs' --bind=/home/u '/proj/my image.sif' python3 -m pipectl.jobs.prepare '/scratch/u/my runs/100%' || exit "$?"
+run with_variables apptainer exec --nv '--bind=/scratch/u/my runs' --bind=/home/u '/proj/my image.sif' python3 -m pipectl.jobs.in_job '/scratch/u/my runs/100%' || exit "$?"
 
 trap 'ask_to_stop TERM' TERM # TERM would end the launcher, and the ranks with it
 trap 'ask_to_stop INT' INT

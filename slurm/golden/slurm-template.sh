@@ -39,6 +39,11 @@ attempt=0
 attempt=$((10#$attempt + 1))
 write_file attempt "$attempt"
 export PIPECTL_ATTEMPT=$attempt
+if ((attempt > 4)); then # by the batch system, which does not count
+    write_file requeue_error "it was started 4 times, as checkpoint.max_requeues allows"
+    cat "$PIPECTL_RUN_DIRECTORY/requeue_error" >&2
+    exit 75
+fi
 if ((attempt > 1)); then # what earlier starts reported is out of the way, not lost
     before="$PIPECTL_RUN_DIRECTORY/errors/attempt-$((attempt - 1))"
     (umask 077 && mkdir -p "$before") && mv -f "$PIPECTL_RUN_DIRECTORY"/errors/*.json "$before" 2>/dev/null
@@ -178,7 +183,7 @@ run_ranks /opt/env/bin/mpiexec -n 4 /opt/env/bin/python -m mpi4py -m pipectl.run
 code=$?
 if ((code == 0)) && [[ -e "$PIPECTL_RUN_DIRECTORY/stopped" ]]; then
     code=75
-    if ((attempt <= 3)) && [[ ! -s "$PIPECTL_RUN_DIRECTORY/stop" ]]; then
+    if ((attempt < 4)) && [[ ! -s "$PIPECTL_RUN_DIRECTORY/stop" ]]; then
         trap '' TERM # Slurm ends the script meanwhile
         # The number of an array's last job is that of the array, by which all would start again.
         scontrol requeue "${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}" \

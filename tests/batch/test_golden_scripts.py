@@ -9,6 +9,7 @@ import pytest
 from job_requests import change, make_request
 
 from pipectl.batch import Array, Template, get_scheduler
+from pipectl.jobs.prepare import IN_JOB
 from pipectl.spec.models import Checkpoint
 
 GOLDEN = Path(__file__).parents[2] / "slurm" / "golden"
@@ -33,7 +34,7 @@ FULL = change(
     modules=("gcc/13.2", "openmpi/5.0.6"),
     setup=("source /proj/venv/bin/activate", "ulimit -s unlimited"),
     variables={"UCX_TLS": "tcp,self", "GREETING": 'it\'s "here"'},
-    first_command=("/opt/env/bin/python", "-m", "pipectl.jobs.prepare", "/scratch/u/my runs/100%"),
+    first_command=("/opt/env/bin/python", "-m", IN_JOB, "/scratch/u/my runs/100%"),
     args=("--label",),
     bind="cores",
     container="/proj/my image.sif",

@@ -23,6 +23,7 @@ from pipectl.runs import (
     RUN_VARIABLE,
     SCRIPT,
     RunDirectory,
+    read_requeue_error,
 )
 from pipectl.spec.models import Checkpoint
 
@@ -219,6 +220,23 @@ def test_errors_of_an_earlier_start_that_cannot_be_moved_end_no_other(
     (request.run_directory / "attempt").write_text("1\n")
     done = subprocess.run(["bash", script], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_batch_system_starts_a_job_no_more_often_than_the_job_says(
+    make_request: MakeRequest,
+) -> None:
+    """After failures of nodes, say, of which the script does not know."""
+    request = make_request(checkpoint=Checkpoint(max_requeues=1), earlier_starts=2)
+    write_script(request)
+    (request.run_directory / "attempt").write_text("2\n")
+    results = [run(request, "bash", "-c", "touch errors/rank-0001.json; exit 1") for _ in range(3)]
+    assert results[:2] == [(1, "")] * 2
+    said = "it was started 4 times, as checkpoint.max_requeues allows\n"
+    assert results[2] == (75, said)
+    assert read_requeue_error(RunDirectory(request.run_directory)) == said.strip()
+    assert (request.run_directory / "errors" / "rank-0001.json").exists(), "why it failed"
+    for limits in (SAVES, None):
+        assert run(change(request, checkpoint=limits), "true") == (0, "")
 
 
 @pytest.mark.parametrize(("stopped", "code"), [("touch stopped", 75), ("true", 1)])

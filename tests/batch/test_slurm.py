@@ -21,6 +21,7 @@ from pipectl.batch.slurm import (
     parse_state,
 )
 from pipectl.errors import SchedulerError
+from pipectl.spec.models import Checkpoint
 
 if TYPE_CHECKING:
     from conftest import FakeCommands
@@ -74,6 +75,15 @@ def test_options_that_the_site_refuses_are_not_written(make_request: MakeRequest
     )
     script = SlurmScheduler().render(request)
     assert not any(f"--{name}" in script for name in names)
+
+
+@pytest.mark.parametrize(("time", "lead_s"), [({}, 150), ({"time": False}, 400)])
+def test_the_lead_time_is_cut_only_if_the_walltime_is_known(
+    make_request: MakeRequest, time: dict[str, bool], lead_s: int
+) -> None:
+    saves, slurm = Checkpoint(lead_time=400), {"options": time}
+    request = make_request(walltime=600, checkpoint=saves, slurm=slurm)
+    assert f"--signal=B:USR2@{lead_s}" in options(request)
 
 
 @pytest.mark.parametrize("memory", ["mem", "mem-per-cpu", "mem-per-gpu"])

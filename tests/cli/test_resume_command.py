@@ -210,13 +210,13 @@ def test_what_the_earlier_start_told_is_out_of_the_way_while_the_next_one_waits(
 def test_it_goes_back_into_the_queue_as_often_as_a_new_run(
     cli: Command, ended: RunDirectory
 ) -> None:
-    assert "if ((attempt <= 3)) && " in ended.script.read_text()
+    assert "if ((attempt < 4)) && " in ended.script.read_text()
     ended.attempt.write_text("4\n")
     assert cli("resume", "last").code == 0
-    assert "if ((attempt <= 7)) && " in ended.script.read_text()
+    assert "if ((attempt < 8)) && " in ended.script.read_text()
     ended.exit_code.write_text("1\n")
     assert cli("resume", "last", "--set", "checkpoint.max_requeues=0").code == 0
-    assert "attempt <=" not in ended.script.read_text()
+    assert "((attempt < " not in ended.script.read_text()
 
 
 def test_measured_links_are_found_from_everywhere(
