@@ -173,7 +173,9 @@ class Fallback:
         """Keep the submodule in which an export failed; raise the error if there is none."""
         refused = error if isinstance(error, RefusedError) else None
         keep = refused.keep if refused else Keep.INNERMOST
-        part = (refused.part if refused else None) or culprit(error)
+        part = refused.part if refused else None
+        if part is None or part == "":  # a module may have a length, and be empty
+            part = culprit(error)
         path = part if isinstance(part, str) else self._path(part)
         if keep is Keep.AROUND:
             return self._widen(path, error.message, error.cure)

@@ -15,7 +15,6 @@ import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from copy import copy as shallow_copy
 from functools import partial
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -151,7 +150,8 @@ def _restore_of(value: Any) -> Callable[[], None]:
                 value[...] = array
 
     elif type(value) in _CONTAINERS:
-        content = shallow_copy(value)
+        # No copy of a set: that may have another order.
+        content = dict(value) if isinstance(value, dict) else list(value)
 
         def restore() -> None:
             if _identities(value) != _identities(content):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pipectl.capture.opaque import Opaque
+from pipectl.capture.python_state import preserve_state
 from pipectl.errors import CaptureError
 
 CARRIED = {
@@ -184,3 +185,17 @@ def test_a_submodule_that_keeps_something_stays_as_it_is_where_the_spec_says_so(
     kept = [n.target for n in job.training_graph(4).operators if isinstance(n.target, Opaque)]
     assert [operator.path for operator in kept] == ["1"]
     assert torch.equal(job.model[1].kept, torch.zeros(6))
+
+
+def test_a_set_that_a_forward_leaves_alone_keeps_its_order() -> None:
+    model = torch.nn.Module()
+    model.seen = {64 * number for number in range(40)}
+    model.seen -= {64 * number for number in range(0, 40, 3)}
+    order = list(model.seen)
+    assert list(model.seen.copy()) != order
+    with preserve_state(model, []):
+        pass
+    assert list(model.seen) == order
+    with preserve_state(model, []):
+        model.seen.add(1)
+    assert model.seen == set(order)
