@@ -20,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipectl.batch import allocation
 from pipectl.cluster import Cluster
 from pipectl.errors import PipectlError
 from pipectl.faults import ErrorReport, with_details
@@ -82,7 +83,7 @@ def profile_and_plan(run: RunDirectory) -> None:
     """
     if run.plan.exists() and last_checkpoint(run) is not None:
         return
-    spec, record = move_to(run, load(run.job)), Record.load(run.record)
+    spec = move_to(run, load(run.job))
     progress = progress_of(run, spec.training.steps)
 
     def share(result: Path, place: Path) -> None:
@@ -91,13 +92,15 @@ def profile_and_plan(run: RunDirectory) -> None:
         Runs of a sweep may have another model than the job.
         """
         with suppress(PipectlError, OSError):  # the job itself does not need the copy
+            record = Record.load(run.record)
             newer = place.exists() and place.stat().st_mtime >= record.submitted_at
             if record.sweep is None and not newer:
                 write_text(place, result.read_text(encoding="utf-8"))
 
-    job = Job(spec, record.scheduler, cluster=Cluster.load(run.cluster))
+    job = Job(spec, allocation(), cluster=Cluster.load(run.cluster))
     job = find_profile(job, run.profile, progress)
-    share(run.profile, profile_path(spec))
+    if job.is_profiled_now:
+        share(run.profile, profile_path(spec))
     job = find_plan(job, run.plan, progress)
     assert job.cluster is not None
     assert job.plan is not None

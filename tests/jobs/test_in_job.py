@@ -135,6 +135,25 @@ def test_the_profile_is_put_where_later_commands_look_unless_a_newer_one_is_ther
     assert (place.read_text() == run.profile.read_text()) == replaced
 
 
+def test_a_profile_that_the_run_already_had_replaces_none(
+    run: RunDirectory, measured: list[Path]
+) -> None:
+    PROFILE.save(run.profile)
+    place = run.path.parent / "tiny.profile.json"
+    place.write_text("of the job as it is now")
+    os.utime(place, (SUBMITTED - 5, SUBMITTED - 5))
+    in_job.profile_and_plan(run)
+    assert measured == []
+    assert place.read_text() == "of the job as it is now"
+
+
+def test_a_damaged_record_stops_no_job(run: RunDirectory, measured: list[Path]) -> None:
+    run.record.write_text("{")
+    in_job.profile_and_plan(run)
+    assert run.plan.exists()
+    assert not (run.path.parent / "tiny.profile.json").exists()
+
+
 def test_a_place_that_cannot_be_written_stops_no_job(
     run: RunDirectory, measured: list[Path]
 ) -> None:
