@@ -182,13 +182,14 @@ def prepare(
         with _name_values_in_errors(job.values):
             jobs[index] = complete(replace(job, mpi_choice=choices.get(settings, _NOT_CHOSEN)))
         choices[settings] = jobs[index].mpi_choice
+    makes_profiles = make_missing and name == LOCAL
 
     def profile(job: Job, save: bool) -> Job:
-        if make_missing and must_run:
+        if makes_profiles and must_run:
             render(job)  # an error in the script is raised before the model is measured
         path = profile_path(job.spec)
         job = replace(job, cluster=None)  # that of other jobs with this profile may be another
-        job = find_profile(job, path, progress, make=make_missing and name == LOCAL, save=save)
+        job = find_profile(job, path, progress, make=makes_profiles, save=save)
         if must_run and job.profile is not None and job.profile.fingerprint is None:
             raise MismatchError(
                 f"{path}: an imported profile can be planned, not submitted",
