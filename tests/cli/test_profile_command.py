@@ -137,7 +137,7 @@ def test_code_that_cannot_be_captured_is_named_and_nothing_replaced(
 def test_a_fault_of_pipectl_says_so_and_keeps_its_details_beside_the_profile(
     cli: Command, real_job: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipectl.capture.export.call_modules", None)
+    monkeypatch.setattr("pipectl.capture.export.drop_conditions", None)
     result = cli("profile", "job.yaml")
     assert (result.code, result.out) == (1, "")
     error, where, versions = result.err.splitlines()
