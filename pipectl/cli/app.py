@@ -22,7 +22,14 @@ from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 
 from pipectl import __version__
-from pipectl.cli.console import discard_unwritten, errors, plain, replace_unprintable, say
+from pipectl.cli.console import (
+    discard_unwritten,
+    errors,
+    label_lines,
+    plain,
+    replace_unprintable,
+    say,
+)
 from pipectl.errors import FaultError, PipectlError, SpecError, UsageError
 from pipectl.faults import fault_of, is_ours, user_line, with_details
 from pipectl.units import printable
@@ -217,7 +224,12 @@ def print_error(error: BaseException) -> int:
     code, messages, cure = _describe(error)
     console = errors()
     for message in messages:
-        console.print(plain("error: ", "bold red").append_text(plain(message)), soft_wrap=True)
+        if console.is_terminal:
+            for text in label_lines([("error:", message, "")], len("error: "), console.width):
+                text.stylize("bold red", 0, len("error:"))
+                console.print(text, soft_wrap=True)
+        else:
+            console.print(plain(f"error: {message}"), soft_wrap=True)
     for line in (cure or "").splitlines():
         console.print(plain(f"  {line}"), soft_wrap=True)
     return code

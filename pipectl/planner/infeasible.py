@@ -19,7 +19,7 @@ from pipectl.planner.problem import Problem
 from pipectl.planner.request import PlanRequest, micro_batch_sizes, open_orders
 from pipectl.schedule.gpipe import GPIPE
 from pipectl.schedule.one_f_one_b import ONE_F_ONE_B
-from pipectl.units import format_bytes
+from pipectl.units import format_bytes, plural
 
 MAX_COUNTS = 8
 """Numbers of stages: the fewest and the most of more are tried."""
@@ -96,7 +96,7 @@ def _breakdown(problem: Problem, plan: Plan, rank: int) -> str:
             f"stage {index} of {len(plan.stages)}: {parts[0]}",
             f"parameters, gradients and optimizer {format_bytes(trained)}",
             f"{format_bytes(stage.kept_bytes)} for each micro-batch {where} "
-            f"(at most {most}, of {plan.micro_batch_size} samples)",
+            f"(at most {most}, of {plural(plan.micro_batch_size, 'sample')})",
         ]
         if stage.recompute:
             parts.append(f"{format_bytes(stage.running.saved_bytes)} for one that it recomputes")

@@ -31,6 +31,7 @@ from pipectl.planner.request import PlanRequest, open_orders
 from pipectl.profile import Profile
 from pipectl.schedule import default_warm_up
 from pipectl.schedule.one_f_one_b import ONE_F_ONE_B
+from pipectl.units import plural
 
 
 class Problem:
@@ -173,7 +174,8 @@ class Problem:
             said.append("a message has the output_bytes of its operator: edge_bytes are not used")
         said += self.cluster.assumptions
         if size != measured and not profile.has_several_sizes:
-            said.append(f"times of {size} samples are taken as proportional to those of {measured}")
+            times = f"times of {plural(size, 'sample')}"
+            said.append(f"{times} are taken as proportional to those of {measured}")
         count, copies = self.micro_batches(size), request.replicas or 1
         if request.micro_batches not in (None, count):
             equally = f" and be shared evenly by {copies} replicas" if copies > 1 else ""

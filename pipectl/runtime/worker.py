@@ -36,6 +36,7 @@ from pipectl.runtime.transport import Circumstances, choose_progress, gpu_aware
 from pipectl.runtime.waiting import broadcast, spin_if_alone
 from pipectl.runtime.watching import watched
 from pipectl.spec import JobSpec, load
+from pipectl.units import plural
 
 
 def run(directory: RunDirectory, communicator: MPI.Comm, doing: Doing) -> None:
@@ -94,9 +95,10 @@ def _train(
         refuse_coupled_updates(job, device.torch_device)
     messages = {"route": device.route, **choice.to_json()}
     if rank == 0:
-        size, ranks = spec.training.batch_size, communicator.size
+        steps, samples = plural(spec.training.steps, "step"), spec.training.batch_size
         since = f"continues after step {stored.manifest.step}" if stored else "begins"
-        say(f"training {since}: {spec.training.steps} steps of {size} samples on {ranks} ranks")
+        of = f"{plural(samples, 'sample')} on {plural(communicator.size, 'rank')}"
+        say(f"training {since}: {steps} of {of}")
     doing.action = "building the stages"
     with choice.progress(staged=device.staged, enter_thread=device.enter_thread) as progress:
         setup = Setup(communicator, job, plan, device, doing, progress, stored)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from rich.console import Console
 
 from pipectl.cli.app import print_error, signals_interrupt
 from pipectl.errors import Problem, SchedulerError, SpecError, UsageError
@@ -42,6 +44,20 @@ def test_an_error_is_a_message_and_its_cure_and_is_not_wrapped(
     monkeypatch.setenv("COLUMNS", "20")
     assert print_error(error) == code
     assert capsys.readouterr().err == text
+
+
+def test_on_a_terminal_an_error_is_wrapped_between_words_and_its_cure_is_whole(
+    monkeypatch: Patch,
+) -> None:
+    screen = io.StringIO()
+    terminal = Console(file=screen, force_terminal=True, width=24, color_system=None)
+    monkeypatch.setitem(print_error.__globals__, "errors", lambda: terminal)
+    print_error(UsageError("one two three four five", cure="a cure that may be copied whole"))
+    assert screen.getvalue().splitlines() == [
+        "error: one two three",
+        "       four five",
+        "  a cure that may be copied whole",
+    ]
 
 
 def test_a_fault_of_ours_is_called_one_and_its_details_are_kept_for_the_user_alone(

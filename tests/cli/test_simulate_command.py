@@ -31,6 +31,7 @@ def test_a_built_in_schedule_is_drawn(cli: Command, place: Path) -> None:
     assert lines[0] == "4 stages on 4 ranks, 1f1b, 8 micro-batches of 1 (batch 8)"
     assert lines[1] == "step 33, bubble 27.3%, micro-batches in flight by stage: 4 3 2 1"
     assert [line.split()[1] for line in lines[2:6]] == ["0", "1", "2", "3"]
+    assert lines[-1] == "picture: out/step.svg"
     assert Path("out/step.svg").read_text().startswith("<svg")
 
 

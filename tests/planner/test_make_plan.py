@@ -313,7 +313,7 @@ def test_what_recomputes_is_said_to_keep_its_inputs(make_operator, make_profile)
     limited = PlanRequest("job", 16, stages=2, recompute=True, memory_limit_bytes=100_000)
     with pytest.raises(InfeasibleError) as caught:
         make_plan(profile, cluster_of([2], 2), limited)
-    assert "0 B for each micro-batch in flight (at most 2, of 1 samples)" in caught.value.message
+    assert "0 B for each micro-batch in flight (at most 2, of 1 sample)" in caught.value.message
     assert ", 244 KiB for one that it recomputes)" in caught.value.message
 
 

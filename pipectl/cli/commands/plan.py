@@ -21,6 +21,7 @@ from pipectl.jobs.plan_search import PlanSearch, plan_step
 from pipectl.jobs.planning import PlanInputs, gather
 from pipectl.planner.explain.scaling import scaling
 from pipectl.report.gantt import gantt_svg
+from pipectl.units import plural
 
 _MAX_NODES = 100_000
 JOB_FILE = typer.Argument(
@@ -164,7 +165,8 @@ def _show_counts(
     if as_json:
         say_json({**result.to_json(), "cut_short": search.cut_short})
         return
-    title = f"{request.name}: {request.batch_size} samples per step; node-hours of 1000 steps"
+    samples = plural(request.batch_size, "sample")
+    title = f"{request.name}: {samples} per step; node-hours of 1000 steps"
     console.print(plain(title, "bold"), view.scaling_table(result, console.width), sep="\n")
     lines = map(plain, view.scaling_lines(result))
     assumptions = (*inputs.profile.assumptions, *inputs.cluster.assumptions)

@@ -119,6 +119,8 @@ def _show(subject: Plan, machines: Cluster, svg: Path | None, *, as_json: bool) 
     if planned_s is not None and not isclose(planned_s, step.step_time_s, rel_tol=1e-6):
         time = format_time(planned_s)
         say(f"the plan predicts {time} per step, on the machines it was made for", "dim")
+    if svg is not None:
+        say(f"picture: {svg}")
 
 
 def assume_cluster(plan: Plan) -> Cluster:

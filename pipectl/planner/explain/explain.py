@@ -20,6 +20,7 @@ from pipectl.planner.explain.what_if import with_faster_links, with_memory, with
 from pipectl.planner.request import COMPARED, Planner, PlanRequest
 from pipectl.profile import Profile
 from pipectl.simulate import simulate
+from pipectl.units import plural
 
 NOTHING = 1e-3
 """A smaller share of the step is no gain: plans that differ by less count as equal."""
@@ -188,7 +189,7 @@ def _offers(subject: _Subject, *, can_add_nodes: bool) -> Iterator[Offer]:
         yield subject.offer(f"links {where} twice as fast", with_faster_links(cluster, 2.0))
     count = 2 * plan.micro_batches
     if count > request.batch_size:
-        reason = f"the batch has only {request.batch_size} samples"
+        reason = f"the batch has only {plural(request.batch_size, 'sample')}"
         yield Offer(f"{count} micro-batches", reason=reason)
     else:
         yield subject.offer(f"{count} micro-batches", micro_batches=count)
@@ -225,13 +226,12 @@ def difference(plan: Plan, other: Plan) -> str:
     """In which of its decisions ``other`` differs; empty where in none that is named."""
     parts = []
     if len(other.stages) != len(plan.stages):
-        count = len(other.stages)
-        parts.append(f"{count} stage{'' if count == 1 else 's'}")
+        parts.append(plural(len(other.stages), "stage"))
     if other.schedule != plan.schedule:
         parts.append(f"schedule {other.schedule}")
     if other.micro_batches != plan.micro_batches:
-        plural = "" if other.micro_batches == 1 else "es"
-        parts.append(f"{other.micro_batches} micro-batch{plural} of {other.micro_batch_size}")
+        count = plural(other.micro_batches, "micro-batch")
+        parts.append(f"{count} of {other.micro_batch_size}")
     if not parts and other.stages != plan.stages:
         parts.append("other cuts")
     elif not parts and other.warm_up != plan.warm_up:
