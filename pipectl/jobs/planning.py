@@ -96,7 +96,7 @@ class PlanInputs:
         assert job.profile is not None
         assert job.cluster is not None
         request = request_of(job, micro_batches)
-        return cls(job.profile, job.cluster, request, job.cluster_file, **values)
+        return cls(job.profile, job.cluster, request, job.cluster_file, job_file=job.file, **values)
 
     def fold(self) -> PlanInputs:
         """The inputs with operators merged as the search for the shortest step needs them."""
@@ -156,7 +156,8 @@ def gather(
             f"node); measure again with: {again}"
         )
     micro_batches = None if new_micro_batches or nodes is not None else kept_micro_batches(spec)
-    planned = find_cluster(Job(spec, choose_scheduler(spec, scheduler))).with_profile(job_profile)
+    planned = find_cluster(Job(spec, choose_scheduler(spec, scheduler), file=job))
+    planned = planned.with_profile(job_profile)
     warnings += [planned.warning, coupling_warning(spec, job_profile)]
     return PlanInputs.of(
         _use_devices(planned, devices, "--nodes 1,2,4 plans for other sizes"),
@@ -165,7 +166,6 @@ def gather(
         warnings=tuple(filter(None, warnings)),
         kept_micro_batches=micro_batches,
         can_add_nodes=planned.scheduler != LOCAL,
-        job_file=job,
     )
 
 

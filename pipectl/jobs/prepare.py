@@ -68,6 +68,7 @@ class Job:
     Args:
         cluster: machines to plan for; None if the job does not train.
         cluster_file: file of the cluster; None if the cluster is assumed.
+        file: file of the job, if it is known.
         warning: why a measured cluster is not used; empty if there is nothing to say.
         profile, plan: None before they are made.
         is_profiled_now: whether the profile was measured, or found in the cache, by this process.
@@ -88,6 +89,7 @@ class Job:
     template: Template | None = None
     cluster: Cluster | None = None
     cluster_file: Path | None = None
+    file: Path | None = None
     warning: str = ""
     profile: Profile | None = None
     is_profiled_now: bool = False
@@ -151,6 +153,7 @@ def prepare(
     scheduler: str | None,
     progress: Progress | None = None,
     *,
+    file: Path | None = None,
     points: Sequence[Point] = (),
     make_missing: bool = True,
     must_run: bool = True,
@@ -163,6 +166,7 @@ def prepare(
 
     Args:
         spec: the job, without the values of its sweep.
+        file: of the job, for messages.
         points: points of the sweep; empty for a single job.
         make_missing: whether to make missing and out-of-date profiles and plans, and to check that
             the batch system answers.
@@ -175,7 +179,8 @@ def prepare(
         InfeasibleError: no plan fits.
     """
     name = choose_scheduler(spec, scheduler, must_answer=make_missing and must_run)
-    jobs = [Job(point.spec, name, values=point.values) for point in points] or [Job(spec, name)]
+    jobs = [Job(point.spec, name, file=file, values=point.values) for point in points]
+    jobs = jobs or [Job(spec, name, file=file)]
     choices: dict[str, MpiChoice] = {}
     for index, job in enumerate(jobs):
         settings = f"{job.spec.launch} {job.spec.environment}"

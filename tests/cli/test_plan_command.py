@@ -26,6 +26,7 @@ WORKLOADS = os.environ.get("PIPECTL_WORKLOADS")
 ALONE = ("plan", "--profile", "p.json")
 BATCH = ("--set", "training.batch_size=8")
 TWO = (*ALONE, "--devices", "2", *BATCH)
+AUTO = ("--set", "pipeline.micro_batches=auto")
 FOUR_MICRO_BATCHES = ("--set", "pipeline.micro_batches=4")
 
 
@@ -146,7 +147,7 @@ def test_a_job_keeps_the_micro_batches_of_its_first_plan_until_asked(
         Path("runs/tiny.profile.json").write_text(json.dumps(document))
 
     def planned(*options: str) -> tuple[int, str, str]:
-        result = cli("plan", "job.yaml", "--set", "pipeline.micro_batches=auto", *options)
+        result = cli("plan", "job.yaml", *AUTO, *options)
         assert result.code == 0, result.err
         return Plan.load(PLAN).micro_batches, result.out, result.err
 
@@ -158,6 +159,11 @@ def test_a_job_keeps_the_micro_batches_of_its_first_plan_until_asked(
     kept, out, _ = planned()
     assert kept == many
     assert f"micro-batches: {many}, as in the previous plan" in out
+    limit = ("plan", "job.yaml", *AUTO, "--set", "pipeline.memory_limit={}MiB")
+    advice = "from the previous plan): pipectl plan job.yaml --new-micro-batches"
+    for size, is_advised in ((257, True), (1, False)):  # the process alone takes more than 1 MiB
+        result = cli(*limit[:-1], limit[-1].format(size))
+        assert (result.code, advice in result.err) == (4, is_advised), result.err
     few, out, _ = planned("--new-micro-batches")
     assert few < many
     assert "as in the previous plan" not in out

@@ -108,7 +108,7 @@ def command(
     if dry_run or test_only:
         _show_script(spec, points, scheduler, test_only=test_only)
     else:
-        _submit_and_follow(spec, points, scheduler, after or (), wait=wait, as_json=as_json)
+        _submit_and_follow(job, spec, points, scheduler, after or (), wait=wait, as_json=as_json)
 
 
 def _show_script(
@@ -139,6 +139,7 @@ def _show_script(
 
 
 def _submit_and_follow(
+    file: Path,
     spec: JobSpec,
     points: Sequence[Point],
     scheduler: str | None,
@@ -150,6 +151,7 @@ def _submit_and_follow(
     """Submit a job, or one run per point of its sweep.
 
     Args:
+        file: of the job.
         spec: the job, without the values of its sweep.
         after: names of the runs to wait for.
     """
@@ -161,7 +163,7 @@ def _submit_and_follow(
     runs_before = find_runs(Path(spec.output.directory), after)
     began = time.time()
     with profiling_progress() as progress:
-        jobs = prepare(spec, scheduler, progress, points=points)
+        jobs = prepare(spec, scheduler, progress, file=file, points=points)
     if jobs[0].is_profiled_now and not points and jobs[0].profile is not None:
         note_origin(jobs[0].profile, began, "use `pipectl profile --again` to measure again")
     print_notes(jobs)
