@@ -28,11 +28,13 @@ from pipectl.files import write_text
 from pipectl.jobs.prepare import (
     PERCENT,
     Job,
-    find_plan,
-    find_profile,
+    make_plan,
+    measure_profile,
     move_to,
     plan_path,
     profile_path,
+    read_plan,
+    read_profile,
 )
 from pipectl.jobs.profiles import measure
 from pipectl.runs import ATTEMPT, Heartbeat, Record, RunDirectory, last_checkpoint
@@ -98,10 +100,13 @@ def profile_and_plan(run: RunDirectory) -> None:
                 write_text(place, result.read_text(encoding="utf-8"))
 
     job = Job(spec, allocation(), cluster=Cluster.load(run.cluster))
-    job = find_profile(job, run.profile, progress)
-    if job.is_profiled_now:
+    job = read_profile(job, run.profile)
+    if job.profile is None:
+        job = measure_profile(job, run.profile, progress)
         share(run.profile, profile_path(spec))
-    job = find_plan(job, run.plan, progress)
+    job = read_plan(job, run.plan)
+    if job.plan is None:
+        job = make_plan(job, progress)
     assert job.cluster is not None
     assert job.plan is not None
     from pipectl.jobs.planning import write_plan

@@ -248,16 +248,15 @@ def _use_devices(job: Job, devices: int | None, cure: str) -> Job:
     return replace(job, cluster=with_ranks(cluster, devices))
 
 
-def plan_job(job: Job, *, keep: bool = False) -> Plan:
+def plan_job(job: Job, micro_batches: int | None = None) -> Plan:
     """Make the best plan for a job with a profile and a cluster.
 
     Args:
-        keep: whether to keep the number of micro-batches, see :func:`kept_micro_batches`.
+        micro_batches: number of micro-batches to keep; None if the job decides.
 
     Raises:
         InfeasibleError: nothing fits; the message says how much is missing.
     """
-    micro_batches = kept_micro_batches(job.spec) if keep else None
     inputs = PlanInputs.of(job, micro_batches, kept_micro_batches=micro_batches)
     with advise_other_micro_batches(inputs):
         return make_plan(inputs.profile, inputs.cluster, inputs.request)

@@ -2,10 +2,10 @@
 
     JobSpec -> Job (with cluster, profile, plan) -> Submission -> RunDirectory -> RunStatus
 
-:func:`find_cluster`, :func:`find_profile` and :func:`find_plan` read a file if it is up to date,
-and else make a new cluster, profile or plan. They are used in the output directory and in run
-directories alike. :func:`make_request` turns a job into the `JobRequest` from which a batch system
-renders the script of a run.
+:func:`find_cluster`, :func:`read_profile` and :func:`read_plan` read a file if it is up to date;
+:func:`measure_profile` and :func:`make_plan` make a new one. They are used in the output directory
+and in run directories alike. :func:`make_request` turns a job into the `JobRequest` from which a
+batch system renders the script of a run.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import shutil
 import socket
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipectl.batch import LOCAL, Array, JobRequest, Template, find_scheduler, get_scheduler
 from pipectl.batch.launchers import MpiChoice, choose_mpi
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from pipectl.profiler.progress import Progress
     from pipectl.rehearsal import Rehearsal
 
+T = TypeVar("T", bound=Hashable)
 IN_JOB = "pipectl.jobs.in_job"
 """The module that profiles and plans in a job's allocation."""
 PERCENT = 100
@@ -187,57 +188,79 @@ def prepare(
         with _name_values_in_errors(job.values):
             jobs[index] = complete(replace(job, mpi_choice=choices.get(settings, _NOT_CHOSEN)))
         choices[settings] = jobs[index].mpi_choice
-    makes_profiles = make_missing and name == LOCAL
-
-    def profile(job: Job, save: bool) -> Job:
-        if makes_profiles and must_run:
-            render(job)  # an error in the script is raised before the model is measured
-        path = profile_path(job.spec)
-        job = replace(job, cluster=None)  # that of other jobs with this profile may be another
-        job = find_profile(job, path, progress, make=makes_profiles, save=save)
-        if must_run and job.profile is not None and job.profile.fingerprint is None:
-            raise MismatchError(
-                f"{path}: an imported profile can be planned, not submitted",
-                cure="remove it; the model is then measured",
-            )
-        return job
-
-    def plan(job: Job, save: bool) -> Job:
-        path = plan_path(job.spec)
-        job = find_plan(job, path, progress, make=make_missing, save=save)
-        if must_run and job.plan is not None:
-            from pipectl.runtime.nodes import check_supported
-
-            check_supported(job.plan, str(path) if save else "the plan")
-        return job
 
     # All profiles come first: the memory of a measuring process counts as memory of a rank, and
     # the planner is large.
-    for index, like in enumerate(_once_per_key(jobs, profile_key, profile_key(spec), profile)):
-        job = jobs[index].with_profile(like.profile)
-        in_job = job.profile is None and name != LOCAL
-        jobs[index] = replace(job, is_profiled_now=like.is_profiled_now, plans_in_job=in_job)
-    plans = _once_per_key(jobs, plan_key, plan_key(spec), plan)
-    return [replace(job, plan=like.plan) for job, like in zip(jobs, plans, strict=True)]
+    _add_profiles(jobs, spec, progress, make_missing=make_missing, must_run=must_run)
+    _add_plans(jobs, spec, progress, make_missing=make_missing, must_run=must_run)
+    return jobs
 
 
-def _once_per_key(
-    jobs: Sequence[Job],
-    key_of: Callable[[JobSpec], str],
-    own_key: str,
-    find: Callable[[Job, bool], Job],
-) -> Iterator[Job]:
-    """For every job, the result of ``find`` for the first job with the same key.
+def _add_profiles(
+    jobs: list[Job], spec: JobSpec, progress: Progress | None, *, make_missing: bool, must_run: bool
+) -> None:
+    """Give every job its profile; that of ``spec`` is saved if it is new."""
+    own_key = profile_key(spec)
+    for key, members in _group(jobs, lambda job: profile_key(job.spec)).items():
+        first = jobs[members[0]]
+        is_local = first.scheduler == LOCAL
+        makes_profiles = make_missing and is_local
+        with _name_values_in_errors(first.values):
+            if makes_profiles and must_run:
+                render(first)  # an error in the script is raised before the model is measured
+            path = profile_path(first.spec)
+            # the cluster of other jobs with this profile may be another
+            first = read_profile(replace(first, cluster=None), path)
+            if first.profile is None and makes_profiles:
+                first = measure_profile(first, path if key == own_key else None, progress)
+            if must_run and first.profile is not None and first.profile.fingerprint is None:
+                raise MismatchError(
+                    f"{path}: an imported profile can be planned, not submitted",
+                    cure="remove it; the model is then measured",
+                )
+        for index in members:
+            jobs[index] = replace(
+                jobs[index].with_profile(first.profile),
+                is_profiled_now=first.is_profiled_now,
+                plans_in_job=first.profile is None and not is_local,
+            )
 
-    The second argument of ``find`` says whether that key is ``own_key``.
-    """
-    results: dict[str, Job] = {}
-    for job in jobs:
+
+def _add_plans(
+    jobs: list[Job], spec: JobSpec, progress: Progress | None, *, make_missing: bool, must_run: bool
+) -> None:
+    """Give every job with a profile its plan; that of ``spec`` is saved if it is new."""
+    own_key, own_links = plan_key(spec), cluster_file_key(spec, jobs[0].scheduler)
+    own_plan: Plan | None = None
+    # The links may be measured for some points with the same key, and not for others.
+    for (key, _), members in _group(jobs, lambda job: (plan_key(job.spec), job.cluster)).items():
+        first = jobs[members[0]]
+        if first.profile is None:
+            continue
+        links = cluster_file_key(first.spec, first.scheduler)
+        is_own, path = (key, links) == (own_key, own_links), plan_path(first.spec)
+        with _name_values_in_errors(first.values):
+            first = read_plan(first, path)
+            if first.plan is None and make_missing:
+                first = make_plan(first, progress)
+                own_plan = first.plan if is_own else own_plan
+            if must_run and first.plan is not None:
+                from pipectl.runtime.nodes import check_supported
+
+                check_supported(first.plan, str(path) if is_own else "the plan")
+        for index in members:
+            jobs[index] = replace(jobs[index], plan=first.plan)
+    if own_plan is not None:  # at the end, as all plans keep the micro-batches of the last one
+        own_plan.save(plan_path(spec))
+
+
+def _group(jobs: Sequence[Job], key_of: Callable[[Job], T]) -> dict[T, list[int]]:
+    """Indices of the jobs with the same key."""
+    groups: dict[T, list[int]] = {}
+    for index, job in enumerate(jobs):
         with _name_values_in_errors(job.values):
-            key = key_of(job.spec)
-            if key not in results:
-                results[key] = find(job, key == own_key)
-        yield results[key]
+            groups.setdefault(key_of(job), []).append(index)
+    return groups
 
 
 @contextmanager
@@ -325,29 +348,29 @@ def find_cluster(job: Job) -> Job:
     return replace(job, cluster=assumed, warning=f"{path} {fault}; it is not used")
 
 
-def find_profile(
-    job: Job, path: Path, progress: Progress | None = None, *, make: bool = True, save: bool = True
-) -> Job:
-    """Add the profile in ``path`` if it is up to date, else measure one.
-
-    Args:
-        make: whether to measure.
-        save: whether to write a new profile to ``path``.
+def read_profile(job: Job, path: Path) -> Job:
+    """Add the profile in ``path`` if it is up to date.
 
     Raises:
         DataFileError: the file cannot be read. It is for the user to remove it.
-        PipectlError: see :func:`pipectl.jobs.profiles.measure`.
     """
     if path.exists():
         from pipectl.profile import Profile
 
         if is_fresh(job.spec, profile := Profile.load(path)):
             return job.with_profile(profile)
-    if not make:
-        return job
+    return job
+
+
+def measure_profile(job: Job, path: Path | None, progress: Progress | None = None) -> Job:
+    """Add a new profile, which is written to ``path``.
+
+    Raises:
+        PipectlError: see :func:`pipectl.jobs.profiles.measure`.
+    """
     from pipectl.jobs.profiles import measure
 
-    profile = measure(job.spec, path if save else None, progress)
+    profile = measure(job.spec, path, progress)
     return replace(job.with_profile(profile), is_profiled_now=True)
 
 
@@ -356,39 +379,33 @@ def is_fresh(spec: JobSpec, profile: Profile) -> bool:
     return profile.key is None or profile.key == profile_key(spec)
 
 
-def find_plan(
-    job: Job, path: Path, progress: Progress | None = None, *, make: bool = True, save: bool = True
-) -> Job:
-    """Add the plan in ``path`` if it is of the job's spec, profile and cluster, else a new plan.
-
-    A job without a profile gets no plan.
-
-    Args:
-        make: whether to plan.
-        save: whether to write a new plan to ``path``. It then keeps the number of micro-batches,
-            see :func:`pipectl.jobs.planning.kept_micro_batches`.
+def read_plan(job: Job, path: Path) -> Job:
+    """Add the plan in ``path`` if it is of the job's spec, profile and cluster.
 
     Raises:
         DataFileError: the file cannot be read.
-        InfeasibleError: no plan fits.
     """
-    if job.profile is None:
-        return job
     if path.exists():
         from pipectl.plan import Plan
 
         if (plan := Plan.load(path)).key == job.plan_file_key:
             return replace(job, plan=plan)
-    if not make:
-        return job
+    return job
+
+
+def make_plan(job: Job, progress: Progress | None = None) -> Job:
+    """Add a new plan, which has as many micro-batches as the last one of the job if possible.
+
+    See :func:`pipectl.jobs.planning.kept_micro_batches`.
+
+    Raises:
+        InfeasibleError: no plan fits.
+    """
     if progress is not None:
         progress(0, 0, "planning")
-    from pipectl.jobs.planning import plan_job
+    from pipectl.jobs.planning import kept_micro_batches, plan_job
 
-    plan = plan_job(job, keep=save)
-    if save:
-        plan.save(path)
-    return replace(job, plan=plan)
+    return replace(job, plan=plan_job(job, kept_micro_batches(job.spec)))
 
 
 def cluster_file_key(spec: JobSpec, scheduler: str) -> str:

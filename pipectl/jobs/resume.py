@@ -15,9 +15,9 @@ from pipectl.jobs.prepare import (
     Job,
     choose_scheduler,
     complete,
-    find_plan,
     is_fresh,
     move_to,
+    read_plan,
     refuse_code_of_others,
 )
 from pipectl.jobs.state import add_next_job, get_status, recover
@@ -183,7 +183,7 @@ def _plan_again(
     if plan is None:
         return job
     profile, spec = Profile.load(run.profile), job.spec
-    as_before = find_plan(job.with_profile(profile), run.plan, make=False)
+    as_before = read_plan(job.with_profile(profile), run.plan)
     if as_before.plan is not None:
         return as_before
     like_before = before.model_copy(update={"model": spec.model, "loss": spec.loss})

@@ -28,8 +28,9 @@ from pipectl.jobs.prepare import (
     Job,
     change,
     complete,
-    find_profile,
+    measure_profile,
     profile_path,
+    read_profile,
     refuse_code_of_others,
 )
 from pipectl.jobs.state import poll
@@ -94,11 +95,11 @@ def verify(
         pipeline = complete(Job(spec, LOCAL))
         with suppress(PipectlError):  # use the job's profile: its times do not change results
             own = load(job, overrides)
-            as_own = find_profile(replace(pipeline, spec=own), profile_path(own), make=False)
+            as_own = read_profile(replace(pipeline, spec=own), profile_path(own))
             if as_own.profile is not None and as_own.profile.fingerprint is not None:
                 pipeline = replace(as_own, spec=spec)
         if pipeline.profile is None:
-            pipeline = find_profile(pipeline, profile_path(spec), progress)
+            pipeline = measure_profile(pipeline, profile_path(spec), progress)
         progress(0, 0, "planning")
         pipeline, plan = _plan(pipeline)
         # Not earlier: the memory of this process while it measures counts as memory of a rank.

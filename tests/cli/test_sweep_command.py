@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,9 @@ import pytest
 
 from pipectl.cluster import assumed_cluster
 from pipectl.errors import InvalidInputError
-from pipectl.jobs.prepare import UNKNOWN_ROWS, Job, prepare
+from pipectl.jobs.prepare import UNKNOWN_ROWS, Job, cluster_file_key, prepare
 from pipectl.link import RowTimes
+from pipectl.plan import Plan
 from pipectl.profile import Profile
 from pipectl.runs import Record
 from pipectl.spec import SpecFile, profile_key
@@ -157,6 +159,36 @@ def test_row_times_of_one_points_cluster_are_assumed_for_the_others(
     spec = file.spec()
     found = prepare(spec, "local", points=file.points(spec))
     assert [UNKNOWN_ROWS in job.profile.assumptions for job in found if job.profile] == [0, 1]
+
+
+def test_points_with_other_links_have_plans_of_their_own(profile: Path) -> None:
+    """The links may be measured for one way to start the ranks, and not for another."""
+    file = SpecFile.read(Path("job.yaml"), ["sweep.grid={launch.bind: [none, cores]}"])
+    spec = file.spec()
+    points = file.points(spec)
+    cluster = assumed_cluster("measured", [1, 1], 1, None)
+    key = cluster_file_key(points[1].spec, "slurm")
+    replace(cluster, key=key).save(Path("runs/tiny.cluster.json"))
+    found = prepare(spec, "slurm", points=points)
+    assert [job.cluster_file is None for job in found] == [True, False]
+    assert [job.plan.key == job.plan_file_key for job in found if job.plan] == [True, True]
+    assert Plan.load(Path("runs/tiny.plan.json")).key == found[0].plan_file_key
+
+
+def test_all_points_keep_the_micro_batches_of_the_last_plan(profile: Path) -> None:
+    """As they do if they are planned in their allocations."""
+
+    def read(micro_batches: str) -> SpecFile:
+        grid = "sweep.grid={pipeline.schedule: [1f1b, gpipe]}"
+        file = SpecFile.read(Path("job.yaml"), [grid, f"pipeline.micro_batches={micro_batches}"])
+        replace(Profile.load(profile), key=profile_key(file.spec())).save(profile)
+        return file
+
+    prepare(read("2").spec(), "slurm")
+    file = read("auto")
+    for _ in range(2):
+        found = prepare(file.spec(), "slurm", points=file.points(file.spec()))
+        assert [job.plan.micro_batches for job in found if job.plan] == [2, 2]
 
 
 def test_a_point_that_cannot_be_planned_is_named(cli: Command, sweep: None) -> None:
