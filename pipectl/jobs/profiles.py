@@ -318,7 +318,8 @@ def _progress_of(parts: Path, progress: Progress | None) -> Iterator[None]:
         while True:
             with suppress(OSError, ValueError):
                 done, total = map(int, parts.read_text(encoding="ascii").split())
-            progress(done, total, "messages between ranks")
+            with suppress(PipectlError, OSError):  # a full disk fails where the profile is saved
+                progress(done, total, "messages between ranks")
             if over.wait(_LOOK_S):
                 return
 
