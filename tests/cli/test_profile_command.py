@@ -114,7 +114,8 @@ def test_the_second_time_a_profile_is_taken_from_the_cache(
     ("change", "message"),
     [
         ("model.factory=./nope.py:build", "nope.py"),
-        ("model.factory=./model.py:nope", "nope"),
+        ("model.factory=./model.py:nope", "--set model.factory: "),
+        ("model.kwargs.depht=3", "--set model.kwargs.depht: "),
         ("model.factory=./model.py:raises", "no weights here"),
         ("model.factory=./model.py:Branches", "model.py:"),
         ("data.factory=./model.py:Ragged", "data: 'inputs' of a batch is [2, 6]"),
