@@ -50,11 +50,11 @@ PRECISION = 1.05
 
 OPENING = """# The claims of the papers, shown
 
-What the works that pipectl builds on claim, and what pipectl shows for it. `python
-tests/benchmarks/claims.py` plans, simulates and prints this page; it needs `PIPECTL_WORKLOADS` for
-DAPPLE's own profiles, and `PIPECTL_GROUND_TRUTH` for vTrain's measured steps. The
-GPTs have blocks of width 2048 over 1024 tokens in half precision, with Adam, and times from a
-roofline of one accelerator.
+This page compares what the papers that pipectl builds on claim with what pipectl reaches. `python
+tests/benchmarks/claims.py` plans, simulates and prints the page; it needs `PIPECTL_WORKLOADS` for
+DAPPLE's own profiles, and `PIPECTL_GROUND_TRUTH` for vTrain's measured steps. The blocks of the
+GPTs have a width of 2048 and read 1024 tokens. They compute in half precision and train with Adam;
+their times follow from the roofline of one accelerator.
 """
 
 

@@ -1,13 +1,16 @@
 """Engine overhead: two ranks on two cores.
 
-*Steps* compares the measured step with the simulated step in which messages take no time; each
-round profiles again. *Computations* compares the measured step with the same schedule of its own
-measured computations, without messages and without time between actions; it does not depend on how
-the speed of the machine changes between profile and step. *Actions* is the time of the engine per
-row of a program whose stages compute next to nothing: all of a row, from its begin to that of the
-next, beside what the operators of a forward and a backward take as PyTorch runs them. *Speed-up* is
-over one rank with one thread, against p m / (m + p - 1) for even stages; *beside a neighbour* is
-the same rank while the other core is busy.
+- *Steps* compares the measured step with a simulated step in which messages take no time. Each
+  round profiles again.
+- *Computations* also compares the measured step with a simulated one. That one has the durations of
+  the computations that were measured in this step, and nothing else: no messages, and no time
+  between actions. So it does not matter if the speed of the machine changes after the profile.
+- *Actions* is the engine's time per row of a program, with stages that compute next to nothing: all
+  of a row, from its begin to that of the next, next to what the operators of a forward and a
+  backward take as PyTorch runs them.
+- *Speed-up* compares the pipeline with one rank with one thread. The ideal for p equal stages and m
+  micro-batches is p m / (m + p - 1). *Beside a neighbour* compares with the same rank while another
+  process keeps the other core busy.
 
     python tests/benchmarks/ideal.py [--short] [steps] [computations] [actions] [speed-up]
 """

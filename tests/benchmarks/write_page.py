@@ -66,15 +66,18 @@ RUN = Page(
     ("torch", "mpi4py", "mpich"),
     """# Benchmarks
 
+This page shows how fast pipectl trains compared with torch's pipelining, how exact its predictions
+are, and what its features cost. The planner is on [a page of its own](planner-benchmarks.md).
+
+Contenders take turns within one run. Figures are medians, with the lowest and the highest value in
+parentheses; a ratio above 1x means faster. *Load* is the load average of the machine before the
+section; a *goal* is the project's own. To measure all sections and write this page, in some hours:
+
 ```sh setup
 make bench
 ```
 
-measures every section and writes this page, in some hours; `make bench ONLY="ideal peer"` measures
-two. Contenders take turns within one run. Figures are medians, with the lowest and the highest
-value in parentheses; a ratio above 1x means faster. *Load* is the load average of the machine
-before the section; a *goal* is the project's own. The planner is on
-[a page of its own](planner-benchmarks.md).
+`make bench ONLY="ideal peer"` measures two sections.
 """,
 )
 PLANNER = Page(
@@ -84,7 +87,8 @@ PLANNER = Page(
     ("numpy", "llvmlite"),
     """# Planner benchmarks
 
-`make bench-planner` measures what the planner finds and how long it takes, and writes this page.
+This page shows how good the planner's plans are, compared with published optima and with other
+planners, and how long planning takes. `make bench-planner` measures all sections and writes it.
 Planning times are of one core, after import and compilation, without reading files. The workloads
 of other planners are third-party data outside this repository (`PIPECTL_WORKLOADS`).
 """,
