@@ -234,7 +234,9 @@ def _plan(job: Job) -> tuple[Job, Plan]:
 
 def _like(job: Job, plan: Plan, ranks: int) -> Job:
     """The job with one stage per rank on ``ranks`` ranks, and the micro-batches of a plan."""
-    from pipectl.planner.request import PLACED  # not before the model is measured, see `prepare`
+    from pipectl.planner.request import (
+        OTHER_SCHEDULES,  # not before the model is measured, see `prepare`
+    )
 
     pipeline = {
         "micro_batches": plan.micro_batches,
@@ -242,7 +244,7 @@ def _like(job: Job, plan: Plan, ranks: int) -> Job:
         "replicas": 1,
         "backward": "together",
         "warm_up": None,
-        **({"schedule": "1f1b"} if plan.schedule in PLACED else {}),
+        **({"schedule": "1f1b"} if plan.schedule in OTHER_SCHEDULES else {}),
     }
     spec = change(job.spec, resources={"tasks_per_node": ranks}, pipeline=pipeline)
     return complete(Job(spec, LOCAL)).with_profile(job.profile)

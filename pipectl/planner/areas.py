@@ -122,8 +122,8 @@ class Areas:
         """Good partitions into so many stages, cut for a size."""
         size = size or self.reference_size
         if (stages, size) not in self._cuts:
-            ways = self.mixes(stages)
-            cuts = [cut for mix in ways for cut in self._cutter.partitions(stages, size, mix)]
+            mixes = self.mixes(stages)
+            cuts = [cut for mix in mixes for cut in self._cutter.partitions(stages, size, mix)]
             self._cuts[stages, size] = list(dict.fromkeys(cuts))
         return self._cuts[stages, size]
 

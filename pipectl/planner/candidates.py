@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from math import inf
 
 import numpy as np
@@ -20,7 +21,7 @@ from pipectl.planner.partition.layout import Choice, Layout, Ranks
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import Order, open_orders
 
-DOES_NOT_FIT = 1.5
+OVERFULL = 1.5
 """Times that an estimate counts whose ranks are too full, and more the fuller they are, where
 replicas are looked for."""
 Simplicity = tuple[int, int, int, int]
@@ -56,8 +57,8 @@ class Candidate:
     def simplicity(self) -> Simplicity:
         """What is preferred if times tie."""
         choice = self.choice
-        again = sum(choice.layout.recompute)
-        return len(choice.layout.ranks), again, sum(choice.warm_up), self.micro_batches
+        recomputed = sum(choice.layout.recompute)
+        return len(choice.layout.ranks), recomputed, sum(choice.warm_up), self.micro_batches
 
     @property
     def family(self) -> Family:
@@ -105,7 +106,7 @@ class Candidates:
             steps_s = problem.estimator.steps_s(chosen, size, warm_ups)
             excess = problem.estimator.excess(chosen, size, warm_ups)
             if with_replicas:
-                steps_s = np.where(excess > 0, steps_s * (DOES_NOT_FIT + excess), steps_s)
+                steps_s = np.where(excess > 0, steps_s * (OVERFULL + excess), steps_s)
             columns.append(
                 (
                     np.repeat(places, len(fresh)),
@@ -167,6 +168,12 @@ MAX_ACTIONS_OF_SEARCH = 200_000
 """Simulated forwards and backwards in all; keeps planning for many ranks to seconds."""
 
 
+class Outcome(Enum):
+    """What became of a candidate; one that cannot be best is not simulated."""
+
+    FITS, DOES_NOT_FIT, BEATEN = range(3)
+
+
 @dataclass(frozen=True)
 class Verdict:
     """A simulated candidate that fits."""
@@ -186,13 +193,13 @@ class Judge:
     Attributes:
         evaluator: what simulates them.
         fastest_s: the shortest step so far.
-        gave_up: whether candidates were left out because enough were simulated.
+        gave_up: whether something was left out because enough was tried.
     """
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._verdicts: list[Verdict] = []
-        self._outcomes: dict[Choice, float] = {}
+        self._steps_s: dict[Choice, float] = {}  # infinite if it does not fit
         self.evaluator = Evaluator(problem, max_actions=MAX_ACTIONS_OF_SEARCH)
         self._modes = ModeSearch(self.evaluator, (False,))
         self.fastest_s = inf
@@ -203,37 +210,33 @@ class Judge:
         while candidates.next_s < inf and not self.is_beaten(candidates.next_s):
             self.judge(candidates.take())
 
-    def judge(self, candidate: Candidate) -> bool:
-        """False if the candidate does not fit; one that cannot be best is not simulated."""
-        known = self._outcomes.get(candidate.choice)
-        if known is not None:
-            return known < inf
-        if not candidate.may_fit:
-            self._outcomes[candidate.choice] = inf
-            return False
-        if self.is_beaten(candidate.estimate_s) or self._ties_at_best(candidate):
-            return True
+    def judge(self, candidate: Candidate) -> Outcome:
+        """Simulate a candidate, unless it does not fit or cannot be best."""
+        if candidate.choice not in self._steps_s:
+            if not candidate.may_fit:
+                self._steps_s[candidate.choice] = inf
+            elif self.is_beaten(candidate.estimate_s) or self._ties_at_best(candidate):
+                return Outcome.BEATEN
         return self.examine(candidate)
 
-    def examine(self, candidate: Candidate) -> bool:
-        """Simulate a candidate even if it cannot be best; whether it fits.
+    def examine(self, candidate: Candidate) -> Outcome:
+        """Simulate a candidate even if it cannot be best.
 
         Stages with replicas that do not fit recompute if they may, as long as that could be faster
         than what is known.
         """
         choice = candidate.choice
-        if choice in self._outcomes:
-            return self._outcomes[choice] < inf
-        plan = self.evaluator.run(self._problem.plan(choice))
-        fits = self.evaluator.fits(plan)
-        if not fits and max(choice.replicas) > 1 and plan.predicted_step_s < self.fastest_s:
-            held = self._modes.within_memory(plan)
-            plan, fits = held or plan, held is not None
-        self._outcomes[choice] = plan.predicted_step_s if fits else inf
-        if fits:
-            self._verdicts.append(Verdict(candidate, plan))
-            self.fastest_s = min(self.fastest_s, plan.predicted_step_s)
-        return fits
+        if choice not in self._steps_s:
+            plan = self.evaluator.run(self._problem.plan(choice))
+            fitting = plan if self.evaluator.fits(plan) else None
+            could_be_best = plan.predicted_step_s < self.fastest_s
+            if fitting is None and max(choice.replicas) > 1 and could_be_best:
+                fitting = self._modes.within_memory(plan)
+            self._steps_s[choice] = inf if fitting is None else fitting.predicted_step_s
+            if fitting is not None:
+                self._verdicts.append(Verdict(candidate, fitting))
+                self.fastest_s = min(self.fastest_s, fitting.predicted_step_s)
+        return Outcome.FITS if self._steps_s[choice] < inf else Outcome.DOES_NOT_FIT
 
     def best(self) -> Verdict | None:
         """The fastest plan that fits; among equals the simplest. None if there is none."""
@@ -255,18 +258,20 @@ class Judge:
 
     def is_beaten(self, estimate_s: float) -> bool:
         """Whether a plan with such an estimate cannot even tie, or enough were simulated."""
-        if estimate_s > self.fastest_s * (1 + TIE):
-            return True
-        enough = self.evaluator.is_exhausted and bool(self._verdicts)
-        self.gave_up |= enough
-        return enough
+        return estimate_s > self.fastest_s * (1 + TIE) or self.is_exhausted()
+
+    def is_exhausted(self) -> bool:
+        """Whether enough were simulated, and some fit; what is left out then is given up."""
+        exhausted = self.evaluator.is_exhausted and bool(self._verdicts)
+        self.gave_up |= exhausted
+        return exhausted
 
     def least_s(self, candidate: Candidate) -> float:
         """The step of a candidate, or its estimate if it was not simulated; infinite if it
         does not fit, and could not if its stages recomputed."""
-        outcome_s = self._outcomes.get(candidate.choice, candidate.estimate_s)
+        step_s = self._steps_s.get(candidate.choice, candidate.estimate_s)
         helps = self._problem.request.recompute is None
-        return candidate.estimate_s if helps and outcome_s == inf else outcome_s
+        return candidate.estimate_s if helps and step_s == inf else step_s
 
     def _ties_at_best(self, candidate: Candidate) -> bool:
         """Whether a candidate can at most tie, and is no simpler than what it would tie with."""

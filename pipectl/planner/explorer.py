@@ -7,7 +7,7 @@ With one rank per stage, everything waits in a queue by the least that its step 
   placement.
 - a *candidate*, known by its estimate: the time of its step by the recurrence. The judge simulates
   it, or finds that it does not fit into memory.
-- a *fit*: what did not fit is cut once more, for the memory limit, in a later turn.
+- a *recut*: what did not fit is cut once more, for the memory limit, in a later turn.
 
 The first candidate is made better before it is simulated: its stages are cut anew if its
 micro-batch size is not the one they were cut for, and their borders move while that lowers its
@@ -37,7 +37,7 @@ from pipectl.errors import OutOfTimeError
 from pipectl.plan import Plan, Replication
 from pipectl.planner.areas import Area, Areas, first_choices
 from pipectl.planner.bounds import Bound, with_findings, work_s
-from pipectl.planner.candidates import Candidate, Candidates, Judge, Verdict
+from pipectl.planner.candidates import Candidate, Candidates, Judge, Outcome, Verdict
 from pipectl.planner.evaluate import out_of_time
 from pipectl.planner.graph.blocks import condense
 from pipectl.planner.graph.downsets import CutSpace
@@ -68,15 +68,18 @@ MAX_LOOKS = 4_000_000
 """Budget of border moves: the sum of operators, actions and messages over the partitions tried."""
 PATIENCE, NEAREST = 150, 12
 """Turns of moves that find nothing better before the search ends; layouts of each that count."""
+BORDER_TURNS = 2
+"""The first turns of a candidate, which move its borders: FEW and EVERY."""
 MAX_ERROR = 0.01
 """Of an estimate, by which the search goes on then."""
 MIN_GAIN = 1e-6
 """Share of the step by which a move of borders makes it shorter at least."""
 MAX_RECUTS = 24
-"""Memory-limited searches, the most promising first."""
+"""The most promising first; a search that has left others out is not finished."""
 MAX_ACTIONS_OF_REPLICAS = 400_000
 """Simulated forwards and backwards of plans with replicas."""
-MICRO_BATCHES_PER_RANK = 8
+MICRO_BATCHES_WITH_REPLICAS = 8
+"""Per rank at most."""
 MAX_SIZES = 8
 """Micro-batch sizes that are tried on very many ranks, the smallest ones."""
 PER_SIZE, DESCENTS = 5, 20
@@ -86,7 +89,7 @@ PROPOSALS = 8
 
 
 @dataclass(frozen=True)
-class _CutForMemory:
+class _Recut:
     """Stages to be cut for the memory limit."""
 
     area: Area
@@ -94,7 +97,7 @@ class _CutForMemory:
     warm_up: tuple[int, ...]
 
 
-_Item = Area | Candidates | _CutForMemory
+_Item = Area | Candidates | _Recut
 
 
 class Explorer:
@@ -115,9 +118,9 @@ class Explorer:
         self._areas = Areas(problem, space, counts, self.cutter)
         self._queue: list[tuple[float, tuple[int, ...], int, _Item]] = []
         self._pushed = 0
-        self._fits: set[_CutForMemory] = set()
-        self._fitted = 0
-        self._hopeless: list[_CutForMemory] = []
+        self._recuts: set[_Recut] = set()
+        self._recut_count = 0
+        self._hopeless: list[_Recut] = []
         self._memory_is_short = False
         self._complete: dict[Area, Candidates] = {}
         self._opened: list[Candidates] = []
@@ -138,9 +141,9 @@ class Explorer:
             elif isinstance(item, Candidates):
                 self._judge_next(item)
             else:
-                self._fit(item)
+                self._try_recut(item)
         if self.judge.best() is None:
-            self._fit_with_smaller_micro_batches()
+            self._recut_with_smaller_micro_batches()
         if self.problem.request.replicas is None:
             self._replicate()
         self._improve()
@@ -208,11 +211,11 @@ class Explorer:
         flight; if none fit so, the area is given up.
         """
         if self._memory_is_short:
-            fit = _CutForMemory(area, *self._areas.orders(area.stages, area.size)[0])
-            if fit not in self._fits:
-                self._fits.add(fit)
-                self._fit(fit)
-            if self._is_hopeless(fit):
+            recut = _Recut(area, *self._areas.orders(area.stages, area.size)[0])
+            if recut not in self._recuts:
+                self._recuts.add(recut)
+                self._try_recut(recut)
+            if self._is_hopeless(recut):
                 return
         everything = self._areas.everything(area)
         if everything is None:
@@ -229,12 +232,13 @@ class Explorer:
         candidate = candidates.take()
         if self.judge.best() is None and not self.problem.has_limits:
             self._polish(candidate)
-        if not self.judge.judge(candidate) and self.problem.has_limits:
+        outcome = self.judge.judge(candidate)
+        if outcome is Outcome.DOES_NOT_FIT and self.problem.has_limits:
             choice, area = candidate.choice, self._area_of(candidate)
-            fit = _CutForMemory(area, choice.schedule, choice.warm_up)
-            if fit not in self._fits:
-                self._fits.add(fit)
-                self._push(area.least_s, candidate.simplicity, fit)
+            recut = _Recut(area, choice.schedule, choice.warm_up)
+            if recut not in self._recuts:
+                self._recuts.add(recut)
+                self._push(area.least_s, candidate.simplicity, recut)
         self._push_candidates(candidates)
 
     def _candidates(self, layouts: Sequence[Layout], area: Area) -> Candidates:
@@ -242,40 +246,40 @@ class Explorer:
         orders = self._areas.orders(area.stages, area.size)
         return Candidates(self.problem, layouts, area.size, orders)
 
-    def _fit(self, fit: _CutForMemory) -> None:
+    def _try_recut(self, recut: _Recut) -> None:
         """Cut anew, within the memory limit."""
-        if self._is_hopeless(fit):
+        if self._is_hopeless(recut):
             return
-        if self._fitted == MAX_RECUTS:
+        if self._recut_count == MAX_RECUTS:
             self.judge.gave_up = True
-        elif self._consider_fit(fit):
-            self._fitted += 1
+        elif self._judge_recut(recut):
+            self._recut_count += 1
         else:
-            self._hopeless.append(fit)
+            self._hopeless.append(recut)
 
-    def _is_hopeless(self, fit: _CutForMemory) -> bool:
+    def _is_hopeless(self, recut: _Recut) -> bool:
         """Whether less of everything found no stages that fit."""
         return any(
-            other.area.stages == fit.area.stages
-            and other.area.size <= fit.area.size
-            and all(less <= more for less, more in zip(other.warm_up, fit.warm_up, strict=True))
+            other.area.stages == recut.area.stages
+            and other.area.size <= recut.area.size
+            and all(less <= more for less, more in zip(other.warm_up, recut.warm_up, strict=True))
             for other in self._hopeless
         )
 
-    def _consider_fit(self, fit: _CutForMemory) -> bool:
+    def _judge_recut(self, recut: _Recut) -> bool:
         """Judge the partitions that fit best, without and with recomputation; are there any?"""
-        area, any_cuts = fit.area, False
+        area, any_cuts = recut.area, False
         for mix in self._areas.mixes(area.stages):
-            wanted = cut_request(self.problem, area.size, fit.warm_up, mix)
+            wanted = cut_request(self.problem, area.size, recut.warm_up, mix)
             keeps = [replace(wanted, recompute=False)] if wanted.recompute is None else []
             for each in (*keeps, wanted):
                 cuts = self.cutter.balanced(each)
                 any_cuts |= bool(cuts)
-                layouts, order = self._areas.layouts(cuts), (fit.schedule, fit.warm_up)
+                layouts, order = self._areas.layouts(cuts), (recut.schedule, recut.warm_up)
                 self.judge.consider(Candidates(self.problem, layouts, area.size, [order]))
         return any_cuts
 
-    def _fit_with_smaller_micro_batches(self) -> None:
+    def _recut_with_smaller_micro_batches(self) -> None:
         """More micro-batches than speed asks for, down to single samples; most stages help most.
 
         Where stages fit, balance may need smaller ones still.
@@ -288,7 +292,7 @@ class Explorer:
                 fresh = size < min(self._areas.sizes(stages))
                 if fresh and not self.judge.is_beaten(area.least_s):
                     depths = open_orders(request, stages, area.micro_batches)
-                    self._consider_fit(_CutForMemory(area, *depths[0]))
+                    self._judge_recut(_Recut(area, *depths[0]))
 
     def _improve(self) -> None:
         """Move borders of the best layout while that makes its simulated step shorter."""
@@ -299,10 +303,10 @@ class Explorer:
         if area in self._complete:
             return
         if self.problem.has_limits:
-            self.judge.consider(self._recut(area))
+            self.judge.consider(self._cut_for_size(area))
         else:
             self._polish(best.candidate)
-        while not self.judge.is_beaten(0.0):
+        while not self.judge.is_exhausted():
             before = self.judge.best()
             assert before is not None
             candidate = before.candidate
@@ -324,9 +328,9 @@ class Explorer:
         area = self._area_of(candidate)
         if area in self._complete or candidate.choice in self._minima:
             return
-        recut = self._recut(area)
-        if recut.next_s < candidate.estimate_s:
-            candidate = recut.take()
+        other = self._cut_for_size(area)
+        if other.next_s < candidate.estimate_s:
+            candidate = other.take()
         numbers, turns, seen = count(), 0, {candidate.layout}
         queue = [(candidate.estimate_s, FEW, next(numbers), candidate)]
         reserve = self._looks // 2
@@ -343,14 +347,14 @@ class Explorer:
                     heappush(queue, (turn_s, FEW, next(numbers), near))
                 if better:
                     candidate, turns = near, 0
-            if turns == FAR:  # no move over a border is better
+            if turns == BORDER_TURNS:  # no move over a border is better
                 self._minima.add(candidate.choice)
                 self.judge.judge(candidate)
                 if self.judge.least_s(candidate) > candidate.estimate_s * (1 + MAX_ERROR):
                     break
         self.judge.consider(self._candidates([candidate.layout], area))  # simpler orders may tie
 
-    def _recut(self, area: Area) -> Candidates:
+    def _cut_for_size(self, area: Area) -> Candidates:
         """Good cuts for the size of an area, if that is another than all are cut for first."""
         is_other = area.size != self._areas.reference_size
         cuts = self._areas.cuts(area.stages, area.size) if is_other else []
@@ -381,8 +385,8 @@ class Explorer:
             improved = [self._descend(start, seen) for start in chosen]
             starts = _best_first([*improved, *starts])
         for proposal in starts[:PROPOSALS]:
-            for changed in self._ways(proposal):
-                if not self.judge.is_beaten(0.0):
+            for changed in self._shared(proposal):
+                if not self.judge.is_exhausted():
                     self._check()
                     self.judge.examine(changed)
 
@@ -392,7 +396,7 @@ class Explorer:
         if ranks > MANY_RANKS:
             sizes = micro_batch_sizes(problem.request, problem.request.batch_size)[-MAX_SIZES:]
         else:
-            sizes = micro_batch_sizes(problem.request, MICRO_BATCHES_PER_RANK * ranks)
+            sizes = micro_batch_sizes(problem.request, MICRO_BATCHES_WITH_REPLICAS * ranks)
         sizes.sort(key=lambda size: abs(log(problem.micro_batches(size) / (2 * ranks))))
         rank_orders = device_orders(problem.cluster.node_of_rank)[: 1 if ranks > MANY_RANKS else 2]
         starts: list[Candidate] = []
@@ -429,24 +433,24 @@ class Explorer:
             candidate = best.take()
         return candidate
 
-    def _ways(self, proposal: Candidate) -> Iterator[Candidate]:
-        """A layout with replicas in every way that is allowed, none of which has nothing to do."""
+    def _shared(self, proposal: Candidate) -> Iterator[Candidate]:
+        """A layout with replicas that share work as is allowed, none of which has nothing to do."""
         request, layout = self.problem.request, proposal.layout
         stages = len(layout.partition)
-        for way in request.replications:
+        for replication in request.replications:
             sizes = {proposal.size}
-            if way is Replication.WHOLE and request.micro_batches is None:
-                sizes = {ceil(proposal.size / len(held)) for held in layout.ranks}
+            if replication is Replication.WHOLE and request.micro_batches is None:
+                sizes = {ceil(proposal.size / len(ranks)) for ranks in layout.ranks}
             for size in sorted(sizes, reverse=True):
                 count = self.problem.micro_batches(size)
-                most = size if way is Replication.SPLIT else count
-                ranks = tuple(held[:most] for held in layout.ranks)
+                most = size if replication is Replication.SPLIT else count
+                ranks = tuple(each[:most] for each in layout.ranks)
                 replicas = tuple(map(len, ranks))
-                in_turn = replicas if way is Replication.WHOLE else None
+                in_turn = replicas if replication is Replication.WHOLE else None
                 if max(replicas) > 1:
                     fewer = Layout(layout.partition, ranks)
                     for order in open_orders(request, stages, count, in_turn):
-                        choice = Choice(fewer, size, *order, way)
+                        choice = Choice(fewer, size, *order, replication)
                         yield replace(proposal, choice=choice, micro_batches=count)
 
     def _area_of(self, candidate: Candidate) -> Area:

@@ -7,6 +7,12 @@ that are on ranks of their own do not feel each other's choice in their memory, 
 with all stages alike says which of them fit that way. Every stage then takes what seems cheapest of
 what fits, and changes its mind if that makes the simulated step shorter.
 
+Recomputation is decided at two places. Where stages are cut for a memory limit, the dynamic
+programme chooses it together with the cuts, because what a stage keeps decides where to cut; plans
+of the search itself (:mod:`pipectl.planner.explorer`) have that choice. Here it is made anew for
+stages that are cut already, together with offload and blocks, and what the programme chose is
+dropped: it knows neither, nor what the links carry at the same time.
+
 Between the two ranks of a stage whose backward is elsewhere, either all that its forward has saved
 streams, or only what the forward started from, and the rank of the backward computes the rest once
 more: less traffic for more computation. A link that carries the first within a forward hides it; on
@@ -71,7 +77,9 @@ class ModeSearch:
         request = evaluator.problem.request
         combinations = product(choices(request.recompute), choices(request.blocks), sorted(offload))
         self._allowed = [
-            Mode(again, away, cut) for again, cut, away in combinations if again or not cut
+            Mode(recompute, offload, blocks)
+            for recompute, blocks, offload in combinations
+            if recompute or not blocks
         ]
         self._evaluator = evaluator
         self._cluster = evaluator.problem.cluster
@@ -87,11 +95,11 @@ class ModeSearch:
         tried = self._evaluator.run(self._with_modes(plan, [first] * len(plan.stages)))
         apart = [bool(stage.backward_ranks) for stage in plan.stages]
         if any(apart) and self._may_recompute:
-            chosen = [first._replace(recompute=two) for two in apart]
-            again = self._evaluator.run(self._with_modes(plan, chosen))
-            fit = self._evaluator.fits(tried), self._evaluator.fits(again)
-            if fit[1] > fit[0] or (fit[1] == fit[0] and _is_faster(again, tried)):
-                return again
+            chosen = [first._replace(recompute=each) for each in apart]
+            other = self._evaluator.run(self._with_modes(plan, chosen))
+            fits, other_fits = self._evaluator.fits(tried), self._evaluator.fits(other)
+            if other_fits > fits or (other_fits == fits and _is_faster(other, tried)):
+                return other
         return tried
 
     def within_memory(self, plan: Plan) -> Plan | None:

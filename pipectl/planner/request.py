@@ -23,8 +23,8 @@ Order = tuple[str, tuple[int, ...]]
 
 OPEN = (ONE_F_ONE_B, GPIPE)
 """Schedules that the search itself tries."""
-PLACED = tuple(name for name, schedule in SCHEDULES.items() if schedule not in OPEN)
-"""The others: planned if they are named, or if ``every_schedule`` opens them."""
+OTHER_SCHEDULES = tuple(name for name, schedule in SCHEDULES.items() if schedule not in OPEN)
+"""Planned from what the search finds, if they are named or ``every_schedule`` opens them."""
 COMPARED = (*OPEN, INTERLEAVED)
 """Those that plans are compared with; others assume what half a backward takes."""
 
@@ -169,12 +169,13 @@ class PlanRequest:
 
     @property
     def has_variants(self) -> bool:
-        """Whether more may be varied, or is asked, than the search itself does.
+        """Whether plans are to be derived from those that the search itself finds.
 
-        Blocks that are left open count for one rank per stage.
+        That is for offload, backwards elsewhere, other schedules and recomputation block by block,
+        if they are open or asked for; blocks that are only open count with one rank per stage.
         """
         varied = self.offload is not False or self.backward_apart is not False
-        plain = self.replicas == 1 and self.schedule not in PLACED
+        plain = self.replicas == 1 and self.schedule not in OTHER_SCHEDULES
         return varied or self.every_schedule or self.blocks or (plain and self.blocks is None)
 
     @property

@@ -1,16 +1,18 @@
 """The planner: the best plan with whatever a request allows.
 
-- Stages, their ranks and replicas: :mod:`pipectl.planner.explorer`.
-- Named schedules besides 1F1B and GPipe: :mod:`pipectl.planner.named`.
-- Equally many replicas of every stage are copies of a whole pipeline, each with its share of a
-  step: one copy is planned for its share of the ranks and samples, and then all are simulated
-  together.
-- Plans that offload, run backwards on ranks of their own, recompute block by block, or have any
-  schedule, start from what the search finds without, with the memory there is and as if there
-  were enough. From these, proposals are derived: deeper warm-ups, looser cuts, backwards elsewhere,
-  other schedules. Each is simulated as if its stages kept everything, and in the order of these
-  times gets modes with which it stays within memory, until no proposal can be better than the best.
-  What the search found stays if nothing is faster.
+:func:`make_plan` goes one of three ways:
+
+- A named schedule without flushes, or a user's own: :mod:`pipectl.planner.other_schedules`.
+- :func:`plain_plans`: stages, their ranks and replicas, micro-batches, and 1F1B or GPipe; see
+  :mod:`pipectl.planner.explorer`. Equally many replicas of every stage are copies of a whole
+  pipeline, each with its share of a step: one copy is planned for its share of the ranks and
+  samples, and then all are simulated together.
+- :func:`varied_plans`: what most jobs ask for. Plans that offload, run backwards on ranks of their
+  own, recompute block by block, or have any other schedule, are derived from plain ones, which are
+  searched with the memory there is and as if there were enough: deeper warm-ups, looser cuts,
+  backwards elsewhere, other schedules. Each is simulated as if its stages kept everything, and in
+  the order of these times gets modes with which it stays within memory, until no proposal can be
+  better than the best. A plain plan stays if nothing is faster.
 
 If some operator takes longer than its share, no cut balances the stages; with the forward on one
 rank and the backward on another (PipeFB), what takes longest is the longer of the two, as long as
@@ -42,18 +44,18 @@ from pipectl.planner.explorer import MAX_ACTIONS_OF_REPLICAS, explore
 from pipectl.planner.graph.downsets import CutSpace
 from pipectl.planner.infeasible import infeasible, least_demanding
 from pipectl.planner.modes import ON_THE_DEVICE, Shortlist
-from pipectl.planner.named import (
-    PLACED_GAIN,
+from pipectl.planner.other_schedules import (
+    SEVERAL_STAGES_GAIN,
     SPLIT_GAIN,
-    every_schedule,
     named_plan,
-    placed_orders,
+    orders_of_schedule,
+    propose_other_schedules,
 )
 from pipectl.planner.partition.cutter import Cutter, cut_request
 from pipectl.planner.partition.layout import Choice, Layout, ranks_of
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import (
-    PLACED,
+    OTHER_SCHEDULES,
     PlanRequest,
     choices,
     micro_batch_sizes,
@@ -65,9 +67,11 @@ from pipectl.schedule import SCHEDULES
 
 MAX_ALTERNATIVES = 5
 """Plans besides the best."""
+MAX_STARTS = 5
+"""Plans besides the best from which others are derived."""
 MAX_RANKS = 64
 """With more, backwards elsewhere and several stages per rank are not looked for."""
-MICRO_BATCHES = 8
+MICRO_BATCHES_ELSEWHERE = 8
 """Per rank at most, with backwards elsewhere."""
 
 Expired = Callable[[], bool]
@@ -113,19 +117,19 @@ def search_plans(
 ) -> Found:
     """As :func:`make_plan`, with the next best plans."""
     plan, *others = _ranked(profile, cluster, request, expired, MAX_ALTERNATIVES)
-    return Found(plan, tuple(others[:MAX_ALTERNATIVES]))
+    return Found(plan, tuple(others))
 
 
 def _ranked(
     profile: Profile, cluster: Cluster, request: PlanRequest, expired: Expired, alternatives: int
 ) -> list[Plan]:
-    """The best plan, and the next best."""
+    """The best plan, and at most so many of the next best."""
     started_s = perf_counter()
     schedule = SCHEDULES.get(request.schedule or "")
     if request.listed is not None or (schedule is not None and not schedule.flushes):
         plans = [named_plan(profile, cluster, request, expired)]
-    elif request.has_variants:  # a job usually leaves schedule, offload and backwards open
-        plans = varied_plans(profile, cluster, request, expired)
+    elif request.has_variants:  # a job leaves schedules, offload and blocks open by default
+        plans = varied_plans(profile, cluster, request, expired)[: 1 + alternatives]
     else:
         plans = plain_plans(profile, cluster, request, expired, alternatives)
     best = plans[0]
@@ -140,7 +144,7 @@ def plain_plans(
     cluster: Cluster,
     request: PlanRequest,
     expired: Expired,
-    alternatives: int = MAX_ALTERNATIVES,
+    alternatives: int = MAX_STARTS,
 ) -> list[Plan]:
     """The best plan, and the next best of other shapes, with predictions.
 
@@ -154,16 +158,16 @@ def plain_plans(
     """
     copies = request.replicas
     if copies in (None, 1):
-        if request.schedule in PLACED:
+        if request.schedule in OTHER_SCHEDULES:
             return [named_plan(profile, cluster, request, expired)]
         return explore(profile, cluster, request, expired, alternatives)
     assert copies is not None
     return _copied_plans(profile, cluster, request, expired, copies)
 
 
-def judged(
+def judge_choices(
     problem: Problem,
-    choices: Iterable[Choice],
+    proposals: Iterable[Choice],
     expired: Expired = lambda: False,
     *,
     planner: str = PLANNER,
@@ -178,7 +182,7 @@ def judged(
         planner: who chose.
     """
     shortlist = Shortlist(problem, expired, max_actions=MAX_ACTIONS_OF_REPLICAS)
-    shortlist.consider(with_halves(problem.plan(each), problem.profile) for each in choices)
+    shortlist.consider(with_halves(problem.plan(each), problem.profile) for each in proposals)
     shapes: dict[object, Plan] = {}
     for plan in sorted(shortlist.plans, key=preference):
         replicas = tuple(stage.replicas for stage in plan.stages)
@@ -218,7 +222,9 @@ def _copied_plans(
     )
     alone = plain_plans(own, with_ranks(cluster, cluster.ranks // copies), one, expired)
     problem = Problem(profile, cluster, request)
-    plans = judged(problem, (choice for plan in alone for choice in _copied(problem, plan, copies)))
+    plans = judge_choices(
+        problem, (choice for plan in alone for choice in _copied(problem, plan, copies))
+    )
     if not plans:
         raise InfeasibleError(
             f"no feasible plan: {copies} replicas of every stage take too much memory",
@@ -234,22 +240,24 @@ def _copied(problem: Problem, plan: Plan, copies: int) -> Iterator[Choice]:
     together = tuple(tuple(first * copies + copy for copy in range(copies)) for first in firsts)
     apart = tuple(tuple(first + copy * plan.ranks for copy in range(copies)) for first in firsts)
     for ranks in (together, apart):
-        for way in request.replications:
+        for replication in request.replications:
             size = plan.micro_batch_size
-            if way is Replication.SPLIT and request.micro_batches is None:
+            if replication is Replication.SPLIT and request.micro_batches is None:
                 size *= copies
-            elif way is Replication.SPLIT:
+            elif replication is Replication.SPLIT:
                 assert request.micro_batches is not None
                 size = max(copies, ceil(request.batch_size / request.micro_batches))
             count = problem.micro_batches(size)
-            in_turn = (copies,) * len(plan.stages) if way is Replication.WHOLE else None
-            if request.schedule in PLACED:
-                stages, held = len(plan.stages), len(set(firsts))
-                orders = placed_orders(plan.schedule, stages, held, request, count, in_turn)
+            in_turn = (copies,) * len(plan.stages) if replication is Replication.WHOLE else None
+            if request.schedule in OTHER_SCHEDULES:
+                stages, own_ranks = len(plan.stages), len(set(firsts))
+                orders = orders_of_schedule(
+                    plan.schedule, stages, own_ranks, request, count, in_turn
+                )
             else:
                 orders = open_orders(request, len(plan.stages), count, in_turn)
             for order in orders:
-                yield Choice(Layout(partition, ranks), size, *order, way)
+                yield Choice(Layout(partition, ranks), size, *order, replication)
 
 
 def varied_plans(
@@ -264,7 +272,7 @@ def varied_plans(
         InfeasibleError, OutOfTimeError: nothing fits, or nothing was found in time.
     """
     problem = Problem(profile, cluster, request)
-    search = _VariantSearch(problem, expired)
+    search = VariantSearch(problem, expired)
     plans = search.run()
     sizes = {plan.micro_batch_size for plan in plans}
     bound_s = work_s(problem, sizes | search.shortlist.evaluator.sizes)
@@ -278,11 +286,12 @@ def varied_plans(
     ]
 
 
-class _VariantSearch:
-    """One search for variants.
+class VariantSearch:
+    """Derives plans with everything that a request allows from those that the search itself finds.
 
     Args:
-        problem: its request says which variants are allowed.
+        problem: of the condensed graph. The search has a problem of its own, whose graph may have
+            negligible blocks merged; its plans name operators, so they count here as well.
     """
 
     def __init__(self, problem: Problem, expired: Expired) -> None:
@@ -297,7 +306,7 @@ class _VariantSearch:
         self._offloaded_areas: set[tuple[int, int]] = set()
         self._seen: set[Key] = set()
         self._unlimited: list[Plan] = []
-        self._is_short = problem.has_limits
+        self._memory_is_short = False
 
     def _check(self) -> None:
         if self._expired():
@@ -305,22 +314,22 @@ class _VariantSearch:
 
     def run(self) -> list[Plan]:
         """The best plan of every shape that fits, the fastest first."""
-        request, plans = self._request, self.shortlist.plans
+        request, shortlist = self._request, self.shortlist
         plain, reason = self._plain()
         if not request.blocks:
-            self.shortlist.add(plain)
-        if not self._expired() or (plain and not plans and request.blocks):
+            shortlist.add(plain)
+        if not self._expired() or (plain and not shortlist.plans and request.blocks):
             self._try_all(plain)
-        if not plans and not self._expired() and isinstance(reason, InfeasibleError):
+        if not shortlist.plans and not self._expired() and isinstance(reason, InfeasibleError):
             self._try_least_demanding(reason)
-        if not plans:
+        if not shortlist.plans:
             raise out_of_time() if self._expired() else reason or self._nothing()
-        ordered = sorted(plans, key=preference)
+        ordered = sorted(shortlist.plans, key=preference)
         # What the search found comes first if it is not slower.
         kept = [
             plan
             for plan in plain[:1]
-            if plan in ordered and self.shortlist.fastest_s >= plan.predicted_step_s * (1 - TIE)
+            if plan in ordered and shortlist.fastest_s >= plan.predicted_step_s * (1 - TIE)
         ]
         shapes: dict[Key, Plan] = {}
         for plan in [*kept, *ordered]:
@@ -334,13 +343,13 @@ class _VariantSearch:
         any: then that is what there is.
         """
         request, wanted = self._request, self._request.without_variants
-        if self._is_short:
+        if self._problem.has_limits:
             self._unlimited = self._without_limits(wanted)
             fitting = [plan for plan in self._unlimited if self.shortlist.evaluator.fits(plan)]
             saves = request.offload or request.blocks
             if fitting and fitting[0] is self._unlimited[0] and not saves:
-                self._is_short = False
                 return fitting, None
+            self._memory_is_short = True
         try:
             return plain_plans(self._problem.profile, self._cluster, wanted, self._expired), None
         except (InfeasibleError, OutOfTimeError) as error:
@@ -358,15 +367,15 @@ class _VariantSearch:
     def _try_all(self, plain: Sequence[Plan]) -> None:
         """Everything that can be derived from what the search found."""
         request = self._request
-        offloads = self._is_short and request.offload is not False
-        again = request.recompute is None or request.blocks is not False
-        saves = offloads or (self._is_short and again)
+        offloads = self._memory_is_short and request.offload is not False
+        recomputes = request.recompute is None or request.blocks is not False
+        saves = offloads or (self._memory_is_short and recomputes)
         start = [*plain, *(self._unlimited if saves else [])]
         one_replica = request.replicas in (None, 1) and self._cluster.ranks <= MAX_RANKS
-        self._consider([*start, *(self._deeper(start) if saves else [])])
+        self._consider([*start, *(self._with_every_order(start) if saves else [])])
         if one_replica:
             self._consider(self._elsewhere(start))
-            self._consider(self._other_schedules(start, splits_backward=False), PLACED_GAIN)
+            self._consider(self._other_schedules(start, splits_backward=False), SEVERAL_STAGES_GAIN)
             self._consider(self._other_schedules(start, splits_backward=True), SPLIT_GAIN)
         if offloads:
             areas = [(len(plan.stages), plan.micro_batch_size) for plan in start]
@@ -401,7 +410,10 @@ class _VariantSearch:
         offload = choices(request.offload)
         more = True in offload or request.blocks is not False
         one_rank_each = request.replicas in (None, 1) and not request.backward_apart
-        if not (more and one_rank_each and problem.has_limits) or request.schedule in PLACED:
+        if (
+            not (more and one_rank_each and problem.has_limits)
+            or request.schedule in OTHER_SCHEDULES
+        ):
             raise reason
         counts = stage_counts(request, problem.cluster.ranks, len(problem.graph))
         _, plan = least_demanding(problem, self._cutter, counts, offload)
@@ -425,9 +437,9 @@ class _VariantSearch:
             cure=f"leave {self._request.named(key)} to the planner (auto), or ask for more ranks",
         )
 
-    def _deeper(self, plans: Sequence[Plan]) -> Iterator[Plan]:
-        """Other warm-ups of the same stages, which stages that hold less may have room for."""
-        for plan in plans if self._request.schedule not in PLACED else ():
+    def _with_every_order(self, plans: Sequence[Plan]) -> Iterator[Plan]:
+        """The same stages in every order: stages that hold less may have room for deeper ones."""
+        for plan in plans if self._request.schedule not in OTHER_SCHEDULES else ():
             if all(stage.replicas == 1 for stage in plan.stages):
                 yield from self._on_ranks(plan, tuple(stage.ranks for stage in plan.stages))
 
@@ -439,27 +451,28 @@ class _VariantSearch:
     def _elsewhere(self, plans: Sequence[Plan]) -> Iterator[Plan]:
         """With backwards on ranks that plans leave free."""
         request, ranks = self._request, self._cluster.ranks
-        if request.backward_apart is not False and request.schedule not in PLACED:
+        if request.backward_apart is not False and request.schedule not in OTHER_SCHEDULES:
             every = request.backward_apart is True
             for plan in plans:
                 for apart in some_apart(plan, self._cluster, every=every):
                     yield from self._on_ranks(plan, ranks_of(apart, self._cluster))
-            sizes = micro_batch_sizes(request, MICRO_BATCHES * ranks)
+            sizes = micro_batch_sizes(request, MICRO_BATCHES_ELSEWHERE * ranks)
             for size in sizes if request.fixed_stages is None else ():
                 if not self._expired():
                     yield from self._cut_for_apart(size, every=every)
 
     def _cut_for_apart(self, size: int, *, every: bool) -> Iterator[Plan]:
         with suppress(OutOfTimeError):
-            again = self._request.recompute
-            cut = self._cutter.with_backwards_elsewhere(size, every=every, recompute=again)
+            cut = self._cutter.with_backwards_elsewhere(
+                size, every=every, recompute=self._request.recompute
+            )
             if cut is not None and max(cut.devices) > 1:
                 ranks = ranks_of([count > 1 for count in cut.devices], self._cluster)
                 yield from self._problem.flushed(cut.partition, ranks, size)
 
     def _other_schedules(self, plans: Sequence[Plan], *, splits_backward: bool) -> Iterator[Plan]:
         if self._request.every_schedule:
-            yield from every_schedule(
+            yield from propose_other_schedules(
                 self._problem, self._cutter, plans, splits_backward=splits_backward
             )
 
@@ -482,10 +495,10 @@ class _VariantSearch:
             return
         self._offloaded_areas.add((stages, size))
         orders = open_orders(self._request, stages, problem.micro_batches(size))
-        held = tuple(min(depth, ON_THE_DEVICE) for depth in orders[0][1])
+        on_device = tuple(min(depth, ON_THE_DEVICE) for depth in orders[0][1])
         for mix in mixes(problem.devices, len(problem.graph) + 1, stages, stages):
             with suppress(OutOfTimeError):
-                for cut in self._cutter.balanced(cut_request(problem, size, held, mix)):
+                for cut in self._cutter.balanced(cut_request(problem, size, on_device, mix)):
                     for place in placements(problem.cluster, problem.devices, cut.kinds):
                         layout = Layout(cut.partition, one_each(place))
                         for order in orders:

@@ -11,7 +11,7 @@ from pipectl.errors import InfeasibleError
 from pipectl.link import Link
 from pipectl.planner import PlanRequest, make_plan, search_plans
 from pipectl.planner.modes import ModeSearch, Shortlist
-from pipectl.planner.named import PLACED_GAIN, SPLIT_GAIN
+from pipectl.planner.other_schedules import SEVERAL_STAGES_GAIN, SPLIT_GAIN
 from pipectl.planner.problem import Problem
 from pipectl.schedule import lower
 from pipectl.schedule.interleaved import INTERLEAVED
@@ -161,7 +161,7 @@ def test_gains_count_against_plans_that_need_none(chain, monkeypatch) -> None:
     monkeypatch.setattr(ModeSearch, "within_memory", within_memory)
     shortlist = Shortlist(Problem(chain(8), cluster_of([4]), PlanRequest("job", 64)), lambda: False)
     shortlist.settle([lasting("plain", 1.0)])
-    shortlist.settle([lasting("interleaved", 0.95)], PLACED_GAIN)
+    shortlist.settle([lasting("interleaved", 0.95)], SEVERAL_STAGES_GAIN)
     split = {"recomputes": 0.8, "slow": 0.84, "fits": 0.85}
     shortlist.settle([lasting(*pair) for pair in split.items()], SPLIT_GAIN)
     accepted = [plan.name for plan in shortlist.plans]

@@ -18,8 +18,8 @@ from pipectl.planner.costs.links import Links
 from pipectl.planner.explain.what_if import with_ranks
 from pipectl.planner.partition.layout import Choice, Layout
 from pipectl.planner.problem import Problem
-from pipectl.planner.request import PLACED, PlanRequest, micro_batch_sizes, open_orders
-from pipectl.planner.search import judged
+from pipectl.planner.request import OTHER_SCHEDULES, PlanRequest, micro_batch_sizes, open_orders
+from pipectl.planner.search import judge_choices
 from pipectl.profile import Profile
 
 _MICRO_BATCHES_PER_RANK = 4
@@ -48,13 +48,13 @@ def policy_plans(
         InfeasibleError: the policy cannot do what is asked, or does not fit: most of them do not
             consider memory.
     """
-    if request.schedule in PLACED:
+    if request.schedule in OTHER_SCHEDULES:
         raise InfeasibleError(f"no feasible plan: {name} plans for gpipe and 1f1b only", cure=_CURE)
     choices = _choices(name, profile, cluster, request)
     # These planners do not look at memory, so nothing recomputes unless all of it shall.
     wanted = replace(request, recompute=bool(request.recompute), blocks=bool(request.blocks))
     problem = Problem(profile, cluster, wanted)
-    plans = judged(problem, choices, expired, planner=planner or name)
+    plans = judge_choices(problem, choices, expired, planner=planner or name)
     if not plans:
         raise InfeasibleError(
             f"no feasible plan: the stages that {name} chooses need more memory than a rank may "
@@ -68,16 +68,16 @@ def _choices(
     name: str, profile: Profile, cluster: Cluster, request: PlanRequest
 ) -> Iterator[Choice]:
     """Every micro-batch size, schedule and warm-up; none in which a replica gets no sample."""
-    way = REPLICATING.get(name, Replication.WHOLE)
+    replication = REPLICATING.get(name, Replication.WHOLE)
     for size in micro_batch_sizes(request, _MICRO_BATCHES_PER_RANK * cluster.ranks):
         chosen = _given(name, profile, cluster, request, size)
         layout, replicas = Layout(chosen.partition, chosen.ranks), tuple(map(len, chosen.ranks))
-        if way is Replication.SPLIT and max(replicas) > size:
+        if replication is Replication.SPLIT and max(replicas) > size:
             continue
-        in_turn = replicas if way is Replication.WHOLE else None
+        in_turn = replicas if replication is Replication.WHOLE else None
         count = ceil(request.batch_size / size)
         for schedule, warm_up in open_orders(request, len(replicas), count, in_turn):
-            yield Choice(layout, size, schedule, warm_up, way)
+            yield Choice(layout, size, schedule, warm_up, replication)
 
 
 def _given(

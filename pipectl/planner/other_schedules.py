@@ -1,7 +1,7 @@
-"""Plans for schedules that say which stages a rank holds, split backwards, or are never flushed.
+"""Plans for the schedules besides 1F1B and GPipe, and for a user's own lists.
 
-:func:`named_plan` makes that of a named schedule or of lists, :func:`every_schedule` proposes those
-of all that keep the results of one rank if none is named.
+:func:`named_plan` makes that of a named schedule or of lists, :func:`propose_other_schedules`
+proposes those of all that keep the results of one rank if none is named.
 
 Stages are cut for balance on the devices of the ranks that they lie on: round, for interleaved 1F1B
 and looped breadth-first, in a V for ZB-V and DualPipeV, one per rank for ZB-H1 and for schedules
@@ -30,21 +30,27 @@ from pipectl.planner.modes import Shortlist
 from pipectl.planner.partition.cutter import Cutter, cut_request
 from pipectl.planner.partition.layout import Choice, Layout, Ranks, ranks_of
 from pipectl.planner.problem import Problem
-from pipectl.planner.request import PLACED, Order, PlanRequest, micro_batch_sizes, stage_counts
+from pipectl.planner.request import (
+    OTHER_SCHEDULES,
+    Order,
+    PlanRequest,
+    micro_batch_sizes,
+    stage_counts,
+)
 from pipectl.profile import Profile
 from pipectl.schedule import SCHEDULES, default_warm_up
 from pipectl.schedule.listed import Listed
 from pipectl.schedule.order import Placement, Schedule, Shape
 from pipectl.units import format_bytes
 
-MICRO_BATCHES_PER_RANK = (1, 2, 4, 8)
-"""Numbers to try if it is open."""
-MAX_ACTIONS = 150_000
+PIPELINE_MICRO_BATCHES = (1, 2, 4, 8)
+"""Per rank: numbers to try if it is open."""
+MAX_ACTIONS_PER_STEP = 150_000
 """Forwards and backwards of a step; longer ones, which these schedules help least, are not tried if
 the schedule is open."""
 MAX_CUTS_FOR_MEMORY = 4
 """Times that the stages of a plan are cut again, each time by what the last plan held."""
-PLACED_GAIN = 0.01
+SEVERAL_STAGES_GAIN = 0.01
 """By which share a step with several stages per rank must be faster if the schedule is open. It has
 more messages, and smaller gains are less than what predictions are off by."""
 SPLIT_GAIN = 0.08
@@ -144,7 +150,7 @@ def pipeline_sizes(request: PlanRequest, ranks: int) -> list[int]:
     """Micro-batch sizes to try for a pipeline of so many ranks, the largest first."""
     if request.micro_batches is not None:
         return micro_batch_sizes(request, request.batch_size)
-    sizes = {ceil(request.batch_size / (count * ranks)) for count in MICRO_BATCHES_PER_RANK}
+    sizes = {ceil(request.batch_size / (count * ranks)) for count in PIPELINE_MICRO_BATCHES}
     return sorted(sizes, reverse=True)
 
 
@@ -174,12 +180,12 @@ def layouts_for(
     """
     devices, count = problem.devices, len(ranks)
     if fixed:
-        ways = [_mix_of(problem, ranks)]
+        allowed = [_mix_of(problem, ranks)]
     else:
-        ways = mixes(devices, len(problem.graph) + 1, count, count)
+        allowed = mixes(devices, len(problem.graph) + 1, count, count)
     layouts: dict[Layout, None] = {}
     with suppress(OutOfTimeError):
-        for mix in ways:
+        for mix in allowed:
             for cut in cutter.partitions(count, size, mix):
                 places = [tuple(ranks)]
                 if not fixed:
@@ -194,7 +200,7 @@ def _mix_of(problem: Problem, ranks: Sequence[int]) -> Mix:
     return Mix.ordered([kind_of[rank] for rank in ranks], len(problem.devices))
 
 
-def every_schedule(
+def propose_other_schedules(
     problem: Problem, cutter: Cutter, known: Sequence[Plan], *, splits_backward: bool
 ) -> Iterator[Plan]:
     """Plans without predictions for all schedules that flush, if the request leaves it open.
@@ -224,7 +230,7 @@ def every_schedule(
     sizes = pipeline_sizes(request, ranks)
     if request.micro_batches is None:
         sizes = list(dict.fromkeys([*(plan.micro_batch_size for plan in known[:1]), *sizes]))
-    for name in PLACED:
+    for name in OTHER_SCHEDULES:
         schedule = SCHEDULES[name]
         if not schedule.flushes or schedule.splits_backward != splits_backward:
             continue
@@ -232,7 +238,7 @@ def every_schedule(
         if schedule.placement is not Placement.STRAIGHT:
             layouts = _several_stages(problem, cutter, schedule, sizes, cuts)
         for layout, size in layouts:
-            if 2 * len(layout.ranks) * problem.micro_batches(size) <= MAX_ACTIONS:
+            if 2 * len(layout.ranks) * problem.micro_batches(size) <= MAX_ACTIONS_PER_STEP:
                 yield from _in_order(problem, layout, size, name)
 
 
@@ -340,7 +346,7 @@ def _in_order(problem: Problem, layout: Layout, size: int, schedule: str | None)
         elsewhere = tuple(pair[1:] for pair in pairs)
     if staleness is None:
         ranks = len(set(layout.ranks))
-        orders = placed_orders(schedule, stages, ranks, request, count)
+        orders = orders_of_schedule(schedule, stages, ranks, request, count)
     else:
         warm_up = default_warm_up(schedule, stages, count, apart=apart)
         orders = [(schedule, warm_up)]
@@ -429,7 +435,7 @@ def _places(request: PlanRequest, ranks: int, blocks: int) -> list[int]:
     return list(places)
 
 
-def placed_orders(
+def orders_of_schedule(
     schedule: str,
     stages: int,
     ranks: int,
