@@ -413,7 +413,8 @@ class Output(types.Section):
 
     directory: types.Text = "runs"
     """Directory of the run directories, relative to the working directory; the environment variable
-    `PIPECTL_RUNS` changes the default. Commands on runs look there too, or in `-d DIRECTORY`."""
+    `PIPECTL_RUNS` changes the default. Commands on runs read no job: they look in the default, or
+    in `-d DIRECTORY`."""
 
 
 class Slurm(types.Section):
