@@ -102,7 +102,7 @@ def _end(
     if has_ended:
         return Cancellation.REMOVED
     record.after(now, "cancelled").save(run.record)
-    if not scheduler.resubmits or not run.stopped.exists():
+    if not scheduler.resubmits or not run.stopped_marker.exists():
         return Cancellation.ASKED
     deadline = time.monotonic() + _PATIENCE_S
     while (newest := recover(run, now, is_locked=True)).job_id == record.job_id:

@@ -213,7 +213,7 @@ def _hand_over_again(
         run, job, now, name=record.name, history=record.history, sweep=record.sweep
     )
     # Reports of the earlier start say nothing about the run while it waits.
-    reports = [run.exit_code, run.resubmitted, run.stopped, run.requeue_error, run.heartbeat]
+    reports = [run.exit_code, run.resubmitted, run.stopped_marker, run.requeue_error, run.heartbeat]
     reports += run.errors.glob("*.json")
     moved = {path: run.errors_before(starts) / path.name for path in reports if path.exists()}
     if replanned:  # recorded steps are of the earlier plan

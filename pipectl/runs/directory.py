@@ -78,8 +78,8 @@ class RunDirectory(Directory):
     variables = File("variables.sh")  # what the job script sources; keys and tokens may be in it
     template = File("template.sh")  # the user's job script template at submission
     record = File("record.json")  # the submission and its history
-    stop = File("stop")  # written by the job script: ranks save a checkpoint and end
-    stopped = File("stopped")  # written by the ranks when they have done so
+    stop_request = File("stop")  # written by the job script: ranks save a checkpoint and end
+    stopped_marker = File("stopped")  # written by the ranks when they have done so
     resubmitted = File("resubmitted")  # job id under which the job script submitted itself again
     requeue_error = File("requeue_error")  # why the job script could not requeue the job
     attempt = File("attempt")  # number of starts of the job script

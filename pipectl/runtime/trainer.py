@@ -81,7 +81,7 @@ class Trainer:
             if is_unflushed(setup.plan)
             else SynchronousSteps(*given)
         )
-        self._stopping = Stopping(setup.communicator.Dup(), run.stop)
+        self._stopping = Stopping(setup.communicator.Dup(), run.stop_request)
         self._stopped = False
         self._steps_done = 0
         if stored is not None:
@@ -94,7 +94,7 @@ class Trainer:
             self._train()
         self._setup.close()
         if self._stopped and self._rank == 0:
-            write_text(self._run.stopped, "")
+            write_text(self._run.stopped_marker, "")
 
     def _train(self) -> None:
         self._begin("warming up")

@@ -52,7 +52,10 @@ def run(directory: RunDirectory, communicator: MPI.Comm, doing: Doing) -> None:
     check_alike(communicator, spec, plan)
     check_world(communicator, plan)
     check_supported(plan)
-    with watched(communicator, directory, spec, plan, doing), stop_on_signals(directory.stop):
+    with (
+        watched(communicator, directory, spec, plan, doing),
+        stop_on_signals(directory.stop_request),
+    ):
         _train(directory, communicator, doing, spec, plan, profile)
 
 

@@ -59,9 +59,9 @@ fi
 # counts.
 child=
 helpers=() # processes beside it
-interrupted=
+signal_code= # of the command, if bash loses its own: of the last signal, 1 if that asks to stop
 forward() {
-    interrupted=$2
+    signal_code=$2
     if [[ -n $child ]]; then
         kill -s "$1" "$child" 2>/dev/null
     elif [[ $1 == TERM || $1 == INT ]]; then
@@ -72,7 +72,7 @@ forward() {
 # ends the job for good.
 ask_to_stop() {
     (umask 077 && printf %s "${1-}" >>"$PIPECTL_RUN_DIRECTORY/stop")
-    interrupted=1
+    signal_code=1
 }
 set_traps() {
     trap finish EXIT
@@ -89,12 +89,11 @@ run() {
     await
 }
 await() {
-    local code last signalled=
+    local code last # the code is negative if it is lost
+    signal_code=
     while :; do
-        interrupted=
         wait "$child"
         code=$?
-        [[ $interrupted ]] && signalled=$interrupted
         kill -s 0 "$child" 2>/dev/null || break
     done
     if ((code > 128)); then # of the command, or of a signal
@@ -103,13 +102,13 @@ await() {
         last=$?
         if ((last != 127)); then
             code=$last
-        elif [[ $signalled ]]; then
+        elif [[ $signal_code ]]; then
             code=-1
         fi
     fi
     child=
     if ((code < 0)); then
-        code=${signalled:-1}
+        code=${signal_code:-1}
         [[ -e "$PIPECTL_RUN_DIRECTORY/stopped" ]] && code=0 # ranks that stop at a checkpoint end well
     fi
     return "$code"

@@ -70,7 +70,7 @@ def test_ranks_see_the_threads_and_the_run_directory(make_request: MakeRequest) 
 
 def test_variables_of_the_job_are_none_of_the_scripts_own(make_request: MakeRequest) -> None:
     """Those with which it forwards signals and tells its exit code, say."""
-    names = "child code attempt interrupted signalled before IFS PATH_SEPARATOR timer deleted"
+    names = "child code attempt signal_code before IFS PATH_SEPARATOR timer deleted"
     request = make_request(variables=dict.fromkeys(names.split(), "1"))
     process = start(request, "bash", "-c", WAITS)
     wait_until((request.run_directory / "ready").exists)

@@ -40,7 +40,7 @@ def contents(run: RunDirectory) -> dict[str, bytes]:
 
 def test_the_same_job_goes_on_in_its_directory(cli: Command, ended: RunDirectory) -> None:
     before = ended.plan.read_bytes(), load(ended.job)
-    ended.stopped.write_text("")
+    ended.stopped_marker.write_text("")
     result = cli("resume", "last")
     assert (result.code, result.err) == (0, "")
     assert result.out.splitlines() == [
@@ -49,7 +49,7 @@ def test_the_same_job_goes_on_in_its_directory(cli: Command, ended: RunDirectory
     ]
     assert (ended.plan.read_bytes(), load(ended.job)) == before
     assert not ended.exit_code.exists()
-    assert not ended.stopped.exists()
+    assert not ended.stopped_marker.exists()
     record = Record.load(ended.record)
     assert (record.job_id, record.state) == ("42", "submitted")
     told = [(event.what, event.detail) for event in record.history]

@@ -74,7 +74,7 @@ def test_a_flipped_bit_ends_the_job_where_replicas_are_compared_next(
     spec = make_spec(3, optimizer=optimizer, training=training, pipeline=pipeline, **saving)
     run = make_run(spec)
     if stop:  # all ranks do, behind step 2
-        run.stop.write_text("")
+        run.stop_request.write_text("")
     done = work(3, run)
     assert done.returncode != 0
     (error,) = read_errors(run)

@@ -210,14 +210,14 @@ def test_a_run_that_is_asked_to_stop_saves_and_goes_on(
         while attempt == 1 and not read_metrics(run):
             time.sleep(0.05)
         if attempt == 1:
-            run.stop.write_text("")
+            run.stop_request.write_text("")
         _, log = process.communicate(timeout=280)
         assert process.returncode == 0, log
-        assert run.stopped.exists() == (attempt == 1)
+        assert run.stopped_marker.exists() == (attempt == 1)
         beat = read_heartbeat(run)
         assert beat.state == ("stopped" if attempt == 1 else "done")
-        run.stop.unlink(missing_ok=True)
-        run.stopped.unlink(missing_ok=True)
+        run.stop_request.unlink(missing_ok=True)
+        run.stopped_marker.unlink(missing_ok=True)
     lines = read_metrics(run)
     assert {line["attempt"] for line in lines} == {1, 2}
     ends = [checkpoint.load(found.checkpoints / f"step-{STEPS:06d}") for found in (whole, run)]
@@ -228,9 +228,9 @@ def test_steps_that_overlap_stop_where_the_pipeline_is_empty(module_runs: Any, t
     """Which is behind the next checkpoint."""
     sections, request = VARIANTS["asynchronous"]
     run = module_runs(2, sections, **request)
-    run.stop.write_text("")
+    run.stop_request.write_text("")
     train(run)
-    assert run.stopped.exists()
+    assert run.stopped_marker.exists()
     assert [line["step"] for line in read_metrics(run)] == [*range(1, STOPPED + 1)]
     assert names(run) == [f"step-{STOPPED:06d}"]
 
