@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pipectl.planner.baselines import NAMES
+from pipectl.planner.baselines import NAMES, OWN
 
 if TYPE_CHECKING:
     from conftest import Command
@@ -38,7 +38,7 @@ def test_planners_can_be_compared(cli: Command, alone: Path, name: str) -> None:
     assert found["value_s"] == found["predicted"]["step_time_s"]
     assert sum(len(stage["nodes"]) for stage in found["stages"]) == 4
     text = cli(*BASE, "--planner", name).out
-    assert f"search:     by {name} in " in text
+    assert f"search:     {'' if name == OWN else f'by {name}, '}took " in text
     assert "cannot be submitted" not in text
 
 
