@@ -99,7 +99,7 @@ class PlanInputs:
         return cls(job.profile, job.cluster, request, job.cluster_file, job_file=job.file, **values)
 
     def fold(self) -> PlanInputs:
-        """The inputs with operators merged as the search for the shortest step needs them."""
+        """The inputs as the search for the shortest step needs them; see :func:`folded`."""
         profile = folded(prepared(self.profile))
         if any(operator.memory_bytes for operator in profile.operators):
             profile = replace(profile, assumptions=(*profile.assumptions, _TOTALS))

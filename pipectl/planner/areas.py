@@ -22,7 +22,7 @@ from pipectl.planner.costs.devices import (
 )
 from pipectl.planner.graph.blocks import bitset
 from pipectl.planner.graph.downsets import CutSpace, Enumeration, Partition
-from pipectl.planner.partition.cutter import Cut, Cutter
+from pipectl.planner.partition.cutter import Cut, Cutter, fewest_of_table
 from pipectl.planner.partition.layout import Choice, Layout
 from pipectl.planner.problem import Problem
 from pipectl.planner.request import Order, micro_batch_sizes, open_orders
@@ -171,8 +171,9 @@ class Areas:
     def mixes(self, stages: int) -> list[Mix]:
         """Ways for so many stages to use the devices."""
         if len(self._problem.devices) == 1:
-            most = max([n for n in self.counts if n.bit_length() == stages.bit_length()], default=0)
-            return [Mix.ordered([0] * max(most, stages), 1)]
+            fewest = fewest_of_table(stages)
+            sharing = [count for count in self.counts if fewest_of_table(count) == fewest]
+            return [Mix.ordered([0] * max(stages, *sharing), 1)]
         return mixes(self._problem.devices, len(self._space), stages, stages)
 
     def orders(self, stages: int, size: int) -> list[Order]:

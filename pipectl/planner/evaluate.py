@@ -1,7 +1,8 @@
 """The evaluation of plans: simulated, held against the memory of every rank, and compared.
 
-Every plan that the planner returns was simulated here. Of plans that fit, the fastest is best;
-those whose steps differ by less than ``TIE`` are equal, and the simplest of them wins.
+Every plan that the planner returns was simulated here. Of plans that fit, the fastest is best. The
+search for plain plans counts steps that differ by less than ``TIE`` as equal, and takes the
+simplest; what is derived from these must be faster by that share to replace the best of them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pipectl.profile import Profile
 from pipectl.simulate import simulate
 
 TIE = 1e-3
-"""Step times that differ by less than this share are equal: the simplest of these plans wins."""
+"""Step times that differ by less than this share count as equal."""
 MAX_ACTIONS = 1_000_000
 """Simulated forwards and backwards of all replicas in all."""
 

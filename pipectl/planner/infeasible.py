@@ -87,11 +87,11 @@ def _breakdown(problem: Problem, plan: Plan, rank: int) -> str:
     """What the memory of a rank consists of."""
     parts = [f"process {format_bytes(problem.baseline_bytes)}"]
     for index in plan.stages_of_rank(rank):
-        stage, flying = plan.stages[index], plan.warm_up[index]
+        stage, in_flight = plan.stages[index], plan.warm_up[index]
         trained = stage.cost.resident_bytes + stage.cost.accumulated_bytes
-        where, most = "in flight", flying
+        where, most = "in flight", in_flight
         if stage.offload:
-            where, most = "on the device", min(flying, ON_THE_DEVICE)
+            where, most = "on the device", min(in_flight, ON_THE_DEVICE)
         parts = [
             f"stage {index} of {len(plan.stages)}: {parts[0]}",
             f"parameters, gradients and optimizer {format_bytes(trained)}",

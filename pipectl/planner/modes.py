@@ -1,16 +1,16 @@
 """What each stage does with the values its backward needs: keep, offload, recompute or send them.
 
-Recomputation takes time to compute, all at once or block by block: blocks take about the same time,
-and hold the inputs of all, but besides them only what one block saves. Offload takes time of the
-way to the host's memory, which is free of charge while it is shorter than one computation. Stages
-that are on ranks of their own do not feel each other's choice in their memory, so one simulation
-with all stages alike says which of them fit that way. Every stage then takes what seems cheapest of
-what fits, and changes its mind if that makes the simulated step shorter.
+Recomputation takes time to compute, all at once or segment by segment: segments take about the same
+time, and hold the inputs of all, but besides them only what one segment saves. Offload takes time
+of the way to the host's memory, which is free of charge while it is shorter than one computation.
+Stages that are on ranks of their own do not feel each other's choice in their memory, so one
+simulation with all stages alike says which of them fit that way. Every stage then takes what seems
+cheapest of what fits, and changes its mind if that makes the simulated step shorter.
 
 Recomputation is decided at two places. Where stages are cut for a memory limit, the dynamic
 programme chooses it together with the cuts, because what a stage keeps decides where to cut; plans
 of the search itself (:mod:`pipectl.planner.explorer`) have that choice. Here it is made anew for
-stages that are cut already, together with offload and blocks, and what the programme chose is
+stages that are cut already, together with offload and segments, and what the programme chose is
 dropped: it knows neither, nor what the links carry at the same time.
 
 Between the two ranks of a stage whose backward is elsewhere, either all that its forward has saved
@@ -38,20 +38,20 @@ from pipectl.plan import Plan, Stage
 from pipectl.planner.bounds import least_step_s
 from pipectl.planner.evaluate import TIE, Evaluator, preference
 from pipectl.planner.problem import Problem
-from pipectl.planner.recomputed_blocks import BlockPlans
 from pipectl.planner.request import choices
+from pipectl.planner.segments import SegmentPlans
 
 
 class Mode(NamedTuple):
     """What a stage does with what its backward needs; it keeps it if neither.
 
     Args:
-        blocks: whether it recomputes block by block, if it has blocks.
+        segments: whether it recomputes segment by segment, if it has any.
     """
 
     recompute: bool
     offload: bool
-    blocks: bool = False
+    segments: bool = False
 
     @classmethod
     def of(cls, stage: Stage) -> Mode:
@@ -77,13 +77,13 @@ class ModeSearch:
         request = evaluator.problem.request
         combinations = product(choices(request.recompute), choices(request.blocks), sorted(offload))
         self._allowed = [
-            Mode(recompute, offload, blocks)
-            for recompute, blocks, offload in combinations
-            if recompute or not blocks
+            Mode(recompute, offload, segments)
+            for recompute, segments, offload in combinations
+            if recompute or not segments
         ]
         self._evaluator = evaluator
         self._cluster = evaluator.problem.cluster
-        self._block_plans = BlockPlans(evaluator.problem.profile)
+        self._segment_plans = SegmentPlans(evaluator.problem.profile)
         self._may_recompute = request.recompute is None  # and need not
 
     def simplest(self, plan: Plan) -> Plan:
@@ -115,7 +115,7 @@ class ModeSearch:
         fitting: dict[Mode, list[bool]] = {}
         if evaluator.fits(plan):  # only what streams between two ranks of a stage is open
             apart = [bool(stage.backward_ranks) for stage in plan.stages]
-            fitting = {mode: apart for mode in self._allowed if not mode.blocks}
+            fitting = {mode: apart for mode in self._allowed if not mode.segments}
             return self._improved(plan, fitting) if any(apart) else plan
         if len(self._allowed) == 1:
             return None
@@ -144,16 +144,16 @@ class ModeSearch:
         return min(tried, key=self._evaluator.problem.excess_bytes)
 
     def _with_modes(self, plan: Plan, chosen: Sequence[Mode]) -> Plan:
-        in_blocks = any(mode.blocks for mode in chosen)
-        blocks = self._block_plans.of(plan) if in_blocks else [None] * len(plan.stages)
+        some = any(mode.segments for mode in chosen)
+        segments = self._segment_plans.of(plan) if some else [None] * len(plan.stages)
         stages = (
             replace(
                 stage,
                 recompute=mode.recompute,
                 offload=mode.offload,
-                blocks=cut if mode.blocks else None,
+                blocks=parts if mode.segments else None,
             )
-            for stage, mode, cut in zip(plan.stages, chosen, blocks, strict=True)
+            for stage, mode, parts in zip(plan.stages, chosen, segments, strict=True)
         )
         return replace(plan, stages=tuple(stages), prediction=None)
 

@@ -315,10 +315,10 @@ def _reserved_bytes(plan: Plan, problem: Problem) -> tuple[float, ...]:
     assert plan.prediction is not None
     peaks, baseline = plan.prediction.peak_memory_bytes, problem.baseline_bytes
     reserved = []
-    for stage, flying in zip(plan.stages, plan.warm_up, strict=True):
+    for stage, in_flight in zip(plan.stages, plan.warm_up, strict=True):
         (rank,), cost = stage.ranks, stage.cost
         limit = problem.limit_bytes(rank)
-        held = cost.resident_bytes + cost.accumulated_bytes + flying * stage.kept_bytes
+        held = cost.resident_bytes + cost.accumulated_bytes + in_flight * stage.kept_bytes
         held += stage.recompute * cost.saved_bytes
         share = held / max(1, peaks[rank] - baseline)
         reserved.append((limit - baseline) * (1 - share) if limit < inf else 0.0)

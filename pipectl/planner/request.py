@@ -55,8 +55,8 @@ class PlanRequest:
         memory_limit_bytes: resident memory of any rank, its process included.
         recompute: whether stages compute their forward again for their backward instead of keeping
             what it needs: all of them, none, or those that do not fit otherwise.
-        blocks: whether those that recompute do so block by block: all that hold less then, none, or
-            those that do not fit otherwise.
+        blocks: whether those that recompute do so segment by segment, which users call blocks: all
+            that hold less then, none, or those that do not fit otherwise.
         replicas: of every stage; None leaves it to the planner, stage by stage.
         replication: how replicas share the work; None tries both ways. Split samples change results
             where an operator looks at a whole micro-batch, as BatchNorm does.
@@ -171,8 +171,8 @@ class PlanRequest:
     def has_variants(self) -> bool:
         """Whether plans are to be derived from those that the search itself finds.
 
-        That is for offload, backwards elsewhere, other schedules and recomputation block by block,
-        if they are open or asked for; blocks that are only open count with one rank per stage.
+        That is for offload, backwards elsewhere, other schedules and recomputation by segments, if
+        they are open or asked for; segments that are only open count with one rank per stage.
         """
         varied = self.offload is not False or self.backward_apart is not False
         plain = self.replicas == 1 and self.schedule not in OTHER_SCHEDULES

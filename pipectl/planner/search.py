@@ -8,8 +8,8 @@
   pipeline, each with its share of a step: one copy is planned for its share of the ranks and
   samples, and then all are simulated together.
 - :func:`varied_plans`: what most jobs ask for. Plans that offload, run backwards on ranks of their
-  own, recompute block by block, or have any other schedule, are derived from plain ones, which are
-  searched with the memory there is and as if there were enough: deeper warm-ups, looser cuts,
+  own, recompute segment by segment, or have any other schedule, are derived from plain ones, which
+  are searched with the memory there is and as if there were enough: deeper warm-ups, looser cuts,
   backwards elsewhere, other schedules. Each is simulated as if its stages kept everything, and in
   the order of these times gets modes with which it stays within memory, until no proposal can be
   better than the best. A plain plan stays if nothing is faster.
@@ -222,9 +222,8 @@ def _copied_plans(
     )
     alone = plain_plans(own, with_ranks(cluster, cluster.ranks // copies), one, expired)
     problem = Problem(profile, cluster, request)
-    plans = judge_choices(
-        problem, (choice for plan in alone for choice in _copied(problem, plan, copies))
-    )
+    copied = (choice for plan in alone for choice in _copied(problem, plan, copies))
+    plans = judge_choices(problem, copied)
     if not plans:
         raise InfeasibleError(
             f"no feasible plan: {copies} replicas of every stage take too much memory",
@@ -250,10 +249,8 @@ def _copied(problem: Problem, plan: Plan, copies: int) -> Iterator[Choice]:
             count = problem.micro_batches(size)
             in_turn = (copies,) * len(plan.stages) if replication is Replication.WHOLE else None
             if request.schedule in OTHER_SCHEDULES:
-                stages, own_ranks = len(plan.stages), len(set(firsts))
-                orders = orders_of_schedule(
-                    plan.schedule, stages, own_ranks, request, count, in_turn
-                )
+                shape = len(plan.stages), len(set(firsts))
+                orders = orders_of_schedule(plan.schedule, *shape, request, count, in_turn)
             else:
                 orders = open_orders(request, len(plan.stages), count, in_turn)
             for order in orders:
@@ -409,11 +406,8 @@ class VariantSearch:
         problem, request = self._problem, self._request
         offload = choices(request.offload)
         more = True in offload or request.blocks is not False
-        one_rank_each = request.replicas in (None, 1) and not request.backward_apart
-        if (
-            not (more and one_rank_each and problem.has_limits)
-            or request.schedule in OTHER_SCHEDULES
-        ):
+        searched = request.schedule not in OTHER_SCHEDULES and request.replicas in (None, 1)
+        if not (problem.has_limits and more and searched) or request.backward_apart:
             raise reason
         counts = stage_counts(request, problem.cluster.ranks, len(problem.graph))
         _, plan = least_demanding(problem, self._cutter, counts, offload)

@@ -16,7 +16,7 @@ from replay import peak_of_stage, plan_of, record
 from pipectl.capture import CapturedJob
 from pipectl.cluster import OffloadTarget
 from pipectl.plan import Plan
-from pipectl.planner.recomputed_blocks import BlockPlans
+from pipectl.planner.segments import SegmentPlans
 from pipectl.profile import Profile
 from pipectl.profiler import profile_job
 from pipectl.profiler.effort import Effort
@@ -76,7 +76,7 @@ def test_in_blocks_a_stage_holds_less_than_if_it_recomputes_at_once(
     stage_of = {node.name: 0 for node in job.training_graph(SIZE).operators}
     cut, messages = record(job, SIZE, stage_of)
     at_once = _with(plan_of(profile, stage_of, SIZE, MICRO_BATCHES), recompute=True)
-    (blocks,) = BlockPlans(profile).of(at_once)
+    (blocks,) = SegmentPlans(profile).of(at_once)
     in_blocks = replace(at_once, stages=(replace(at_once.stages[0], blocks=blocks),))
     peaks = [peak_of_stage(job, cut, plan, 0, messages, tmp_path) for plan in (at_once, in_blocks)]
     for peak in peaks:

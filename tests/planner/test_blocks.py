@@ -11,7 +11,7 @@ from pipectl.cluster import Cluster, Device, Node
 from pipectl.errors import InfeasibleError, InvalidInputError
 from pipectl.link import Link
 from pipectl.planner import PlanRequest, make_plan
-from pipectl.planner.recomputed_blocks import BlockCuts, BlockPlans
+from pipectl.planner.segments import SegmentCuts, SegmentPlans
 from pipectl.schedule import lower
 from pipectl.simulate import simulate
 
@@ -97,7 +97,7 @@ def test_what_weights_wait_for_is_no_less_in_blocks(deep) -> None:
 
 def test_a_stage_of_one_operator_has_no_blocks(chain) -> None:
     plan = make_plan(chain(2), cluster_of(2), request(recompute=True))
-    assert BlockPlans(chain(2)).of(plan) == [None, None]
+    assert SegmentPlans(chain(2)).of(plan) == [None, None]
 
 
 def test_borders_are_where_little_crosses_and_no_group_is_cut(make_operator, make_profile) -> None:
@@ -112,7 +112,7 @@ def test_borders_are_where_little_crosses_and_no_group_is_cut(make_operator, mak
         for index in range(4 * layers)
     ]
     profile = make_profile(operators, list(pairwise(range(len(operators)))))
-    cuts = BlockCuts(profile).of(range(len(operators)))
+    cuts = SegmentCuts(profile).of(range(len(operators)))
     ends = {4 * layer for layer in range(1, layers)}
     assert {len(cut) for cut in cuts} >= {1, 2, layers - 1}
     coarse = [cut for cut in cuts if len(cut) < layers]
@@ -123,7 +123,7 @@ def test_borders_are_where_little_crosses_and_no_group_is_cut(make_operator, mak
 
 def test_the_work_of_blocks_is_that_of_the_stage_twice_forward(deep) -> None:
     plan = make_plan(deep, cluster_of(2), request(recompute=True))
-    for stage, blocks in zip(plan.stages, BlockPlans(deep).of(plan), strict=True):
+    for stage, blocks in zip(plan.stages, SegmentPlans(deep).of(plan), strict=True):
         cost = stage.cost
         assert blocks is not None
         assert blocks.forward_s == pytest.approx(cost.forward_s)
@@ -141,7 +141,7 @@ def test_blocks_are_of_stages_that_recompute_with_their_backwards() -> None:
 def test_a_stage_with_its_backward_elsewhere_has_no_blocks(deep) -> None:
     plan = make_plan(deep, cluster_of(2), request(recompute=True))
     first = replace(plan.stages[0], backward_ranks=(1,))
-    found = BlockPlans(deep).of(replace(plan, stages=(first, plan.stages[1])))
+    found = SegmentPlans(deep).of(replace(plan, stages=(first, plan.stages[1])))
     assert found[0] is None
     assert found[1] is not None
 

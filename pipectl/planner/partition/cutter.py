@@ -54,11 +54,12 @@ CAPS = (1.0, 1.01, 1.02, 1.03, 1.05, 1.1, 1.15, 1.2, 1.3, 1.4)
 """Of the largest load, relative to the smallest possible."""
 SLACKS = (1.02, 1.1, 1.25)
 """The same within memory limits."""
-MANY = 1000
-"""Downsets; with more, stages are not looked at that are far above the smallest bottleneck."""
+MANY_DOWNSETS = 1000
+"""With more, stages are not looked at that are far above the smallest bottleneck."""
 MAX_FITTING = 1500
 """Downsets of a search within memory limits; with more, prefixes of topological orders are."""
-ROUNDING = 1e-12
+EQUAL = 1e-12
+"""Share by which equal loads differ because of rounding."""
 REPLICA_CUTS = 64
 """Downsets that stages with replicas are cut at: in each part of the work those that send least."""
 REPLICA_CAPS = (1.03, 1.06, 1.1, 1.15, 1.2, 1.3, 1.5, 1.8, 2.5, 5.0, 1e9)
@@ -71,9 +72,11 @@ MAX_STAGES = 64
 """Of such a proposal."""
 PRECISION = 0.005
 """How far above the least load of a number of stages such a proposal may be."""
-_HELD = ((0.0, 0.0), (0.0, 0.5), (0.5, 0.5), (1.0, 0.5), (1.0, 1.0))
-"""Shares that count as memory of what crosses the start of a stage, some of which may only pass by,
-and of buffers and temporary values; from too little to too much."""
+GUESSES = ((0.0, 0.0), (0.0, 0.5), (0.5, 0.5), (1.0, 0.5), (1.0, 1.0))
+"""Shares that count as memory of what crosses the start of a stage, and of messages and temporary
+values, as the programme cannot tell: what crosses may only pass by, and not all is held at once.
+The first guess leaves both out, so it loses no partition that fits; the last one counts all, so
+what it proposes fits; those between count one more half each."""
 
 
 @dataclass(frozen=True)
@@ -141,9 +144,9 @@ class Cutter:
             return []
         mix = mix.up_to(stages)
         tallies = mix.tallies(stages)
-        cap_s = bottleneck_s * (1 + ROUNDING)
+        cap_s = bottleneck_s * (1 + EQUAL)
         goals = [Goal(LATENCY, cap_s * cap) for cap in CAPS]
-        most_s = cap_s * (4.0 if len(self._space) <= MANY else 2.0)
+        most_s = cap_s * (4.0 if len(self._space) <= MANY_DOWNSETS else 2.0)
         goals += [Goal(LOAD, most_s, messages=each) for each in (ADDED, OVERLAPPED)]
         cuts = []
         for goal in goals:
@@ -171,7 +174,7 @@ class Cutter:
         )
         proven_s = max(proven_s, best_s) if isfinite(best_s) else proven_s
         is_simple = not (self._space.moved or self._cache_matters(size))
-        attained = is_simple and isfinite(best_s) and best_s <= proven_s * (1 + 1e-12)
+        attained = is_simple and isfinite(best_s) and best_s <= proven_s * (1 + EQUAL)
         return Bound(proven_s, attained)
 
     def balanced(self, request: CutRequest) -> list[Cut]:
@@ -179,90 +182,59 @@ class Cutter:
 
         Balanced ones come with those that have the shortest way and are nearly as balanced.
         """
-        space, stages = self._fitting_space, len(request.warm_up)
-        mix = request.mix.up_to(stages) if request.mix.kinds == 1 else request.mix
-        table, tallies = self._table(space, request.size), mix.tallies(stages)
-        options, modes = self._fitting_options(request, mix, request.limits_bytes)
-        cuts: list[Cut] = []
-        for held in _HELD:
-            goal = self._fitting_goal(request, LOAD, *held, request.limits_bytes)
-            chains = self._least(request, table, options, goal, tallies)
-            if not chains:
-                break
-            (least_s, balanced), *_ = chains
-            cuts.append(self._cut(space, balanced, modes))
-            for slack in SLACKS:
-                near = goal._replace(objective=LATENCY, cap_s=least_s * slack)
-                best = best_chains(space, table, options, near, self._check)
-                cuts.append(self._cut(space, best.chain(tallies), modes))
-        return list(dict.fromkeys(cuts))
+        return self._within_memory(request, LOAD, request.limits_bytes)
 
     def smallest_peak(self, request: CutRequest) -> list[Cut]:
         """Partitions whose most demanding rank, relative to its limit, demands least."""
         limits = tuple(limit if isfinite(limit) else 0.0 for limit in request.limits_bytes)
-        stages = len(request.warm_up)
-        mix = request.mix.up_to(stages) if request.mix.kinds == 1 else request.mix
-        table, tallies = self._table(self._fitting_space, request.size), mix.tallies(stages)
-        options, modes = self._fitting_options(request, mix, limits)
-        cuts: list[Cut] = []
-        for held in _HELD:
-            goal = self._fitting_goal(request, MEMORY, *held, limits)
-            chains = self._least(request, table, options, goal, tallies)
-            if not chains:
-                break
-            cuts += [self._cut(self._fitting_space, chain, modes) for _, chain in chains]
-        return list(dict.fromkeys(cuts))
+        return self._within_memory(request, MEMORY, limits)
 
-    def _fitting_options(
-        self, request: CutRequest, mix: Mix, limits: Sequence[float]
-    ) -> tuple[Options, tuple[int, ...]]:
-        modes = {False: (KEEP,), True: (RECOMPUTE,), None: (KEEP, RECOMPUTE)}[request.recompute]
-        return self._options(mix, limits, modes), modes
+    def _within_memory(
+        self, request: CutRequest, objective: int, limits: Sequence[float]
+    ) -> list[Cut]:
+        """Chains that are judged by load or by memory, for every guess of :data:`GUESSES`.
 
-    def _fitting_goal(
-        self,
-        request: CutRequest,
-        objective: int,
-        entering: float,
-        buffers: float,
-        limits: Sequence[float],
-    ) -> Goal:
-        """A goal with memory.
-
-        Args:
-            entering, buffers: how much of them counts; see ``_HELD``.
+        Short stages are tried first; they are nearly always enough for balance.
         """
-        reserved = request.reserved_bytes[::-1] or (0.0,)
-        return Goal(
-            objective,
-            flying=np.array(request.warm_up[::-1], dtype=np.float64),
-            reserved_bytes=np.array(reserved, dtype=np.float64),
-            temporary_bytes=self._problem.baseline_bytes
-            + buffers * self._problem.scale(request.size) * self._temporary,
-            buffers=buffers,
-            entering=entering,
-            limit_bytes=float(max(limits)) - min(reserved),  # one type, one kernel
-        )
-
-    def _least(
-        self, request: CutRequest, table: CostTable, options: Options, goal: Goal, tallies: Integers
-    ) -> list[tuple[float, Chain]]:
-        """The best chain within limits, if there is one, with its value; of short stages first,
-        which are nearly always enough; of peaks the best of these, too."""
-        chain: list[tuple[float, Chain]] = []
+        space, stages = self._fitting_space, len(request.warm_up)
+        mix = request.mix.up_to(stages) if request.mix.kinds == 1 else request.mix
+        table, tallies = self._table(space, request.size), mix.tallies(stages)
+        modes = {False: (KEEP,), True: (RECOMPUTE,), None: (KEEP, RECOMPUTE)}[request.recompute]
+        options = self._options(mix, limits, modes)
         total_s = float(table.work_s[0, 1, -1]) / min(self._problem.speeds)
         largest_s = float(max(self._problem.block_times(request.size))) / min(self._problem.speeds)
-        short_s = 2 * total_s / len(request.warm_up) + largest_s + 2 * table.stage_s
-        for cap_s in (short_s, inf):
-            goal = goal._replace(cap_s=cap_s)
-            chains = best_chains(self._fitting_space, table, options, goal, self._check)
-            value = chains.value(tallies)
-            if isfinite(value):
-                chain = [(value, chains.chain(tallies))]
-                if goal.objective == LOAD:
-                    return chain
-                goal = goal._replace(bound=value)
-        return chain
+        short_s = 2 * total_s / stages + largest_s + 2 * table.stage_s
+        reserved = np.array(request.reserved_bytes[::-1] or (0.0,), dtype=np.float64)
+        cuts: list[Cut] = []
+        for entering, buffers in GUESSES:
+            temporary = buffers * self._problem.scale(request.size) * self._temporary
+            goal = Goal(
+                objective,
+                short_s,
+                in_flight=np.array(request.warm_up[::-1], dtype=np.float64),
+                reserved_bytes=reserved,
+                temporary_bytes=self._problem.baseline_bytes + temporary,
+                buffers=buffers,
+                entering=entering,
+                limit_bytes=float(max(limits) - reserved.min()),  # one type, one kernel
+            )
+            chains = best_chains(space, table, options, goal, self._check)
+            least, chain = chains.value(tallies), None
+            if isfinite(least):
+                chain = chains.chain(tallies)
+            if chain is None or objective == MEMORY:
+                goal = goal._replace(cap_s=inf, bound=least)
+                chains = best_chains(space, table, options, goal, self._check)
+                if isfinite(chains.value(tallies)):
+                    least, chain = chains.value(tallies), chains.chain(tallies)
+            if chain is None:
+                break
+            cuts.append(self._cut(space, chain, modes))
+            for slack in SLACKS if objective == LOAD else ():
+                near = goal._replace(objective=LATENCY, cap_s=least * slack)
+                best = best_chains(space, table, options, near, self._check)
+                cuts.append(self._cut(space, best.chain(tallies), modes))
+        return list(dict.fromkeys(cuts))
 
     @cached_property
     def _temporary(self) -> int:
@@ -275,7 +247,7 @@ class Cutter:
         if key not in self._bottlenecks or mix.kinds > 1:
             table, cap_s = self._table(self._space, size), inf
             if mix.kinds == 1:  # enough for the fewest stages that share this table
-                fewest = 1 << (int(mix.used[-1]).bit_length() - 1)
+                fewest = fewest_of_table(int(mix.used[-1]))
                 largest_s = max(self._problem.block_times(size))
                 cap_s = float(table.work_s[0, 1, -1]) * 2 / fewest + largest_s + 2 * table.stage_s
                 cap_s /= min(self._problem.speeds)
@@ -364,9 +336,9 @@ class Cutter:
         if problem.has_limits and problem.request.recompute is False:
             # Memory counts; policy A is in flight.
             depths = np.arange(1, MAX_STAGES + 1, dtype=np.float64)
-            flying = np.minimum(depths, problem.micro_batches(size))
+            in_flight = np.minimum(depths, problem.micro_batches(size))
             baseline = float(problem.baseline_bytes)
-            goal = Goal(LATENCY, flying=flying, temporary_bytes=baseline, entering=0.0)
+            goal = Goal(LATENCY, in_flight=in_flight, temporary_bytes=baseline, entering=0.0)
         if ranks > MANY_RANKS:
             cuts = self._least_loads(table, options, goal)
             return [cut for cut in cuts if fixed in (None, len(cut.partition))]
@@ -486,6 +458,12 @@ class Cutter:
             table = table_of(self._problem, space, size, free=space.moved if least else ())
             self._tables[key] = table._replace(stage_s=0.0) if least else table
         return self._tables[key]
+
+
+def fewest_of_table(stages: int) -> int:
+    """The fewest stages whose bottleneck is in the same table: numbers from one power of two up to
+    the next share a table of the dynamic programme."""
+    return 1 << (stages.bit_length() - 1)
 
 
 def replica_counts(most: int) -> list[int]:

@@ -109,7 +109,7 @@ class Goal(NamedTuple):
         objective: LOAD, LATENCY, MEMORY or DEVICES.
         cap_s: no stage has a larger load.
         messages: FREE, ADDED or OVERLAPPED.
-        flying: micro-batches in flight by number of stages after; empty if memory does not matter.
+        in_flight: micro-batches by number of stages after; empty if memory does not matter.
         reserved_bytes: what a stage leaves to others of its device, by number of stages after.
         temporary_bytes: what one operator allocates at once.
         buffers: how often messages count as memory besides.
@@ -121,7 +121,7 @@ class Goal(NamedTuple):
     objective: int
     cap_s: float = inf
     messages: int = FREE
-    flying: Floats = np.zeros(0)
+    in_flight: Floats = np.zeros(0)
     reserved_bytes: Floats = np.zeros(1)
     temporary_bytes: float = 0.0
     buffers: float = 0.0
@@ -344,21 +344,21 @@ def _is_allowed(stage: _Stage, option: Any, goal: Goal, load_s: float) -> bool:
 @compiled
 def _excess_bytes(stage: _Stage, option: Any, goal: Goal, depth: int) -> float:
     """Memory above the limit of a stage with so many stages after it."""
-    if len(goal.flying) == 0:
+    if len(goal.in_flight) == 0:
         return -np.inf
-    flying = goal.flying[min(depth, len(goal.flying) - 1)]
+    in_flight = goal.in_flight[min(depth, len(goal.in_flight) - 1)]
     kept = goal.entering * stage.entering_bytes
     buffers = goal.buffers * (stage.entering_bytes + stage.there_bytes)
     taken = stage.fixed_bytes + stage.state_bytes * option.state_share
     taken += goal.temporary_bytes - option.limit_bytes
     taken += goal.reserved_bytes[min(depth, len(goal.reserved_bytes) - 1)]
     if option.mode == RECOMPUTE:
-        return float(taken + flying * kept + stage.touched_bytes + buffers)
+        return float(taken + in_flight * kept + stage.touched_bytes + buffers)
     held = stage.touched_bytes + kept + buffers
     if option.replicas > 1.0:
         summing = stage.summed_bytes * (2.0 - 1.0 / option.replicas)
-        return float(taken + max(flying * held / option.replicas, summing))
-    return float(taken + flying * held)
+        return float(taken + max(in_flight * held / option.replicas, summing))
+    return float(taken + in_flight * held)
 
 
 @compiled
@@ -413,5 +413,5 @@ def _extend_by_stage(
                 known.option, known.depth = number, rest.depth + 1
                 reached[start, 0] = min(reached[start, 0], new)
                 reached[start, 1] = max(reached[start, 1], new + 1)
-        if goal.objective == DEVICES and len(goal.flying) == 0:
+        if goal.objective == DEVICES and len(goal.in_flight) == 0:
             break  # options rise by the devices they take

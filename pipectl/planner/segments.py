@@ -1,17 +1,20 @@
-"""Stages that recompute block by block: where they are cut, and what they hold.
+"""Stages that recompute segment by segment: where they are cut, and what they hold.
 
-Between two forwards and backwards a block holds its inputs; while it recomputes, all that its
-operators save. So cuts are wanted where little crosses, and so that no block saves much. Between
-the operators of a stage, in graph order, for the most that a block may save::
+Job files and plans call these segments blocks; in the planner, a block is a group of operators that
+share a stage.
+
+Between two forwards and backwards a segment holds its inputs; while it recomputes, all that its
+operators save. So cuts are wanted where little crosses, and so that no segment saves much. Between
+the operators of a stage, in graph order, for the most that a segment may save::
 
     least crossing(end) = min over starts of
         least crossing(start) + bytes that cross the end    if the operators between save that most
 
-Falling limits give more and more blocks: those between the layers of a model with equal layers.
+Falling limits give more and more segments: those between the layers of a model with equal layers.
 
-In the backward, a block holds what it saves and the inputs of all blocks before it; the gradients
-of those of its inputs that other blocks made wait for these. A stage takes the cut with which it
-holds least, with as many micro-batches in flight as its plan says.
+In the backward, a segment holds what it saves and the inputs of all segments before it; the
+gradients of those of its inputs that other segments made wait for these. A stage takes the cut with
+which it holds least, with as many micro-batches in flight as its plan says.
 """
 
 from __future__ import annotations
@@ -32,10 +35,10 @@ from pipectl.planner.costs.stage_costs import stage_times
 from pipectl.profile import Operator, Profile
 
 LIMITS = tuple(0.7**power for power in range(1, 13))
-"""Of what a block saves, relative to the whole stage."""
+"""Of what a segment saves, relative to the whole stage."""
 
 
-class BlockCuts:
+class SegmentCuts:
     """Cuts of the stages of one profile."""
 
     def __init__(self, profile: Profile) -> None:
@@ -44,10 +47,10 @@ class BlockCuts:
         self._readers = profile.readers
 
     def of(self, inside: Sequence[int]) -> list[tuple[int, ...]]:
-        """Cuts of a stage of ascending operator indices, into more and more blocks.
+        """Cuts of a stage of ascending operator indices, into more and more segments.
 
         Returns:
-            The places among its operators at which blocks but the first begin.
+            The places among its operators at which segments but the first begin.
         """
         places = self._places(inside)
         saved = np.cumsum([0, *self._saved(inside)], dtype=np.float64)
@@ -108,9 +111,9 @@ def _lives(
 def _cut(
     places: Sequence[int], saved: Floats, crossing: Floats, most_bytes: float
 ) -> tuple[int, ...]:
-    """The cut with the least bytes at its borders; a block that cannot be cut may save more."""
+    """The cut with the least bytes at its borders; a segment that cannot be cut may save more."""
     before = saved[list(places)]
-    costs = 1.0 + crossing[list(places)]  # of equal bytes, fewer blocks
+    costs = 1.0 + crossing[list(places)]  # of equal bytes, fewer segments
     costs[-1] = 0.0
     least, start = np.zeros(len(places)), np.zeros(len(places), dtype=np.int64)
     firsts = np.searchsorted(before, before - most_bytes)
@@ -125,17 +128,17 @@ def _cut(
     return tuple(reversed(cut))
 
 
-class BlockPlans:
-    """The blocks of plans of one profile; stages that several plans share are cut once."""
+class SegmentPlans:
+    """The segments of plans of one profile; stages that several plans share are cut once."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
-        self._cuts = BlockCuts(profile)
+        self._cuts = SegmentCuts(profile)
         self._footprints = Footprints(profile)
         self._known: dict[object, list[list[Blocks]]] = {}
 
     def of(self, plan: Plan) -> list[Blocks | None]:
-        """The blocks of every stage if it recomputes; None where it is better not cut."""
+        """The segments of every stage if it recomputes; None if it is better not cut."""
         index_of = self._profile.index_of
         members = tuple(tuple(map(index_of.__getitem__, stage.nodes)) for stage in plan.stages)
         size, split = plan.micro_batch_size, plan.replication is Replication.SPLIT
@@ -145,7 +148,7 @@ class BlockPlans:
         if key not in self._known:
             self._known[key] = self._candidates(*key)
         rows = zip(plan.stages, plan.warm_up, self._known[key], strict=True)
-        return [_least(stage, flying, candidates) for stage, flying, candidates in rows]
+        return [_least(stage, in_flight, candidates) for stage, in_flight, candidates in rows]
 
     def _candidates(
         self, members: Sequence[Sequence[int]], samples: Sequence[int], size: int
@@ -159,17 +162,17 @@ class BlockPlans:
                 [inside[begin:end] for begin, end in pairwise([0, *places, len(inside)])]
                 for inside, places in zip(members, chosen, strict=True)
             ]
-            parts = self._footprints.of([block for blocks in cut_up for block in blocks])
+            parts = self._footprints.of([segment for segments in cut_up for segment in segments])
             first = 0
-            for stage, blocks in enumerate(cut_up):
+            for stage, segments in enumerate(cut_up):
                 if number < len(cuts[stage]):
-                    span = range(first, first + len(blocks))
-                    candidates[stage].append(self._blocks(parts, span, samples[stage], size))
-                first += len(blocks)
+                    span = range(first, first + len(segments))
+                    candidates[stage].append(self._segments(parts, span, samples[stage], size))
+                first += len(segments)
         return candidates
 
-    def _blocks(self, parts: Footprint, span: range, samples: int, size: int) -> Blocks:
-        """Some stages of a partition as the blocks of one.
+    def _segments(self, parts: Footprint, span: range, samples: int, size: int) -> Blocks:
+        """Some stages of a partition as the segments of one.
 
         Args:
             samples: that a replica takes at once.
@@ -178,35 +181,36 @@ class BlockPlans:
         own = self._profile.micro_batch_size
         times = operator_times(self._profile, samples)
         costs = [
-            stage_times(parts, block, times, samples / own, self._profile.stage) for block in span
+            stage_times(parts, segment, times, samples / own, self._profile.stage)
+            for segment in span
         ]
         forwards, backwards = zip(*costs, strict=True)
         longer = size / samples
-        held = [_held(parts, block, size / own) for block in span]
+        held = [_held(parts, segment, size / own) for segment in span]
         inputs: dict[str, int] = {}
         for name, kept in (pair for one in held for pair in one.inputs.items()):
             inputs[name] = max(kept, inputs.get(name, 0))
-        blocks = [_held(parts, block, samples / own) for block in span]
+        segments = [_held(parts, segment, samples / own) for segment in span]
         made = forward_peak = 0
-        for one in blocks:
+        for one in segments:
             forward_peak = max(forward_peak, made + one.peaks.forward_bytes)
             made += sum(one.results.values())
-        later_peak, first_peak = _backward_peaks(blocks)
+        later_peak, first_peak = _backward_peaks(segments)
         return Blocks(
-            firsts=tuple(parts.nodes[block][0] for block in span[1:]),
+            firsts=tuple(parts.nodes[segment][0] for segment in span[1:]),
             forward_s=longer * sum(forwards),
             recompute_s=longer * forwards[-1],
             backward_s=longer * (sum(backwards) + sum(forwards[:-1])),
             kept_bytes=sum(inputs.values()),
             last_bytes=held[-1].own_bytes,
             peaks=StagePeaks(forward_peak, later_peak, first_peak, 0),
-            recompute_peak_bytes=blocks[-1].peaks.forward_bytes,
+            recompute_peak_bytes=segments[-1].peaks.forward_bytes,
         )
 
 
 @dataclass(frozen=True)
 class _Held:
-    """What one block holds.
+    """What one segment holds.
 
     Args:
         own_bytes: saved, without its inputs.
@@ -222,8 +226,8 @@ class _Held:
     gradient_bytes: int
 
 
-def _held(parts: Footprint, block: int, scale: float) -> _Held:
-    memory, crossing = parts.memory[block], parts.crossings[block]
+def _held(parts: Footprint, segment: int, scale: float) -> _Held:
+    memory, crossing = parts.memory[segment], parts.crossings[segment]
     inputs = {name: ceil(size * scale) for name, size in crossing.received.items()}
     own = max(0, ceil(memory.saved * scale) - sum(inputs.values()))
     without = StagePeaks(own, 0, memory.accumulated, 0)
@@ -236,48 +240,48 @@ def _held(parts: Footprint, block: int, scale: float) -> _Held:
     )
 
 
-def _backward_peaks(blocks: Sequence[_Held]) -> tuple[int, int]:
-    """Of a backward, and of the first: above the inputs of all blocks and what the last saves."""
-    inner = {name for block in blocks for name in block.results}
+def _backward_peaks(segments: Sequence[_Held]) -> tuple[int, int]:
+    """Of a backward, and of the first: above the inputs of all segments and what the last saves."""
+    inner = {name for segment in segments for name in segment.results}
     later = first = held = gradients = 0
     waiting: dict[str, int] = {}
-    for number, block in reversed(list(enumerate(blocks))):
+    for number, segment in reversed(list(enumerate(segments))):
         level = held + sum(waiting.values())
-        if block is not blocks[-1]:
-            later = max(later, level + block.peaks.forward_bytes)
-            first = max(first, level + gradients + block.peaks.forward_bytes)
-            level += block.own_bytes
-        later = max(later, level + block.peaks.backward_bytes)
-        first = max(first, level + gradients + block.peaks.first_backward_bytes)
-        gradients += block.gradient_bytes
-        earlier = {name for before in blocks[:number] for name in before.inputs}
-        freed = {name: size for name, size in block.inputs.items() if name not in earlier}
+        if segment is not segments[-1]:
+            later = max(later, level + segment.peaks.forward_bytes)
+            first = max(first, level + gradients + segment.peaks.forward_bytes)
+            level += segment.own_bytes
+        later = max(later, level + segment.peaks.backward_bytes)
+        first = max(first, level + gradients + segment.peaks.first_backward_bytes)
+        gradients += segment.gradient_bytes
+        earlier = {name for before in segments[:number] for name in before.inputs}
+        freed = {name: size for name, size in segment.inputs.items() if name not in earlier}
         held -= sum(size for name, size in freed.items() if name in inner)
-        held -= block.own_bytes if block is blocks[-1] else 0
-        waiting = {name: size for name, size in waiting.items() if name not in block.results}
-        waiting |= block.inputs
+        held -= segment.own_bytes if segment is segments[-1] else 0
+        waiting = {name: size for name, size in waiting.items() if name not in segment.results}
+        waiting |= segment.inputs
     return later, first
 
 
-def _least(stage: Stage, flying: int, candidates: Sequence[Blocks]) -> Blocks | None:
+def _least(stage: Stage, in_flight: int, candidates: Sequence[Blocks]) -> Blocks | None:
     """What holds least; None if nothing does less than the stage in one."""
     if stage.backward_ranks or not candidates:
         return None
     update = 0 if stage.cost.peaks is None else stage.cost.peaks.update_bytes
-    best = min(candidates, key=lambda blocks: _most_bytes(stage, blocks, flying))
-    if _most_bytes(stage, best, flying) >= _most_bytes(stage, None, flying):
+    best = min(candidates, key=lambda segments: _most_bytes(stage, segments, in_flight))
+    if _most_bytes(stage, best, in_flight) >= _most_bytes(stage, None, in_flight):
         return None
     assert best.peaks is not None
     return replace(best, peaks=replace(best.peaks, update_bytes=update))
 
 
-def _most_bytes(stage: Stage, blocks: Blocks | None, flying: int) -> int:
+def _most_bytes(stage: Stage, segments: Blocks | None, in_flight: int) -> int:
     """What a stage that recomputes holds at most of its micro-batches."""
-    again = replace(stage, recompute=True, blocks=blocks)
-    cost, kept = again.running, again.kept_bytes
+    recomputing = replace(stage, recompute=True, blocks=segments)
+    cost, kept = recomputing.running, recomputing.kept_bytes
     peaks = cost.peaks or StagePeaks(cost.saved_bytes, 0, cost.accumulated_bytes, 0)
-    before = (flying - 1) * kept
+    before = (in_flight - 1) * kept
     backward = before + cost.saved_bytes + max(peaks.backward_bytes, peaks.first_backward_bytes)
     if stage.cost.weight_s is not None:  # its backwards are split
-        backward += again.input_half_bytes
+        backward += recomputing.input_half_bytes
     return max(before + peaks.forward_bytes, backward)
