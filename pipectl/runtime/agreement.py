@@ -1,8 +1,8 @@
 """Whether the processes that were started belong together, before anything is built.
 
-All checks are collective and end alike on all ranks: ranks that went on with different programs
-would wait for each other for ever. What ranks compare travels in one ``allgather`` before any other
-message, so that an older or newer pipectl, which compares other things, differs too instead of
+All checks are collective and end alike on all ranks: ranks that continued with different programs
+would wait for each other forever. The compared values travel in one ``allgather`` before any other
+message, so that another version of pipectl, which compares other values, differs too instead of
 hanging.
 """
 
@@ -66,7 +66,7 @@ def check_alike(communicator: MPI.Comm, spec: JobSpec, plan: Plan) -> None:
 
 
 def identity(spec: JobSpec, plan: Plan) -> Identity:
-    """What this rank is; versions first, because files may differ for no other reason."""
+    """The values that ranks compare; versions first, since files may differ because of them."""
     return {
         "pipectl": __version__,
         "torch": torch.__version__,
@@ -78,7 +78,7 @@ def identity(spec: JobSpec, plan: Plan) -> Identity:
 
 
 def neighbours_of(communicator: MPI.Comm) -> list[list[int]]:
-    """The ranks of every node, by the batch system's names; nodes by their first rank."""
+    """The ranks of every node, by the batch system's node names; nodes by their first rank."""
     return list(grouped(gather_all(communicator, node_name())).values())
 
 
@@ -86,8 +86,8 @@ def accelerators_of(communicator: MPI.Comm) -> str:
     """The type of accelerator that all ranks see, such as ``cuda``. Collective.
 
     Raises:
-        MismatchError: on all ranks, if none sees any, or naming those that see another one than
-            rank 0, or none.
+        MismatchError: on all ranks, if none sees an accelerator, or naming those that see another
+            type than rank 0, or none.
     """
     mine = torch.accelerator.current_accelerator(check_available=True)
     types = gather_all(communicator, (mine.type if mine else "", node_name()))
@@ -108,7 +108,7 @@ def accelerators_of(communicator: MPI.Comm) -> str:
 
 
 def check_unshared(communicator: MPI.Comm, device: torch.device) -> None:
-    """Refuse ranks that share an accelerator, in a job with as many as it has ranks. Collective.
+    """Refuse ranks that share an accelerator if the job has one per rank. Collective.
 
     Raises:
         MismatchError: on all ranks, naming the first two.
@@ -128,10 +128,10 @@ def check_unshared(communicator: MPI.Comm, device: torch.device) -> None:
 
 
 def sharing_ranks(places: Sequence[Hashable | None]) -> tuple[int, int] | None:
-    """The first two ranks in one place.
+    """The first two ranks in the same place.
 
     Args:
-        places: of every rank; None if it is not known.
+        places: of every rank; None if unknown.
     """
     ranks: dict[Hashable, int] = {}
     for rank, place in enumerate(places):
@@ -145,9 +145,9 @@ def _accelerator(kind: str) -> str:
 
 
 def misplaced(nodes: Sequence[Sequence[int]], node_of_rank: Sequence[int]) -> str:
-    """How the real nodes differ from those of the plan, for people; empty if they do not.
+    """How the real nodes differ from those of the plan, in words; empty if they do not.
 
-    The result does not depend on it, but messages do not take the ways that were predicted.
+    The results do not depend on it, but messages take other links than predicted.
 
     Args:
         nodes: ranks of every node.
@@ -164,7 +164,7 @@ def misplaced(nodes: Sequence[Sequence[int]], node_of_rank: Sequence[int]) -> st
 
 
 def check_graph(communicator: MPI.Comm, job: CapturedJob, plan: Plan, profile: Profile) -> None:
-    """Compare the graph that every rank captured with the planned one.
+    """Compare the graph captured by every rank with the planned one.
 
     Raises:
         MismatchError: on all ranks, naming the first operator that differs.
@@ -191,7 +191,7 @@ def check_graph(communicator: MPI.Comm, job: CapturedJob, plan: Plan, profile: P
 
 
 def _comparable(answer: object) -> Identity:
-    """Without what may differ. Another pipectl may tell something else altogether."""
+    """Without values that may differ. Another version of pipectl may send any other object."""
     if not isinstance(answer, Mapping):
         return {}
     return {name: value for name, value in answer.items() if name != _NODE}

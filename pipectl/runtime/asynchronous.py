@@ -1,8 +1,8 @@
 """Training without flushes: steps overlap, from one evaluation or checkpoint to the next.
 
-At these the pipeline is empty, and the versions of the weights start anew. Between them every rank
-updates on its own, as soon as a step has had its last backward there, so nothing may ask for what
-all ranks know at once.
+At these points the pipeline is empty, and the versions of the weights start anew. Between them,
+every rank updates independently, after the last backward of a step on it, so no rank may need a
+value from all ranks at once.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ Shares = Callable[[Sequence[Batch]], list[float]]
 
 
 def refuse(training: Training, schedule: str, shared: Mapping[str, object]) -> None:
-    """Raise for what needs all ranks at once, or has no version of its own.
+    """Refuse what needs all ranks at once, or has no versions.
 
     Args:
         shared: parameters that several operators use.
 
     Raises:
-        MismatchError: the job asks for it.
-        CaptureError: the model does.
+        MismatchError: the job needs it.
+        CaptureError: the model needs it.
     """
     asked = {
         "clip_grad_norm": training.clip_grad_norm is not None,
@@ -76,7 +76,7 @@ class AsynchronousSteps:
     If one of these steps is to be recorded, the first ones are, as many as the prediction shows.
 
     Args:
-        on_update: called after every update; never waits for another rank.
+        on_update: called after every update; must not wait for another rank.
 
     Attributes:
         overlap: whether steps overlap.
@@ -113,11 +113,12 @@ class AsynchronousSteps:
 
         Args:
             planned: the samples of every step.
-            done: so many of the steps.
+            done: number of steps that are done.
 
         Raises:
             MismatchError: see :func:`refuse`.
-            CaptureError: likewise; or some step has another number of micro-batches than the plan.
+            CaptureError: see :func:`refuse`; or a step differs from the plan in its number of
+                micro-batches.
         """
         setup = self._setup
         refuse(setup.job.spec.training, self._plan.schedule, shared_uses(setup.cut))
@@ -171,7 +172,7 @@ class AsynchronousSteps:
         return target_shares(self._weigh, self._setup.job.spec.loss.weight, targets)
 
     def _update(self, run: StepRun, stage: int, micro_batch: int) -> None:
-        """The end of a step on this rank: an update, or after the last of its forwards."""
+        """The end of a step on this rank: its update, or its last forward if it updates nothing."""
         count, index = self._plan.micro_batches, micro_batch // self._plan.micro_batches
         rate, before = self._stepper.learning_rate, index * count
         weights = run.weights[before : before + count]
@@ -213,12 +214,12 @@ class AsynchronousSteps:
 
 
 class _Weights(Sequence[float]):
-    """The weights of micro-batches in the loss, from their targets, read a step at a time.
+    """The weights of micro-batches in the loss, from their targets, read one step at a time.
 
     Args:
-        loaded: micro-batches; :meth:`batches` gives them once more.
-        count: of a step.
-        needed: whether anybody asks for the batches, too.
+        loaded: micro-batches; :meth:`batches` yields them again.
+        count: micro-batches per step.
+        needed: whether the batches are also needed.
     """
 
     def __init__(
@@ -229,7 +230,7 @@ class _Weights(Sequence[float]):
         self._read: deque[Batch] = deque()
 
     def batches(self) -> Iterator[Batch]:
-        """All micro-batches; asked for as they are needed."""
+        """All micro-batches, loaded as needed."""
         while self._read or self._read_step():
             yield self._read.popleft()
 
@@ -250,11 +251,7 @@ class _Weights(Sequence[float]):
 
 
 def _check_counts(planned: Iterable[Samples], plan: Plan) -> None:
-    """Refuse a step with another number of micro-batches than the plan, before any is trained.
-
-    Raises:
-        CaptureError: naming it.
-    """
+    """Refuse steps whose number of micro-batches differs from the plan, before training."""
     sizes = {batch.size for batch in planned}
     counts = {len(split_batch(size, plan.micro_batch_size)) for size in sizes}
     other = next(iter(sorted(counts - {plan.micro_batches})), None)

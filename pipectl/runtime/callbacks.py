@@ -1,6 +1,6 @@
 """User code and trackers that are told every line of the metrics, on rank 0.
 
-What goes wrong in them is a warning: no training ends because a server of curves is away.
+An error in them only gives a warning: no training ends because a metrics server is unavailable.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Tell = Callable[[dict[str, Any]], object]
 
 
 class Callbacks:
-    """Those of a job, by their keys; as a context, closed at its end, however it ends.
+    """The callbacks of a job, by key; a context manager that closes them at its end.
 
     Args:
-        warn: told when one fails; it is not called again then.
+        warn: called when a callback fails; that callback is not called again.
 
     Raises:
-        CaptureError: one cannot be made.
+        CaptureError: a callback cannot be created.
     """
 
     def __init__(self, spec: JobSpec, run: RunDirectory, warn: Callable[[str], None]) -> None:
@@ -40,7 +40,7 @@ class Callbacks:
         try:
             for name, factory in _factories(spec).items():
                 function = factories.find(factory.factory, spec.base)
-                # Keys and tokens are left out, since a logger sends its config to a server.
+                # Keys and tokens are omitted, since a logger sends its config to a server.
                 private = {"environment": {"variables", "setup"}}
                 config = spec.model_dump(mode="json", exclude=private)
                 arguments = run.path, config
@@ -62,21 +62,21 @@ class Callbacks:
         self.close(failure)
 
     def __call__(self, line: Mapping[str, Any]) -> None:
-        """Tell all of them a line; each gets a copy."""
+        """Call all callbacks with a line; each gets a copy."""
         for name, tell in list(self._functions.items()):
             try:
                 tell(dict(line))
-            except Exception as error:  # whatever it is, training goes on
+            except Exception as error:  # training continues after any error
                 del self._functions[name]
                 self._warn(
                     f"{name}: {_raised(error)}; training continues, and it is not called again"
                 )
 
     def close(self, failure: BaseException | None = None) -> None:
-        """Call ``close`` of those that have it, once; nothing it raises replaces the failure.
+        """Call ``close`` of the callbacks that have it, once; its errors never replace the failure.
 
         Args:
-            failure: what ends the training; given to those whose ``close`` has such a parameter.
+            failure: the error that ends the training; passed to a ``close`` with such a parameter.
         """
         while self._functions:
             name, tell = self._functions.popitem()
@@ -92,7 +92,6 @@ class Callbacks:
 
 
 def _factories(spec: JobSpec) -> dict[str, Factory]:
-    """The callbacks of a job, by their keys: its own, and those of its trackers."""
     own = {f"callbacks.{name}": factory for name, factory in spec.callbacks.items()}
     trackers = {
         f"tracking.{name}": Factory(factory=TRACKERS[name], kwargs=options)
@@ -109,7 +108,7 @@ def _raised(error: BaseException) -> str:
 def _takes_failure(close: Callable[..., object]) -> bool:
     try:
         return "failure" in inspect.signature(close).parameters
-    except (TypeError, ValueError):  # of a function without a signature, as some in C
+    except (TypeError, ValueError):  # a function without a signature, as some in C
         return False
 
 
@@ -127,7 +126,7 @@ _MAX_PARAM = 500
 
 
 class TensorBoardRun:
-    """Event files for TensorBoard: figures become scalars, by step.
+    """Event files for TensorBoard: numbers become scalars, by step.
 
     Args:
         run: the run directory.
@@ -147,12 +146,12 @@ class TensorBoardRun:
         self._events = writer(str(run / directory))
 
     def __call__(self, line: Mapping[str, Any]) -> None:
-        """Log a line of the metrics; of evaluations every metric, under ``evaluation/``."""
+        """Log a line of the metrics; metrics of evaluations are under ``evaluation/``."""
         for name, value in get_figures(line).items():
             self._events.add_scalar(name, value, line["step"], line.get("time"))
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the remaining events."""
         self._events.close()
 
 
@@ -162,7 +161,7 @@ class WandbRun:
     Args:
         run: the run directory.
         config: the job.
-        options: of ``wandb.init``; by default the project is named as the job.
+        options: of ``wandb.init``; the default project is the job's name.
 
     Raises:
         CaptureError: wandb is not installed.
@@ -172,7 +171,7 @@ class WandbRun:
         self._wandb = wandb = _import("wandb")
         defaults = {"project": config["name"], "name": run.name, "id": _id_of(run), "dir": str(run)}
         self._run = wandb.init(**{**defaults, "resume": "allow", "config": config, **options})
-        # W&B's own step may not go back; that of a resumed run does.
+        # W&B's own step may not decrease; that of a resumed run does.
         self._run.define_metric("*", step_metric="step")
 
     def __call__(self, line: Mapping[str, Any]) -> None:
@@ -192,7 +191,7 @@ class MlflowRun:
         run: the run directory.
         config: the job; its values are the parameters of the run.
         experiment: by default the name of the job.
-        tracking_uri: of the server; by default what ``MLFLOW_TRACKING_URI`` says.
+        tracking_uri: of the server; by default ``MLFLOW_TRACKING_URI``.
 
     Raises:
         CaptureError: mlflow is not installed.
@@ -227,7 +226,7 @@ class MlflowRun:
 
 
 def get_figures(line: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers in a line of the metrics by name; of evaluations, under ``evaluation/``."""
+    """The numbers in a line of the metrics by name; those of evaluations under ``evaluation/``."""
     figures = {name: line[name] for name in line.keys() - _NOT_LOGGED}
     evaluation = line.get("evaluation") or {}
     figures |= {f"evaluation/{name}": value for name, value in evaluation.items()}
@@ -242,7 +241,7 @@ def _parameters(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _id_of(run: Path) -> str:
-    """The same for every start of a run, and another for runs of this name in other directories."""
+    """An id that is the same for every start of a run, and unique per run directory."""
     return f"{run.name}-{hashlib.sha256(bytes(run.resolve())).hexdigest()[:8]}"
 
 

@@ -1,10 +1,11 @@
 """One clock for all ranks: that of rank 0, as each of them estimates it.
 
-Processes of one machine share the system's monotonic clock, so one rank of each machine compares
-its own with rank 0's: of many short messages there and back, the fastest tells best, and its middle
-is taken for the moment at which the other side read its clock. The error is at most half of that
-fastest time, as long as the clocks do not drift; they do by up to about 50 us a second, so whoever
-needs them later agrees anew. (Cristian, "Probabilistic clock synchronization", 1989.)
+Processes of one machine share the system's monotonic clock, so only one rank per machine compares
+its clock with rank 0's. Of many short round trips, the fastest is the most accurate; its midpoint
+is taken for the time at which the other side read its clock. The error is at most half of that
+fastest round trip, as long as the clocks do not drift. They drift by up to about 50 us per second,
+so the comparison must be repeated for later use. (Cristian, "Probabilistic clock synchronization",
+1989.)
 """
 
 from __future__ import annotations
@@ -32,23 +33,23 @@ class CommonClock:
     """Seconds of rank 0's monotonic clock.
 
     Args:
-        offset_s: to add to this rank's own.
-        error_s: most that the offset is wrong by.
+        offset_s: added to this rank's own clock.
+        error_s: maximum error of the offset.
     """
 
     offset_s: float = 0.0
     error_s: float = 0.0
 
     def __call__(self) -> float:
-        """Now."""
+        """The current time."""
         return perf_counter() + self.offset_s
 
 
 def agree(communicator: MPI.Comm) -> CommonClock:
-    """The common clock, for this rank. Collective; takes about ``TRIPS`` short messages a machine.
+    """This rank's common clock. Collective; sends about ``TRIPS`` short messages per machine.
 
     Args:
-        communicator: on which nothing else with this ``TAG`` is on its way.
+        communicator: on which no other messages have this ``TAG``.
     """
     machines = _gathered(communicator, float(_machine())).tolist()
     leaders = [machines.index(machine) for machine in dict.fromkeys(machines)]
@@ -65,18 +66,18 @@ def agree(communicator: MPI.Comm) -> CommonClock:
 
 
 def estimate(trips: Figures) -> tuple[float, float]:
-    """Offset of the other clock, and its error, from messages there and back.
+    """Offset of the other clock, and its error, from round trips.
 
     Args:
-        trips: sent and back by this clock, and in between by the other; shape [trips, 3] in the
-            order sent, other, back.
+        trips: times of sending and return by this clock, and of the other clock in between; shape
+            [trips, 3] in the order sent, other, back.
     """
     sent, other, back = trips[np.argmin(trips[:, 2] - trips[:, 0])]
     return float(other - (sent + back) / 2), float((back - sent) / 2)
 
 
 def _compare(communicator: MPI.Comm) -> tuple[float, float]:
-    """The side that asks."""
+    """The side that sends the requests."""
     trips, word = np.zeros((TRIPS, 3)), np.zeros(1)
     for trip in trips:
         receiving = communicator.Irecv(word, 0, TAG)
@@ -101,7 +102,7 @@ def _gathered(communicator: MPI.Comm, value: float) -> Figures:
 
 
 def _machine() -> int:
-    """Names the clock that this process reads."""
+    """Identifies the clock that this process reads."""
     try:
         name = f"{_BOOT.read_text()}{_NAMESPACE.readlink()}"
     except OSError:

@@ -1,6 +1,6 @@
 """Comparing two trainings of one job, step by step and tensor by tensor.
 
-Of two pipelines, no more than one tensor of each is in memory at a time.
+Of each pipeline, at most one tensor is in memory at a time.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Weights = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Trained:
-    """What a training left of every step.
+    """The losses and weights of a training after every step.
 
     Args:
         losses: by step, computed with the weights before it; null if not finite.
-        weights: gives weights and buffers after a step, by the names of the user's model.
+        weights: returns weights and buffers after a step, by their names in the user's model.
     """
 
     losses: Mapping[int, float | None]
@@ -45,7 +45,7 @@ class Trained:
 
     @classmethod
     def of_process(cls, directory: Path) -> Trained:
-        """What :mod:`pipectl.runtime.plain` left."""
+        """The results of :mod:`pipectl.runtime.plain`."""
         losses = json.loads((directory / plain.LOSSES).read_text("utf-8"))["losses"]
         weights = partial(plain.weights_file, directory)
         return cls(dict(enumerate(losses, 1)), lambda step: load_file(weights(step)))
@@ -57,11 +57,11 @@ class Trained:
 
 
 class Difference(NamedTuple):
-    """Where two trainings differ.
+    """A difference between two trainings.
 
     Args:
         tensor: a name in the user's model, or ``loss``.
-        largest: the largest absolute difference there.
+        largest: the largest absolute difference in it.
     """
 
     step: int
@@ -71,13 +71,12 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far two trainings are apart.
+    """The result of a comparison of two trainings.
 
     Args:
-        first: the first difference beyond the tolerance; a step's loss is looked at before its
-            weights.
+        first: the first difference beyond the tolerance; a step's loss comes before its weights.
         largest: the largest absolute difference of all steps and tensors, losses included.
-        losses: of every step: the one compared, then the reference.
+        losses: of every step: of the compared training, then of the reference.
     """
 
     first: Difference | None
@@ -101,8 +100,9 @@ def compare(
     """Compare every loss and every weight of ``steps`` steps.
 
     Args:
-        tolerance: what a weight may differ by, as a share of the farthest that training has moved
-            any weight since ``start`` (losses: of the loss itself); 0 asks for the same bits.
+        tolerance: by how much a weight may differ, relative to the largest change of any weight
+            by training since ``start`` (a loss: relative to the loss itself); 0 requires equal
+            bits.
         start: the weights before the first step; not needed without tolerance.
         left_out: names that are not compared.
     """
@@ -153,7 +153,7 @@ def distance(one: Tensor, other: Tensor) -> float:
 
 
 def _rounding(tensor: Tensor) -> float:
-    """What rounding alone may do to the largest element."""
+    """The largest difference that rounding alone may cause."""
     if not tensor.is_floating_point() or not tensor.numel():
         return 0.0
     finite = tensor.double().abs().nan_to_num(nan=0.0, posinf=0.0)

@@ -1,10 +1,10 @@
 """What differs between CPU and accelerator ranks, behind one small interface, and settings
 of a process that computes.
 
-By default glibc gives every large block back to the system when it is freed, and the next tensor
-of that size is made of fresh pages, each of which the system clears at its first use. A training
-step frees and allocates the same sizes over and over, so that takes up to a third of its time. So
-blocks stay with the process; its peak is the same, since that is when they were all in use.
+By default, glibc returns every large block to the system when it is freed, and the next tensor of
+that size gets new pages, each of which the system clears at its first use. A training step frees
+and allocates the same sizes repeatedly, so this takes up to a third of its time. So the process
+keeps freed blocks; its peak is the same, since all of them were in use at the peak.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import torch
 from torch import Tensor, nn
 
 Sizes = int | tuple[int, ...]
-"""Of a contiguous tensor's dimensions, or the elements of a vector."""
+"""Sizes of a contiguous tensor's dimensions, or the number of elements of a vector."""
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
-"""Parameters of ``mallopt``, see its manual page; glibc offers no other way."""
+"""Parameters of ``mallopt``, see its manual page; glibc has no other interface."""
 _LARGEST = 2**31 - 1
 
 
 class MessageBuffer:
-    """A vector that MPI may read or write, now or when the device has got so far.
+    """A vector that MPI may read or write, now or after some events on the device.
 
     Args:
-        free: events after which MPI may use each piece, or one for all; none if it may now.
+        free: events after which MPI may use each piece, or one for all; empty if it may now.
     """
 
     __slots__ = ("free", "vector")
@@ -42,10 +42,10 @@ class MessageBuffer:
 
 
 class Device:
-    """The device a rank computes on, and how its tensors reach MPI: here, as on CPUs, in place.
+    """The device of a rank, and how its tensors reach MPI: here in place, as on CPUs.
 
     Attributes:
-        route: how, in words.
+        route: a description of how they reach MPI.
         staged: whether messages are copied through host memory, piece by piece.
     """
 
@@ -54,17 +54,17 @@ class Device:
     staged = False
 
     def enter_thread(self) -> None:
-        """Make this the current device of the thread that calls, which may hand it to MPI."""
+        """Make this the current device of the calling thread, which may pass its memory to MPI."""
 
     def synchronize(self) -> None:
-        """Return when everything queued on the device is done."""
+        """Return when all work queued on the device is done."""
 
     def message_buffer(self, sizes: Sizes, dtype: torch.dtype) -> MessageBuffer:
-        """Memory that MPI can write so many elements into."""
+        """Memory into which MPI can write a tensor of these sizes."""
         return MessageBuffer(torch.empty(sizes, dtype=dtype))
 
     def to_message(self, vector: Tensor, piece_bytes: int) -> MessageBuffer:  # noqa: ARG002
-        """A contiguous tensor for MPI, which reads it in pieces of so many bytes."""
+        """A contiguous tensor as a buffer that MPI reads in pieces of ``piece_bytes``."""
         return MessageBuffer(vector)
 
     def from_message(self, buffer: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class Device:
         return buffer
 
     def peak_bytes(self) -> int:
-        """Most memory this rank has held: resident on the CPU, allocated on an accelerator."""
+        """Peak memory of this rank: resident on the CPU, allocated on an accelerator."""
         try:
             status = Path("/proc/self/status").read_text(encoding="ascii")
             peak = next(line for line in status.splitlines() if line.startswith("VmHWM"))
@@ -81,7 +81,7 @@ class Device:
             return int(psutil.Process().memory_info().rss)
 
     def free_bytes(self) -> int:
-        """Memory that nobody holds now."""
+        """Memory that is free now."""
         return int(psutil.virtual_memory().available)
 
 
@@ -90,10 +90,10 @@ class CpuDevice(Device):
 
 
 class Staging:
-    """Copies between a device and host memory that MPI can reach.
+    """Copies between a device and host memory that MPI can access.
 
     Args:
-        device: where the tensors are; copies of the CPU's own memory serve tests.
+        device: of the tensors; copies of the CPU's own memory are for tests.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -142,7 +142,7 @@ class AcceleratorDevice(Device):
         self._staging = Staging(self.torch_device)
 
     def enter_thread(self) -> None:
-        """Threads begin with the first accelerator of the node."""
+        """Set the device: threads start with the first accelerator of the node."""
         torch.accelerator.set_device_index(self.torch_device.index)
 
     def synchronize(self) -> None:
@@ -150,7 +150,7 @@ class AcceleratorDevice(Device):
         torch.accelerator.current_stream().synchronize()
 
     def message_buffer(self, sizes: Sizes, dtype: torch.dtype) -> MessageBuffer:
-        """Memory of the accelerator, once kernels no longer use it, or pinned host memory."""
+        """Memory of the accelerator that kernels no longer use, or pinned host memory."""
         if self.staged:
             return MessageBuffer(self._staging.buffer(sizes, dtype))
         vector = torch.empty(sizes, dtype=dtype, device=self.torch_device)
@@ -171,24 +171,24 @@ class AcceleratorDevice(Device):
         return int(torch.accelerator.max_memory_allocated(self.torch_device))
 
     def free_bytes(self) -> int:
-        """Of the accelerator."""
+        """Free bytes of the accelerator."""
         free, _ = torch.accelerator.get_memory_info(self.torch_device)
         return int(free)
 
 
 def _mark(device: torch.device) -> torch.Event:
-    """An event after what is queued on an accelerator now."""
+    """An event after the work that is now queued on an accelerator."""
     event = torch.Event(device)
     event.record()
     return event
 
 
 def choose_device(accelerators_per_node: int, local_rank: int, *, in_place: bool = False) -> Device:
-    """The accelerator of this rank if the job asks for some, else the CPU.
+    """The accelerator of this rank if the job asks for accelerators, else the CPU.
 
     Args:
-        accelerators_per_node: as the job spec asks; 0 for CPU ranks.
-        local_rank: index of the rank on its node; ranks share accelerators in turn.
+        accelerators_per_node: as in the job spec; 0 for CPU ranks.
+        local_rank: index of the rank on its node; ranks share accelerators round-robin.
         in_place: whether MPI can read and write an accelerator's memory.
     """
     if accelerators_per_node == 0 or not torch.accelerator.is_available():
@@ -198,7 +198,7 @@ def choose_device(accelerators_per_node: int, local_rank: int, *, in_place: bool
 
 
 def move(tensor: Tensor, device: torch.device) -> None:
-    """Move a parameter or buffer, so that whoever holds it has it there."""
+    """Move a parameter or buffer in place, so that all holders see it there."""
     moved = tensor.detach().to(device)
     if torch._has_compatible_shallow_copy_type(tensor, moved):
         tensor.data = moved
@@ -209,20 +209,20 @@ def move(tensor: Tensor, device: torch.device) -> None:
 
 
 def settle_process(threads: int) -> None:
-    """Let this process compute with so many threads, and keep the memory that it frees."""
+    """Set the number of threads of this process, and make it keep freed memory."""
     torch.set_num_threads(threads)
     keep_freed_memory()
 
 
 def release_freed_memory() -> None:
-    """Give back once what this process has kept: what comes next needs other sizes."""
+    """Return the kept memory to the system once: the next phase needs other sizes."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def keep_freed_memory() -> bool:
-    """Whether the C library could be told so; others than glibc have no need or no way."""
+    """Make the C library keep freed memory; returns whether it could (only glibc)."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False

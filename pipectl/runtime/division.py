@@ -21,13 +21,13 @@ from pipectl.runtime.waiting import gather_all, wait
 
 @dataclass(frozen=True)
 class Division:
-    """Of training and held-out data.
+    """The division of training and held-out data.
 
     Attributes:
         planned: the micro-batch of the plan: full, and of the largest length.
-        sizes: micro-batches of every shape that training will meet, largest first.
+        sizes: micro-batches of every shape in training, largest first.
         evaluated: the micro-batches of an evaluation, in order.
-        evaluation_size: samples of each, but for the last of a length.
+        evaluation_size: samples of each, except the last of a length.
     """
 
     planned: Rows
@@ -37,18 +37,18 @@ class Division:
 
     @property
     def evaluation_sizes(self) -> list[Rows]:
-        """Micro-batches of every shape that evaluation will meet, largest first."""
+        """Micro-batches of every shape in evaluation, largest first."""
         return sorted(set(self.evaluated), reverse=True)
 
     @classmethod
     def of(
         cls, job: CapturedJob, plan: Plan, held_out: Loader | None, communicator: MPI.Comm
     ) -> Division:
-        """Divide them; collective.
+        """Divide the data; collective.
 
         Raises:
-            MismatchError: ranks find different numbers of samples, or lengths.
-            CaptureError: the data fill no batch, or evaluation would not end.
+            MismatchError: ranks have different numbers of samples, or lengths.
+            CaptureError: the data do not fill a batch, or evaluation would not end.
         """
         spec, size = job.spec, plan.micro_batch_size
         batches = _agreed("data", job.loader, communicator)
@@ -80,11 +80,7 @@ def _micro_batches(batches: Sequence[Samples], size: int) -> list[Rows]:
 
 
 def _agreed(section: str, loader: Loader, communicator: MPI.Comm) -> list[Samples]:
-    """The batches of the first epoch, of which all ranks have the same.
-
-    Raises:
-        MismatchError: they find different data.
-    """
+    """The batches of the first epoch, after a check that all ranks have the same."""
     batches = loader.epoch(0)
     found = gather_all(communicator, (loader.samples, hash(tuple(batches))))
     counts = sorted({samples for samples, _ in found}, key=str)
@@ -100,8 +96,8 @@ def _agreed(section: str, loader: Loader, communicator: MPI.Comm) -> list[Sample
 class LossShares:
     """Weights of the parts of the loss that this rank's replica of the loss stage computes.
 
-    Making one is collective among the ranks that compute the loss or begin its backward. If these
-    differ, the second begins the backwards of the first one's loss.
+    The constructor is collective among the ranks that compute the loss or begin its backward. If
+    these differ, the ranks that begin the backward use the loss of those that compute it.
 
     Args:
         stage: the loss stage.
@@ -120,7 +116,7 @@ class LossShares:
     def make_run(
         self, step: Step, batches: Iterator[Batch], seed: tuple[int | str, ...], scale: float = 1.0
     ) -> StepRun:
-        """A run of a step; batches are read at once if weights depend on them."""
+        """The run of a step; batches are read at once if weights depend on them."""
         if self._weigh is None or self._group is None:
             parts, total = self._parts(step), sum(rows.size for rows in step.sizes)
             shares = [parts.get(i, rows).size / total for i, rows in enumerate(step.sizes)]
@@ -133,7 +129,7 @@ class LossShares:
         return list(self._parts(step))
 
     def loss(self, run: StepRun) -> float:
-        """What this rank adds to the loss of a step; NaN if it computes none of it."""
+        """This rank's part of the loss of a step; NaN if it computes none of it."""
         micro_batches = self.computed(run.step)
         if not micro_batches:
             return 0.0 if self._group is not None else float("nan")

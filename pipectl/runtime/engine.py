@@ -1,12 +1,13 @@
 """The engine: executes rank programs on tensors, the same ones the simulator executes on costs.
 
-Before a program runs, what its rows do is bound to all that it refers to: a stage, a line of
-messages, what it reads of the batch. That is a few functions; a row is one of them and a
-micro-batch. So the rows of a program run the same code on the same data, which stay in the caches.
+Before a program runs, each of its rows is bound to what it needs: a stage, a line of messages, its
+part of the batch. This makes a few functions; a row is one of them and a micro-batch. So all rows
+of a program run the same code on the same data, which stay in the caches.
 
 Replicas that split micro-batches exchange the rows that both compute. A value that all samples
-share (positions of tokens, say) is the same on all replicas that make it; each reader takes it from
-the first of them, which also gets the reader's gradient, so that each part of it arrives once.
+share (positions of tokens, say) is the same on all replicas that compute it. Each reader takes it
+from the first of them, which also gets the reader's gradient, so that each part of the gradient
+arrives once.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from pipectl.schedule import Actions, Channel, Kind
 from pipectl.watch.board import action_record, wait_record
 
 _HALVES = (TransferKind.SAVED, TransferKind.WEIGHT)
-"""Messages between the two ranks of a stage, which know what they hold."""
+"""Messages between the two ranks of a stage; the stage knows their content."""
 _KINDS = [(kind, kind.name, kind.is_compute and kind is not Kind.UPDATE) for kind in Kind]
-"""By number: a kind, its name, and whether it is work of a stage."""
+"""By number: a kind, its name, and whether the stage does it."""
 _READING = (Kind.FORWARD, Kind.EVALUATE)
 
 
@@ -49,12 +50,12 @@ class Slicing:
         self._dimension = cache(lambda value: batch_dimension(graph, nodes[value]))
 
     def part(self, results: Tensors, origin: int, rows: Rows, *, leads: bool) -> Tensors:
-        """Rows of what a replica computed.
+        """Rows of the results of a replica.
 
         Args:
             origin: first sample of the results.
-            rows: wanted, counted from the first sample of the micro-batch.
-            leads: whether shared values go along.
+            rows: to take, counted from the first sample of the micro-batch.
+            leads: whether to include values that all samples share.
         """
         return {
             slot: None if tensor is None else self._rows(slot, tensor, origin, rows, leads)
@@ -62,7 +63,7 @@ class Slicing:
         }
 
     def joined(self, pieces: Sequence[Piece]) -> Tensors:
-        """What arrived from all replicas, as one."""
+        """The rows that arrived from all replicas, joined."""
         if len(pieces) == 1 and pieces[0].rows.is_whole:
             return pieces[0].tensors
         if all(piece.rows.is_whole for piece in pieces):
@@ -101,11 +102,11 @@ class Row(NamedTuple):
     """One action of a program.
 
     Args:
-        execute: does it; actions that differ in their micro-batch alone share it.
-        micro_batch: that it is for.
-        activity: what the rank does, for whoever watches it.
-        wait: what it waits for, likewise; empty if it waits for no other rank.
-        computes: whether it is work of a stage, after which messages and sums go on.
+        execute: does it; actions that differ only in their micro-batch share it.
+        micro_batch: its micro-batch.
+        activity: what the rank does, for monitoring.
+        wait: what it waits for, for monitoring; empty if it waits for no other rank.
+        computes: whether it is work of a stage, after which messages and sums advance.
     """
 
     execute: Execute
@@ -116,10 +117,10 @@ class Row(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """Rows that a stage on this rank takes over a channel from another one on it.
+    """Rows that a stage on this rank takes over a channel from another stage on this rank.
 
     Args:
-        leads: whether values that all samples share go along.
+        leads: whether to include values that all samples share.
     """
 
     channel: int
@@ -128,12 +129,12 @@ class Copy(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What an action does for any micro-batch, and all that it takes to bind it.
+    """What an action does for any micro-batch, and all that is needed to bind it.
 
     Args:
-        flag: of forwards and evaluations, whether no later one reads the micro-batch; of
+        flag: of forwards and evaluations, whether it is the last that reads the micro-batch; of
             backwards, whether it is the last before a sum of gradients; of messages, whether
-            values that all samples share go along.
+            they include values that all samples share.
         copies: of the results.
     """
 
@@ -155,14 +156,14 @@ class Engine:
 
     Args:
         stages: the rank's stages by index.
-        cut: of the training or evaluation graph; any batch size serves.
+        cut: of the training or evaluation graph; of any batch size.
         reductions: of the stages that have replicas.
-        graphs: by the shape of a micro-batch, if they are several.
+        graphs: by the shape of a micro-batch, if there are several.
 
     Attributes:
-        on_results: called with (micro-batch, stage, results) after every forward of a training.
-        on_evaluated: called with (rows, results, targets) where the loss of an evaluation is
-            computed.
+        on_results: called with (micro-batch, stage, results) after every training forward.
+        on_evaluated: called with (rows, results, targets) on the rank that computes the loss of
+            an evaluation.
     """
 
     def __init__(
@@ -194,8 +195,8 @@ class Engine:
         """Execute a step.
 
         Args:
-            parts: rows that follow one another, with what is to be added to their micro-batches;
-                by default the step's.
+            parts: consecutive rows, each with the number to add to their micro-batches; by default
+                those of the step.
         """
         step = run.step
         if parts is None:
@@ -218,7 +219,7 @@ class Engine:
             if wait:
                 awaits(wait)
             if computes:
-                run.outbox = None  # what was made before is sent, or waits with its send
+                run.outbox = None  # earlier results are sent, or held by their send
             execute(run, micro_batch)
             end = perf_counter()
             if run.recording is not None:
@@ -230,10 +231,10 @@ class Engine:
                     reduction.advance()
 
     def _bind(self, step: Step, actions: Actions) -> list[Row]:
-        """The rows of some actions of a step, with all that they refer to."""
+        """The rows of some actions of a step, bound to what they need."""
         program: list[Row] = []
         bound = self._bound.setdefault(step, {})
-        read: set[int] = set()  # by rows after the one under way
+        read: set[int] = set()  # by rows after the current one
         for row in reversed(actions.rows.tolist()):
             code, stage, number, channel, start, stop, age = row
             kind, name, computes = _KINDS[code]
@@ -312,7 +313,7 @@ class Engine:
     def _bind_start(
         self, stage: Stage, trains: bool, form: Form
     ) -> Callable[[StepRun, MicroBatch], tuple[MicroBatch, dict[str, Tensor], Tensors]]:
-        """What a forward takes: its micro-batch, tensors of the batch, and what has arrived."""
+        """The arguments of a forward: its micro-batch, tensors of the batch, received values."""
         index, rows, is_last_reader = form.stage, form.rows, form.flag
         size, is_whole, device, joined = (
             rows.size,
@@ -359,7 +360,7 @@ class Engine:
         return backward
 
     def _bind_delivery(self, channels: Sequence[Channel], form: Form) -> Deliver:
-        """Keeps results for the sends that follow; hands them to stages on this rank at once."""
+        """Keeps results for the sends that follow; copies them to stages on this rank at once."""
         first, copies = form.rows.start, []
         for number, rows, leads in form.copies:
             channel = channels[number]
@@ -375,7 +376,7 @@ class Engine:
         return deliver
 
     def _bind_content(self, lane: Lane, rows: Rows, leads: bool) -> Content:
-        """What a message takes from the results of the last computation."""
+        """Select the content of a message from the results of the last computation."""
         slots, is_whole, part = self.cut.lanes[lane], rows.is_whole, self._slicing.part
 
         def content(run: StepRun, _: MicroBatch) -> Tensors:
@@ -438,7 +439,6 @@ class Engine:
 
 
 def _copies(step: Step, kind: Kind, stage: int, number: int) -> tuple[Copy, ...]:
-    """What a computation's results give to other stages on this rank."""
     carried = TransferKind.ACTIVATION if kind in _READING else TransferKind.GRADIENT
     return tuple(
         Copy(channel, rows[number], step.heads.get((channel, number)) == rows[number].start)
@@ -448,7 +448,6 @@ def _copies(step: Step, kind: Kind, stage: int, number: int) -> tuple[Copy, ...]
 
 
 def _wait(channel: Channel, kind: Kind, number: int) -> bytes:
-    """What the board says of a wait for a message."""
     words = f"{channel.kind}s" if number < 0 else f"{channel.kind} {number}"
     if kind is Kind.SEND_WAIT:
         peer = channel.target_rank
@@ -458,7 +457,7 @@ def _wait(channel: Channel, kind: Kind, number: int) -> bytes:
 
 
 def _results(run: StepRun, _: MicroBatch) -> Tensors:
-    """All of the last computation: a line takes its slots out of them."""
+    """All results of the last computation; a line selects its slots."""
     assert run.outbox is not None
     return run.outbox[1]
 

@@ -30,14 +30,15 @@ from pipectl.schedule import Channel, lower_evaluation
 class Metrics:
     """Accumulates the loss and the user's metrics over the micro-batches of one evaluation.
 
-    A metric with ``update(outputs, targets)`` and ``compute()`` is used as such, from a fresh copy
-    each time; a plain function is averaged, weighted by samples. The loss is weighted as in
+    A metric with ``update(outputs, targets)`` and ``compute()`` is used in this way, from a fresh
+    copy each time; a plain function is averaged, weighted by samples. The loss is weighted as in
     training: a micro-batch without weight (no valid token, say) may have none.
 
     Args:
-        metrics: by name, as the spec gives them.
-        graph_of: the evaluation graph for micro-batches of a shape, whose outputs the metrics see.
-        weigh: gives the weight of a micro-batch in the loss, from its targets; None weighs by
+        metrics: by name, as in the spec.
+        graph_of: returns the evaluation graph for micro-batches of a shape, whose outputs the
+            metrics receive.
+        weigh: returns the weight of a micro-batch in the loss, from its targets; None weighs by
             samples.
     """
 
@@ -56,7 +57,7 @@ class Metrics:
         self._samples = 0
 
     def add(self, rows: Rows, results: Tensors, targets: Any) -> None:
-        """One micro-batch: the loss and outputs among ``results`` count."""
+        """Add the loss and outputs among the ``results`` of one micro-batch."""
         graph, size = self._graph_of(*rows.shape), rows.size
         loss = results[Slot(graph.loss)]
         assert isinstance(loss, Tensor)
@@ -73,7 +74,7 @@ class Metrics:
                 self._sums[name] = self._sums.get(name, 0.0) + _number(name, value) * size
 
     def result(self) -> dict[str, float]:
-        """The loss and every metric by name; the loss is NaN if nothing has a weight."""
+        """The loss and every metric by name; the loss is NaN if no micro-batch has a weight."""
         loss = self._loss / self._weight if self._weight else math.nan
         means = {name: total / self._samples for name, total in self._sums.items()}
         computed = {
@@ -89,11 +90,7 @@ def _is_stateful(metric: Any) -> bool:
 
 
 def _number(name: str, value: Any) -> float:
-    """What a metric gave, as a number.
-
-    Raises:
-        CaptureError: it is none.
-    """
+    """The result of a metric as a number; refuses anything else."""
     if isinstance(value, int | float | np.number) or getattr(value, "shape", None) == ():
         return float(value)
     shape = getattr(value, "shape", None)
@@ -120,7 +117,7 @@ def _outputs(graph: CapturedGraph, rows: Rows, results: Tensors) -> Any:
 
 
 class Evaluator:
-    """Evaluates on all ranks together; of the replicas of a stage, the first one does.
+    """Evaluates on all ranks together; of the replicas of a stage, only the first takes part.
 
     Args:
         communicator: of all ranks.
@@ -154,7 +151,7 @@ class Evaluator:
             self._weigh = partial(target_weight, weigh, job.spec.loss.weight)
 
     def learn(self) -> None:
-        """Send a micro-batch of every shape, so that all ends of the channels know all layouts."""
+        """Send a micro-batch of every shape, so that both ends of all channels know all layouts."""
         for rows in self._division.evaluation_sizes:
             example = partial(self._loader.example, rows.whole, length=rows.length)
             batches = iter([example()] if self._stages else ())
@@ -164,7 +161,7 @@ class Evaluator:
         """The loss and every metric by name, on every rank.
 
         Args:
-            step: after which this is.
+            step: the last step before the evaluation.
         """
         metrics = Metrics(self._metrics, self._job.evaluation_graph, self._weigh)
         self._engine.on_evaluated = metrics.add

@@ -1,10 +1,11 @@
 """Gradients at the end of a step: shared ones, norms, clipping by global norm, scales of float16.
 
-All give the same bits in every plan: sums and norms are formed in model order, never by rank.
+All results have the same bits in every plan: sums and norms are formed in model order, never by
+rank.
 
-Gradients of float16 values are easily too small for their type, so the loss is multiplied by a
-scale before the backward, by the rule of ``torch.amp.GradScaler``. If that makes a gradient
-infinite, on any rank, no rank may step.
+Gradients of float16 values easily underflow, so the loss is multiplied by a scale before the
+backward, by the rule of ``torch.amp.GradScaler``. If that makes a gradient infinite, on any rank,
+no rank may step.
 """
 
 from __future__ import annotations
@@ -42,16 +43,16 @@ def shared_uses(cut: Cut) -> dict[str, Uses]:
 class SharedGradients:
     """Gradients of parameters that several operators use (tied embeddings, for example).
 
-    Each use accumulates on its own over the micro-batches; at the end of the step every rank that
+    Each use accumulates separately over the micro-batches; at the end of the step, every rank that
     holds the parameter adds all uses in graph order. So neither the number of stages nor the place
-    of the uses changes a bit. A number after the gradient of a use tells whether there is any.
+    of the uses changes a bit. A number after the gradient of a use says whether there is one.
 
     Args:
         wire: between all ranks.
         shared: uses of every such parameter by full name, in model order.
-        ranks_of_stage: the ranks of every stage, one per replica; each use's gradients are summed
-            over them before.
-        leaves: this rank's leaf of every use it computes.
+        ranks_of_stage: the ranks of every stage, one per replica; the gradients of each use are
+            already summed over them.
+        leaves: this rank's leaf of every use that it computes.
         parameters: this rank's parameters by full name.
     """
 
@@ -72,7 +73,7 @@ class SharedGradients:
         ]
 
     def reduce(self) -> None:
-        """Give every parameter with several uses its whole gradient. Collective among holders."""
+        """Sum the gradient of every parameter with several uses. Collective among its holders."""
         for parameter, uses in self._uses:
             gradients, total = self._exchange(parameter, uses), None
             if gradients:
@@ -86,7 +87,7 @@ class SharedGradients:
     def _exchange(
         self, parameter: nn.Parameter, uses: Sequence[tuple[Slot, Sequence[int]]]
     ) -> list[Tensor]:
-        """The gradients of the uses, in graph order; others' from their first rank."""
+        """The gradients of the uses, in graph order; those of other ranks from the first rank."""
         wire, count = self._wire, parameter.numel() + 1
         holders = {rank for _, ranks in uses for rank in ranks}
         incoming: dict[int, Transfer] = {}
@@ -127,7 +128,7 @@ def gradient_norms(parameters: Mapping[str, nn.Parameter]) -> dict[str, float]:
 def not_finite(parameters: Mapping[str, nn.Parameter], norms: Mapping[str, float]) -> list[str]:
     """The parameters whose gradient has an element that is not finite.
 
-    A norm is finite only if all elements are; it may be infinite though they are finite.
+    A norm is finite only if all elements are; it may overflow even if they are finite.
     """
     suspects = (name for name in parameters if not math.isfinite(norms.get(name, 0.0)))
     gradients = ((name, parameters[name].grad) for name in suspects)
@@ -139,14 +140,14 @@ def total_norm(norms: Sequence[float | None], dtypes: Sequence[torch.dtype]) -> 
 
     Args:
         norms: of each gradient in model order, tied parameters once; None without a gradient.
-            Float64 holds the norm of a narrower type to the bit.
+            Float64 represents the norm of a narrower type exactly.
         dtypes: of the parameters.
     """
     pairs = zip(norms, dtypes, strict=True)
     pairs_with_norm = [(norm, dtype) for norm, dtype in pairs if norm is not None]
     types = [dtype for _, dtype in pairs_with_norm]
     order: Sequence[int] = range(len(types))
-    if len(set(types)) > 1:  # torch takes one type after another
+    if len(set(types)) > 1:  # torch handles one type after another
         columns: list[list[Tensor | None]] = [[torch.empty(0, dtype=dtype) for dtype in types]]
         groups = _group_tensors_by_device_and_dtype(columns, with_indices=True)
         order = [index for _, indices in groups.values() for index in indices]
@@ -157,7 +158,7 @@ def total_norm(norms: Sequence[float | None], dtypes: Sequence[torch.dtype]) -> 
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], total: Tensor, max_norm: float) -> None:
-    """Scale gradients so that a norm of ``total`` becomes at most ``max_norm``."""
+    """Scale gradients so that a total norm of ``total`` becomes at most ``max_norm``."""
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for parameter in parameters:
         if parameter.grad is not None:
@@ -165,7 +166,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], total: Tensor, max_norm: 
 
 
 GROWTH, BACKOFF = 2.0, 0.5
-"""What the scale is multiplied by, in the end; the defaults of ``GradScaler``."""
+"""Factors by which the scale grows and shrinks; the defaults of ``GradScaler``."""
 
 
 class LossScale:
@@ -187,21 +188,21 @@ class LossScale:
 
     @property
     def value(self) -> float:
-        """What the loss of the next step is to be multiplied by."""
+        """The factor of the next step's loss."""
         return float(self._scale)
 
     @property
     def state(self) -> LossScaleState:
-        """For a checkpoint."""
+        """The state for a checkpoint."""
         return LossScaleState(float(self._scale), int(self._steps_since))
 
     def restore(self, state: LossScaleState) -> None:
-        """Go on from a checkpoint."""
+        """Continue from a checkpoint."""
         self._scale.fill_(state.scale)
         self._steps_since.fill_(state.steps_since)
 
     def unscale(self) -> bool:
-        """Divide this rank's gradients by the scale; whether one is infinite or undefined."""
+        """Divide this rank's gradients by the scale; returns whether one is infinite or NaN."""
         inverse = self._scale.double().reciprocal().float()
         overflow = False
         for gradients in alike(p.grad for p in self._parameters if p.grad is not None):
@@ -217,7 +218,7 @@ class LossScale:
         """Choose the scale of the next step.
 
         Args:
-            overflow: whether any rank found one.
+            overflow: whether a gradient overflowed on any rank.
         """
         torch._amp_update_scale_(
             self._scale,
@@ -245,7 +246,7 @@ def refuse_half_parameters(parameters: Mapping[str, nn.Parameter]) -> None:
 
 
 def alike(gradients: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Gradients in lists of one device and type, as kernels for several tensors want them."""
+    """Gradients grouped by device and type, as multi-tensor kernels need them."""
     lists: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
         lists.setdefault((gradient.device, gradient.dtype), []).append(gradient)

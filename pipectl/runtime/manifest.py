@@ -23,7 +23,7 @@ def _is_inside(file: str) -> bool:
 
 
 def _to_numbers(value: Any) -> tuple[float, ...]:
-    """Numbers, and those for which JSON has no words, as text."""
+    """Numbers from JSON; infinities and NaN are strings there."""
     words = ("nan", "inf", "-inf")
     is_valid = isinstance(value, list) and all(
         item in words or (type(item) in (int, float) and abs(item) <= sys.float_info.max)
@@ -53,7 +53,7 @@ class Shard:
     names: tuple[str, ...]
 
     def is_whole(self, directory: Path) -> bool:
-        """Whether the file has the bytes it was written with."""
+        """Whether the file is unchanged since it was written."""
         path = directory / self.file
         try:
             return path.stat().st_size == self.size_bytes and checksum(path) == self.sha256
@@ -62,7 +62,7 @@ class Shard:
 
 
 class LossScaleState(NamedTuple):
-    """The loss scale of float16, and the number of steps without an overflow since it changed."""
+    """The loss scale of float16, and the number of steps without overflow since it changed."""
 
     scale: float
     steps_since: int
@@ -73,12 +73,11 @@ class Manifest(DataFile):
     """A checkpoint.
 
     Args:
-        step: how many steps are done.
-        micro_batch_size: of the run, on which its results depend.
-        aliases: further names of tied weights, to the name they are stored under.
+        micro_batch_size: of the run; its results depend on it.
+        aliases: other names of tied weights, with the name under which they are stored.
         weights: files with the parameters and buffers of the user's model, by their own names.
-        training: files with the state of the optimizer, and what else a run needs to go on.
-        updates: how many of the steps moved the learning-rate schedule on.
+        training: files with the optimizer state and all else that a run needs to resume.
+        updates: number of steps that advanced the learning-rate schedule.
         losses: of the evaluations that a learning-rate schedule follows, in order.
         metric_values: of the metric that early stopping follows, in order of the evaluations.
     """

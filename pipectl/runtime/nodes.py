@@ -38,8 +38,8 @@ def check_world(communicator: MPI.Comm, plan: Plan) -> None:
     """Compare the processes that were started with the plan.
 
     Raises:
-        MismatchError: another number of processes; several single ones are the usual sign of a
-            launcher and an MPI library that do not belong together.
+        MismatchError: the number of processes differs; if MPI started several single processes, the
+            launcher and the MPI library usually do not match.
     """
     if communicator.size == plan.ranks:
         return
@@ -70,7 +70,7 @@ def check_supported(plan: Plan, file: str = "plan.json") -> None:
 
 
 def unsupported(plan: Plan) -> list[str]:
-    """What the plan asks for that cannot be run, in words; empty if it can be."""
+    """The features of the plan that cannot be run, in words; empty if there are none."""
     stages = [stage for stage in plan.stages if stage.updating_ranks != stage.ranks]
     clashes = {
         "split backwards": bool(stages) and splits_backwards(plan),
@@ -80,7 +80,7 @@ def unsupported(plan: Plan) -> list[str]:
 
 
 def _check_samples(plan: Plan, file: str) -> None:
-    """Every replica of a split micro-batch gets samples, and keeps its backwards whole."""
+    """Check that every replica of a split micro-batch has samples and whole backwards."""
     if plan.replication is Replication.WHOLE:
         return
     for index, stage in enumerate(plan.stages):

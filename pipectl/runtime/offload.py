@@ -1,18 +1,18 @@
 """Offload: what a micro-batch keeps for its backward, out of the device's memory meanwhile.
 
-Copies run in the background, one at a time in each direction, as the simulator has it. Offloaded
-bytes wait in memory of the host, or in a file that has no name. Whether the disks of all nodes hold
-what their ranks will offload is known before anything starts.
+Copies run in the background, one at a time per direction, as in the simulator. Offloaded bytes wait
+in host memory, or in an unnamed file. Before training starts, each node is checked for the disk
+space that its ranks need.
 
-*Pages.* What a forward saves lives longer than what else it makes. Side by side in the C library's
-heap, the first leaves holes between the second when it goes, and blocks that do not fit them make
-the heap grow although much of it is free. In pages of their own, saved values leave nothing behind:
-every micro-batch needs the sizes that the one before gave back, so no page is taken from the system
-twice.
+*Pages.* The values that a forward saves live longer than its other values. Mixed in the C library's
+heap, the short-lived values leave holes between the saved ones; larger blocks do not fit into these
+and make the heap grow although much of it is free. Saved values with pages of their own leave no
+holes: every micro-batch needs the sizes that the one before released, so that no page is taken from
+the system twice.
 
-*Files* are written past the system's cache, if the disk allows it. Through the cache a core
-copies every byte, and a node's memory holds it for a while. Past it, the disk reads and writes a
-vector's own memory, and no core has work. It takes whole pages only, in memory as in the file.
+*Files* are written past the system's cache, if the disk allows it. Through the cache, a core copies
+every byte, and the copy stays in the node's memory for a while. Past it, the disk reads and writes
+a vector's own memory without using a core. This requires whole pages, in memory and in the file.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ PAGE = mmap.PAGESIZE
 
 
 class Pages:
-    """What the offloading stages of a rank hold in its memory."""
+    """Host memory of the offloading stages of a rank."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[mmap.mmap]] = {}
 
     def take(self, size: int) -> Tensor:
-        """A vector of bytes at the start of pages that are its own until it is gone."""
+        """A vector of bytes at the start of pages that it shares with nothing."""
         paged = paged_bytes(size)
         free = self._free.setdefault(paged, [])
         memory = free.pop() if free else _new_pages(paged)
@@ -63,12 +63,12 @@ class Pages:
         return torch.frombuffer(shared, dtype=torch.uint8)[:size]
 
     def copy_of(self, vector: Tensor) -> Tensor:
-        """A vector of bytes moved here."""
+        """A copy of a vector of bytes in such pages."""
         return self.take(vector.numel()).copy_(vector)
 
 
 def paged_bytes(size: int) -> int:
-    """The size of the pages that hold so many bytes."""
+    """The size in bytes of the pages that hold ``size`` bytes."""
     return -(-size // PAGE) * PAGE
 
 
@@ -91,9 +91,9 @@ class Extent(NamedTuple):
 
 
 class DiskStore:
-    """A file whose name is removed at once, so that it goes with the process, however that ends.
+    """A file whose name is removed at once, so that it disappears with the process in any case.
 
-    Micro-batches are written one after the other; the place of one that came back is used again.
+    Micro-batches are written one after the other; the place of one that was read is used again.
 
     Args:
         directory: on a file system of the node itself.
@@ -101,10 +101,10 @@ class DiskStore:
 
     Attributes:
         descriptor: of the open file.
-        is_direct: whether bytes go between memory and disk past the system's cache.
+        is_direct: whether bytes bypass the system's cache.
 
     Raises:
-        WorkerError: the directory cannot be written.
+        WorkerError: the directory is not writable.
     """
 
     def __init__(self, directory: Path, rank: int) -> None:
@@ -142,7 +142,7 @@ class DiskStore:
         return extent
 
     def read(self, place: Extent, into: Sequence[Tensor]) -> None:
-        """Read them back, once.
+        """Read the vectors back, once.
 
         Raises:
             WorkerError: the disk fails.
@@ -166,7 +166,7 @@ class DiskStore:
             self._free.append(place)
 
     def close(self) -> None:
-        """Give the disk's space back."""
+        """Release the disk space."""
         os.close(self.descriptor)
 
     def _take(self, size: int) -> Extent:
@@ -196,13 +196,13 @@ class DiskStore:
 
 
 Place = list[Tensor] | Extent
-"""Where vectors wait: on the host, or in a file."""
+"""Where offloaded vectors wait: on the host, or in a file."""
 
 
 def _is_direct(opened: int, name: str) -> bool:
     """Whether a page can be written past the cache and read again.
 
-    If so, the descriptor from then on stands for the file past the cache.
+    If so, the descriptor bypasses the cache from then on.
     """
     flag = getattr(os, "O_DIRECT", 0)
     if not flag:
@@ -224,10 +224,10 @@ def _is_direct(opened: int, name: str) -> bool:
 class Mover:
     """Moves vectors of bytes from a rank's device to memory of the host or a file, and back.
 
-    On accelerators, copies have a stream of their own, after what the device has been given to do
-    when they begin, and pass through pinned memory of the host. On ranks that compute on the CPU,
-    moves to the host free nothing; they are there so that a job for accelerators gives the same
-    results without them.
+    On accelerators, copies use a stream of their own, after the work that is queued on the device
+    when they begin, and pass through pinned host memory. On ranks that compute on the CPU, moves to
+    the host free nothing; they exist so that a job for accelerators gives the same results without
+    accelerators.
 
     Args:
         store: the file; None for memory of the host.
@@ -241,14 +241,14 @@ class Mover:
         self._pages = Pages()
 
     def housed(self, vector: Tensor) -> Tensor:
-        """A vector of bytes where it can wait and leave from.
+        """A vector of bytes in memory from which it can be offloaded.
 
-        That is where it is on accelerators, whose allocators keep blocks of sizes that recur.
+        On accelerators it stays in place, since their allocators keep blocks of recurring sizes.
         """
         return self._pages.copy_of(vector) if self._stream is None else vector
 
     def leave(self, pieces: Sequence[Tensor]) -> Future[Place]:
-        """Begin to copy them out."""
+        """Start copying vectors out."""
 
         def work() -> Place:
             copies = list(pieces)
@@ -257,13 +257,13 @@ class Mover:
                 self._stream.synchronize()
             if self._store is not None:
                 return self._store.write(copies)
-            # Pinned memory comes in powers of two, and is needed for the next copies.
+            # Pinned memory is allocated in powers of two, and the next copies need it.
             return [copy.clone() for copy in copies]
 
         return self._begin(self._out, work)
 
     def fetch(self, place: Place, sizes: Sequence[int]) -> Future[list[Tensor]]:
-        """Begin to copy them back; their memory is taken at once."""
+        """Start copying vectors back; allocates their memory at once."""
         into = [self._empty(size) for size in sizes]
 
         def work() -> list[Tensor]:
@@ -310,10 +310,10 @@ class Mover:
 
 
 def mover_of(plan: Plan, rank: int, device: torch.device, directory: Path) -> Mover | None:
-    """What moves what the stages of a rank offload; None if they offload nothing.
+    """The mover for what the stages of a rank offload; None if they offload nothing.
 
     Args:
-        directory: of the node, for what waits on a disk.
+        directory: of the node, for offload to a disk.
     """
     if not any(plan.stages[index].offload for index in plan.stages_of_rank(rank)):
         return None
@@ -327,12 +327,12 @@ def _pinned(like: Tensor) -> Tensor:
 
 
 def offload_directory() -> Path:
-    """``TMPDIR`` of this node, even if it cannot be written, or else what the system has."""
+    """``TMPDIR`` of this node, even if it is not writable, or else the system's default."""
     return Path(os.environ.get("TMPDIR") or tempfile.gettempdir())
 
 
 def check_space(communicator: MPI.Comm, plan: Plan, node: str, directory: Path) -> None:
-    """Compare needs and free space on every node; collective.
+    """Compare required and free disk space on every node; collective.
 
     Args:
         node: of this rank.
@@ -343,11 +343,11 @@ def check_space(communicator: MPI.Comm, plan: Plan, node: str, directory: Path) 
     if plan.offload_to is not OffloadTarget.DISK or not any(s.offload for s in plan.stages):
         return
     need_bytes = peak_host_bytes(plan, lower(plan, communicator.rank))
-    disk, free_bytes = -1, None  # if the directory cannot be written
+    disk, free_bytes = -1, None  # if the directory is not writable
     with suppress(OSError):
         if os.access(directory, os.W_OK | os.X_OK):
             free_bytes = shutil.disk_usage(directory).free
-        disk = directory.stat().st_dev  # tells file systems of a node apart
+        disk = directory.stat().st_dev  # identifies a file system of a node
     everybody = gather_all(
         communicator, (need_bytes, free_bytes, (node, disk), f"{directory} on {node}")
     )

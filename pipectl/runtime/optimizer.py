@@ -1,11 +1,11 @@
 """The optimizer over a set of parameters, and its learning-rate schedule.
 
-Where ranks hold some parameters each, an optimizer must update each by itself; some trial updates
-show whether it does.
+If each rank holds some of the parameters, an optimizer must update each parameter independently;
+trial updates show whether it does.
 
-What an optimizer remembers is saved by parameter name, so that another cut of the model can take it
-up. It keeps a dictionary for each parameter: mostly tensors and numbers, in some inside lists and
-dictionaries of their own. That is written down as JSON in which tensors are named.
+Optimizer state is saved by parameter name, so that another cut of the model can load it. Each
+parameter has a dictionary: mostly tensors and numbers, some inside lists and nested dictionaries.
+It is saved as JSON in which tensors are named.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from pipectl.spec import JobSpec
 from pipectl.units import did_you_mean
 
 _MAX_SIZE = 3
-"""Of each dimension of a sample."""
+"""Size of each dimension of a sample."""
 _MAX_ALIKE = 2
-"""Samples with the same number of dimensions in the same group."""
+"""Samples with the same number of dimensions that are in the same group."""
 _STEPS = 3
 _TOLERANCE = 0.05
-"""Relative; optimizers that take equal shapes together round otherwise."""
+"""Relative; optimizers that update equal shapes together round differently."""
 _TENSOR, _TUPLE, _DICT, _FLOAT = "tensor", "tuple", "dict", "float"
 _PLAIN = (bool, int, str, type(None))
 _COMPARED = (*_PLAIN, float)
 _COUNTERS = frozenset({"step", "mu_product"})
-"""What optimizers of torch count steps in; all else, also numbers, is where the parameter is."""
+"""Keys of torch's optimizers that count steps; others are on the parameter's device."""
 
 
 @dataclass
@@ -49,9 +49,9 @@ class Stepper:
     """Optimizer and learning-rate schedule of one rank; both None if it trains nothing.
 
     Attributes:
-        updates: how often the optimizer has stepped, and with it a schedule of steps.
+        updates: how many steps the optimizer and a per-step schedule have made.
         watches: whether the schedule follows the loss of evaluations, as ReduceLROnPlateau does.
-        losses: that such a schedule has seen.
+        losses: of evaluations, which such a schedule has received.
     """
 
     optimizer: torch.optim.Optimizer | None
@@ -70,8 +70,8 @@ class Stepper:
         """Update the parameters, then the learning rate.
 
         Raises:
-            CaptureError: the optimizer or the schedule raises, or a checkpoint could not hold what
-                the optimizer remembers: seen at the first update, not when the training is saved.
+            CaptureError: the optimizer or the schedule raises, or a checkpoint could not hold the
+                optimizer's state: raised at the first update, not when the training is saved.
         """
         if self.optimizer is not None:
             before = None if self._has_stepped else of_groups(self.optimizer)
@@ -89,7 +89,7 @@ class Stepper:
             _run(self.lr_scheduler.step, "lr_scheduler")
 
     def watch(self, loss: float) -> None:
-        """Show the loss of an evaluation to a schedule that follows it.
+        """Pass the loss of an evaluation to a schedule that follows it.
 
         Args:
             loss: the same on all ranks.
@@ -102,34 +102,30 @@ class Stepper:
     def state(
         self, parameters: Mapping[str, nn.Parameter]
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """What the optimizer remembers of some parameters; see :func:`take`."""
+        """The optimizer's state of some parameters; see :func:`take`."""
         return ({}, {}) if self.optimizer is None else take(self.optimizer, parameters)
 
     def move_on(self, updates: int, losses: Sequence[float]) -> None:
-        """Bring a new schedule to where it was after so many updates and these evaluations.
+        """Bring a new schedule to its state after some updates and evaluations.
 
-        It is walked there step by step: the same rates to the bit, from the schedule that the job
-        asks for now.
+        It is stepped once per update. The rates are those of the schedule that the job asks for
+        now, equal to the bit.
         """
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch misses the optimizer's steps in between
+            warnings.simplefilter("ignore")  # torch warns that the optimizer did not step
             for _ in range(updates):
                 self.step_schedule()
             for loss in losses:
                 self.watch(loss)
 
     def skip(self) -> None:
-        """Drop the gradients and leave all else."""
+        """Drop the gradients and change nothing else."""
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
 
 
 def _run(step: Callable[[], Any], key: str) -> None:
-    """Call user code of the spec's ``key``; that memory is short is told as it is.
-
-    Raises:
-        CaptureError: it raises.
-    """
+    """Call user code of the spec's ``key``; out-of-memory errors pass unchanged."""
     try:
         call(step, key)
     except CaptureError as error:
@@ -140,21 +136,21 @@ def _run(step: Callable[[], Any], key: str) -> None:
 
 
 def make_stepper(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> Stepper:
-    """The optimizer of a job over some of its parameters, and its schedule.
+    """The optimizer and schedule of a job for some of its parameters.
 
     Args:
-        parameters: by full name; frozen ones are left out.
+        parameters: by full name; frozen ones are ignored.
 
     Raises:
         CaptureError: a factory fails or puts hooks on parameters, or the schedule follows
-            evaluations and there are none.
+            evaluations and the job has none.
     """
     trained = {name: each for name, each in parameters.items() if each.requires_grad}
     schedule = job.spec.lr_scheduler
     function = None if schedule is None else job.find(schedule)
     if not trained:
         return Stepper(None, None)
-    # Its factory may set hooks; those of sums over replicas are of an earlier training of the job.
+    # Its factory may set hooks; hooks of sums over replicas are of an earlier training of the job.
     unhooked = [(name, each) for name, each in trained.items() if not has_hooks(each)]
     optimizer = make_optimizer(job, trained)
     refuse_parameter_hooks(unhooked)
@@ -165,10 +161,11 @@ def make_stepper(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> St
 
 
 def make_optimizer(job: CapturedJob, parameters: Mapping[str, nn.Parameter]) -> Any:
-    """The optimizer of a job over some of its parameters, in the spec's groups.
+    """The optimizer of a job for some of its parameters, in the spec's groups.
 
-    Every rank has every group, also those it has no parameter of, so that their indices mean the
-    same to a learning-rate schedule. The first group has the parameters that match no pattern.
+    Every rank has every group, even if it has none of its parameters, so that the groups' indices
+    mean the same to a learning-rate schedule. The first group has the parameters that match no
+    pattern.
 
     Raises:
         CaptureError: the factory fails, a group does not fit the model or the optimizer, or a step
@@ -208,11 +205,7 @@ def _refuse_closure(optimizer: Any) -> None:
 
 
 def _refuse_all_but_matrices(parameters: Mapping[str, nn.Parameter]) -> None:
-    """Name what Muon cannot update, which no group of its own can change.
-
-    Raises:
-        CaptureError: there is such a parameter.
-    """
+    """Refuse parameters that Muon cannot update; other options for their group would not help."""
     others = [own_name(name) for name, parameter in parameters.items() if parameter.dim() != 2]
     if others:
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
@@ -224,7 +217,7 @@ def _refuse_all_but_matrices(parameters: Mapping[str, nn.Parameter]) -> None:
 
 
 def _check_options(optimizer: Any, options: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse what torch would silently ignore."""
+    """Refuse options that torch would silently ignore."""
     known = getattr(optimizer, "defaults", {})
     for index, chosen in enumerate(options):
         unknown = next((name for name in chosen if name not in known), None)
@@ -237,11 +230,7 @@ def _check_options(optimizer: Any, options: Sequence[Mapping[str, Any]]) -> None
 
 
 def _watches(lr_scheduler: Any, job: CapturedJob) -> bool:
-    """Whether each step of a schedule takes a loss.
-
-    Raises:
-        CaptureError: it does, and the job measures none while it trains.
-    """
+    """Whether a step of the schedule takes a loss; raises if the job has no evaluations then."""
     try:
         inspect.signature(lr_scheduler.step).bind()
     except TypeError:
@@ -260,13 +249,13 @@ def _watches(lr_scheduler: Any, job: CapturedJob) -> bool:
 def take(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """What an optimizer remembers of some of its parameters.
+    """The optimizer's state of some of its parameters.
 
     Returns:
         Tensors by name, not copied; and by parameter, the JSON of its dictionary.
 
     Raises:
-        CaptureError: it keeps something that cannot be written down.
+        CaptureError: it contains something that cannot be saved.
     """
     tensors: dict[str, Tensor] = {}
     states = {
@@ -283,11 +272,11 @@ def give(
     state: Any,
     tensor: Callable[[str], Tensor],
 ) -> None:
-    """Put back what an optimizer remembered of a parameter.
+    """Restore the optimizer's state of a parameter.
 
     Args:
         state: JSON of :func:`take`.
-        tensor: one of its tensors by name, on the CPU.
+        tensor: returns one of its tensors by name, on the CPU.
     """
 
     def placed(name: str) -> Tensor:
@@ -299,7 +288,7 @@ def give(
 
 
 def of_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """What the parameter groups hold beside parameters, to be compared with later."""
+    """The values of the parameter groups other than parameters, for a later comparison."""
     return [
         {key: _mark(value) for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
@@ -307,11 +296,11 @@ def of_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def refuse_changes(optimizer: torch.optim.Optimizer, before: list[dict[str, Any]]) -> None:
-    """Refuse an optimizer that has itself changed its groups since, in a step.
+    """Refuse an optimizer that has itself changed its groups in a step.
 
-    What a learning-rate schedule changes there comes back when it is walked again. What the
-    optimizer counts there would begin anew when a run goes on, as only the state of parameters is
-    saved.
+    Changes by a learning-rate schedule come back when the schedule is stepped again. A count of the
+    optimizer's own would restart from its first value when a run resumes, since only the state of
+    parameters is saved.
 
     Raises:
         CaptureError: naming what it has changed.
@@ -327,7 +316,7 @@ def refuse_changes(optimizer: torch.optim.Optimizer, before: list[dict[str, Any]
 
 
 def _mark(value: Any) -> Any:
-    """What shows whether a value was changed, without waiting for a device."""
+    """A value that shows a later change, read without waiting for a device."""
     if isinstance(value, Tensor):
         return id(value), value._version
     if isinstance(value, tuple):
@@ -336,9 +325,9 @@ def _mark(value: Any) -> Any:
 
 
 def _counts_on_host(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: str) -> bool:
-    """Whether what has a name is a number of steps, which torch keeps on the CPU.
+    """Whether a state is a number of steps, which torch keeps on the CPU.
 
-    Except where kernels need it, and in ASGD.
+    Except if kernels need it on the device, and in ASGD.
     """
     if key not in _COUNTERS or isinstance(optimizer, torch.optim.ASGD):
         return False
@@ -395,10 +384,10 @@ def divides(plan: Plan) -> bool:
 
 
 def refuse_coupled_updates(job: CapturedJob, device: torch.device) -> None:
-    """Raise if the update of a parameter depends on which others the optimizer has.
+    """Raise if the update of a parameter depends on the optimizer's other parameters.
 
-    A few small parameters are updated together and each alone, by random gradients. An optimizer
-    that does not take them proves nothing.
+    Updates a few small parameters by random gradients, once together and once each alone. If the
+    optimizer does not accept them, nothing is refused.
 
     Raises:
         CaptureError: some update differs.
@@ -436,7 +425,7 @@ def _sample(job: CapturedJob) -> dict[str, tuple[int, ...]]:
 def _updates(
     job: CapturedJob, shapes: Mapping[str, tuple[int, ...]], device: torch.device
 ) -> dict[str, Tensor]:
-    """By how much some steps change each parameter; nothing if the optimizer fails."""
+    """The change of each parameter by some steps; empty if the optimizer fails."""
     generators = {
         name: torch.Generator().manual_seed(len(name) + sum(name.encode())) for name in shapes
     }
@@ -456,6 +445,6 @@ def _updates(
                     scale = 10 ** torch.randn((), generator=generators[name]).item()
                     parameter.grad = scale * draw(name)
                 optimizer.step()
-        except Exception:  # it may ask for other shapes; its own parameters show it
+        except Exception:  # it may need other shapes; the real parameters will show errors
             return {}
     return {name: parameter.detach() - before[name] for name, parameter in parameters.items()}

@@ -1,18 +1,18 @@
 """PipeFB: stages whose forward and backward run on different ranks.
 
-What a forward keeps for its backward is taken out and sent, each memory once: what autograd saves,
-or, if the stage recomputes, what the forward starts from. The backward's rank runs through an
-autograd graph of its own, which was recorded with numbers in the place of saved tensors, or
-computes the forward again. Weights return after an update.
+The forward's rank sends what its backward needs, each memory once: what autograd saves or, if the
+stage recomputes, the inputs of the forward. The backward's rank runs an autograd graph of its own,
+which was recorded with numbers in place of saved tensors, or computes the forward again. After an
+update it sends the weights back.
 
-Once for every size, in the warm-up pass, the forward's rank announces what the stage's code was
-called with, what autograd saved, and what graph it made. The other records its graph from the same
-call and compares: kernels that differ on the two ranks show here and not in wrong gradients.
+Once per size, in the warm-up pass, the forward's rank announces the arguments of the stage's code,
+what autograd saved, and the structure of the graph. The other rank records its graph from the same
+call and compares: if the two ranks run different kernels, this raises an error instead of giving
+wrong gradients.
 
 Autograd saves many tensors that share memory: a value and its reshaped self, three views of one
 projection. Each memory travels as bytes, from the first to the last that a saved tensor covers;
-small ones travel in one vector. What both ranks have anyway, parameters and constants, stays where
-it is::
+small ones travel in one vector. Parameters and constants, which both ranks have, are not sent::
 
     saved       w   x   x.view   q   k   v   3.0   mean
     message         [x]          [q  k  v]   [3.0  mean]
@@ -45,19 +45,19 @@ from pipectl.runtime.stage import Code, Key, Live, MicroBatch, Segment, Stage, S
 from pipectl.runtime.transport import Wire
 
 BUNDLED_BYTES = 8 << 10
-"""Memories below this size travel together: a message of their own would cost more than a copy."""
+"""Memories below this size travel together: a separate message would cost more than a copy."""
 _ALIGNMENT = 16
 _MAX_PLACES = 512
 _TOGETHER = "set pipeline.backward to together: its backward has to stay with its forward"
 _PLAIN = (int, float, str, type(None), torch.dtype, torch.device)
-"""What an autograd function may keep as attributes: it is the same on both ranks."""
+"""Types of attributes that an autograd function may have: their values agree on both ranks."""
 
 
 class View(NamedTuple):
-    """Where a tensor lies.
+    """The place of a tensor in a message.
 
     Args:
-        number: of its memory; below 0, of the state ``~number``, which both ranks have.
+        number: of its memory; if negative, of the state ``~number``, which both ranks have.
         offset: of its first element, in elements after that of the memory or state.
     """
 
@@ -69,12 +69,12 @@ class View(NamedTuple):
 
 
 class Agreement(NamedTuple):
-    """What holds for all micro-batches of one size in one stage; it follows from the stage's code.
+    """What all messages of one size in one stage have in common; it follows from the stage's code.
 
     Args:
         views: of every tensor in the messages, in order.
         sizes: bytes of every memory in the messages.
-        start: what the first forward started from, on the host; None if the stage recomputes.
+        start: the inputs of the first forward, on the host; None if the stage recomputes.
         structure: of the autograd graph; see :attr:`Graph.structure`.
     """
 
@@ -89,7 +89,7 @@ class Agreement(NamedTuple):
         """The tensors of a message.
 
         Args:
-            states: the arguments that both ranks have, by their indices.
+            states: the arguments that both ranks have, by index.
         """
         bundle, *large = message
         alone = dict(zip(_large(self.sizes, len(message)), large, strict=False))
@@ -136,20 +136,20 @@ class Agreement(NamedTuple):
 def pack(
     tensors: Sequence[Tensor], states: Mapping[int, Tensor], places: int
 ) -> tuple[Agreement, list[Tensor | None]]:
-    """What is where in a message, and what travels, by place; the first has the small memories.
+    """The views of a message's tensors, and the vectors to send, by place; the small ones first.
 
     Args:
-        states: the arguments that both ranks have, by their indices.
+        states: the arguments that both ranks have, by index.
         places: how many tensors a message may have.
 
     Raises:
-        WorkerError: a tensor is of a kind that no message carries.
+        WorkerError: a message cannot carry a tensor of this kind.
     """
     known = {storage_of(state): index for index, state in states.items()}
     spans: dict[int, tuple[int, int]] = {}
     memories: dict[int, Tensor] = {}
     for tensor in tensors:
-        is_lazy = tensor.is_conj() or tensor.is_neg()  # its memory holds something else
+        is_lazy = tensor.is_conj() or tensor.is_neg()  # its memory holds other values
         if tensor.layout is not torch.strided or tensor.is_quantized or is_lazy:
             raise WorkerError(
                 f"a backward needs a tensor of layout {tensor.layout} and type {tensor.dtype}, "
@@ -185,7 +185,7 @@ def _large(sizes: Sequence[int], places: int) -> list[int]:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """The bytes of its memory from its first to after its last element; aligned for all types."""
+    """The bytes of its memory from its first to past its last element; aligned for all types."""
     start = int(tensor.storage_offset()) * tensor.itemsize
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     reach = sum((size - 1) * stride for size, stride in pairs) + 1 if tensor.numel() else 0
@@ -195,20 +195,20 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 class Graph(Live):
     """The autograd graph of a stage at one size, without its values.
 
-    The stage's code runs once, on what the forward's rank called it with first. Where autograd
-    saves a tensor, it saves the tensor's number, and finds in the backward of a micro-batch the
-    value that has this number. Parameters are the real ones, so gradients accumulate in them.
+    The stage's code runs once, on the arguments of the other rank's first forward. Instead of a
+    tensor, autograd saves the tensor's number; in the backward of a micro-batch, the number gives
+    the value. Parameters are the real ones, so gradients accumulate in them.
 
     Args:
-        start: what a forward of the whole stage, its only segment, started from.
+        start: the inputs of a forward of the whole stage, which is its only segment.
 
     Attributes:
         saved: type and sizes of every tensor that autograd would have saved, in order.
-        structure: names of all nodes, in an order that follows from the graph.
+        structure: names of all nodes, in an order that depends on the graph alone.
         values: of the micro-batch whose backward is next, in order.
 
     Raises:
-        MismatchError: an autograd function keeps values where nobody finds them.
+        MismatchError: an autograd function keeps values in attributes.
     """
 
     is_lasting = True
@@ -227,7 +227,7 @@ class Graph(Live):
     def backward(
         self, leaves: Iterable[Tensor], gradients: Tensors, weight: float, scale: float
     ) -> Tensors:
-        """Run the backward of the micro-batch with :attr:`values`, which are dropped."""
+        """Run the backward of the micro-batch with :attr:`values`, and drop them."""
         returned = dict(super().backward(leaves, gradients, weight, scale))
         self.values = []
         self.caught.clear()
@@ -241,12 +241,12 @@ class Graph(Live):
         value = self.values[number]
         assert value is not None
         if self._is_read_once:
-            self.values[number] = None  # its memory is free when this node is done
+            self.values[number] = None  # frees its memory after this node
         return value
 
 
 def nodes_behind(edges: Iterable[GradientEdge]) -> list[Node]:
-    """All nodes of an autograd graph, each once, in an order that follows from its edges."""
+    """All nodes of an autograd graph, each once, in an order that depends on its edges alone."""
     nodes: dict[Node, None] = {}
     waiting = [edge.node for edge in edges]
     while waiting:
@@ -258,13 +258,13 @@ def nodes_behind(edges: Iterable[GradientEdge]) -> list[Node]:
 
 
 def _is_read_once(node: Node) -> bool:
-    """Whether it asks for each saved tensor once: true of all but the user's own functions."""
+    """Whether it reads each saved tensor once: true of all but the user's own functions."""
     function = getattr(node, "_forward_cls", None)
     return function is None or function.__module__ == Receive.__module__
 
 
 def _check_functions(stage: int, nodes: Sequence[Node]) -> None:
-    """Refuse autograd functions that keep values in attributes, where nobody finds them."""
+    """Refuse autograd functions that keep values in attributes, which cannot be sent."""
     for node in nodes:
         kept: dict[str, Any] = getattr(node, "__dict__", {})
         if not all(isinstance(leaf, _PLAIN) for leaf in pytree.tree_leaves(kept)):
@@ -277,11 +277,11 @@ def _check_functions(stage: int, nodes: Sequence[Node]) -> None:
 
 
 class _Half(Stage):
-    """A stage whose forward and backward run on different ranks, on one of them.
+    """One half of a stage whose forward and backward run on different ranks.
 
     Args:
         wire: for agreements; those of a stage arrive in the order in which they are sent.
-        other_rank: of the other half.
+        other_rank: rank of the other half.
         others: see :class:`~pipectl.runtime.stage.Stage`.
     """
 
@@ -300,20 +300,20 @@ class _Half(Stage):
         return self._segment.codes[rows]
 
     def forget(self) -> None:
-        """Drop gradients, unfinished micro-batches, and what is not sent."""
+        """Drop gradients, unfinished micro-batches and unsent messages."""
         super().forget()
         self._leaving.clear()
         self._arrived.clear()
 
 
 class ForwardHalf(_Half):
-    """Runs forwards and evaluations, with the weights that the other half sends."""
+    """Runs forwards and evaluations with the weights that the other half sends."""
 
     def forward(
         self, micro_batch: MicroBatch, inputs: Mapping[str, Tensor], arrived: Tensors
     ) -> Tensors:
-        """Run the training forward of a micro-batch; what its backward needs waits to be sent."""
-        assert micro_batch.age == 0  # it holds the weights that arrived last, and no others
+        """Run the training forward of a micro-batch; keep what its backward needs to be sent."""
+        assert micro_batch.age == 0  # it holds only the newest weights
         index, code = micro_batch.number, self._code(micro_batch.rows)
         if self._segment.recomputes:
             results = super().forward(micro_batch, inputs, arrived)
@@ -325,7 +325,7 @@ class ForwardHalf(_Half):
         if is_first:
             start = Start(micro_batch, inputs, arrived, {}).map_tensors(_on_host)
         saved: list[Tensor] = []
-        # The graph holds the hooks: with its own values in their list, nothing would free it.
+        # The graph holds the hooks: if their list held its own values, nothing would free it.
         with saved_tensors_hooks(lambda tensor: saved.append(tensor.detach()), _refuse):
             results = super().forward(micro_batch, inputs, arrived)
         live = self._segment.kept.pop(index)
@@ -337,15 +337,15 @@ class ForwardHalf(_Half):
         return results
 
     def leaving(self, index: int) -> Tensors:
-        """What the backward of a micro-batch needs, once."""
+        """What the backward of a micro-batch needs; available once."""
         return self._leaving.pop(index)
 
     def arriving(self, _: MicroBatch, message: Tensors) -> None:
         """Take the weights that the other half has updated.
 
-        The parameters move there: messages of earlier micro-batches may still leave from the old.
-        One with several uses stays, since these are leaves in its memory; it goes only with
-        schedules that flush.
+        The parameters move to the received memory, since messages of earlier micro-batches may
+        still be sent from the old. Parameters with several uses keep their memory, which their
+        leaves share; only schedules that flush allow them.
         """
         several = {slot.value for slot in self.uses}
         for slot, tensor in message.items():
@@ -363,11 +363,7 @@ class ForwardHalf(_Half):
         start: Start | None = None,
         structure: Sequence[str] = (),
     ) -> None:
-        """Put what a backward needs into a message that both halves understand.
-
-        Raises:
-            WorkerError: it lies otherwise in memory than that of an earlier micro-batch.
-        """
+        """Put what a backward needs into a message; its memory layout must never change."""
         rows, code = micro_batch.rows, self._code(micro_batch.rows)
         layout, message = pack(tensors, lasting_states(code), self._places)
         if rows not in self._agreed:
@@ -387,8 +383,8 @@ class ForwardHalf(_Half):
 class BackwardHalf(_Half):
     """Runs backwards of what the other half sends, and sends it the updated weights.
 
-    Weights that are older than the newest are kept here, in :attr:`versions`. What arrives may be
-    offloaded until its backward.
+    Older weights are kept here, in :attr:`versions`. Received values may be offloaded until their
+    backward.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -401,10 +397,10 @@ class BackwardHalf(_Half):
         return {Slot(name): parameter.detach() for name, parameter in trained}
 
     def arriving(self, micro_batch: MicroBatch, message: Tensors) -> None:
-        """Take what the forward of a micro-batch has left for its backward.
+        """Receive what the forward of a micro-batch sends for its backward.
 
         Raises:
-            MismatchError: the code of this stage cannot have its backward here.
+            MismatchError: the backward of this stage's code cannot run on another rank.
         """
         rows = micro_batch.rows
         if rows not in self._agreed:
@@ -423,7 +419,7 @@ class BackwardHalf(_Half):
         self._arrived[micro_batch.number] = micro_batch, tensors
 
     def recompute(self, micro_batch: MicroBatch) -> None:
-        """Run the forward of a micro-batch, from what the other half started it from."""
+        """Run the forward of a micro-batch from the inputs that the other half sent."""
         began, values = self._unpacked(micro_batch)
         version = None if self.versions is None else self.versions.of_age(micro_batch.age)
         start = _start_of(values, began, self._code(began.rows))
@@ -443,7 +439,7 @@ class BackwardHalf(_Half):
         return super().backward(micro_batch, gradients, weight, scale)
 
     def _unpacked(self, micro_batch: MicroBatch) -> tuple[MicroBatch, list[Tensor]]:
-        """What a micro-batch's forward had, and left; weights among that at their age."""
+        """The received tensors of a micro-batch; weights among them at their age."""
         began, packed = self._arrived.pop(micro_batch.number)
         self.saved.pop(micro_batch.number, None)
         message = [None if item is None else unpack(item) for item in packed]
@@ -467,12 +463,12 @@ def make_half(
     *,
     compiles: bool = False,
 ) -> Stage:
-    """The half of a stage that a rank has.
+    """The half of a stage that this rank has.
 
     Args:
         index: of the stage.
-        mover: takes away what arrives at the backward's rank; None if it stays.
-        compiles: whether torch.compile compiles what stages run.
+        mover: offloads what arrives at the backward's rank; None if it stays.
+        compiles: whether torch.compile compiles the code of stages.
         wire, others: see :class:`_Half` and :class:`Stage`.
 
     Raises:
@@ -495,7 +491,7 @@ def make_half(
 
 
 def check_operators(cut: Cut, stage: int) -> None:
-    """Refuse a stage whose autograd graph may differ from one micro-batch to the next.
+    """Refuse a stage whose autograd graph may differ between micro-batches.
 
     Raises:
         MismatchError: naming the operator.
@@ -512,7 +508,7 @@ def check_operators(cut: Cut, stage: int) -> None:
 
 
 def add_lanes(cut: Cut, states: Mapping[str, Tensor], lanes: list[Lane]) -> None:
-    """Let a cut have the lanes between the halves of its stages, and empty ones a plan has."""
+    """Add the lanes between the halves of its stages to a cut, and the empty ones of a plan."""
     for lane in lanes:
         slots: list[Slot] = []
         if lane.kind is TransferKind.SAVED:
@@ -532,9 +528,9 @@ def add_lanes(cut: Cut, states: Mapping[str, Tensor], lanes: list[Lane]) -> None
 
 
 def places_of(cut: Cut, stage: int) -> int:
-    """Tensors that a message of saved values may have; what is more travels with the small ones.
+    """Tensors that a message of saved values may have; any others travel with the small ones.
 
-    Some operators save one tensor, few more than three.
+    Most operators save one tensor, few more than three.
     """
     return min(_MAX_PLACES, 8 + 3 * len(cut.operators(stage)))
 
@@ -559,7 +555,7 @@ def _tensors_of(start: Start, code: Code) -> list[Tensor]:
 
 
 def _start_of(tensors: Iterable[Tensor], micro_batch: MicroBatch, code: Code) -> Start:
-    """The start that has these tensors; each may be written, also of one memory."""
+    """The start with these tensors; they are writable, even if they share memory."""
     left = iter([tensor.data for tensor in tensors])
     inputs = {name: next(left) for name in code.stage.inputs}
     arrived: Tensors = {slot: next(left) for slot in _received(code)}
@@ -567,7 +563,6 @@ def _start_of(tensors: Iterable[Tensor], micro_batch: MicroBatch, code: Code) ->
 
 
 def _received(code: Code) -> list[Slot]:
-    """The slots of the values that a stage receives, each once."""
     return list(dict.fromkeys(Slot(slot.value) for slot in code.stage.received))
 
 

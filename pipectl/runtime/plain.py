@@ -1,7 +1,7 @@
 """The same training without a pipeline: what a user would write, as a reference for ``verify``.
 
 Started as ``python -m pipectl.runtime.plain JOB.yaml MICRO_BATCH_SIZE DIRECTORY``. The model is the
-user's, not the captured graph, and there is no MPI; only the order of the data, the micro-batches
+user's, not the captured graph, and MPI is not used; only the order of the data, the micro-batches
 and the seeds are those of the pipeline.
 """
 
@@ -45,12 +45,12 @@ from pipectl.units import printable
 
 LOSSES = "losses.json"
 _EXTRA = "_extra_state"
-"""What torch calls a module's own part of a state dict."""
+"""Torch's key for a module's own extra part of a state dict."""
 Batch = tuple[Any, Any]
 
 
 def train(spec: JobSpec, micro_batch_size: int, directory: Path) -> None:
-    """Train all steps; leaves ``losses.json`` and the weights after every step.
+    """Train all steps; writes ``losses.json`` and the weights after every step.
 
     Raises:
         CaptureError: user code fails.
@@ -65,7 +65,7 @@ def train(spec: JobSpec, micro_batch_size: int, directory: Path) -> None:
     scale, is_scaled = spec.training.loss_scale, spec.training.precision == "float16"
     if is_scaled:
         refuse_half_parameters(parameters)
-    # Torch's own scaler of the loss does nothing but in float16.
+    # Torch's loss scaler does nothing except in float16.
     interval = scale.growth_interval
     scaler = GradScaler(device.type, scale.initial, growth_interval=interval, enabled=is_scaled)
     losses = []
@@ -85,7 +85,7 @@ def train(spec: JobSpec, micro_batch_size: int, directory: Path) -> None:
         )
         _update(stepper, scaler, spec.training.clip_grad_norm, parameters, faulty=faulty)
         for name, buffer in job.step.named_buffers() if faulty else ():
-            buffer.data.copy_(before[name])  # what forwards of a step that is left out have written
+            buffer.data.copy_(before[name])  # undo writes by forwards of a skipped step
         if stepper.watches:
             stepper.watch(_evaluate(job, micro_batch_size, device))
         save_file(_weights(job), weights_file(directory, step))
@@ -100,7 +100,7 @@ def _update(
     *,
     faulty: bool,
 ) -> None:
-    """The end of a step; the learning rate stays if it is skipped."""
+    """The end of a step; if it is skipped, the learning rate does not change."""
     assert stepper.optimizer is not None
     scaler.unscale_(stepper.optimizer)
     if largest is not None:
@@ -134,14 +134,14 @@ def _evaluate(job: CapturedJob, micro_batch_size: int, device: torch.device) -> 
 
 
 def weights_file(directory: Path, step: int) -> Path:
-    """The weights after ``step``."""
+    """The file of the weights after ``step``."""
     return directory / f"step-{step:06d}.safetensors"
 
 
 class FirstWeights(Mapping[str, Tensor]):
-    """The weights that a job starts from, by the names of the user's model.
+    """The initial weights of a job, by their names in the user's model.
 
-    What has no memory yet is made when it is asked for, and not kept.
+    Weights without memory are made when they are accessed, and not kept.
     """
 
     def __init__(self, spec: JobSpec) -> None:
@@ -151,7 +151,7 @@ class FirstWeights(Mapping[str, Tensor]):
 
     @property
     def buffers(self) -> list[str]:
-        """Names of those that are no parameters."""
+        """Names of the weights that are not parameters."""
         states = self._job.states
         return [n for n, full in self._full.items() if not isinstance(states[full], nn.Parameter)]
 
@@ -174,7 +174,7 @@ def _states(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _weights(job: CapturedJob) -> dict[str, Tensor]:
-    """Copies: tied weights share memory, which a file of tensors may not."""
+    """Copies of the weights: tied ones share memory, which a file of tensors does not allow."""
     states = _states(job.model)
     return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in states.items()}
 
@@ -207,7 +207,7 @@ def _accumulate(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Entry point; the exit code is the one that commands have."""
+    """Entry point; returns the exit code of a command."""
     job, micro_batch_size, directory = arguments
     try:
         train(load(Path(job)), int(micro_batch_size), Path(directory))

@@ -1,9 +1,9 @@
 """The process of a rank: its log, what it does right now, and what it leaves when it fails.
 
-No process stands between a rank and its log, so none can end it. What libraries in C and child
-processes write goes there too. Up to :data:`MAX_FILES` ranks have a file each; of more, those of a
-node share one, in which the lines that Python prints bear the rank. A few lines go to the log of
-the job.
+A rank writes directly to its log, not through another process that could end it. Output of C
+libraries and child processes goes there too. Up to :data:`MAX_FILES` ranks have a file each; if
+there are more, the ranks of a node share one, in which lines printed by Python start with the rank.
+A few lines go to the log of the job.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _job_log: list[int] = []
 
 @contextmanager
 def own_log(rank: int, ranks: int) -> Iterator[None]:
-    """Send the output of this process to the log of a rank, in jobs.
+    """Redirect the output of this process to the log of a rank, in jobs.
 
-    If that cannot be opened, nothing changes.
+    If the log cannot be opened, nothing changes.
     """
     handle = -1
     if RUN_VARIABLE in os.environ:
@@ -83,16 +83,16 @@ def job_log() -> int:
 
 
 def say(text: str) -> None:
-    """Put a line into the job's log, for people."""
+    """Write a line for people into the job's log."""
     _flush()
     write_log(job_log(), f"{printable(text)}\n")
 
 
 class _LogStream(io.RawIOBase):
-    """A log that never fails: what a full disk does not take is lost.
+    """A log whose writes never fail: output that a full disk does not accept is lost.
 
     Args:
-        label: put before every line, which is then written whole.
+        label: prefix of every line; lines are then written whole.
     """
 
     def __init__(self, handle: int, label: bytes) -> None:
@@ -118,7 +118,7 @@ class _LogStream(io.RawIOBase):
         return size
 
     def end_line(self) -> None:
-        """Write what was held back, since its line had not ended."""
+        """Write the rest of an unfinished line."""
         if self._unfinished_line:
             self.write(b"\n")
 
@@ -130,11 +130,11 @@ def _flush(*streams: TextIO) -> None:
 
 
 class Doing:
-    """What the rank is doing right now, for error reports and whoever watches it.
+    """What the rank is doing now, for error reports and monitoring.
 
     Attributes:
-        board: on which it stands.
-        each_step: what the rank that started its node's watcher looks after, now and then.
+        board: that shows it.
+        each_step: called now and then on the rank that started its node's watcher.
     """
 
     def __init__(self) -> None:
@@ -145,7 +145,7 @@ class Doing:
 
     @property
     def step(self) -> int:
-        """Under way; 0 before the first."""
+        """The current step; 0 before the first."""
         return self.board.read().step
 
     @step.setter
@@ -156,13 +156,13 @@ class Doing:
 
     @property
     def stage(self) -> int | None:
-        """None if what it does belongs to none."""
+        """The stage of the current action; None if it has none."""
         stage = self.board.read().stage
         return None if stage < 0 else stage
 
     @property
     def action(self) -> str:
-        """In words."""
+        """The current action, in words."""
         return self.board.read().action
 
     @action.setter
@@ -176,7 +176,7 @@ Work = Callable[[RunDirectory, MPI.Intracomm, Doing], None]
 def run_rank(work: Work, description: str | None) -> None:
     """Do a rank's work in the directory that the command line names.
 
-    Exits, and so lets MPI abort all ranks, if it fails.
+    If it fails, exits so that MPI aborts all ranks.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--run", type=Path, required=True, help="the run directory")
@@ -209,7 +209,7 @@ def report(
     stage: int | None = None,
     step: int | None = None,
 ) -> None:
-    """Write what failed on this rank, and where, for ``pipectl status`` and into the job's log."""
+    """Write this rank's error, and where it occurred, for ``pipectl status`` and the job's log."""
     memory = "set pipeline.memory_limit below what a rank gets, and plan again"
     cure = memory if lacks_memory(error) else None
     failure = ErrorReport.of(error, cure, rank=rank, stage=stage, step=step, action=action)

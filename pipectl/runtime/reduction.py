@@ -1,20 +1,20 @@
 """Sums of gradients over the replicas of a stage, under way while the rank computes.
 
-The gradients of a stage travel in buckets, the last layers' first, because a backward makes them
-first. A bucket starts as soon as the stage's last backward of the step has made all of it, the rest
-right after that backward. Autograd adds to a parameter once per backward, so a gradient is whole
-when its hook is called. The sums are awaited at the end of the step, after the backwards of the
-rank's other stages. Whatever moves the pipeline's messages moves these, too.
+The gradients of a stage travel in buckets, the last layers' first, because a backward computes them
+first. A bucket starts as soon as the stage's last backward of the step has computed all of it; the
+rest start right after that backward. Autograd adds to a parameter once per backward, so a gradient
+is complete when its hook is called. The sums are awaited at the end of the step, after the
+backwards of the rank's other stages. They advance together with the pipeline's messages.
 
-Who sends whom what is in :mod:`pipectl.graph`. Half precision is added in float32, which MPI
-cannot do, and rounded once.
+:mod:`pipectl.graph` defines which rank sends what. Half precision, in which MPI cannot add, is
+summed in float32 and rounded once.
 
-Optimizer state may be shared out among the replicas (ZeRO stage 1). A bucket then has one replica
-that gets its sums, keeps the optimizer state of its parameters and updates them; the others receive
-the parameters. A parameter stays whole, so that any optimizer works, and one that several operators
-use is updated by all its holders alike. The bits are those of replicas that all update everything.
-(Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC
-2020.)
+Optimizer state may be sharded over the replicas (ZeRO stage 1). One replica per bucket then gets
+its sums, keeps the optimizer state of its parameters and updates them; the others receive the
+parameters. Parameters are not split, so that any optimizer works; one that several operators use is
+updated by all its holders alike. The results are equal to the bit to those of replicas that all
+update everything. (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
+Parameter Models", SC 2020.)
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ def group_of(communicator: MPI.Comm, ranks: Sequence[int], tag: int) -> MPI.Comm
 class Bucket:
     """Gradients that travel together.
 
-    A number for every leaf travels along, which tells if any replica has a gradient of it: if none
+    One number per leaf travels along, which says whether any replica has a gradient of it: if none
     has, none is made.
 
     Args:
         wire: between the replicas, in their order.
         leaves: tensors of one type and device, whose ``grad`` is summed; the same on all replicas.
-        owner: the replica that owns all of it, and alone gets the sum; None if each owns a part,
-            and all get everything.
-        tag: of its messages, with the next.
+        owner: the replica that owns the whole bucket and alone gets the sum; None if each replica
+            owns a part, and all get the sum.
+        tag: of its messages; ``tag + 1`` is used too.
     """
 
     def __init__(self, wire: Wire, leaves: Sequence[Tensor], owner: int | None, tag: int) -> None:
@@ -67,11 +67,11 @@ class Bucket:
 
     @property
     def started(self) -> bool:
-        """Whether it is on its way."""
+        """Whether it has started."""
         return self._flat is not None
 
     def start(self) -> None:
-        """Send others their parts, and receive one's own."""
+        """Send the other replicas their parts, and receive this replica's."""
         first, count = self.leaves[0], self._edges[-1][1] + len(self.leaves)
         self._flat = flat = torch.empty(count, dtype=first.dtype, device=first.device)
         flags = flat[-len(self.leaves) :].fill_(1)  # no copy from the host, which would wait
@@ -86,19 +86,19 @@ class Bucket:
         self._incoming = self._exchange(self._tag, dict.fromkeys(others, mine), outgoing)
 
     def advance(self) -> bool:
-        """Add up one's own part once all have sent it, and send it on; whether that is done."""
+        """Sum and send this replica's part once all have sent it; returns whether that is done."""
         if not self._summed and all(transfer.done for transfer in self._incoming.values()):
             self._sum()
         return self._summed
 
     def settle(self) -> None:
-        """Wait for what one's own part needs."""
+        """Wait for the messages that this replica's part needs."""
         if not self._summed:
             self._wire.wait(self._incoming.values())
             self._sum()
 
     def finish(self) -> None:
-        """Wait, and put the sums in the place of the gradients; without a sum, none stays."""
+        """Wait, and replace the gradients by the sums; without a sum, the gradient is None."""
         self.settle()
         self._wire.wait([*self._sent, *self._sums.values()])
         assert self._flat is not None
@@ -117,7 +117,7 @@ class Bucket:
         self._sums, self._sent = {}, []
 
     def start_sharing(self) -> None:
-        """Send the leaves themselves from their owner to the others."""
+        """Send the leaves from their owner to the other replicas."""
         wire, owner = self._wire, self._owner
         if owner is None:
             return
@@ -128,7 +128,7 @@ class Bucket:
             self._exchange(self._tag, {}, dict.fromkeys(wire.others, vector))
 
     def finish_sharing(self) -> None:
-        """Take the leaves that arrived from their owner."""
+        """Receive the leaves from their owner."""
         self._wire.wait([*self._sent, *self._incoming.values()])
         for transfer in self._incoming.values():
             vector = self._wire.arrived(transfer)
@@ -138,7 +138,7 @@ class Bucket:
         self._incoming, self._sent = {}, []
 
     def _sum(self) -> None:
-        """One's own part; the others receive it, unless it is nobody else's."""
+        """Sum this replica's part, and send it to the others unless it owns the whole bucket."""
         wire, own = self._wire, self._part(self._wire.rank)
         if len(own):
             parts = {replica: wire.arrived(each) for replica, each in self._incoming.items()}
@@ -151,7 +151,6 @@ class Bucket:
             self._sums = self._exchange(self._tag + 1, incoming, outgoing)
 
     def _part(self, replica: int) -> Tensor:
-        """The part of the gradients that a replica sums."""
         assert self._flat is not None
         part = self._parts[replica]
         return self._flat[part.start : part.stop]
@@ -159,7 +158,7 @@ class Bucket:
     def _exchange(
         self, tag: int, incoming: Mapping[int, int], outgoing: Mapping[int, Tensor]
     ) -> dict[int, Transfer]:
-        """Begin to send vectors to replicas, and to receive as many numbers from replicas."""
+        """Start sending vectors to replicas, and receiving vectors of some lengths from them."""
         wire, dtype = self._wire, self.leaves[0].dtype
         what = "a bucket of gradients or parameters, from replica {} of the stage to {},".format
         received = {
@@ -174,7 +173,7 @@ class Bucket:
 
 
 def _added(parts: Sequence[Tensor]) -> Tensor:
-    """The sum in the order given, in float32 at least."""
+    """The sum in the order of ``parts``, in float32 at least."""
     wide = torch.promote_types(parts[0].dtype, torch.float32)
     total = parts[0].to(wide, copy=True)
     for part in parts[1:]:
@@ -187,10 +186,10 @@ class StageReduction:
 
     Args:
         wire: between the replicas, in their order.
-        leaves: by a name that all replicas give them, in model order: what the stage accumulates
-            gradients in.
-        owners: the replica that alone gets the sum of a leaf and updates it; all get the sums of
-            others.
+        leaves: tensors in which the stage accumulates gradients, by a name that is the same on all
+            replicas, in model order.
+        owners: by leaf, the replica that alone gets its sum and updates it; the sums of other
+            leaves go to all.
     """
 
     def __init__(
@@ -220,8 +219,8 @@ class StageReduction:
         self._has_hooks = self._armed = False
 
     def arm(self) -> None:
-        """The next backward is the last one of the step."""
-        if not self._has_hooks:  # not before, so that those of user code are told apart
+        """Announce that the next backward is the last one of the step."""
+        if not self._has_hooks:  # not earlier, to distinguish hooks of user code
             self._has_hooks = True
             for index, bucket in enumerate(self._buckets):
                 for leaf in bucket.leaves:
@@ -230,14 +229,14 @@ class StageReduction:
         self._armed = True
 
     def start(self) -> None:
-        """All gradients are there: start what has not started."""
+        """Start the remaining sums: all gradients are complete."""
         self._armed = False
         for bucket in self._buckets:
             if not bucket.started:
                 self._start(bucket)
 
     def advance(self) -> None:
-        """Go on with what has arrived: looks once at every bucket that is on its way."""
+        """Advance every bucket that has started, once."""
         self._arriving = [bucket for bucket in self._arriving if not bucket.advance()]
 
     def finish(self) -> None:
@@ -249,14 +248,14 @@ class StageReduction:
             bucket.finish()
 
     def share(self) -> None:
-        """Give every replica the parameters that their owners have updated."""
+        """Send the parameters that their owners have updated to every replica."""
         for bucket in self._buckets:
             bucket.start_sharing()
         for bucket in self._buckets:
             bucket.finish_sharing()
 
     def _count(self, index: int, _: Tensor) -> None:
-        """A leaf of a bucket has its gradient."""
+        """Hook: a leaf of a bucket has its gradient."""
         if self._armed:
             self._missing[index] -= 1
             if not self._missing[index]:

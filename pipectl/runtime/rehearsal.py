@@ -1,18 +1,17 @@
 """A rank of a rehearsal: ``python -m mpi4py -m pipectl.runtime.rehearsal --run DIRECTORY``.
 
-It executes the rank's program from ``plan.json`` with the waits of ``rehearsal.json``, without
-torch: one round of messages to make connections, then the steps. Rank 0 writes the timeline of the
-last step into ``trace/`` and a line per step into ``metrics.jsonl``, all in time of the plan.
+Executes the rank's program from ``plan.json`` with the waits of ``rehearsal.json``, without torch:
+one round of messages to make connections, then the steps. Rank 0 writes the timeline of the last
+step into ``trace/`` and a line per step into ``metrics.jsonl``, all in the plan's time.
 
-Messages are real. A message begins with the time at which it was sent; it is over when it has
-arrived and the link of the plan would have carried it, too. Sums over replicas are real sums, of
-the times at which they were started. Computations, and copies to the host's memory, are only waited
-for.
+Messages are real. A message starts with the time at which it was sent; it is complete when it has
+arrived and the plan's link would have carried it, too. Sums over replicas are real sums of their
+starting times. Computations, and copies to host memory, are only waited for.
 
-A rank has a time of its own: that at which its last row ended. A computation that should have ended
-is over at once, though the process may wake up later; a message that was not there at the last look
-has arrived right after it. So what pauses, and cores with many ranks, add to waits does not add up,
-as long as it is less than ``late_s``; what is later than that counts in full.
+Each rank keeps its own time: the end of its last row. A computation that should have ended is
+complete at once, even if the process wakes up later; a message that was not there at the last look
+is taken to have arrived right after it. So delays by pauses, and by cores with many ranks, do not
+accumulate if they are shorter than ``late_s``; longer ones count in full.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ from pipectl.timeline import Event, Timeline
 
 _WORD = 8
 _TAGS = 2**15
-"""Fewer than any MPI allows; channels of one pair of ranks that share a tag share their order."""
+"""Fewer than any MPI allows; channels of one pair of ranks with the same tag share their order."""
 _HEAD_START_S = 0.05
-"""From the last word of rank 0 to the begin of a step; and so many pauses."""
+"""Time from rank 0's last message to the start of a step, and number of pauses."""
 _HEAD_START_PAUSES = 20
 
 
@@ -49,7 +48,7 @@ def rehearse(directory: RunDirectory, communicator: MPI.Intracomm, doing: Doing)
     """Execute the steps of a rehearsal on this rank.
 
     Raises:
-        PipectlError: the files and the processes do not belong together.
+        PipectlError: the files and the processes do not match.
     """
     doing.action = "reading the plan"
     plan, rehearsal = Plan.load(directory.plan), Rehearsal.load(directory.rehearsal)
@@ -103,14 +102,14 @@ def _write_metrics(
 
 
 class Transfer(NamedTuple):
-    """What a rank has started in the background.
+    """A background transfer of a rank.
 
     Args:
         request: of MPI; none for copies.
-        words: what is sent or received; the first is, or will be, the time of the start.
-        started_at: on this rank.
+        words: sent or received; the first is, or will be, the time of the start.
+        started_at: time on this rank.
         share: samples relative to a full micro-batch.
-        route: (kind, peer) of what it shares with other transfers of this rank.
+        route: (kind, peer) of the resource that it shares with other transfers of this rank.
     """
 
     request: MPI.Request | None
@@ -125,8 +124,8 @@ class Rank:
     """Runs the program of one rank; collective.
 
     Attributes:
-        begin_at, at: when the last run began and ended here, in seconds of the common clock.
-        late_s: how much too late this rank came at most in the last run.
+        begin_at, at: start and end of the last run here, in seconds of the common clock.
+        late_s: the longest delay of this rank in the last run.
     """
 
     def __init__(
@@ -150,13 +149,13 @@ class Rank:
         self.begin_at = self.at = self.late_s = 0.0
 
     def run(self, actions: Actions, *, stretch: float) -> list[Event]:
-        """Execute one program, which all ranks begin at one moment.
+        """Execute one program, which all ranks start at the same time.
 
         Args:
-            stretch: time of the rehearsal over time of the plan; 0 passes messages only.
+            stretch: rehearsal time over plan time; 0 only passes messages.
 
         Returns:
-            What took time, in seconds of the plan since the begin; nothing for a stretch of 0.
+            Events that took time, in seconds of the plan since the start; none for a stretch of 0.
         """
         self._stretch = stretch
         self._free_at.clear()
@@ -184,7 +183,7 @@ class Rank:
         return events
 
     def latest(self, value: float) -> float:
-        """The largest value of all ranks, without spinning. Collective."""
+        """The maximum of all ranks' values, without spinning. Collective."""
         word = np.array([value])
         request = self._world.Iallreduce(MPI.IN_PLACE, word, MPI.MAX)
         while not request.Test():
@@ -192,7 +191,7 @@ class Rank:
         return float(word[0])
 
     def _agree_on_begin(self) -> float:
-        """A moment shortly ahead at which all ranks begin; all have come here by then."""
+        """A time shortly ahead at which all ranks start, after all have arrived here."""
         barrier(self._world)
         pauses_s = _HEAD_START_PAUSES * self._rehearsal.pause_s
         word = np.array([self.clock() + _HEAD_START_S + pauses_s])
@@ -254,14 +253,14 @@ class Rank:
         self._advance(max(self.at, absent_at, over_at))
 
     def _advance(self, until: float) -> None:
-        """Wait until then; much lateness moves the time of the rank."""
+        """Wait until a time; a long delay moves the time of the rank."""
         self._sleep_until(until)
         late_s = self.clock() - until
         self.late_s = max(self.late_s, late_s)
         self.at = until if late_s <= self._rehearsal.late_s else until + late_s
 
     def _sleep_until(self, until: float) -> None:
-        """Sleep; while something is on its way, look after it now and then."""
+        """Sleep; during transfers, advance them now and then."""
         while (left_s := until - self.clock()) > 0:
             if self._under_way:
                 self._world.Iprobe()

@@ -1,8 +1,8 @@
 """What the replicas of a stage do together: sum gradients, agree on buffers, compare weights.
 
 Replicas sum the same gradients and make the same updates. If a node computes wrongly, or user code
-does something of its own on each rank, they drift apart, and nothing else would show it. So sums of
-the bits of every parameter are compared now and then.
+behaves differently per rank, they drift apart unnoticed. So checksums over the bits of every
+parameter are compared at intervals.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _WORD = 8
 
 
 class Replicas:
-    """This rank's stages that have replicas, and how it reaches the others of each.
+    """This rank's stages that have replicas, and the communicators of each.
 
     Args:
-        communicator: of all ranks. Making one of these is collective.
+        communicator: of all ranks; the constructor is collective.
         written: full names of the buffers that forwards write.
 
     Attributes:
@@ -87,7 +87,7 @@ class Replicas:
         return self._is_mine.get(name, True)
 
     def counts(self, name: str, *, first: bool) -> bool:
-        """Whether the norm of a gradient is this rank's to tell.
+        """Whether this rank reports the norm of a gradient.
 
         Args:
             first: whether it is the first of all ranks that hold the parameter.
@@ -95,13 +95,13 @@ class Replicas:
         return self._is_mine.get(name, first)
 
     def share_parameters(self) -> None:
-        """Give all replicas the parameters that one of them alone has updated."""
+        """Send all replicas the parameters that only one of them has updated."""
         if self._plan.shard_optimizer:
             for reduction in self.reductions.values():
                 reduction.share()
 
     def check_weights(self, step: int) -> None:
-        """Compare the weights of all these stages' replicas after a step.
+        """Compare the weights of all replicas of this rank's stages after a step.
 
         Raises:
             WorkerError: they differ; see :func:`check_alike`.
@@ -111,12 +111,12 @@ class Replicas:
             check_alike(group, ranks, index, step, self._stages[index].parameters)
 
     def agree_on_buffers(self, plan: Plan) -> None:
-        """Give all replicas the same buffers, from what each wrote in its part of a step.
+        """Make buffers equal on all replicas, from what each wrote in its part of a step.
 
-        Numbers with a fraction, also complex ones, are averaged over the replicas, weighted by how
-        many micro-batches each took, whole or in part. A whole number that grows is a count: it
-        becomes what one replica would have counted. One that does not is that of the last
-        micro-batch. A truth value changes if it changed on any replica.
+        Floating-point and complex numbers are averaged over the replicas, weighted by the number of
+        micro-batches of each, whole or in part. An integer that grows is a count: it gets the value
+        that one replica would have counted. One that does not grow gets the value of the last
+        micro-batch. A boolean changes if it changed on any replica.
 
         Args:
             plan: of the step.
@@ -130,7 +130,7 @@ class Replicas:
                 self._set(name, buffer, agreed)
 
     def take_evaluated(self, names: Container[str]) -> None:
-        """Give all replicas the buffers of the first, which evaluates alone.
+        """Copy the buffers of the first replica, which evaluates alone, to all replicas.
 
         Args:
             names: of the buffers that an evaluation writes.
@@ -162,8 +162,8 @@ def check_alike(
         weights: by full name, the same on all.
 
     Raises:
-        WorkerError: on a replica that differs from most, naming all that do and the first
-            parameter; the others wait until that has ended the job.
+        WorkerError: on a replica that differs from the majority, naming all such replicas and the
+            first parameter; the others wait until that has ended the job.
     """
     mine = np.array([checksum(tensor) for tensor in weights.values()], dtype=np.int64)
     everyone = np.empty((group.size, mine.size), dtype=np.int64)
@@ -190,7 +190,7 @@ def check_alike(
 
 
 def checksum(tensor: Tensor) -> int:
-    """The sum of a tensor's bits, read as whole numbers, modulo 2 ** 64."""
+    """The sum of a tensor's bits, read as integers, modulo 2 ** 64."""
     octets = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if octets.storage_offset() % _WORD:
         octets = octets.clone()
@@ -200,7 +200,7 @@ def checksum(tensor: Tensor) -> int:
 
 
 def odd_ones_out(values: Sequence[int]) -> list[int]:
-    """Who differs from what most have; all, if no value is more common than another."""
+    """The indices that differ from the most common value; all, if no value is the most common."""
     (common, count), *others = Counter(values).most_common()
     if others and others[0][1] == count:
         return list(range(len(values)))
@@ -210,9 +210,9 @@ def odd_ones_out(values: Sequence[int]) -> list[int]:
 def _gather(
     group: MPI.Comm, buffers: Sequence[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Buffers, each with that of every replica on the host, in one message.
+    """Each buffer with its values on all replicas, on the host, exchanged in one message.
 
-    Its shape is [replicas, elements].
+    The values have shape [replicas, elements].
     """
     if not buffers:
         return
@@ -228,20 +228,20 @@ def _gather(
 def agree(
     values: Tensor, taken: Sequence[Sequence[int]], before: Tensor | None, *, split: bool
 ) -> Tensor:
-    """What a buffer becomes by a step in which each replica wrote its own.
+    """The common value of a buffer after a step in which each replica wrote its own.
 
     Args:
         values: of every replica, after the step; shape [replicas, elements].
-        taken: the micro-batches that each replica took, whole or in part.
-        before: the step, on all replicas alike; for whole numbers and truth values.
-        split: whether they took parts of the same micro-batches.
+        taken: the micro-batches of each replica, whole or in part.
+        before: the value before the step, equal on all replicas; for integers and booleans.
+        split: whether the replicas took parts of the same micro-batches.
     """
     if before is None:
         shares = torch.tensor([len(each) for each in taken], dtype=torch.float64)
         values, shares = values[shares > 0], shares[shares > 0]
         wide = values.to(torch.complex128 if values.is_complex() else torch.float64)
         mean = (shares[:, None] * wide).sum(0) / shares.sum()
-        # A mean of equal numbers may be another one, by its rounding.
+        # A mean of equal numbers may differ from them by rounding.
         return torch.where((values == values[0]).all(0), values[0], mean.to(values.dtype))
     if values.dtype == torch.bool:
         return before ^ (values ^ before).any(0)

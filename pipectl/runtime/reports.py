@@ -1,8 +1,8 @@
 """What ranks report to rank 0 while they train on, and the files that it writes.
 
-Training can do without these files for a while: their disk may be full, or read-only, or away.
-That they cannot be written is told once, and once that it is over. Lines are kept until they can be
-written; pictures of the moment, such as the heartbeat, are simply written again when they are due.
+Training can do without these files for a while: their disk may be full, read-only or unavailable.
+Rank 0 warns once when writing begins to fail, and once when it works again. Lines are kept until
+they can be written; snapshots, such as the heartbeat, are simply written again when they are due.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from pipectl.files import open_regular
 
 T = TypeVar("T")
 MAX_LINES = 100_000
-"""Kept in memory (about 30 MB); of more, the oldest are dropped."""
+"""Lines kept in memory (about 30 MB); if there are more, the oldest are dropped."""
 _TAG = 2
 
 
 class Reports(Generic[T]):
-    """Reports of ranks about steps, on their way to rank 0. No rank waits for another.
+    """Reports of ranks about steps, which are sent to rank 0. No rank waits for another.
 
     Args:
-        communicator: on which nothing else with this tag is on its way.
+        communicator: on which no other messages have this tag.
         ranks: that report; all by default.
 
     Attributes:
-        incomplete: steps of which some ranks have reported, with the reports.
+        incomplete: steps that only some ranks have reported, with the reports.
     """
 
     def __init__(self, communicator: MPI.Comm, ranks: Sequence[int] | None = None) -> None:
@@ -50,7 +50,7 @@ class Reports(Generic[T]):
         return bool(self._sending)
 
     def send(self, step: int, report: T) -> None:
-        """Send a report on its way."""
+        """Start sending a report."""
         if self._communicator.rank == 0:
             self._accept(0, step, report)
         else:
@@ -59,7 +59,7 @@ class Reports(Generic[T]):
             self._sending.append(sending)
 
     def collect(self) -> list[tuple[int, dict[int, T]]]:
-        """The steps, on rank 0, of which all ranks have reported since the last call."""
+        """The steps, on rank 0, whose last report has arrived since the last call."""
         status = MPI.Status()
         while (message := self._communicator.improbe(tag=_TAG, status=status)) is not None:
             self._receiving.append((message.irecv(), status.source))
@@ -79,11 +79,11 @@ class Reports(Generic[T]):
 
 
 class Attempts:
-    """Writes, and tells when that begins to fail and when it ends.
+    """Writes, and warns when that begins to fail and when it works again.
 
     Args:
         what: is written, such as ``metrics``.
-        warn: told so.
+        warn: called with the warnings.
     """
 
     def __init__(self, what: str, warn: Callable[[str], None]) -> None:
@@ -91,7 +91,7 @@ class Attempts:
         self._fails = False
 
     def __call__(self, write: Callable[[], None]) -> bool:
-        """Whether it could be written."""
+        """Call ``write``; returns whether it succeeded."""
         try:
             write()
         except (OSError, UsageError) as error:
@@ -109,7 +109,7 @@ class Lines:
     """Lines at the end of a file, in order.
 
     Args:
-        warn: told when they cannot be written, and when they can again.
+        warn: called when they cannot be written, and when they can again.
     """
 
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
@@ -119,12 +119,12 @@ class Lines:
         self._torn = _ends_within_a_line(path)
 
     def add(self, lines: Iterable[str]) -> None:
-        """Append lines, after those that still wait; they have no line ends."""
+        """Append lines without line ends, after those that are not yet written."""
         self._waiting.extend(lines)
         self._torn = not self._attempt(self._write)
 
     def _write(self) -> None:
-        """An attempt that failed may have left a part of a line, which readers pass over."""
+        """A failed attempt may have left a part of a line, which readers skip."""
         start = "\n" if self._torn else ""
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
         with os.fdopen(open_regular(self._path, flags), "a", encoding="utf-8") as stream:
@@ -133,7 +133,7 @@ class Lines:
 
 
 def _ends_within_a_line(path: Path) -> bool:
-    """As a process leaves it that is killed while it writes."""
+    """Whether the last line is incomplete, because a process was killed while it wrote."""
     try:
         with path.open("rb") as stream:
             stream.seek(-1, SEEK_END)

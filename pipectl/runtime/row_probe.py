@@ -1,8 +1,8 @@
 """The row probe: two ranks of a node train a small model, and rank 0 writes what rows take.
 
 ``mpiexec -n 2 python -m mpi4py -m pipectl.runtime.row_probe --run DIRECTORY --output FILE --budget
-SECONDS``. The model's only purpose is to have messages of some sizes: `Setup` and `Trainer` are
-those of every training, so what is read from the recorded steps holds for them.
+SECONDS``. The model exists only to have messages of some sizes: `Setup` and `Trainer` are those of
+every training, so the times of the recorded steps are valid for them.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from pipectl.spec import JobSpec
 from pipectl.timeline import Timeline
 
 SAMPLES = (1, 16, 64, 256)
-"""Of a micro-batch: messages of 4 KiB, 64 KiB, 256 KiB and 1 MiB."""
+"""Per micro-batch: messages of 4 KiB, 64 KiB, 256 KiB and 1 MiB."""
 MICRO_BATCHES = 8
 MIN_STEPS, MAX_STEPS = 3, 15
-"""Steps that count, for each size of messages. Each step has 16 messages."""
+"""Measured steps for each size of messages. Each step has 16 messages."""
 _PILOT_STEPS = 2
 _START_PARTS = 3
-"""The start and the capture take about as long as three sizes of messages."""
+"""The start and the capture take about as long as measuring three sizes of messages."""
 _WIDTH, _HIDDEN, _ROWS, _BLOCKS = 1024, 256, 16, 8
 
 
 class Half(nn.Module):
     """Layers on values of its own, for a few milliseconds, and a scale for the samples' columns.
 
-    The layers run the operators and go through the memory of a usual stage: after it, Python and
-    MPI do not find in the caches what they had there. Few of their parameters are trained, since an
+    The layers run the operators of a usual stage and go through as much memory: after them, data of
+    Python and MPI are no longer in the caches. Few of their parameters are trained, since an
     update's time for parameters is the optimizer's.
     """
 
@@ -79,7 +79,7 @@ class Half(nn.Module):
 
 
 class Samples(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
-    """As many as one step takes, all alike."""
+    """As many equal samples as one step takes."""
 
     def __init__(self, count: int) -> None:
         self._count, self._sample = count, (torch.ones(_WIDTH), torch.zeros(_WIDTH))
@@ -146,11 +146,7 @@ def _plan(job: CapturedJob, samples: int) -> Plan:
 def _train(
     communicator: MPI.Comm, directory: Path, job: CapturedJob, samples: int, steps: int
 ) -> Steps:
-    """Train with micro-batches of a size, after a few steps that do not count.
-
-    Args:
-        directory: of the run; it is made.
-    """
+    """Train with micro-batches of a size, after a few steps that are not measured."""
     run, warm_up = RunDirectory(directory), _warm_up(steps)
     if communicator.rank == 0:
         for place in (run.path, run.path / "trace", run.checkpoints, run.logs):
@@ -178,7 +174,7 @@ def _warm_up(steps: int) -> int:
 
 
 def _affordable_steps(step_s: float, budget_s: float) -> int:
-    """The most steps per size that fit into the budget together with those of the warm-up."""
+    """The maximum number of steps per size that fit into the budget, the warm-up included."""
     counts = range(MAX_STEPS, MIN_STEPS, -1)
     return next(
         (n for n in counts if len(SAMPLES) * (n + _warm_up(n)) * step_s <= budget_s), MIN_STEPS
@@ -192,19 +188,19 @@ def measure_rows(
     budget_s: float,
     progress: Path | None = None,
 ) -> RowTimes:
-    """What rows take on this node; collective over two ranks.
+    """The time of rows on this node; collective over two ranks.
 
     Args:
-        directory: for files of the trainings, empty.
-        threads: of each rank.
-        budget_s: for the steps; a few are made even if they take longer.
-        progress: file for the finished parts and their total number.
+        directory: empty; for files of the trainings.
+        threads: per rank.
+        budget_s: for the steps; a minimum number of steps runs even if they take longer.
+        progress: file for the number of finished parts and the total.
     """
     settle_process(threads)
     if communicator.rank == 0:
         make_private_directory(directory)
     job = CapturedJob(_spec(max(SAMPLES), threads))
-    for samples in SAMPLES:  # before a training frees what the other rank holds
+    for samples in SAMPLES:  # before a training frees the other rank's parameters
         job.training_graph(samples)
     pilot = _train(communicator, directory / "pilot", job, max(SAMPLES), _PILOT_STEPS)
     step_s = broadcast(communicator, median(pilot.time_s or [0.0]))

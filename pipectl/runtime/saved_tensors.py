@@ -4,14 +4,14 @@
     leaving     the blocks' storages are copied elsewhere and dropped
     backward    handle + the block's storage, fetched  ->  tensor
 
-Storages are told apart by identity, through weak references that keep an identity from being used
-again while they exist. Addresses of memory would not do: a freed one is soon another tensor's.
+Storages are identified through weak references, which keep an identity from being reused while they
+exist. Memory addresses would not do: a freed one is soon another tensor's.
 
-The gradient of a parameter that is used through a view lies in the memory of another gradient. The
-first that a parameter gets becomes its own, and later backwards add to it where it is: to that of
-two parameters, if both are used so (torch 2.13 looks only at tensors, not at memory). By then, a
-message may still read that memory, too, or the weight half of a backward. So such gradients get
-memory of their own.
+The gradient of a parameter that is used through a view is a view of another gradient's memory. The
+first gradient of a parameter becomes its ``grad``, and later backwards add to it in place: if two
+parameters are used in this way, to both at once (torch 2.13 compares only tensors, not memory). A
+message, or the weight half of a backward, may also still read that memory. So such gradients are
+copied to memory of their own.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ def run_backward(
     inputs: Sequence[Tensor] = (),
     retain_graph: bool = False,
 ) -> None:
-    """Run a backward; leaves that had no gradient get theirs in memory of nothing else.
+    """Run a backward; leaves without a gradient get theirs in memory that nothing else uses.
 
-    It enters autograd's engine without ``torch.autograd.backward``, whose checks of roots and
+    It calls autograd's engine without ``torch.autograd.backward``, whose checks of roots and
     gradients take longer than the backward of a few small operators; the engine has its own.
 
     Args:
         gradients: of the roots.
-        leaves: that it can give gradients.
-        others: gradients that are read after it; looked at when it is done.
-        inputs: the only leaves that get gradients, if there are some.
-        retain_graph: whether the graph is there for further backwards.
+        leaves: to which it may add gradients.
+        others: gradients that are read later; evaluated after the backward.
+        inputs: the only leaves that get gradients, if any are given.
+        retain_graph: whether to keep the graph for further backwards.
     """
     fresh = [leaf for leaf in leaves if leaf.grad is None]
     torch.autograd.Variable._execution_engine.run_backward(
@@ -67,7 +67,7 @@ def run_backward(
 
 
 def keep_apart(leaves: Iterable[Tensor], others: Iterable[Tensor | None]) -> None:
-    """Copy gradients of leaves that lie in the memory of each other's or of other tensors."""
+    """Copy gradients of leaves that share memory with each other or with other tensors."""
     memories = {storage_of(other) for other in others if other is not None}
     for leaf in leaves:
         gradient = leaf.grad
@@ -103,15 +103,15 @@ class Handle(NamedTuple):
 
 
 class SavedTensors:
-    """The blocks of one micro-batch. It does not keep them alive, unless they are away; handles do.
+    """The blocks of one micro-batch. Only offloaded blocks are kept alive here; others by handles.
 
     Args:
-        staying: tensors whose memory stays where it is, as that of parameters.
-        device: storages on others stay.
+        staying: tensors whose memory is not moved, such as parameters.
+        device: storages on other devices are not moved.
         mover: takes blocks away and brings them back; None if they stay.
 
     Attributes:
-        min_bytes: smaller storages stay: statistics of norms, and other vectors.
+        min_bytes: smaller storages are not moved: statistics of norms, and other vectors.
     """
 
     min_bytes: ClassVar[int] = 16 << 10
@@ -130,11 +130,11 @@ class SavedTensors:
 
     @property
     def blocks(self) -> list[Block]:
-        """Those that somebody still needs."""
+        """The blocks that are still in use."""
         return list(self._blocks.values())
 
     def hooks(self) -> saved_tensors_hooks:
-        """Entered around a forward, it takes what autograd saves."""
+        """Hooks for a forward, which take the tensors that autograd saves."""
         return saved_tensors_hooks(self.pack, unpack)
 
     def pack(self, tensor: Tensor) -> Tensor | Handle:
@@ -153,7 +153,7 @@ class SavedTensors:
         return Handle(block, tensor.dtype, size, stride, int(tensor.storage_offset()))
 
     def move(self, kind: Kind) -> None:
-        """Do what one of the four kinds of rows of an offload says.
+        """Execute one of the four kinds of offload rows.
 
         Raises:
             WorkerError: the store is full, or fails.
@@ -183,7 +183,7 @@ class SavedTensors:
         plain = type(tensor) is Tensor and tensor.layout is torch.strided
         if not plain or tensor.device != self._device or tensor.is_quantized:
             return False
-        if tensor.is_conj() or tensor.is_neg():  # flags that no storage holds
+        if tensor.is_conj() or tensor.is_neg():  # flags that are not part of the storage
             return False
         return tensor.untyped_storage().nbytes() >= self.min_bytes
 
@@ -193,7 +193,7 @@ def _identity(tensor: Tensor) -> StorageWeakRef:
 
 
 def unpack(packed: Tensor | Handle) -> Tensor:
-    """The tensor that was packed; its block is in the device's memory."""
+    """The tensor that was packed; its block must be in the device's memory."""
     if isinstance(packed, Tensor):
         return packed
     memory = packed.block.memory
@@ -204,6 +204,6 @@ def unpack(packed: Tensor | Handle) -> Tensor:
 
 
 def bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """A vector of all its bytes."""
+    """A vector of all bytes of a storage."""
     empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return empty.set_(storage)

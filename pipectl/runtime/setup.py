@@ -31,21 +31,21 @@ from pipectl.schedule import channels, plan_of_trial, splits_backwards
 
 
 class Setup:
-    """Everything a rank needs to run passes, made once.
+    """Everything that a rank needs for training and evaluation, made once.
 
     Args:
-        stored: the checkpoint that the run goes on from.
+        stored: the checkpoint from which the run resumes.
 
     Attributes:
         stages: of this rank, by index.
-        training: the engine that trains.
+        training: the engine for training.
         evaluator: None without evaluation data.
         cut: of the training graph at the plan's micro-batch size.
         written: the buffers of this rank that forwards write, by full name.
         division: of the data into steps and micro-batches.
-        loader: of the training data, or None if this rank reads none.
+        loader: of the training data; None if this rank reads none.
         reading: this rank's stages that read the training data.
-        replicas: what its stages with replicas do together.
+        replicas: the joint work of the replicas of its stages.
         owners: the rank that saves each parameter and buffer, in model order.
     """
 
@@ -71,7 +71,7 @@ class Setup:
             stored.restore_states({name: job.states[name] for name in names})
         self._mover = mover_of(plan, communicator.rank, device.torch_device, offload_directory())
         has_backward_ranks = any(stage.backward_ranks for stage in plan.stages)
-        own = communicator.Dup() if has_backward_ranks else communicator  # MPI has some thousands
+        own = communicator.Dup() if has_backward_ranks else communicator  # MPI has few thousand
         wire = Wire(own, device, self.progress)
         self.stages = {
             i: self._stage(i, cuts, wire) for i in plan.stages_of_rank(communicator.rank)
@@ -84,7 +84,7 @@ class Setup:
             elif self.progress.mode == "poll":
                 stage.let_advance(self.progress.tick)
         doing.action = "connecting to the other ranks"
-        barrier(communicator)  # ranks that made more weights come later; MPI would spin until then
+        barrier(communicator)  # ranks that made more weights arrive later; MPI would spin
         self.cut = cuts[True, self.division.planned]
         written = _written_buffers(cuts, training=False) | _written_buffers(cuts, training=True)
         buffers = {n: t for stage in self.stages.values() for n, t in stage.buffers.items()}
@@ -114,18 +114,18 @@ class Setup:
         self._release()
 
     def close(self) -> None:
-        """Free what is not memory: threads and files."""
+        """Release resources other than memory: threads and files."""
         if self._mover is not None:
             self._mover.close()
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters by full name that this rank updates, in model order."""
+        """The parameters that this rank updates by full name, in model order."""
         parameters = {n: p for stage in self.updated_stages for n, p in stage.parameters.items()}
         return {name: parameters[name] for name in self.job.states if name in parameters}
 
     def tokens_of(self, batch: Samples) -> int:
-        """Tokens in a batch, without padding by buckets; 0 if the model reads none."""
+        """Tokens in a batch, without the padding of buckets; 0 if the model reads none."""
         tokens = self.cut.graph.tokens_per_sample
         return tokens and (batch.tokens or batch.size * tokens)
 
@@ -144,7 +144,7 @@ class Setup:
             compiles = self.job.spec.training.compile
             return make_half(stage, index, rank, wire, cuts, *shared, mover, compiles=compiles)
         own: dict[Key, Cut] = {}
-        for (training, rows), cut in cuts.items():  # by what is computed of a stage at once
+        for (training, rows), cut in cuts.items():  # by the rows that a stage computes together
             parts: dict[int, Rows] = {}
             if training:
                 parts = parts_of(plan_of_trial(self.plan, rows.whole), rank, index, rows.length)
@@ -154,7 +154,7 @@ class Setup:
         return Stage(index, own, *shared, recompute=stage.recompute, firsts=firsts, mover=mover)
 
     def _cuts(self) -> dict[Key, Cut]:
-        """A cut for micro-batches of every shape; they share the graph if its sizes are free."""
+        """A cut for micro-batches of every shape; they share the graph if its sizes are dynamic."""
         plan_stages = dict(self.plan.stage_of)
         cuts: dict[Key, Cut] = {}
         for rows in self.division.sizes:
@@ -168,7 +168,7 @@ class Setup:
         return cuts
 
     def _engine(self, cut: Cut, cuts: Mapping[Key, Cut]) -> Engine:
-        """An engine with messages of its own, for one cut or the cuts of all sizes like it."""
+        """An engine with its own messages, for one cut or for cuts of all sizes like it."""
         check = broadcast(self.communicator, CHECK_VARIABLE in os.environ)
         group = self.communicator.Dup()
         transport = Transport(group, self.device, cut.lanes, self.progress, check=check)
@@ -180,8 +180,8 @@ class Setup:
     def _places(self, cuts: Mapping[Key, Cut]) -> tuple[dict[str, int], list[str]]:
         """The rank that saves each state, and the states that this rank holds.
 
-        Parameters are saved where they are updated, buffers where forwards write them: by the
-        lowest stage that uses them, unused ones by the first.
+        Parameters are saved on the rank that updates them, buffers on the rank whose forwards write
+        them: that of the lowest stage that uses them; unused ones are saved by the first.
         """
         stages_of: dict[str, set[int]] = {}
         for cut in cuts.values():

@@ -1,17 +1,17 @@
 """One stage on its rank: parameters, and the forward and backward of its micro-batches.
 
-A stage is a list of segments of its operators, in graph order, which compute what stages of one
-rank would. Mostly there is one, whose forward keeps what autograd saves, or what it starts from if
-the stage recomputes. Recomputation block by block is several::
+A stage is a list of segments of its operators, in graph order; the segments compute the same as
+separate stages on one rank. Most stages have one segment. Its forward keeps what autograd saves,
+or its own inputs if the stage recomputes. Recomputation block by block uses several segments::
 
-    forward     segment 0 -> 1 -> 2     each keeps what it starts from
+    forward     segment 0 -> 1 -> 2     each keeps its inputs
     recompute                     2
     backward                      2
-                             1          forward once more, then backward
-                0                       forward once more, then backward
+                             1          forward again, then backward
+                0                       forward again, then backward
 
-So while the backward of one segment runs, nothing of the others is in memory but their inputs. Only
-the last one's forward can run before the gradients of the stage's results are there.
+While the backward of one segment runs, only the inputs of the others are in memory. Only the last
+segment can be recomputed before the gradients of the stage's results arrive.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from pipectl.runtime.stage_code import Deferred, compile_stage, insert_ticks, sp
 from pipectl.runtime.versions import Version, Versions
 
 Key = tuple[bool, Rows]
-"""Whether a code is for training, and what it computes at once."""
+"""(training, rows): whether code is for training, and the rows that one call computes."""
 
 
 class MicroBatch(NamedTuple):
-    """What a computation is for.
+    """The micro-batch of a computation.
 
     Args:
-        rows: that are computed.
+        rows: to compute.
         seed: of (run, step, micro-batch), for random operators.
         age: of the weights, in updates.
     """
@@ -61,10 +61,11 @@ class MicroBatch(NamedTuple):
 
 
 class Start(NamedTuple):
-    """What a forward starts from, and starts from again if it is computed twice.
+    """The inputs of a forward, which a recomputation uses again.
 
     Args:
-        buffers: values before the forward of those it writes, by index of the state argument.
+        buffers: values before the forward of the buffers that it writes, by index of the state
+            argument.
         version: of the weights; None if there is only one.
     """
 
@@ -75,7 +76,7 @@ class Start(NamedTuple):
     version: Version | None = None
 
     def map_tensors(self, change: Callable[[Any], Any]) -> Start:
-        """With its tensors packed into a pool, or unpacked from one."""
+        """A copy whose tensors are packed into a pool, or unpacked from one."""
         inputs = {name: change(tensor) for name, tensor in self.inputs.items()}
         arrived = {s: None if t is None else change(t) for s, t in self.arrived.items()}
         return self._replace(inputs=inputs, arrived=arrived)
@@ -85,11 +86,11 @@ class Start(NamedTuple):
 class Live:
     """A micro-batch between its forward and its backward.
 
-    It holds where the backward enters the graph, not the values there: only what the graph itself
-    has saved stays in memory. The loss is small, and its seed is like it.
+    It holds the edges at which the backward enters the graph, not the values there: only what the
+    graph itself has saved stays in memory. The loss is small; its gradient has the same shape.
 
     Attributes:
-        is_lasting: whether the graph is there for further backwards.
+        is_lasting: whether the graph is kept for further backwards.
     """
 
     roots: dict[Slot, GradientEdge]
@@ -137,15 +138,16 @@ def _seed(
 
 @dataclass
 class Code:
-    """What a segment runs for some rows.
+    """The code that a segment runs for micro-batches of one size.
 
     Args:
-        arguments: the parameters and buffers it is called with.
-        received: slots it reads, each with that of its message and whether it has a gradient.
-        returning: slots of the gradients that its backward begins with, in the order in which
+        arguments: the parameters and buffers that it is called with.
+        received: slots that it reads, each with the slot of its message and whether it has a
+            gradient.
+        returning: slots of the gradients with which its backward begins, in the order in which
             autograd adds them.
-        written: indices of the buffers that must not be written where they are.
-        draws: whether it has random operators, so that it needs a seed.
+        written: indices of the buffers that must not be written in place.
+        draws: whether it has random operators, and so needs a seed.
     """
 
     stage: StageCode
@@ -159,18 +161,18 @@ class Code:
 
 
 class Segment:
-    """A part of a stage's operators, which run at once.
+    """A part of a stage's operators, which run together.
 
     Args:
-        number: of the segment as a stage of the cuts.
-        cuts: by rows, for all that it will compute.
-        argument: gives a parameter or buffer that some code is called with.
-        recomputes: whether a forward keeps only what it starts from.
+        number: index of the segment among the stages of the cuts.
+        cuts: by rows, for every size that it will compute.
+        argument: returns a parameter or buffer that some code is called with.
+        recomputes: whether a forward keeps only its inputs.
 
     Attributes:
         leaves: states that get gradients in training.
-        kept: of every micro-batch what it needs next: what a forward starts from, the graph for
-            its backward, or the second half of that.
+        kept: what every micro-batch needs next: the inputs of a forward, the graph for its
+            backward, or the second half of the backward.
     """
 
     def __init__(
@@ -212,26 +214,26 @@ class Segment:
         """Run a training forward and keep what its backward needs; returns the results.
 
         Args:
-            start: of the stage: a segment takes from it what it reads.
+            start: of the stage; the segment reads its part of it.
         """
         index = start.micro_batch.number
         if not self.recomputes:
             self.kept[index], results = self.run(start, again=False, pool=pool)
             return results
         code = self.codes[start.micro_batch.rows]
-        # The forward leaves the memory of buffers behind: see keep_written().
+        # The forward does not keep the memory of buffers: see keep_written().
         buffers = {index: code.arguments[index].detach() for index in code.written}
         inputs = {name: start.inputs[name] for name in code.stage.inputs}
         arrived = {source: start.arrived[source] for _, source, _ in code.received}
         start = start._replace(inputs=inputs, arrived=arrived, buffers=buffers)
         origin = start._replace(inputs=copy_written_inputs(code.cut.graph, inputs))
         self.kept[index] = origin if pool is None else origin.map_tensors(pool.pack)
-        # Its graph ends here. Gradients stay on, since operators may choose their kernels by
+        # Its graph ends here. Gradients stay enabled, since operators may choose their kernels by
         # whether their inputs have one.
         return self.run(start, again=False)[1]
 
     def recompute(self, index: int) -> None:
-        """Run a forward once more, just before its backward; buffers stay as they are."""
+        """Run a forward again, just before its backward; buffers do not change."""
         start = self.kept.pop(index)
         assert isinstance(start, Start)
         self.kept[index], _ = self.run(start.map_tensors(unpack), again=True)
@@ -253,7 +255,7 @@ class Segment:
         return returned, live.version
 
     def finish_backward(self, index: int) -> None:
-        """Run the second half of a backward: the gradients of weights that were put off."""
+        """Run the second half of a backward: the deferred gradients of weights."""
         deferred = self.kept.pop(index, None)
         if deferred is not None:
             assert isinstance(deferred, Deferred)
@@ -262,7 +264,7 @@ class Segment:
     def run(
         self, start: Start, *, again: bool, pool: SavedTensors | None = None
     ) -> tuple[Live, dict[Slot, Tensor]]:
-        """A training forward; ``again`` if it was run before and is to leave no trace."""
+        """A training forward; if ``again``, it was run before and changes no buffer."""
         micro_batch, version = start.micro_batch, start.version
         code = self.codes[micro_batch.rows]
         caught: dict[Slot, Tensor | None] = {}
@@ -278,7 +280,7 @@ class Segment:
         if self._splits:
             deferred = self._deferring = Deferred()
         states: Sequence[Tensor] = code.arguments
-        if again:  # what it writes is dropped
+        if again:  # its writes to buffers are dropped
             states = [start.buffers.get(i, state) for i, state in enumerate(states)]
         elif code.written:
             states = copy_written(states, code.written)
@@ -315,7 +317,7 @@ class Segment:
         return dict(zip(code.stage.results, results, strict=True))
 
     def split_backwards(self) -> None:
-        """Have every backward leave work for :meth:`finish_backward`."""
+        """Defer the gradients of weights of every backward to :meth:`finish_backward`."""
         self._splits = True
         for code in self.codes.values():
             split_backwards(code.stage, code.cut.graph.states, lambda: self._deferring)
@@ -326,20 +328,21 @@ class Stage:
 
     Args:
         index: of the stage.
-        cuts: by (training, rows), for all that it will compute at once.
-        states: the model's parameters and buffers by full name; those of this stage are moved to
-            the device in place.
+        cuts: by (training, rows), for every size that it will compute.
+        states: the model's parameters and buffers by full name; those of this stage are moved
+            to the device in place.
         precision: as in the spec.
-        recompute: whether a forward keeps only what it starts from, until :meth:`recompute`.
-        firsts: the first operator of every segment but the first one; several segments recompute.
-        mover: takes away what forwards keep; None if it stays.
+        recompute: whether a forward keeps only its inputs, until :meth:`recompute`.
+        firsts: the first operator of every segment but the first; several segments imply
+            recomputation.
+        mover: offloads what forwards keep; None if it stays.
 
     Attributes:
         parameters, buffers: of the stage, by full name.
-        uses: leaves in the memory of parameters with several uses, one for each use.
-        segments: what training runs, in order.
+        uses: leaves in the memory of parameters with several uses, one per use.
+        segments: in the order in which training runs them.
         versions: of the weights, if steps are not flushed; see :meth:`keep_versions`.
-        saved: what forwards keep, by micro-batch, if it leaves.
+        saved: what forwards keep, by micro-batch, if it is offloaded or sent.
     """
 
     def __init__(
@@ -422,7 +425,7 @@ class Stage:
         return {slot: values[slot] for slot in self._results[micro_batch.rows]}
 
     def recompute(self, micro_batch: MicroBatch) -> None:
-        """Run a forward once more, of several segments the last one's."""
+        """Run a forward again; if the stage has several segments, that of the last one."""
         self.segments[-1].recompute(micro_batch.number)
 
     def backward(
@@ -431,15 +434,15 @@ class Stage:
         """Run the backward of a micro-batch, or its first half; parameter gradients accumulate.
 
         Args:
-            gradients: of the stage's results and of received values that later stages use too.
-            weight: of the micro-batch in the loss, if this stage computes it.
-            scale: of the loss, in float16; so are then all gradients.
+            gradients: of the stage's results, and of received values that later stages use too.
+            weight: of the micro-batch in the loss, if this stage computes the loss.
+            scale: of the loss, in float16; it scales all gradients too.
 
         Returns:
             Gradients of what the stage received, by slot.
         """
         index = micro_batch.number
-        self.saved.pop(index, None)  # nothing of it leaves any more
+        self.saved.pop(index, None)  # none of it is sent or offloaded after this
         returned = dict(gradients)
         for segment in reversed(self.segments):
             if segment is not self.segments[-1]:
@@ -453,7 +456,7 @@ class Stage:
         return returned
 
     def finish_backward(self, index: int) -> None:
-        """Run the second half of a backward: the gradients of weights that were put off."""
+        """Run the second half of a backward: the deferred gradients of weights."""
         for segment in reversed(self.segments):
             segment.finish_backward(index)
 
@@ -470,18 +473,18 @@ class Stage:
         return dict(results)
 
     def split_backwards(self) -> None:
-        """Have every backward leave work for :meth:`finish_backward`."""
+        """Defer the gradients of weights of every backward to :meth:`finish_backward`."""
         for segment in self.segments:
             segment.split_backwards()
 
     def compile(self) -> None:
-        """Have ``torch.compile`` compile the training code, each part when it is first run."""
+        """Compile the training code with ``torch.compile``, each part at its first run."""
         for segment in self.segments:
             for code in segment.codes.values():
                 code.stage = compile_stage(code.stage)
 
     def let_advance(self, advance: Callable[[], None]) -> None:
-        """Have ``advance`` called between operators, forward and backward."""
+        """Call ``advance`` between operators, in forward and backward."""
         for segment in (*self.segments, self._evaluation):
             for code in segment.codes.values():
                 assert isinstance(code.stage.module, fx.GraphModule)
@@ -493,7 +496,7 @@ class Stage:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Around an update of the parameters, while backwards of older versions are to come."""
+        """Wraps an update of the parameters while backwards of older versions are still to come."""
         assert self.versions is not None
         kept = [each for segment in self.segments for each in segment.kept.values()]
         waiting = [each.version for each in kept if isinstance(each, Live | Start)]
@@ -512,11 +515,11 @@ class Stage:
             self.versions.forget()
 
     def leaving(self, index: int) -> Tensors:
-        """What a message to the other half of this stage holds; see :mod:`pipefb`."""
+        """The content of a message to the other half of this stage; see :mod:`pipefb`."""
         raise NotImplementedError
 
     def arriving(self, micro_batch: MicroBatch, message: Tensors) -> None:
-        """Take a message of the other half of this stage."""
+        """Receive a message of the other half of this stage."""
         raise NotImplementedError
 
     def _codes(self, key: Key) -> list[Code]:
@@ -544,11 +547,7 @@ class Stage:
         return self.uses[use]
 
     def _pool(self, index: int, staying: Sequence[Tensor]) -> SavedTensors | None:
-        """What takes what a micro-batch keeps, if that leaves.
-
-        Args:
-            staying: parameters and buffers.
-        """
+        """The pool for what a micro-batch keeps, if that is offloaded or sent."""
         if self._mover is None:
             return None
         self.saved[index] = SavedTensors(staying, self.device, self._mover)
@@ -556,10 +555,10 @@ class Stage:
 
 
 def cut_segments(cut: Cut, stage: int, firsts: Sequence[str]) -> Cut:
-    """A cut with the segments of one stage as stages, from its number on; later ones move up.
+    """A cut in which the segments of one stage are stages, numbered from it; later stages move up.
 
     Args:
-        firsts: the first operator of every segment but the first one.
+        firsts: the first operator of every segment but the first.
     """
     if not firsts:
         return cut
@@ -583,7 +582,7 @@ def _sent(cut: Cut, stage: int) -> list[Slot]:
 
 
 def _returning(cut: Cut, stage: int) -> list[Slot]:
-    """Gradients that come to a stage, those of values that are used last first."""
+    """Slots of the gradients that a stage receives; values that are used last come first."""
     returned: dict[Slot, None] = {}
     for lane, slots in cut.lanes.items():
         if lane.kind is TransferKind.GRADIENT and lane.target == stage:
@@ -592,10 +591,10 @@ def _returning(cut: Cut, stage: int) -> list[Slot]:
 
 
 def copy_written(arguments: Sequence[Tensor], written: Collection[int]) -> list[Tensor]:
-    """State arguments of a call that writes to copies of buffers; see :func:`keep_written`.
+    """State arguments of a call, buffers that it writes copied; see :func:`keep_written`.
 
-    Autograd may keep a buffer for a backward that comes after the next forward wrote it, and
-    a forward that is run again starts from what stood in it.
+    Autograd may keep a buffer for a backward that comes after the next forward has written it, and
+    a recomputed forward starts from the buffer's earlier value.
 
     Args:
         written: indices of those buffers.
@@ -607,6 +606,6 @@ def copy_written(arguments: Sequence[Tensor], written: Collection[int]) -> list[
 
 
 def keep_written(code: Code, states: Sequence[Tensor]) -> None:
-    """Give buffers the values that a call wrote to the copies among its states."""
+    """Copy the values that a call wrote to the copies among its states into the buffers."""
     for index in code.written:
         code.arguments[index].data = states[index].detach()

@@ -1,14 +1,14 @@
 """What is changed in the code of a stage: backwards in two halves, ticks, and compilation.
 
 *Halves*: gradients of values first, gradients of weights later. Operators that multiply by weights
-(linear layers, convolutions, products of matrices) become a :class:`_Split`: its forward builds the
-operator's own small autograd graph, its backward asks that graph for the gradients of the values
-alone and leaves the rest in a :class:`Deferred`, which asks the same graph for those of the
-weights. So both halves run the kernels that a whole backward runs, on the same numbers. Between
-them only what the weights need is kept: the operator's input and the gradient of its output.
+(linear layers, convolutions, products of matrices) become a :class:`_Split`. Its forward builds the
+operator's own small autograd graph. Its backward computes only the gradients of the values from
+that graph, and leaves a :class:`Deferred`, which computes those of the weights from the same graph.
+So both halves run the kernels of a whole backward, on the same numbers. Between them, only the
+operator's input and the gradient of its output are kept.
 
-All other operators make the gradients of their parameters in the first half: for norms and
-embeddings little is gained by waiting.
+All other operators compute the gradients of their parameters in the first half: norms and
+embeddings would gain little from a second one.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SPLIT = frozenset(
 _VIEWS = frozenset(
     {_ATEN.t.default, _ATEN.transpose.int, _ATEN.permute.default, _ATEN.numpy_T.default}
 )
-"""What may stand between a weight and its operator."""
+"""Operators that may stand between a weight and its operator."""
 
 
 Backend = str | Callable[..., Any]
@@ -61,7 +61,7 @@ class Deferred:
     """The weight half of one micro-batch's backward.
 
     Attributes:
-        roots, gradients: results of operators, and what came back for them.
+        roots, gradients: results of operators, and their gradients.
         weights: that get a gradient.
     """
 
@@ -79,11 +79,11 @@ class Deferred:
 def split_backwards(
     code: StageCode, states: Mapping[str, State], current: Callable[[], Deferred]
 ) -> None:
-    """Let the operators of a stage's code defer the gradients of their weights.
+    """Make the operators of a stage's code defer the gradients of their weights.
 
     Args:
         states: of the captured graph, by placeholder.
-        current: the weight half of the micro-batch whose forward runs.
+        current: returns the weight half of the micro-batch whose forward runs.
     """
     module = code.module
     assert isinstance(module, fx.GraphModule)
@@ -101,7 +101,7 @@ def split_backwards(
 
 
 def _weights(parameters: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Parameters and views of them, each with its parameter, that have one user only."""
+    """Parameters and views of them that have only one user, each with its parameter."""
     parameter_of = {node: node for node in parameters if len(node.users) == 1}
     for node in list(parameter_of):
         user = next(iter(node.users))
@@ -112,7 +112,7 @@ def _weights(parameters: Iterable[fx.Node]) -> dict[fx.Node, fx.Node]:
 
 
 class _Splitting:
-    """An operator as a function of a graph, whose backward is split."""
+    """An operator as a function of a graph, with a split backward."""
 
     def __init__(self, target: Callable[..., Tensor], current: Callable[[], Deferred]) -> None:
         self._target = target
@@ -169,7 +169,7 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Gradients of the values; those of the weights are put off."""
+        """Gradients of the values; those of the weights are deferred."""
         root, edges, deferred = ctx.root, ctx.edges, ctx.deferred
         ctx.root = ctx.edges = ctx.deferred = None
         gradient_of: dict[GradientEdge, Tensor] = {}
@@ -185,7 +185,7 @@ class _Split(torch.autograd.Function):
 
 
 class _Enter(torch.autograd.Function):
-    """Where the graph of an operator begins; unlike a leaf, it does not keep the value."""
+    """The entry of an operator's graph; unlike a leaf, it does not keep the value."""
 
     @staticmethod
     def forward(_: Any, __: Tensor, value: Tensor) -> Tensor:
@@ -203,8 +203,8 @@ TICK_EVERY = 4
 def insert_ticks(module: fx.GraphModule, advance: Callable[[], None]) -> None:
     """Call ``advance`` after every few operators of a stage's code, and in their backward.
 
-    Neither sees a tensor, so no bit changes. Backwards on accelerators run in threads of autograd,
-    from which MPI may not be called.
+    Neither uses a tensor, so no bit changes. On accelerators, autograd runs backwards in threads of
+    its own, which may not call MPI.
     """
 
     def tick(value: Any) -> None:
@@ -222,11 +222,11 @@ def insert_ticks(module: fx.GraphModule, advance: Callable[[], None]) -> None:
 
 
 def compile_stage(code: StageCode, backend: Backend = "inductor") -> StageCode:
-    """The same code, compiled when it is first called, for the sizes it is called with.
+    """The same code, compiled at its first call, for the sizes that it is called with.
 
-    What draws random numbers, and what seeds it, runs as it is between compiled pieces: a
-    compiler's own dropout draws other masks than the operator. All else may be fused, so sums are
-    rounded in another order than without, and results agree within a tolerance only.
+    Random operators, and what seeds them, run uncompiled between compiled pieces: a compiler's own
+    dropout draws other masks than the operator. All else may be fused, so sums are rounded in
+    another order, and results agree only within a tolerance.
 
     Args:
         backend: of ``torch.compile``, or a name of one.
@@ -237,7 +237,7 @@ def compile_stage(code: StageCode, backend: Backend = "inductor") -> StageCode:
 
 
 class _Compiled:
-    """A stage's function. The seed goes past the compiler, which would compile anew for each."""
+    """A compiled stage. The seed bypasses the compiler, which would recompile for each seed."""
 
     def __init__(self, code: StageCode, backend: Backend) -> None:
         assert isinstance(code.module, fx.GraphModule)

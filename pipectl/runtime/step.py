@@ -1,7 +1,7 @@
 """A step of one rank, and one execution of it.
 
-A :class:`Step` follows from the plan and the number of samples, and is made once for each such
-number. A :class:`StepRun` is what one execution works on, and its state.
+A :class:`Step` follows from the plan and the number of samples, and is made once per number. A
+:class:`StepRun` is the input and state of one execution.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from pipectl.schedule import (
 
 Batch = tuple[Any, Any]
 Key = tuple[bool, int, int]
-"""Of what arrives for a computation: whether it is gradients, stage, micro-batch."""
+"""Key of received values: whether they are gradients, stage, micro-batch."""
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """What a rank does with so many samples.
+    """The work of a rank for some number of samples.
 
     Args:
         actions: of one step; empty if steps overlap and come in parts.
-        channels: what the channel column refers to.
+        channels: to which the channel column refers.
         sizes: every micro-batch as a whole.
         plan: of this step; None for evaluations, renewals and overlapping steps, which take every
             micro-batch as a whole.
-        pieces: what is loaded at once: some rows of each micro-batch that is needed, by rising
+        pieces: what is loaded together: some rows of each micro-batch that is needed, by rising
             micro-batch; None for every micro-batch as a whole.
     """
 
@@ -84,7 +84,7 @@ class Step:
             ScheduleError: see :func:`pipectl.schedule.lower`.
         """
         sizes, pieces = _sizes(plan, length), dict[int, Rows]()
-        for stage in reading:  # the smallest range of each micro-batch that serves all of them
+        for stage in reading:  # the smallest range of each micro-batch that contains all rows
             for index, part in parts_of(plan, rank, stage, length).items():
                 known = pieces.get(index, part)
                 start, stop = min(known.start, part.start), max(known.stop, part.stop)
@@ -102,7 +102,7 @@ class Step:
 
     @cached_property
     def local(self) -> dict[tuple[TransferKind, int], list[tuple[int, Mapping[int, Rows]]]]:
-        """Channels whose ends share this rank, with what they carry of every micro-batch.
+        """Channels with both ends on this rank, with the rows that they carry of every micro-batch.
 
         By kind and source stage.
         """
@@ -119,9 +119,9 @@ class Step:
 
     @cached_property
     def heads(self) -> dict[tuple[int, int], int]:
-        """By channel and micro-batch, where the part of the replica at its end begins.
+        """By channel and micro-batch, the first row of the part of the replica at its end.
 
-        That is the end which reads values and makes gradients. Empty if nothing is split.
+        The end is the stage that reads values and computes gradients. Empty if nothing is split.
         """
         heads: dict[tuple[int, int], int] = {}
         if self.plan is None or self.plan.replication is Replication.WHOLE:
@@ -137,14 +137,14 @@ class Step:
 
     @cached_property
     def closing(self) -> dict[int, int]:
-        """Of every stage whose gradients are summed, the micro-batch of its last backward."""
+        """The micro-batch of the last backward of every stage whose gradients are summed."""
         rows = self.actions.rows.tolist()
         summed = {row[1] for row in rows if row[0] == Kind.REDUCE_START}
         return {row[1]: row[2] for row in rows if row[0] == Kind.BACKWARD and row[1] in summed}
 
 
 class Piece(NamedTuple):
-    """What arrived of a micro-batch from one replica."""
+    """Values of a micro-batch that arrived from one replica."""
 
     rows: Rows
     tensors: Tensors
@@ -158,16 +158,17 @@ class StepRun:
         weights: weight in the loss of every micro-batch, or of this rank's part of it; empty in
             evaluation.
         batches: yields (inputs, targets) of every piece; empty if no stage reads them.
-        seed: parts from which random operators are seeded, the step last.
+        seed: parts of the seed of random operators, the step last.
         scale: of the loss in backwards.
         update: called at every UPDATE with its stage and micro-batch.
-        recording: is told when every row began and ended.
-        per_step: micro-batches of a step, if these are several, counted through.
+        recording: records the start and end of every row.
+        per_step: micro-batches per step, if the run has several steps; they are numbered across
+            steps.
 
     Attributes:
-        inbox: what arrived for computations.
-        outbox: the first sample and the results of the last computation; they are sent by the rows
-            that follow.
+        inbox: received values for computations.
+        outbox: the first sample and the results of the last computation, which the following rows
+            send.
         sends, receives: under way, by channel and micro-batch.
         losses: of every micro-batch, or part of one, that this rank computes, in order.
         busy_s: time in forwards and backwards.
@@ -193,7 +194,7 @@ class StepRun:
         self._loaded: dict[int, Batch] = {}
 
     def seed_of(self, micro_batch: int) -> int:
-        """What random operators of one micro-batch are seeded from, however steps overlap."""
+        """The seed of random operators in a micro-batch, independent of how steps overlap."""
         if self.per_step is None:
             return seed_of(*self.seed, micro_batch)
         step, index = divmod(micro_batch, self.per_step)
@@ -202,7 +203,7 @@ class StepRun:
         return seed_of(*before, first + step, index)
 
     def load(self, micro_batch: int, rows: Rows) -> Batch:
-        """Some samples of a micro-batch."""
+        """The batch of some rows of a micro-batch."""
         while micro_batch not in self._loaded:
             index = next(self._order)
             self._loaded[index] = next(self.batches)
@@ -213,7 +214,7 @@ class StepRun:
         return inputs, targets
 
     def drop(self, micro_batch: int) -> None:
-        """The last action that reads a micro-batch is over."""
+        """Free a micro-batch after the last action that reads it."""
         self._loaded.pop(micro_batch, None)
 
 
@@ -226,7 +227,7 @@ def narrowed(batch: Any, rows: Rows, piece: Rows) -> Any:
 
 
 def parts_of(plan: Plan, rank: int, stage: int, length: int = 0) -> dict[int, Rows]:
-    """What a rank computes of a stage, by micro-batch; nothing of others' stages.
+    """The rows that a rank computes of a stage, by micro-batch; empty for stages of other ranks.
 
     Args:
         length: of sequences; 0 without buckets.

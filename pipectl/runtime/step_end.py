@@ -1,13 +1,12 @@
 """The end of a step on one rank: shared gradients, the vote of all ranks, clipping, update.
 
-Every rank looks at what it has of a step and says it in one reduction. The largest number of all
-ranks says what was not finite, a second one which stage was the first to make something of the
-kind, a third one whether scaled gradients overflowed; the norms of all gradients go along if
-gradients are clipped. All of them are whole numbers of which the largest counts, so that a single
-``MPI_MAX`` serves.
+Every rank reports its part of a step in one reduction. The maximum over all ranks of one word tells
+what was not finite, that of a second one the first stage whose output was not, that of a third one
+whether scaled gradients overflowed. The norms of all gradients follow if gradients are clipped.
+All are whole numbers, so that a single ``MPI_MAX`` serves.
 
-If all ranks need the result before they update, they wait for it: a step is left out on all ranks
-or on none. Otherwise nobody waits: the result is counted at the end of the next step, and before
+If all ranks need the result before they update, they wait for it: a step is skipped on all ranks or
+on none. Otherwise no rank waits: the result is read at the end of the next step, and before
 anything is saved.
 """
 
@@ -47,11 +46,11 @@ from pipectl.runtime.transport import Wire
 from pipectl.runtime.waiting import barrier, poll, wait
 
 _PLACES = 2**31
-"""More than there are parameters, stages or micro-batches."""
+"""Exceeds the number of parameters, stages or micro-batches."""
 _LOSS = _PLACES - 1
-"""Counts more than any stage: the gradients of such a loss are not finite either."""
+"""Exceeds any stage: if a loss is not finite, neither are its gradients."""
 _PATIENCE_S = 3.0
-"""How long a rank lets another one report the fault that it has."""
+"""How long a rank waits for the rank with the fault to report it."""
 _HEAD = 3
 """Words before the norms: fault, origin, overflow."""
 Words = np.ndarray[Any, np.dtype[np.int64]]
@@ -66,13 +65,14 @@ class Origin(NamedTuple):
 
 
 class Origins:
-    """Sums of what the stages of one rank hand on, in steps that are not over.
+    """Sums of the outputs of one rank's stages, in steps that are not finished.
 
-    Every stage sums its output while a cache still has it: a sum is finite only if all elements
-    are. Nobody looks at the sums before the end of the step, so no accelerator is waited for.
+    Every stage sums its output while it is still in a cache: a sum is finite only if all elements
+    are. The sums are read only at the end of the step, so that the rank does not wait for an
+    accelerator.
 
     Args:
-        values: operators whose values are looked at.
+        values: operators whose values are summed.
     """
 
     def __init__(self, values: Container[str]) -> None:
@@ -81,13 +81,13 @@ class Origins:
 
     @classmethod
     def of(cls, cut: Cut) -> Origins:
-        """Of what has a gradient that comes back from another stage: masks may be infinite."""
+        """Watch values whose gradient comes from another stage: masks may be infinite."""
         lanes = cut.lanes.items()
         back = (slots for lane, slots in lanes if lane.kind is TransferKind.GRADIENT)
         return cls({slot.value for slots in back for slot in slots})
 
     def note(self, micro_batch: int, stage: int, results: Tensors) -> None:
-        """Sum what a stage has made of a micro-batch."""
+        """Sum a stage's output for a micro-batch."""
         for slot, tensor in results.items():
             if tensor is not None and slot.value in self._values:
                 wide = _SUMMED_AS.get(tensor.dtype)
@@ -95,9 +95,9 @@ class Origins:
                 self._sums.append((Origin(micro_batch, stage), total))
 
     def first(self, micro_batches: Container[int] | None = None) -> Origin | None:
-        """The first micro-batch and stage, among some or all, that is not finite.
+        """The first micro-batch and stage, among some or all, whose output is not finite.
 
-        They are forgotten.
+        Drops their sums.
         """
         mine, others = list[tuple[Origin, Tensor]](), list[tuple[Origin, Tensor]]()
         for origin, total in self._sums:
@@ -110,20 +110,20 @@ class Origins:
         return min((o for (o, _), good in zip(mine, finite, strict=True) if not good), default=None)
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Drop all sums."""
         self._sums.clear()
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What was not finite in a step; the first that was computed, if several things were.
+    """What was not finite in a step: the first value computed, if there were several.
 
     Args:
-        micro_batch: whose loss it was; -1 for a gradient.
-        stage: of the gradient; -1 for a loss.
-        parameter: whose gradient it was.
-        origin: the first stage that handed on what was not finite, of that micro-batch; -1 if
-            none did.
+        micro_batch: of a loss; -1 for a gradient.
+        stage: of a gradient; -1 for a loss.
+        parameter: of a gradient.
+        origin: the first stage whose output for that micro-batch was not finite; -1 if there was
+            none.
     """
 
     step: int
@@ -134,14 +134,14 @@ class Fault:
 
     @property
     def what(self) -> str:
-        """In words."""
+        """A description."""
         if self.micro_batch >= 0:
             return f"the loss of micro-batch {self.micro_batch}"
         return f"the gradient of {self.parameter!r} in stage {self.stage}"
 
     @property
     def where(self) -> str:
-        """Where it comes from, as far as that is known: to be put after."""
+        """The origin, if it is known, as a suffix of the description."""
         if self.origin < 0:
             return ""
         return f"; stage {self.origin} was the first to hand on something that is not"
@@ -156,7 +156,7 @@ class Fault:
 def fault_of_losses(
     micro_batches: Sequence[int], losses: Sequence[Tensor], weights: Sequence[float]
 ) -> int:
-    """What to vote on losses with a weight, one per micro-batch; 0 if all are finite."""
+    """The vote on losses with a weight, one per micro-batch; 0 if all are finite."""
     index = first_undefined(losses, [weights[index] for index in micro_batches])
     return 0 if index is None else _encode(_LOSS, micro_batches[index])
 
@@ -166,7 +166,7 @@ def fault_of_gradients(
     norms: Mapping[str, float],
     names: Sequence[str],
 ) -> int:
-    """What to vote on gradients: of the last stage, where backwards begin; 0 if all are finite.
+    """The vote on gradients: of the last stage, at which backwards begin; 0 if all are finite.
 
     Args:
         stages: this rank's trained parameters by stage.
@@ -183,14 +183,14 @@ def fault_of_gradients(
 
 @dataclass(frozen=True)
 class Result:
-    """What all ranks said of a step.
+    """The votes of all ranks on a step.
 
     Args:
-        fault: what was not finite, unless that is scaled gradients.
+        fault: what was not finite, except scaled gradients.
         is_mine: whether the fault is on this rank.
         overflow: whether a scaled gradient is not finite.
-        norms: of gradients in model order; None for parameters without one, nothing if norms do not
-            travel.
+        norms: of gradients in model order; None for parameters without a gradient; empty if norms
+            are not exchanged.
     """
 
     step: int
@@ -201,12 +201,12 @@ class Result:
 
 
 class Vote:
-    """The votes of all ranks, a step each.
+    """Votes of all ranks, one per step.
 
     Args:
-        communicator: of its own.
+        communicator: used for nothing else.
         names: of all trained parameters in model order.
-        with_norms: whether norms of gradients travel.
+        with_norms: whether norms of gradients are exchanged.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class Vote:
         self._names = names
         self._with_norms = with_norms
         self._ballots: deque[tuple[int, int, Words, MPI.Request]] = deque()
-        """Steps, faults of this rank, and what all ranks say once a request is complete."""
+        """Steps, this rank's faults, and the votes of all ranks once a request is complete."""
 
     def cast(
         self,
@@ -227,18 +227,18 @@ class Vote:
         overflow: bool = False,
         norms: Mapping[str, float] | None = None,
     ) -> None:
-        """Say what this rank found in a step; every rank says something of every step.
+        """Vote on a step; every rank votes on every step.
 
         Args:
             fault: see :func:`fault_of_losses` and :func:`fault_of_gradients`.
-            origin: the first of its stages that made what is not finite.
-            norms: of the gradients for which no other rank speaks.
+            origin: the first of its stages whose output is not finite.
+            norms: of the gradients that no other rank reports.
         """
         words = np.zeros(_HEAD + len(self._names) * self._with_norms, dtype=np.int64)
         first = 0 if origin is None else _encode(_LOSS - origin.micro_batch, origin.stage)
         words[:_HEAD] = fault, first, overflow
         if self._with_norms and norms:
-            # Floats from 0 up are in the order of their bits; 0 says that there is no gradient.
+            # Non-negative floats are in the order of their bits; 0 means that there is no gradient.
             values = [norms.get(name, -1.0) for name in self._names]
             bits = np.abs(np.array(values, dtype=np.float64)).view(np.int64) + 1
             words[_HEAD:] = np.where([name in norms for name in self._names], bits, 0)
@@ -246,10 +246,10 @@ class Vote:
         self._ballots.append((step, fault, words, request))
 
     def count(self, *, at_once: bool = False) -> Result | None:
-        """The result of the first vote that is not counted yet; None if there is none.
+        """The result of the first vote that was not read yet; None if there is none.
 
         Args:
-            at_once: whether to leave what not all ranks have voted on, instead of waiting for it.
+            at_once: whether to return None instead of waiting if not all ranks have voted.
         """
         if not self._ballots:
             return None
@@ -266,13 +266,13 @@ class Vote:
         return Result(step, described, mine == fault, bool(overflow), norms)
 
     def stop(self, result: Result, *, together: bool) -> None:
-        """End the training: with an error where the fault is, for which the others wait.
+        """End the training with an error on the rank with the fault; the others wait for it.
 
-        If not all ranks come here, one that waits starves those after it, and the one with the
-        fault may never come: so the others wait for a moment, and then say the same.
+        If not all ranks come here, a rank that waits blocks those after it, and the rank with the
+        fault may never arrive. So the others wait for a moment, then raise the same error.
 
         Args:
-            together: whether all ranks come here, so that each can end what it does first.
+            together: whether all ranks come here, so that each can first finish its work.
 
         Raises:
             WorkerError: naming the fault.
@@ -304,7 +304,7 @@ class Vote:
 
 
 def _encode(high: int, low: int) -> int:
-    """A number that is larger for a larger ``high``, or the same and a smaller ``low``; not 0."""
+    """A positive number that rises with ``high`` and, for equal ``high``, falls with ``low``."""
     return high * _PLACES + _LOSS - low
 
 
@@ -318,12 +318,12 @@ class StepEnd:
 
     Attributes:
         updated: the parameters that this rank updates, by full name.
-        owned_parameters: the trained ones of these whose gradients' norms this rank reports.
+        owned_parameters: the trained ones of these for whose gradients this rank reports norms.
         gradient_norm, used_rate, skipped: of the last step.
 
     Args:
-        record: writes down what was not finite; called on all ranks.
-        finish: what is under way, before the job stops; called on all ranks.
+        record: writes what was not finite; called on all ranks.
+        finish: completes pending work before the job stops; called on all ranks.
     """
 
     def __init__(
@@ -354,7 +354,7 @@ class StepEnd:
             if self._training.precision == "float16"
             else None
         )
-        # Of every trained parameter, in model order, tied ones once.
+        # All trained parameters in model order, tied ones once.
         states = setup.job.states.items()
         self._dtypes = {name: tensor.dtype for name, tensor in states if tensor.requires_grad}
         self._clips = self._training.clip_grad_norm is not None
@@ -371,16 +371,16 @@ class StepEnd:
         self._before: dict[str, Tensor] = {}
 
     def begin(self) -> None:
-        """Remember, before a step, what leaving it out must bring back; drop what was before."""
+        """Before a step, save the state that skipping it must restore; drop the earlier one."""
         self._origins.forget()
         if self._skips:
             written = self._setup.written.items()
             self._before = {name: buffer.clone() for name, buffer in written}
 
     def undo(self) -> bool:
-        """Bring the buffers of before the step back, if it was not finite and is left out.
+        """Restore the buffers from before the step if it is skipped because of a fault.
 
-        Overflows that a loss scale makes are no fault of the forwards, so their buffers stay.
+        An overflow due to the loss scale is no fault of the forwards, so their buffers stay.
         """
         if self._undoes:
             with torch.no_grad():
@@ -389,19 +389,19 @@ class StepEnd:
         return self._undoes
 
     def run(self, step: int, micro_batches: Sequence[int], run: StepRun) -> None:
-        """Update, or leave the step out. Collective.
+        """Update, or skip the step. Collective.
 
         Args:
             micro_batches: whose losses this rank has computed.
 
         Raises:
-            WorkerError: something is not finite, and the job is to stop then.
+            WorkerError: something is not finite, and the job is to stop in that case.
         """
         self._shared.reduce()
         self.gradient_norm, self.used_rate = math.nan, self.stepper.learning_rate
         overflow = self.loss_scale is not None and self.loss_scale.unscale()
         if not self._meets:
-            self.settle()  # what was voted a step ago
+            self.settle()  # the votes on the previous step
         fault = 0
         if self._looks:
             fault = fault_of_losses(micro_batches, run.losses, run.weights)
@@ -433,7 +433,7 @@ class StepEnd:
         weights: Sequence[float],
         before: int,
     ) -> None:
-        """If steps overlap: vote on this one, and count what all ranks have voted so far.
+        """If steps overlap: vote on this step, and read the votes that are complete.
 
         Args:
             before: micro-batches of earlier steps.
@@ -454,10 +454,10 @@ class StepEnd:
         self._cast(step, fault, origin)
 
     def settle(self) -> None:
-        """Count all votes so far, before something is made of their steps. Collective.
+        """Read all votes, before the results of their steps are used. Collective.
 
         Raises:
-            WorkerError: one was not finite.
+            WorkerError: a step was not finite.
         """
         while (result := self._vote.count()) is not None:
             self._is_faulty(result)
@@ -465,10 +465,10 @@ class StepEnd:
     def _cast(
         self, step: int, fault: int, origin: Origin | None, *, overflow: bool = False
     ) -> None:
-        """Vote on a step, if anybody needs the result; gradients are read once."""
+        """Vote on a step, if any rank needs the result; reads gradients once."""
         if not self._looks and not self._meets:
             return
-        scaled = self.loss_scale is not None  # which looks at gradients itself
+        scaled = self.loss_scale is not None  # which reads the gradients itself
         norms = gradient_norms(self._trained_parameters) if self._clips or not scaled else {}
         if self._looks and not fault and not scaled:
             fault = fault_of_gradients(self._trained_of, norms, [*self._dtypes])
@@ -476,16 +476,12 @@ class StepEnd:
         self._vote.cast(step, fault, origin, overflow=overflow, norms=own)
 
     def _is_faulty(self, result: Result) -> bool:
-        """Whether a step is to be left out.
-
-        Raises:
-            WorkerError: the training is to stop instead.
-        """
+        """Whether a step is to be skipped; raises if the training is to stop instead."""
         if result.fault is None:
             return False
         self._record(result.fault)
         if not self._skips:
-            with suppress(UsageError):  # of the last checkpoint, of which rank 0 has warned
+            with suppress(UsageError):  # a failed last checkpoint, about which rank 0 has warned
                 self._finish()
             self._vote.stop(result, together=True)
         return True

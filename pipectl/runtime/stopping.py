@@ -1,10 +1,10 @@
 """Ending early: when the job script or a signal asks for it, or a metric no longer improves.
 
-A signal reaches the script, launchers and ranks in as many ways as there are launchers, so whoever
-gets one makes a file. Rank 0 looks for it at the end of a step, at most once a second. If steps
-take less than that, all ranks stop after the next one, without waiting for one another. After a
-longer step they wait for the answer of rank 0, and stop at once: the time until the walltime ends
-may not be enough for one more.
+A signal reaches the script, launchers and ranks in as many ways as there are launchers, so every
+receiver creates a file. Rank 0 looks for it at the end of a step, at most once per second. If steps
+are shorter than that, all ranks stop after the next step, without waiting for one another. After a
+longer step they wait for the answer of rank 0 and stop at once: the remaining walltime may be too
+short for another step.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from pipectl.spec.models import EarlyStopping as EarlyStoppingSpec
 from pipectl.units import plural
 
 _LOOK_S = 1.0
-"""Shortest time between looks at the file, and longest step after which no rank waits for one."""
+"""Minimum time between looks at the file, and maximum step time at which no rank waits."""
 _GO_ON, _STOP, _WAIT = range(3)
-"""What rank 0 says: to wait for its next answer, too, because steps are long."""
+"""Answer of rank 0: wait for the next answer too, because steps are long."""
 _FOR_GOOD = (signal.SIGTERM, signal.SIGINT)
-"""Somebody ends the job: the file names them, and the job script does not start it again."""
+"""Signals that end the job for good: the file names them; the job script does not restart it."""
 _SIGNALS = (*_FOR_GOOD, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @contextmanager
 def stop_on_signals(file: Path) -> Iterator[None]:
-    """Within, the signals that batch systems and people send to jobs make the file."""
+    """Create the file at any signal that batch systems and people send to jobs."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     process = os.getpid()
 
     def ask(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-        if os.getpid() != process:  # a fork, such as a worker that loads data, ends as ever
+        if os.getpid() != process:  # a fork, such as a data loading worker, ends as usual
             is_interrupt = number == signal.SIGINT
             signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
             signal.raise_signal(number)
@@ -66,11 +66,11 @@ def stop_on_signals(file: Path) -> Iterator[None]:
 
 
 class Stopping:
-    """Whether all ranks stop after a step.
+    """Decides whether all ranks stop after a step.
 
     Args:
-        communicator: of its own.
-        request: the file that asks for it.
+        communicator: used for nothing else.
+        request: the file that requests it.
     """
 
     def __init__(self, communicator: MPI.Comm, request: Path) -> None:
@@ -84,8 +84,8 @@ class Stopping:
     def stops(self, *, at_once: bool = False) -> bool:
         """Whether to stop after this step; the same on all ranks. Collective.
 
-        Rank 0 sends one answer per call. Ranks wait for that of this call if ``at_once``, or if
-        steps are long; otherwise they take the answer of the call before.
+        Rank 0 sends one answer per call. If ``at_once``, or if steps are long, ranks wait for the
+        answer to this call; otherwise they use the answer to the previous call.
         """
         word = self._receive()
         if at_once or self._waits or word == _WAIT:
@@ -120,7 +120,7 @@ class Stopping:
         self._looked_at = now
         try:
             return self._request.exists()
-        except OSError:  # the file system is away
+        except OSError:  # the file system is unavailable
             return False
 
 
@@ -128,7 +128,7 @@ class EarlyStopping:
     """Decides from the results of the evaluations, which are the same on all ranks.
 
     Args:
-        spec: None never ends a training.
+        spec: None never stops a training.
 
     Attributes:
         metric_values: of all evaluations, in order.
@@ -141,12 +141,12 @@ class EarlyStopping:
         self.reason = ""
 
     def watch(self, result: Mapping[str, float]) -> None:
-        """Take in the result of an evaluation."""
+        """Add the result of an evaluation."""
         if self._spec is not None:
             self.move_on([result[self._spec.metric]])
 
     def move_on(self, values: Sequence[float]) -> None:
-        """Take in values of the metric, such as those of a checkpoint."""
+        """Add values of the metric, such as those of a checkpoint."""
         self.metric_values += values
         if (spec := self._spec) is None:
             return
@@ -157,13 +157,13 @@ class EarlyStopping:
 
 
 def count_without_improvement(values: Sequence[float], mode: str, min_delta: float) -> int:
-    """How many values at the end are not better than the best one before them.
+    """The number of values at the end that are not better than the best one before them.
 
     NaN is never better, and every number is better than NaN.
 
     Args:
         mode: ``min`` if smaller is better, or ``max``.
-        min_delta: by how much more than this a value must be better.
+        min_delta: a value must be better by more than this.
     """
     best, count = float("nan"), 0
     for value in values:

@@ -22,7 +22,7 @@ from pipectl.schedule import plan_of_step, plan_of_trial
 
 
 class SynchronousSteps:
-    """Trains the stages of one rank, step by step. Making one is collective.
+    """Trains the stages of one rank, step by step. The constructor is collective.
 
     Attributes:
         overlap: whether steps overlap.
@@ -53,7 +53,7 @@ class SynchronousSteps:
 
         Args:
             planned: the samples of every step.
-            done: so many of the steps.
+            done: number of steps that are done.
         """
         if self._setup.loader is not None:
             self._loaded = self._setup.loader.pieces(
@@ -64,7 +64,7 @@ class SynchronousSteps:
         """Train one step.
 
         Args:
-            batches: its samples alone.
+            batches: the samples of this step only.
         """
         setup, end, (batch,) = self._setup, self._end, batches
         traced = self._tracing.wants(step)
@@ -102,20 +102,19 @@ class SynchronousSteps:
         )
 
     def execute(self, step: int, run: StepRun) -> None:
-        """The rows of a step, the update among them."""
+        """Execute the rows of a step, including the update."""
         computed = self._loss_shares.computed(run.step)
         run.update = lambda *_: self._end.run(step, computed, run)
         self._setup.training.run(run)
 
 
 def learn_layouts(setup: Setup, plan: Plan, loss_shares: LossShares) -> None:
-    """Send micro-batches of every shape over every channel, so that all ends know all layouts.
+    """Send micro-batches of every shape over every channel, so that both ends know all layouts.
 
-    It leaves no trace: buffers and what modules keep in Python objects are put back, gradients
-    are dropped.
+    It leaves no trace: buffers and Python state of modules are restored, gradients are dropped.
 
     Args:
-        plan: whose steps do not overlap; its messages are those of the training.
+        plan: with steps that do not overlap, and the same messages as the training.
     """
     seed = setup.job.spec.training.seed, "layouts"
     with preserve_state(setup.job.step, setup.written.values()):

@@ -28,15 +28,15 @@ _SAY_S = 10.0
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one rank says of one step; NaN if it does not know.
+    """One rank's report of one step; NaN if it does not know a value.
 
     Args:
-        loss: what this rank adds to it.
-        tokens: of its samples; 0 if they are not of tokens.
+        loss: this rank's part of it.
+        tokens: of its samples; 0 if they are not tokens.
         loss_scale: of this step, in float16.
         skipped: whether gradients overflowed.
-        rss_bytes, waiting, time: of the rank when it reports, which :class:`Telemetry` fills in;
-            ``waiting`` is the share of its time that it waits for others.
+        rss_bytes, waiting, time: of the rank when it reports; :class:`Telemetry` sets them.
+            ``waiting`` is the share of its time that it waits for other ranks.
     """
 
     step: int
@@ -59,12 +59,12 @@ class Telemetry:
     """Reports of all ranks on their way to ``metrics.jsonl`` and ``heartbeat.json``.
 
     Args:
-        communicator: of its own.
+        communicator: used for nothing else.
         steps: of the whole run.
-        attempt: 1 for the first start of the job, then one more after every requeue.
+        attempt: 1 for the first start of the job, incremented by every requeue.
         stages: of this rank.
-        messages: how they travel.
-        loss_ranks: that compute the loss, or parts of it.
+        messages: how they are sent.
+        loss_ranks: ranks that compute the loss, or parts of it.
 
     Attributes:
         tell: called with every line of the metrics; on rank 0.
@@ -101,17 +101,17 @@ class Telemetry:
         self._step = 0
 
     def go_on_from(self, step: int) -> None:
-        """Say that so many steps were done by earlier attempts."""
+        """Record that earlier attempts have done ``step`` steps."""
         self._step = step
 
     def state(self, state: str) -> None:
-        """Say what the job does now; written at once."""
+        """Record the job's state; written at once."""
         self._state = state
         self._waiting.restart()
         self._beat(force=True)
 
     def report(self, report: StepReport) -> None:
-        """Send one step's figures on their way; never waits for another rank."""
+        """Send one step's report; never waits for another rank."""
         rss_bytes, waiting = self._process.memory_info().rss, self._waiting.share()
         own = replace(report, rss_bytes=rss_bytes, waiting=waiting, time=time.time())
         self._reports.send(report.step, own)
@@ -120,9 +120,9 @@ class Telemetry:
             self._beat()
 
     def has_written(self, step: int) -> bool:
-        """Whether the figures of all steps up to one are there (rank 0 only).
+        """Whether the reports of all steps up to one are written (rank 0 only).
 
-        A run that goes on from a step's checkpoint does not come by them again.
+        A run that resumes from a step's checkpoint does not compute them again.
         """
         self._take_in()
         return all(pending > step for pending in self._reports.incomplete)
@@ -159,7 +159,7 @@ class Telemetry:
         self.state(state)
 
     def _take_in(self) -> None:
-        """Write a line for every step of which all ranks have reported."""
+        """Write a line for every step that all ranks have reported."""
         for step, reports in self._reports.collect():
             self._latest = reports
             line = self._metrics(step, reports)
@@ -198,7 +198,7 @@ class Telemetry:
         return line
 
     def _append(self, *lines: dict[str, Any]) -> None:
-        """Write lines, and those that still wait to be written."""
+        """Write lines, and earlier ones that are not yet written."""
         sound = [_finite(line) for line in lines]
         self._lines.add(map(json.dumps, sound))
         if self.tell is not None:
@@ -228,7 +228,7 @@ class Telemetry:
 
 
 def _finite(value: Any) -> Any:
-    """``value`` with null for infinite and undefined numbers, for which JSON has no word."""
+    """``value`` with null for infinite and NaN numbers, which JSON cannot represent."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,11 +1,12 @@
 """Steps that are recorded: from the columns of every rank to one file, in time of rank 0's clock.
 
-Ranks send their columns when a step is over and train on; rank 0 collects them between its steps,
-and a thread writes the file when the last have come: of small steps in a row, a few at a time.
+Ranks send their columns after a step and continue training; rank 0 collects them between its steps,
+and a thread writes the file after the last have arrived; small consecutive steps are written a few
+at a time.
 
-Clocks drift apart by up to about 50 us a second, so they are compared before a recorded step, and
-in a row of such every few steps: a comparison that is n steps old is wrong by at most 0.005 n % of
-a step.
+Clocks drift apart by up to about 50 us per second, so they are compared before a recorded step, and
+every few steps in a sequence of such steps: a comparison that is n steps old is wrong by at most
+0.005 n % of a step.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from pipectl.spec.models import Trace
 from pipectl.timeline import Event, Timeline, shown_ranks
 
 MAX_EVENTS = 1_000_000
-"""Of a file (about 60 MB); of more, evenly spread ranks are recorded."""
+"""Events per file (about 60 MB); if there are more, evenly spaced ranks are recorded."""
 STEPS_A_CLOCK = 16
 MAX_WAITING = 8
-"""Batches of files that may wait to be written, before rank 0 waits for them."""
+"""Batches of files that may be queued before rank 0 waits for them."""
 EVENTS_AT_ONCE, HELD_S = 1000, 1.0
-"""Small files are written in batches, which takes half as long as one by one: of so many events, or
-as soon as the first is so old."""
+"""Small files are written in batches, which takes half as long as one by one: after
+``EVENTS_AT_ONCE`` events, or when the first is ``HELD_S`` seconds old."""
 
 
 Table = npt.NDArray[np.float64]
@@ -48,7 +49,7 @@ _WAIT_FOR_ALL = EVENT_NAMES.index("update_wait")
 
 
 class Recording:
-    """One pass of a rank. What a row is stands in its program; only times are written.
+    """One pass of a rank. Its program describes the rows; only their times are recorded.
 
     The times are those of ``perf_counter``.
     """
@@ -60,30 +61,30 @@ class Recording:
         self._met: list[tuple[int, float]] = []
 
     def expect(self, rows: Columns) -> None:
-        """Make room for rows that follow."""
+        """Reserve space for the rows that follow."""
         self._rows.append(rows)
         self._times.frombytes(bytes(2 * self._times.itemsize * len(rows)))
 
     def add(self, start_s: float, end_s: float) -> None:
-        """The next row is over."""
+        """Record the end of a row."""
         times, at = self._times, self._next
         times[at] = start_s
         times[at + 1] = end_s
         self._next = at + 2
 
     def met(self) -> None:
-        """The row under way, an UPDATE, has waited for the other ranks until now."""
+        """Record that the current row, an UPDATE, has waited for the other ranks until now."""
         self._met.append((self._next // 2, time.perf_counter()))
 
     def table(self) -> Table:
-        """All rows that are over, in order; shape [events, ``WIDTH``]."""
+        """All completed rows, in order; shape [events, ``WIDTH``]."""
         count = self._next // 2
         table = np.empty((count, WIDTH))
         table[:, :2] = np.frombuffer(self._times).reshape(-1, 2)[:count]
         if self._rows:
             table[:, 2:] = np.concatenate(self._rows)[:count, _NAMED]
         meetings = [(row, at_s) for row, at_s in self._met if row < count]
-        for more, (row, at_s) in enumerate(meetings):  # an UPDATE is a wait, and what follows
+        for more, (row, at_s) in enumerate(meetings):  # an UPDATE is a wait and the rest
             row += more
             table = np.insert(table, row, table[row], axis=0)
             table[row, 1:3] = at_s, _WAIT_FOR_ALL
@@ -92,12 +93,12 @@ class Recording:
 
 
 class Tracing:
-    """One rank's part.
+    """One rank's part of the recording.
 
     Args:
-        communicator: duplicated for messages of its own. Collective.
+        communicator: duplicated for its own messages. Collective.
         steps: of the whole run.
-        rows: of this rank's program.
+        rows: number of rows in this rank's program.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class Tracing:
         return self._trace.includes(step, self._steps)
 
     def begin(self, step: int) -> Recording | None:
-        """What to record a step with; None on ranks that are left out. Collective."""
+        """The recording for a step; None on ranks that are not recorded. Collective."""
         if step != self._last + 1 or step - self._compared >= STEPS_A_CLOCK:
             self._clock = clock.agree(self._world)
             self._compared = step
@@ -131,7 +132,7 @@ class Tracing:
         return Recording() if self._rank in self._recorded else None
 
     def end(self, step: int, recording: Recording | None, begin_s: float) -> None:
-        """Send what was recorded on its way; never waits for another rank.
+        """Start sending a recording; never waits for another rank.
 
         Args:
             begin_s: of the step, by this rank's ``perf_counter``.
@@ -145,7 +146,7 @@ class Tracing:
         self._tables.send(step, table)
 
     def advance(self) -> None:
-        """Look after what is on its way; between steps. What cannot be written is dropped."""
+        """Advance messages and files between steps; files that cannot be written are dropped."""
         while self._writing and (self._writing[0].done() or len(self._writing) > MAX_WAITING):
             written = self._writing.popleft()
             self._attempts(written.result)
@@ -181,7 +182,7 @@ class Tracing:
 
 
 def timeline_of(tables: dict[int, Table], ranks: int) -> Timeline:
-    """The step that starts when its first rank begins it.
+    """The timeline of a step, which starts when its first rank begins it.
 
     Args:
         tables: by rank, on one clock; the first row holds step, begin and error of the clock.

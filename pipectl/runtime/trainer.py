@@ -26,17 +26,17 @@ from pipectl.schedule import channels, is_unflushed, lower, lower_renewal
 from pipectl.schedule.memory import room_bytes
 
 _CHECK_REPLICAS_EVERY = 100
-"""Steps."""
+"""In steps."""
 
 
 class Trainer:
-    """Trains the stages of one rank, step by step, together with all others.
+    """Trains the stages of one rank, step by step, together with all other ranks.
 
     Args:
-        setup: what the rank holds.
+        setup: the rank's stages, engines and data.
         attempt: number of the job's start, from 1.
-        messages: how they travel, for the heartbeat.
-        stored: the checkpoint that the run goes on from.
+        messages: how they are sent, for the heartbeat.
+        stored: the checkpoint from which the run resumes.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Trainer:
             None if evaluation is None else evaluation.early_stopping
         )
         self._room_bytes = self._room_for_copies(run)
-        # Of the parameters and buffers of all ranks, those that a state dict holds.
+        # The parameters and buffers of all ranks that a state dict holds.
         self._persistent = set(setup.job.step.state_dict(keep_vars=True))
         tied = setup.job.tied.items()
         named = [(plain_name(n), plain_name(first)) for n, first in tied if n in self._persistent]
@@ -108,8 +108,8 @@ class Trainer:
         self._telemetry.finish("stopped" if self._stopped else "done")
 
     def _train_steps(self, planned: list[Samples]) -> None:
-        """Step by step; if steps overlap, from one to the next after which all ranks meet."""
-        if self._early_stopping.reason:  # a run that resumes had ended
+        """Train one step at a time; if steps overlap, until the next at which all ranks meet."""
+        if self._early_stopping.reason:  # a resumed run that had ended
             return
         setup, steps, doing = self._setup, self._steps, self._setup.doing
         steps.begin(planned, self._steps_done)
@@ -137,7 +137,7 @@ class Trainer:
             self._setup.replicas.check_weights(step)
         if self._evaluates_after(step):
             self._begin("evaluating", f" after step {step}")
-            # Weights go to where forwards run without the backwards, as the next step sends them.
+            # Send weights to ranks that run only forwards, as the next step would.
             renewal = lower_renewal(plan, self._rank)
             setup.training.run(StepRun(Step(renewal, channels(plan), self._rank, ())))
             assert setup.evaluator is not None
@@ -170,9 +170,9 @@ class Trainer:
         )
 
     def _room_for_copies(self, run: RunDirectory) -> int | None:
-        """Bytes that copies of the state may take; None if memory is not limited.
+        """Bytes available for copies of the state; None if memory is not limited.
 
-        Beside an accelerator, whose memory the plan counts, copies have room.
+        Host memory of accelerator ranks is not limited: the plan counts the accelerator's memory.
         """
         setup = self._setup
         if setup.device.torch_device.type != "cpu":
@@ -183,9 +183,9 @@ class Trainer:
         return room_bytes(setup.plan, self._rank, limit_bytes)
 
     def _go_on_from(self, stored: Stored) -> None:
-        """Put back what is not in the model.
+        """Restore all state outside the model.
 
-        Where samples stand, and which random numbers come next, follows from the number of steps.
+        The position in the data and the random numbers follow from the number of steps.
         """
         manifest, stepper, scale = stored.manifest, self._end.stepper, self._end.loss_scale
         if stepper.optimizer is not None:
@@ -220,17 +220,17 @@ class Trainer:
         self._saver.start(manifest, snapshot)
 
     def _finish_saving(self) -> None:
-        """As a phase: on a slow disk it takes long, and no rank is to be taken for lost by that."""
+        """Finish as a phase of its own, so that no rank counts as lost if the disk is slow."""
         doing = self._setup.doing
         before = doing.board.read()
         doing.action = "saving"
         try:
             self._saver.finish()
-        finally:  # reports of errors tell of the row
+        finally:  # error reports name the row
             doing.board.return_to(before)
 
     def _drains_after(self, step: int) -> bool:
-        """Whether no step overlaps another at its end."""
+        """Whether the pipeline is empty after a step."""
         return self._evaluates_after(step) or self._saves_after(step)
 
     def _evaluates_after(self, step: int) -> bool:
@@ -241,5 +241,5 @@ class Trainer:
         return self._is_due(step, self._spec.checkpoint.every)
 
     def _is_due(self, step: int, every: int | None) -> bool:
-        """Whether something happens after a step: every so many, and after the last."""
+        """Whether something happens after a step: every ``every`` steps, and after the last."""
         return step == self._spec.training.steps or bool(every and step % every == 0)

@@ -1,10 +1,10 @@
 """The weights of one stage at several ages, each where autograd needs it.
 
-Forwards run on leaves that share the memory of a parameter, made anew for every version. Before an
-update changes a parameter whose version is still used, the parameter moves to memory of its own and
-leaves the old to those leaves: the autograd graphs hold it until their backwards. So a version is
-copied once, by the update that outdates it, whatever number of micro-batches uses it, and is freed
-with the last of them.
+Forwards run on leaves that share the memory of a parameter, with new leaves for every version.
+Before an update changes a parameter whose version is still in use, the parameter moves to new
+memory and leaves the old to those leaves; the autograd graphs hold it until their backwards. So a
+version is copied once, by the update that outdates it, independently of the number of micro-batches
+that use it, and is freed after the last of them.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ class Version:
     """One version of the weights.
 
     Args:
-        leaves: what forwards use in place of each parameter, by the parameter's ``id``.
+        leaves: used by forwards in place of each parameter, by the parameter's ``id``.
     """
 
     leaves: Mapping[int, Tensor]
 
     def among(self, states: Sequence[Tensor]) -> list[Tensor]:
-        """States with the leaves in place of parameters."""
+        """``states`` with the leaves in place of parameters."""
         return [self.leaves.get(id(state), state) for state in states]
 
 
 class Versions:
-    """The versions of a stage's trained weights that forwards may still ask for.
+    """The versions of a stage's trained weights that forwards may still use.
 
     Args:
         parameters: of the stage; frozen ones have one version.
-        kept: how many of the newest there are.
+        kept: how many of the newest to keep.
     """
 
     def __init__(self, parameters: Collection[nn.Parameter], kept: int) -> None:
@@ -45,20 +45,20 @@ class Versions:
         self._with_gradients: Version | None = None
 
     def of_age(self, age: int) -> Version:
-        """The weights before so many updates; 0 gives the newest."""
+        """The weights ``age`` updates ago; 0 gives the newest."""
         return self._newest_first[age]
 
     def collect(self, version: Version) -> None:
-        """Give the parameters the gradients that backwards of a version have added up."""
+        """Give the parameters the gradients that backwards of a version have accumulated."""
         for parameter in self._parameters:
             parameter.grad = version.leaves[id(parameter)].grad
         self._with_gradients = version
 
     def before_update(self, in_use: Collection[Version]) -> None:
-        """Leave the newest version to those that use it still.
+        """Move the parameters to new memory if the newest version is still in use.
 
         Args:
-            in_use: versions whose backwards are to come.
+            in_use: versions whose backwards are still to come.
         """
         newest = self._newest_first[0]
         self._newest_first = self._newest_first[: self._max_versions - 1]
@@ -67,7 +67,7 @@ class Versions:
                 parameter.data = parameter.data.clone()
 
     def after_update(self) -> None:
-        """Make what the parameters are now the newest version; drops gradients."""
+        """Make the current values of the parameters the newest version; drops gradients."""
         self.forget()
         self._newest_first.insert(0, self._new_version())
 
@@ -83,5 +83,5 @@ class Versions:
         del self._newest_first[1:]
 
     def _new_version(self) -> Version:
-        # ``data`` counts changes of its own: an update of the parameter is none of the leaf.
+        # ``data`` has its own version counter, which an update of the parameter does not raise.
         return Version({id(each): each.data.requires_grad_() for each in self._parameters})

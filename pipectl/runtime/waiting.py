@@ -1,11 +1,12 @@
 """Waiting without spinning: MPI's own waits keep a core busy, which a rank beside may need.
 
-A rank that shares its cores with no other spins nonetheless: it sees at once what it waits for.
+A rank that shares its cores with no other spins nevertheless, because it then sees messages at
+once.
 
-Many MPIs move a large message only within their own calls, one fragment a call. A wait that sleeps
-after every call would then slow the message down; so it sleeps only after calls that moved
-nothing. Which ones these are shows in the processor time they take: about a microsecond, against
-five and more for a fragment.
+Many MPIs move a large message only within their own calls, one fragment per call. A wait that
+sleeps after every call would slow the message down, so it sleeps only after calls that moved no
+data. These are identified by their processor time: about a microsecond, against five or more for a
+fragment.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ _SHORT_S = 2e-3
 _WORK_FACTOR = 3.0
 _WORK_MARGIN_S = 1e-6
 _FORGETS_S = 1e-10
-"""By which every call makes the quietest one longer: clocks are wrong once in a while."""
+"""Seconds by which every call raises the minimum, since clocks are occasionally wrong."""
 _NEWEST = 0.3
-"""Weight of the newest step in what is said of the last few."""
+"""Weight of the newest step in the average over the last few."""
 
 
 class WorkMeter:
-    """Tells calls of MPI that moved data from calls that found nothing to do."""
+    """Distinguishes MPI calls that moved data from calls that found nothing to do."""
 
     def __init__(self) -> None:
         self._quietest_s = math.inf
 
     def worked(self, cpu_s: float) -> bool:
-        """Whether a call that took ``cpu_s`` of processor time did more than look."""
+        """Whether a call with ``cpu_s`` of processor time did more than look."""
         self._quietest_s = min(self._quietest_s + _FORGETS_S, cpu_s)
         return cpu_s > _WORK_FACTOR * self._quietest_s + _WORK_MARGIN_S
 
@@ -53,7 +54,7 @@ _meter = WorkMeter()
 
 @dataclass
 class _Waited:
-    """Seconds this process has spent in waits, who is told that it waits, and whether it spins."""
+    """Seconds that this process has waited, the callback for waits, and whether it spins."""
 
     total_s: float = 0.0
     tell: Callable[[bool], None] = lambda _: None
@@ -64,9 +65,9 @@ _waited = _Waited()
 
 
 class WaitingShare:
-    """The part of its time that this process waits for others, over the last few steps.
+    """The share of its time that this process waits for others, over the last few steps.
 
-    Whoever waits least is whom the others wait for.
+    The others wait for the rank with the smallest share.
     """
 
     def __init__(self) -> None:
@@ -74,11 +75,11 @@ class WaitingShare:
         self.restart()
 
     def restart(self) -> None:
-        """Leave out what was since the last step."""
+        """Ignore the time since the last step."""
         self._since, self._waited_s = time.perf_counter(), _waited.total_s
 
     def share(self) -> float:
-        """At the end of a step: from 0 to 1; older steps count less."""
+        """The share at the end of a step, from 0 to 1; older steps count less."""
         since, before_s = self._since, self._waited_s
         self.restart()
         elapsed_s = self._since - since
@@ -89,15 +90,15 @@ class WaitingShare:
 
 
 def tell_of_waits(tell: Callable[[bool], None]) -> None:
-    """Have somebody told when a wait begins to take longer, and when it is over."""
+    """Call ``tell`` when a wait begins to take longer, and when it ends."""
     _waited.tell = tell
 
 
 def spin_if_alone(communicator: MPI.Comm, node: object) -> None:
-    """Have waits of this process spin, if it has cores of its own. Collective.
+    """Make the waits of this process spin, if it has cores of its own. Collective.
 
-    These are two at least that no other rank of the node may use: one waits, and threads of the
-    process go on with messages and checkpoints on the other.
+    It needs at least two that no other rank of the node may use: one for the wait, the other for
+    the process's threads for messages and checkpoints.
 
     Args:
         node: of this rank.
@@ -125,8 +126,8 @@ def barrier(communicator: MPI.Comm) -> None:
 def gather_all(communicator: MPI.Comm, value: T) -> list[T]:
     """The values of all ranks, on all ranks.
 
-    As with every wait here, who waits for the last rank leaves its core to others, and says that it
-    waits; MPI's own collectives do neither.
+    Like all waits here, and unlike MPI's own collectives, it leaves the core to others while it
+    waits for the last rank, and reports that it waits.
     """
     barrier(communicator)
     values: list[T] = communicator.allgather(value)
@@ -134,7 +135,7 @@ def gather_all(communicator: MPI.Comm, value: T) -> list[T]:
 
 
 def broadcast(communicator: MPI.Comm, value: T, root: int = 0) -> T:
-    """One rank's value, on all ranks; waits as :func:`gather_all`."""
+    """One rank's value, on all ranks; waits like :func:`gather_all`."""
     barrier(communicator)
     received: T = communicator.bcast(value, root)
     return received
@@ -142,7 +143,7 @@ def broadcast(communicator: MPI.Comm, value: T, root: int = 0) -> T:
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Say that this process waits, in calls that cannot be polled."""
+    """Report that this process waits, in calls that cannot be polled."""
     start = time.perf_counter()
     _waited.tell(True)
     try:
@@ -153,18 +154,18 @@ def waiting() -> Iterator[None]:
 
 
 def poll(done: Callable[[], bool], worked: Callable[[float], bool]) -> None:
-    """Call ``done`` until it says so: eagerly at first and as long as it works, else with pauses.
+    """Call ``done`` until it returns True, without pauses at first and while it moves data.
 
-    So a short wait costs no latency, and a long one leaves the core to a rank that computes, unless
-    there is none (:func:`spin_if_alone`).
+    So a short wait has no latency, and a long one leaves the core to a rank that computes, if there
+    is one (:func:`spin_if_alone`).
 
     Args:
-        worked: whether a call that took so many seconds of processor time moved data.
+        worked: whether a call with this many seconds of processor time moved data.
     """
     start = time.perf_counter()
     spin_until = long_from = start + _FIRST_SPIN_S
     has_told = False
-    while not done():  # no pause is near: what calls move need not be known
+    while not done():  # no pause follows soon: no need to measure calls
         if time.perf_counter() >= spin_until:
             break
         os.sched_yield()

@@ -1,8 +1,8 @@
 """Having the ranks of every node watched by one process, and telling it how they end.
 
-See :mod:`pipectl.watch`: it sees what becomes of ranks that can no longer say so themselves. A rank
-speaks through memory and a pipe that have no names: the watcher opens those of its own user's
-processes.
+See :mod:`pipectl.watch`: the watcher reports what happens to ranks that can no longer report it
+themselves. A rank communicates through unnamed memory and an unnamed pipe: the watcher opens those
+of its own user's processes.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from pipectl.watch.watcher import Settings
 _LOOK_S = 1.0
 _MAX_STARTS = 4
 _pipes: list[int] = []
-"""Through which this process talks to its watcher, while it is watched."""
+"""Pipes from this process to its watcher, while it is watched."""
 _masks = threading.local()
-"""Of each thread that forks: the signals that it had blocked before, as ``mask``."""
+"""Per forking thread, the signals that it had blocked before, as ``mask``."""
 
 
 @contextmanager
 def watched(
     communicator: MPI.Comm, directory: RunDirectory, spec: JobSpec, plan: Plan, doing: Doing
 ) -> Iterator[None]:
-    """Have this rank watched while it works. Collective.
+    """Watch this rank while it works. Collective.
 
-    If no further process can be started, it works without.
+    If no further process can be started, it works without a watcher.
     """
     folder = broadcast(communicator, _make_folder(directory) if communicator.rank == 0 else "")
     nodes = list(grouped(gather_all(communicator, _place())).values())
     number = next(index for index, ranks in enumerate(nodes) if communicator.rank in ranks)
-    # With both ends here, the pipe never breaks, whatever becomes of the watcher.
+    # Both ends are open here, so the pipe never breaks, whatever happens to the watcher.
     reader, pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     process_id = os.getpid()
     started, ours = process.start_time(process_id) or 0, f"/proc/{process_id}/fd"
@@ -85,7 +85,7 @@ def watched(
 
 
 def _place() -> tuple[object, ...]:
-    """What the ranks have in common that one process can watch: containers may share none of it."""
+    """What ranks must have in common for one watcher: containers may share none of it."""
     known: list[object] = [node_name()]
     with suppress(OSError):
         status = Path("/proc/self/ns/pid").stat()
@@ -94,19 +94,19 @@ def _place() -> tuple[object, ...]:
 
 
 def _make_folder(directory: RunDirectory) -> str:
-    """The folder for the watchers of this start; those of earlier ones go, so that they end."""
+    """Make the folder for the watchers of this start; remove earlier ones, so that these end."""
     folder = directory.watch / f"{time.time_ns()}"
     with suppress(OSError):
         directory.watch.mkdir(mode=0o700, exist_ok=True)
         for before in directory.watch.iterdir():
-            gone = before.with_name(f".{before.name}")  # at once, whoever writes into it
+            gone = before.with_name(f".{before.name}")  # atomic, despite writers
             shutil.rmtree(before.rename(gone), ignore_errors=True)
         folder.mkdir(mode=0o700)
     return str(folder)
 
 
 class _Watcher:
-    """The process that watches this node, for the rank that starts it."""
+    """The process that watches this node, run by the rank that starts it."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = json.dumps(settings._asdict()).encode()
@@ -115,7 +115,7 @@ class _Watcher:
         self._start()
 
     def keep(self) -> None:
-        """Start it again, if something has ended it; looked for once a second."""
+        """Restart it if it has ended; checked once per second."""
         now = time.monotonic()
         if self._pid is None or now - self._looked_at < _LOOK_S:
             return
@@ -148,7 +148,7 @@ class _Watcher:
 
 @contextmanager
 def _last_words(pipe: int) -> Iterator[None]:
-    """Tell the watcher of signals, of python's own crash reports, and how the work ends."""
+    """Report signals, Python's own crash reports and the end of the work to the watcher."""
     _keep_from_children()
     _pipes.append(pipe)
     main = threading.current_thread() is threading.main_thread()
@@ -165,7 +165,7 @@ def _last_words(pipe: int) -> Iterator[None]:
         if main:
             signal.set_wakeup_fd(woken)
             signal.signal(signal.SIGTERM, before)
-        if pipe in _pipes:  # no more in a child that ends like this
+        if pipe in _pipes:  # not in a child that ends like this
             _pipes.remove(pipe)
             with suppress(OSError):  # it is full
                 os.write(pipe, last)
@@ -173,22 +173,22 @@ def _last_words(pipe: int) -> Iterator[None]:
 
 
 def _end(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-    """End as without a handler; that there is one lets the watcher know of the signal."""
+    """End as without a handler; the handler only reports the signal to the watcher."""
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 
 
 @cache
 def _keep_from_children() -> None:
-    """Have forks of this process (workers of the user's data, say) say nothing to its watcher.
+    """Keep forks of this process (workers of the user's data, say) from reporting to its watcher.
 
-    It would take a signal to one of them, or its crash, for one of the rank.
+    The watcher would take a signal to a fork, or its crash, for one of the rank.
     """
     os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_fall_silent)
 
 
 def _hold() -> None:
-    """Keep a signal to a child from arriving before the child has fallen silent."""
+    """Keep a signal to a child from arriving before the child has disconnected from the watcher."""
     if _pipes:
         _masks.mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 
@@ -200,7 +200,7 @@ def _release() -> None:
 
 
 def _fall_silent() -> None:
-    """In a child: end by signals as without a watcher, and keep nothing open of its parent's."""
+    """In a child: end by signals as without a watcher, and close the parent's pipes."""
     if _pipes:
         faulthandler.disable()
         signal.set_wakeup_fd(-1)

@@ -1,7 +1,7 @@
 """The process of one rank: ``python -m mpi4py -m pipectl.runtime.worker --run DIRECTORY``.
 
-Under ``-m mpi4py`` an exception on one rank aborts all; before that, the rank writes what went
-wrong, and where, to a file of its own in the run directory.
+Under ``-m mpi4py`` an exception on one rank aborts all; before that, the rank writes the error and
+its place to a file of its own in the run directory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def run(directory: RunDirectory, communicator: MPI.Comm, doing: Doing) -> None:
     """Train the job of a run directory on this rank.
 
     Raises:
-        PipectlError: the files or the processes do not belong together, or user code fails.
+        PipectlError: the files or the processes do not match, or user code fails.
     """
     doing.action = "reading the plan"
     spec, plan = load(directory.job), Plan.load(directory.plan)

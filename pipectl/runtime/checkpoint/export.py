@@ -27,7 +27,7 @@ _COPIED = frozenset({".jinja", ".json", ".model", ".py", ".tiktoken", ".txt"})
 
 
 class Source(Protocol):
-    """Weights by name, each read when it is asked for."""
+    """Weights by name, each read when it is accessed."""
 
     def __iter__(self) -> Iterator[str]: ...
 
@@ -39,9 +39,9 @@ class Source(Protocol):
 
 
 class Renamed(Mapping[str, Tensor]):
-    """The weights of a checkpoint under the names and in the types of other files of the model.
+    """The weights of a checkpoint with the names and types of other files of the model.
 
-    A prefix, such as the name of the attribute that holds the model, may stand before all names of
+    A prefix, such as the name of the attribute that holds the model, may precede all names on
     either side.
 
     Args:
@@ -95,7 +95,7 @@ class Renamed(Mapping[str, Tensor]):
 
 
 def _counterparts(own: Collection[str], others: Collection[str]) -> dict[str, str]:
-    """For other names, the own name of the same tensor, with the prefix that fits most of them."""
+    """The checkpoint's name for each other name, with the prefix under which most names match."""
     probe = max(others, key=len)
     prefixes = {("", "")}
     for name in own:
@@ -118,7 +118,7 @@ def export_file(weights: Source, path: Path) -> int:
         Bytes of the tensors.
 
     Raises:
-        UsageError: the file cannot be written; one that was there is as it was.
+        UsageError: the file cannot be written; an existing file is unchanged.
         DataFileError: the checkpoint is damaged.
     """
     make_directory(path.absolute().parent)
@@ -131,11 +131,10 @@ def export_file(weights: Source, path: Path) -> int:
 def export_directory(
     weights: Source, directory: Path, max_bytes: int, like: Path | None = None
 ) -> int:
-    """Write a directory as model hubs have them: files of at most so many bytes and their index.
+    """Write a directory in the form of model hubs: files of at most some size and their index.
 
-    A tensor that is larger gets a file of its own. If one file suffices, it has no index. The files
-    get their names when all are written, the index last. Returns and raises as
-    :func:`export_file`.
+    A larger tensor gets a file of its own. A single file has no index. The files get their names
+    after all are written, the index last. Returns and raises as :func:`export_file`.
 
     Args:
         like: a directory of the model, whose configuration and tokenizer are copied.
@@ -179,7 +178,7 @@ def export_dcp(weights: Source, directory: Path) -> int:
     layouts = {name: weights.layout(name) for name in weights}
     make_directory(directory.absolute().parent)
     with _whole(directory) as partial, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is a single process
+        warnings.simplefilter("ignore")  # about a single process
         try:
             save(layouts, storage_writer=FileSystemWriter(partial), planner=Reader(), no_dist=True)
         except CheckpointException as error:
@@ -206,7 +205,7 @@ def _parts(layouts: Mapping[str, Tensor], max_bytes: int) -> Iterator[dict[str, 
 
 @contextmanager
 def _whole(path: Path) -> Iterator[Path]:
-    """A file or directory to write that then takes the place of another; removed on failure."""
+    """A temporary file or directory that replaces ``path`` at the end; removed on failure."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         yield partial

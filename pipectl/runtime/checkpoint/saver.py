@@ -1,9 +1,9 @@
 """Writing checkpoints while training goes on.
 
-Ranks copy their states at once, and a thread of each writes them to a folder with a temporary name;
-a rank without memory for the copy waits for its thread.
-What it wrote, each rank tells rank 0, which adds the manifest and gives the folder its final name.
-Whatever ends the job before that moment, the earlier checkpoints are as they were.
+Ranks copy their states at once, and a thread per rank writes them to a folder with a temporary
+name; a rank without memory for the copy waits for its thread. Each rank reports its files to rank
+0, which adds the manifest and gives the folder its final name. If the job ends before that moment,
+the earlier checkpoints are unchanged.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from pipectl.runtime.waiting import barrier, poll, wait
 from pipectl.units import format_bytes
 
 _MARGIN = 1.02
-"""Of free space over the bytes of the tensors: headers, the manifest."""
+"""Required free space over the bytes of the tensors: headers, the manifest."""
 _CURE = "free some space, or set output.directory to a larger disk"
 
 
 @dataclass(frozen=True)
 class Keep:
-    """Which checkpoints stay: the newest, and every so many steps for good."""
+    """Which checkpoints to keep: the newest, and permanently one every so many steps."""
 
     keep: int
     keep_every: int | None = None
 
     def drops(self, directory: Path, step: int) -> list[Path]:
-        """The checkpoints that may go, now that there is one of a step.
+        """The checkpoints to delete after the one of ``step`` is complete.
 
-        Later ones were damaged when the run went on from before them, so they count for none.
+        Later ones were damaged when the run resumed before them, so they do not count.
         """
         steps_of = [(path, step_of(path) or 0) for path in checkpoints(directory)]
         old = [(path, at) for path, at in steps_of if at <= step][self.keep :]
@@ -51,10 +51,10 @@ class Keep:
 
 @dataclass
 class _Save:
-    """A checkpoint on its way.
+    """A checkpoint that is being written.
 
     Attributes:
-        written: the manifest of this rank with its files, or what went wrong.
+        written: the manifest of this rank with its files, or an error.
         reports: the same of all ranks, on rank 0.
     """
 
@@ -70,12 +70,12 @@ class Saver:
     """Writes the checkpoints of a run, one at a time.
 
     Args:
-        communicator: of its own; making a saver is collective.
+        communicator: used for nothing else; the constructor is collective.
         directory: of all checkpoints.
-        attempt: of the job, so that no two write to one temporary name.
-        warn: told if a checkpoint could not be written (on rank 0), or training waits for it.
-        ready: whether all else is written that belongs before a step's checkpoint (asked on
-            rank 0).
+        attempt: of the job, so that no two attempts write to one temporary name.
+        warn: called if a checkpoint could not be written (on rank 0), or if training waits for it.
+        ready: whether all other files of a step before its checkpoint are written (called on rank
+            0).
     """
 
     def __init__(
@@ -103,10 +103,10 @@ class Saver:
         barrier(communicator)
 
     def start(self, manifest: Manifest, snapshot: Snapshot) -> None:
-        """Begin to write a checkpoint; collective. An earlier one is finished first.
+        """Start writing a checkpoint; collective. An earlier one is finished first.
 
         Args:
-            manifest: without files; of all ranks', those that know most count.
+            manifest: without files; the most advanced of all ranks' manifests is used.
         """
         self._complete()
         rank, size_bytes = self._communicator.rank, snapshot.size_bytes
@@ -127,7 +127,7 @@ class Saver:
             poll(written.done, lambda _: False)
 
     def poll(self) -> None:
-        """Move the checkpoint on; never waits for another rank."""
+        """Advance the checkpoint; never waits for another rank."""
         save = self._save
         if save is None:
             return
@@ -150,7 +150,7 @@ class Saver:
                 self._tell_failure(save.manifest.step)
 
     def finish(self) -> None:
-        """Wait until the last checkpoint is whole; collective.
+        """Wait until the last checkpoint is complete; collective.
 
         Raises:
             UsageError: it could not be written.
@@ -170,7 +170,7 @@ class Saver:
         barrier(self._communicator)
 
     def _lacking(self, size_bytes: int) -> str:
-        """What is wrong with the directory, in words; collective."""
+        """The reason why the directory is unusable, or ""; collective."""
         total = np.array([size_bytes], dtype=np.int64)
         wait([self._communicator.Iallreduce(MPI.IN_PLACE, total)])
         lacking = ""
@@ -194,17 +194,13 @@ def _write(partial: Path, rank: int, manifest: Manifest, snapshot: Snapshot) -> 
     try:
         make_private_directory(partial)
         weights, training = snapshot.write(partial, rank)
-    except Exception as error:  # safetensors raises its own for a full disk
+    except Exception as error:  # safetensors has its own exception for a full disk
         return f"{error} (rank {rank})"
     return replace(manifest, weights=tuple(weights), training=tuple(training))
 
 
 def _commit(directory: Path, save: _Save, keep: Keep) -> None:
-    """Give a checkpoint its name, and drop what is no longer kept.
-
-    Raises:
-        OSError: it cannot be made valid, and is removed.
-    """
+    """Rename a complete checkpoint, and delete those no longer kept; if it fails, remove it."""
     try:
         reports = []
         for report in save.reports:
@@ -226,14 +222,14 @@ def _commit(directory: Path, save: _Save, keep: Keep) -> None:
         shutil.rmtree(save.partial, ignore_errors=True)
         raise
     for old in keep.drops(directory, manifest.step):
-        hidden = old.with_name(f".{old.name}.dropped")  # so that what has a name is whole
+        hidden = old.with_name(f".{old.name}.dropped")  # so that every visible checkpoint is whole
         with suppress(OSError):
             old.rename(hidden)
         shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _rename(partial: Path, final: Path) -> None:
-    """An earlier checkpoint of that step makes way last."""
+    """Rename; an earlier checkpoint of that step is moved aside just before."""
     for folder in (*(path for path in partial.iterdir() if path.is_dir()), partial):
         sync(folder)
     old = final.with_name(f".{final.name}.old")
@@ -246,7 +242,7 @@ def _rename(partial: Path, final: Path) -> None:
 
 
 def _remove_leftovers(directory: Path) -> None:
-    """Of attempts that ended while they wrote; a checkpoint that was moved aside moves back."""
+    """Remove files of interrupted attempts; a checkpoint that was moved aside is moved back."""
     for old in directory.glob(".step-*.old"):
         final = directory / old.name.removeprefix(".").removesuffix(".old")
         if not final.exists():

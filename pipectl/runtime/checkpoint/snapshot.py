@@ -1,6 +1,6 @@
 """What one rank puts into a checkpoint: copied at once, written while training goes on.
 
-If there is no memory for the copy, it is written from where it is, and training waits.
+If memory does not suffice for the copy, the original is written, and training waits.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Snapshot:
     """A rank's tensors.
 
     Args:
-        weights: by the names of the user's model.
-        training: further states, and tensors of the optimizer.
-        optimizer: JSON by parameter, which names these.
-        is_copy: whether training may go on while it is written.
+        weights: by their names in the user's model.
+        training: other states, and tensors of the optimizer.
+        optimizer: JSON by parameter, which refers to these tensors.
+        is_copy: whether training may continue during the write.
     """
 
     weights: Mapping[str, Tensor]
@@ -46,18 +46,18 @@ class Snapshot:
 
     @property
     def size_bytes(self) -> int:
-        """Of all tensors."""
+        """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in (*self.weights.values(), *self.training.values()))
 
     def write(self, directory: Path, rank: int) -> tuple[list[Shard], list[Shard]]:
         """Write this rank's files.
 
         Returns:
-            Those of weights and those of the training state: one or none of each.
+            The files of weights, and those of the training state: at most one each.
 
         Raises:
-            OSError: the disk is full, say.
-            TypeError: a tensor has a type that files do not know.
+            OSError: the disk is full, for example.
+            TypeError: the file format does not support the type of a tensor.
         """
         file, notes = f"rank-{rank:04d}.safetensors", {"optimizer": json.dumps(self.optimizer)}
         states = [key.removeprefix(_STATE) for key in self.training if key.startswith(_STATE)]
@@ -73,7 +73,7 @@ def _write(
     names: Sequence[str],
     notes: Mapping[str, str] | None = None,
 ) -> list[Shard]:
-    """Write one file, unless it would tell of no name."""
+    """Write one file, unless it would be empty."""
     if not names:
         return []
     make_private_directory((directory / file).parent)
@@ -88,13 +88,13 @@ def take_snapshot(
     updated: Mapping[str, nn.Parameter],
     room_bytes: int | None = None,
 ) -> Snapshot:
-    """Copy what a rank is to save, if there is room for the copy.
+    """Copy the state that a rank saves, if there is room for the copy.
 
     Args:
         states: its parameters and buffers, by full name.
-        persistent: which of them a state dict holds.
-        updated: the parameters whose optimizer state this rank tells.
-        room_bytes: for the copy; None is enough.
+        persistent: those of them that a state dict holds.
+        updated: the parameters whose optimizer state this rank saves.
+        room_bytes: for the copy; None if there is enough.
 
     Raises:
         CaptureError: the optimizer's state cannot be saved.
@@ -115,8 +115,8 @@ def take_snapshot(
 
 
 def _copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies that share pages of their own, which the system has back when the last one is dropped:
-    the process keeps what it frees otherwise."""
+    """Copies in pages of their own, which return to the system when the last copy is dropped; the
+    process keeps other memory that it frees."""
     sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors.values()]
     pages = torch.frombuffer(mmap.mmap(-1, max(sum(sizes), 1)), dtype=torch.uint8)
     copies, start = dict[str, Tensor](), 0
@@ -128,17 +128,17 @@ def _copy(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def state_key(name: str) -> str:
-    """Under which a state that is no weight of the user's model is written."""
+    """The key of a state that is not a weight of the user's model."""
     return _STATE + name
 
 
 def plain_name(name: str) -> str | None:
-    """The name in the user's model of a parameter or buffer; None if it is not of the model."""
+    """The name of a parameter or buffer in the user's model; None if the model has none."""
     return own_name(name) if in_model(name) else None
 
 
 def sync(path: Path) -> None:
-    """Have a file, or the entries of a directory, on the disk."""
+    """Flush a file, or the entries of a directory, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

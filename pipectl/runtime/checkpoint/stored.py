@@ -23,9 +23,9 @@ _CURE = "use another checkpoint of the run"
 
 
 class Stored(Mapping[str, Tensor]):
-    """A checkpoint; as a mapping, the weights under the names of the user's model.
+    """A checkpoint; as a mapping, the weights by their names in the user's model.
 
-    Each tensor is read from its file when it is asked for.
+    Each tensor is read from its file when it is accessed.
 
     Raises:
         DataFileError: the manifest is missing or damaged.
@@ -57,7 +57,7 @@ class Stored(Mapping[str, Tensor]):
         return len(self._weights) + len(self.manifest.aliases)
 
     def check(self, micro_batch_size: int) -> None:
-        """Whether a run with such micro-batches can go on from here.
+        """Check whether a run with this micro-batch size can resume from here.
 
         Raises:
             MismatchError: its results would depend on where it was stopped.
@@ -71,7 +71,7 @@ class Stored(Mapping[str, Tensor]):
             )
 
     def restore_states(self, states: Mapping[str, Tensor]) -> None:
-        """Put back parameters and buffers.
+        """Restore parameters and buffers.
 
         Args:
             states: by full name.
@@ -89,9 +89,9 @@ class Stored(Mapping[str, Tensor]):
     def restore_optimizer(
         self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]
     ) -> None:
-        """Put back what an optimizer remembered of its parameters.
+        """Restore the optimizer state of its parameters.
 
-        It may have nothing of one: of a parameter that got no gradient, say.
+        A parameter may have none: one that got no gradient, for example.
         """
         for name, parameter in parameters.items():
             for file in self._training.get(name, ()):
@@ -121,10 +121,10 @@ class Stored(Mapping[str, Tensor]):
 
 
 def load(directory: Path, *, weights_only: bool = False) -> Stored:
-    """A checkpoint of which every byte is as it was written.
+    """A checkpoint whose bytes are all checked.
 
     Args:
-        weights_only: whether nothing but the weights will be read, and is looked at.
+        weights_only: whether only the weights will be read, and only they are checked.
 
     Raises:
         DataFileError: a file is missing or damaged.
@@ -138,12 +138,12 @@ def load(directory: Path, *, weights_only: bool = False) -> Stored:
 
 
 def newest(communicator: MPI.Comm, directory: Path, warn: Callable[[str], None]) -> Stored | None:
-    """The whole checkpoint with the most steps, or None if there is none; collective.
+    """The complete checkpoint with the most steps, or None if there is none; collective.
 
     Every rank checks some of the files.
 
     Args:
-        warn: told of each that is damaged (on rank 0).
+        warn: called for each damaged checkpoint (on rank 0).
     """
     for name in broadcast(communicator, [path.name for path in checkpoints(directory)]):
         stored, problem = None, ""
@@ -167,10 +167,10 @@ def _damaged(directory: Path, shards: Iterable[Shard]) -> str | None:
 
 
 def _by_name(directory: Path, shards: Iterable[Shard]) -> dict[str, tuple[Path, ...]]:
-    """The files that tell of each name.
+    """The files with entries for each name.
 
-    Of a parameter of the loss there may be two: one rank writes its value, and another, which alone
-    updates it, what the optimizer remembers.
+    A parameter of the loss may have two: one rank writes its value, and another, which alone
+    updates it, its optimizer state.
     """
     files: dict[str, tuple[Path, ...]] = {}
     for shard in shards:

@@ -1,7 +1,7 @@
 """Measuring links, by MPI messages without torch, and sums, by those of the training.
 
 One experiment runs at a time, while all other ranks wait without using their cores. Every rank gets
-every result, so all ranks take the same decisions without a message about them.
+every result, so that all ranks decide alike without further messages.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ SUM_SIZES = (4 * 2**10, 256 * 2**10, 4 * 2**20, 32 * 2**20)
 """Bytes of float32."""
 OVERLAP_SIZES = (2**20, 16 * 2**20)
 CONTENTION_BYTES = 4 * 2**20
-"""Size of the messages that compete, if messages of this size were measured."""
+"""Size of competing messages, if messages of this size were measured."""
 FULL_DUPLEX = 1.5
-"""Below this ratio of times, both directions count as independent: one link would give 2."""
+"""Ratio of times below which both directions are independent: a shared link would give 2."""
 
 WARM_UP = 2
 MIN_REPEATS, MAX_REPEATS = 3, 300
 TRIALS = 9
-"""Repeats of which the fastest counts: disturbances only ever make it slower."""
+"""Repeats, of which the fastest counts: disturbances only make a repeat slower."""
 COMPUTE = 2.0
-"""Time of the computation that a message overlaps, in times of the message."""
+"""Duration of the computation that a message overlaps, as a multiple of the message's time."""
 OVERLAP_COST = (WARM_UP + TRIALS) * (3 * COMPUTE + 3)
-"""Longest time of an overlap experiment, in times of the message."""
+"""Longest duration of an overlap experiment, as a multiple of the message's time."""
 _MATRIX_ORDER = 96  # a product of matrices of this order is an operator of some ten microseconds
 
 
 def run_on(communicator: MPI.Comm, ranks: Sequence[int], experiment: Callable[[MPI.Comm], T]) -> T:
-    """The first of some ranks' result of an experiment that these ranks run; collective."""
+    """Run an experiment on some ranks; returns the result of the first of them. Collective."""
     barrier(communicator)
     takes_part = communicator.rank in ranks
     color, key = (0, ranks.index(communicator.rank)) if takes_part else (MPI.UNDEFINED, 0)
@@ -69,11 +69,11 @@ def time_by_size(
     prepare: Callable[[int], Callable[[], float]],
     min_sizes: int,
 ) -> Table:
-    """The slowest rank's median time for each size, as long as the budget allows.
+    """The slowest rank's median time for each size, until the budget is spent.
 
     Args:
-        prepare: makes, for a size, a function that returns the seconds it took.
-        min_sizes: so many sizes are measured in any case.
+        prepare: makes, for a size, a function that returns the seconds that it took.
+        min_sizes: number of sizes to measure even if the budget is exceeded.
     """
     end = perf_counter() + budget_s
     table: Table = []
@@ -103,12 +103,12 @@ def _receive(communicator: MPI.Comm, buffer: Array, rank: int, tag: int = 0) -> 
 
 
 def repeats_for(once_s: float, share_s: float) -> int:
-    """How often to repeat what takes ``once_s``."""
+    """How many repeats of ``once_s`` to make."""
     return int(min(MAX_REPEATS, max(MIN_REPEATS, share_s / max(once_s, 1e-7))))
 
 
 def measure_link(communicator: MPI.Comm, pairs: Sequence[tuple[int, int]], share_s: float) -> Link:
-    """The link that some pairs have, in about ``share_s`` seconds for each pair, and once more."""
+    """The link between some pairs, in about ``share_s`` seconds per pair, and once more."""
     tables = [run_on(communicator, pair, partial(ping_pong, budget_s=share_s)) for pair in pairs]
     link = measured_link(_mean(tables))
     size = min(CONTENTION_BYTES, link.timings[-1][0])
@@ -122,10 +122,10 @@ def measure_link(communicator: MPI.Comm, pairs: Sequence[tuple[int, int]], share
 
 
 def measure_sharing(communicator: MPI.Comm, link: Link, nodes: Sequence[Sequence[int]]) -> Link:
-    """The link between nodes, with whether the ranks of the first two nodes share it.
+    """The link between nodes, and whether the ranks of the first two nodes share it.
 
-    ``n`` pairs on one link take ``n`` times as long as one, on ``n`` links as long as one; the
-    border is the square root.
+    On one link, ``n`` pairs take ``n`` times as long as one; on ``n`` links, as long as one. The
+    threshold is the square root of ``n``.
     """
     pairs = min(len(nodes[0]), len(nodes[1]))
     if pairs < 2 or link.observed is None:
@@ -141,8 +141,8 @@ def measure_sharing(communicator: MPI.Comm, link: Link, nodes: Sequence[Sequence
 
 
 def measure_sums(communicator: MPI.Comm, ranks: int, share_s: float) -> Table:
-    """Time of a sum of float32 gradients over the first ranks, by the bytes of the gradients."""
-    import torch  # links do without
+    """Time of a sum of float32 gradients over the first ``ranks`` ranks, by bytes of gradients."""
+    import torch  # links do not need it
 
     from pipectl.runtime.device import CpuDevice
     from pipectl.runtime.reduction import StageReduction
@@ -154,7 +154,7 @@ def measure_sums(communicator: MPI.Comm, ranks: int, share_s: float) -> Table:
             for start in range(0, size, BUCKET_BYTES)
         ]
         for leaf in leaves:
-            leaf.grad = torch.zeros_like(leaf)  # repeated sums of other numbers would overflow
+            leaf.grad = torch.zeros_like(leaf)  # repeated sums of nonzero numbers would overflow
         named = {str(number): leaf for number, leaf in enumerate(leaves)}
         reduction = StageReduction(Wire(communicator, CpuDevice()), named)
 
@@ -175,7 +175,7 @@ def measure_sums(communicator: MPI.Comm, ranks: int, share_s: float) -> Table:
 
 
 def overlap_sizes(link: Link, share_s: float) -> list[int]:
-    """The sizes there is time for; the largest measured one if that is smaller."""
+    """The sizes for which there is time; the largest measured one if that is smaller."""
     largest = link.timings[-1][0]
     sizes = [size for size in OVERLAP_SIZES if size <= largest] or [largest]
     return [s for s in sizes if s == sizes[0] or OVERLAP_COST * link.transfer_s(s) < share_s]
@@ -189,9 +189,9 @@ def _mean(tables: Sequence[Table]) -> Timings:
 
 
 def ping_pong(communicator: MPI.Comm, budget_s: float) -> Table:
-    """Half a round trip between two ranks that nobody disturbs, in seconds, by size.
+    """Half a round trip between two otherwise idle ranks, in seconds, by size.
 
-    The receive is posted ahead, as in training; the second rank answers when it has all.
+    The receive is posted ahead, as in training; the second rank answers after the whole message.
     """
     other = 1 - communicator.rank
 
@@ -215,7 +215,7 @@ def ping_pong(communicator: MPI.Comm, budget_s: float) -> Table:
 
 
 def both_ways(communicator: MPI.Comm, size: int) -> float:
-    """Time in which two ranks send each other ``size`` bytes, over that of one direction."""
+    """Time for two ranks to send each other ``size`` bytes, relative to that of one direction."""
     sent, received = np.ones(size, dtype=np.uint8), np.ones(size, dtype=np.uint8)
     one_s, both_s = _fastest(
         partial(_transfer_s, communicator, sent, received, both=False),
@@ -227,7 +227,7 @@ def both_ways(communicator: MPI.Comm, size: int) -> float:
 def one_way_s(communicator: MPI.Comm, size: int) -> float:
     """Time until the slowest of several pairs has sent ``size`` bytes, in seconds.
 
-    The two ends would take turns in a ping-pong, and two pairs could evade each other.
+    In a ping-pong the two ends would take turns, and two pairs could avoid each other.
     """
     buffer = np.ones(size, dtype=np.uint8)
     (time_s,) = _fastest(partial(_transfer_s, communicator, buffer, buffer, both=False))
@@ -251,10 +251,11 @@ def _transfer_s(communicator: MPI.Comm, sent: Array, received: Array, *, both: b
 def hidden_shares(communicator: MPI.Comm, size: int) -> tuple[float, float]:
     """The share of a message's time that computing hides, without and with polls, from 0 to 1.
 
-    Many MPIs move large messages only inside their own calls. A rank that computes meanwhile makes
-    no such call, unless it polls. What counts is when both the work and the message are done: if
-    the receiver's processor copies the message, polls take as long from the work as they save from
-    the wait, and hide nothing. The first rank receives; it waits for what was not hidden.
+    Many MPIs move large messages only inside their own calls. A rank makes no such call while it
+    computes, unless it polls. What counts is the time until both the work and the message are done:
+    if the receiver's processor copies the message, polls take as much time from the work as they
+    save in the wait, and hide nothing. The first rank receives; it waits for the rest of the
+    message.
     """
     buffer = np.ones(size, dtype=np.uint8)
     _multiply(50)
@@ -263,7 +264,7 @@ def hidden_shares(communicator: MPI.Comm, size: int) -> tuple[float, float]:
     product_s = (perf_counter() - start) / 50
 
     def trial(message: bool, products: int, polled: bool = False) -> float:
-        """Time until this rank has computed, and its message has left or arrived."""
+        """Time until this rank has computed and its message has left or arrived."""
         receives = [_receive(communicator, buffer, 1)] if message and communicator.rank == 0 else []
         barrier(communicator)
         start = perf_counter()
@@ -294,6 +295,6 @@ def _multiply(products: int, polled: Sequence[MPI.Request] = ()) -> None:
 
 
 def _fastest(*trials: Callable[[], float]) -> list[float]:
-    """The fastest time of each trial; they take turns, so that all meet the same disturbances."""
+    """The fastest time of each trial; trials alternate, so that all see the same disturbances."""
     times = [[trial() for trial in trials] for _ in range(WARM_UP + TRIALS)]
     return [min(column) for column in zip(*times[WARM_UP:], strict=True)]

@@ -1,7 +1,7 @@
 """The link probe: ``python -m mpi4py -m pipectl.runtime.links.probe --run DIRECTORY ...``.
 
-Its ranks are started as those of a training are, so what they measure holds for it. Rank 0 writes
-``cluster.json``, and a picture beside it.
+Its ranks start as those of a training do, so their measurements hold for it. Rank 0 writes
+``cluster.json`` and a picture next to it.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from pipectl.spec import JobSpec, load
 
 Pair = tuple[int, int]
 _ROWS_SHARE = 1 / 3
-"""Of the budget, for what messages take of the ranks' own time; links and sums get all of it."""
+"""Share of the budget to measure the ranks' own time per message; links and sums get all."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank runs.
+    """The node and machine of a rank.
 
     Args:
         node: the batch system's name of the node.
         host: the machine's own name; virtual nodes share one.
-        cores: which the rank may use.
+        cores: that the rank may use.
         memory_bytes: of the machine.
     """
 
@@ -52,7 +52,7 @@ class Place:
 
     @classmethod
     def here(cls) -> Place:
-        """This rank's."""
+        """The place of this rank."""
         return cls(
             node=node_name(),
             host=socket.gethostname(),
@@ -68,7 +68,7 @@ def probe(directory: RunDirectory, key: str, budget_s: float) -> Cluster:
         key: see :class:`~pipectl.cluster.Cluster`.
 
     Raises:
-        MismatchError: the ranks do not know each other, or are not numbered node by node.
+        MismatchError: MPI started single processes, or ranks are not numbered node by node.
     """
     communicator = MPI.COMM_WORLD.Dup()
     if communicator.size == 1:
@@ -98,7 +98,7 @@ def probe(directory: RunDirectory, key: str, budget_s: float) -> Cluster:
         between_nodes = measure_sharing(communicator, between_nodes, ranks_of)
     say("measuring what messages take of the ranks' time", 75)
     rows = _measure_rows(communicator, (within or between)[0], directory, spec, budget_s)
-    from pipectl.runtime.device import settle_process  # and torch, which links do without
+    from pipectl.runtime.device import settle_process  # and torch, which links do not need
 
     settle_process(spec.threads)
     sums: list[tuple[int, int, float]] = []
@@ -126,7 +126,7 @@ def probe(directory: RunDirectory, key: str, budget_s: float) -> Cluster:
 def _measure_rows(
     communicator: MPI.Comm, pair: Pair, directory: RunDirectory, spec: JobSpec, budget_s: float
 ) -> RowTimes | None:
-    """What rows of programs take on two ranks; None on accelerators. Collective over all ranks."""
+    """Time of rows of programs on two ranks; None on accelerators. Collective over all ranks."""
     if spec.resources.gpus_per_node:
         return None
     mine = None
@@ -160,7 +160,7 @@ def ranks_by_node(places: Sequence[Place]) -> list[list[int]]:
 
 
 def pairs_within(nodes: Sequence[Sequence[int]]) -> list[Pair]:
-    """Neighbours, and the farthest ranks, of the first node that has two."""
+    """Pairs of neighbours, and of the farthest ranks, on the first node with two ranks."""
     for ranks in nodes:
         if len(ranks) > 1:
             return list(dict.fromkeys([(ranks[0], ranks[1]), (ranks[0], ranks[-1])]))
@@ -168,7 +168,7 @@ def pairs_within(nodes: Sequence[Sequence[int]]) -> list[Pair]:
 
 
 def pairs_between(nodes: Sequence[Sequence[int]]) -> list[Pair]:
-    """The first ranks of neighbouring nodes, and of the farthest."""
+    """The first ranks of neighbouring nodes, and of the nodes farthest apart."""
     if len(nodes) < 2:
         return []
     first, second, last = nodes[0][0], nodes[1][0], nodes[-1][0]
@@ -181,11 +181,11 @@ def rank_counts(ranks: int) -> list[int]:
 
 
 def describe_node(places: Sequence[Place], cpus_per_task: int, memory_per_node: int | None) -> Node:
-    """A node; its cores are those that its ranks may use together.
+    """A node, with the cores that its ranks may use together.
 
     Args:
         places: of its ranks.
-        memory_per_node: as asked for, in bytes; None takes the machine's. Ranks share it evenly.
+        memory_per_node: requested bytes, which ranks share evenly; None for the machine's.
     """
     usable = len(frozenset().union(*(place.cores for place in places)))
     whole = places[0].memory_bytes if memory_per_node is None else memory_per_node
@@ -198,7 +198,7 @@ def describe_node(places: Sequence[Place], cpus_per_task: int, memory_per_node: 
 
 
 def describe_source(library: str, places: Sequence[Place]) -> str:
-    """What was measured: name and version of the MPI library, ranks and hosts."""
+    """The source of the measurement: name and version of the MPI library, ranks and hosts."""
     line = library.strip().splitlines()[0] if library.strip() else "an unknown MPI"
     name = " ".join(line.partition(",")[0].replace(" Version:", "").split())
     hosts = len({place.host for place in places})
@@ -206,7 +206,7 @@ def describe_source(library: str, places: Sequence[Place]) -> str:
 
 
 def main() -> None:
-    """Entry point; exits through MPI's abort when this rank fails."""
+    """Entry point; exits through MPI's abort if this rank fails."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", type=Path, required=True, help="the run directory")
     parser.add_argument("--output", type=Path, required=True, help="the cluster description")

@@ -24,7 +24,7 @@ _LEVELS = {
 
 
 def one_way_s(world: MPI.Comm, size: int) -> float:
-    """Median seconds of a message from rank 0 to rank 1, or back; both take part."""
+    """Median seconds of a message from rank 0 to rank 1, or back; both ranks take part."""
     buffer, times = bytearray(size), []
     for _ in range(_REPEATS):
         start = time.perf_counter()
@@ -39,7 +39,7 @@ def one_way_s(world: MPI.Comm, size: int) -> float:
 
 
 def main() -> None:
-    """Print what rank 0 and rank 1 see of each other."""
+    """Print what ranks 0 and 1 know of each other."""
     world = MPI.COMM_WORLD
     facts = {
         "ranks": world.size,

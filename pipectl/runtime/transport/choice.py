@@ -1,8 +1,8 @@
 """Which help messages need to move while ranks compute (``launch.progress: auto``).
 
-A rule and no trial, so that a job gets the same help in every run: a trial at the start of a run
-measures what else the machine does at that moment. Whether help hides messages on a link is
-measured by ``pipectl profile --links``; the rule reads it from the run's ``cluster.json``.
+This is a rule and not a trial, so that a job gets the same help in every run: a trial at the start
+of a run would depend on the machine's load at that moment. ``pipectl profile --links`` measures
+whether help hides messages on a link; the rule reads this from the run's ``cluster.json``.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pipectl.runtime.waiting import broadcast, gather_all
 from pipectl.units import format_bytes
 
 HELPED = Pieces(2**20, under_way=4)
-"""Pieces of a message that moves only within calls: see :mod:`.transfer`."""
+"""Pieces of a message that moves only within MPI calls: see :mod:`.transfer`."""
 STAGED = Pieces(4 * 2**20)
 """Pieces of a message that is copied through host memory."""
 SMALL_BYTES = 64 * 2**10
-"""Smaller messages leave within the call that starts them, also over TCP."""
+"""Smaller messages leave within the call that starts them, over TCP too."""
 NEEDED = 0.5
 """Share of a message's time that polling must hide, beyond what is hidden without it."""
 _OWN_PROGRESS = (
@@ -34,16 +34,16 @@ _OWN_PROGRESS = (
     "I_MPI_ASYNC_PROGRESS",
     "OMPI_MCA_btl_tcp_progress_thread",
 )
-"""Variables by which users have MPI itself move messages."""
+"""Environment variables by which users make MPI itself advance messages."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen, and why.
+    """The choice and its reason.
 
     Args:
         mode: see :mod:`~pipectl.runtime.transport.transfer`.
-        why: in words.
+        why: the reason, in words.
     """
 
     mode: str
@@ -56,7 +56,7 @@ class Choice:
     def progress(
         self, *, staged: bool, enter_thread: Callable[[], None] = lambda: None
     ) -> Progress:
-        """The chosen help, at work from now on.
+        """The chosen help, active from now on.
 
         Args:
             staged: whether messages are copied through host memory.
@@ -68,13 +68,13 @@ class Choice:
 
 @dataclass(frozen=True)
 class Circumstances:
-    """What the rule goes by.
+    """The input of the rule.
 
     Args:
         ranks_per_node: of every node that has ranks.
-        message_bytes: of the largest message there will be.
+        message_bytes: size of the largest message.
         threads: whether MPI allows calls from several threads on all ranks.
-        cluster: the machines and links that the plan was made for; None if unknown.
+        cluster: the machines and links for which the plan was made; None if unknown.
         environment: variables of rank 0.
     """
 
@@ -91,7 +91,7 @@ def choose_progress(communicator: MPI.Comm, wanted: str, circumstances: Circumst
     Args:
         wanted: a mode, ``auto`` for the rule, or ``core`` for a thread on a core of its own, if
             messages are large.
-        circumstances: as rank 0 knows them, but for threads, which all ranks must allow.
+        circumstances: those of rank 0, except for threads, which all ranks must allow.
     """
     threads = min(gather_all(communicator, MPI.Query_thread())) >= MPI.THREAD_MULTIPLE
     known = {**vars(circumstances), "threads": threads, "environment": os.environ}
@@ -99,7 +99,7 @@ def choose_progress(communicator: MPI.Comm, wanted: str, circumstances: Circumst
 
 
 def decide(wanted: str, known: Circumstances) -> Choice:
-    """The rule."""
+    """Apply the rule."""
     no_threads = "this MPI does not allow calls from several threads"
     if wanted not in ("auto", "core"):
         refused = wanted == "thread" and not known.threads
@@ -121,7 +121,7 @@ def decide(wanted: str, known: Circumstances) -> Choice:
 
 
 def _judged(known: Circumstances) -> Iterator[tuple[bool, str]]:
-    """Of every kind of link that the job has, whether its messages need help, and why."""
+    """For every kind of link in the job, whether its messages need help, and why."""
     cluster = known.cluster
     if max(known.ranks_per_node) > 1:
         link = None if cluster is None else cluster.within_node
@@ -137,7 +137,7 @@ def _judged(known: Circumstances) -> Iterator[tuple[bool, str]]:
 
 
 def _measured(where: str, link: Link | None, message_bytes: int) -> tuple[bool, str] | None:
-    """The same by what ``profile --links`` found for the size nearest to the largest message."""
+    """The same, from the measurement of ``profile --links`` nearest to the largest message."""
     rows = () if link is None or link.observed is None else link.observed.overlap
     if not rows:
         return None

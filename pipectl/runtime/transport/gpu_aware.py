@@ -1,7 +1,7 @@
 """Whether MPI can read and write an accelerator's memory.
 
-A wrong yes is a crash, or data that never arrive. So what MPI says of itself counts only if a test
-message of a device to itself arrives too, in a process of its own: ``python -m mpi4py -m
+A wrong yes means a crash, or data that never arrive. So MPI's own answer counts only if a test
+message of a device to itself arrives too, in a separate process: ``python -m mpi4py -m
 pipectl.runtime.transport.gpu_aware DEVICE``, with torch's name of the device.
 """
 
@@ -26,7 +26,7 @@ from pipectl.runtime.waiting import gather_all
 _MODULE = "pipectl.runtime.transport.gpu_aware"
 _TIMEOUT_S = 120.0
 _SIZES = (8, 2**16, 2**23)
-"""Bytes: the three ways in which MPIs usually send."""
+"""Sizes in bytes, one for each of the three ways in which MPIs usually send."""
 _QUERIES = {
     "cuda": ("MPIX_Query_cuda_support", 0),
     "rocm": ("MPIX_Query_rocm_support", 2),
@@ -39,18 +39,18 @@ _LAUNCHED = re.compile(r"^(PMI|PMIX|PRTE|HYD|OMPI_COMM_|OMPI_UNIVERSE|MPI_LOCAL|
 
 @dataclass(frozen=True)
 class Finding:
-    """Whether MPI is given the accelerator's memory, and why."""
+    """Whether MPI may use the accelerator's memory, and why."""
 
     able: bool
     why: str
 
 
 def find(communicator: MPI.Comm, wanted: str, *, asks: bool) -> Finding:
-    """What to do, the same on all ranks. Collective.
+    """Whether MPI may use the accelerator's memory, the same on all ranks. Collective.
 
     Args:
         wanted: ``auto``, ``always`` or ``never``, as in the job spec.
-        asks: whether this rank runs the test message; one rank a node is enough.
+        asks: whether this rank runs the test message; one rank per node is enough.
     """
     if wanted != "auto":
         return Finding(wanted == "always", "set in the job")
@@ -60,7 +60,7 @@ def find(communicator: MPI.Comm, wanted: str, *, asks: bool) -> Finding:
 
 
 def judge(kind: str, environment: Mapping[str, str], test: Callable[[str], bool]) -> Finding:
-    """From what MPI and the environment say, and the test, to a finding.
+    """The finding from the answers of MPI and the environment, and the test.
 
     Args:
         kind: of accelerator: ``cuda``, ``rocm`` or ``xpu``.
@@ -86,7 +86,7 @@ def passes_self_test(device: str) -> bool:
 
 
 def _claim(kind: str, environment: Mapping[str, str]) -> tuple[bool | None, str]:
-    """The first answer of those who might know, and who gave it."""
+    """The first definite answer of the environment or MPI, and its source."""
     queried = _queried(kind)
     if queried is not None:
         return queried, "its own query"
@@ -100,7 +100,7 @@ def _claim(kind: str, environment: Mapping[str, str]) -> tuple[bool | None, str]
 
 
 def _queried(kind: str) -> bool | None:
-    """What the extension functions of the library answer; None if it has none."""
+    """The answer of the library's extension functions; None if it has none."""
     library = _library()
     open_mpi, number = _QUERIES.get(kind, ("", -1))
     query = getattr(library, open_mpi, None) if open_mpi else None
@@ -115,7 +115,6 @@ def _queried(kind: str) -> bool | None:
 
 
 def _library() -> ctypes.CDLL | None:
-    """The MPI library that mpi4py has loaded."""
     try:
         mapped = Path("/proc/self/maps").read_text(encoding="utf-8")
         match = re.search(r"\S+/libmpi(_\w+|ch)?\.so\S*", mapped)

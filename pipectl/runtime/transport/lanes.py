@@ -1,13 +1,13 @@
 """Messages of tensors over MPI: nonblocking, without copies, without headers.
 
 A lane (one direction between two stages) carries the same tensors for every micro-batch of one
-size. Their layouts are announced once, in the first exchange of that size between two ranks, and
-known to both from then on. MPI gives messages to receives in the order in which these were posted:
-so while the layouts of one receive are unknown, those started after it are not posted either.
+size. Their layouts are announced once, in the first exchange of that size between two ranks. MPI
+matches messages to receives in the order in which these were posted: while the layouts of one
+receive are unknown, later ones are not posted either.
 
-If :data:`CHECK_VARIABLE` is set, the sender's words for a message travel in a small message of
-their own. A difference means that ranks run other programs than each other, that memory was changed
-while it was sent, or that MPI damaged it.
+If :data:`CHECK_VARIABLE` is set, the sender describes each message in a small message of its own.
+A difference means that the ranks run different programs, that memory was changed while it was sent,
+or that MPI damaged it.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from pipectl.runtime.layout import Layout, Tensors
 from pipectl.runtime.transport.transfer import Progress, Transfer, Wire
 
 CHECK_VARIABLE = "PIPECTL_CHECK_MESSAGES"
-"""In the environment of rank 0: every message is compared, which is slow."""
+"""If set on rank 0, every message is checked, which is slow."""
 Shape = tuple[int, int]
-"""The samples of a micro-batch, and the length of its sequences."""
+"""The number of samples of a micro-batch, and the length of its sequences."""
 _HEADER, _NOTE, _EXTRA = 0, 1, 2
 """Tags of a lane after those of its slots."""
 
 
 class Note(NamedTuple):
-    """A whole message, as one of its sides has it.
+    """The description of a message by one of its sides.
 
     Args:
-        tensors: of every slot, its name and form in words, and the CRC-32 of the bytes; None for
-            what is not there, or not yet.
+        tensors: name and layout of the tensor in every slot, in words, and the CRC-32 of its
+            bytes; None if there is no tensor, or not yet.
     """
 
     name: str
     tensors: tuple[tuple[str, str, int | None], ...]
 
     def difference(self, arrived: Note) -> str:
-        """What differs first between the sender's words, these, and the receiver's; or nothing."""
+        """The first difference between the sender's note (this one) and the receiver's; or ""."""
         if self.name != arrived.name:
             return f"the sender sent the {self.name}, the receiver expects the {arrived.name}"
         counts = len(self.tensors), len(arrived.tensors)
@@ -88,12 +88,12 @@ class Place(NamedTuple):
 
 @dataclass(slots=True)
 class Posted:
-    """A message under way. Holds the memory MPI reads or writes until it is complete.
+    """A message under way. Keeps the memory that MPI reads or writes until it is complete.
 
     Args:
         shape: of the micro-batch.
-        places: None while they are unknown, so that the receive is not posted.
-        transfers: of the places that have a tensor, in their order.
+        places: None while they are unknown, in which case the receive is not posted.
+        transfers: of the places that have a tensor, in order.
     """
 
     micro_batch: int
@@ -114,7 +114,7 @@ class Line:
 
     Args:
         tags: of its slots, and two more.
-        check: whether every message is compared with what its sender says of it.
+        check: whether to compare every message with its sender's description.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Line:
         self._without_note: deque[Posted] = deque()
 
     def start_send(self, micro_batch: int, shape: Shape, tensors: Tensors) -> Posted:
-        """Begin to send, without waiting for the device or the other rank.
+        """Start sending, without waiting for the device or the other rank.
 
         ``tensors`` must not change until the message has left.
 
@@ -152,7 +152,7 @@ class Line:
                 transfers.append(send(vector, rank, place.tag))
         posted = Posted(micro_batch, shape, places, transfers)
         if self._check:
-            # Of the tensors, not of the buffers: copies to these may still be under way.
+            # Describes the tensors, not the buffers: copies to the buffers may still be under way.
             posted.note = self._note(posted, vectors)
             self._wire.send_object(posted.note, rank, self._tags[~_NOTE])
         return posted
@@ -174,9 +174,9 @@ class Line:
                     )
 
     def start_receive(self, micro_batch: int, shape: Shape) -> Posted:
-        """Post the buffers of a message, which come in the order in which they are sent.
+        """Post the buffers of a message; messages arrive in the order in which they are sent.
 
-        Those of whose layouts nothing is known yet are posted when they are learnt.
+        Buffers of unknown layouts are posted once the layouts are known.
         """
         posted = Posted(micro_batch, shape)
         if self._check:
@@ -189,10 +189,10 @@ class Line:
         return posted
 
     def finish_receive(self, posted: Posted) -> Tensors:
-        """Wait for a message; its tensors lie in memory of their own.
+        """Wait for a message; each of its tensors has its own memory.
 
         Raises:
-            WorkerError: messages are checked, and this one is not what its sender sent.
+            WorkerError: messages are checked, and this one differs from what its sender sent.
         """
         while posted.places is None:
             layouts = self._wire.receive_object(self._rank, self._tags[~_HEADER])
@@ -204,11 +204,11 @@ class Line:
                     "same versions and files",
                 )
             self._places[self._unposted[0].shape] = self._places_of(layouts)
-            # Post receives up to the first of whose layouts nothing is known.
+            # Post receives up to the first with unknown layouts.
             waiting = self._unposted
             while waiting and (places := self._places.get(waiting[0].shape)) is not None:
                 self._post(waiting.popleft(), places)
-        if self._check:  # a message that is too short for its buffers might never end
+        if self._check:  # a receive of a message that is too short might never complete
             self._compare(posted, {})
         self._wire.wait(posted.transfers)
         if self._check:
@@ -246,7 +246,7 @@ class Line:
                 transfers.append(receive(sizes, layout.dtype, rank, tag, name))
 
     def _note(self, posted: Posted, buffers: Mapping[Slot, Tensor]) -> Note:
-        """What this side holds of a message, or expects of it before it arrives."""
+        """This side's description of a message; for a receive, what it expects."""
         tensors = []
         for place in posted.places or ():
             value, buffer, layout = place.slot.value, buffers.get(place.slot), place.layout
@@ -264,7 +264,7 @@ class Line:
         return f"the {self._lane.kind} of {slot.value!r} {self._way}"
 
     def _compare(self, posted: Posted, buffers: Mapping[Slot, Tensor]) -> None:
-        """Compare what is known of a message with its note; these come in the same order."""
+        """Compare a message with its note; notes arrive in the order of the messages."""
         while posted.note is None:
             note = self._wire.receive_object(self._rank, self._tags[~_NOTE])
             self._without_note.popleft().note = note
@@ -277,7 +277,7 @@ class Line:
             )
 
     def _flat(self, place: Place, tensor: Tensor | None) -> Tensor | None:
-        """A tensor as it is sent; None if there never is one."""
+        """A tensor in the form in which it is sent; None if the slot never has one."""
         layout = place.layout
         if (
             tensor is not None
@@ -289,7 +289,7 @@ class Line:
                 tensor = tensor.detach()
             in_order = layout.is_contiguous and tensor.stride() == layout.strides
             if in_order and not (tensor.is_conj() or tensor.is_neg()):
-                return tensor  # its memory is its elements
+                return tensor  # it is contiguous
             return layout.flatten(tensor)
         expected = None if layout is None else (layout.dtype, layout.sizes)
         actual = None if tensor is None else (tensor.dtype, tuple(tensor.shape))
@@ -308,15 +308,15 @@ class Transport:
     """Sends and receives along the lanes of one cut.
 
     Args:
-        communicator: of its own, so that no other message can match.
+        communicator: used for nothing else, so that no other message can match.
         lanes: every lane of the cut with its slots, the same on all ranks.
-        progress: keeps messages moving; by default nobody does while the rank computes.
-        check: whether every message is compared with what its sender says of it; the same on all
+        progress: advances messages; by default they do not advance while the rank computes.
+        check: whether to compare every message with its sender's description; the same on all
             ranks.
 
     Attributes:
-        line: gives the line of a lane to, or from, a rank.
-        advance: lets MPI work on what is under way; to be called between actions.
+        line: returns the line of a lane to, or from, a rank.
+        advance: lets MPI make progress; to be called between actions.
 
     Raises:
         MismatchError: the cut has more kinds of messages than MPI has tags.
@@ -338,7 +338,7 @@ class Transport:
 
 
 def largest_tag(communicator: MPI.Comm) -> int:
-    """The largest tag that this MPI takes; the standard grants 32767."""
+    """The largest tag that this MPI accepts; the standard guarantees 32767."""
     largest = communicator.Get_attr(MPI.TAG_UB)
     return 32767 if largest is None else int(largest)
 

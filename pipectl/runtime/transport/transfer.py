@@ -1,21 +1,21 @@
 """Vectors of bytes under way between ranks: pieces, and who moves them while the rank computes.
 
-A message travels in pieces, one MPI message each, in order. A message may exceed 2 GiB, which not
-every MPI takes. One that is copied through host memory leaves piece by piece. And over TCP the
-answer to the other side's message waits behind all that was started before it: unless only few
-pieces are under way, two ranks that send to each other take turns. MPI tells pieces apart by their
-order alone, so a message with the tag of an earlier one starts after the last piece of that one.
-Every piece that arrives must have the size that was expected: anything else means that the two
-ranks run different programs.
+A message travels in pieces, one MPI message each, in order: a message may exceed 2 GiB, which not
+every MPI accepts, and one that is copied through host memory can leave piece by piece. Over TCP,
+the answer to the other side's message is queued after all messages that were started before it:
+unless few pieces are under way, two ranks that send to each other take turns. MPI tells pieces
+apart by their order alone, so a message starts after the last piece of an earlier one with the same
+tag. Every piece must have the expected size: any other means that the two ranks run different
+programs.
 
 Many MPIs advance a large message only within calls of the two ranks that share it. Ways to make
 such calls during the computation:
 
-- ``none``: none is needed, because the library or the hardware works by itself;
+- ``none``: no calls, because the library or the hardware makes progress by itself;
 - ``poll``: between operators of a stage;
-- ``thread``: by a thread that works in bursts. A burst goes on while its calls move data, which
-  they do one fragment at a time, and ends when they find nothing, so that the thread takes little
-  of a core that computes. While a message is expected but does not come, pauses grow.
+- ``thread``: by a thread that works in bursts. A burst lasts while its calls move data, one
+  fragment each, and ends when they move none, so that the thread takes little time from a core that
+  computes. While an expected message does not arrive, the pauses grow.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from pipectl.runtime.waiting import WorkMeter, poll
 from pipectl.units import format_bytes
 
 LARGEST_BYTES = 2**30
-"""Of one MPI message: some libraries count bytes in 32 bits with a sign."""
+"""Of one MPI message: some libraries count bytes in signed 32-bit integers."""
 
 Call = Callable[..., MPI.Request]
 """``Isend`` or ``Irecv`` of a communicator."""
@@ -47,7 +47,7 @@ Words = Callable[[], str]
 
 @dataclass(frozen=True)
 class Pieces:
-    """How messages are cut; the same on both sides of a message.
+    """How messages are cut into pieces; the same on both sides of a message.
 
     Args:
         size_bytes: of a piece.
@@ -62,18 +62,18 @@ WHOLE = Pieces()
 
 
 class Transfer:
-    """Bytes that are being sent or received as one message of MPI.
+    """Bytes that are sent or received as one MPI message.
 
     Args:
         call: sends or receives it.
         buffer: contiguous.
         rank, tag: of the other side.
-        what: is received; None for what is sent.
+        what: name of what is received; None for a send.
 
     Attributes:
         buffer: the memory that MPI reads or writes.
-        unstarted: pieces that MPI does not know of yet.
-        done: whether all bytes have left or arrived; found out by ``advance`` alone.
+        unstarted: pieces that are not yet posted to MPI.
+        done: whether all bytes have left or arrived; only ``advance`` updates it.
     """
 
     __slots__ = ("_request", "_what", "buffer", "done", "unstarted")
@@ -84,14 +84,14 @@ class Transfer:
         self.buffer, self._what = buffer, what
         self.unstarted = 0
         self._request = call(memory(buffer, 0, buffer.nbytes), rank, tag)
-        # A small message mostly leaves at once.
+        # Small messages usually leave at once.
         self.done = what is None and self._request.Test()
 
     def advance(self) -> bool:
-        """Let MPI work, and start what may follow; whether all is done.
+        """Let MPI make progress, and start the next pieces; returns whether all is done.
 
         Raises:
-            WorkerError: what arrives has another size than expected.
+            WorkerError: a piece has another size than expected.
         """
         if not self.done:
             if self._what is None:
@@ -129,11 +129,11 @@ class Transfer:
 class PiecewiseTransfer(Transfer):
     """The same in pieces, after an earlier message of the same rank and tag.
 
-    All pieces that are received are posted at once, so that none is unexpected.
+    All pieces to receive are posted at once, so that none is unexpected.
 
     Args:
         message: its memory, and when MPI may use it.
-        after: starts all its pieces before this starts any.
+        after: the message whose pieces must all start before this one's.
     """
 
     __slots__ = ("_after", "_call", "_message", "_offset", "_pieces", "_rank", "_tag", "_under_way")
@@ -152,7 +152,7 @@ class PiecewiseTransfer(Transfer):
         self._message, self.buffer = message, message.vector
         self._pieces, self._offset = pieces, 0
         self._what, self._after = what, after
-        self.unstarted = max(1, -(-self.buffer.nbytes // pieces.size_bytes))  # no bytes are a piece
+        self.unstarted = max(1, -(-self.buffer.nbytes // pieces.size_bytes))  # at least one
         self._under_way: deque[tuple[MPI.Request, int]] = deque()
         self.done = False
         self._start_next()
@@ -184,10 +184,10 @@ class PiecewiseTransfer(Transfer):
 
 
 def memory(vector: Tensor, offset: int, size_bytes: int) -> tuple[MPI.memory, MPI.Datatype]:
-    """Bytes of a contiguous tensor as an MPI buffer; far cheaper than passing the tensor.
+    """Bytes of a contiguous tensor as an MPI buffer; far faster than passing the tensor.
 
     Raises:
-        ValueError: the tensor is not contiguous, so that its memory is not its elements.
+        ValueError: the tensor is not contiguous.
     """
     if not vector.is_contiguous():
         raise ValueError(f"a message must be contiguous, not of strides {vector.stride()}")
@@ -196,20 +196,20 @@ def memory(vector: Tensor, offset: int, size_bytes: int) -> tuple[MPI.memory, MP
 
 _BURST_S = 0.2e-3
 _QUIET_CALLS = 3
-"""Calls that found nothing, after which a burst ends."""
+"""A burst ends after this many calls that moved nothing."""
 _PAUSE_S, _LONGEST_PAUSE_S = 0.5e-3, 2e-3
 _TICK_S = 0.1e-3
 
 
 class Progress:
-    """All transfers of a rank that are under way, and who works on them.
+    """All transfers of a rank that are under way, and the thread or calls that advance them.
 
-    Transfers belong to whoever holds the lock: the rank's own thread or the helper's.
+    Only the holder of the lock, the rank's own thread or the helper thread, touches transfers.
 
     Args:
         mode: ``none``, ``poll`` or ``thread``; the same on all ranks.
-        pieces: how messages are cut, likewise.
-        enter_thread: called first in the thread, if there is one.
+        pieces: how messages are cut; the same on all ranks.
+        enter_thread: called first in the helper thread, if there is one.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class Progress:
         self._lock = threading.Lock()
         self._meter, self._helpers_meter = WorkMeter(), WorkMeter()
         self._transfers: list[Transfer] = []
-        # The last transfer by (call, rank, tag), if MPI does not know of all its pieces yet.
+        # The last transfer by (call, rank, tag), if not all of its pieces are posted to MPI.
         self._unstarted: dict[tuple[Call, int, int], Transfer] = {}
         self._has_work = threading.Event()
         self._waiting = self._closed = False
@@ -249,7 +249,7 @@ class Progress:
         tag: int,
         what: Words | None = None,
     ) -> Transfer:
-        """Start a transfer (see its arguments), and see to it from now on."""
+        """Start a transfer (see its arguments); later calls advance it until it is done."""
         buffer, free, pieces, after = message.vector, message.free, self.pieces, None
         with self._lock:
             if self._unstarted:
@@ -268,11 +268,11 @@ class Progress:
         return transfer
 
     def wait(self, transfers: Iterable[Transfer]) -> None:
-        """Return when some transfers are complete; all others advance meanwhile."""
+        """Return when these transfers are complete; all others advance meanwhile."""
         pending = [transfer for transfer in transfers if not transfer.done]
         if not pending:
             return
-        self.advance()  # which mostly ends what a schedule has let go on for long enough
+        self.advance()  # which usually completes transfers that a schedule gave enough time
         pending = [transfer for transfer in pending if not transfer.done]
         if pending:
             self._waiting = True
@@ -282,7 +282,7 @@ class Progress:
                 self._waiting = False
 
     def until(self, done: Callable[[], bool]) -> None:
-        """Return when ``done`` says so; all transfers advance meanwhile."""
+        """Return when ``done`` returns True; all transfers advance meanwhile."""
 
         def is_over() -> bool:
             self.advance()
@@ -291,7 +291,7 @@ class Progress:
         poll(is_over, self._worked)
 
     def advance(self) -> None:
-        """Let MPI work on everything once; raise what has failed in the helper."""
+        """Advance every transfer once; raise an error of the helper thread."""
         if not self._transfers and self._failure is None:
             return
         with self._lock:
@@ -300,14 +300,14 @@ class Progress:
             self._advance()
 
     def tick(self) -> None:
-        """The same, at most every tenth of a millisecond; called between operators."""
+        """Call :meth:`advance` at most every tenth of a millisecond; called between operators."""
         now = time.perf_counter()
         if self._transfers and now - self._ticked_at > _TICK_S:
             self.advance()
             self._ticked_at = time.perf_counter()
 
     def close(self) -> None:
-        """End the helper; before MPI ends."""
+        """End the helper thread; must be called before MPI ends."""
         self._closed = True
         self._has_work.set()
         if self._thread is not None:
@@ -335,7 +335,7 @@ class Progress:
             self._failure = error
 
     def _burst(self) -> bool:
-        """Advance as long as there is something to do; whether there was."""
+        """Advance while calls move data; returns whether any did."""
         end, quiet, worked = time.perf_counter() + _BURST_S, 0, False
         while quiet < _QUIET_CALLS and time.perf_counter() < end:
             if self._waiting or not self._lock.acquire(blocking=False):
@@ -359,8 +359,8 @@ class Wire:
     """Sends and receives of one communicator.
 
     Args:
-        communicator: of its own, so that no other message can match.
-        progress: keeps messages moving; by default nobody does while the rank computes.
+        communicator: used for nothing else, so that no other message can match.
+        progress: advances messages; by default they do not advance while the rank computes.
     """
 
     def __init__(
@@ -378,37 +378,37 @@ class Wire:
         return [rank for rank in range(self.size) if rank != self.rank]
 
     def send(self, vector: Tensor, rank: int, tag: int) -> Transfer:
-        """Begin to send a contiguous tensor on the device, which must not change until it left."""
+        """Start sending a contiguous tensor on the device; it must not change until it has left."""
         message = self._device.to_message(vector, self.progress.pieces.size_bytes)
         return self.progress.begin(self._send, message, rank, tag)
 
     def receive(
         self, sizes: Sizes, dtype: torch.dtype, rank: int, tag: int, what: Words
     ) -> Transfer:
-        """Begin to receive a contiguous tensor.
+        """Start receiving a contiguous tensor.
 
         Args:
             sizes: of its dimensions, or the elements of a vector.
-            what: names it, for errors.
+            what: its name, for errors.
         """
         message = self._device.message_buffer(sizes, dtype)
         return self.progress.begin(self._receive, message, rank, tag, what)
 
     def wait(self, transfers: Iterable[Transfer]) -> None:
-        """Return when vectors have left or arrived."""
+        """Return when these vectors have left or arrived."""
         self.progress.wait(transfers)
 
     def arrived(self, transfer: Transfer) -> Tensor:
-        """What has arrived, on the device."""
+        """The received tensor, on the device."""
         return self._device.from_message(transfer.buffer)
 
     def send_object(self, value: object, rank: int, tag: int) -> None:
-        """Begin to send what is no tensor; it leaves, at the latest, when its receiver asks."""
+        """Start sending any other object; it leaves at the latest when its receiver asks for it."""
         self._objects = [sending for sending in self._objects if not sending.Test()]
         self._objects.append(self._communicator.isend(value, rank, tag))
 
     def receive_object(self, rank: int, tag: int) -> Any:
-        """Wait for the next such value."""
+        """Wait for the next such object."""
         messages: list[MPI.Message] = []
 
         def is_there() -> bool:
